@@ -49,6 +49,15 @@ NARROW = {
     (784, 10): (None, "tensor"),
     (16, 12): ("tensor", "data"),
     (20,): ("data",),
+    (7, 12): (None, "tensor"),
+    (101, 24): (None, ("data", "tensor")),
+    (3, 5, 8): (None, None, "data"),
+    (5, 3, 12): (None, None, "data"),
+    (1, 8): (None, ("data", "tensor")),
+    (52, 4): ("data", "tensor"),
+    (26, 3): ("tensor", None),
+    (4, 16): ("data", "tensor"),
+    (4, 3, 16): ("data", None, "tensor"),
 }
 
 
@@ -101,6 +110,16 @@ def test_creation_never_holds_a_full_copy_on_a_device(name, layout):
     memory = program.lower(jax.random.key(0)).compile().memory_analysis()
     assert memory.output_size_in_bytes == full // 8
     assert memory.temp_size_in_bytes < 3 * full // 8 + 4096  # random bits, and the numbers before and after a step
+
+
+@pytest.mark.parametrize("shape", [(8192, 16), (8191, 16)])
+def test_narrow_parts_are_moved_and_never_whole(shape):
+    full = 4 * shape[0] * shape[1]
+    with cases.loaded({"jshard": {"mesh": {"data": 4, "tensor": 2}}}) as grid:
+        layout = Layout(grid, None, ("data", "tensor"))
+        program = jax.jit(lambda key: create(INITIALIZERS["normal"], key, shape, jnp.float32, layout))
+        memory = program.lower(jax.random.key(0)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 5 * full // 8 + 4096
 
 
 def test_a_second_creation_compiles_nothing(layout):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard.layouts.layout import Layout
-from jshard.layouts.mesh import is_explicit
+from jshard.layouts.mesh import auto_twin, is_explicit
 
 
 def create(
@@ -34,11 +33,9 @@ def typed_as(born: Any, sharding: NamedSharding) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_creation(initializer: Any, shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:
-    drawn = _drawn(layout, shape)
-
     def creation(key: jax.Array) -> jax.Array:
         born = _step_by_step(lambda key: initializer(key, shape, dtype), key)
-        return born if drawn is None else jax.lax.with_sharding_constraint(born, drawn)
+        return _moved_from_rows(born, layout) if _is_narrow(layout, shape) else born
 
     # On absent devices nothing is made, and vmap takes no out_shardings there: the type that follows says the same.
     absent = isinstance(layout.mesh, AbstractMesh)
@@ -46,21 +43,35 @@ def _compiled_creation(initializer: Any, shape: tuple[int, ...], dtype: Any, lay
 
 
 NARROW = 8  # XLA's CPU loops over fewer numbers round erf_inv in another way (docs/design/0005-layers.md)
+SMALL = 2**18  # numbers: a mebibyte of float32
 
 
-def _drawn(layout: Layout, shape: tuple[int, ...]) -> NamedSharding | None:
-    """Where the numbers are drawn, if not where they will lie: parts with a narrow last axis are drawn with that axis whole,
-    split by rows instead, and then moved."""
-    if isinstance(layout.mesh, AbstractMesh) or not shape or shape[-1] // layout.ways(-1) >= NARROW:
-        return None
-    if not layout.axes[-1]:
-        return None
-    names = layout.mesh_axes
-    mesh = Mesh(layout.mesh.devices, layout.mesh.axis_names, axis_types=(AxisType.Auto,) * layout.mesh.devices.ndim)
-    if len(shape) == 1:
-        return NamedSharding(mesh, PartitionSpec())  # a few numbers for each device, all told
-    divides = shape[0] % math.prod(layout.mesh.shape[name] for name in names) == 0
-    return NamedSharding(mesh, PartitionSpec(names)) if divides else None
+def _is_narrow(layout: Layout, shape: tuple[int, ...]) -> bool:
+    absent = isinstance(layout.mesh, AbstractMesh)
+    return not absent and bool(layout.mesh_axes) and shape[-1] // layout.ways(-1) < NARROW
+
+
+def _moved_from_rows(born: jax.Array, layout: Layout) -> jax.Array:
+    """`born`, drawn with its last axis whole: the mesh axes that split it split rows instead, and then move back. Rows that
+    don't divide are padded, as XLA pads them when it draws."""
+    mesh, *rows, last = auto_twin(layout.mesh), *layout.axes
+
+    def lies(array: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def left_over(axis: int) -> int:
+        return -born.shape[axis] % (layout.ways(axis) * layout.ways(-1))
+
+    if born.shape[-1] < NARROW:  # how these are rounded hangs on the number of rows too
+        return lies(born) if born.size <= SMALL else born
+    axes = [axis for axis in range(born.ndim - 1) if not left_over(axis) or not rows[axis]]
+    if not axes:  # no rows, or every row axis is split already, into parts that can't be split again
+        return lies(born, *rows, ())
+    axis = min(axes, key=lambda axis: left_over(axis) > 0)
+    drawn = [(*names, *last) if at == axis else names for at, names in enumerate(rows)]
+    padded = [(0, left_over(axis) if at == axis else 0) for at in range(born.ndim)]
+    born = lies(jax.numpy.pad(lies(born, *drawn, ()), padded), *drawn, ())
+    return jax.lax.slice_in_dim(lies(born, *rows, last), 0, born.shape[axis] - padded[axis][1], axis=axis)
 
 
 def _step_by_step(f: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:

@@ -70,14 +70,21 @@ def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 def explicit_twin(mesh: Mesh) -> Mesh:
     """The same devices and names, every array's layout part of its type."""
-    if is_explicit(mesh):
+    return _twin(mesh, AxisType.Explicit)
+
+
+def auto_twin(mesh: Mesh) -> Mesh:
+    """The same devices and names, layouts inside jit left to the compiler."""
+    return _twin(mesh, AxisType.Auto)
+
+
+def _twin(mesh: Mesh, kind: AxisType) -> Mesh:
+    kinds = (kind,) * len(mesh.axis_names)
+    if mesh.axis_types == kinds:
         return mesh
-    kinds = (AxisType.Explicit,) * len(mesh.axis_names)
-    return (
-        mesh.update(axis_types=kinds)
-        if isinstance(mesh, AbstractMesh)
-        else Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
-    )
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=kinds)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
 def absent_mesh(sizes: Mapping[str, int], *, axis_types: str = "explicit") -> Any:
