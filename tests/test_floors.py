@@ -13,6 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jshard"
 FLOORS = {
+    "chips": 0,
     "errors": 0,
     "version": 0,
     "layouts": 1,
@@ -26,8 +27,17 @@ FLOORS = {
     "__main__": 7,
     "__init__": 7,
 }
-WITHOUT = {"errors": "jax flax", "kernels": "flax", "layouts": "flax", "signals": "flax"}
-WITHOUT_JAX = ("errors", "version", "signals.signal", "signals.config", "signals.schema", "signals.source", "cli")
+WITHOUT = {"chips": "jax flax", "errors": "jax flax", "kernels": "flax", "layouts": "flax", "signals": "flax"}
+WITHOUT_JAX = (
+    "chips",
+    "errors",
+    "version",
+    "signals.signal",
+    "signals.config",
+    "signals.schema",
+    "signals.source",
+    "cli",
+)
 
 
 def imports(module: Path) -> Iterator[tuple[int, str]]:

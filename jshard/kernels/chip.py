@@ -5,41 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 
+from jshard.chips import CHIPS as CHIPS
+from jshard.chips import Chip as Chip
+from jshard.chips import Platform
 from jshard.errors import JShardError, nearest
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """One kind of chip. `vmem` is a core's fast memory in MiB; `link` GB/s one way to one neighbour, 0 if unknown."""
-
-    name: str
-    platform: Literal["cpu", "gpu", "tpu"]
-    kinds: tuple[str, ...] = ()  # what JAX calls it, lower case; for a GPU the beginning
-    vmem: int = 0
-    link: float = 0.0
-
-
-# VMEM: jax's own pltpu.get_tpu_info_for_chip. Links: cloud.google.com/tpu/docs/system-architecture, bits per chip divided by
-# the links of a chip (2-D torus 4, 3-D torus 6) and 8; NVLink: NVIDIA's data sheets, one way.
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip("cpu", "cpu", ("cpu",)),
-        Chip("v4", "tpu", ("tpu v4",), vmem=16, link=50),
-        Chip("v5e", "tpu", ("tpu v5 lite", "tpu v5e"), vmem=128, link=50),
-        Chip("v5p", "tpu", ("tpu v5", "tpu v5p"), vmem=64, link=100),
-        Chip("v6e", "tpu", ("tpu v6 lite", "tpu v6e"), vmem=128, link=112),
-        Chip("tpu7x", "tpu", ("tpu7x",), vmem=64, link=100),
-        Chip("a100", "gpu", ("nvidia a100",), link=300),
-        Chip("h100", "gpu", ("nvidia h100",), link=450),
-        Chip("h200", "gpu", ("nvidia h200",), link=450),
-        Chip("b200", "gpu", ("nvidia b200", "nvidia gb200"), link=900),
-    )
-}
 
 
 def chip(name: str) -> Chip:
@@ -48,7 +21,7 @@ def chip(name: str) -> Chip:
     if low in CHIPS:
         return CHIPS[low]
     for known in CHIPS.values():
-        if low in known.kinds or (known.platform == "gpu" and low.startswith(known.kinds)):
+        if low in (known.kind.lower(), *known.others) or (known.platform == "gpu" and low.startswith(known.others)):
             return known
     close = nearest(low, CHIPS)
     raise JShardError(
@@ -69,7 +42,8 @@ def chip_called(kind: str, platform: str) -> Chip:
     try:
         return chip(kind)
     except JShardError:  # a chip without a row still has a platform, and "auto" is plain XLA there
-        return Chip(kind, {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform))  # type: ignore[arg-type]
+        known = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+        return Chip(kind, cast(Platform, known))  # or another, of which no row of a table speaks
 
 
 @dataclasses.dataclass(frozen=True)

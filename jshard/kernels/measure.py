@@ -89,7 +89,7 @@ def measure(
 
 def _limit(device: Any) -> float:
     try:
-        return chip(device.device_kind).link
+        return chip(device.device_kind).link / 1e9
     except JShardError:
         return 0.0
 

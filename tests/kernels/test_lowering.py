@@ -23,7 +23,7 @@ TPUS = [chip.name for chip in CHIPS.values() if chip.platform == "tpu"]
 
 def traced(body, shape, dtype, sizes, chip="v5e", specs=None):
     """The program for a mesh of absent chips, x[shape] split by its first axis over all of it."""
-    device = AbstractDevice(device_kind=CHIPS[chip].kinds[0].replace("tpu", "TPU"), num_cores=1, platform="tpu")
+    device = AbstractDevice(device_kind=CHIPS[chip].kind, num_cores=1, platform="tpu")
     mesh = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes), abstract_device=device
     )

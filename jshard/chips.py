@@ -1,0 +1,117 @@
+"""The chips that jshard knows, one row each: what JAX calls them, how many there may be and in what shapes, and what their
+makers say they can do. Imports no JAX, so that a configuration which names one is checked at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Platform = Literal["cpu", "gpu", "tpu"]
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One kind of chip. Rates are peaks that its maker states, for a whole chip; nothing here is measured."""
+
+    name: str
+    platform: Platform
+    kind: str = ""  # as JAX calls it
+    others: tuple[str, ...] = ()  # what JAX calls it too, lower case; for a GPU the beginning
+    devices: int = 1  # JAX devices on one chip
+    vmem: int = 0  # MiB of a TPU core's fast memory
+    memory: int = 0  # bytes of a chip that programs can use
+    flops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # a second, by dtype of the operands
+    bandwidth: float = 0.0  # bytes a second, of the chip's memory
+    link: float = 0.0  # bytes a second one way: of one of a TPU's links, or of all that a GPU has; 0 if unknown
+    axes: int = 0  # of the torus: a TPU has two links along each
+    source: str = ""
+    examples: tuple[str, ...] = ()  # sizes to plan for; none where too few figures are known
+    host: int = 0  # GPUs that share NVLink
+    between_hosts: float = 0.0  # bytes a second one way, a GPU
+    config: str = ""  # what the compiler is told of a TPU: that two cores are one device
+    gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the compiler is told of a GPU
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products of this dtype, for one device; of the next wider one where none is stated."""
+        for known in (dtype, "bfloat16" if dtype == "float16" else "float32"):
+            if known in self.flops:
+                return self.flops[known] / self.devices
+        return self.flops["bfloat16"] / self.devices
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes that one device can use."""
+        return self.memory // self.devices
+
+
+HOPPER = {
+    "major": 9, "cores": 132, "l2": 52_428_800, "clock": 1.98, "shared_core": 233_472, "shared_block": 232_448,
+}  # fmt: skip
+BLACKWELL = {**HOPPER, "major": 10, "cores": 148, "l2": 132_644_864, "clock": 1.965}
+# Dense; float32 as TF32.
+HOPPER_FLOPS = {"float8_e4m3fn": 1979e12, "int8": 1979e12, "bfloat16": 989e12, "float32": 494.7e12}
+CLOUD = "docs.cloud.google.com/tpu/docs"
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+COUNTS = ("1", "2", "4", "8", "16", "64")
+# A TPU multiplies float32 in bfloat16 passes: jax's default precision is one pass, so its rate is bfloat16's.
+# VMEM is what jax's own pltpu.get_tpu_info_for_chip says. Usable memory of TPUs is what their compiler says it has when a
+# program is too large (docs/design/0008-plan.md).
+# A link's rate is the stated "bidirectional ICI bandwidth per chip", halved, and divided among the chip's links. Of v6e an
+# older page of its maker's says 3,584 Gbit/s and the present one 3,200: 112 and 100 GB/s a link. The present one counts.
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "v5e", "tpu", "TPU v5 lite", ("tpu v5e",), vmem=128, memory=int(15.75 * GIB),
+            flops={"int8": 393e12, "bfloat16": 197e12}, bandwidth=819e9, link=50e9, axes=2,
+            source=f"{CLOUD}/v5e: 197 TFLOP/s, 16 GB, 819 GB/s, 400 GB/s over 4 links", examples=FLAT,
+        ),
+        Chip(
+            "v5p", "tpu", "TPU v5", ("tpu v5p",), vmem=64, memory=int(95.74 * GIB),
+            flops={"int8": 918e12, "bfloat16": 459e12}, bandwidth=2765e9, link=100e9, axes=3,
+            source=f"{CLOUD}/v5p: 459 TFLOP/s, 95 GiB, 2,765 GB/s, 1,200 GB/s over 6 links",
+            examples=(*DEEP, "8x8x16", "16x16x24"),
+        ),
+        Chip(
+            "v6e", "tpu", "TPU v6 lite", ("tpu v6e",), vmem=128, memory=int(31.25 * GIB),
+            flops={"int8": 1836e12, "bfloat16": 918e12}, bandwidth=1638e9, link=100e9, axes=2,
+            source=f"{CLOUD}/v6e: 918 TFLOP/s, 32 GB, 1,638 GB/s, 800 GB/s over 4 links", examples=FLAT,
+        ),
+        Chip(
+            "tpu7x", "tpu", "TPU7x", devices=2, vmem=64, memory=int(2 * 94.75 * GIB),
+            flops={"float8_e4m3fn": 4614e12, "bfloat16": 2307e12}, bandwidth=7380e9, link=100e9, axes=3,
+            source=f"{CLOUD}/tpu7x: 2,307 TFLOP/s, 192 GiB, 7,380 GB/s, 1,200 GB/s over 6 links; a chip is two devices",
+            examples=DEEP,
+        ),
+        Chip(
+            "v4", "tpu", "TPU v4", vmem=16, memory=int(30.75 * GIB), flops={"int8": 275e12, "bfloat16": 275e12},
+            bandwidth=1200e9, link=50e9, axes=3,
+            source=f"{CLOUD}/v4: 275 TFLOP/s, 32 GiB, 1,200 GB/s; 2,400 Gbit/s one way over 6 links", examples=DEEP,
+            config="megacore",
+        ),
+        Chip(
+            "h100", "gpu", "NVIDIA H100 80GB HBM3", ("nvidia h100",), memory=84_942_979_072, flops=HOPPER_FLOPS,
+            bandwidth=3352e9, link=450e9, host=8, between_hosts=50e9, gpu=HOPPER, examples=COUNTS,
+            source="NVIDIA H100 SXM data sheet: 989 TFLOP/s dense, 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways",
+        ),
+        Chip(
+            "h200", "gpu", "NVIDIA H200 141GB HBM3e", ("nvidia h200",), memory=151_397_597_184, flops=HOPPER_FLOPS,
+            bandwidth=4800e9, link=450e9, host=8, between_hosts=50e9, gpu=HOPPER, examples=COUNTS,
+            source="NVIDIA H200 SXM data sheet: 989 TFLOP/s dense, 141 GB, 4.8 TB/s, NVLink 900 GB/s both ways",
+        ),
+        Chip(
+            "b200", "gpu", "NVIDIA B200", ("nvidia b200", "nvidia gb200"), memory=191_514_411_008,
+            flops={"float8_e4m3fn": 4500e12, "int8": 4500e12, "bfloat16": 2250e12, "float32": 1100e12},
+            bandwidth=7672e9, link=900e9, host=8, between_hosts=50e9, gpu=BLACKWELL, examples=COUNTS,
+            source="NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense, 180 GB, 7.7 TB/s, NVLink 1.8 TB/s both ways",
+        ),
+        Chip(
+            "a100", "gpu", "NVIDIA A100", ("nvidia a100",), link=300e9,
+            source="NVIDIA A100 SXM data sheet: NVLink 600 GB/s both ways",
+        ),
+        Chip("cpu", "cpu", "cpu", source="pretended: no figures", examples=(*COUNTS, "256")),
+    )
+}  # fmt: skip
