@@ -11,6 +11,7 @@ from typing import Any
 import optax
 
 from jshard.errors import JShardError, Place, nearest
+from jshard.inspect.failure import told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,12 @@ class Component:
 
 def found(key: str, path: str, place: Place) -> Callable[..., Any]:
     """What `module:name` leads to; `key` and `place` tell who asked."""
+    return function_at(f'jshard.train.{key} ({place}) is "{path}", but', path)
+
+
+def function_at(said: str, path: str) -> Callable[..., Any]:
+    """What `module:name` leads to; `said` opens the sentence when it leads nowhere."""
     module_name, _, name = path.partition(":")
-    said = f'jshard.train.{key} ({place}) is "{path}", but'
     module = _module(said, module_name)
     value: Any = module
     for part in name.split("."):
@@ -57,8 +62,12 @@ def found(key: str, path: str, place: Place) -> Callable[..., Any]:
 
 def _module(said: str, name: str) -> Any:
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as missing:
+        with told(f"{name} is imported"):
+            return importlib.import_module(name)
+    except JShardError as error:
+        missing = error.__cause__
+        if not isinstance(missing, ModuleNotFoundError):
+            raise
         if missing.name is not None and (name == missing.name or name.startswith(f"{missing.name}.")):
             raise JShardError(
                 f'{said} there is no module "{missing.name}" in this folder or among the installed packages',

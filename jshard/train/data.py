@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jshard.errors import JShardError, Place
 from jshard.layouts.layout import Layout
@@ -91,7 +91,7 @@ class Placement:
         if self.mesh is None:
             return tuple(map(jax.device_put, arrays))
         where = Layout(self.mesh, self.mesh_axes).sharding
-        return tuple(jax.device_put(array, where) for array in arrays)
+        return tuple(placed(array, where) for array in arrays)
 
     def shapes(self, rows: int, *arrays: np.ndarray) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What a call with so many rows of these would place, as shapes alone: the devices need not be here."""
@@ -102,6 +102,15 @@ class Placement:
         )
 
 
+def placed(array: Any, where: NamedSharding) -> jax.Array:
+    """`array`, which every process has, on devices of one process or of several: each gives its own devices their part."""
+    if where.is_fully_addressable:
+        return jax.device_put(array, where)
+    host = np.asarray(array)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
+
+
 def settle(module: Any, mesh: Mesh | None) -> Any:
     """The same module with every array of it on the mesh: those that no signal has placed lie whole on every device."""
     if mesh is None:
@@ -109,7 +118,7 @@ def settle(module: Any, mesh: Mesh | None) -> Any:
     everywhere = Layout(mesh).sharding
 
     def place(array: jax.Array) -> jax.Array:
-        return jax.device_put(array, everywhere) if isinstance(array.sharding, SingleDeviceSharding) else array
+        return placed(array, everywhere) if isinstance(array.sharding, SingleDeviceSharding) else array
 
     nnx.update(module, jax.tree.map(place, nnx.state(module)))
     return module

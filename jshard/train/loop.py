@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.train.data import Examples, Placement, batches, padded
 from jshard.train.loss import correct
@@ -35,7 +36,7 @@ class Step:
             return correct(model(x), y)
 
         self.program = jax.jit(train, donate_argnums=0, out_shardings=(where, None))
-        self.hits = jax.jit(predict)
+        self.hits = jax.jit(predict, out_shardings=_read_by_all(where))
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Trains on one batch and returns its loss, which may not be computed yet."""
@@ -45,6 +46,14 @@ class Step:
     def into(self, model: Any, optimizer: nnx.Optimizer) -> None:
         """Puts what was learned into the modules that the step was made of."""
         nnx.update((model, optimizer), self.state)
+
+
+def _read_by_all(where: Any) -> NamedSharding | None:
+    """Whole everywhere, when devices of other processes take part, so that each process can read it; else as it comes."""
+    for each in jax.tree.leaves(where):
+        if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh) and not each.is_fully_addressable:
+            return NamedSharding(each.mesh, PartitionSpec())
+    return None
 
 
 def run(

@@ -1,6 +1,9 @@
-"""The plan of an experiment: its training step, compiled for devices that are not there."""
+"""The plan of an experiment, or of a function: its program, compiled for devices that are not there."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from jshard.errors import JShardError
 from jshard.inspect.plan import Plan, Topology
@@ -8,21 +11,30 @@ from jshard.inspect.plan.deviceless import LIMIT, check_installed
 from jshard.inspect.plan.plan import mesh_on, moved_to, planned
 from jshard.signals.config import Configuration
 from jshard.train.experiment import Experiment
+from jshard.train.function import Call, Function
 from jshard.train.loop import Step
 
 
-def plan_experiment(configuration: Configuration, topology: str, *, limit: float = LIMIT, cache: bool = True) -> Plan:
-    """What `jshard plan` shows of the configuration that is loaded. No array is made."""
-    target = Topology.of(topology)
+@contextlib.contextmanager
+def planned_on(
+    topology: Topology, configuration: Configuration, call: Call | None = None, *, limit: float = LIMIT, cache: bool = True
+) -> Iterator[tuple[Experiment | Function, Plan]]:
+    """The experiment of the configuration that is loaded, or a call under it, of shapes alone on the mesh of a topology;
+    and its plan. No array is made."""
     if configuration.mesh is None:
         raise JShardError(
             f"{configuration.source} describes no mesh to plan on",
             mend="add `jshard: {mesh: {data: 2, tensor: 4}}` to it",
         )
-    mesh = mesh_on(target, configuration)
-    check_installed(target)
+    mesh = mesh_on(topology, configuration)
+    check_installed(topology)
     with moved_to(mesh):
+        if call is not None:
+            function = call.built(configuration, only_shapes=True)
+            yield function, function.plan(topology, limit=limit, cache=cache)
+            return
         experiment = Experiment.build(configuration, mesh, only_shapes=True)
         step = Step(experiment.model, experiment.optimizer, experiment.loss)
         args = (step.state, *experiment.first_batch())
-        return planned(step.program, args, {}, experiment.explain(), target, mesh, limit=limit, cache=cache)
+        told = planned(step.program, args, {}, experiment.explain(), topology, mesh, limit=limit, cache=cache)
+        yield experiment, told

@@ -64,5 +64,10 @@ class Bar:
         self.console.print(text)
 
 
+def silent() -> Console:
+    """A console that nobody reads."""
+    return Console(quiet=True, force_terminal=False)
+
+
 def figures(loss: float, rate: float) -> str:
     return f"loss {loss:.4f}   {rate:,.0f} examples/s"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import jax
+
 from jshard.train.experiment import Experiment
 from jshard.train.loop import Step, evaluate, run
-from jshard.train.progress import Bar, Rate, figures
+from jshard.train.progress import Bar, Rate, figures, silent
 from jshard.train.record import Record
 
 
 def train(experiment: Experiment, bar: Bar | None = None) -> float:
-    """Trains, with a progress bar, and returns the test accuracy. What each figure was goes into the output folder."""
+    """Trains, with a progress bar, and returns the test accuracy. What each figure was goes into the output folder. Of
+    several processes the first speaks and writes."""
     steps, batch, log = experiment.steps, experiment.batch, experiment.log
     step = Step(experiment.model, experiment.optimizer, experiment.loss)
-    record = Record(experiment.output, experiment.configuration)
+    leads = jax.process_index() == 0
+    record = Record(experiment.output if leads else None, experiment.configuration)
     rate, accuracy = Rate(batch), 0.0
-    bar = bar or Bar(steps, batch)
+    bar = bar or Bar(steps, batch, None if leads else silent())
     with bar:
         for number, loss in run(
             step, experiment.data, experiment.placement, batch=batch, steps=steps, seed=experiment.seed
