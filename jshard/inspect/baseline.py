@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from jshard.errors import JShardError, Place
-from jshard.inspect.ledger import Ledger
+from jshard.inspect.ledger import Ledger, Left, Line
 from jshard.inspect.table import table
 
 VERSION = 1
@@ -30,6 +30,9 @@ class Baseline:
             key = line.signal, line.phase, line.collective, line.axis
             times, wire = collectives.get(key, (0, 0))
             collectives[key] = times + line.count, wire + line.total
+        for left in ledger.left:  # what it moves is not known, that it moves is
+            key = _key_of_left(left)
+            collectives[key] = collectives.get(key, (0, 0))[0] + left.count, 0
         memory: dict[str, int] = {}
         for rest in ledger.memory:
             memory[rest.signal] = memory.get(rest.signal, 0) + rest.total
@@ -96,8 +99,12 @@ def added(was: Baseline, ledger: Ledger, mesh: str, *, name: str, command: str) 
     for key, (times, wire) in now.collectives.items():
         signal, phase, collective, axes = key
         before, wire_before = was.collectives.get(key, (0, 0))
-        who = _who(signal, _place(ledger, key), _source(ledger, key))
-        if times > before:
+        line = _line(ledger, key)
+        who = _who(signal, line.place, line.source)
+        if isinstance(line, Left) and times > before:
+            more = f"{times - before:,} {line.primitive} more over {axes} in {phase}"
+            yield f"{who.removesuffix('asks')}leaves {more} to the compiler than {name}, bytes unknown; {mend}"
+        elif times > before:
             more = f"{times - before:,} {collective} more over {axes} in {phase}"
             yield f"{who} for {more} than {name}, {wire - wire_before:,} B on the wire; {mend}"
         elif wire > wire_before:
@@ -118,12 +125,13 @@ def removed(was: Baseline, ledger: Ledger, mesh: str) -> bool:
     )
 
 
-def _place(ledger: Ledger, key: Key) -> Place | None:
-    return next(line.place for line in ledger.lines if (line.signal, line.phase, line.collective, line.axis) == key)
+def _key_of_left(left: Left) -> Key:
+    return left.signal, left.phase, f"compiler_decides_{left.primitive}".replace("-", "_"), left.axis
 
 
-def _source(ledger: Ledger, key: Key) -> str:
-    return next(line.source for line in ledger.lines if (line.signal, line.phase, line.collective, line.axis) == key)
+def _line(ledger: Ledger, key: Key) -> Line | Left:
+    lines = (line for line in ledger.lines if (line.signal, line.phase, line.collective, line.axis) == key)
+    return next(lines, None) or next(left for left in ledger.left if _key_of_left(left) == key)
 
 
 def _who(signal: str, place: Place | None, source: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jshard.errors import JShardError, Place
-from jshard.inspect.walk import Asked, Chosen
+from jshard.inspect.walk import Asked, Chosen, Decided
 from jshard.signals.config import Configuration
 from jshard.signals.current import configuration
 from jshard.signals.signal import Signal
@@ -24,7 +24,7 @@ GRADIENTS = ("row", "column", "reduction", "sequence", "store", "store_optimizer
 UPDATES = ("store_optimizer", "store", "sequence", "column", "reduction", "row")
 
 
-def place_of(asked: Asked | Chosen) -> Place | None:
+def place_of(asked: Asked | Chosen | Decided) -> Place | None:
     """The line of the configuration that asked: of the key that names the mesh axis, else of the whole signal."""
     present = configuration()
     if present is None:

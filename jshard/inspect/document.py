@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from jshard.errors import JShardError, Place
-from jshard.inspect.ledger import Choice, Ledger, Line, Unused
+from jshard.inspect.ledger import Choice, Ledger, Left, Line, Unused
 from jshard.inspect.memory import Rest
 
 SCHEMA = "jshard.explain/1"
@@ -37,6 +37,7 @@ def written(ledger: Ledger) -> str:
         {
             "schema": SCHEMA,
             "lines": list(map(line_document, ledger.lines)),
+            "left": list(map(_plain, ledger.left)),
             "choices": list(map(_plain, ledger.choices)),
             "unused": list(map(_plain, ledger.unused)),
             "memory": memory,
@@ -58,6 +59,7 @@ def read_document(text: str, said: str = "the document") -> Ledger:
         tuple(_entry(Line, each) for each in document["lines"]),
         tuple(_entry(Choice, each) for each in document["choices"]),
         tuple(_entry(Unused, each) for each in document["unused"]),
+        tuple(_entry(Left, each) for each in document.get("left", ())),  # newer than the others
         tuple(_entry(Rest, each) for each in document["memory"]),
     )
 

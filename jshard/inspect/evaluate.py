@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from jshard.inspect.around import Around
+from jshard.inspect.decided import CALLS
 from jshard.inspect.exact import (
     COLLECTIVE_SUMS,
     KEEPS_WHOLE,
@@ -30,7 +31,7 @@ from jshard.inspect.exact import (
     stand_in,
 )
 from jshard.inspect.notes import Note, Where, worst
-from jshard.inspect.survey import CALLS, narrowed_for_a_sum, needed_whole, sums_in
+from jshard.inspect.survey import narrowed_for_a_sum, needed_whole, sums_in
 from jshard.inspect.walk import _bare, source_of
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger import Ledger, Line
+from jshard.inspect.ledger import Ledger, Left, Line
 from jshard.signals.config import Configuration
 from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
@@ -16,6 +16,10 @@ def hold(ledger: Ledger, configuration: Configuration) -> int:
     kept = 0
     for signal in configuration.signals.values():
         for name, lines in _places(signal, ledger, configuration).items():
+            left = [each for each in ledger.left if each.signal == name]
+            if left and signal.expect:
+                broken.append(_unknown(signal, name, left))
+                continue
             for what, promised in signal.expect:
                 found = _found(what, lines)
                 if found == promised or (what == "bytes" and found < promised):
@@ -28,11 +32,11 @@ def hold(ledger: Ledger, configuration: Configuration) -> int:
 
 
 def _places(signal: Signal, ledger: Ledger, configuration: Configuration) -> dict[str, list[Line]]:
-    """The lines of the ledger that a signal asked for, by the place in the program."""
+    """The lines of the ledger that a signal asked for, by the place in the program; none where the compiler decides."""
     found: dict[str, list[Line]] = {}
-    for line in ledger.lines:
+    for line in (*ledger.lines, *ledger.left):
         if line.signal != "-" and configuration.lookup(tuple(line.signal.split("/"))).place == signal.place:
-            found.setdefault(line.signal, []).append(line)
+            found.setdefault(line.signal, []).extend([line] if isinstance(line, Line) else [])
     return found or {signal.name: []}
 
 
@@ -40,6 +44,16 @@ def _found(what: str, lines: list[Line]) -> int:
     if what == "bytes":
         return sum(line.total for line in lines)
     return sum(line.count for line in lines if line.collective == what)
+
+
+def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
+    """What a promise can't be held against."""
+    first = left[0]
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return JShardError(
+        f'signal "{name}" ({signal.at("expect")}) expects, and only the compiler decides what {first.words}{more} moves',
+        mend="do it inside jax.shard_map, or place its array by jshard.redistribute first",
+    )
 
 
 def _told(signal: Signal, name: str, what: str, promised: int, found: int) -> JShardError:

@@ -11,10 +11,10 @@ from jax.interpreters import partial_eval
 from jshard.errors import Place
 from jshard.inspect.memory import Rest
 from jshard.inspect.table import folded, size, table
-from jshard.inspect.walk import Asked, Chosen, choices_in, walk
+from jshard.inspect.walk import Asked, Chosen, Decided, choices_in, walk
 from jshard.kernels.collectives import COLLECTIVES
 
-PlaceOf = Callable[[Asked | Chosen], Place | None]
+PlaceOf = Callable[[Asked | Chosen | Decided], Place | None]
 UNASKED = "no signal asked"
 
 
@@ -92,6 +92,37 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
+class Left:
+    """An operation that is left to the compiler: it can't be done without moving something over these mesh axes, nobody
+    asked for it, and how many bytes it takes no program text tells. Compile it, and it can be read: `jshard plan`."""
+
+    place: Place | None
+    signal: str
+    phase: str
+    primitive: str  # rev, concatenate, slice
+    mesh_axes: tuple[str, ...]
+    count: int
+    count_known: bool
+    via: str = ""
+    source: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def axis(self) -> str:
+        return ", ".join(self.mesh_axes)
+
+    @property
+    def words(self) -> str:
+        """`2 x concatenate over data (model.py:12)`"""
+        times = f"{self.count:,} x " if self.count > 1 else ""
+        times = times if self.count_known else f"? x {times}"
+        around = ", ".join(filter(None, (self.source, self.via)))
+        return f"{times}{self.primitive} over {self.axis}" + (f" ({around})" if around else "")
+
+    def __str__(self) -> str:
+        return f"{self.place or '-'}  {self.signal}  {self.phase}  {self.words}: not asked for, decided by the compiler"
+
+
+@dataclasses.dataclass(frozen=True)
 class Unused:
     """A signal of the configuration that nothing in the program stands under."""
 
@@ -112,6 +143,7 @@ class Ledger:
     lines: tuple[Line, ...]
     choices: tuple[Choice, ...] = ()
     unused: tuple[Unused, ...] = ()
+    left: tuple[Left, ...] = ()  # what the compiler moves and nobody asked for; not in the sums
     memory: tuple[Rest, ...] = ()  # what a training step holds between steps; empty where there is no optimizer
 
     @property
@@ -147,7 +179,11 @@ class Ledger:
 
     def only(self, **columns: Any) -> Ledger:
         """The lines whose columns are as given: `ledger.only(signal="layer1", phase="backward")`."""
-        return Ledger(tuple(line for line in self.lines if all(getattr(line, k) == v for k, v in columns.items())))
+
+        def alike(entry: Line | Left) -> bool:
+            return all(getattr(entry, name, None) == value for name, value in columns.items())
+
+        return Ledger(tuple(filter(alike, self.lines)), left=tuple(filter(alike, self.left)))
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)
@@ -161,7 +197,7 @@ class Ledger:
     def text(self, width: int | None = None) -> str:
         """The table, folded to `width`."""
         told = table([line.cells() for line in self.lines], right=NUMBERS, width=width)
-        for remark in (*self.choices, *self.unused):
+        for remark in (*self.left, *self.choices, *self.unused):
             told += folded(str(remark), width)
         if self.memory:
             told += table([_memory_cells(rest) for rest in self.memory], right=range(3, 8), width=width)
@@ -189,15 +225,16 @@ class Ledger:
 
     def summary(self) -> str:
         """The last line of the table."""
+        uncounted = f"; not counted: {len(self.left)} that the compiler decides" if self.left else ""
         if not self.lines:
-            return "total: no collectives"
+            return f"total: no collectives{uncounted}"
         phases = ", ".join(f"{phase} {total:,} B" for phase, total in self.by("phase").items())
         told = f"total: {_counted(self.count)}, {size(self.total)} on the wire per device ({phases})"
         if not all(line.count_known for line in self.lines):
             told += "; a line with ? is one trip of a while loop"
         if any("branch" in line.via for line in self.lines):
             told += "; every branch of a cond is counted"
-        return told
+        return told + uncounted
 
     def memory_summary(self) -> str:
         kinds = {
@@ -210,7 +247,8 @@ class Ledger:
         return f"memory: {size(self.held)} at rest per device ({parts})"
 
     def to_json(self) -> str:
-        """One document, `"schema": "jshard.explain/1"`: `lines`, `choices`, `unused`, `memory` and `total`."""
+        """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `memory`
+        and `total`."""
         from jshard.inspect.document import written
 
         return written(self)
@@ -241,9 +279,12 @@ def read(jaxpr: Any, place_of: PlaceOf | None = None, *, is_asked_for: Callable[
     """The ledger of a (closed) jaxpr. What no result depends on is left out, as the compiler leaves it out."""
     bare = getattr(jaxpr, "jaxpr", jaxpr)
     live, _ = partial_eval.dce_jaxpr(bare, [True] * len(bare.outvars), instantiate=True)
+    found = list(walk(live))
+    asked = [each for each in found if isinstance(each, Asked)]
     return Ledger(
-        tuple(_merged(_line(asked, place_of, is_asked_for) for asked in walk(live))),
+        tuple(_merged(_line(each, place_of, is_asked_for) for each in asked)),
         tuple(dict.fromkeys(_choice(chosen, place_of) for chosen in choices_in(live))),
+        left=tuple(_together(_left(each, place_of) for each in found if isinstance(each, Decided))),
     )
 
 
@@ -261,6 +302,23 @@ def _line(asked: Asked, place_of: PlaceOf | None, is_asked_for: Callable[[Asked]
 def _choice(chosen: Chosen, place_of: PlaceOf | None) -> Choice:
     place = place_of(chosen) if place_of is not None and chosen.path else None
     return Choice(place, "/".join(chosen.path) or "-", chosen.words, chosen.source)
+
+
+def _left(decided: Decided, place_of: PlaceOf | None) -> Left:
+    names = [field.name for field in dataclasses.fields(Left) if field.name not in ("place", "signal")]
+    place = place_of(decided) if place_of is not None and decided.path else None
+    said: dict[str, Any] = {name: getattr(decided, name) for name in names}
+    return Left(place=place, signal="/".join(decided.path) or "-", **said)
+
+
+def _together(remarks: Iterable[Left]) -> list[Left]:
+    """One for each line of the program, wherever it stands: its times added up."""
+    counts: dict[Any, Left] = {}
+    for remark in remarks:
+        key = dataclasses.replace(remark, count=0), remark.source
+        held = counts.get(key)
+        counts[key] = remark if held is None else dataclasses.replace(held, count=held.count + remark.count)
+    return list(counts.values())
 
 
 def _merged(lines: Iterable[Line]) -> Iterator[Line]:

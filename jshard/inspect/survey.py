@@ -8,14 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jshard.inspect.decided import CALLS
 from jshard.inspect.exact import COLLECTIVE_SUMS, NONLINEAR, OPAQUE, POSITIVE, SIGNED, SUMS, is_float
 from jshard.inspect.walk import _bare
-
-CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "checkpoint": "jaxpr",
-    "remat2": "jaxpr", "remat": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr", "custom_lin": "call_jaxpr",
-}  # fmt: skip
 
 
 def inexact_operations(jaxpr: Any) -> list[str]:

@@ -18,19 +18,19 @@ def typed_collectives(eqn: Any) -> Iterator[Moved]:
     """The collectives of one equation on explicitly sharded arrays."""
     name = eqn.primitive.name
     if name in REDUCTIONS:
-        split = [_mesh_axes(eqn.invars[0].aval, axis) for axis in eqn.params["axes"]]
+        split = [explicit_axes(eqn.invars[0].aval, axis) for axis in eqn.params["axes"]]
         yield from _all_reduces(split, eqn.outvars[0].aval)
     elif name == "dot_general":
         (left, right), _ = eqn.params["dimension_numbers"]
-        rows = [_mesh_axes(eqn.invars[0].aval, axis) for axis in left]
-        columns = [_mesh_axes(eqn.invars[1].aval, axis) for axis in right]
+        rows = [explicit_axes(eqn.invars[0].aval, axis) for axis in left]
+        columns = [explicit_axes(eqn.invars[1].aval, axis) for axis in right]
         yield from _all_reduces(
             [one for one, other in zip(rows, columns, strict=True) if one == other], eqn.outvars[0].aval
         )
     elif name in ("argmax", "argmin"):
         result = eqn.outvars[0].aval
         for axis in eqn.params["axes"]:
-            if mesh_axes := _mesh_axes(eqn.invars[0].aval, axis):
+            if mesh_axes := explicit_axes(eqn.invars[0].aval, axis):
                 candidates = (_group(result, mesh_axes), *_local_shape(result))  # everybody's best, and where it was
                 for dtype in (eqn.invars[0].aval.dtype, result.dtype):
                     yield "all_gather", mesh_axes, candidates, dtype
@@ -47,19 +47,19 @@ def _all_reduces(split: list[tuple[str, ...]], result: Any) -> Iterator[Moved]:
 
 def _reshard(source: Any, target: Any) -> Iterator[Moved]:
     """An all-to-all for each mesh axis that goes to another array axis, an all-gather for each that goes away."""
-    have = [list(_mesh_axes(source, axis)) for axis in range(len(source.shape))]
-    wanted = {name for axis in range(len(target.shape)) for name in _mesh_axes(target, axis)}
+    have = [list(explicit_axes(source, axis)) for axis in range(len(source.shape))]
+    wanted = {name for axis in range(len(target.shape)) for name in explicit_axes(target, axis)}
     shape = list(_local_shape(source))
     for axis, names in reversed(list(enumerate(have))):
         for name in reversed(names):
             if name not in wanted:
                 shape[axis] *= _group(source, (name,))
                 yield "all_gather", (name,), tuple(shape), source.dtype
-            elif name not in _mesh_axes(target, axis):
+            elif name not in explicit_axes(target, axis):
                 yield "all_to_all", (name,), tuple(shape), source.dtype
 
 
-def _mesh_axes(aval: Any, axis: int) -> tuple[str, ...]:
+def explicit_axes(aval: Any, axis: int) -> tuple[str, ...]:
     """The explicit mesh axes that array axis `axis` lies split over."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types or axis >= len(sharding.spec):
@@ -70,7 +70,7 @@ def _mesh_axes(aval: Any, axis: int) -> tuple[str, ...]:
 
 def _local_shape(aval: Any, without: tuple[str, ...] = ()) -> tuple[int, ...]:
     """The shape on one device, as if no axis were split over `without`."""
-    kept = [[name for name in _mesh_axes(aval, axis) if name not in without] for axis in range(len(aval.shape))]
+    kept = [[name for name in explicit_axes(aval, axis) if name not in without] for axis in range(len(aval.shape))]
     return tuple(size // _group(aval, names) for size, names in zip(aval.shape, kept, strict=True))
 
 

@@ -14,6 +14,7 @@ from jax.extend import source_info_util
 
 from jshard.errors import JShardError
 from jshard.inspect.around import Around, said_by
+from jshard.inspect.decided import decided_by_compiler
 from jshard.inspect.typed import typed_collectives
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.declare import collective_of, declared
@@ -57,8 +58,24 @@ class Chosen:
     mesh_axes: tuple[str, ...] = ()
 
 
-def walk(jaxpr: Any) -> Iterator[Asked]:
-    """The collectives of `jaxpr`, in program order."""
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """An operation that nobody asked to move anything and whose types say that something has to: the compiler decides
+    how. It stands outside every shard_map, on arrays that lie split on an explicit mesh."""
+
+    path: tuple[str, ...]
+    phase: str
+    primitive: str
+    mesh_axes: tuple[str, ...]
+    count: int
+    count_known: bool
+    via: str
+    source: str
+    collective: str = ""
+
+
+def walk(jaxpr: Any) -> Iterator[Asked | Decided]:
+    """The collectives of `jaxpr`, and what else its compiler has to move, in program order."""
     yield from _walk(jaxpr, Around())
 
 
@@ -107,10 +124,12 @@ def has_transposed(jaxpr: Any) -> bool:
     return False
 
 
-def _walk(jaxpr: Any, outside: Around) -> Iterator[Asked]:
+def _walk(jaxpr: Any, outside: Around) -> Iterator[Asked | Decided]:
     for eqn in jaxpr.eqns:
         around = outside.entering(eqn)
         name = eqn.primitive.name
+        if mesh_axes := decided_by_compiler(eqn):
+            yield _decided(eqn, around, mesh_axes)
         if name in KIND_OF:
             yield from _collective(eqn, around)
         elif name == "shard_map":
@@ -223,6 +242,14 @@ def _asked(collective: str, eqn: Any, around: Around, mesh_axes, group, shape, d
         shape=tuple(shape),
         via=", ".join((*around.via, *([via] if via else ()))),
         source=source_of(around.named or eqn),
+    )
+
+
+def _decided(eqn: Any, around: Around, mesh_axes: tuple[str, ...]) -> Decided:
+    source = source_of(around.named or eqn)
+    via = ", ".join(around.via)
+    return Decided(
+        around.path, around.phase, eqn.primitive.name, mesh_axes, around.count, around.count_known, via, source
     )
 
 
