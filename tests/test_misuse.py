@@ -372,8 +372,22 @@ IN_A_FILE = {
         "jshard.pipeline (FILE:3) is not built yet; remove it",
     ),
     "topology": (
+        MESH + "  topology: v5x:4x4\n",
+        'jshard.topology (FILE:3) is "v5x:4x4", which is no topology: there is no chip "v5x"; use v5e:4x4, v6e:4x4 or '
+        "v5p:4x4x8",
+    ),
+    "topology without a size": (
         MESH + "  topology: v5e\n",
-        "jshard.topology (FILE:3) is not built yet; remove it",
+        'jshard.topology (FILE:3) is "v5e", which is no topology: v5e takes 2 sizes after the colon; use v5e:1x1, v5e:2x2, '
+        "v5e:2x4 or v5e:4x4",
+    ),
+    "topology in capitals": (
+        MESH + "  topology: V5E:4x4\n",
+        'jshard.topology (FILE:3) is "V5E:4x4", which is no topology; write topology: v5e:4x4',
+    ),
+    "topology that is a number": (
+        MESH + "  topology: 8\n",
+        "jshard.topology (FILE:3) is 8, which is not a topology; write topology: v5e:4x4",
     ),
     "budget": (
         MESH + "  budget: much\n",

@@ -17,7 +17,7 @@ DESIGN_KEYS = """row column reduction shard sequence store output expert stage r
 match extends expect""".split()
 JSHARD_KEYS = "mesh axis_types include strict default topology kernel pipeline budget train".split()
 TRAIN_KEYS = "model data batch steps optimizer seed checkpoint log loss evaluation output watchdog".split()
-LATER = {"expert", "stage", "ring", "match", "topology", "pipeline", "checkpoint", "watchdog"}
+LATER = {"expert", "stage", "ring", "match", "pipeline", "checkpoint", "watchdog"}
 
 
 def test_schema_has_every_key_of_the_design():
@@ -92,7 +92,7 @@ def accepts(schema: dict, value: object, root: dict) -> bool:
 VALUES = [
     None, True, False, 0, 1, -1, 3, "a", "", "b", ["a"], ["a", "b"], ["a", "a"], [], [0, 1], [0, 0], {}, {"a": 2},
     {"a": 0}, {"optimizer": "a"}, {"every": 5}, {"every": 0}, {"name": "adamw", "b1": 0.9}, {"path": "m:f", "x": [1]},
-    "m:f", "64MiB", "explicit", "auto", "gather", "float32", {"compute": "bfloat16"}, {"compute": "int8"},
+    "m:f", "64MiB", "v5e:4x4", "V5e:4x4", "h100:8", "tpu7x:2x2x2", "explicit", "auto", "gather", "float32", {"compute": "bfloat16"}, {"compute": "int8"},
     {"psum": 1}, {"psum": -1}, {"axis": 0, "workers": None}, {"axis": 0, "workers": [0, 1]}, {"axis": "0"},
     {"mesh": "a", "axis": 0}, {"strict": True},
 ]  # fmt: skip

@@ -42,6 +42,8 @@ class Configuration:
     train_places: Mapping[str, Place]
     budget: int | None = None  # bytes on each device
     budget_place: Place | None = None
+    topology: str | None = None  # v5e:4x4
+    topology_place: Place | None = None
 
     @functools.cached_property
     def fingerprint(self) -> Hashable:
@@ -142,6 +144,8 @@ def load_configuration(
         ),
         budget=resolved.jshard.get("budget"),
         budget_place=resolved.places.get("jshard.budget"),
+        topology=resolved.jshard.get("topology"),
+        topology_place=resolved.places.get("jshard.topology"),
     )
 
 

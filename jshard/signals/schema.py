@@ -6,6 +6,7 @@ from typing import Any
 
 from jshard.signals.axes import Axes, Mesh, Workers
 from jshard.signals.kinds import Bytes, Choice, Flag, Key, Names, Refused, Table, Text, Whole
+from jshard.signals.topologies import TopologyName
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPORT_PATH = Text("an import path", "examples.digits:Model", r"\w+(\.\w+)*:\w+(\.\w+)*")
@@ -28,10 +29,10 @@ def _later(what: str) -> Key:
     return Key(Refused(), f"{what}. Not built yet: refused.")
 
 
-def _component(what: str, example: str) -> Key:
+def _component(what: str, example: str, further: dict[str, Key] | None = None) -> Key:
     """Something named by its import path, with arguments."""
     path = Text("an import path", example, IMPORT_PATH.form)
-    keys = {"path": Key(path, "Its import path, module:name.")}
+    keys = {"path": Key(path, "Its import path, module:name.")} | (further or {})
     return Key(Table(keys, bare=path, stands_for="path", open=True, required="path"), what)
 
 
@@ -41,9 +42,15 @@ def _every(what: str, *, bare: bool) -> Key:
     return Key(Table(keys, bare=number if bare else None, stands_for="every" if bare else None, required="every"), what)
 
 
+READING: dict[str, Key] = {
+    "shuffle": Key(Flag("false"), "Each pass over the examples in another order, that the seed decides; true unless said."),
+    "last": Key(Choice(("drop", "fill", "keep")), "What becomes of the examples that make no whole batch at its end."),
+    "ahead": Key(Whole("2", least=0), "How many batches are read before they are asked for."),
+}  # fmt: skip
+
 TRAIN: dict[str, Key] = {
     "model": _component("The model: its import path, or a mapping of path and arguments.", "examples.digits:Model"),
-    "data": _component("The data: its import path, or a mapping of path and arguments.", "examples.digits:data"),
+    "data": _component("The data: its import path, or a mapping of path, arguments, and how it is read.", "examples.digits:data", READING),
     "loss": _component("The loss: its import path, or a mapping of path and arguments.", "examples.digits:loss"),
     "batch": Key(Whole("64"), "Examples in a batch, over all devices."),
     "steps": Key(Whole("1000"), "How many steps to train."),
@@ -58,7 +65,17 @@ TRAIN: dict[str, Key] = {
     "evaluation": _every("Evaluate on the test data after every so many steps.", bare=True),
     "output": Key(Text("a folder", "runs/mlp"), "The folder that results are written to."),
     "log": _every("What is logged, and when.", bare=False),
-    "checkpoint": _later("When to save and where to restore from"),
+    "checkpoint": Key(
+        Table(
+            {
+                "every": Key(Whole("100"), "Save after every so many steps, and after the last."),
+                "keep": Key(Whole("3"), "How many are kept; 3 unless said."),
+                "folder": Key(Text("a folder", "runs/mlp/checkpoints"), "Where; checkpoints in the output folder unless said."),
+            },
+            bare=Whole("100"), stands_for="every", required="every",
+        ),
+        "When all that training needs to go on is saved, and where.",
+    ),
     "watchdog": _later("What watches for a process that hangs"),
 }  # fmt: skip
 
@@ -71,7 +88,7 @@ JSHARD: dict[str, Key] = {
     "strict": Key(Flag("false"), "A signal that is not written here is an error, unless false."),
     "default": Key(Text("the name of a signal", "layer1"), "The signal for places that none names."),
     "train": Key(Table(TRAIN), "The experiment; the command line overrides it by a bare key=value."),
-    "topology": _later("The machine that a plan is made for"),
+    "topology": Key(TopologyName(), "The devices that plan, report and diff compile for where no --topology is given."),
     "kernel": Key(_KERNEL, "Which algorithm each op takes, at every place that says nothing else."),
     "pipeline": _later("The schedule of pipeline stages"),
     "budget": Key(

@@ -24,6 +24,7 @@ from jshard.layers.abstract import abstract
 from jshard.layouts.layout import Layout
 from jshard.signals.config import Configuration
 from jshard.signals.current import mesh
+from jshard.signals.schema import IMPORT_PATH
 from jshard.train.components import function_at, parameters_of
 
 DTYPES = (
@@ -55,7 +56,9 @@ class Shape:
             raise JShardError(f'--args "{word}" has the dtype "{dtype}", which jshard does not know', mend=mend)
         if dtype in ("float64", "int64", "uint64") and not jax.config.read("jax_enable_x64"):
             narrow = f"{dtype[:-2]}32{word.removeprefix(dtype)}"
-            raise JShardError(f'--args "{word}" is 64 bits wide, and JAX runs in 32', mend=f"write {narrow}, or set JAX_ENABLE_X64=1")
+            raise JShardError(
+                f'--args "{word}" is 64 bits wide, and JAX runs in 32', mend=f"write {narrow}, or set JAX_ENABLE_X64=1"
+            )
         if "" in sizes[: -1 if len(sizes) > 1 else None] and sizes != [""]:
             raise JShardError(f'--args "{word}" leaves a size out', mend=f"write it like {EXAMPLE}")
         axes = None if lies is None else tuple(map(_mesh_axes, lies.split(",")))
@@ -99,7 +102,9 @@ class Maker:
     @classmethod
     def of(cls, word: str) -> Maker:
         function = function_at(f'--args "{word}" names a function, but', word)
-        needed = [each.name for each in parameters_of(function).values() if each.default is each.empty and each.kind < 2]
+        needed = [
+            each.name for each in parameters_of(function).values() if each.default is each.empty and each.kind < 2
+        ]
         if needed:
             raise JShardError(
                 f'--args "{word}" is called without arguments, and needs "{needed[0]}"',
@@ -148,7 +153,9 @@ class Call:
         f = function_at(f'"{name}" names a function, but', name)
         if inspect.isclass(f):
             raise JShardError(f'"{name}" names a class', mend="name a function that calls it")
-        return cls(name, f, tuple(Maker.of(word) if is_import_path(word) else Shape.of(word) for word in words))
+        return cls(
+            name, f, tuple(Maker.of(word) if re.fullmatch(IMPORT_PATH.form, word) else Shape.of(word) for word in words)
+        )
 
     def built(self, configuration: Configuration, *, only_shapes: bool) -> Function:
         args: list[Any] = []
@@ -157,11 +164,6 @@ class Call:
             args += made if type(made) is tuple else [made]
         _check_taken(self.name, self.f, args)
         return Function(self.name, self.f, tuple(args), configuration)
-
-
-def is_import_path(word: str) -> bool:
-    """Whether it is written like `module:function`."""
-    return re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*", word) is not None
 
 
 def _check_taken(name: str, f: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -175,7 +177,8 @@ def _check_taken(name: str, f: Callable[..., Any], args: Sequence[Any]) -> None:
         takes = ", ".join(signature.parameters) or "nothing"
         gives = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
         raise JShardError(
-            f"{name} takes {takes}, and is given {gives}", mend=f"write a word for each behind --args, such as {EXAMPLE}"
+            f"{name} takes {takes}, and is given {gives}",
+            mend=f"write a word for each behind --args, such as {EXAMPLE}",
         ) from None
 
 

@@ -17,7 +17,12 @@ from jshard.train.loop import Step
 
 @contextlib.contextmanager
 def planned_on(
-    topology: Topology, configuration: Configuration, call: Call | None = None, *, limit: float = LIMIT, cache: bool = True
+    topology: Topology,
+    configuration: Configuration,
+    call: Call | None = None,
+    *,
+    limit: float = LIMIT,
+    cache: bool = True,
 ) -> Iterator[tuple[Experiment | Function, Plan]]:
     """The experiment of the configuration that is loaded, or a call under it, of shapes alone on the mesh of a topology;
     and its plan. No array is made."""

@@ -68,7 +68,7 @@ class Compiled:
 
 def check_installed(topology: Topology) -> None:
     """An error that says what to install when the compiler for `topology` is not here."""
-    platform = topology.chip.platform
+    platform = topology.platform
     if platform == "tpu" and not _there("libtpu"):
         raise JShardError(
             f"planning for {topology.name} compiles with libtpu, which is not installed",
@@ -134,12 +134,12 @@ def exported(program: Any, leaves: Sequence[Any], donated: Sequence[int], topolo
     # Custom calls are whatever kernels the program has; the program is compiled by this very version of JAX.
     export = jax.export.export(
         program,
-        platforms=[topology.chip.platform],
+        platforms=[topology.platform],
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS],
     )(*leaves)
     meshes: list[Any] = list(dict.fromkeys(leaf.sharding.mesh for leaf in leaves))
     job = {
-        "platform": topology.chip.platform,
+        "platform": topology.platform,
         "name": topology.name,
         "target": topology.target,
         "meshes": [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from jshard.inspect.plan.topology import Topology
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.config import Configuration
 from jshard.signals.current import configuration, on_mesh
+from jshard.signals.topologies import fitted, mend_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,24 +69,30 @@ class Plan:
 
 
 def plan(
-    f: Callable[..., Any], *args: Any, topology: str, backward: bool | None = None, limit: float = LIMIT,
+    f: Callable[..., Any], *args: Any, topology: str | None = None, backward: bool | None = None, limit: float = LIMIT,
     cache: bool = True, **kwargs: Any,
 ) -> Plan:  # fmt: skip
     """`f(*args)` compiled for a topology such as `v5e:4x4`, `v5p:8x8x16`, `v6e:16x16`, `tpu7x:2x2x2`, `h100:8` or `cpu:8`,
-    none of which need be here. Arguments are as for `explain`, which also says what `backward` is: arrays and modules as
-    they lie now, or shapes. A program that makes a shard_map itself takes its mesh from `jshard.mesh()`.
+    none of which need be here; without one, for the `jshard.topology` of what is loaded. Arguments are as for `explain`,
+    which also says what `backward` is: arrays and modules as they lie now, or shapes. A program that makes a shard_map
+    itself takes its mesh from `jshard.mesh()`.
 
     The compiler runs in another process, for at most `limit` seconds; what it made is kept, and looked up if `cache`.
 
         print(jshard.plan(loss, model, x, topology="v5e:4x4"))
     """
-    target = Topology.of(topology)
+    target = Topology.chosen(topology, configuration())
+    if target is None:
+        raise JShardError(
+            "jshard.plan is given no topology, and none is loaded",
+            mend='write topology="v5e:4x4", or topology: v5e:4x4 under jshard in the configuration',
+        )
     away = _away(target, (args, kwargs))
     deviceless.check_installed(target)
     with moved_to(away):
         args, kwargs = _lying((args, kwargs), away, target)
         ledger = explain(f, *args, backward=backward, **kwargs)
-        program, args, kwargs = _program(f, args, kwargs, backward)
+        program, args, kwargs = program_of(f, args, kwargs, backward)
         return planned(program, args, kwargs, ledger, target, away, limit=limit, cache=cache)
 
 
@@ -130,15 +136,7 @@ def mesh_on(topology: Topology, present: Configuration) -> Any:
     """The mesh of a configuration, of the devices of a topology."""
     assert present.mesh is not None
     sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    count = fixed if -1 not in sizes.values() else topology.devices // fixed * fixed
-    if count != topology.devices:
-        has = f"has {fixed:,} devices" if -1 not in sizes.values() else f"fixes {fixed:,} devices"
-        raise JShardError(
-            f"jshard.mesh ({present.mesh.place}) {has}, and {topology.name} has {topology.devices:,}",
-            mend=_fitting(fixed, topology),
-        )
-    sizes = {name: topology.devices // fixed if size == -1 else size for name, size in sizes.items()}
+    sizes = fitted(sizes, present.mesh.place, topology.name, topology.place)
     return _of_topology(absent_mesh(sizes, axis_types=present.axis_types), topology)
 
 
@@ -148,14 +146,6 @@ def moved_to(mesh: Any) -> Iterator[None]:
     present = configuration()
     with on_mesh(mesh) if present is not None and present.mesh is not None else contextlib.nullcontext():
         yield
-
-
-def _fitting(devices: int, topology: Topology) -> str:
-    """A topology of the same chip that a mesh of so many devices fits."""
-    chip = topology.chip
-    fits = [size for size in chip.examples if math.prod(map(int, size.split("x"))) * chip.devices == devices]
-    change = f"make its sizes multiply to {topology.devices:,}"
-    return f"use --topology {chip.name}:{fits[0]}, or {change}" if fits else change
 
 
 def _of_topology(mesh: Any, topology: Topology) -> Any:
@@ -179,9 +169,7 @@ def _twin(mesh: Any, topology: Topology) -> Any:
         sizes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
         raise JShardError(
             f"an argument lies on a mesh of {mesh.size} devices, {{{sizes}}}, and {topology.name} has {topology.devices:,}",
-            mend=_fitting(mesh.size, topology)
-            .replace("--topology ", "topology=")
-            .replace("its sizes", "the sizes of the mesh"),
+            mend=mend_of(mesh.size, topology.name, "use topology=", "the sizes of the mesh"),
         )
     bare = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape), axis_types=mesh.axis_types)
     return _of_topology(bare, topology)
@@ -221,7 +209,7 @@ def _lying(arguments: Any, away: Any, topology: Topology) -> Any:
     return jax.tree.unflatten(tree, [next(supply) if _is_node(leaf) else lying(leaf) for leaf in leaves])
 
 
-def _program(f: Any, args: Any, kwargs: Any, backward: bool | None) -> tuple[Any, Any, Any]:
+def program_of(f: Any, args: Any, kwargs: Any, backward: bool | None) -> tuple[Any, Any, Any]:
     """What is compiled: `f` itself, when it is jitted and takes nothing but arrays, so that what it donates is donated;
     else its arrays in and out, and their gradients as `explain` says."""
     whole = Traced(f, args, kwargs)
@@ -234,10 +222,10 @@ def _program(f: Any, args: Any, kwargs: Any, backward: bool | None) -> tuple[Any
 
 def _compilers(topology: Topology) -> str:
     names = {"tpu": ["libtpu"], "cuda": ["jax-cuda13-plugin", "jax-cuda12-plugin"], "cpu": ["jaxlib"]}[
-        topology.chip.platform
+        topology.platform
     ]
     told_ = [f"{name} {plans.version(name)}" for name in names if plans.version(name) != "absent"]
     return ", ".join([f"jax {jax.__version__}", *told_])
 
 
-__all__ = ["Plan", "mesh_on", "moved_to", "plan", "planned"]
+__all__ = ["Plan", "mesh_on", "moved_to", "plan", "planned", "program_of"]

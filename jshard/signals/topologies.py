@@ -1,0 +1,123 @@
+"""What `v5e:4x4` may name: which chips there are, how many and in what shapes. Imports no JAX, so that a configuration is
+checked at once; the chips are in `jshard.chips`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jshard.chips import CHIPS
+from jshard.errors import JShardError, Place, nearest
+from jshard.signals.faults import listed, told
+from jshard.signals.kinds import Path, Reading
+from jshard.signals.nodes import Node
+
+SIZE = "[1-9][0-9]{0,5}"
+SHAPES = {name: chip for name, chip in CHIPS.items() if chip.examples}  # those that can be planned for
+
+
+def read_name(name: str) -> tuple[str, tuple[int, ...]]:
+    """The chip and the shape; an error with near names when it means nothing."""
+    chip, shape = _split(name)
+    for fault, mend in faults_of(name):
+        raise JShardError(f'"{name}" is no topology: {fault}', mend=mend)
+    return chip, tuple(map(int, shape.split("x")))
+
+
+def faults_of(name: str) -> Iterator[tuple[str, str]]:
+    """What is wrong with a name, and what mends it: at most one."""
+    chip, size = _split(name)
+    shapes = SHAPES.get(chip)
+    if shapes is None:
+        meant = nearest(chip, SHAPES)
+        close = [known for known in SHAPES if known == meant or known[:1] == chip[:1]] or [*SHAPES]
+        close.sort(key=lambda known: (size not in SHAPES[known].examples, known != meant))
+        yield (
+            f'there is no chip "{chip}"',
+            f"use {listed([f'{known}:{_nearest_size(size, known)}' for known in close[:3]])}",
+        )
+    elif not re.fullmatch("x".join([SIZE] * max(shapes.axes, 1)), size):
+        counts = f"{shapes.axes} sizes" if shapes.axes else "one count"
+        yield (
+            f"{chip} takes {counts} after the colon",
+            f"use {listed([f'{chip}:{each}' for each in shapes.examples[:4]])}",
+        )
+    elif shapes.host and int(size) > shapes.host and int(size) % shapes.host:
+        below = int(size) // shapes.host * shapes.host
+        yield (
+            f"its hosts have {shapes.host} GPUs each, and the last would not be full",
+            f"use {chip}:{below} or {chip}:{below + shapes.host}",
+        )
+
+
+def devices_of(name: str) -> int:
+    """How many JAX devices it has."""
+    chip, shape = read_name(name)
+    return math.prod(shape) * SHAPES[chip].devices
+
+
+def fitted(sizes: Mapping[str, int], mesh_place: Place, name: str, place: Place | None) -> dict[str, int]:
+    """The sizes of a mesh that takes all devices of a topology, -1 worked out. `place` is where the topology is written,
+    None where it was asked for by `--topology`."""
+    devices = devices_of(name)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    is_open = -1 in sizes.values()
+    if (devices // fixed * fixed if is_open else fixed) != devices:
+        has = f"{'fixes' if is_open else 'has'} {fixed:,} devices"
+        there = name if place is None else f"jshard.topology ({place}), {name},"
+        raise JShardError(
+            f"jshard.mesh ({mesh_place}) {has}, and {there} has {devices:,}",
+            mend=mend_of(fixed, name, "use --topology " if place is None else "write topology: "),
+        )
+    return {axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}
+
+
+def mend_of(devices: int, name: str, words: str, whose: str = "its sizes") -> str:
+    """A topology of the same chip that so many devices fit, or a mesh that fits this one."""
+    chip, _ = read_name(name)
+    fits = [f"{chip}:{size}" for size in SHAPES[chip].examples if devices_of(f"{chip}:{size}") == devices]
+    change = f"make {whose} multiply to {devices_of(name):,}"
+    return f"{words}{fits[0]}, or {change}" if fits else change
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyName:
+    """The name of a topology, as the value of a key."""
+
+    wants: str = "a topology"
+    example: str = "v5e:4x4"
+
+    def read(self, node: Node, path: Path, reading: Reading) -> str | None:
+        if not isinstance(node.value, str) or not node.value:
+            return reading.wrong(self, node, path)
+        for fault, mend in faults_of(node.value):
+            reading.faults.add(node.place, f"{told(path, node.place, node.value)}, which is no topology: {fault}", mend)
+            return None
+        if (name := written(node.value)) != node.value:  # as in the JSON Schema
+            reading.faults.add(
+                node.place, f"{told(path, node.place, node.value)}, which is no topology", f"write topology: {name}"
+            )
+            return None
+        return name
+
+    def json(self) -> dict[str, Any]:
+        sizes = {chip: "x".join([SIZE] * max(shapes.axes, 1)) for chip, shapes in SHAPES.items()}
+        forms = "|".join(f"{chip}:{size}" for chip, size in sizes.items())
+        return {"type": "string", "pattern": f"^({forms})$", "examples": ["v5e:4x4", "v5p:8x8x16", "h100:8", "cpu:8"]}
+
+
+def written(name: str) -> str:
+    return name.strip().lower()
+
+
+def _split(name: str) -> tuple[str, str]:
+    chip, _, size = written(name).partition(":")
+    return chip, size
+
+
+def _nearest_size(size: str, chip: str) -> str:
+    examples = SHAPES[chip].examples
+    return size if size in examples else nearest(size, examples) or examples[min(3, len(examples) - 1)]
