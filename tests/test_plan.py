@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.cli.plan import run
+from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.inspect.plan import cache, deviceless, plan
 from jshard.inspect.plan.deviceless import Compiled, Exported, Largest
@@ -266,7 +266,7 @@ def test_cache_tells_programs_jobs_and_compilers_apart(monkeypatch):
 def test_command_plans_an_experiment(capsys, monkeypatch):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     monkeypatch.chdir(Path(__file__).parents[1])
-    assert run("configs/digits.yaml", [], None, json=True) == 0
+    assert main(["plan", "configs/digits.yaml", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["topology"]["name"], document["mesh"]) == ("cpu:8", {"data": 2, "tensor": 4})
     assert (
@@ -280,7 +280,7 @@ def test_command_plans_an_experiment(capsys, monkeypatch):
 def test_command_holds_the_budget(capsys, monkeypatch):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     monkeypatch.chdir(Path(__file__).parents[1])
-    assert run("configs/digits.yaml", ["jshard.budget=64KiB"], "cpu:8") == 1
+    assert main(["plan", "configs/digits.yaml", "jshard.budget=64KiB", "--topology", "cpu:8"]) == 1
     last = capsys.readouterr().out.split("\n\n")[2].splitlines()[-1]
     assert re.fullmatch(
         r"memory: jshard.budget \(the command line\) is 64.00 KiB, and the program needs [\d.]+ KiB on each device, [\d.]+ KiB "
@@ -314,8 +314,9 @@ def test_slices_of_workers_can_not_be_planned():
     )
 
 
-def test_command_without_a_mesh_is_one_sentence(tmp_path):
+def test_command_without_a_mesh_is_one_sentence(tmp_path, capsys):
     (tmp_path / "bare.yaml").write_text("jshard: {train: {model: 'a:b'}}\n")
-    assert _said(lambda: run("bare.yaml", [], "v5e:4x4")) == (
-        "bare.yaml describes no mesh to plan on; add `jshard: {mesh: {data: 2, tensor: 4}}` to it"
+    assert main(["plan", "bare.yaml", "--topology", "cpu:8"]) == 2
+    assert capsys.readouterr().err == (
+        "bare.yaml describes no mesh to plan on; add `jshard: {mesh: {data: 2, tensor: 4}}` to it\n"
     )

@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jshard.cli.asked import Asked
 from jshard.cli.experiment import sketched
 from jshard.errors import JShardError, Place
 from jshard.inspect import Ledger, Line
@@ -95,7 +96,7 @@ def told(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
-        with sketched("stack.yaml", []) as experiment:
+        with sketched(Asked("stack.yaml", ())) as experiment:
             made = report(experiment)
     unload()
     return made, made.save(folder / "report.html")

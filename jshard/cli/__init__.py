@@ -6,6 +6,7 @@ Nothing here imports JAX before a command needs it, so that `--help`, `check` an
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import os
@@ -13,9 +14,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from jshard.cli.terminal import tell
 from jshard.errors import JShardError, nearest
 from jshard.version import __version__
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 OVERRIDES = """
 A word like steps=20 or optimizer.learning_rate=1e-3 changes a key of the experiment (jshard.train); a path whose first
 word is a signal or jshard goes to that: layer1.column=tensor, jshard.mesh.data=4.
@@ -23,23 +26,37 @@ word is a signal or jshard goes to that: layer1.column=tensor, jshard.mesh.data=
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does what the words say; the exit status of a mistake in the configuration or in the words is 1, but 2 for the
-    commands whose 1 is an answer."""
+    """Does what the words say. The exit status is 2 for a mistake, in the configuration or in the words, as 1 is the
+    answer of some commands: a difference, a promise that is broken, a program that does not fit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        chosen = parse(words)
-        status = chosen.command(chosen)
-        sys.stdout.flush()  # a reader that has gone is noticed here, and not at exit
-        return status
+        try:
+            chosen = parse(words)
+            return chosen.command(chosen)
+        finally:
+            sys.stdout.flush()  # a reader that has gone, or a full disk, is noticed here, and not at exit
     except JShardError as error:
-        print(error, file=sys.stderr)
-        return 2 if words[:1] in (["check"], ["diff"]) else 1
+        tell(str(error))
+        return 2
     except BrokenPipeError:  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in UNWRITABLE:
+            raise
+        _write_no_more()
+        command = " ".join(["jshard", *words[:1]])
+        reason = os.strerror(error.errno).lower()
+        tell(str(JShardError(f"what {command} prints can't be written: {reason}", mend="send it to another place")))
+        return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+
+
+def _write_no_more() -> None:
+    """What is still held for stdout goes nowhere, or Python would fail to write it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,15 +94,11 @@ def parse(words: list[str]) -> argparse.Namespace:
 
     configured("train", train, "train the experiment, after showing what its configuration costs")
     told("explain", "list every collective of a training step and what it holds in memory, and run none")
-    planned = configured(
-        "plan", run_plan, "compile a training step for devices that are not here, and say what they would do"
-    )
-    importlib.import_module("jshard.cli.plan").arguments(planned)
+    told("plan", "compile a training step for devices that are not here, and say what they would do")
     told("report", "write one HTML page on where everything lies and what a step costs")
     told("diff", "compare two configurations, or one at two commits, collective by collective")
     told("check", "find all mistakes of a configuration, say what it means, and hold what it promises")
-    verified = configured("verify", verify, "hold the sharded model against the same model unsharded")
-    verified.add_argument("--mesh", action="append", default=[], metavar="data=4,tensor=2", help="on this mesh as well")
+    told("verify", "hold the sharded model against the same model unsharded")
     importlib.import_module("jshard.cli.bench").arguments(
         command("bench", run_bench, "time the collectives on the devices here")
     )
@@ -112,20 +125,14 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def train(chosen: argparse.Namespace) -> int:
+    from jshard.cli.asked import Asked
     from jshard.cli.experiment import opened
     from jshard.train.train import train
 
-    experiment = opened(chosen.path, chosen.overrides)
+    experiment = opened(Asked(chosen.path, tuple(chosen.overrides)))
     print(experiment.explain())
     print(f"test accuracy {100 * train(experiment):.1f} %")
     return 0
-
-
-def run_plan(chosen: argparse.Namespace) -> int:
-    from jshard.cli.plan import run
-
-    how = {"limit": chosen.limit, "cache": not chosen.no_cache}
-    return run(chosen.path, chosen.overrides, chosen.topology, chosen.json, **how)
 
 
 def run_bench(chosen: argparse.Namespace) -> int:
@@ -133,22 +140,6 @@ def run_bench(chosen: argparse.Namespace) -> int:
 
     sizes = {"sizes": chosen.size} if chosen.size else {}
     return run(**sizes, axis=chosen.axis, csv_file=chosen.csv, plot=chosen.plot, self_test=chosen.self_test)
-
-
-def verify(chosen: argparse.Namespace) -> int:
-    from jshard.cli.experiment import opened
-
-    report = opened(chosen.path, chosen.overrides).verify([sizes_of(words) for words in chosen.mesh])
-    print(report)
-    return 0 if report.ok else 1
-
-
-def sizes_of(words: str) -> dict[str, int]:
-    """`data=4,tensor=2` as the sizes of a mesh."""
-    parts = [word.partition("=") for word in words.split(",")]
-    if not all(name and size.isdigit() and int(size) for name, _, size in parts):
-        raise JShardError(f'--mesh "{words}" is not a mesh', mend="write it like --mesh data=4,tensor=2")
-    return {name: int(size) for name, _, size in parts}
 
 
 def schema(chosen: argparse.Namespace) -> int:

@@ -3,45 +3,96 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
-import sys
-from collections.abc import Sequence
 
-from jshard.cli.meaning import meaning, mesh_in_words
+from jshard.cli.asked import Asked, function_arguments
+from jshard.cli.meaning import aligned, meaning, mesh_in_words
+from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.topologies import fitted
+
+SCHEMA = "jshard.check/1"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jshard check [-h] path [path ...] [key=value ...] [--against BASELINE] [--update]"
+    parser.usage = "jshard check [-h] path [path ...] [key=value ...] [--against BASELINE] [--update] [--json]"
     parser.add_argument(
         "--against", metavar="BASELINE", help="the baseline to hold; else the path's, with .baseline for .yaml"
     )
     parser.add_argument(
         "--update", action="store_true", help="write the baseline anew: what is asked for now is accepted"
     )
+    parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
+    function_arguments(parser)
 
 
 def run(chosen: argparse.Namespace) -> int:
     more = [word for word in chosen.overrides if "=" not in word and word.endswith((".yaml", ".yml"))]
-    overrides = [word for word in chosen.overrides if word not in more]
-    return max(_checked(path, overrides, chosen.against, chosen.update) for path in (chosen.path, *more))
+    chosen.overrides = [word for word in chosen.overrides if word not in more]
+    first = Asked.of(chosen)
+    checked = []
+    for asked in (first, *(Asked(path, first.overrides) for path in more)):
+        configuration = load_configuration(asked.path, asked.overrides)
+        found = Checked(asked, meaning(configuration))
+        if not chosen.json:
+            show("\n".join(aligned(found.meaning)))
+        _check(found, configuration, chosen.against, chosen.update)
+        if not chosen.json:
+            found.print()
+        checked.append(found)
+    if chosen.json:
+        document = {"schema": SCHEMA, "ok": not any(each.broken for each in checked)}
+        print(json.dumps({**document, "configurations": [each.document() for each in checked]}, indent=2))
+    return 1 if any(each.broken for each in checked) else 0
 
 
-def _checked(path: str, overrides: Sequence[str], against: str | None, update: bool) -> int:
-    configuration = load_configuration(path, overrides)
-    for line in meaning(configuration):
-        print(line)
-    baseline = against or os.path.splitext(path)[0] + ".baseline"
+@dataclasses.dataclass
+class Checked:
+    """What a configuration means, what of its promises holds, and what does not."""
+
+    asked: Asked
+    meaning: list[tuple[str, str]]
+    holds: list[str] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)
+
+    def print(self) -> None:
+        for line in self.holds:
+            show(line)
+        for sentence in self.broken:
+            tell(sentence)
+
+    def document(self) -> dict[str, object]:
+        means = [{"place": place, "says": says} for place, says in self.meaning]
+        return {
+            "path": self.asked.path, "function": self.asked.function, "meaning": means, "holds": self.holds,
+            "broken": self.broken,
+        }  # fmt: skip
+
+
+def _check(checked: Checked, configuration: Configuration, against: str | None, update: bool) -> None:
+    asked = checked.asked
+    if configuration.topology is not None and configuration.mesh is not None:
+        sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
+        fitted(sizes, configuration.mesh.place, configuration.topology, configuration.topology_place)
+    baseline = against or _beside(asked)
     reason = _needs_a_step(configuration, baseline, update or against is not None)
-    if reason is None:
-        return 0
-    if "model" not in configuration.train:
+    if reason is None and asked.function is None:
+        return
+    if "model" not in configuration.train and asked.function is None:
         raise JShardError(
             f"{reason} what can only be read from a training step, and {configuration.source} names none",
             mend="write model and data under jshard.train, or remove it",
         )
-    return _held(path, overrides, configuration, baseline, update)
+    _hold(checked, configuration, baseline, update)
+
+
+def _beside(asked: Asked) -> str:
+    """The baseline of a configuration, or of a function under it, unless another is named."""
+    function = "" if asked.function is None else f".{asked.function.replace(':', '.')}"
+    return f"{os.path.splitext(asked.path)[0]}{function}.baseline"
 
 
 def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> str | None:
@@ -54,44 +105,46 @@ def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> 
     return f"the baseline {baseline} holds" if wanted or os.path.exists(baseline) else None
 
 
-def _held(path: str, overrides: Sequence[str], configuration: Configuration, name: str, update: bool) -> int:
+def _hold(checked: Checked, configuration: Configuration, name: str, update: bool) -> None:
     from jshard.cli.experiment import sketched
     from jshard.inspect.baseline import Baseline, added, removed
     from jshard.inspect.budget import over_budget
     from jshard.inspect.expect import hold
 
-    with sketched(path, overrides) as experiment:
-        ledger = experiment.explain()
-    broken: list[str] = []
+    asked = checked.asked
+    with sketched(asked) as told:
+        ledger = told.explain()
+    checked.holds += map(str, ledger.left)
     try:
         if kept := hold(ledger, configuration):
-            print(f"{kept} of {kept} expectations hold")
+            checked.holds.append(f"{kept} of {kept} expectations hold")
     except JShardError as promises:
-        broken += promises.faults
-    if configuration.budget is not None:
+        checked.broken += promises.faults
+    if configuration.budget is not None and not ledger.memory:
+        checked.holds.append(
+            "the budget is not held: with no optimizer among the arguments, nothing is known to be at rest"
+        )
+    elif configuration.budget is not None:
         too_much = over_budget(ledger, configuration)
-        broken += [too_much] if too_much else []
+        checked.broken += [too_much] if too_much else []
         if not too_much:
-            print(f"{ledger.held:,} B at rest on each device, of {configuration.budget:,} B")
-    command = " ".join(
-        ["jshard check", path, *(["--against", name] if name != os.path.splitext(path)[0] + ".baseline" else [])]
-    )
-    mesh = mesh_in_words(configuration)[1:-1]
+            checked.holds.append(f"{ledger.held:,} B at rest on each device, of {configuration.budget:,} B")
+    is_named = name != _beside(asked)
+    unchanged = dataclasses.replace(asked, overrides=())
+    command = " ".join([f"jshard check {unchanged}", *(["--against", name] if is_named else [])])
+    mesh = mesh_in_words(configuration)[1:-1] if configuration.mesh is not None else ""
     if update:
         with open(name, "w") as file:
             file.write(Baseline.of(ledger, mesh).text(command))
-        print(f"{name} is written: {ledger.summary().removeprefix('total: ')}")
+        checked.holds.append(f"{name} is written: {ledger.summary().removeprefix('total: ')}")
     elif os.path.exists(name):
         with open(name) as file:
             was = Baseline.read(file.read(), name, command)
         more = list(added(was, ledger, mesh, name=name, command=command))
-        broken += more
+        checked.broken += more
         if not more and removed(was, ledger, mesh):
-            print(f"less than {name} holds; to keep it so: {command} --update")
+            checked.holds.append(f"less than {name} holds; to keep it so: {command} --update")
         elif not more:
-            print(f"as {name} holds")
-    elif name != os.path.splitext(path)[0] + ".baseline":
+            checked.holds.append(f"as {name} holds")
+    elif is_named:
         raise JShardError(f"{name} is not there", mend=f"write it: {command} --update")
-    for sentence in broken:
-        print(sentence, file=sys.stderr)
-    return 1 if broken else 0

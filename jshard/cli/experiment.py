@@ -1,68 +1,72 @@
-"""The experiment of a configuration, on the devices that are here or on pretended ones."""
+"""The experiment of a configuration, or a function under it, on the devices that are here or on pretended ones."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jshard.cli.asked import Asked
 from jshard.cli.meaning import mesh_in_words
 from jshard.layouts.pretend import pretend
 from jshard.signals.config import Configuration, load_configuration
 
 if TYPE_CHECKING:
     from jshard.train.experiment import Experiment
+    from jshard.train.function import Function
 
 FEWEST = 8  # devices to pretend where the mesh leaves a size open
 
 
-def opened(path: str, overrides: Sequence[str], *, only_shapes: bool = False) -> Experiment:
-    """The experiment that `path` describes, built. Models and data are found from this folder."""
-    configuration = load_configuration(path, overrides)  # every fault of the file is told before JAX is imported
+def opened(asked: Asked, *, only_shapes: bool = False) -> Experiment | Function:
+    """The experiment or the function, built. Models and data are found from this folder."""
+    configuration = load_configuration(asked.path, asked.overrides)  # all faults are told before JAX is imported
     pretend_where_none(configuration)
-    find_modules_here()
-    from jshard.signals.current import load, mesh
+    configuration = asked.load()
+    from jshard.signals.current import mesh
     from jshard.train.experiment import Experiment
 
-    load(path, overrides)
+    call = asked.called(configuration)
+    if call is not None:
+        return call.built(configuration, only_shapes=only_shapes)
     whole = mesh() if configuration.mesh is not None else None
     return Experiment.build(configuration, whole, only_shapes=only_shapes)
 
 
-def compilable(path: str, overrides: Sequence[str]) -> Experiment:
+def compilable(asked: Asked) -> Experiment | Function:
     """The same of shapes alone, on devices that are here or pretended."""
-    return opened(path, overrides, only_shapes=not _names_workers(load_configuration(path, overrides)))
+    configuration = load_configuration(asked.path, asked.overrides)
+    return opened(asked, only_shapes=configuration.mesh is not None and not _names_workers(configuration))
 
 
 @contextlib.contextmanager
-def sketched(path: str, overrides: Sequence[str]) -> Iterator[Experiment]:
+def sketched(asked: Asked) -> Iterator[Experiment | Function]:
     """The same of shapes alone: no array is made, and no device of the mesh need be here. Where the mesh leaves a size
     open, or signals name workers, whose slices are meshes of their own, the devices that are here decide."""
-    configuration = load_configuration(path, overrides)
-    find_modules_here()
+    configuration = load_configuration(asked.path, asked.overrides)
     if configuration.mesh is None or -1 in configuration.mesh.sizes or _names_workers(configuration):
-        yield opened(path, overrides)
+        yield opened(asked)
         return
+    configuration = asked.load()
     from jshard.layouts.mesh import absent_mesh
-    from jshard.signals.current import load, on_mesh
+    from jshard.signals.current import on_mesh
     from jshard.train.experiment import Experiment
 
-    load(path, overrides)
+    call = asked.called(configuration)
+    assert configuration.mesh is not None
     sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
     absent = absent_mesh(sizes, axis_types=configuration.axis_types)
     with on_mesh(absent):
-        yield Experiment.build(configuration, absent, only_shapes=True)
+        if call is None:
+            yield Experiment.build(configuration, absent, only_shapes=True)
+        else:
+            yield call.built(configuration, only_shapes=True)
 
 
 def _names_workers(configuration: Configuration) -> bool:
     return any(signal.shard is not None and signal.shard.workers for signal in configuration.signals.values())
-
-
-def find_modules_here() -> None:
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
 
 
 def pretend_where_none(configuration: Configuration) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from jshard.cli.asked import Asked, function_arguments
+from jshard.cli.terminal import show, width
+
 PHASES = ("forward", "backward", "update")
 BY = ("signal", "axis", "line")
 
@@ -12,27 +15,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
     parser.add_argument("--phase", choices=PHASES, help="only what this part of the step asks for")
     parser.add_argument("--by", choices=BY, help="sums by signal, mesh axis or YAML line instead of every collective")
-
     parser.add_argument(
         "--program", action="store_true", help="the compiled text for (pretend) devices, names left out"
     )
+    function_arguments(parser)
 
 
 def run(chosen: argparse.Namespace) -> int:
     from jshard.cli.experiment import compilable, sketched
-    from jshard.cli.terminal import coloured, width
 
+    asked = Asked.of(chosen)
     if chosen.program:
         from jshard.inspect.program import normalised
 
-        print(normalised(compilable(chosen.path, chosen.overrides).compiled()))
+        print(normalised(compilable(asked).compiled()))
         return 0
-    with sketched(chosen.path, chosen.overrides) as experiment:
-        ledger = experiment.explain()
+    with sketched(asked) as told:
+        ledger = told.explain()
     if chosen.phase is not None:
         ledger = ledger.only(phase=chosen.phase)
     if chosen.json:
         print(ledger.to_json())
     else:
-        print(coloured(ledger.text(width()) if chosen.by is None else ledger.text_by(chosen.by, width())))
+        show(ledger.text(width()) if chosen.by is None else ledger.text_by(chosen.by, width()))
     return 0

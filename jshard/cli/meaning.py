@@ -25,18 +25,27 @@ def mesh_in_words(configuration: Configuration) -> str:
     return "{" + ", ".join(f"{name}: {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True)) + "}"
 
 
-def meaning(configuration: Configuration) -> list[str]:
-    """What a configuration says, each line behind the place that says it."""
-    said = [
+def meaning(configuration: Configuration) -> list[tuple[str, str]]:
+    """What a configuration says: places, and what each means."""
+    return [
         *((str(configuration.mesh.place), f"mesh {_devices(configuration)}") for _ in "x" if configuration.mesh),
         *(
             (str(configuration.budget_place), f"at most {configuration.budget:,} B on each device")
             for _ in "x"
             if configuration.budget is not None
         ),
+        *(
+            (str(configuration.topology_place), f"plans are made for {configuration.topology}")
+            for _ in "x"
+            if configuration.topology is not None
+        ),
         *((str(configuration.train_places.get("model", "")), text) for text in _experiment(configuration)),
         *((str(signal.place), f"{signal.name}: {'; '.join(_words(signal))}") for signal in _signals(configuration)),
     ]
+
+
+def aligned(said: list[tuple[str, str]]) -> list[str]:
+    """One line for each, its place before it."""
     width = max((len(place) for place, _ in said), default=0)
     return [f"{place:{width}}  {text}" for place, text in said]
 

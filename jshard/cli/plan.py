@@ -3,48 +3,72 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jshard.cli.asked import Asked, function_arguments
+from jshard.cli.terminal import show, tell, width
+from jshard.signals.config import load_configuration
+
+if TYPE_CHECKING:
+    from jshard.inspect.plan import Plan
+    from jshard.train.experiment import Experiment
+    from jshard.train.function import Function
 
 TOPOLOGIES = "v5e:4x4, v5p:8x8x16, v6e:16x16, tpu7x:2x2x2, h100:8, h200:8, b200:8, cpu:8"
+LIMIT = 600  # seconds, as in jshard.inspect.plan, which imports JAX
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
         metavar="CHIP:SIZE",
-        help=f"the devices: {TOPOLOGIES} and others of these chips; as many pretended ones as the mesh has, unless said",
+        help=f"the devices: {TOPOLOGIES} and others of these chips; unless said, those of jshard.topology, else as many "
+        "pretended ones as the mesh has",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
-    parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="how long the compiler may take")
+    parser.add_argument("--program", action="store_true", help="the compiled text, names left out")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="how long the compiler may take")
     parser.add_argument("--no-cache", action="store_true", help="compile even what was compiled before")
+    function_arguments(parser)
 
 
-def run(
-    path: str,
-    overrides: Sequence[str],
-    topology: str | None,
-    json: bool = False,
-    *,
-    limit: float = 600,
-    cache: bool = True,
-) -> int:
+def run(chosen: argparse.Namespace) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not, or is over the budget."""
+    asked = Asked.of(chosen)
+    configuration = load_configuration(asked.path, asked.overrides)
+    topology = chosen.topology or configuration.topology or f"cpu:{configuration.devices or 8}"
+    with compiled_for(topology, asked, limit=chosen.limit, cache=not chosen.no_cache) as (_, plan):
+        pass
+    if chosen.program:
+        from jshard.inspect.program import normalised
+
+        print(normalised(plan.text_of_program))
+        return 0
+    too_much = plan.memory.over_budget()
+    if chosen.json:
+        print(plan.to_json())
+        if too_much:
+            tell(too_much)
+    else:
+        show(plan.text(width()))
+    return 1 if plan.memory.fits is False or too_much else 0
+
+
+@contextlib.contextmanager
+def compiled_for(
+    topology: str, asked: Asked, *, limit: float = LIMIT, cache: bool = True
+) -> Iterator[tuple[Experiment | Function, Plan]]:
+    """What is asked for, of shapes alone on the mesh of a topology, and its plan."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # here is only traced: no accelerator is looked for or taken
-    from jshard.cli.experiment import find_modules_here
-    from jshard.cli.terminal import coloured, width
-    from jshard.signals.config import load_configuration
+    load_configuration(asked.path, asked.overrides)  # every fault of the file is told before JAX is imported
+    configuration = asked.load()
+    from jshard.inspect.plan import Topology
+    from jshard.train.plan import planned_on
 
-    configuration = load_configuration(path, overrides)  # every fault of the file is told before anything is built
-    find_modules_here()
-    from jshard.signals.current import load
-    from jshard.train.plan import plan_experiment
-
-    load(path, overrides)
-    told = plan_experiment(configuration, topology or f"cpu:{configuration.devices or 8}", limit=limit, cache=cache)
-    print(told.to_json() if json else coloured(told.text(width())))
-    too_much = told.memory.over_budget()
-    if too_much and json:
-        print(too_much, file=sys.stderr)
-    return 1 if told.memory.fits is False or too_much else 0
+    place = configuration.topology_place if topology == configuration.topology else None
+    target = Topology.of(topology, place)
+    with planned_on(target, configuration, asked.called(configuration), limit=limit, cache=cache) as both:
+        yield both

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import sys
+import textwrap
+from typing import TextIO
 
 COLOURS = {"+": "32", "-": "31", "~": "33"}  # green, red, yellow
+STANDARD = 80  # columns of a terminal that does not say
 
 
-def width() -> int | None:
-    """The columns of the terminal that stdout is; None when it goes into a pipe or a file, where nothing is folded."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def width(stream: TextIO | None = None) -> int | None:
+    """The columns of the terminal that `stream` (stdout) is; None when it goes into a pipe or a file, where nothing is
+    folded."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        return None
+    if os.environ.get("COLUMNS", "").isdigit():
+        return int(os.environ["COLUMNS"])
+    return os.get_terminal_size(stream.fileno()).columns or STANDARD
+
+
+def show(text: str) -> None:
+    """Prints it: folded to the window, and in colour, where there is a window."""
+    print(coloured(fitted(text, width())))
+
+
+def tell(text: str) -> None:
+    """Prints sentences on stderr, folded where that is a terminal."""
+    print(fitted(text, width(sys.stderr)), file=sys.stderr)
+
+
+def fitted(text: str, columns: int | None) -> str:
+    """Text in which no line is longer than the window. A row of a table is folded between its cells; `inspect.table` does
+    the same to rows that it makes, but can't be had without JAX."""
+    if columns is None:
+        return text
+    return "\n".join(part for line in text.split("\n") for part in _fold(line, columns))
+
+
+def _fold(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    begin = line[: len(line) - len(line.lstrip())]
+    lines = [begin]
+    for cell in re.split(r" {2,}", line.strip()):
+        longer = f"{lines[-1]}{'  ' if lines[-1].strip() else ''}{cell}"
+        if len(longer) <= columns or not lines[-1].strip():
+            lines[-1] = longer
+        else:
+            lines.append(f"{begin}    {cell}")
+    wrapped = textwrap.TextWrapper(max(columns, 12), subsequent_indent=f"{begin}    ", break_on_hyphens=False)
+    return [part for each in lines for part in (wrapped.wrap(each) if len(each) > columns else [each])]
 
 
 def coloured(text: str) -> str:

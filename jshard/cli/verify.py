@@ -1,0 +1,36 @@
+"""`jshard verify`: the sharded program held against the same program on one device."""
+
+from __future__ import annotations
+
+import argparse
+
+from jshard.cli.asked import Asked, function_arguments
+from jshard.cli.terminal import show
+from jshard.errors import JShardError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mesh", action="append", default=[], metavar="data=4,tensor=2", help="on this mesh as well")
+    parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
+    function_arguments(parser)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Prints what was found; 0 when they are equal, 1 when they are not."""
+    from jshard.cli.experiment import opened
+
+    meshes = [sizes_of(words) for words in chosen.mesh]
+    found = opened(Asked.of(chosen)).verify(meshes)
+    if chosen.json:
+        print(found.to_json())
+    else:
+        show(str(found))
+    return 0 if found.ok else 1
+
+
+def sizes_of(words: str) -> dict[str, int]:
+    """`data=4,tensor=2` as the sizes of a mesh."""
+    parts = [word.partition("=") for word in words.split(",")]
+    if not all(name and size.isdigit() and int(size) for name, _, size in parts):
+        raise JShardError(f'--mesh "{words}" is not a mesh', mend="write it like --mesh data=4,tensor=2")
+    return {name: int(size) for name, _, size in parts}
