@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jshard.kernels import broadcast as broadcast
     from jshard.kernels import permute as permute
     from jshard.kernels import reduce_scatter as reduce_scatter
+    from jshard.launch.joining import init as init
     from jshard.layers import MLP as MLP
     from jshard.layers import Linear as Linear
     from jshard.layers import matmul as matmul
@@ -44,6 +45,7 @@ _ROOMS = {
     "jshard.inspect.plan": ("plan",),
     "jshard.inspect.report": ("report",),
     "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter"),
+    "jshard.launch.joining": ("init",),
     "jshard.layers": ("Linear", "MLP", "matmul", "max", "mean", "step", "sum"),
     "jshard.layouts": ("Layout", "redistribute"),
     "jshard.layouts.pretend": ("pretend",),

@@ -93,6 +93,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         module.arguments(configured(name, module.run, says))
 
     configured("train", train, "train the experiment, after showing what its configuration costs")
+    launch = importlib.import_module("jshard.cli.launch")
+    launch.arguments(command("launch", launch.run, "start a program in several processes, here or on many hosts"))
     told("explain", "list every collective of a training step and what it holds in memory, and run none")
     told("plan", "compile a training step for devices that are not here, and say what they would do")
     told("report", "write one HTML page on where everything lies and what a step costs")
@@ -111,7 +113,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(2)
+    words, program = launch.split(words) if first == "launch" else (words, [])
     chosen, rest = parser.parse_known_args(words)
+    chosen.program = program
     late = [word for word in rest if not word.startswith("-") and hasattr(chosen, "overrides")]
     if late != rest:
         parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in late)}")
@@ -127,6 +131,12 @@ def parse(words: list[str]) -> argparse.Namespace:
 def train(chosen: argparse.Namespace) -> int:
     from jshard.cli.asked import Asked
     from jshard.cli.experiment import opened
+    from jshard.launch.membership import found
+
+    if found() is not None:
+        from jshard.cli.member import train_as_member
+
+        return train_as_member(Asked(chosen.path, tuple(chosen.overrides)))
     from jshard.train.train import train
 
     experiment = opened(Asked(chosen.path, tuple(chosen.overrides)))

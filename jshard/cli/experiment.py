@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.asked import Asked
 from jshard.cli.meaning import mesh_in_words
+from jshard.launch.membership import found
 from jshard.layouts.pretend import pretend
 from jshard.signals.config import Configuration, load_configuration
 
@@ -69,12 +70,18 @@ def _names_workers(configuration: Configuration) -> bool:
     return any(signal.shard is not None and signal.shard.workers for signal in configuration.signals.values())
 
 
-def pretend_where_none(configuration: Configuration) -> None:
-    """As many CPU devices as the mesh needs, where there is no accelerator; says so."""
+def pretended(configuration: Configuration) -> int | None:
+    """How many CPU devices the mesh needs where there is no accelerator; None when it needs no more than is there."""
     mesh, count = configuration.mesh, configuration.devices or 1
     if mesh is not None and -1 in mesh.sizes:
         count *= max(1, FEWEST // count)
-    if mesh is None or count == 1:
+    return None if mesh is None or count == 1 else count
+
+
+def pretend_where_none(configuration: Configuration) -> None:
+    """As many CPU devices as the mesh needs, where there is no accelerator; says so."""
+    count = pretended(configuration)
+    if count is None or found() is not None:  # one of several processes has pretended its part
         return
     pretend(count, platforms=None)
     import jax

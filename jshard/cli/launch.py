@@ -1,0 +1,110 @@
+"""jshard launch: one program in several processes, here or one line on each host."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from jshard.errors import JShardError, nearest
+from jshard.launch.membership import Membership, found
+from jshard.launch.supervisor import Supervisor, local
+
+HOW = """
+The program is a command of jshard (train configs/digits.yaml steps=20), a script (train.py --rate 3) or a module
+(-m package.train). With -n all processes are here. With --coordinator this is one process of several hosts; under Slurm,
+Open MPI, Kubernetes and Cloud TPU, or with JAX_NUM_PROCESSES and JAX_PROCESS_ID set, it is found by itself.
+"""
+COMMANDS = ("train", "verify", "bench")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "jshard launch [-n 4] [--restarts 3] program [arguments ...]"
+    parser.epilog = HOW
+    parser.add_argument("-n", type=int, metavar="4", dest="count", help="so many processes on this machine")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached by the others")
+    parser.add_argument("--processes", type=int, metavar="16", help="how many there are, on all hosts")
+    parser.add_argument("--process-id", type=int, metavar="3", help="which one this is, from 0")
+    parser.add_argument("--restarts", type=int, default=0, metavar="3", help="start all again so often when one fails")
+    parser.add_argument(
+        "--grace", type=float, default=30, metavar="30", help="seconds that a SIGTERM leaves them to save and end"
+    )
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words of `launch` itself, and those of the program, which begin at `-m` or at the first that is no option."""
+    at = words.index("launch") + 1
+    while at < len(words) and words[at] != "-m" and words[at].startswith("-"):
+        has_value = "=" in words[at] or words[at] in ("-h", "--help") or (words[at][:2] == "-n" and words[at] != "-n")
+        at += 1 if has_value else 2
+    return words[:at], words[at:]
+
+
+def run(chosen: argparse.Namespace) -> int:
+    command = command_of(chosen.program)
+    members = None if chosen.count is not None else [member(chosen)]
+    if chosen.count is not None and chosen.count < 1:
+        raise JShardError(f"jshard launch can't start {chosen.count} processes", mend="type: jshard launch -n 4")
+    bar = _bar() if sys.stdout.isatty() else None
+    supervisor = Supervisor(
+        command,
+        (lambda: local(chosen.count)) if members is None else (lambda: members),
+        restarts=chosen.restarts,
+        grace=chosen.grace,
+        bar=bar,
+    )
+    try:
+        return supervisor.run()
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def member(chosen: argparse.Namespace) -> Membership:
+    """The one process that this host starts."""
+    said = {"--coordinator": chosen.coordinator, "--processes": chosen.processes, "--process-id": chosen.process_id}
+    missing = [name for name, value in said.items() if value is None]
+    if len(missing) == len(said):
+        membership = found()
+        if membership is None:
+            raise JShardError(
+                "jshard launch does not know how many processes to start",
+                mend="type: jshard launch -n 4, or --coordinator host:port --processes 16 --process-id 3 on each host",
+            )
+        return membership
+    if missing:
+        raise JShardError(
+            f"jshard launch has no {' and no '.join(missing)}",
+            mend="type: jshard launch --coordinator host:port --processes 16 --process-id 3",
+        )
+    return Membership(chosen.coordinator, chosen.processes, chosen.process_id, "jshard launch")
+
+
+def command_of(words: list[str]) -> list[str]:
+    """What each process runs."""
+    if not words or words == ["-m"]:
+        raise JShardError(
+            "jshard launch names no program", mend="type: jshard launch -n 4 train configs/digits.yaml, or a script"
+        )
+    first = words[0]
+    if first == "-m":
+        return [sys.executable, *words]
+    if first in COMMANDS:
+        return [sys.executable, "-m", "jshard", *words]
+    if Path(first).is_file():
+        return [sys.executable, *words]
+    if first.endswith(".py"):
+        raise JShardError(f'there is no file "{first}" to launch', mend="start from the folder that holds it")
+    close = nearest(first, COMMANDS)
+    raise JShardError(
+        f'"{first}" is neither a script nor a command that can be launched',
+        mend=f"type: jshard launch -n 4 {close or 'train configs/digits.yaml'}",
+    )
+
+
+def _bar() -> Any:
+    """One bar for all processes, drawn from what the first says of itself."""
+    from jshard.cli.launch_bar import LaunchBar
+
+    return LaunchBar()

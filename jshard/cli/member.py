@@ -1,0 +1,112 @@
+"""jshard train as one process of several: it joins, agrees with the others, and speaks when it is the first."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import yaml
+from rich.console import Console
+
+from jshard.cli.asked import Asked
+from jshard.cli.experiment import opened, pretended
+from jshard.errors import JShardError
+from jshard.launch.agreement import agree
+from jshard.launch.difference import Facts
+from jshard.launch.joining import fail, init, pretend_part, pulse
+from jshard.launch.membership import found
+from jshard.signals.config import Configuration, load_configuration
+from jshard.train.experiment import Experiment
+from jshard.train.loop import Step
+from jshard.train.progress import Bar
+from jshard.train.record import written
+from jshard.train.train import train
+
+SAME_YAML = "start all of them with the same YAML and the same key=value"
+SAME_PROGRAM = "start all of them with the same code and data"
+
+
+def train_as_member(asked: Asked) -> int:
+    """Never returns after a fault: the process ends at once, so that the others don't wait for it."""
+    try:
+        return _train(asked)
+    except BaseException as error:
+        fail(error)
+        raise
+
+
+def _train(asked: Asked) -> int:
+    configuration = load_configuration(asked.path, asked.overrides)
+    membership = found()
+    assert membership is not None
+    if (count := pretended(configuration)) is not None:
+        pretend_part(count, membership.processes)
+    init(facts={"configuration": facts_of(configuration)}, preemption=True)
+    agree("devices", {"devices of a process": str(jax.local_device_count()), "kind": jax.devices()[0].device_kind},
+          mend="give each process as many, of one kind")  # fmt: skip
+    check_all_have_devices(configuration)
+    experiment = opened(asked)
+    assert isinstance(experiment, Experiment)
+    ledger = str(experiment.explain())
+    if membership.rank == 0:
+        print(ledger)
+    agree("program", program_of(experiment, ledger), mend=SAME_PROGRAM)
+    accuracy = train(experiment, MemberBar(experiment.steps, experiment.batch, speaks=membership.rank == 0))
+    pulse().at("ended")
+    if membership.rank == 0:
+        print(f"test accuracy {100 * accuracy:.1f} %")
+    return 0
+
+
+def facts_of(configuration: Configuration) -> Facts:
+    """Every key that the configuration has, with its value."""
+    return dict(_flat(yaml.safe_load(written(configuration)), ""))
+
+
+def _flat(value: Any, name: str) -> list[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        return [(name, yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip())]
+    return [pair for key, each in value.items() for pair in _flat(each, f"{name}.{key}" if name else str(key))]
+
+
+def program_of(experiment: Experiment, ledger: str) -> Facts:
+    """The collectives of a step, each a fact, and the fingerprint of what the compiler is given."""
+    step = Step(experiment.model, experiment.optimizer, experiment.loss)
+    text = step.program.lower(step.state, *experiment.first_batch()).as_text()
+    lines = {f"line {number} of its ledger": line for number, line in enumerate(ledger.splitlines(), 1)}
+    return {**lines, "its fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
+def check_all_have_devices(configuration: Configuration) -> None:
+    """An error when the mesh leaves a process without work: it would be waited for at the end, for nothing."""
+    mesh, count = configuration.mesh, configuration.devices
+    if mesh is None or count is None or -1 in mesh.sizes:
+        return
+    busy = {device.process_index for device in jax.devices()[:count]}
+    idle = [rank for rank in range(jax.process_count()) if rank not in busy]
+    if idle:
+        raise JShardError(
+            f"jshard.mesh ({mesh.place}) takes {count} of {len(jax.devices())} devices, and rank {idle[0]} has none of them",
+            mend=f"start {len(busy)} processes, or make the mesh larger",
+        )
+
+
+class MemberBar(Bar):
+    """What the first process says; how far this one is goes to its launcher, which draws the one bar."""
+
+    def __init__(self, steps: int, batch: int, *, speaks: bool):
+        super().__init__(steps, batch, Console(quiet=not speaks, highlight=False, soft_wrap=True))
+        self.drawn_elsewhere = "JSHARD_LAUNCH_BAR" in os.environ
+        pulse().of = steps
+
+    def show(self, step: int, loss: jax.Array) -> None:
+        pulse().at("step", step)
+        pulse().waits(step, loss)
+        super().show(step, loss)
+
+    def show_figures(self, step: int, says: str) -> None:
+        pulse().says = says
+        super().show_figures(step, says)

@@ -1,0 +1,48 @@
+"""Before the first step all processes say what they are about to run, and go on only if it is the same."""
+
+from __future__ import annotations
+
+import time
+
+from jshard.errors import JShardError
+from jshard.launch import board
+from jshard.launch.difference import Facts, in_words
+from jshard.launch.joining import joined
+from jshard.launch.roll_call import Told
+
+
+def agree(topic: str, facts: Facts, *, mend: str, seconds: float = 60.0) -> None:
+    """An error for all processes when one of them says otherwise, naming it and the first difference, or when one has said
+    nothing within `seconds` of rank 0's question. Does nothing when this process stands alone."""
+    membership = joined()
+    if membership is None:
+        return
+    key = f"agreement/{topic}"
+    if membership.rank == 0:
+        board.write(f"{key}/verdict", verdict := _judge(topic, facts, membership.processes, mend, seconds))
+        if verdict:
+            raise JShardError(verdict[0], mend=verdict[1])
+        return
+    board.write(f"{key}/{membership.rank}", dict(facts))
+    verdict = board.wait(f"{key}/verdict", 2 * seconds)
+    if verdict is None:
+        raise JShardError(
+            f"rank 0 has said nothing of its {topic} for {2 * seconds:g} s", mend="look at what rank 0 printed last"
+        )
+    if verdict:
+        raise Told(verdict[0], mend=verdict[1])
+
+
+def _judge(topic: str, facts: Facts, processes: int, mend: str, seconds: float) -> list[str]:
+    """Nothing, or what is wrong and how to mend it."""
+    said, deadline = {0: facts}, time.monotonic() + seconds
+    for rank in range(1, processes):
+        found = board.wait(f"agreement/{topic}/{rank}", deadline - time.monotonic())
+        if found is None:
+            return [
+                f"rank {rank} has said nothing of its {topic} within {seconds:g} s of rank 0",
+                f"look at what rank {rank} printed last",
+            ]
+        said[rank] = found
+    difference = in_words(topic, said)
+    return [difference, mend] if difference else []

@@ -1,0 +1,171 @@
+"""A process joins the others: roll call, JAX's own service, and an end that takes the others along when something fails."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from importlib import metadata
+from types import TracebackType
+from typing import Any
+
+from jshard.errors import JShardError
+from jshard.launch.difference import Facts
+from jshard.launch.membership import Membership, found
+from jshard.launch.pulse import Pulse
+from jshard.launch.roll_call import Told, answer
+from jshard.layouts.pretend import THREADS_PER_DEVICE, pretend
+from jshard.version import __version__
+
+START_TIMEOUT = 60.0  # seconds that all processes have to appear in
+STEP_TIMEOUT = 300.0  # seconds without a step after which a run counts as hung
+
+
+class _Joined:
+    """What this process has joined, once."""
+
+    membership: Membership | None = None
+    pulse: Pulse = Pulse()
+
+
+def init(
+    devices: int | None = None,
+    *,
+    start_timeout: float | None = None,
+    step_timeout: float | None = None,
+    facts: Mapping[str, Facts] | None = None,
+    preemption: bool = False,
+) -> Membership | None:
+    """Joins the launch that this process belongs to; does nothing when it stands alone. Call it before JAX does anything.
+
+    `devices` pretends so many CPU devices, in all processes together. `preemption` leaves SIGTERM to JAX, for a program
+    that saves when `reached_preemption_sync_point` says so; else SIGTERM ends it.
+    """
+    if _Joined.membership is not None:
+        return _Joined.membership
+    membership = found()
+    if membership is None:
+        if devices is not None:
+            pretend(devices)
+        return None
+    seconds = start_timeout or float(os.environ.get("JSHARD_START_TIMEOUT", START_TIMEOUT))
+    _hold_end(membership)
+    if devices is not None:
+        pretend_part(devices, membership.processes)
+    answer(membership, {"software": _software(), **(facts or {})}, seconds)
+    _start_jax(membership, seconds, preemption)
+    _Joined.membership = membership
+    from jshard.launch.watchdog import watch  # reads JAX's service, which is there from here on
+
+    limit = step_timeout or float(os.environ.get("JSHARD_STEP_TIMEOUT", STEP_TIMEOUT))
+    watch(membership, _Joined.pulse, limit)
+    return membership
+
+
+def joined() -> Membership | None:
+    """What this process has joined."""
+    return _Joined.membership
+
+
+def pulse() -> Pulse:
+    """What this process tells the others of itself; a loop sets `phase` and `step`."""
+    return _Joined.pulse
+
+
+def pretend_part(devices: int, processes: int) -> None:
+    """This process's part of so many CPU devices. Every process has the threads of all, so that none computes otherwise."""
+    if devices % processes:
+        raise JShardError(
+            f"{devices} devices can't be shared out evenly to {processes} processes",
+            mend=f"use {devices // processes * processes or processes} or {-(-devices // processes) * processes} devices",
+        )
+    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
+    asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if asked.isdecimal() and int(asked) > devices // processes:  # pretended for one process, in the environment
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(devices // processes)
+    pretend(devices // processes, platforms=None)
+
+
+def _software() -> Facts:
+    return {
+        "Python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "jshard": __version__,
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def _start_jax(membership: Membership, seconds: float, preemption: bool) -> None:
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", preemption)
+    bind = None
+    if membership.is_local:
+        bind = membership.coordinator  # JAX would listen on every address of this machine
+        _keep_gloo_here()
+    jax.distributed.initialize(
+        membership.coordinator,
+        membership.processes,
+        membership.rank,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind),
+        initialization_timeout=max(1, round(seconds)),
+    )
+
+
+def _keep_gloo_here() -> None:
+    """Gloo listens at the address of this machine's name, and JAX has no setting for it: it is told at the door."""
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    if not isinstance(_jax.make_gloo_tcp_collectives, functools.partial):
+        _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
+
+
+def _hold_end(membership: Membership) -> None:
+    """A process that fails ends at once: at an orderly exit JAX would wait for the others, and they for it."""
+
+    def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        fail(error.with_traceback(trace))
+
+    def thread_ended(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.thread is threading.main_thread():
+            fail(args.exc_value)
+        threading.__excepthook__(args)
+
+    sys.excepthook = ended
+    threading.excepthook = thread_ended
+
+
+def fail(error: BaseException, status: int | None = None) -> None:
+    """Says what went wrong, tells the other processes, and ends this one with no further word."""
+    membership = _Joined.membership or found()
+    if isinstance(error, KeyboardInterrupt):
+        status = 130 if status is None else status
+    elif isinstance(error, JShardError):
+        status = 2 if status is None else status
+        if not (isinstance(error, Told) and membership is not None and membership.is_local):
+            print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    if _Joined.membership is not None and not isinstance(error, (KeyboardInterrupt, Told)):
+        from jshard.launch.watchdog import report
+
+        report(_Joined.membership, _last_line(error), _Joined.pulse)
+    _Joined.pulse.tell(fault=_last_line(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if status is None else status)
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error) if isinstance(error, JShardError) else traceback.format_exception_only(error)[-1].strip()
+
+
+def end(status: Any) -> None:
+    """Ends with this status; any but 0 ends the other processes too."""
+    if status:
+        fail(SystemExit(status), status if isinstance(status, int) else 1)

@@ -1,0 +1,203 @@
+"""Which process of how many this one is, and where the first can be reached, read from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping
+
+from jshard.errors import JShardError
+
+PORT = 8476  # where the first process listens when the environment names its host alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """Process `rank` of `processes`; the first listens at `coordinator`, a `host:port`."""
+
+    coordinator: str
+    processes: int
+    rank: int
+    found_by: str
+
+    def __post_init__(self) -> None:
+        said = f"{self.found_by} says that this is process {self.rank} of {self.processes}"
+        if self.processes < 1 or not 0 <= self.rank < self.processes:
+            raise JShardError(said, mend=f"number the processes from 0 to {max(self.processes, 1) - 1}")
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise JShardError(
+                f'{self.found_by} says that the first process is at "{self.coordinator}", which is no host:port',
+                mend="write it like JAX_COORDINATOR_ADDRESS=node1:8476",
+            )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all processes are on this machine, so that nothing has to listen beyond it."""
+        return self.address[0] == "localhost" or self.address[0].startswith("127.") or self.address[0] == "::1"
+
+    def variables(self) -> dict[str, str]:
+        """What a process needs in its environment to find the same."""
+        return {
+            "JAX_COORDINATOR_ADDRESS": self.coordinator,
+            "JAX_NUM_PROCESSES": str(self.processes),
+            "JAX_PROCESS_ID": str(self.rank),
+        }
+
+
+def found(environment: Mapping[str, str] = os.environ) -> Membership | None:
+    """What JAX_NUM_PROCESSES and its like say, else what Slurm, Open MPI, Kubernetes or Cloud TPU has set; None when this
+    process stands alone."""
+    for look in LOOKS:
+        if (membership := look(environment)) is not None:
+            return membership
+    return None
+
+
+def _named(environment: Mapping[str, str]) -> Membership | None:
+    """The three variables of JAX's own name. In a JobSet the number of a process is its completion index."""
+    count, rank = environment.get("JAX_NUM_PROCESSES"), environment.get("JAX_PROCESS_ID")
+    if count is None:
+        return None
+    if rank is None:
+        rank = environment.get("JOB_COMPLETION_INDEX")
+    if rank is None:
+        scheduler = next((each for each in (_slurm, _open_mpi, _cloud_tpu) if each(environment) is not None), None)
+        if scheduler is not None:  # it knows the rank, and the count is said again
+            return None
+        raise JShardError(
+            f"JAX_NUM_PROCESSES is {count}, but JAX_PROCESS_ID is not set",
+            mend=f"set JAX_PROCESS_ID to the number of this process, from 0 to {_number('JAX_NUM_PROCESSES', count) - 1}",
+        )
+    coordinator = environment.get("JAX_COORDINATOR_ADDRESS") or _jobset_host(environment)
+    if coordinator is None:
+        if count == "1":
+            coordinator = f"127.0.0.1:{PORT}"
+        else:
+            raise JShardError(
+                f"JAX_NUM_PROCESSES is {count}, but JAX_COORDINATOR_ADDRESS is not set",
+                mend=f"set JAX_COORDINATOR_ADDRESS to host:port of the first process, like node1:{PORT}",
+            )
+    ranks = _number("JAX_PROCESS_ID", rank)
+    return Membership(
+        _with_port(coordinator, environment), _number("JAX_NUM_PROCESSES", count), ranks, "JAX_PROCESS_ID"
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Membership | None:
+    """A task of `srun`. The batch script itself is none: it has no step."""
+    nodes, count, rank = _all(environment, "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+    job = environment.get("SLURM_JOB_ID")
+    if not (nodes and count and rank and job) or environment.get("SLURM_STEP_NUM_TASKS", count) == "1":
+        return None
+    count = environment.get("SLURM_STEP_NUM_TASKS", count)
+    host = environment.get("JAX_COORDINATOR_ADDRESS") or first_host(nodes)
+    step = environment.get("SLURM_STEP_ID", "0")
+    return _member(environment, host, count, rank, "Slurm", ("SLURM_NTASKS", "SLURM_PROCID"), seed=f"{job}.{step}")
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
+    """A process of `mpirun`. Version 4 tells where `mpirun` runs by an address, version 5 by the name of the job."""
+    count, rank = _all(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    if not (count and rank) or count == "1":
+        return None
+    told = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    job = environment.get("PMIX_NAMESPACE", told.partition(";")[0]).partition("@")[0]
+    host = environment.get("JAX_COORDINATOR_ADDRESS")
+    if host is None and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == count:
+        host = "127.0.0.1"
+    if host is None and (address := re.search(r"tcp://([^,:]+)", told)):
+        host = address[1]
+    if host is None and (name := re.fullmatch(r"prterun-(.+)-\d+", job)):
+        host = name[1]
+    if host is None:
+        raise JShardError(
+            f"Open MPI says that this is process {rank} of {count}, but not where the first one is",
+            mend=f"type: mpirun -x JAX_COORDINATOR_ADDRESS=node1:{PORT} and the rest",
+        )
+    return _member(environment, host, count, rank, "Open MPI", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), job)
+
+
+def _kubernetes(environment: Mapping[str, str]) -> Membership | None:
+    """A pod of an indexed Job that does not say how many there are: Kubernetes has no variable for it."""
+    if "KUBERNETES_SERVICE_HOST" not in environment or "JOB_COMPLETION_INDEX" not in environment:
+        return None
+    if _cloud_tpu(environment) is not None:
+        return None
+    raise JShardError(
+        f"Kubernetes says that this is process {environment['JOB_COMPLETION_INDEX']}, but not of how many",
+        mend="set JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS in the pod, as examples/cluster/jobset.yaml does",
+    )
+
+
+def _cloud_tpu(environment: Mapping[str, str]) -> Membership | None:
+    """A worker of a TPU slice, or of several slices, each of as many workers."""
+    hosts, worker = _all(environment, "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
+    if not (hosts and worker):
+        return None
+    names = [name.strip() for name in hosts.split(",")]
+    slices = _number("MEGASCALE_NUM_SLICES", environment.get("MEGASCALE_NUM_SLICES", "1"))
+    part = _number("MEGASCALE_SLICE_ID", environment.get("MEGASCALE_SLICE_ID", "0"))
+    if len(names) * slices == 1:
+        return None
+    first = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0] if slices > 1 else names[0]
+    if not first:
+        raise JShardError(
+            f"Cloud TPU says that this is slice {part} of {slices}, but not where the first one is",
+            mend="set MEGASCALE_COORDINATOR_ADDRESS to the first worker of slice 0",
+        )
+    rank = part * len(names) + _number("TPU_WORKER_ID", worker)
+    host = environment.get("JAX_COORDINATOR_ADDRESS") or first
+    return Membership(_with_port(host, environment), len(names) * slices, rank, "Cloud TPU")
+
+
+LOOKS: tuple[Callable[[Mapping[str, str]], Membership | None], ...] = (
+    _named,
+    _slurm,
+    _open_mpi,
+    _cloud_tpu,
+    _kubernetes,
+)
+
+
+def _member(
+    environment: Mapping[str, str], host: str, count: str, rank: str, by: str, names: tuple[str, str], seed: str
+) -> Membership:
+    """`seed` is what two jobs on one host differ in: their ports do too, most likely."""
+    coordinator = _with_port(host, environment, port=49152 + zlib.crc32(seed.encode()) % 8192)
+    return Membership(coordinator, _number(names[0], count), _number(names[1], rank), by)
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list: `tpu[03-10,12],login` begins with `tpu03`."""
+    first = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    assert first is not None
+    return "".join(part for part in first.groups() if part)
+
+
+def _jobset_host(environment: Mapping[str, str]) -> str | None:
+    """The first pod of a JobSet by the name that JobSet gives it."""
+    name, job = _all(environment, "JOBSET_NAME", "REPLICATED_JOB_NAME")
+    return f"{name}-{job}-0-0.{name}" if name and job else None
+
+
+def _with_port(address: str, environment: Mapping[str, str], port: int = PORT) -> str:
+    has = "]:" in address or address.count(":") == 1
+    return address if has else f"{address}:{environment.get('JAX_COORDINATOR_PORT', port)}"
+
+
+def _all(environment: Mapping[str, str], *names: str) -> list[str | None]:
+    return [environment.get(name) for name in names]
+
+
+def _number(name: str, said: str) -> int:
+    if not said.strip().isdecimal():
+        raise JShardError(f'{name} is "{said}", which is no number', mend=f"set it like {name}=4")
+    return int(said)

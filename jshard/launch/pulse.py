@@ -1,0 +1,56 @@
+"""What a process is doing, for whoever wants to know: its launcher, by a pipe, and the other processes' watchdogs."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import time
+from typing import Any
+
+STATUS = "JSHARD_LAUNCH_STATUS"  # the launcher's pipe: its file descriptor, in this process's environment
+
+
+class Pulse:
+    """`pulse.at("step", 12)` costs a few attribute writes; others read it from a thread, now and then."""
+
+    def __init__(self) -> None:
+        self.phase, self.step, self.of, self.says = "starting", 0, 0, ""
+        self.since = time.monotonic()
+        self.results: collections.deque[tuple[int, Any]] = collections.deque(maxlen=64)
+        self.done = 0
+        said = os.environ.get(STATUS)
+        self.pipe = int(said) if said else None
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """From now on this process does that."""
+        self.phase, self.since = phase, time.monotonic()
+        if step is not None:
+            self.step = step
+
+    def waits(self, step: int, result: Any) -> None:
+        """`result` is there once this step is done."""
+        self.results.append((step, result))
+
+    def look(self) -> int:
+        """The last step that is done, by its result. For the watching thread."""
+        while self.results:
+            step, result = self.results[0]
+            if not result.is_ready():
+                break
+            self.done, self.since = step, time.monotonic()
+            self.results.popleft()
+        return self.done
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"phase": self.phase, "step": self.step, "done": self.done, "of": self.of, "says": self.says}
+
+    def tell(self, **more: Any) -> None:
+        """A line to the launcher, where there is one."""
+        if self.pipe is None:
+            return
+        try:
+            os.write(self.pipe, json.dumps({**self.facts, **more}).encode() + b"\n")
+        except OSError:  # the launcher is gone, and with it whoever would read
+            self.pipe = None

@@ -1,0 +1,181 @@
+"""Starts the processes, prints what they say, and ends all of them when one fails or the user says so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jshard.errors import JShardError
+from jshard.launch.membership import Membership
+from jshard.launch.worker import Worker
+
+KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
+MISTAKE = 2  # the exit status of a JShardError: it would be made again
+
+
+class Supervisor:
+    """`run()` returns the exit status: that of the first process that failed, or 0."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        memberships: Callable[[], Sequence[Membership]],
+        *,
+        restarts: int = 0,
+        grace: float = 30.0,
+        bar: Any = None,
+    ):
+        self.command, self.memberships = list(command), memberships
+        self.restarts, self.grace = restarts, grace
+        self.bar = bar
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.asked: int | None = None  # the signal that the user sent
+        self.kill_at = float("inf")
+
+    def run(self) -> int:
+        with self._signals():
+            for attempt in range(self.restarts + 1):
+                status, says = self._once(attempt)
+                if says is not None:
+                    self._say(says)
+                if status in (0, MISTAKE) or self.asked is not None or attempt == self.restarts:
+                    return status
+                self._say(f"starting all again: restart {attempt + 1} of {self.restarts}")
+        raise AssertionError("the last attempt returns")
+
+    def _once(self, attempt: int) -> tuple[int, str | None]:
+        memberships = self.memberships()
+        self.events = queue.SimpleQueue()
+        variables = {} if attempt == 0 else {"JSHARD_RESTART": str(attempt)}
+        workers: list[Worker] = []
+        try:
+            for local, each in enumerate(memberships):
+                own = local_devices(local, len(memberships))
+                workers.append(Worker(each.rank, self.command, {**variables, **own, **each.variables()}, self.events))
+            first = self._follow(workers)
+        finally:
+            for worker in workers:
+                worker.send(signal.SIGKILL)  # children that outlived it too
+            for worker in workers:
+                worker.process.wait()
+        if self.asked is not None:
+            return 128 + self.asked, "stopped" if self.asked == signal.SIGINT else f"stopped by {_name(self.asked)}"
+        return (0, None) if first is None else (first.exit_status, fault_of(first))
+
+    def _follow(self, workers: Sequence[Worker]) -> Worker | None:
+        """Prints until all have ended; returns the first that failed."""
+        first: Worker | None = None
+        loud = set(workers)
+        while loud:
+            try:
+                kind, worker, *rest = self.events.get(timeout=min(0.2, max(0.0, self.kill_at - time.monotonic())))
+            except queue.Empty:
+                if self.asked is not None:
+                    self._press_on(workers)
+                continue
+            if kind == "line" and (first is None or worker is first) and self.asked != signal.SIGINT:
+                self._print(worker, *rest)
+            elif kind == "status":
+                worker.facts = rest[0]
+                if self.bar is not None and worker is workers[0]:
+                    self.bar.show(worker.facts)
+            elif kind == "end":
+                worker.status = rest[0]
+                if worker.status != 0 and first is None and self.asked is None:
+                    first = worker
+                    for other in workers:
+                        if other is not worker:
+                            other.send(signal.SIGKILL)  # they wait for it in C, and hear no gentler word
+            elif kind == "quiet":
+                loud.discard(worker)
+            if self.asked is not None:
+                self._press_on(workers)
+        return first
+
+    def _press_on(self, workers: Sequence[Worker]) -> None:
+        """Hands on the signal that the user sent, once; kills what has not ended in time."""
+        if self.kill_at == float("inf"):
+            assert self.asked is not None
+            self.kill_at = time.monotonic() + (KILLED_ANYWAY if self.asked == signal.SIGINT else self.grace)
+            for worker in workers:
+                worker.send(self.asked)
+        elif time.monotonic() >= self.kill_at:
+            for worker in workers:
+                worker.send(signal.SIGKILL)
+
+    def _print(self, worker: Worker, stream: str, text: str) -> None:
+        line = f"[{worker.rank}] {text}"
+        if self.bar is not None:
+            self.bar.say(line)
+        else:
+            print(line, file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+
+    def _say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def ask(number: int, frame: Any) -> None:
+            if self.asked is not None:
+                self.kill_at = 0.0  # the second time at once
+            else:
+                self.asked = number
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def fault_of(worker: Worker) -> str:
+    """The sentence on the first process that failed. What it said itself of its fault, or of another's, is above it."""
+    rank, where = worker.rank, worker.said()
+    culprit = worker.facts.get("culprit")
+    if culprit is not None and culprit != rank:
+        return f"rank {culprit} was at fault, as rank {rank} says above; all were stopped"
+    says = f"rank {rank} {worker.how_ended()} {where}; "
+    if worker.status == -signal.SIGKILL:
+        return says + "the others were stopped; when nobody killed it, `dmesg` tells whether memory ran out"
+    return says + f"the others were stopped; its last lines begin with [{rank}]"
+
+
+def local(count: int) -> list[Membership]:
+    """So many processes on this machine, which meet at a port of loopback that is free now."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    return [Membership(f"127.0.0.1:{port}", count, rank, "jshard launch") for rank in range(count)]
+
+
+def local_devices(rank: int, count: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The NVIDIA GPUs of one of `count` processes on this machine, in even parts; nothing where there are none."""
+    cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if count == 1 or not cards or environment.get("JAX_PLATFORMS") == "cpu" or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return {}
+    if cards % count:
+        raise JShardError(
+            f"{cards} GPUs can't be shared out evenly to {count} processes",
+            mend="start a number of processes that divides them, or set JAX_PLATFORMS=cpu",
+        )
+    each = cards // count
+    return {"JAX_LOCAL_DEVICE_IDS": ",".join(str(card) for card in range(rank * each, (rank + 1) * each))}
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

@@ -1,0 +1,160 @@
+"""Each process tells the others what it is doing, and looks whether they still move: a hang ends with a table of all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.errors import JShardError
+from jshard.launch import board
+from jshard.launch.membership import Membership
+from jshard.launch.pulse import Pulse
+
+BEAT = 0.25  # seconds; what the launcher's bar shows is at most so old
+TALK = 1.0  # seconds between two notes to the others
+FIRST_STEP = 10  # times as long may pass before the first step is done, which compiles
+RESTING = ("starting", "ended")  # phases that nobody waits for
+
+
+def watch(membership: Membership, pulse: Pulse, limit: float) -> None:
+    """Starts the threads. After `limit` seconds without a step a run counts as hung."""
+    answers = _Answers()
+    threading.Thread(target=_talk, args=(membership, pulse, answers), daemon=True, name="jshard talk").start()
+    threading.Thread(target=_look, args=(membership, pulse, answers, limit), daemon=True, name="jshard watch").start()
+
+
+class _Answers:
+    """When the service answered last. Rank 0 may have stopped, and then a question to it never ends."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+
+def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
+    beats = 0
+    while True:
+        beats += 1
+        note = {**pulse.facts, "beats": beats, "host": socket.gethostname(), "pid": os.getpid()}
+        try:
+            board.write(f"pulse/{membership.rank}", note)
+            fault = board.read("fault")
+            answers.last = time.monotonic()
+        except Exception:  # the service is gone or going; `_look` says so if that is a fault
+            return
+        if fault is not None and fault["rank"] != membership.rank:
+            _follow(membership, pulse, fault)
+        time.sleep(TALK)
+
+
+def _follow(membership: Membership, pulse: Pulse, fault: Mapping[str, Any]) -> None:
+    """Another process has failed: so does this one, by its words."""
+    if not membership.is_local:  # on one machine it has been read already
+        print(f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", file=sys.stderr, flush=True)
+    time.sleep(TALK)  # let the launcher see the first one go first
+    os._exit(1)
+
+
+def report(membership: Membership, says: str, pulse: Pulse) -> bool:
+    """Tells the other processes that this one has failed; whether it is the first. Takes at most two seconds."""
+    first = []
+    note = {"rank": membership.rank, "host": socket.gethostname(), "says": says, **pulse.facts}
+
+    def tell() -> None:
+        with contextlib.suppress(Exception):
+            first.append(board.claim("fault", note))
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(2)
+    return bool(first and first[0])
+
+
+def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float) -> None:
+    shown = None
+    while True:
+        time.sleep(BEAT)
+        pulse.look()
+        if (now := pulse.facts) != shown:
+            shown = now
+            pulse.tell()
+        quiet = time.monotonic() - pulse.since
+        if pulse.phase in RESTING or quiet < (limit if pulse.done else FIRST_STEP * limit):
+            continue
+        if time.monotonic() - answers.last > max(2 * TALK, limit / 2):
+            says = (
+                f"rank 0, through which all others talk, has not answered for {time.monotonic() - answers.last:.0f} s"
+            )
+            _give_up(
+                JShardError(f"{says}: {_doing(pulse.facts)} here", mend="look at what rank 0 printed last"), pulse, 0
+            )
+        _tell_hang(membership, pulse, quiet, limit)
+
+
+def _tell_hang(membership: Membership, pulse: Pulse, quiet: float, limit: float) -> None:
+    """The table of all ranks, told by the first that asks; the others leave it to that one."""
+    before = board.read_all("pulse")
+    time.sleep(3 * TALK)
+    now = board.read_all("pulse")
+    if time.monotonic() - pulse.since < limit:
+        return  # it moves again
+    alive = {int(rank): note["beats"] != before.get(rank, {}).get("beats") for rank, note in now.items()}
+    notes = {int(rank): note for rank, note in now.items()}
+    odd = odd_one(notes, alive)
+    if odd is None:
+        fault = f"no rank has done a step for {quiet:.0f} s: all are alive, and {_doing(pulse.facts)}"
+        mend = "look at the last lines of each, or raise jshard.train.watchdog.step_timeout"
+    elif not alive[odd]:
+        fault = f"rank {odd} has not answered for {quiet:.0f} s: {_doing(notes[odd])} when it last did"
+        mend = f"look at process {notes[odd]['pid']} on {notes[odd]['host']}: it is stopped, or its host is"
+    else:
+        fault = f"rank {odd} keeps the others waiting since {quiet:.0f} s: {_doing(notes[odd])}"
+        mend = f"look at what rank {odd} printed last, or raise jshard.train.watchdog.step_timeout"
+    if report(membership, fault, pulse):
+        print("\n".join(table(notes, alive, odd)), file=sys.stderr, flush=True)
+        _give_up(JShardError(fault, mend=mend), pulse, odd)
+    time.sleep(limit)
+
+
+def odd_one(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool]) -> int | None:
+    """The rank that differs from the others: the first that does not answer, that has ended, or that is behind."""
+    for rank in sorted(notes):
+        if not alive[rank]:
+            return rank
+    for rank in sorted(notes):
+        if notes[rank]["phase"] == "ended":
+            return rank
+    steps = {rank: note["step"] for rank, note in notes.items()}
+    behind = [rank for rank in sorted(notes) if steps[rank] == min(steps.values())]
+    if len(behind) < len(notes):
+        return behind[0]
+    phases = [note["phase"] for note in notes.values()]
+    rare = min(set(phases), key=lambda phase: (phases.count(phase), phase == "step"))
+    return next(rank for rank in sorted(notes) if notes[rank]["phase"] == rare) if len(set(phases)) > 1 else None
+
+
+def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd: int | None) -> list[str]:
+    """A line for each rank; an arrow points at the one that differs."""
+    rows = [("rank", "host", "process", "alive", "phase", "step", "done")]
+    for rank, note in sorted(notes.items()):
+        has = "yes" if alive[rank] else "no"
+        each = (rank, note["host"], note["pid"], has, note["phase"], note["step"], note["done"])
+        rows.append(tuple(map(str, each)))  # type: ignore[arg-type]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [line + ("  <--" if at and sorted(notes)[at - 1] == odd else "") for at, line in enumerate(lines)]
+
+
+def _doing(note: Mapping[str, Any]) -> str:
+    return f'it was in phase "{note["phase"]}" of step {note["step"]}'
+
+
+def _give_up(error: JShardError, pulse: Pulse, culprit: int | None) -> None:
+    print(error, file=sys.stderr, flush=True)
+    pulse.tell(fault=str(error), culprit=culprit)
+    os._exit(1)

@@ -1,0 +1,99 @@
+"""One process as its launcher sees it: started in a group of its own, read by lines, and ended with all its children."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from jshard.launch.pulse import STATUS
+
+OUTLIVE = Path(__file__).with_name("outlive.py")
+# What gloo says of each group of devices, and nobody asked.
+CHATTER = re.compile(
+    rb"(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+)+$"
+)
+
+
+class Worker:
+    """`events` gets ("line", worker, stream, text), ("status", worker, facts) and ("end", worker, status)."""
+
+    def __init__(self, rank: int, command: Sequence[str], variables: Mapping[str, str], events: queue.SimpleQueue[Any]):
+        self.rank, self.events = rank, events
+        self.facts: dict[str, Any] = {}
+        self.status: int | None = None  # set when its end has been seen
+        reading, writing = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(OUTLIVE), str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **variables, STATUS: str(writing), "PYTHONUNBUFFERED": "1"},
+            pass_fds=(writing,),
+            process_group=0,
+        )
+        os.close(writing)
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self._threads = [
+            self._start(self._lines, self.process.stdout, "stdout"),
+            self._start(self._lines, self.process.stderr, "stderr"),
+            self._start(self._statuses, os.fdopen(reading, "rb")),
+        ]
+        self._start(self._end)
+
+    def _start(self, reads: Any, *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=reads, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    def _lines(self, stream: IO[bytes], name: str) -> None:
+        for line in stream:
+            line = line.rstrip(b"\r\n")
+            if not CHATTER.match(line):
+                self.events.put(("line", self, name, line.rpartition(b"\r")[2].decode(errors="replace")))
+
+    def _statuses(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            with contextlib.suppress(ValueError):  # the last one of a process that was killed may be half
+                self.events.put(("status", self, json.loads(line)))
+
+    def _end(self) -> None:
+        self.process.wait()
+        self.events.put(("end", self, self.process.returncode))
+        deadline = time.monotonic() + 1  # a grandchild may hold the pipes; then what it says has no reader
+        for thread in self._threads:
+            thread.join(max(0, deadline - time.monotonic()))
+        self.events.put(("quiet", self))
+
+    def send(self, number: int) -> None:
+        """A signal to the process and all its children."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def said(self) -> str:
+        """What it was doing when it was last heard of."""
+        if not self.facts or self.facts["phase"] == "starting":
+            return "before its first step"
+        return f'in phase "{self.facts["phase"]}" of step {self.facts["step"]}'
+
+    def how_ended(self) -> str:
+        """`was killed by SIGKILL` or `ended with status 3`."""
+        assert self.status is not None
+        if self.status < 0:
+            return f"was ended by {signal.Signals(-self.status).name}"
+        return f"ended with status {self.status}"
+
+    @property
+    def exit_status(self) -> int:
+        assert self.status is not None
+        return 128 - self.status if self.status < 0 else self.status
