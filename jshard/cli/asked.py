@@ -81,8 +81,8 @@ def is_function(path: str) -> bool:
     return re.fullmatch(IMPORT_PATH.form, path) is not None and not path.startswith("git:") and not os.path.exists(path)
 
 
-def function_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a command takes besides configurations: `module:function`, its arguments and its configuration."""
+def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """What a command takes besides configurations: `module:function`, its arguments and its configuration, or several."""
     added = parser.add_argument_group(
         "a function in place of an experiment",
         "PATH may be module:function, found from this folder. Each word behind --args is an argument of it: a shape such "
@@ -91,7 +91,8 @@ def function_arguments(parser: argparse.ArgumentParser) -> None:
         "module or optimizer, or a pytree of these; the parts of a tuple are several arguments.",
     )
     added.add_argument("--args", nargs="+", metavar="SHAPE", help="its arguments")
-    added.add_argument("--config", metavar="FILE", help="its configuration; JSHARD_CONFIG unless said")
+    how = "append" if several else "store"
+    added.add_argument("--config", metavar="FILE", action=how, help="its configuration; JSHARD_CONFIG unless said")
 
 
 def find_modules_here() -> None:

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.table import folded, size, table
@@ -66,8 +66,8 @@ class Difference:
     def text(self, width: int | None = None) -> str:
         if self.same:
             return "\n".join(folded(self.program or "the same collectives and memory", width))
-        wire = f"wire: {_from_to(self.before.total, self.after.total)} per device"
-        memory = f"memory: {_from_to(self.before.held, self.after.held)} at rest per device"
+        wire = f"wire: {from_to(self.before.total, self.after.total)} per device"
+        memory = f"memory: {from_to(self.before.held, self.after.held)} at rest per device"
         return "\n".join(
             [
                 *table([change.cells() for change in self.changes], right=(6,), width=width),
@@ -152,9 +152,9 @@ def _changes(before: Ledger, after: Ledger) -> Iterator[Change]:
         if was.count != now.count:
             yield Change("grown" if now.total >= was.total else "shrunk", was, now)
     lost, found = list(old.values()), list(new.values())
-    for was, now in _pairs(lost, found, lambda line: (line.signal, line.phase, line.collective, line.mesh_axes)):
+    for was, now in pairs(lost, found, lambda line: (line.signal, line.phase, line.collective, line.mesh_axes)):
         yield Change("grown" if now.total >= was.total else "shrunk", was, now)
-    for was, now in _pairs(lost, found, lambda line: (line.collective, line.payload, line.dtype, line.count)):
+    for was, now in pairs(lost, found, lambda line: (line.collective, line.payload, line.dtype, line.count)):
         yield Change("moved", was, now)
     yield from (Change("gone", line, None) for line in lost)
     yield from (Change("added", None, line) for line in found)
@@ -170,7 +170,10 @@ def _counted(ledger: Ledger) -> dict[Hashable, Line]:
     return found
 
 
-def _pairs(lost: list[Line], found: list[Line], key: Callable[[Line], Hashable]) -> Iterator[tuple[Line, Line]]:
+Entry = TypeVar("Entry")
+
+
+def pairs(lost: list[Entry], found: list[Entry], key: Callable[[Entry], Hashable]) -> Iterator[tuple[Entry, Entry]]:
     """Those of both lists that are alike by `key`, which are taken out."""
     for was in list(lost):
         now = next((line for line in found if key(line) == key(was)), None)
@@ -193,5 +196,5 @@ def _both(change: Change, word: Callable[[Line], str], *, always: bool = False) 
     return " -> ".join(words if always else dict.fromkeys(words))
 
 
-def _from_to(before: int, after: int) -> str:
+def from_to(before: int, after: int) -> str:
     return f"{size(before)} -> {size(after)} ({after - before:+,} B)"

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -18,35 +20,89 @@ from jshard.errors import JShardError, Place
 from jshard.inspect.diff import Difference, compare, might_be_one_program
 from jshard.inspect.document import read_document
 from jshard.inspect.ledger import Ledger
-from jshard.inspect.program import first_difference
+from jshard.inspect.plan import Plan, Topology
+from jshard.inspect.plan.deviceless import check_installed
+from jshard.inspect.plan.difference import Outcome, PlanDifference, compare_plans
+from jshard.inspect.program import first_difference, normalised
+from jshard.signals.config import load_configuration
+from jshard.signals.schema import IMPORT_PATH
 
 PACKAGE = str(Path(__file__).parents[2])
 
 
+NONE = "none"  # a topology: nothing is compiled, whatever the configurations say
+Asked = str | os.PathLike[str]
+
+
 def diff(
-    old: str | os.PathLike[str] | Ledger, new: str | os.PathLike[str] | Ledger, *, overrides: Sequence[str] = ()
-) -> Difference:
+    old: Asked | Ledger | Plan, new: Asked | Ledger | Plan, *, overrides: Sequence[str] = (), topology: str | None = None,
+    configs: Sequence[str] = (), args: Sequence[str] = (),
+) -> Difference | PlanDifference:  # fmt: skip
     """What lies between two training steps: collectives, wire bytes and memory, by the YAML lines of both.
 
     `old` and `new` are configurations with an experiment in them: paths, `git:REVISION:path` (the models of that revision
-    are used too), or what `jshard.explain` returned. `overrides` change the new one, as on the command line. Where both
-    move and hold the same, their compiled texts for pretend devices decide whether it is the same program; of two ledgers
-    they are not at hand.
+    are used too), or what `jshard.explain` or `jshard.plan` returned; or `module:function` and `git:REVISION:module:function`,
+    with `args` such as `float32[64,784]` and the configurations of both in `configs`. `overrides` change the new one, as
+    on the command line.
+
+    With a `topology`, or where the configurations say one, both are compiled for it as `jshard.plan` does, and what runs is
+    compared; "none" compiles nothing. Without, what is asked for is compared, and where both move and hold the same, their
+    compiled texts for pretend devices decide whether it is the same program; of two ledgers they are not at hand.
     """
-    if isinstance(old, Ledger) and isinstance(new, Ledger):
+    if isinstance(old, Ledger) and isinstance(new, Ledger) and topology is None:
         return compare(old, new)
-    if isinstance(old, Ledger) or isinstance(new, Ledger):
-        raise JShardError("jshard.diff is given a ledger and a path", mend="give two of a kind")
-    with _side(os.fspath(old), ()) as before, _side(os.fspath(new), tuple(overrides)) as after:
+    if isinstance(old, Plan) and isinstance(new, Plan) and topology is None:
+        told = compare_plans(Outcome.of(old.to_json(), "old"), Outcome.of(new.to_json(), "new"))
+        texts = normalised(old.text_of_program), normalised(new.text_of_program)
+        return dataclasses.replace(told, first=first_difference(*texts)) if told.only_text else told
+    for side in (old, new):
+        if isinstance(side, Ledger | Plan):
+            what = "a ledger" if isinstance(side, Ledger) else "a plan"
+            beside = f"the topology {topology}" if topology is not None else "something else"
+            raise JShardError(
+                f"jshard.diff is given {what} and {beside}", mend="give two paths, two ledgers or two plans"
+            )
+    assert not isinstance(old, Ledger | Plan) and not isinstance(new, Ledger | Plan)
+    known = (configs[0], configs[-1]) if configs else (None, None)
+    with (
+        _side(os.fspath(old), (), known[0], args) as before,
+        _side(os.fspath(new), tuple(overrides), known[1], args) as after,
+    ):
         sides = before, after
-        ledgers = [
-            _relabelled(read_document(text, side.label), side)
-            for side, text in zip(sides, _told(sides, ["--json"]), strict=True)
-        ]
+        names = _topologies(sides, topology)
+        if names is not None:
+            return _compiled(sides, names)
+        texts = _told(sides, [["explain", "--json"]] * 2)
+        ledgers = [_relabelled(read_document(text, side.label), side) for side, text in zip(sides, texts, strict=True)]
         difference = compare(*ledgers, old=before.label, new=after.label)
         if not might_be_one_program(*ledgers):
             return difference
-        return _proven(difference, *_told(sides, ["--program"]))
+        return _proven(difference, *_told(sides, [["explain", "--program"]] * 2))
+
+
+def _compiled(sides: tuple[_Side, _Side], names: tuple[str, str]) -> PlanDifference:
+    """The plans of both, from processes of their own; texts only where nothing else tells them apart."""
+    for name in names:
+        check_installed(Topology.of(name))
+    planned = [["plan", "--topology", name] for name in names]
+    outcomes = [
+        _placed(Outcome.of(text, side.label), side)
+        for side, text in zip(sides, _told(sides, [[*words, "--json"] for words in planned]), strict=True)
+    ]
+    told = compare_plans(*outcomes)
+    if not told.only_text:
+        return told
+    return dataclasses.replace(
+        told, first=first_difference(*_told(sides, [[*words, "--program"] for words in planned]))
+    )
+
+
+def _topologies(sides: tuple[_Side, _Side], said: str | None) -> tuple[str, str] | None:
+    """What each side is compiled for: what is said, else what each configuration says, or the one that does."""
+    if said is not None:
+        return None if said == NONE else (said, said)
+    old, new = (side.topology() for side in sides)
+    return None if old is None and new is None else (old or new or "", new or old or "")
 
 
 def _proven(difference: Difference, old: str, new: str) -> Difference:
@@ -60,17 +116,34 @@ def _proven(difference: Difference, old: str, new: str) -> Difference:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
+    """What is typed behind a command in a folder of its own."""
+
     label: str
-    path: str
+    path: str  # of the configuration
     folder: str
     overrides: tuple[str, ...]
     revision: str = ""
+    function: str | None = None
+    args: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        if self.function is None:
+            return [self.path, *self.overrides]
+        return [self.function, *self.overrides, "--config", self.path, *(["--args", *self.args] if self.args else [])]
+
+    def topology(self) -> str | None:
+        """What its configuration says; what is wrong with it, the process that reads it tells, by its own names."""
+        try:
+            return load_configuration(os.path.join(self.folder, self.path), self.overrides).topology
+        except JShardError:
+            return None
 
 
 @contextlib.contextmanager
-def _side(said: str, overrides: tuple[str, ...]) -> Iterator[_Side]:
+def _side(said: str, overrides: tuple[str, ...], config: str | None, args: Sequence[str]) -> Iterator[_Side]:
     if not said.startswith("git:"):
-        yield _Side(said, said, os.getcwd(), overrides)
+        yield _sided(said, said, os.getcwd(), overrides, "", config, args)
         return
     _, _, rest = said.partition(":")
     revision, colon, path = rest.partition(":")
@@ -81,10 +154,32 @@ def _side(said: str, overrides: tuple[str, ...]) -> Iterator[_Side]:
         archive = _git_bytes("-C", top, "archive", "--format=tar", revision, said=said)
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(folder, filter="data")
-        inside = os.path.join(folder, prefix)
-        if not os.path.isfile(os.path.join(inside, path)):
-            raise JShardError(f"{path} is not there at {revision}", mend=f"see git ls-tree -r {revision} --name-only")
-        yield _Side(said, path, inside, overrides, revision)
+        side = _sided(said, path, os.path.join(folder, prefix), overrides, revision, config, args)
+        if not os.path.isfile(os.path.join(side.folder, side.path)):
+            raise JShardError(
+                f"{side.path} is not there at {revision}", mend=f"see git ls-tree -r {revision} --name-only"
+            )
+        yield side
+
+
+def _sided(
+    label: str,
+    path: str,
+    folder: str,
+    overrides: tuple[str, ...],
+    revision: str,
+    config: str | None,
+    args: Sequence[str],
+) -> _Side:
+    if re.fullmatch(IMPORT_PATH.form, path) is None:
+        return _Side(label, path, folder, overrides, revision)
+    config = config or os.environ.get("JSHARD_CONFIG")
+    if not config:
+        raise JShardError(
+            f'no configuration says how "{path}" lies on a mesh',
+            mend="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
+        )
+    return _Side(label, config, folder, overrides, revision, path, tuple(args))
 
 
 def _git(*words: str) -> str:
@@ -100,19 +195,19 @@ def _git_bytes(*words: str, said: str) -> bytes:
     return done.stdout
 
 
-def _told(sides: Sequence[_Side], options: list[str]) -> list[str]:
-    """What `jshard explain` says of each side, both at once."""
+def _told(sides: Sequence[_Side], commands: Sequence[list[str]]) -> list[str]:
+    """What a command of jshard says of each side, both at once."""
     path = os.pathsep.join(filter(None, (PACKAGE, os.environ.get("PYTHONPATH", ""))))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "jshard", "explain", *options, side.path, *side.overrides],
+            [sys.executable, "-P", "-m", "jshard", command, *side.words, *options],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=side.folder, env={**os.environ, "PYTHONPATH": path},
         )
-        for side in sides
+        for side, (command, *options) in zip(sides, commands, strict=True)
     ]  # fmt: skip
     ends = [process.communicate() for process in processes]
-    for side, process, (_, err) in zip(sides, processes, ends, strict=True):
-        if process.returncode:
+    for side, process, (out, err) in zip(sides, processes, ends, strict=True):
+        if process.returncode and not out:  # 1 behind a plan is an answer: it does not fit
             raise JShardError.of(_faults(side, err))
     return [out for out, _ in ends]
 
@@ -121,13 +216,22 @@ def _faults(side: _Side, err: str) -> list[JShardError]:
     """The sentences that the other process ended with."""
     lines = [line for line in err.splitlines() if line.strip() and "pretending" not in line]
     if "Traceback (most recent call last):" in lines or not lines:
-        lines = [f"{lines[-1] if lines else 'it ended without a word'}; type: jshard explain {side.path}"]
+        lines = [f"{lines[-1] if lines else 'it ended without a word'}; type: jshard explain {shlex.join(side.words)}"]
     faults = []
     for line in lines:
         fault, _, mend = line.rpartition("; ")
         where = f"at {side.revision}, " if side.revision else ""
         faults.append(JShardError(f"{where}{fault}", mend=mend))
     return faults
+
+
+def _placed(outcome: Outcome, side: _Side) -> Outcome:
+    """With the revision in front of every place."""
+    named = [
+        each if each.place == "-" else dataclasses.replace(each, place=f"{side.revision}:{each.place}")
+        for each in outcome.runs
+    ]
+    return dataclasses.replace(outcome, runs=tuple(named)) if side.revision else outcome
 
 
 def _relabelled(ledger: Ledger, side: _Side) -> Ledger:

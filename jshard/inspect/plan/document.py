@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from jshard.inspect.plan.difference import digest
 from jshard.inspect.plan.estimate import MODEL
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def written(plan: Plan) -> str:
         "compilers": plan.compilers,
         "seconds": plan.seconds,
         "cached": plan.cached,
+        "program": digest(plan.text_of_program),
         "wire": {
             "asked": plan.asked.total,
             "got": None if comparison is None else comparison.got,
