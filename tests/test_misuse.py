@@ -393,10 +393,6 @@ IN_A_FILE = {
         MESH + "  budget: much\n",
         'jshard.budget (FILE:3) is "much", which is not a size; write budget: 64MiB',
     ),
-    "checkpoint": (
-        MESH + "  train: {checkpoint: 100}\n",
-        "jshard.train.checkpoint (FILE:3) is not built yet; remove it",
-    ),
     "watchdog": (
         MESH + "  train: {watchdog: 100}\n",
         "jshard.train.watchdog (FILE:3) is not built yet; remove it",
@@ -775,7 +771,7 @@ ON_THE_COMMAND_LINE = {
     ],
     "zzz=1": [
         '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, batch, steps, '
-        "seed, optimizer, evaluation, output, log or a signal"
+        "seed, optimizer, evaluation, output, log, checkpoint or a signal"
     ],
     "layer1.row=dta": [
         'signal "layer1" (the command line) names mesh axis "dta", which is not in jshard.mesh '

@@ -26,12 +26,13 @@ from jshard.errors import JShardError
 from jshard.signals import current
 from jshard.signals.config import load_configuration
 from jshard.train.components import check_arguments, optimizers
-from jshard.train.data import Examples, Placement, batches, examples, padded, settle
+from jshard.train.data import Examples, Placement, examples, padded, settle
 from jshard.train.experiment import Experiment
 from jshard.train.loop import IN_FLIGHT, Step, run
 from jshard.train.loss import correct, cross_entropy
 from jshard.train.progress import Bar
 from jshard.train.record import written
+from jshard.train.sources import Shuffled
 from jshard.train.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -49,20 +50,6 @@ def _in_the_root_with_nothing_loaded(monkeypatch):
 def xor(*overrides: str) -> Experiment:
     configuration = current.load("configs/xor.yaml", overrides)
     return Experiment.build(configuration, current.mesh())
-
-
-def test_batches_are_the_same_for_the_same_seed_and_others_for_another():
-    first, again, other = (
-        [batch.y.tolist() for batch in itertools.islice(batches(TEN, 4, seed), 6)] for seed in (1, 1, 2)
-    )
-    assert first == again != other
-
-
-def test_batches_pass_over_the_data_without_repeats_and_drop_what_is_left_over():
-    drawn = [batch.y.tolist() for batch in itertools.islice(batches(TEN, 4, 0), 4)]
-    for two in (drawn[:2], drawn[2:]):
-        assert len(set(itertools.chain(*two))) == 8
-    assert drawn[:2] != drawn[2:]
 
 
 def test_padded_covers_the_data_once_and_weighs_what_is_filled_up_with_nothing():
@@ -154,21 +141,22 @@ def test_step_leaves_every_array_where_it_was():
     assert kernel.addressable_shards[0].data.shape == (2, 4)
 
 
-def test_run_lets_only_so_many_steps_be_under_way(monkeypatch):
+def test_run_lets_only_so_many_steps_be_under_way():
     waited = []
 
     class Loss:
         def __init__(self, number):
             self.number = number
 
-        def block_until_ready(self):
+        def __float__(self):
             waited.append(self.number)
+            return 0.0
 
     numbers = itertools.count(1)
-    placement = Placement(None, {})
-    for number, _ in run(lambda x, y: Loss(next(numbers)), TEN, placement, batch=4, steps=40, seed=0):
-        assert number - len(waited) <= IN_FLIGHT
-    assert waited == list(range(1, 40 - IN_FLIGHT + 1))
+    source = Shuffled("the data", TEN, batch=4, seed=0)
+    for taken in run(lambda x, y: Loss(next(numbers)), source, Placement(None, {}), steps=40):
+        assert taken.number - len(waited) <= IN_FLIGHT
+    assert waited == list(range(1, 40 + 1))
 
 
 @pytest.mark.parametrize("devices", [1, 4])

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jshard.cli.terminal import tell
 from jshard.errors import JShardError, nearest
@@ -65,6 +65,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise JShardError(f"{self.prog}: {message}", mend=f"type: {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse passes over a disk that is full
+
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = Parser(
@@ -95,6 +98,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     configured("train", train, "train the experiment, after showing what its configuration costs")
     launch = importlib.import_module("jshard.cli.launch")
     launch.arguments(command("launch", launch.run, "start a program in several processes, here or on many hosts"))
+    told("resume", "go on with a run from a checkpoint")
     told("explain", "list every collective of a training step and what it holds in memory, and run none")
     told("plan", "compile a training step for devices that are not here, and say what they would do")
     told("report", "write one HTML page on where everything lies and what a step costs")
@@ -115,7 +119,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         raise SystemExit(2)
     words, program = launch.split(words) if first == "launch" else (words, [])
     chosen, rest = parser.parse_known_args(words)
-    chosen.program = program
+    if first == "launch":
+        chosen.program = program
     late = [word for word in rest if not word.startswith("-") and hasattr(chosen, "overrides")]
     if late != rest:
         parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in late)}")

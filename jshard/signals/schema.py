@@ -50,7 +50,9 @@ READING: dict[str, Key] = {
 
 TRAIN: dict[str, Key] = {
     "model": _component("The model: its import path, or a mapping of path and arguments.", "examples.digits:Model"),
-    "data": _component("The data: its import path, or a mapping of path, arguments, and how it is read.", "examples.digits:data", READING),
+    "data": _component(
+        "The data: its import path, or a mapping of path, arguments, and how it is read.", "examples.digits:data", READING
+    ),
     "loss": _component("The loss: its import path, or a mapping of path and arguments.", "examples.digits:loss"),
     "batch": Key(Whole("64"), "Examples in a batch, over all devices."),
     "steps": Key(Whole("1000"), "How many steps to train."),

@@ -1,8 +1,7 @@
-"""Data in memory, batches of it in an order that the seed decides, and their way onto the mesh."""
+"""What the user's data function returned, and the way of its batches onto the mesh."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,43 +14,59 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jshard.errors import JShardError, Place
 from jshard.layouts.layout import Layout
 from jshard.signals.signal import Signal
+from jshard.train.sources import Examples, Indexed, Shuffled, Source, Stream
 
-
-@dataclasses.dataclass(frozen=True)
-class Examples:
-    """Inputs and targets, one row each."""
-
-    x: np.ndarray
-    y: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.x)
+PAIR = 'return {"train": (x, y), "test": (x, y)}'
 
 
 def examples(said: str, data: Any, part: str) -> Examples:
-    """`data["train"]` or `data.train`, a pair of arrays of as many rows; `said` opens the error when it is not."""
-    pair = data.get(part) if isinstance(data, Mapping) else getattr(data, part, None)
-    mend = 'return {"train": (x, y), "test": (x, y)}'
+    """`data["train"]` or `data.train`, a pair of arrays, or of trees of arrays, of as many rows; `said` opens the error
+    when it is not."""
+    pair = _part(data, part)
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise JShardError(f'{said} returns no pair of arrays named "{part}"', mend=mend)
-    found = Examples(*map(np.asarray, pair))
-    if found.x.ndim == 0 or found.y.ndim == 0 or len(found.x) != len(found.y) or len(found) == 0:
+        raise JShardError(f'{said} returns no pair of arrays named "{part}"', mend=PAIR)
+    found = Examples(*jax.tree.map(np.asarray, pair))
+    x, y = (_counts(tree) for tree in (found.x, found.y))
+    if len({*x, *y}) != 1 or {*x, *y} <= {None, 0}:
         raise JShardError(
-            f'{said} returns inputs of shape {found.x.shape} and targets of shape {found.y.shape} for "{part}"',
+            f'{said} returns inputs of {_shapes(found.x)} and targets of {_shapes(found.y)} for "{part}"',
             mend="return as many targets as inputs, and at least one",
         )
     return found
 
 
-def batches(data: Examples, size: int, seed: int) -> Iterator[Examples]:
-    """Batches without end. Each pass over the data is shuffled anew; what is left over at its end, less than a batch,
-    is dropped and has its chance in the next pass."""
-    order = np.random.default_rng(seed)
-    while True:
-        shuffled = order.permutation(len(data))
-        for start in range(0, len(data) - size + 1, size):
-            chosen = shuffled[start : start + size]
-            yield Examples(data.x[chosen], data.y[chosen])
+def source(said: str, data: Any, *, batch: int, seed: int, shuffle: bool | None, last: str | None) -> Source:
+    """What `data["train"]` is read by: a pair of arrays in memory, anything with a length that gives a pair for a number,
+    an iterable of batches, or a function that returns one."""
+    train = _part(data, "train")
+    what = f'{said} "train"'
+    if isinstance(train, tuple):
+        rows: Examples | Indexed = examples(said, data, "train")
+    elif hasattr(train, "__getitem__") and hasattr(train, "__len__") and not isinstance(train, (Mapping, str)):
+        rows = Indexed(what, train)
+        if len(rows) == 0:
+            raise JShardError(f"{what} is empty", mend="return at least one example")
+    elif callable(train) or hasattr(train, "__iter__") or hasattr(train, "__next__"):
+        if shuffle is not None or last is not None:
+            key = "shuffle" if shuffle is not None else "last"
+            raise JShardError(f"{what} is in an order of its own, which {key} can't change", mend=f"remove {key}")
+        return Stream(what, train, batch)
+    else:
+        raise JShardError(f'{said} returns no pair of arrays named "train"', mend=PAIR)
+    return Shuffled(what, rows, batch, seed, shuffle is not False, last or "drop")
+
+
+def _part(data: Any, part: str) -> Any:
+    return data.get(part) if isinstance(data, Mapping) else getattr(data, part, None)
+
+
+def _counts(tree: Any) -> list[int | None]:
+    return [len(array) if array.ndim else None for array in jax.tree.leaves(tree)]
+
+
+def _shapes(tree: Any) -> str:
+    leaves = jax.tree.leaves(tree)
+    return f"shape{'s' * (len(leaves) > 1)} {', '.join(str(array.shape) for array in leaves)}"
 
 
 def padded(data: Examples, size: int) -> Iterator[tuple[Examples, np.ndarray]]:
@@ -59,8 +74,7 @@ def padded(data: Examples, size: int) -> Iterator[tuple[Examples, np.ndarray]]:
     for start in range(0, len(data), size):
         chosen = np.arange(start, start + size)
         weights = (chosen < len(data)).astype(np.float32)
-        chosen = np.minimum(chosen, len(data) - 1)
-        yield Examples(data.x[chosen], data.y[chosen]), weights
+        yield Examples(*data.take(np.minimum(chosen, len(data) - 1))), weights
 
 
 class Placement:
@@ -86,29 +100,65 @@ class Placement:
                 mend=f"use {above}" if below == 0 else f"use {below} or {above}",
             )
 
-    def __call__(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
-        """The arrays on the devices, each row where it belongs."""
-        if self.mesh is None:
-            return tuple(map(jax.device_put, arrays))
-        where = Layout(self.mesh, self.mesh_axes).sharding
-        return tuple(placed(array, where) for array in arrays)
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+        """The arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""
+        where = self._sharding
+        return jax.tree.map(lambda array: jax.device_put(array) if where is None else placed(array, where), arrays)
 
-    def shapes(self, rows: int, *arrays: np.ndarray) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def rows(self, batch: int) -> np.ndarray:
+        """The rows of a batch of so many that the devices of this process hold. Which they are is said by where the
+        devices stand along the mesh axes, not by the number of the process: where a batch is whole on devices of several
+        processes, each of them has all its rows."""
+        if self._sharding is None or self._sharding.is_fully_addressable:
+            return np.arange(batch)
+        held = np.zeros(batch, bool)
+        for index in self._sharding.addressable_devices_indices_map((batch,)).values():
+            held[index] = True
+        return np.flatnonzero(held)
+
+    def place(self, size: int, *arrays: Any) -> tuple[Any, ...]:
+        """Batches of `size` rows over all processes, of which these are the `rows` of this one, on the devices."""
+        where, here = self._sharding, self.rows(size)
+        if where is None or where.is_fully_addressable:
+            return self(*arrays)
+
+        def place(array: np.ndarray) -> jax.Array:
+            host = _canonical(array)
+
+            def part(index: Any) -> np.ndarray:
+                start, stop, _ = index[0].indices(size)
+                first = np.searchsorted(here, start)  # the rows of one device lie together, so they do here
+                return host[first : first + stop - start]
+
+            return jax.make_array_from_callback((size, *host.shape[1:]), where, part)
+
+        return jax.tree.map(place, arrays)
+
+    @property
+    def _sharding(self) -> NamedSharding | None:
+        return None if self.mesh is None else Layout(self.mesh, self.mesh_axes).sharding
+
+    def shapes(self, rows: int, *arrays: Any) -> tuple[Any, ...]:
         """What a call with so many rows of these would place, as shapes alone: the devices need not be here."""
-        where = None if self.mesh is None else Layout(self.mesh, self.mesh_axes).sharding
-        return tuple(
-            jax.ShapeDtypeStruct((rows, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype), sharding=where)
-            for array in arrays
-        )
+        where = self._sharding
+
+        def shape(array: np.ndarray) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            return jax.ShapeDtypeStruct((rows, *array.shape[1:]), dtype, sharding=where)
+
+        return jax.tree.map(shape, arrays)
 
 
 def placed(array: Any, where: NamedSharding) -> jax.Array:
     """`array`, which every process has, on devices of one process or of several: each gives its own devices their part."""
     if where.is_fully_addressable:
         return jax.device_put(array, where)
-    host = np.asarray(array)
-    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    host = _canonical(np.asarray(array))
     return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
+
+
+def _canonical(array: np.ndarray) -> np.ndarray:
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def settle(module: Any, mesh: Mesh | None) -> Any:

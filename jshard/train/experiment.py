@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,11 +18,14 @@ from jshard.inspect.memory import at_rest
 from jshard.layers.abstract import abstract
 from jshard.signals.config import Configuration
 from jshard.signals.scope import signal
-from jshard.train.components import Component, transformation
-from jshard.train.data import Examples, Placement, batches, examples, settle
-from jshard.train.loop import Step
+from jshard.train.checkpoint import KEEP, Policy
+from jshard.train.components import Component, parameters_of, transformation
+from jshard.train.data import Examples, Placement, examples, settle, source
+from jshard.train.loop import AHEAD, Step
 from jshard.train.loss import cross_entropy
 from jshard.train.optimizer import Optimizer
+from jshard.train.proof import step_with_gradients
+from jshard.train.sources import Shuffled, Source
 
 DEFAULTS: Mapping[str, Any] = {
     "batch": 64,
@@ -31,6 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 LEARNING_RATE = 1e-3
 LOG = 100
+READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -42,7 +47,7 @@ class Experiment:
     model: nnx.Module
     optimizer: nnx.Optimizer
     loss: Loss
-    data: Examples
+    data: Source
     test: Examples
     placement: Placement
     batch: int
@@ -51,6 +56,8 @@ class Experiment:
     log: int  # say the loss after every so many steps
     evaluation: int  # evaluate after every so many
     output: str | None
+    ahead: int = AHEAD  # batches that are read before they are asked for
+    checkpoint: Policy | None = None
     only_shapes: bool = False
 
     @classmethod
@@ -60,17 +67,16 @@ class Experiment:
         said = Said(configuration)
         said.require("model")
         batch, steps, seed = said["batch"], said["steps"], said["seed"]
-        source = said.component("data")
-        with told(f"{source.path} is called"):
-            read = source()
-        data, test = examples(f"{source}, which", read, "train"), examples(f"{source}, which", read, "test")
-        if batch > len(data):
-            raise JShardError(
-                f"jshard.train.batch ({said.place('batch')}) is {batch}, but there are {len(data)} examples",
-                mend=f"use {len(data)} or fewer",
-            )
         placement = Placement(mesh, configuration.signals)
         placement.check(batch, said.place("batch"))
+        component, how = said.data()
+        with told(f"{component.path} is called"):
+            returned = component()
+        here = f"{component}, which"
+        data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
+        test = examples(here, returned, "test")
+        if isinstance(data, Shuffled):
+            said.check_batch(len(data.examples), batch, data.last, placement)
         component = said.component("model")
         tx = transformation(said["optimizer"], configuration.train_places, LEARNING_RATE)
 
@@ -97,6 +103,8 @@ class Experiment:
             log=said.every("log", LOG),
             evaluation=said.every("evaluation", steps),
             output=said["output"],
+            ahead=how.get("ahead", AHEAD),
+            checkpoint=said.checkpoint(),
             only_shapes=only_shapes,
         )
 
@@ -112,18 +120,16 @@ class Experiment:
         return step.program.lower(step.state, *self.first_batch()).compile()
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
-        """The loss and its gradients, sharded against unsharded, on these other meshes as well."""
-
-        def loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-            return self.loss(model(x), y)
-
-        return verify(loss, self.model, *self.first_batch(), meshes=meshes)
+        """One whole training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and
+        the parameters and the optimizer state after it."""
+        step = step_with_gradients(self.loss)
+        return verify(step, self.model, self.optimizer, *self.first_batch(), backward=False, meshes=meshes)
 
     def first_batch(self) -> tuple[Any, ...]:
-        if self.only_shapes:
-            return self.placement.shapes(self.batch, self.data.x, self.data.y)
-        first = next(batches(self.data, self.batch, self.seed))
-        return self.placement(first.x, first.y)
+        with told("data is read"):
+            if self.only_shapes:
+                return self.placement.shapes(self.batch, *self.data.example())
+            return self.placement.place(self.batch, *self.data.first(self.placement.rows))
 
 
 def _under_signal(loss: Loss, configuration: Configuration) -> Loss:
@@ -151,6 +157,49 @@ class Said:
         """What the import path under `key` leads to."""
         self.require(key)
         return Component.of(key, self[key], self.place(key))
+
+    def data(self) -> tuple[Component, Mapping[str, Any]]:
+        """What `data` names, and how it says that is read."""
+        component = self.component("data")
+        how = {key: value for key, value in component.arguments.items() if key in READING}
+        taken = sorted(set(how) & set(parameters_of(component.function)))
+        if taken:
+            raise JShardError(
+                f'{component}, which has an argument "{taken[0]}", and {taken[0]} beside it says how jshard reads data',
+                mend=f"give the argument of {component.path} another name",
+            )
+        rest = {key: value for key, value in component.arguments.items() if key not in READING}
+        return dataclasses.replace(component, arguments=rest), how
+
+    def checkpoint(self) -> Policy | None:
+        """When to save, and where: in the output folder, unless it is said."""
+        said, output = self["checkpoint"], self["output"]
+        if said is None:
+            return None
+        said: Mapping[str, Any] = {"every": said} if isinstance(said, int) else said
+        key, folder = ("checkpoint.folder", str(said["folder"])) if "folder" in said else ("checkpoint", None)
+        if folder is None and output is None:
+            raise JShardError(
+                f"jshard.train.checkpoint ({self.place('checkpoint')}) has no folder to save to",
+                mend="write output: runs/mine beside it, or folder: in it",
+            )
+        where = Path(folder or Path(output) / "checkpoints")
+        text = f'jshard.train.{key} ({self.place(key)}) saves to "{where}", which'
+        return Policy(said["every"], said.get("keep", KEEP), where, text, str(output or where))
+
+    def check_batch(self, count: int, batch: int, last: str, placement: Placement) -> None:
+        """An error when there are too few examples for a batch, or `last: keep` leaves some that can't be split."""
+        if batch > count and last != "keep":
+            raise JShardError(
+                f"jshard.train.batch ({self.place('batch')}) is {batch}, but there are {count} examples",
+                mend=f"use {count} or fewer",
+            )
+        if last == "keep" and (count % batch) % placement.ways:
+            raise JShardError(
+                f"jshard.train.data.last ({self.place('data.last')}) is keep, and the last batch has {count % batch} of "
+                f"{count} examples, which can't be split in {placement.ways}",
+                mend="write last: drop or last: fill",
+            )
 
     def require(self, key: str) -> None:
         if self[key] is None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.train.data import Examples, Placement, batches, padded
+from jshard.inspect.failure import told
+from jshard.train.ahead import read_ahead
+from jshard.train.data import Examples, Placement, padded
 from jshard.train.loss import correct
+from jshard.train.sources import Position, Source
 
 # Steps are dispatched without waiting for the one before, but only so many: each holds a batch on the devices.
 IN_FLIGHT = 16
+AHEAD = 2
 
 
 class Step:
@@ -56,16 +64,76 @@ def _read_by_all(where: Any) -> NamedSharding | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """One step that has been dispatched: its number, from 1, its loss, which may not be computed yet, and the position in
+    the data behind it."""
+
+    number: int
+    loss: jax.Array
+    position: Position
+
+
 def run(
-    step: Step, data: Examples, placement: Placement, *, batch: int, steps: int, seed: int
-) -> Iterator[tuple[int, jax.Array]]:
-    """Dispatches `steps` steps; yields the number of each, from 1, and its loss."""
-    waiting: collections.deque[jax.Array] = collections.deque()
-    for number, chosen in zip(range(1, steps + 1), batches(data, batch, seed), strict=False):
-        waiting.append(step(*placement(chosen.x, chosen.y)))
-        if len(waiting) > IN_FLIGHT:
-            waiting.popleft().block_until_ready()
-        yield number, waiting[-1]
+    step: Callable[..., jax.Array],
+    source: Source,
+    placement: Placement,
+    *,
+    steps: int,
+    ahead: int = AHEAD,
+    done: int = 0,
+    position: Position | None = None,
+) -> Generator[Taken]:
+    """Dispatches the steps behind the first `done`, up to `steps`; `ahead` batches are read and on their way to the
+    devices before they are asked for. A loss that is no number ends it, at most a few steps later."""
+    waiting: collections.deque[Taken] = collections.deque()
+    numbers = range(done + 1, steps + 1)
+    with read_ahead(_placed(source, placement, position, len(numbers)), ahead) as batches:
+        for number, (batch, behind) in zip(numbers, batches, strict=True):
+            waiting.append(Taken(number, step(*batch), behind))
+            if len(waiting) > IN_FLIGHT:
+                check_number(waiting.popleft())
+            yield waiting[-1]
+        for taken in waiting:
+            check_number(taken)
+
+
+def _placed(
+    source: Source, placement: Placement, position: Position | None, count: int
+) -> Iterator[tuple[tuple[Any, ...], Position]]:
+    """So many batches on the devices, and the position behind each."""
+    with told("data is read"):
+        for batch in itertools.islice(source.read(position, placement.rows), count):
+            yield placement.place(batch.size, batch.x, batch.y), batch.position
+
+
+def check_number(taken: Taken) -> None:
+    """Waits for a step, and stops at it if its loss is NaN."""
+    if math.isnan(float(taken.loss)):
+        raise NotANumber(taken.number)
+
+
+def check_parameters(state: Any, number: int) -> None:
+    """Stops when the parameters behind a step hold a NaN, which the loss of the next step would only tell."""
+    by_devices: dict[Any, list[jax.Array]] = {}
+    for leaf in jax.tree.leaves(nnx.filter_state(state[0], nnx.Param)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            by_devices.setdefault(frozenset(leaf.sharding.device_set), []).append(leaf)
+    if any(bool(_holds_nan(leaves)) for leaves in by_devices.values()):
+        raise NotANumber(number, "a parameter behind")
+
+
+@jax.jit
+def _holds_nan(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isnan(array).any() for array in arrays]).any()
+
+
+class NotANumber(Exception):
+    """The loss of a step, or a parameter behind it, is NaN."""
+
+    def __init__(self, step: int, what: str = "the loss of"):
+        super().__init__(f"{what} step {step} is NaN")
+        self.step = step
 
 
 def evaluate(step: Step, data: Examples, placement: Placement, batch: int) -> float:

@@ -16,9 +16,10 @@ from jshard.signals.signal import Signal
 
 
 class Record:
-    """`write(step=10, loss=0.3)` appends to `metrics.jsonl`; with no folder nothing is written."""
+    """`write(step=10, loss=0.3)` appends to `metrics.jsonl`, which holds the figures of the first `done` steps if some are
+    done; with no folder nothing is written."""
 
-    def __init__(self, folder: str | None, configuration: Configuration):
+    def __init__(self, folder: str | None, configuration: Configuration, done: int = 0):
         self.metrics: Path | None = None
         if folder is None:
             return
@@ -27,7 +28,8 @@ class Record:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / "configuration.yaml").write_text(written(configuration))
             self.metrics = Path(folder) / "metrics.jsonl"
-            self.metrics.write_text("")
+            kept = _until(done, self.metrics) if done and self.metrics.exists() else []
+            self.metrics.write_text("".join(kept))
         except OSError as error:
             reason = (error.strerror or "unknown reason").lower()
             raise JShardError(
@@ -39,6 +41,18 @@ class Record:
         if self.metrics is not None:
             with self.metrics.open("a") as file:
                 print(json.dumps(figures), file=file)
+
+
+def _until(step: int, metrics: Path) -> list[str]:
+    """The lines up to a step. The last may have been cut off, which is no reason to stop."""
+    kept = []
+    for line in metrics.read_text().splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    return kept
 
 
 def written(configuration: Configuration) -> str:

@@ -2,42 +2,165 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 
-from jshard.train.experiment import Experiment
-from jshard.train.loop import Step, evaluate, run
+from jshard.errors import JShardError
+from jshard.train.checkpoint import Checkpoint, Saver, steps_in
+from jshard.train.experiment import LEARNING_RATE, Experiment
+from jshard.train.loop import NotANumber, Step, Taken, check_number, check_parameters, evaluate, run
+from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, silent
-from jshard.train.record import Record
+from jshard.train.record import Record, written
 
 
-def train(experiment: Experiment, bar: Bar | None = None) -> float:
+def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float:
     """Trains, with a progress bar, and returns the test accuracy. What each figure was goes into the output folder. Of
-    several processes the first speaks and writes."""
-    steps, batch, log = experiment.steps, experiment.batch, experiment.log
-    step = Step(experiment.model, experiment.optimizer, experiment.loss)
+    several processes the first speaks and writes.
+
+    With `resume` it goes on from there. SIGTERM ends it behind a step that all processes agree on: it saves, if the
+    configuration says where, and raises `Preempted`, by which Python ends with the code 143."""
     leads = jax.process_index() == 0
-    record = Record(experiment.output if leads else None, experiment.configuration)
-    rate, accuracy = Rate(batch), 0.0
-    bar = bar or Bar(steps, batch, None if leads else silent())
+    bar = bar or Bar(experiment.steps, experiment.batch, None if leads else silent())
     with bar:
-        for number, loss in run(
-            step, experiment.data, experiment.placement, batch=batch, steps=steps, seed=experiment.seed
-        ):
-            if number == 1:
-                loss.block_until_ready()
-                rate.restart(1)
-            bar.show(number, loss)
-            if number % log == 0 or number == steps:
-                value, speed = float(loss), rate.read(number)
-                record.write(step=number, loss=value, examples_per_second=round(speed))
-                bar.show_figures(number, figures(value, speed))
-                if not bar.console.is_terminal:
-                    bar.say(f"step {number}/{steps}   {figures(value, speed)}")
-            if number % experiment.evaluation == 0 or number == steps:
-                accuracy = evaluate(step, experiment.test, experiment.placement, batch)
-                record.write(step=number, test_accuracy=accuracy)
-                if number != steps:
-                    bar.say(f"step {number}/{steps}   test accuracy {100 * accuracy:.1f} %")
-                rate.restart(number)
-    step.into(experiment.model, experiment.optimizer)
-    return accuracy
+        return _Training(experiment, bar, resume).run()
+
+
+def last_saved(experiment: Experiment) -> Checkpoint | None:
+    """The checkpoint that a run of this experiment would go on from; None where nothing is saved."""
+    policy = experiment.checkpoint
+    if policy is None or not steps_in(policy.folder):
+        return None
+    return Checkpoint.find(policy.folder, "latest", policy.run)
+
+
+class _Training:
+    def __init__(self, experiment: Experiment, bar: Bar, resume: Checkpoint | None):
+        self.experiment, self.bar = experiment, bar
+        self.step = Step(experiment.model, experiment.optimizer, experiment.loss)
+        self.done, self.position = 0, None
+        if resume is not None:
+            self._go_on_from(resume)
+        policy, configuration = experiment.checkpoint, experiment.configuration
+        self.saver = None if policy is None else Saver(policy, written(configuration), bar.say)
+        if self.saver is not None:
+            self.saver.begin(resume)
+        leads = jax.process_index() == 0
+        self.record = Record(experiment.output if leads else None, configuration, self.done)
+        self.rate, self.accuracy = Rate(experiment.batch), 0.0
+
+    def _go_on_from(self, resume: Checkpoint) -> None:
+        steps = self.experiment.steps
+        self.step.state, manifest = resume.restore(self.step.state, self.experiment.configuration.source)
+        self.done, self.position = manifest.step, manifest.position
+        if self.done >= steps:
+            more = f"type: jshard resume {resume.run} steps={2 * self.done}"
+            raise JShardError(
+                f"{resume} has trained {self.done} of {steps} steps, so there is nothing to do", mend=more
+            )
+        self.bar.say(f"resumed from step {self.done}: {resume.folder}")
+
+    def run(self) -> float:
+        experiment, first = self.experiment, self.done + 1
+        taken = run(
+            self.step,
+            experiment.data,
+            experiment.placement,
+            steps=experiment.steps,
+            ahead=experiment.ahead,
+            done=self.done,
+            position=self.position,
+        )
+        with self._save_ended(), self._number_told(), Notice() if self._stops() else contextlib.nullcontext() as notice:
+            with contextlib.closing(taken):
+                for each in taken:
+                    if each.number == first:
+                        each.loss.block_until_ready()
+                        self.rate.restart(first)
+                    self._show(each)
+                    self._save(each)
+                    if notice is not None and notice.reached(each.number) and each.number != experiment.steps:
+                        self._stop(each)
+        self.step.into(experiment.model, experiment.optimizer)
+        return self.accuracy
+
+    def _show(self, taken: Taken) -> None:
+        experiment, bar, number, steps = self.experiment, self.bar, taken.number, self.experiment.steps
+        bar.show(number, taken.loss)
+        if number % experiment.log == 0 or number == steps:
+            value, speed = float(taken.loss), self.rate.read(number)
+            self.record.write(step=number, loss=value, examples_per_second=round(speed))
+            bar.show_figures(number, figures(value, speed))
+            if not bar.console.is_terminal:
+                bar.say(f"step {number}/{steps}   {figures(value, speed)}")
+        if number % experiment.evaluation == 0 or number == steps:
+            self.accuracy = evaluate(self.step, experiment.test, experiment.placement, experiment.batch)
+            self.record.write(step=number, test_accuracy=self.accuracy)
+            if number != steps:
+                bar.say(f"step {number}/{steps}   test accuracy {100 * self.accuracy:.1f} %")
+            self.rate.restart(number)
+
+    # -- saving, and stopping --
+
+    def _stops(self) -> bool:
+        """Whether SIGTERM is heard. One process that saves nothing has nothing to do before it ends."""
+        return self.saver is not None or jax.process_count() > 1
+
+    def _save(self, taken: Taken) -> None:
+        if self.saver is not None:
+            self.saver.look()
+            if self.saver.due(taken.number, self.experiment.steps):
+                self._save_now(self.saver, taken)
+
+    def _save_now(self, saver: Saver, taken: Taken) -> None:
+        check_number(taken)
+        check_parameters(self.step.state, taken.number)
+        saver.save(taken.number, self.step.state, taken.position)
+
+    def _stop(self, taken: Taken) -> None:
+        if self.saver is None:
+            self.bar.say(f"SIGTERM: stopped at step {taken.number}; nothing is saved, as no checkpoint is configured")
+            raise Preempted(taken.number)
+        if self.saver.last != taken.number:
+            self._save_now(self.saver, taken)
+        self.saver.wait()
+        run = self.saver.policy.run
+        self.bar.say(f"SIGTERM: stopped at step {taken.number}; go on by: jshard resume {run}")
+        raise Preempted(taken.number)
+
+    @contextlib.contextmanager
+    def _save_ended(self) -> Iterator[None]:
+        """However training ends, what is being saved is saved to its end."""
+        if self.saver is None:
+            yield
+            return
+        try:
+            yield
+            self.saver.wait()
+        finally:
+            self.saver.close()
+
+    @contextlib.contextmanager
+    def _number_told(self) -> Iterator[None]:
+        try:
+            yield
+        except NotANumber as fault:
+            raise self._without_number(fault) from None
+
+    def _without_number(self, fault: NotANumber) -> JShardError:
+        said: Any = self.experiment.configuration.train.get("optimizer", {})
+        rate = said.get("learning_rate", LEARNING_RATE) if isinstance(said, dict) else LEARNING_RATE
+        less = f"optimizer.learning_rate={rate / 10:g}"
+        if self.saver is None:
+            return JShardError(
+                f"{fault}, and nothing was saved", mend=f"try {less}, and write checkpoint: 100 under jshard.train"
+            )
+        self.saver.wait()
+        if self.saver.saved is None:
+            return JShardError(f"{fault}, and no checkpoint was saved before", mend=f"try {less}")
+        good = f"the last good checkpoint is that of step {self.saver.saved}"
+        where = self.saver.policy.folder / str(self.saver.saved)
+        return JShardError(f"{fault}; {good} ({where})", mend=f"type: jshard resume {self.saver.policy.run} {less}")

@@ -1,0 +1,58 @@
+"""`jshard resume`: go on with a run from a checkpoint, with the configuration that it had or with another."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jshard.cli.asked import Asked
+from jshard.errors import JShardError
+from jshard.signals.config import load_configuration
+
+CONFIGURATION = "configuration.yaml"
+CHECKPOINTS = "checkpoints"
+MANIFEST = "checkpoint.json"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "jshard resume [-h] RUN [key=value ...] [--from latest|previous|STEP] [--config FILE]"
+    parser.add_argument(
+        "--from", dest="which", default="latest", metavar="STEP", help="latest, previous or the number of a step"
+    )
+    parser.add_argument("--config", metavar="FILE", help="go on with this configuration, and not with the run's own")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    from jshard.cli.experiment import opened
+    from jshard.train.checkpoint import Checkpoint
+    from jshard.train.train import train
+
+    run = Path(chosen.path)
+    folder, own, which = found(run, chosen.which)
+    if chosen.config is None:
+        path, overrides = str(own), chosen.overrides
+        if (run / CONFIGURATION) == own and "output" in load_configuration(path).train:
+            overrides = [f"output={run}", *overrides]  # the run may have been moved
+    else:
+        path, overrides = chosen.config, chosen.overrides
+        if "output" not in load_configuration(path, overrides).train:
+            overrides = [f"output={run}", *overrides]
+    experiment = opened(Asked(path, tuple(overrides)))
+    print(f"test accuracy {100 * train(experiment, resume=Checkpoint.find(folder, which, str(run))):.1f} %")
+    return 0
+
+
+def found(run: Path, which: str) -> tuple[Path, Path, str]:
+    """The folder of checkpoints, the configuration and which checkpoint: of a run's folder, of a folder of checkpoints, or
+    of a single checkpoint."""
+    if (run / MANIFEST).is_file():
+        return run.parent, run / CONFIGURATION, run.name
+    if (run / CONFIGURATION).is_file():
+        said = load_configuration(str(run / CONFIGURATION)).train.get("checkpoint")
+        folder = said.get("folder") if isinstance(said, dict) else None
+        return Path(folder) if folder else run / CHECKPOINTS, run / CONFIGURATION, which
+    steps = [each for each in run.glob("*/") if each.name.isdecimal()]
+    if not steps:
+        why = "there is no such folder" if not run.is_dir() else f"it has no {CONFIGURATION} and no checkpoints"
+        raise JShardError(f"{run} is not a run: {why}", mend="type: jshard resume and the output folder of a run")
+    return run, max(steps, key=lambda each: int(each.name)) / CONFIGURATION, which

@@ -1,0 +1,59 @@
+"""Arrays on disk, by orbax: the one place that knows its names, which still move from release to release."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
+    """Begins to write arrays, each process its own parts; returns what waits for the end of it. When this returns the
+    arrays have been copied and may be donated."""
+    from orbax.checkpoint import v1
+
+    logging.getLogger("absl").addFilter(_told_elsewhere)
+    return v1.save_async(str(folder.absolute()), dict(arrays)).result
+
+
+def load(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays, each of the shape and dtype and in the place that `like` says, wherever they lay when they were saved.
+    Shapes have been compared before."""
+    from orbax.checkpoint import v1
+
+    logging.getLogger("absl").addFilter(_told_elsewhere)
+    return v1.load(str(folder.absolute()), dict(like))  # pyright: ignore[reportReturnType]
+
+
+def _told_elsewhere(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is not orbax's: what goes wrong there is raised as well, and told as one sentence."""
+    return "orbax" not in record.pathname
+
+
+def raw(array: Any) -> Any:
+    """A key of random numbers as the numbers that it is made of; other arrays as they are."""
+    return jax.random.key_data(array) if is_key(array) else array
+
+
+def like_raw(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and place of `raw(array)`."""
+    plain = raw(array)
+    return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=plain.sharding)
+
+
+def kind(array: jax.Array) -> str | None:
+    """How a key of random numbers makes them; None for other arrays."""
+    return str(jax.random.key_impl(array)) if is_key(array) else None
+
+
+def typed(plain: jax.Array, kind: str | None) -> jax.Array:
+    """The array that `raw` was made of."""
+    return plain if kind is None else jax.random.wrap_key_data(plain, impl=kind)
+
+
+def is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)

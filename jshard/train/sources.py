@@ -1,0 +1,223 @@
+"""Where batches come from: examples in memory or read by number, or a stream that somebody else puts in order.
+
+A batch is a pair of inputs and targets, each an array or a tree of arrays of as many rows. Every batch comes with the
+position behind it, a mapping that JSON can hold: reading from there goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jshard.errors import JShardError
+
+Tree = Any
+Position = Mapping[str, Any]
+Batch = tuple[Tree, Tree]
+
+
+Rows = Callable[[int], np.ndarray]  # which rows of a batch of so many this process needs
+
+
+def every_row(size: int) -> np.ndarray:
+    return np.arange(size)
+
+
+class Read(NamedTuple):
+    """One batch as this process reads it: its rows alone, how many there are over all processes, and what follows."""
+
+    x: Tree
+    y: Tree
+    size: int
+    position: Position
+
+
+class Source(Protocol):
+    """What training reads."""
+
+    def example(self) -> Batch:
+        """One row or more, to learn shapes from. Nothing is used up."""
+        ...
+
+    def first(self, rows: Rows) -> Batch:
+        """This process's rows of the first batch. Nothing is used up."""
+        ...
+
+    def read(self, position: Position | None, rows: Rows) -> Iterator[Read]:
+        """Batches without end, from the beginning or from behind the batch that `position` came with."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Inputs and targets in memory, one row each; either may be a tree of arrays."""
+
+    x: Tree
+    y: Tree
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(self.x)[0])
+
+    def take(self, rows: np.ndarray) -> Batch:
+        return jax.tree.map(lambda array: array[rows], (self.x, self.y))
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexed:
+    """Examples that are read one by one: anything with a length that gives a pair for a number."""
+
+    said: str
+    examples: Any
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def take(self, rows: np.ndarray) -> Batch:
+        read = [pair(self.said, self.examples[int(row)]) for row in rows]
+        return jax.tree.map(lambda *each: np.stack(each), *read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffled:
+    """Batches of examples that can be chosen. Each pass over them has an order of its own, that only the seed and the
+    number of the pass decide; `last` is what becomes of the examples at its end that make no whole batch: "drop" leaves
+    them out of this pass, "fill" takes the rest from the next pass, "keep" makes a smaller batch of them."""
+
+    said: str
+    examples: Examples | Indexed
+    batch: int
+    seed: int
+    shuffle: bool = True
+    last: str = "drop"
+
+    def example(self) -> Batch:
+        return self.examples.take(np.arange(1))
+
+    def first(self, rows: Rows = every_row) -> Batch:
+        return next(self.read(None, rows))[:2]
+
+    def read(self, position: Position | None = None, rows: Rows = every_row) -> Iterator[Read]:
+        count = len(self.examples)
+        at, row = (0, 0) if position is None else (position["pass"], position["row"])
+        if position is not None and position["examples"] != count:
+            raise JShardError(
+                f"{self.said} returns {count:,} examples, and returned {position['examples']:,} when the checkpoint was saved",
+                mend="return the same, or start anew",
+            )
+        order = self._order(at)
+        while True:
+            chosen = order[row : row + self.batch]
+            row += len(chosen)
+            if len(chosen) < self.batch and not (self.last == "keep" and len(chosen)):
+                at, missing = at + 1, self.batch - len(chosen)
+                order, row = self._order(at), 0
+                if self.last != "fill":
+                    continue
+                chosen, row = np.concatenate([chosen, order[:missing]]), missing
+            x, y = self.examples.take(chosen[rows(len(chosen))])
+            yield Read(x, y, len(chosen), {"pass": at, "row": row, "examples": count})
+
+    def _order(self, number: int) -> np.ndarray:
+        count = len(self.examples)
+        return np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
+
+
+class Stream:
+    """Batches as somebody else makes them: an iterable of pairs, or a function that returns one for each pass.
+
+    Every process reads the same batches and keeps its rows; an iterator that hands on only as many rows as this process
+    needs is taken to hand on the right ones. A position is the iterator's `get_state()` if it has one, as grain's have;
+    else it is a number, and that many batches are read and thrown away to get there."""
+
+    def __init__(self, said: str, batches: Any, batch: int):
+        self.said, self.batches, self.batch = said, batches, batch
+        self.iterator: Any = None
+        self.unused: list[tuple[Batch, Any]] = []  # a batch that was only looked at, and the state behind it
+
+    def example(self) -> Batch:
+        if not self.unused:
+            self.unused.append(self._next(0))
+        return self.unused[0][0]
+
+    def first(self, rows: Rows = every_row) -> Batch:
+        return self._mine(self.example(), rows, 1)
+
+    def read(self, position: Position | None = None, rows: Rows = every_row) -> Iterator[Read]:
+        number = 0 if position is None else position["batches"]
+        if position is not None and "state" in position:
+            self.iterator = self._begun() if self.iterator is None else self.iterator
+            self.unused.clear()
+            self.iterator.set_state(_unpacked(position["state"]))
+        else:
+            for skipped in range(number):
+                self._following(skipped)
+        while True:
+            batch, state = self._following(number)
+            number += 1
+            x, y = self._mine(batch, rows, number)
+            yield Read(x, y, self.batch, {"batches": number} | ({} if state is None else {"state": _packed(state)}))
+
+    def _mine(self, batch: Batch, rows: Rows, number: int) -> Batch:
+        size, needed = len(jax.tree.leaves(batch)[0]), rows(self.batch)
+        if size == self.batch:
+            return batch if len(needed) == size else jax.tree.map(lambda array: array[needed], batch)
+        if size != len(needed):
+            here = "" if len(needed) == self.batch else f", {len(needed)} of them for this process"
+            raise JShardError(
+                f"{self.said} gives batch {number} with {size} rows, but jshard.train.batch is {self.batch}{here}",
+                mend=f"write batch: {size}, or give {self.batch}",
+            )
+        return batch
+
+    def _following(self, number: int) -> tuple[Batch, Any]:
+        return self.unused.pop() if self.unused else self._next(number)
+
+    def _next(self, number: int) -> tuple[Batch, Any]:
+        """The next batch, of the next pass where there is none, and the state behind it."""
+        begun, self.iterator = self.iterator, self.iterator or self._begun()
+        value = next(self.iterator, _OVER)
+        if value is _OVER and begun is not None:
+            self.iterator = self._begun()
+            value = next(self.iterator, _OVER) if self.iterator is not begun else _OVER
+        if value is _OVER:
+            mend = (
+                f"use steps={number}, or return a function that makes a new iterator" if number else "give at least one"
+            )
+            raise JShardError(f"{self.said} ends after {number} batches and can't be read again", mend=mend)
+        batch = pair(self.said, value)
+        if len(sizes := {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}) != 1 or () in sizes:
+            shapes = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch))
+            raise JShardError(f"{self.said} gives a batch of arrays {shapes}", mend="give all of them as many rows")
+        return batch, _state(self.iterator)
+
+    def _begun(self) -> Any:
+        made: Any = self.batches() if callable(self.batches) else self.batches
+        return iter(made)
+
+
+_OVER = object()
+
+
+def pair(said: str, value: Any) -> Batch:
+    """The value as a pair of trees of numpy arrays."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise JShardError(f"{said} gives a {type(value).__name__} and not a pair (x, y)", mend="give (x, y)")
+    x, y = value
+    return jax.tree.map(np.asarray, (x, y))
+
+
+def _state(iterator: Any) -> Any:
+    return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
+
+
+def _packed(state: Any) -> Any:
+    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+
+def _unpacked(state: Any) -> Any:
+    return base64.b64decode(state["base64"]) if isinstance(state, Mapping) and set(state) == {"base64"} else state
