@@ -30,11 +30,17 @@ def chip(name: str) -> Chip:
 
 
 def present_chip() -> Chip:
-    """The chip that the surrounding program is traced for: of the mesh if it says, else of the default backend."""
+    """The chip that the surrounding program is traced for: the pretended one, that of the mesh if it says, else of the
+    default backend."""
+    how = interpretation()
+    if how is not None and how.chip is not None:
+        return CHIPS[how.chip]
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        return chip_called(jax.devices()[0].device_kind, jax.default_backend())
-    return chip_called(device.device_kind, device.platform)
+        there = chip_called(jax.devices()[0].device_kind, jax.default_backend())
+    else:
+        there = chip_called(device.device_kind, device.platform)
+    return CHIPS["cpu"] if how is not None and there.platform == "gpu" else there  # pretend TPUs, whatever is at hand
 
 
 def chip_called(kind: str, platform: str) -> Chip:
@@ -46,24 +52,32 @@ def chip_called(kind: str, platform: str) -> Chip:
         return Chip(kind, cast(Platform, known))  # or another, of which no row of a table speaks
 
 
+def _named(name: str) -> str:
+    return chip(name).name
+
+
 @dataclasses.dataclass(frozen=True)
 class Interpretation:
-    """How interpreted kernels run: with a race detector or without, and when copies happen."""
+    """How interpreted kernels run: with a race detector or without, when copies happen, and on which pretended chip."""
 
     races: bool = True
     copies: Literal["on_wait", "eager"] = "on_wait"
+    chip: str | None = None
 
 
 _interpretation = jax.make_user_context(None)  # part of JAX's trace cache key
 
 
 @contextlib.contextmanager
-def interpret(*, races: bool = True, copies: Literal["on_wait", "eager"] = "on_wait") -> Iterator[None]:
+def interpret(
+    *, races: bool = True, copies: Literal["on_wait", "eager"] = "on_wait", chip: str | None = None
+) -> Iterator[None]:
     """Within it a kernel asked for by name runs on pretend TPUs of the CPU, slowly and with a race detector: for tests.
 
-    What it takes says nothing about speed. A race raises nothing by itself: `jshard bench kernels --self-test` looks.
+    `chip` names the one to pretend: of GPUs "h100", "h200" or "b200", whose collectives are not interpreted. What it takes
+    says nothing about speed. A race raises nothing by itself: `jshard bench kernels --self-test` looks.
     """
-    with _interpretation(Interpretation(races, copies)):
+    with _interpretation(Interpretation(races, copies, None if chip is None else _named(chip))):
         yield
 
 

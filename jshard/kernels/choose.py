@@ -24,6 +24,8 @@ ALGORITHMS = {
     "matmul_reduce_scatter": ("auto", "fused", "xla"),
 }
 DTYPES = ("float32", "bfloat16", "int32", "int8")
+GPU_DTYPES = ("bfloat16", "float16")  # what tensor cores multiply as it lies in memory
+GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability; the kernel's file
 LONGEST_RING = 64
 WhyNot = Callable[[], tuple[str, str] | None]
 KiB, MiB = 1 << 10, 1 << 20
@@ -59,8 +61,10 @@ class Row:
         )  # fmt: skip
 
 
-_HOPPER = "HLO compiled for 8 absent H200, jax 0.12.0.1: a __triton_collective fusion"
-_NCCL = "HLO compiled for 8 absent H200, jax 0.12.0.1: no collective kernel above this size"
+_OWN = "HLO compiled for 8 absent H200 and B200, jax 0.12.0.1: a __triton_collective fusion"
+_NCCL = "HLO compiled for 8 absent H200 and B200, jax 0.12.0.1: no collective kernel above this size"
+_GATHERS = "HLO compiled for 8 absent H200, jax 0.12.0.1: all-gather and reduce-scatter of every size"
+_CUBLAS = "docs/measurements/kernels.md: not measured on a GPU"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
 _WIRE = (
     "compiled for an absent v5e:4x4: gather and product in a shard_map stay one after the other, 456 MiB not overlapped"
@@ -71,12 +75,16 @@ def _xla(reason: str, source: str) -> Choice:
     return Choice("xla", reason, source)
 
 
+def _size(size: int) -> str:
+    return f"{size // MiB} MiB" if size >= MiB else f"{size // KiB} KiB"
+
+
 def _own(group: int, one: int, two: int) -> tuple[Row, ...]:
-    first = _xla(f"psum over {group} is a one-shot kernel of XLA's own up to {one // KiB} KiB", _HOPPER)
-    second = _xla(f"psum over {group} is a two-shot kernel of XLA's own up to {two // MiB} MiB", _HOPPER)
+    first = _xla(f"psum over {group} is a one-shot kernel of XLA's own up to {_size(one)}", _OWN)
+    second = _xla(f"psum over {group} is a two-shot kernel of XLA's own up to {_size(two)}", _OWN)
     rows = (
-        Row("all_reduce", "h100 h200", first, group, group, one),
-        Row("all_reduce", "h100 h200", second, group, group, two),
+        Row("all_reduce", "h100 h200 b200", first, group, group, one),
+        Row("all_reduce", "h100 h200 b200", second, group, group, two),
     )
     return rows
 
@@ -90,6 +98,8 @@ TABLE = (
     *_own(4, 512 * KiB, 8 * MiB),
     *_own(8, 256 * KiB, 4 * MiB),
     Row("all_reduce", "gpu", _xla("psum is NCCL's here, which wins above the sizes of one-shot kernels", _NCCL)),
+    Row("matmul", "h100 h200 b200", _xla("no figure says that a kernel beats cuBLAS on this chip", _CUBLAS)),
+    Row("reduce_scatter all_gather", "gpu", _xla("NCCL's: neither XLA nor jshard has a kernel for it", _GATHERS)),
     Row("any", "gpu", _xla("jshard has no kernel for this op on GPUs", "docs/kernels.md")),
     Row(
         "all_gather_matmul matmul_reduce_scatter",
@@ -153,9 +163,14 @@ def _refusal(
     """Why not, and what to type instead."""
     plain = 'use algorithm="auto"'
     here = chips.present_chip()
-    if chips.interpretation() is None and here.platform != "tpu":
-        return f"its kernel drives a TPU, and this is {here.name}", f"{plain}, or try it in kernels.interpret()"
-    known, of = _dtypes(op, here), " on v4" if here.name == "v4" else ""
+    if here.platform == "gpu" and op == "matmul":
+        if here.gpu.get("major") not in GPU_GENERATIONS:
+            able = [chip.name for chip in chips.CHIPS.values() if chip.gpu.get("major") in GPU_GENERATIONS]
+            return f"its kernel drives {', '.join(able)}, and this is {here.name}", plain
+    elif here.platform == "gpu" or (here.platform != "tpu" and chips.interpretation() is None):
+        drives = "a TPU or a GPU" if op == "matmul" else "a TPU"
+        return f"its kernel drives {drives}, and this is {here.name}", f"{plain}, or try it in kernels.interpret()"
+    known, of = _dtypes(op, here), {"v4": " on v4"}.get(here.name, " on a GPU" if here.platform == "gpu" else "")
     if str(x.dtype) not in known:
         return f"its kernel takes {', '.join(known)}{of}, and x is {x.dtype}", f"cast x, or {plain}"
     mesh = jax.sharding.get_abstract_mesh()
@@ -186,7 +201,9 @@ def _refusal(
 
 
 def _dtypes(op: str, chip: Chip) -> list[str]:
-    """The matrix units multiply no int32, and v4's no int8."""
+    """The matrix units multiply no int32, and v4's no int8; those of a GPU want 16 bits."""
+    if chip.platform == "gpu":
+        return list(GPU_DTYPES)
     missing = () if "matmul" not in op else ("int32", "int8") if chip.name == "v4" else ("int32",)
     return [name for name in DTYPES if name not in missing]
 

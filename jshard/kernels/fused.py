@@ -224,8 +224,7 @@ def _scatter_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, o
 
 def _shaped(parts: Array, w: Array) -> tuple[Array, Array, int]:
     """`[n, rows, K]` as halves of whole tiles `[n, 2, rows, K]`, w of whole tiles, and the columns of a tile."""
-    from jshard.kernels.tiles import LANES, sublanes
-    from jshard.kernels.tpu.matmul import padded, up
+    from jshard.kernels.tiles import LANES, padded, sublanes, up
 
     n, rows, inputs = parts.shape
     half, deep = up(-(-rows // 2), sublanes(parts.dtype)), up(inputs, LANES)
@@ -236,9 +235,8 @@ def _shaped(parts: Array, w: Array) -> tuple[Array, Array, int]:
 
 def _tile(rows: int, inputs: int, outputs: int, dtype: Any) -> int:
     """Columns of a tile, for either product: its gradient is the other, with inputs and outputs changed over."""
-    from jshard.kernels.tiles import LANES, sublanes
+    from jshard.kernels.tiles import LANES, sublanes, up
     from jshard.kernels.tpu.fused import columns
-    from jshard.kernels.tpu.matmul import up
 
     dtype = jnp.dtype(dtype)
     half = up(-(-rows // 2), sublanes(dtype))

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jshard.errors import JShardError, nearest
 from jshard.kernels import collectives
+from jshard.kernels.chip import present_chip
 from jshard.kernels.choose import decide
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -121,7 +122,32 @@ _product.defvjp(
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _kernel(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+    assert math.prod(x.shape) and math.prod(w.shape)
+    if present_chip().platform == "gpu":
+        return _on_gpu(x, w, bias, activation, out_dtype)
     from jshard.kernels.tpu import matmul as tpu
 
-    assert math.prod(x.shape) and math.prod(w.shape)
     return tpu.matmul(x, w, bias, None if activation is None else ACTIVATIONS[activation], out_dtype)
+
+
+def _on_gpu(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+    """Under vmap one product after the other, or one of more rows where only x has a batch: Mosaic has no rule for it."""
+    from jshard.kernels.gpu import matmul as gpu
+
+    def product(x: Array, w: Array, *bias: Array) -> Array:
+        return gpu.matmul(x, w, bias[0] if bias else None, activation, out_dtype)
+
+    run = jax.custom_batching.custom_vmap(product)
+
+    def batch(size: int, batched: list[bool], *operands: Array) -> tuple[Array, bool]:
+        x, *others = operands
+        if not any(batched[1:]):
+            return run(x.reshape(-1, x.shape[-1]), *others).reshape(*x.shape[:-1], -1), True
+        whole = [
+            each if split else jnp.broadcast_to(each, (size, *each.shape))
+            for each, split in zip(operands, batched, strict=True)
+        ]
+        return lax.map(lambda each: run(*each), tuple(whole)), True
+
+    run.def_vmap(batch)
+    return run(x, w) if bias is None else run(x, w, bias)

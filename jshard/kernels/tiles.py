@@ -1,4 +1,4 @@
-"""Any array as whole tiles of a TPU: flattened, padded with zeros, `[parts, rows, 128]`; and back."""
+"""Any array as whole tiles: padded; of a TPU, flattened, padded with zeros, `[parts, rows, 128]`; and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_for(size: int, dtype: Any) -> int:
 def pack(x: Array, parts: int) -> Array:
     """`x` cut along its flattened self into `parts` of whole tiles: `[parts, rows, 128]`."""
     rows = rows_for(-(-x.size // parts), x.dtype)
-    return _padded(x.reshape(-1), parts * rows * LANES).reshape(parts, rows, LANES)
+    return padded(x.reshape(-1), parts * rows * LANES).reshape(parts, rows, LANES)
 
 
 def pack_each(x: Array, parts: int) -> Array:
@@ -49,5 +49,11 @@ def unpack_each(tiles: Array, shape: tuple[int, ...]) -> Array:
     return tiles.reshape(n, -1)[:, : math.prod(shape)].reshape(n, *shape)
 
 
-def _padded(x: Array, size: int) -> Array:
-    return x if x.shape[0] == size else jnp.pad(x, (0, size - x.shape[0]))
+def up(size: int, unit: int) -> int:
+    """The least multiple of `unit` that holds `size`; of nothing, one."""
+    return max(-(-size // unit) * unit, unit)
+
+
+def padded(x: Array, *shape: int) -> Array:
+    """`x` with zeros after it along each axis, to `shape`."""
+    return x if x.shape == shape else jnp.pad(x, [(0, most - size) for most, size in zip(shape, x.shape, strict=True)])

@@ -12,18 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jshard.kernels.island import Shape, Told, launch
-from jshard.kernels.tiles import LANES, sublanes
+from jshard.kernels.tiles import LANES, padded, sublanes, up
 from jshard.kernels.tpu.wire import wide
 
 TILE = (512, 1024, 512)  # of m, n, k: 5 MiB of VMEM for bfloat16, two of each in flight
-
-
-def up(size: int, unit: int) -> int:
-    return max(-(-size // unit) * unit, unit)
-
-
-def padded(x: Array, rows: int, columns: int) -> Array:
-    return jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1]))) if x.shape != (rows, columns) else x
 
 
 def tiling(size: int, most: int, unit: int) -> tuple[int, int]:

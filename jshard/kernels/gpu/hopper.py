@@ -1,0 +1,96 @@
+"""The matrix product of one Hopper GPU (sm_90), with bias and activation before the one rounding.
+
+A block has three warpgroups: one brings tiles of x and w to shared memory, two multiply, each its half of the columns.
+Blocks stay for as long as there are tiles of the result, neighbours first, so that what two tiles share is still in cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, row, swizzled
+
+
+def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out: Any, tile: Tile, cores: int) -> Array:
+    """`epilogue(x @ w + bias)`, rounded once to `out.dtype`. Sizes are whole tiles; `bias` is float32."""
+    cores = min(cores, out.shape[0] // tile.rows * (out.shape[1] // tile.columns))
+    run = plgpu.kernel(
+        functools.partial(_matmul, epilogue=epilogue, biased=bias is not None, tile=tile),
+        out_type=out,
+        grid=(cores,),
+        grid_names=("core",),
+        num_threads=3,
+        thread_name="group",
+        scratch_types=[
+            plgpu.SMEM((2, 2, tile.rows, chunk(out.dtype)), out.dtype, transforms=swizzled(chunk(out.dtype), out.dtype))
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run(x_mk, w_kn) if bias is None else run(x_mk, w_kn, bias)
+
+
+def _matmul(x_ref, w_ref, *rest, epilogue: Epilogue, biased: bool, tile: Tile) -> None:
+    b_ref, y_ref, leaving = rest if biased else (None, *rest)
+    (m, k), n = x_ref.shape, w_ref.shape[1]
+    half, wide = tile.columns // 2, chunk(y_ref.dtype)
+    pieces: Any = {"transforms": swizzled(tile.depth, x_ref.dtype), "memory_space": plgpu.SMEM}
+
+    def pipeline(step: Any, around: Any) -> Any:
+        return plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(k // tile.depth,),
+            in_specs=[
+                plgpu.BlockSpec((tile.rows, tile.depth), lambda s: (0, s), **pieces),
+                plgpu.BlockSpec((tile.depth, tile.columns), lambda s: (s, 0), **pieces),
+            ],
+            memory_registers=40,
+            max_concurrent_steps=tile.stages,
+            num_compute_wgs=2,
+            wg_axis="group",
+            compute_context=around,
+        )
+
+    nothing = lambda *_, **__: None  # noqa: E731
+    room = pipeline(nothing, nothing).get_allocations(x_ref, w_ref)
+
+    @functools.partial(pl.run_scoped, room=room, collective_axes="group")
+    def _(room: Any) -> None:
+        group = lax.axis_index("group")
+
+        @plgpu.nd_loop((m // tile.rows * (n // tile.columns),), collective_axes="core")
+        def _(turn: Any) -> None:
+            i, j = plgpu.planar_snake(turn.index[0], (m // tile.rows, n // tile.columns), 1, tile.band)
+            rows, columns = pl.ds(i * tile.rows, tile.rows), pl.ds(j * tile.columns, tile.columns)
+            mine = pl.ds(group * half, half)
+
+            def multiply(_: Any, x_tile: Any, w_tile: Any, total: Any) -> Any:
+                plgpu.wgmma(total, x_tile, w_tile.at[:, mine])
+                plgpu.wgmma_wait(0)
+                return total
+
+            def around(products: Any) -> None:
+                @functools.partial(pl.run_scoped, total=plgpu.WGMMAAccumulatorRef((tile.rows, half), jnp.float32))
+                def _(total: Any) -> None:
+                    products(total)
+                    y = total[...]
+                    for piece in range(half // wide):
+                        here = slice(piece * wide, (piece + 1) * wide)
+                        start = j * tile.columns + group * half + piece * wide
+                        part = y[:, here]
+                        if b_ref is not None:
+                            part += lax.broadcast_in_dim(row(b_ref, start, wide), part.shape, (1,))
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        slot = leaving.at[group, piece % 2]
+                        slot[...] = epilogue(part).astype(y_ref.dtype)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(slot, y_ref.at[rows, pl.ds(start, wide)])
+
+            pipeline(multiply, around)(x_ref.at[rows, :], w_ref.at[:, columns], allocations=room)
+
+    plgpu.wait_smem_to_gmem(0)

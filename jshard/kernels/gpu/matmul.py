@@ -1,0 +1,83 @@
+"""The matrix product of one GPU, padded to whole tiles: JAX's own Mosaic kernel where it does all that is asked, which is
+the bare product; ours where a bias, an activation or another dtype of the result has to come before the rounding, and
+wherever kernels are interpreted, which JAX's own are not made for."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu
+
+from jshard.errors import JShardError
+from jshard.kernels.chip import interpretation, present_chip
+from jshard.kernels.choose import GPU_GENERATIONS
+from jshard.kernels.collectives import as_varying
+from jshard.kernels.gpu.tile import Epilogue, Tile, tile_for
+from jshard.kernels.island import unvary_p
+from jshard.kernels.tiles import padded, up
+
+EPILOGUES: dict[str | None, Epilogue] = {
+    None: lambda x: x,
+    "relu": lambda x: jnp.maximum(
+        x, 0
+    ),  # jax.nn.relu has a derivative of its own, which Mosaic on jax 0.10 can't lower
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+STORED = ("float32", "bfloat16", "float16")
+
+
+def matmul(x_mk: Array, w_kn: Array, bias: Array | None, activation: str | None, out_dtype: Any) -> Array:
+    """`activation(x @ w + bias)` of 16-bit operands, summed in float32 and rounded once to `out_dtype`; any sizes."""
+    (m, k), n, chip = x_mk.shape, w_kn.shape[1], present_chip()
+    generation, cores = GPU_GENERATIONS[chip.gpu["major"]], chip.gpu["cores"]
+    dtype = jnp.dtype(out_dtype if str(out_dtype) in STORED else jnp.float32)
+    tile = tile_for(m, n, cores, (128, 64) if generation == "hopper" else (128,))
+    bare = bias is None and activation is None and dtype == x_mk.dtype and interpretation() is None
+    rows, columns, run = _upstream(generation, m, n, tile, cores) if bare else (tile.rows, tile.columns, None)
+    mm, nn, kk = up(m, rows), up(n, columns), up(k, tile.depth)
+    operands = [padded(x_mk, mm, kk), padded(w_kn, kk, nn)]
+    if bias is not None:
+        operands.append(padded(bias.astype(jnp.float32), nn))
+
+    def ours(x: Array, w: Array, bias: Array | None = None) -> Array:
+        kernel = importlib.import_module(f"jshard.kernels.gpu.{generation}").matmul
+        return kernel(x, w, bias, EPILOGUES[activation], jax.ShapeDtypeStruct((mm, nn), dtype), tile, cores)
+
+    with _interpreted():
+        y = (run or ours)(*(unvary_p.bind(x) for x in operands))  # a kernel that knows nothing of meshes
+    varying = sorted(frozenset().union(*(jax.typeof(x).mat.varying for x in operands)))
+    return as_varying(y, tuple(varying))[:m, :n].astype(out_dtype)
+
+
+def _upstream(generation: str, m: int, n: int, tile: Tile, cores: int) -> tuple[int, int, Any]:
+    """JAX's own kernel for the bare product, and the rows and columns that its tiles have."""
+    module = importlib.import_module(f"jax.experimental.pallas.ops.gpu.{generation}_matmul_mgpu")
+    if generation == "hopper":
+        config = module.TuningConfig(
+            tile.rows, tile.columns // 2, tile.depth, tile.stages, grid_minor_dim=module.MatmulDimension.N,
+            grid_tile_width=tile.band, wg_dimension=module.MatmulDimension.N,
+        )  # fmt: skip
+        return tile.rows, tile.columns, lambda x, w: module.matmul(x, w, None, config)
+    pairs = -(-m // 256) * -(-n // 256) * 2 >= cores  # two cores at one tile of 256 x 256, if that keeps all busy
+    side = 256 if pairs else 128
+    config = module.TuningConfig(128, 128, tile.depth, 4, pairs, epilogue_tile_n=32, grid_tile_width=tile.band)
+    return side, side, lambda x, w: module.matmul_kernel(x, w, config)
+
+
+def _interpreted() -> contextlib.AbstractContextManager[Any]:
+    how = interpretation()
+    if how is None:
+        return contextlib.nullcontext()
+    plgpu: Any = mosaic_gpu  # what interprets is public from jax 0.11.2 on
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise JShardError(
+            f"jax {jax.__version__} interprets no kernels for GPUs", mend='type: pip install "jax>=0.11.2"'
+        )
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=how.races))
