@@ -70,7 +70,7 @@ def test_plan_is_a_page_and_a_document_and_is_looked_up_the_second_time(monkeypa
     *rows, total = sections[1].splitlines()
     assert {re.sub(r" (\d merged|\().*", "", re.sub(" +", " ", row)) for row in rows} == ROWS
     assert re.fullmatch(
-        r"wire: 772 B per device asked in 6 collectives, 772 B run \(as many\) in \d instructions, 0 B of it asynchronous",
+        r"wire: 772 B per device asked in 6 collectives, 772 B run \(as many\) in \d instructions, 0 B of it overlapped and 772 B not",
         total,
     )
     assert sections[2].endswith(f"memory: needs {size(made.memory.total)} per device")

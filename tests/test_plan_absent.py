@@ -18,7 +18,7 @@ from jshard.inspect.plan.plan import mesh_on, moved_to
 from jshard.inspect.plan.topology import Topology
 from jshard.signals.current import configuration, unload
 
-TOPOLOGIES = ["v5e:4x4", "v5p:8x8x16", "v6e:16x16", "tpu7x:2x2x2", "h100:8", "h200:8", "b200:8"]
+TOPOLOGIES = ["v4:2x2x1", "v5e:4x4", "v5p:8x8x16", "v6e:16x16", "tpu7x:2x2x2", "h100:8", "h200:8", "b200:8"]
 
 
 @pytest.fixture(autouse=True)

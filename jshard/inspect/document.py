@@ -10,6 +10,7 @@ from typing import Any
 from jshard.errors import JShardError, Place
 from jshard.inspect.ledger import Choice, Ledger, Left, Line, Unused
 from jshard.inspect.memory import Rest
+from jshard.kernels.declare import Schedule
 
 SCHEMA = "jshard.explain/1"
 
@@ -17,6 +18,7 @@ SCHEMA = "jshard.explain/1"
 def line_document(line: Line) -> dict[str, Any]:
     return {
         **_plain(line),
+        "schedule": None if line.schedule is None else dataclasses.asdict(line.schedule),
         "mesh_axes": list(line.mesh_axes),
         "shape": list(line.shape),
         "asked": line.asked,
@@ -70,10 +72,12 @@ def _plain(entry: Any) -> dict[str, Any]:
 
 
 def _entry(kind: Any, said: dict[str, Any]) -> Any:
-    fields = {field.name: said[field.name] for field in dataclasses.fields(kind)}
+    fields = {field.name: said[field.name] for field in dataclasses.fields(kind) if field.name in said}
     for name, value in fields.items():
         if name == "place":
             fields[name] = _place(value)
+        elif name == "schedule":
+            fields[name] = None if value is None else Schedule(**value)
         elif isinstance(value, list):
             fields[name] = tuple(value)
     return kind(**fields)

@@ -13,6 +13,7 @@ from jshard.inspect.memory import Rest
 from jshard.inspect.table import folded, size, table
 from jshard.inspect.walk import Asked, Chosen, Decided, choices_in, walk
 from jshard.kernels.collectives import COLLECTIVES
+from jshard.kernels.declare import Schedule
 
 PlaceOf = Callable[[Asked | Chosen | Decided], Place | None]
 UNASKED = "no signal asked"
@@ -37,6 +38,7 @@ class Line:
     via: str = ""  # redistribute, remat, branch 1 of 2, sharding in types, no signal asked
     source: str = dataclasses.field(default="", compare=False)  # the line of the program: model.py:12
     declared: int | None = None  # bytes on the wire that a kernel says of itself, once
+    schedule: Schedule | None = None  # what such a kernel computes meanwhile
 
     @property
     def wire(self) -> int:

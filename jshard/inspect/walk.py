@@ -17,7 +17,7 @@ from jshard.inspect.around import Around, said_by
 from jshard.inspect.decided import decided_by_compiler
 from jshard.inspect.typed import typed_collectives
 from jshard.kernels.collectives import COLLECTIVES
-from jshard.kernels.declare import collective_of, declared
+from jshard.kernels.declare import Schedule, collective_of, declared
 
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}
 # They name mesh axes and move nothing: casts, questions, and the second halves of asynchronous collectives.
@@ -44,6 +44,7 @@ class Asked:
     declared: int | None = (
         None  # bytes on the wire that a kernel says of itself, where the table's price is not its own
     )
+    schedule: Schedule | None = None  # and what it computes meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +210,8 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Asked]:
         shape, dtype = said.get("shape", result.shape), jax.numpy.dtype(said.get("dtype", result.dtype))
         via = f"kernel {said['algorithm']}, as it declares"
         asked = _asked(collective, eqn, around, said["mesh_axes"], group, shape, dtype, via=via)
-        yield dataclasses.replace(asked, payload=said["payload"], declared=said["wire"])
+        under = Schedule(**said["schedule"]) if "schedule" in said else None
+        yield dataclasses.replace(asked, payload=said["payload"], declared=said["wire"], schedule=under)
     elif said is None and any(map(_sends, _inner(eqn.params.values()))):
         raise JShardError(
             f"kernel {name} ({source_of(eqn)}) sends to other devices and declares nothing, so its traffic can't be told",

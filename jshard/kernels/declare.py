@@ -1,11 +1,13 @@
 """What a Pallas kernel moves between devices, declared where it is called: the ledger can't see into a kernel.
 
 A declaration is the entry "jshard" of `pallas_call`'s `metadata`: JSON with `op` and `algorithm` (words), `mesh_axes`,
-`payload` (bytes of the array that the table of collectives counts) and `wire` (bytes that one device sends).
+`payload` (bytes of the array that the table of collectives counts), `wire` (bytes that one device sends) and `schedule`
+(what the kernel computes while they travel).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,13 +15,41 @@ from typing import Any
 
 import jax
 
+from jshard.chips import Chip
 from jshard.errors import JShardError
 from jshard.kernels.collectives import COLLECTIVES
 
 KEY = "jshard"
 
 
-def declare(op: str, mesh_axis: str | Sequence[str], payload: Any, *, algorithm: str, wire: int) -> dict[str, str]:
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a kernel computes while its bytes travel: they go in `hops` one after the other, each over `ways` links at once;
+    from where a hop begins to where the kernel waits for it lie products of `flops` operations on operands of `dtype`."""
+
+    hops: int
+    ways: int
+    flops: int
+    dtype: str
+
+    def hidden(self, wire: int, chip: Chip) -> int:
+        """Of `wire` bytes those that travel under the products, by the rates that the chip's maker states: products take
+        the time of their operations at the peak, and each hop shows where its bytes take longer than that on their links."""
+        if not chip.link or not self.hops:
+            return 0
+        hop = wire / self.hops / self.ways / (chip.link / chip.devices)
+        return int(wire * min(1.0, self.flops / chip.peak(self.dtype) / hop)) if wire else 0
+
+
+def declare(
+    op: str,
+    mesh_axis: str | Sequence[str],
+    payload: Any,
+    *,
+    algorithm: str,
+    wire: int,
+    schedule: Schedule | None = None,
+) -> dict[str, str]:
     """The `metadata` of a `pallas_call` that moves data between the devices along `mesh_axis`, so that the ledger counts it
     as it counts XLA's own collectives:
 
@@ -27,6 +57,7 @@ def declare(op: str, mesh_axis: str | Sequence[str], payload: Any, *, algorithm:
 
     `op` holds the name of a collective ("all_gather_matmul" is an all-gather). `payload` is the array (or its shape and
     dtype) that the table's price counts: what an all-reduce or reduce-scatter takes in, what an all-gather gives out.
+    Without a `schedule` nothing runs while the bytes travel, as far as a plan knows.
     """
     if collective_of(op) is None:
         raise JShardError(
@@ -43,6 +74,8 @@ def declare(op: str, mesh_axis: str | Sequence[str], payload: Any, *, algorithm:
         "shape": shape,
         "dtype": str(dtype),
     }
+    if schedule is not None:
+        said["schedule"] = dataclasses.asdict(schedule)
     return {KEY: json.dumps(said)}
 
 

@@ -22,7 +22,7 @@ from jax.sharding import ManualAxisType
 
 from jshard.kernels.chip import interpretation, present_chip
 from jshard.kernels.collectives import checks
-from jshard.kernels.declare import declare
+from jshard.kernels.declare import Schedule, declare
 
 unvary_p = Primitive("unvary")
 unvary_p.def_abstract_eval(lambda x: x.update_manual_axis_type(ManualAxisType()))
@@ -34,19 +34,23 @@ batching.defvectorized(unvary_p)
 @dataclasses.dataclass(frozen=True)
 class Told:
     """What a kernel says of itself: nobody can see what its copies move. `payload` has the shape and dtype of the array that
-    the table of collectives counts, `wire` counts the bytes that each device sends, padding included."""
+    the table of collectives counts, `wire` counts the bytes that each device sends, padding included; `schedule` is what it
+    computes meanwhile."""
 
     op: str
     algorithm: str
     mesh_axes: tuple[str, ...] = ()
     payload: Any = None
     wire: int = 0
+    schedule: Schedule | None = None
 
     def metadata(self) -> dict[str, str] | None:
         """For the ledger; of a kernel that stays on its device there is nothing to tell."""
         if not self.mesh_axes:
             return None
-        return declare(self.op, self.mesh_axes, self.payload, algorithm=self.algorithm, wire=self.wire)
+        return declare(
+            self.op, self.mesh_axes, self.payload, algorithm=self.algorithm, wire=self.wire, schedule=self.schedule
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,8 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
             _add(found, eqn, 2.0 * times * result * math.prod(kernel) / outputs)
         elif name == "pallas_call":
             estimate = eqn.params.get("cost_estimate")
-            _add(found, eqn, float(times * (estimate.flops if estimate else 0)))
+            largest = max(range(len(eqn.invars)), key=lambda number: eqn.invars[number].aval.size, default=0)
+            _add(found, eqn, float(times * (estimate.flops if estimate else 0)), largest)
         elif name == "scan":
             _walk(_bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual)
         elif name == "while":
@@ -74,8 +75,8 @@ def _most(found: Arithmetic, branches: list[Arithmetic]) -> None:
     found.unknown |= any(each.unknown for each in branches)
 
 
-def _add(found: Arithmetic, eqn: Any, flops: float) -> None:
-    dtype = str(eqn.invars[0].aval.dtype)
+def _add(found: Arithmetic, eqn: Any, flops: float, operand: int = 0) -> None:
+    dtype = str(eqn.invars[operand].aval.dtype)
     if flops:
         found.flops[dtype] = found.flops.get(dtype, 0.0) + flops
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from jshard.inspect.hlo import Got
+from jshard.inspect.ledger import Ledger
 from jshard.inspect.plan.arithmetic import Arithmetic
+from jshard.inspect.plan.asked_against_got import hidden_in_kernel
 from jshard.inspect.plan.memory import Memory, size
 from jshard.inspect.plan.topology import Topology
 
@@ -44,8 +47,11 @@ class Estimate:
         return max(hidden) + self.seconds_of("wire that can't hide")
 
 
-def estimate(found: list[Got], arithmetic: Arithmetic, memory: Memory, topology: Topology) -> Estimate | None:
-    """None where the table has no figures, as for pretended devices, and where nothing was compiled."""
+def estimate(
+    asked: Ledger, found: list[Got], arithmetic: Arithmetic, memory: Memory, topology: Topology
+) -> Estimate | None:
+    """None where the table has no figures, as for pretended devices, and where nothing was compiled. Of what was asked only
+    the kernels count, whose wire no compiled text shows."""
     chip = topology.chip
     if not chip.link or not memory.parts:
         return None
@@ -56,23 +62,33 @@ def estimate(found: list[Got], arithmetic: Arithmetic, memory: Memory, topology:
     moved = memory.parts["arguments"] + memory.parts["results that take no argument's place"]
     words = f"{size(moved)} of arguments and results, each moved once (at least)"
     parts.append(Part("memory", words, moved, chip.bandwidth / chip.devices))
-    for name, asynchronous in (("wire that may hide", True), ("wire that can't hide", False)):
-        rates: dict[float, int] = {}
-        for got in found:
-            if got.asynchronous == asynchronous and got.group > 1:
-                rate = link_rate(got, topology)
-                rates[rate] = rates.get(rate, 0) + got.total
+    wires: dict[str, dict[float, int]] = {"wire that may hide": {}, "wire that can't hide": {}}
+
+    def count(name: str, rate: float, total: int) -> None:
+        if total:
+            wires[name][rate] = wires[name].get(rate, 0) + total
+
+    for got in found:
+        if got.group > 1:
+            name = "wire that may hide" if got.asynchronous else "wire that can't hide"
+            count(name, link_rate(got.members, topology), got.total)
+    for line in asked.lines:
+        if line.declared is not None:
+            rate, hidden = link_rate(range(line.group), topology), hidden_in_kernel(line, chip)
+            count("wire that may hide", rate, hidden)
+            count("wire that can't hide", rate, line.total - hidden)
+    for name, rates in wires.items():
         parts += [Part(name, f"{size(total)} on the wire", total, rate) for rate, total in sorted(rates.items())]
     return Estimate(tuple(parts), chip.source, arithmetic.at_most, arithmetic.unknown)
 
 
-def link_rate(got: Got, topology: Topology) -> float:
+def link_rate(members: Iterable[int], topology: Topology) -> float:
     """Bytes a second that a device can send in a collective. A TPU: a ring along one axis of the torus, both ways, shared
     by the devices of a chip. A GPU: NVLink within a host, the network between hosts."""
     chip = topology.chip
     if chip.axes:
         return 2 * chip.link / chip.devices
-    hosts = {member // chip.host for member in got.members}
+    hosts = {member // chip.host for member in members}
     return chip.link if len(hosts) <= 1 else chip.between_hosts
 
 

@@ -58,11 +58,11 @@ def wire_summary(plan: Plan) -> str:
     assert told is not None
     more = told.got - told.asked
     change = "as many" if not more else f"{size(abs(more))} {'more' if more > 0 else 'less'}"
-    hidden = sum(row.hidden for row in told.rows)
     runs = sum(got.count for got in plan.got if got.group > 1)
     return (
         f"wire: {size(told.asked)} per device asked in {sum(row.asked for row in told.rows):,} collectives, "
-        f"{size(told.got)} run ({change}) in {runs:,} instructions, {size(hidden)} of it asynchronous"
+        f"{size(told.got)} run ({change}) in {runs:,} instructions, {size(told.hidden)} of it overlapped and "
+        f"{size(told.got - told.hidden)} not"
     )
 
 

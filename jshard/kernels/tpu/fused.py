@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jshard.kernels.declare import Schedule
 from jshard.kernels.island import Shape, Told, launch
 from jshard.kernels.tiles import LANES
 from jshard.kernels.tpu.ring import semaphores
@@ -43,7 +44,9 @@ def gather_matmul(
     """`x[2, rows, K]` of everyone times w: `[n, 2, rows, N]`; and the gathered x, which is there anyway."""
     n, (_, rows, inputs), outputs = group.size, x.shape, w_kn.shape[1]
     tiles, size = outputs // tile, x.dtype.itemsize
-    told = Told("all_gather_matmul", "fused", group.mesh_axes, payload, wire=x.size * size * (n - 1))
+    # A half is sent on when its first tile is multiplied, and waited for before the last tile of the other half.
+    under = Schedule(n - 1, 2, (2 * tiles - 1) * 2 * rows * inputs * tile, str(x.dtype))
+    told = Told("all_gather_matmul", "fused", group.mesh_axes, payload, x.size * size * (n - 1), under)
     y, gathered = launch(
         functools.partial(_gather_matmul, group=group, tiles=tiles),
         [x, w_kn],
@@ -131,7 +134,10 @@ def matmul_scatter(x: Array, w_kn: Array, group: Group, payload: Any, *, tile: i
     (n, _, rows, inputs), outputs = x.shape, w_kn.shape[1]
     tiles, size, adds = outputs // tile, x.dtype.itemsize, wide(x.dtype)
     wire = (n - 1) * 2 * rows * outputs * adds.itemsize
-    told = Told("matmul_reduce_scatter", "fused", group.mesh_axes, payload, wire=wire)
+    # A tile leaves when it is multiplied. It must be gone two products later, for its buffer, and all tiles of a half must
+    # have arrived when the other half is multiplied.
+    under = Schedule(n - 1, 2, min(tiles + 1, 2 * tiles - 1) * 2 * rows * inputs * tile, str(x.dtype))
+    told = Told("matmul_reduce_scatter", "fused", group.mesh_axes, payload, wire, under)
 
     def part(s: Any, d: Any, j: Any, here: Any) -> tuple[Any, ...]:
         return group.after(here[0], (2 * d - 1) * (s + 1)), d, 0, 0
