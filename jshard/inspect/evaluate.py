@@ -31,7 +31,7 @@ from jshard.inspect.exact import (
     stand_in,
 )
 from jshard.inspect.notes import Note, Where, worst
-from jshard.inspect.survey import narrowed_for_a_sum, needed_whole, sums_in
+from jshard.inspect.survey import is_identity, narrowed_for_a_sum, needed_whole, scanned, sums_in
 from jshard.inspect.walk import _bare, source_of
 
 
@@ -100,6 +100,8 @@ class _Level:
             return self._call(eqn, x, here)
         if name in ("shard_map", "scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, x, here)
+        if is_identity(eqn):
+            return x
         known = [self._number(variable) for variable in eqn.invars]
         if name in SCALAR_PASSES and known[0] is not None and len(eqn.invars) == 1:
             self.known[eqn.outvars[0]] = known[0]
@@ -139,7 +141,7 @@ class _Level:
 
     def _note(self, value: Any, kind: str, eqn: Any, here: Around) -> None:
         where = Where(
-            kind, here.path, "backward" if here.backward else "forward", source_of(here.named or eqn),
+            kind, here.path, here.phase, source_of(here.named or eqn),
             eqn.primitive.name, str(eqn.outvars[0].aval.dtype),
         )  # fmt: skip
         self.notes.append(Note(value, where))
@@ -177,8 +179,7 @@ class _Level:
 
     def _scan(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
         asked, inner = eqn.params, eqn.params["jaxpr"]
-        trees = [len(tree) for tree in asked["ft_in"].unpack()] if "ft_in" in asked else None
-        consts, carried = trees[:2] if trees else (asked["num_consts"], asked["num_carry"])
+        consts, carried = scanned(eqn)
         known = [self._number(variable) for variable in eqn.invars[:consts]]
         complete = [n < consts and self._is_complete(variable) for n, variable in enumerate(eqn.invars)]
         complete[consts + carried :] = [self._is_complete(variable) for variable in eqn.invars[consts + carried :]]
@@ -258,7 +259,7 @@ class _Level:
             for variable in eqn.invars:
                 if not isinstance(variable, Literal) and variable in made:
                     source = self.inside[made[variable]]
-                    if source.path != self.around.path and (source.path, source.backward) != (here.path, here.backward):
+                    if source.path != self.around.path and (source.path, source.phase) != (here.path, here.phase):
                         leaving[variable] = None
         for variable in self.jaxpr.outvars:
             if not isinstance(variable, Literal) and variable in made:

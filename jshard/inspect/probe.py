@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,6 +71,19 @@ def near(name: str, given: Any, *, parameter: bool) -> np.ndarray:
     return random.normal(0, 0.1, values.shape) if parameter and not values.any() else moved
 
 
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """What a function returns when its results have names of their own: `Named({"loss": value})`."""
+
+    results: Mapping[str, Any]
+
+
+def named_leaves(name: str, tree: Any) -> dict[str, Any]:
+    """`model.up.kernel` for every array of the state or gradients of what is called `name`."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join([name, *_words(path)]): leaf for path, leaf in paths}
+
+
 class Program:
     """`f(*args)`, to be run on one mesh or another: its value, and the gradients of all floating-point arguments unless
     it holds gradients already."""
@@ -78,16 +91,21 @@ class Program:
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool | None):
         self.returned: list[str] = []
         self.title = getattr(f, "__name__", type(f).__name__)
+        self._whole = "value" if self.title in ("<lambda>", "named") else self.title
 
         def named(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = f(*args, **kwargs)
+            if isinstance(result, Named):
+                self.returned[:] = list(result.results)
+                return list(result.results.values())
             paths = jax.tree_util.tree_flatten_with_path(result)[0]
-            self.returned[:] = [jax.tree_util.keystr(path) for path, leaf in paths if _is_array(leaf)]
+            self.returned[:] = [self._whole + jax.tree_util.keystr(path) for path, leaf in paths if _is_array(leaf)]
             return result
 
         self.traced = Traced(named, (f, *args), kwargs)
         self.backward = backward
         self.names = self._names(_parameter_names(f, args, kwargs))
+        self.of_optimizers: set[str] = set()  # the names of their state
         self.signals = self._signals()
 
     @property
@@ -103,8 +121,7 @@ class Program:
         state = nnx.split(self.traced.nodes)[1]
         names = []
         for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
-            words = [str(_key(part)) for part in path]
-            words = words[:-1] if words and words[-1] == "value" else words
+            words = _words(path)
             names.append(".".join(word for word in (nodes[int(words[0])] if words else "", *words[1:]) if word))
         return names + [label for label, kind in zip(labels, kinds, strict=True) if kind == "array"]
 
@@ -118,13 +135,22 @@ class Program:
             for path, module in nnx.iter_graph(node)
             if getattr(module, "signal_path", None)
         }
+        of_models: dict[tuple[str, ...], tuple[str, ...]] = {}
         for name, (path, _) in zip(self.names, state, strict=False):
-            words = [_key(part) for part in path]
-            key: tuple[Any, ...] = (int(words[0]), *map(str, words[1:]))
+            number, *words = _words(path)
+            key: tuple[Any, ...] = (int(number), *words)
             for end in range(len(key), 0, -1):
                 if key[:end] in remembered:
-                    found[name] = remembered[key[:end]]
+                    found[name] = of_models[tuple(words)] = remembered[key[:end]]
                     break
+        for name, (path, _) in zip(self.names, state, strict=False):  # an optimizer's, by the parameters it belongs to
+            number, *words = _words(path)
+            if isinstance(self.traced.nodes[int(number)], nnx.Optimizer):
+                self.of_optimizers.add(name)
+                ends = (tuple(words[start:]) for start in range(len(words)))
+                end = next((end for end in ends if end in of_models), None)
+                if end is not None:
+                    found[name] = of_models[end]
         return found
 
     # -- its arrays --
@@ -158,8 +184,7 @@ class Program:
                 jax.make_jaxpr(self.traced.call)(arrays).jaxpr
             )
         jaxpr = jax.make_jaxpr(self._both if self.backward else self._forward)(arrays)
-        whole = "value" if self.title in ("<lambda>", "named") else self.title
-        names = [f"{whole}{path}" for path in self.returned]
+        names = list(self.returned)
         names += [f"{name} after" for name in self.names[: self.traced.state_tree.num_leaves]]
         if self.backward:
             inexact = [name for name, array in zip(self.names, self.given, strict=True) if _is_inexact(array)]
@@ -210,6 +235,11 @@ def _key(part: Any) -> Any:
         if hasattr(part, attribute):
             return getattr(part, attribute)
     return part
+
+
+def _words(path: tuple[Any, ...]) -> list[str]:
+    words = [str(_key(part)) for part in path]
+    return words[:-1] if words and words[-1] == "value" else words
 
 
 def _parameter_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,12 +15,72 @@ from jshard.inspect.walk import _bare
 
 def inexact_operations(jaxpr: Any) -> list[str]:
     """The names of the operations of a jaxpr that run by a stand-in."""
-    found: set[str] = set()
-    for eqn in _equations(_bare(jaxpr)):
-        name = eqn.primitive.name
-        if (name in POSITIVE or name in SIGNED or name == "div") and is_float(eqn.outvars[0].aval):
-            found.add("division" if name == "div" else name)
-    return sorted(found)
+    return sorted({name for eqn in _equations(_bare(jaxpr)) for name in _stood_in(eqn)})
+
+
+Names = frozenset[str]
+NONE: Names = frozenset()
+
+
+def inexact_on_the_way(jaxpr: Any) -> list[Names]:
+    """The same for each result by itself: the operations that it is computed by, near or far."""
+    bare = _bare(jaxpr)
+    return _reached(bare, [NONE] * len(bare.invars))
+
+
+def _stood_in(eqn: Any) -> Names:
+    name = eqn.primitive.name
+    if (name in POSITIVE or name in SIGNED or name == "div") and is_float(eqn.outvars[0].aval) and not is_identity(eqn):
+        return frozenset(["division" if name == "div" else name])
+    return NONE
+
+
+def is_identity(eqn: Any) -> bool:
+    """A first power, as moments of a gradient are written."""
+    return eqn.primitive.name == "integer_pow" and eqn.params["y"] == 1
+
+
+def _reached(jaxpr: Any, given: Sequence[Names]) -> list[Names]:
+    known: dict[Any, Names] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def of(variable: Any) -> Names:
+        return NONE if isinstance(variable, Literal) else known.get(variable, NONE)
+
+    for eqn in jaxpr.eqns:
+        name, operands = eqn.primitive.name, [of(variable) for variable in eqn.invars]
+        if name in CALLS and hasattr(_bare(eqn.params[CALLS[name]]), "eqns"):
+            results = _reached(_bare(eqn.params[CALLS[name]]), operands)
+        elif name == "shard_map":
+            results = _reached(_bare(eqn.params["jaxpr"]), operands)
+        elif name == "cond":
+            branches = [_reached(_bare(branch), operands[1:]) for branch in eqn.params["branches"]]
+            results = [operands[0].union(*each) for each in zip(*branches, strict=True)]
+        elif name == "scan":
+            results = _reached_in_loop(eqn, operands)
+        else:  # a while loop among them: each of its results by all that is in it
+            inside = [each for inner in _jaxprs(eqn) for each in inexact_operations(inner)]
+            results = [_stood_in(eqn).union(inside, *operands)] * len(eqn.outvars)
+        known |= zip(eqn.outvars, results, strict=True)
+    return [of(variable) for variable in jaxpr.outvars]
+
+
+def _reached_in_loop(eqn: Any, operands: list[Names]) -> list[Names]:
+    inner, (consts, carried) = _bare(eqn.params["jaxpr"]), scanned(eqn)
+    while True:
+        results = _reached(inner, operands)
+        carry = [one | other for one, other in zip(operands[consts:], results[:carried], strict=False)]
+        if carry == operands[consts : consts + carried]:
+            return results
+        operands = [*operands[:consts], *carry, *operands[consts + carried :]]
+
+
+def scanned(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    asked = eqn.params
+    if "ft_in" in asked:
+        consts, carried, *_ = (len(tree) for tree in asked["ft_in"].unpack())
+        return consts, carried
+    return asked["num_consts"], asked["num_carry"]
 
 
 def meshes_in(jaxpr: Any) -> list[Any]:
@@ -31,10 +91,15 @@ def meshes_in(jaxpr: Any) -> list[Any]:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in eqn.params.values():
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(_bare(each), "eqns"):
-                    yield from _equations(_bare(each))
+        for inner in _jaxprs(eqn):
+            yield from _equations(inner)
+
+
+def _jaxprs(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(_bare(each), "eqns"):
+                yield _bare(each)
 
 
 def sums_in(jaxpr: Any) -> bool:

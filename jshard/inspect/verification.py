@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from jshard.errors import Place
 from jshard.inspect.beginning import Beginning
@@ -23,6 +24,8 @@ class Finding:
     zero: bool  # it was zero all over: nothing could be seen
     signal: tuple[str, ...]
     place: Place | None
+    stand_ins: tuple[str, ...] = ()  # the operations on its way that ran by exact stand-ins
+    kind: str = ""  # optimizer state; else the name says it
 
     @property
     def words(self) -> str:
@@ -30,7 +33,8 @@ class Finding:
             return f"within {self.tolerance:.2g} (because: {self.because})"
         if self.verdict == "differs":
             return f"differs by {self.off:.2g}"
-        return "bitwise, but zero all over" if self.zero else "bitwise"
+        told = "bitwise, but zero all over" if self.zero else "bitwise"
+        return f"{told} (stand-ins: {', '.join(self.stand_ins)})" if self.stand_ins else told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +55,10 @@ class Verification:
     def __str__(self) -> str:
         rows = [
             (
-                in_words(finding.mesh), str(finding.place or "-"), "/".join(finding.signal) or "-", finding.name, finding.words
+                in_words(finding.mesh), str(finding.place or "-"), "/".join(finding.signal) or "-",
+                finding.name if count == 1 else f"{finding.kind} after, {count} arrays", finding.words,
             )
-            for finding in self.findings
+            for finding, count in self._told()
         ]  # fmt: skip
         widths = [max((len(row[n]) for row in rows), default=0) for n in range(4)]
         several = len({row[0] for row in rows}) > 1
@@ -65,6 +70,15 @@ class Verification:
         ]
         begins = [f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings]
         return "\n".join([self.probes, *table, *begins, self.verdict])
+
+    def _told(self) -> list[tuple[Finding, int]]:
+        """Each finding once; what is of one kind, as state of the optimizer, under one signal and alike, together."""
+        counts: dict[Any, tuple[Finding, int]] = {}
+        for number, finding in enumerate(self.findings):
+            alike = finding.kind and (in_words(finding.mesh), finding.kind, finding.signal, finding.words)
+            first, count = counts.get(alike or number, (finding, 0))
+            counts[alike or number] = first, count + 1
+        return list(counts.values())
 
     @property
     def verdict(self) -> str:
@@ -82,7 +96,7 @@ class Verification:
         return f"EQUAL {on}: {arrays}, {exact} bitwise, {count - exact} within a tolerance"
 
     def to_json(self) -> str:
-        """The same as one JSON document."""
+        """The same as one document, `"schema": "jshard.verify/1"`."""
         findings = [
             {
                 **dataclasses.asdict(each),
@@ -96,7 +110,14 @@ class Verification:
             for each in self.beginnings
         ]
         return json.dumps(
-            {"ok": self.ok, "verdict": self.verdict, "probes": self.probes, "findings": findings, "beginnings": begins},
+            {
+                "schema": "jshard.verify/1",
+                "ok": self.ok,
+                "verdict": self.verdict,
+                "probes": self.probes,
+                "findings": findings,
+                "beginnings": begins,
+            },
             indent=2,
         )
 

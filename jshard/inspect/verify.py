@@ -18,7 +18,7 @@ from jshard.inspect.beginning import Beginning, beginning, compared, key_place, 
 from jshard.inspect.evaluate import Evaluation
 from jshard.inspect.notes import Note, excess
 from jshard.inspect.probe import LADDER, Program, Rung
-from jshard.inspect.survey import inexact_operations, meshes_in
+from jshard.inspect.survey import inexact_on_the_way, inexact_operations, meshes_in
 from jshard.inspect.verification import Finding, Verification, in_words
 from jshard.layouts.mesh import build_mesh
 from jshard.signals.current import configuration, mesh, on_mesh
@@ -195,6 +195,13 @@ class _Trial:
         return inexact_operations(self.reference.trace()[0])
 
     @functools.cached_property
+    def on_the_way(self) -> list[tuple[str, ...]]:
+        """For each result that is made, the operations before it that run by a stand-in."""
+        jaxpr, _, made = self.reference.trace()
+        reached = inexact_on_the_way(jaxpr)
+        return [tuple(sorted(reached[n])) for n in made]
+
+    @functools.cached_property
     def natural(self) -> tuple[list[np.ndarray], float]:
         """The reference's results by the true operations, and the tolerance that its narrowest sums allow."""
         results, notes = self.reference.run(
@@ -246,15 +253,38 @@ class _Trial:
                     )
                     seen[name] = True
         findings = [
-            Finding(side.sizes, name, *verdicts[name], not seen[name], path := self._signal(name), key_place(path, ()))
-            for name in names
-        ]
+            Finding(
+                side.sizes, name, *verdicts[name], not seen[name], path := self._signal(name), key_place(path, ()),
+                stand_ins if verdicts[name][0] == "bitwise" else (), self._kind(name),
+            )
+            for name, stand_ins in zip(names, self.on_the_way, strict=True)
+        ]  # fmt: skip
         if all(finding.verdict != "differs" for finding in findings):
             return findings, None
         return findings, self._begin(side, findings, rung, failed)
 
     def _signal(self, name: str) -> tuple[str, ...]:
         return self.program.signals.get(name.removeprefix("gradient of ").removesuffix(" after"), ())
+
+    def _kind(self, name: str) -> str:
+        return "optimizer state" if name.removesuffix(" after") in self.program.of_optimizers else ""
+
+    def _changes(
+        self, name: str, one: np.ndarray, two: np.ndarray, numbers: list[Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of what is left behind, by how much it was changed: that tells more of an update than the parameter it is
+        added to."""
+        if not name.endswith(" after") or one.dtype.kind != "f" or one.shape != two.shape:
+            return one, two
+        before = np.asarray(numbers[self.program.names.index(name.removesuffix(" after"))]).astype(np.float64)
+        return one.astype(np.float64) - before, two.astype(np.float64) - before
+
+    def _phase(self, name: str) -> str:
+        """Of a result. What an optimizer leaves behind, and the parameters that it gives to the next step, it makes in its
+        update."""
+        if name.startswith("gradient of "):
+            return "backward"
+        return "update" if self.program.of_optimizers and name.endswith(" after") else "forward"
 
     def _begin(self, side: _Side, findings: list[Finding], rung: Rung | None, seed: int | None) -> Beginning:
         """The program again, listening to what each signal hands on."""
@@ -268,9 +298,9 @@ class _Trial:
             return begin
         for finding, one, two in zip(findings, reference, results, strict=True):
             if finding.verdict == "differs":
-                likeness = compared(one, two, side.sizes, tolerance)
-                phase = "backward" if finding.name.startswith("gradient of ") else "forward"
+                likeness = compared(*self._changes(finding.name, one, two, numbers), side.sizes, tolerance)
                 place = key_place(finding.signal, likeness.mesh_axes)
+                phase = self._phase(finding.name)
                 return Beginning(side.sizes, finding.signal, phase, place, finding.name, finding.off, likeness.cause)
         raise AssertionError("something differed, and then nothing did")
 
