@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import yaml
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jshard.cli.asked import Asked
 from jshard.cli.experiment import opened, pretended
 from jshard.errors import JShardError
+from jshard.inspect import Ledger
 from jshard.launch.agreement import agree
 from jshard.launch.difference import Facts
 from jshard.launch.joining import fail, init, pretend_part, pulse
 from jshard.launch.membership import found
 from jshard.signals.config import Configuration, load_configuration
+from jshard.train.checkpoint import Checkpoint
 from jshard.train.experiment import Experiment
 from jshard.train.loop import Step
+from jshard.train.preemption import Preempted
 from jshard.train.progress import Bar
 from jshard.train.record import written
 from jshard.train.train import train
@@ -29,16 +34,20 @@ SAME_YAML = "start all of them with the same YAML and the same key=value"
 SAME_PROGRAM = "start all of them with the same code and data"
 
 
-def train_as_member(asked: Asked) -> int:
-    """Never returns after a fault: the process ends at once, so that the others don't wait for it."""
+def train_as_member(asked: Asked, resume: Callable[[], Checkpoint] | None = None) -> int:
+    """Never returns after a fault: the process ends at once, so that the others don't wait for it. `resume` finds what to
+    go on from, once all have joined."""
     try:
-        return _train(asked)
+        return _train(asked, resume)
+    except Preempted:  # all of them end here, at the same step
+        pulse().at("ended")
+        raise
     except BaseException as error:
         fail(error)
         raise
 
 
-def _train(asked: Asked) -> int:
+def _train(asked: Asked, resume: Callable[[], Checkpoint] | None) -> int:
     configuration = load_configuration(asked.path, asked.overrides)
     membership = found()
     assert membership is not None
@@ -50,11 +59,13 @@ def _train(asked: Asked) -> int:
     check_all_have_devices(configuration)
     experiment = opened(asked)
     assert isinstance(experiment, Experiment)
-    ledger = str(experiment.explain())
+    ledger = experiment.explain()
     if membership.rank == 0:
         print(ledger)
-    agree("program", program_of(experiment, ledger), mend=SAME_PROGRAM)
-    accuracy = train(experiment, MemberBar(experiment.steps, experiment.batch, speaks=membership.rank == 0))
+    agree("program", program_of(experiment, str(ledger)), mend=SAME_PROGRAM)
+    pulse().stands_in = first_between_processes(ledger, experiment.placement.mesh)
+    bar = MemberBar(experiment.steps, experiment.batch, speaks=membership.rank == 0)
+    accuracy = train(experiment, bar, resume=None if resume is None else resume())
     pulse().at("ended")
     if membership.rank == 0:
         print(f"test accuracy {100 * accuracy:.1f} %")
@@ -92,6 +103,19 @@ def check_all_have_devices(configuration: Configuration) -> None:
             f"jshard.mesh ({mesh.place}) takes {count} of {len(jax.devices())} devices, and rank {idle[0]} has none of them",
             mend=f"start {len(busy)} processes, or make the mesh larger",
         )
+
+
+def first_between_processes(ledger: Ledger, mesh: Mesh | None) -> str:
+    """The collective that a process which does not do a step is missed in: the first of a step whose group has devices of
+    several processes."""
+    if mesh is None:
+        return ""
+    ranks = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    for line in ledger.lines:
+        axes = tuple(mesh.axis_names.index(name) for name in line.mesh_axes if name in mesh.axis_names)
+        if axes and (ranks.max(axes) != ranks.min(axes)).any():
+            return f"{line.collective} of {line.signal} over {line.axis} ({line.line})"
+    return ""
 
 
 class MemberBar(Bar):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import platform
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from jshard.errors import JShardError
 from jshard.launch.difference import Facts
@@ -30,6 +31,7 @@ class _Joined:
 
     membership: Membership | None = None
     pulse: Pulse = Pulse()
+    status: Any = None  # that sys.exit was called with
 
 
 def init(
@@ -53,7 +55,7 @@ def init(
             pretend(devices)
         return None
     seconds = start_timeout or float(os.environ.get("JSHARD_START_TIMEOUT", START_TIMEOUT))
-    _hold_end(membership)
+    _hold_end()
     if devices is not None:
         pretend_part(devices, membership.processes)
     answer(membership, {"software": _software(), **(facts or {})}, seconds)
@@ -62,8 +64,19 @@ def init(
     from jshard.launch.watchdog import watch  # reads JAX's service, which is there from here on
 
     limit = step_timeout or float(os.environ.get("JSHARD_STEP_TIMEOUT", STEP_TIMEOUT))
-    watch(membership, _Joined.pulse, limit)
+    stop = watch(membership, _Joined.pulse, limit)
+    atexit.register(_leave, stop)  # after JAX's own, so before it
     return membership
+
+
+def _leave(stop: Callable[[], None]) -> None:
+    """JAX waits for all processes now. One that ends by `sys.exit(3)` does not: the others are not at their end."""
+    if _Joined.status not in (None, 0):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_Joined.status if isinstance(_Joined.status, int) else 1)
+    _Joined.pulse.at("ended")
+    stop()
 
 
 def joined() -> Membership | None:
@@ -125,7 +138,7 @@ def _keep_gloo_here() -> None:
         _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
 
 
-def _hold_end(membership: Membership) -> None:
+def _hold_end() -> None:
     """A process that fails ends at once: at an orderly exit JAX would wait for the others, and they for it."""
 
     def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -136,6 +149,13 @@ def _hold_end(membership: Membership) -> None:
             fail(args.exc_value)
         threading.__excepthook__(args)
 
+    exit = sys.exit
+
+    def leave(status: Any = None) -> NoReturn:
+        _Joined.status = status
+        exit(status)
+
+    sys.exit = leave
     sys.excepthook = ended
     threading.excepthook = thread_ended
 
@@ -163,9 +183,3 @@ def fail(error: BaseException, status: int | None = None) -> None:
 
 def _last_line(error: BaseException) -> str:
     return str(error) if isinstance(error, JShardError) else traceback.format_exception_only(error)[-1].strip()
-
-
-def end(status: Any) -> None:
-    """Ends with this status; any but 0 ends the other processes too."""
-    if status:
-        fail(SystemExit(status), status if isinstance(status, int) else 1)

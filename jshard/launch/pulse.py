@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import collections
 import json
+import mmap
 import os
+import struct
 import time
 from typing import Any
 
 STATUS = "JSHARD_LAUNCH_STATUS"  # the launcher's pipe: its file descriptor, in this process's environment
+MEMORY = "JSHARD_LAUNCH_MEMORY"  # its memory, which outlives this process and so tells where it was killed
+PLACE = struct.Struct("<q24s")  # step and phase
 
 
 class Pulse:
@@ -19,14 +23,18 @@ class Pulse:
         self.since = time.monotonic()
         self.results: collections.deque[tuple[int, Any]] = collections.deque(maxlen=64)
         self.done = 0
-        said = os.environ.get(STATUS)
+        self.stands_in = ""  # the collective that others wait in for this process, where it is known
+        said, memory = os.environ.get(STATUS), os.environ.get(MEMORY)
         self.pipe = int(said) if said else None
+        self.memory = mmap.mmap(int(memory), PLACE.size) if memory else None
 
     def at(self, phase: str, step: int | None = None) -> None:
         """From now on this process does that."""
         self.phase, self.since = phase, time.monotonic()
         if step is not None:
             self.step = step
+        if self.memory is not None:
+            PLACE.pack_into(self.memory, 0, self.step, phase.encode())
 
     def waits(self, step: int, result: Any) -> None:
         """`result` is there once this step is done."""
@@ -44,7 +52,8 @@ class Pulse:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"phase": self.phase, "step": self.step, "done": self.done, "of": self.of, "says": self.says}
+        names = ("phase", "step", "done", "of", "says", "stands_in")
+        return {name: getattr(self, name) for name in names}
 
     def tell(self, **more: Any) -> None:
         """A line to the launcher, where there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import queue
@@ -19,6 +20,7 @@ from jshard.launch.membership import Membership
 from jshard.launch.worker import Worker
 
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
+HELD = 0.3  # seconds that a line waits, as another process may turn out to have failed before it
 MISTAKE = 2  # the exit status of a JShardError: it would be made again
 
 
@@ -40,6 +42,7 @@ class Supervisor:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.asked: int | None = None  # the signal that the user sent
         self.kill_at = float("inf")
+        self.held: collections.deque[tuple[float, Worker, str, str]] = collections.deque()
 
     def run(self) -> int:
         with self._signals():
@@ -76,14 +79,15 @@ class Supervisor:
         first: Worker | None = None
         loud = set(workers)
         while loud:
+            if self.asked is not None:
+                self._press_on(workers)
+            self._print_held(first)
             try:
-                kind, worker, *rest = self.events.get(timeout=min(0.2, max(0.0, self.kill_at - time.monotonic())))
+                kind, worker, *rest = self.events.get(timeout=HELD / 2)
             except queue.Empty:
-                if self.asked is not None:
-                    self._press_on(workers)
                 continue
-            if kind == "line" and (first is None or worker is first) and self.asked != signal.SIGINT:
-                self._print(worker, *rest)
+            if kind == "line":
+                self.held.append((time.monotonic(), worker, *rest))
             elif kind == "status":
                 worker.facts = rest[0]
                 if self.bar is not None and worker is workers[0]:
@@ -97,9 +101,16 @@ class Supervisor:
                             other.send(signal.SIGKILL)  # they wait for it in C, and hear no gentler word
             elif kind == "quiet":
                 loud.discard(worker)
-            if self.asked is not None:
-                self._press_on(workers)
+        self._print_held(first, still=0.0)
         return first
+
+    def _print_held(self, first: Worker | None, still: float = HELD) -> None:
+        """Prints the lines that are old enough. When a process fails the others fail after it, in many words: what they
+        said last is left out."""
+        while self.held and (first is not None or self.held[0][0] <= time.monotonic() - still):
+            _, worker, stream, text = self.held.popleft()
+            if (first is None or worker is first or stream == "stdout") and self.asked != signal.SIGINT:
+                self._print(worker, stream, text)
 
     def _press_on(self, workers: Sequence[Worker]) -> None:
         """Hands on the signal that the user sent, once; kills what has not ended in time."""
@@ -149,10 +160,13 @@ def fault_of(worker: Worker) -> str:
     culprit = worker.facts.get("culprit")
     if culprit is not None and culprit != rank:
         return f"rank {culprit} was at fault, as rank {rank} says above; all were stopped"
-    says = f"rank {rank} {worker.how_ended()} {where}; "
+    says = f"rank {rank} {worker.how_ended()} {where}"
+    if (place := worker.facts.get("stands_in")) and worker.facts.get("step"):
+        says += f", and the others waited for it in {place}"
+    says += "; "
     if worker.status == -signal.SIGKILL:
-        return says + "the others were stopped; when nobody killed it, `dmesg` tells whether memory ran out"
-    return says + f"the others were stopped; its last lines begin with [{rank}]"
+        return says + "all were stopped; if nobody killed it, memory may have run out: type dmesg"
+    return says + f"all were stopped; its last lines begin with [{rank}]"
 
 
 def local(count: int) -> list[Membership]:

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshard.errors import JShardError
@@ -22,11 +22,23 @@ FIRST_STEP = 10  # times as long may pass before the first step is done, which c
 RESTING = ("starting", "ended")  # phases that nobody waits for
 
 
-def watch(membership: Membership, pulse: Pulse, limit: float) -> None:
-    """Starts the threads. After `limit` seconds without a step a run counts as hung."""
+def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], None]:
+    """Starts the threads; returns what ends them. After `limit` seconds without a step a run counts as hung."""
     answers = _Answers()
-    threading.Thread(target=_talk, args=(membership, pulse, answers), daemon=True, name="jshard talk").start()
-    threading.Thread(target=_look, args=(membership, pulse, answers, limit), daemon=True, name="jshard watch").start()
+    threads = [
+        threading.Thread(target=_talk, args=(membership, pulse, answers), daemon=True, name="jshard talk"),
+        threading.Thread(target=_look, args=(membership, pulse, answers, limit), daemon=True, name="jshard watch"),
+    ]
+    for thread in threads:
+        thread.start()
+
+    def stop() -> None:
+        """Python can't end with a thread that asks JAX's service; what such a thread asks ends in a few seconds."""
+        answers.over.set()
+        for thread in threads:
+            thread.join(5)
+
+    return stop
 
 
 class _Answers:
@@ -34,11 +46,13 @@ class _Answers:
 
     def __init__(self) -> None:
         self.last = time.monotonic()
+        self.over = threading.Event()  # this process is at its end
 
 
 def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
-    beats = 0
-    while True:
+    beats, over = 0, False
+    while not over:
+        over = answers.over.wait(TALK if beats else 0)
         beats += 1
         note = {**pulse.facts, "beats": beats, "host": socket.gethostname(), "pid": os.getpid()}
         try:
@@ -48,11 +62,10 @@ def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
         except Exception:  # the service is gone or going; `_look` says so if that is a fault
             return
         if fault is not None and fault["rank"] != membership.rank:
-            _follow(membership, pulse, fault)
-        time.sleep(TALK)
+            _follow(membership, fault)
 
 
-def _follow(membership: Membership, pulse: Pulse, fault: Mapping[str, Any]) -> None:
+def _follow(membership: Membership, fault: Mapping[str, Any]) -> None:
     """Another process has failed: so does this one, by its words."""
     if not membership.is_local:  # on one machine it has been read already
         print(f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", file=sys.stderr, flush=True)
@@ -77,8 +90,7 @@ def report(membership: Membership, says: str, pulse: Pulse) -> bool:
 
 def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float) -> None:
     shown = None
-    while True:
-        time.sleep(BEAT)
+    while not answers.over.wait(BEAT):
         pulse.look()
         if (now := pulse.facts) != shown:
             shown = now
@@ -87,12 +99,9 @@ def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float)
         if pulse.phase in RESTING or quiet < (limit if pulse.done else FIRST_STEP * limit):
             continue
         if time.monotonic() - answers.last > max(2 * TALK, limit / 2):
-            says = (
-                f"rank 0, through which all others talk, has not answered for {time.monotonic() - answers.last:.0f} s"
-            )
-            _give_up(
-                JShardError(f"{says}: {_doing(pulse.facts)} here", mend="look at what rank 0 printed last"), pulse, 0
-            )
+            says = f"rank 0 has not answered for {time.monotonic() - answers.last:.0f} s"
+            here = f"rank {membership.rank} is in step {pulse.step}{_waits(pulse)}"
+            _give_up(JShardError(f"{says}: {here}", mend="look at rank 0: it is stopped, or its host is"), pulse, 0)
         _tell_hang(membership, pulse, quiet, limit)
 
 
@@ -107,14 +116,19 @@ def _tell_hang(membership: Membership, pulse: Pulse, quiet: float, limit: float)
     notes = {int(rank): note for rank, note in now.items()}
     odd = odd_one(notes, alive)
     if odd is None:
-        fault = f"no rank has done a step for {quiet:.0f} s: all are alive, and {_doing(pulse.facts)}"
-        mend = "look at the last lines of each, or raise jshard.train.watchdog.step_timeout"
+        fault = f"no rank has done a step for {quiet:.0f} s, though all are alive: {_doing(pulse.facts)}"
+        mend = "look at what each printed last, or give a longer step_timeout"
     elif not alive[odd]:
-        fault = f"rank {odd} has not answered for {quiet:.0f} s: {_doing(notes[odd])} when it last did"
+        fault = f"rank {odd} has not answered for {quiet:.0f} s: {_doing(notes[odd])} when it last did{_waits(pulse)}"
         mend = f"look at process {notes[odd]['pid']} on {notes[odd]['host']}: it is stopped, or its host is"
+    elif notes[odd]["phase"] == "ended":
+        fault = (
+            f"rank {odd} has ended after step {notes[odd]['step']}, and others are in step {pulse.step}{_waits(pulse)}"
+        )
+        mend = "let all ranks do as many steps"
     else:
-        fault = f"rank {odd} keeps the others waiting since {quiet:.0f} s: {_doing(notes[odd])}"
-        mend = f"look at what rank {odd} printed last, or raise jshard.train.watchdog.step_timeout"
+        fault = f"rank {odd} keeps the others waiting for {quiet:.0f} s: {_doing(notes[odd])}{_waits(pulse)}"
+        mend = f"look at what rank {odd} printed last, or give a longer step_timeout"
     if report(membership, fault, pulse):
         print("\n".join(table(notes, alive, odd)), file=sys.stderr, flush=True)
         _give_up(JShardError(fault, mend=mend), pulse, odd)
@@ -151,7 +165,11 @@ def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd
 
 
 def _doing(note: Mapping[str, Any]) -> str:
-    return f'it was in phase "{note["phase"]}" of step {note["step"]}'
+    return f"it was in step {note['step']}" + ("" if note["phase"] == "step" else f" ({note['phase']})")
+
+
+def _waits(pulse: Pulse) -> str:
+    return f", and the others wait for it in {pulse.stands_in}" if pulse.stands_in else ""
 
 
 def _give_up(error: JShardError, pulse: Pulse, culprit: int | None) -> None:

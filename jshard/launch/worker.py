@@ -10,13 +10,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jshard.launch.pulse import STATUS
+from jshard.launch.pulse import MEMORY, PLACE, STATUS
 
 OUTLIVE = Path(__file__).with_name("outlive.py")
 # What gloo says of each group of devices, and nobody asked.
@@ -32,14 +33,17 @@ class Worker:
         self.rank, self.events = rank, events
         self.facts: dict[str, Any] = {}
         self.status: int | None = None  # set when its end has been seen
+        self.memory = tempfile.TemporaryFile()
+        self.memory.truncate(PLACE.size)
         reading, writing = os.pipe()
+        memory = self.memory.fileno()
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(OUTLIVE), str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **variables, STATUS: str(writing), "PYTHONUNBUFFERED": "1"},
-            pass_fds=(writing,),
+            env={**os.environ, **variables, STATUS: str(writing), MEMORY: str(memory), "PYTHONUNBUFFERED": "1"},
+            pass_fds=(writing, memory),
             process_group=0,
         )
         os.close(writing)
@@ -81,10 +85,12 @@ class Worker:
             os.killpg(self.process.pid, number)
 
     def said(self) -> str:
-        """What it was doing when it was last heard of."""
-        if not self.facts or self.facts["phase"] == "starting":
+        """Where it was, to the last moment."""
+        step, phase = PLACE.unpack(os.pread(self.memory.fileno(), PLACE.size, 0))
+        if not step:
             return "before its first step"
-        return f'in phase "{self.facts["phase"]}" of step {self.facts["step"]}'
+        phase = phase.rstrip(b"\0").decode()
+        return f"in step {step}" if phase == "step" else f"in step {step} ({phase})"
 
     def how_ended(self) -> str:
         """`was killed by SIGKILL` or `ended with status 3`."""
