@@ -20,16 +20,20 @@ if TYPE_CHECKING:
     from jshard.kernels import broadcast as broadcast
     from jshard.kernels import permute as permute
     from jshard.kernels import reduce_scatter as reduce_scatter
+    from jshard.kernels import send_recv as send_recv
     from jshard.launch.joining import init as init
     from jshard.layers import MLP as MLP
     from jshard.layers import Linear as Linear
     from jshard.layers import matmul as matmul
     from jshard.layers import max as max
     from jshard.layers import mean as mean
+    from jshard.layers import move as move
     from jshard.layers import step as step
     from jshard.layers import sum as sum
     from jshard.layouts import Layout as Layout
+    from jshard.layouts import gather as gather
     from jshard.layouts import redistribute as redistribute
+    from jshard.layouts import scatter as scatter
     from jshard.layouts.pretend import pretend as pretend
     from jshard.signals.current import load as load
     from jshard.signals.current import mesh as mesh
@@ -44,10 +48,10 @@ _ROOMS = {
     "jshard.inspect": ("explain", "verify"),
     "jshard.inspect.plan": ("plan",),
     "jshard.inspect.report": ("report",),
-    "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter"),
+    "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "send_recv"),
     "jshard.launch.joining": ("init",),
-    "jshard.layers": ("Linear", "MLP", "matmul", "max", "mean", "step", "sum"),
-    "jshard.layouts": ("Layout", "redistribute"),
+    "jshard.layers": ("Linear", "MLP", "matmul", "max", "mean", "move", "step", "sum"),
+    "jshard.layouts": ("Layout", "gather", "redistribute", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
     "jshard.signals.current": ("load", "mesh"),
     "jshard.signals.scope": ("signal",),

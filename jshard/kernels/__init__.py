@@ -18,3 +18,4 @@ from jshard.kernels.fused import all_gather_matmul as all_gather_matmul
 from jshard.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter
 from jshard.kernels.matmul import matmul as matmul
 from jshard.kernels.reduce_scatter import reduce_scatter as reduce_scatter
+from jshard.kernels.send import send_recv as send_recv

@@ -4,6 +4,7 @@ from jshard.layers.linear import Linear as Linear
 from jshard.layers.matmul import choose as choose
 from jshard.layers.matmul import matmul as matmul
 from jshard.layers.mlp import MLP as MLP
+from jshard.layers.move import move as move
 from jshard.layers.reduce import max as max
 from jshard.layers.reduce import mean as mean
 from jshard.layers.reduce import sum as sum

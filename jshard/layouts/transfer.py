@@ -1,0 +1,68 @@
+"""An array from the devices of one mesh to those of another, or between a device's memory and its host's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from jshard.errors import JShardError
+from jshard.layouts.carry import Filling, Parcel, boxes_of, carry, doors_of, holders, overlap, taking, without_mesh
+
+HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach
+
+
+def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """The same numbers, lying as `sharding` says. A device gets only what it will hold, and one block of 2 MiB at a time;
+    between processes blocks travel as they do in `scatter`, and every process calls this."""
+    if sharding.memory_kind and x.sharding.memory_kind != sharding.memory_kind:
+        x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))
+    here, there = boxes_of(x.sharding, x.shape), boxes_of(sharding, x.shape)
+    if here == there:
+        return jax.device_put(x, sharding)
+    me, parcels = jax.process_index(), []
+    for box, wanting in holders(there).items():
+        for part, having in holders(here).items():
+            shared = overlap(box, part)
+            if shared is None:
+                continue
+            targets = tuple(process for process in wanting if process not in having)
+            if targets:
+                parcels.append(Parcel(shared, having[0], targets))
+            if me in wanting and me in having and not (targets and me == having[0]):
+                parcels.append(Parcel(shared, me, ()))
+    with without_mesh():
+        filling = Filling(sharding, x.shape, x.dtype)
+        carry(parcels, doors_of(next(iter(sharding.device_set)).platform), x.dtype.itemsize, taking(x), filling.put)
+        return filling.finished()
+
+
+def on_host(x: jax.Array) -> jax.Array:
+    """The same, in the memory of the hosts of its devices: still split as it was, and no longer in the devices' own."""
+    for device in x.sharding.device_set:
+        if HOST not in {memory.kind for memory in device.addressable_memories()}:
+            raise JShardError(
+                f"{device.device_kind} reaches no memory of its host through JAX",
+                mend="use jax.tree.map(jshard.gather, ...) for numpy arrays",
+            )
+    return jax.device_put(x, x.sharding.with_memory_kind(HOST))
+
+
+def fewer(mesh: Mesh, devices: Sequence[Any], *, said: str) -> Mesh:
+    """A mesh of the same axes over these devices: the first mesh axes become as small as they have to."""
+    sizes, left = dict(mesh.shape), len(devices)
+    for name in reversed(sizes):
+        sizes[name] = math.gcd(sizes[name], left)
+        left //= sizes[name]
+    if left != 1:
+        shape = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
+        raise JShardError(
+            f"{said} to {len(devices)} devices, over which the mesh {{{shape}}} can't be made smaller",
+            mend=f"give it a number of devices that divides {mesh.size}, or a mesh",
+        )
+    grid = np.array(list(devices), dtype=object).reshape(tuple(sizes.values()))
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
