@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jshard.cli.asked import Asked
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
+
+if TYPE_CHECKING:
+    from jshard.train.checkpoint import Checkpoint
 
 CONFIGURATION = "configuration.yaml"
 CHECKPOINTS = "checkpoints"
@@ -23,23 +27,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from jshard.cli.experiment import opened
-    from jshard.train.checkpoint import Checkpoint
-    from jshard.train.train import train
+    from jshard.launch.membership import found as membership
 
     run = Path(chosen.path)
     folder, own, which = found(run, chosen.which)
-    if chosen.config is None:
-        path, overrides = str(own), chosen.overrides
-        if (run / CONFIGURATION) == own and "output" in load_configuration(path).train:
-            overrides = [f"output={run}", *overrides]  # the run may have been moved
-    else:
-        path, overrides = chosen.config, chosen.overrides
-        if "output" not in load_configuration(path, overrides).train:
-            overrides = [f"output={run}", *overrides]
-    experiment = opened(Asked(path, tuple(overrides)))
-    print(f"test accuracy {100 * train(experiment, resume=Checkpoint.find(folder, which, str(run))):.1f} %")
+    path, overrides = str(own) if chosen.config is None else chosen.config, chosen.overrides
+    says_output = "output" in load_configuration(path, overrides).train
+    if says_output if chosen.config is None and own == run / CONFIGURATION else not says_output:
+        overrides = [f"output={run}", *overrides]  # the run may have been moved, and another file may name none
+    asked = Asked(path, tuple(overrides))
+    if membership() is not None:
+        from jshard.cli.member import train_as_member
+
+        return train_as_member(asked, lambda: _checkpoint(folder, which, run))
+    from jshard.cli.experiment import opened
+    from jshard.train.experiment import Experiment
+    from jshard.train.train import train
+
+    experiment = opened(asked)
+    assert isinstance(experiment, Experiment)
+    print(f"test accuracy {100 * train(experiment, resume=_checkpoint(folder, which, run)):.1f} %")
     return 0
+
+
+def _checkpoint(folder: Path, which: str, run: Path) -> Checkpoint:
+    from jshard.train.checkpoint import Checkpoint
+
+    return Checkpoint.find(folder, which, str(run))
 
 
 def found(run: Path, which: str) -> tuple[Path, Path, str]:

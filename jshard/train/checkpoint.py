@@ -255,6 +255,12 @@ class Saver:
         self.saved = self.last
         self.say(f"saved step {self.saved}: {self.policy.folder / str(self.saved)}")
 
+    def end(self) -> None:
+        """Until nothing is being saved by any process: the first puts a checkpoint in place when the others are done."""
+        self.wait()
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("jshard has saved")
+
     def close(self) -> None:
         self.worker.shutdown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +17,18 @@ from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, silent
 from jshard.train.record import Record, written
 
+RESTART = "JSHARD_RESTART"  # set by the launcher when it has started all again
+
 
 def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float:
     """Trains, with a progress bar, and returns the test accuracy. What each figure was goes into the output folder. Of
     several processes the first speaks and writes.
 
-    With `resume` it goes on from there. SIGTERM ends it behind a step that all processes agree on: it saves, if the
+    With `resume` it goes on from there; started again by `jshard launch --restarts`, from the last checkpoint that there
+    is by now. SIGTERM ends it behind a step that all processes agree on: it saves, if the
     configuration says where, and raises `Preempted`, by which Python ends with the code 143."""
+    if RESTART in os.environ:
+        resume = last_saved(experiment) or resume
     leads = jax.process_index() == 0
     bar = bar or Bar(experiment.steps, experiment.batch, None if leads else silent())
     with bar:
@@ -126,7 +132,7 @@ class _Training:
             raise Preempted(taken.number)
         if self.saver.last != taken.number:
             self._save_now(self.saver, taken)
-        self.saver.wait()
+        self.saver.end()
         run = self.saver.policy.run
         self.bar.say(f"SIGTERM: stopped at step {taken.number}; go on by: jshard resume {run}")
         raise Preempted(taken.number)
@@ -139,7 +145,7 @@ class _Training:
             return
         try:
             yield
-            self.saver.wait()
+            self.saver.end()
         finally:
             self.saver.close()
 
