@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.kernels import collectives
+from jshard.kernels.batch import at_once
 from jshard.kernels.choose import decide
 from jshard.kernels.collectives import MeshAxis
 
@@ -36,7 +37,7 @@ def all_gather(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gathered(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str) -> Array:
     """By the ring, whatever "auto" says."""
-    whole = _batched(x, mesh_axes, axis)
+    whole = at_once(lambda x, axis: _kernel(x, mesh_axes, axis), x, axis)
     return collectives.as_varying(whole, mesh_axes) if result == "varying" and collectives.checks() else whole
 
 
@@ -51,12 +52,6 @@ def _backward(mesh_axes: tuple[str, ...], axis: int, result: str, _: None, cotan
 
 
 gathered.defvjp(lambda x, mesh_axes, axis, result: (gathered(x, mesh_axes, axis, result), None), _backward)
-
-
-def _batched(x: Array, mesh_axes: tuple[str, ...], axis: int) -> Array:
-    run = jax.custom_batching.custom_vmap(lambda x: _kernel(x, mesh_axes, axis))
-    run.def_vmap(lambda size, batched, x: (_batched(x, mesh_axes, axis + 1), True))
-    return run(x)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

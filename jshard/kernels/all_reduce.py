@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.kernels import collectives
+from jshard.kernels.batch import at_once
 from jshard.kernels.choose import decide, room
 from jshard.kernels.collectives import MeshAxis
 
@@ -38,7 +39,7 @@ def all_reduce(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _summed(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
-    return _batched(x, mesh_axes, algorithm)
+    return at_once(lambda x, _: _kernel(x, mesh_axes, algorithm), x, 0)
 
 
 def _backward(mesh_axes: tuple[str, ...], algorithm: str, _: None, cotangent: Array) -> tuple[Array]:
@@ -49,13 +50,6 @@ def _backward(mesh_axes: tuple[str, ...], algorithm: str, _: None, cotangent: Ar
 
 
 _summed.defvjp(lambda x, mesh_axes, algorithm: (_summed(x, mesh_axes, algorithm), None), _backward)
-
-
-def _batched(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
-    """Under vmap the whole batch is summed at once: a kernel that copies to another device can't be repeated by a grid."""
-    run = jax.custom_batching.custom_vmap(lambda x: _kernel(x, mesh_axes, algorithm))
-    run.def_vmap(lambda size, batched, x: (_batched(x, mesh_axes, algorithm), True))
-    return run(x)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

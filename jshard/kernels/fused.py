@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jshard.errors import JShardError
 from jshard.kernels import collectives
+from jshard.kernels.batch import at_once
 from jshard.kernels.choose import decide, room
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.matmul import matmul
@@ -36,18 +37,10 @@ def all_gather_matmul(
     gradient of w; the gradient of x is one `matmul_reduce_scatter`.
     """
     mesh_axes, x, axis = collectives.joins("all_gather_matmul", x, mesh_axis, axis, "varying")
-    out = jnp.dtype(jnp.result_type(x, w) if out_dtype is None else out_dtype)
     _rows("all_gather_matmul", x, w, axis, "joins")
-    n = collectives.axis_size(mesh_axes)
-    if decide("all_gather_matmul", algorithm, x, mesh_axes, lambda: _why_not(x, w, 1, n)) == "xla":
-        return matmul(
-            collectives.all_gather(x, mesh_axes, axis=axis),
-            w,
-            out_dtype=None if out_dtype is None else out,
-            algorithm="xla",
-        )
-    x, w = _alike(mesh_axes, x, w)
-    return _gathered(x, w, mesh_axes, axis, out)
+    if decide("all_gather_matmul", algorithm, x, mesh_axes, lambda: _why_not(x, w, mesh_axes, 1)) == "xla":
+        return matmul(collectives.all_gather(x, mesh_axes, axis=axis), w, out_dtype=out_dtype, algorithm="xla")
+    return _gathered(*_alike(mesh_axes, x, w), mesh_axes, axis, _dtype(x, w, out_dtype))
 
 
 def matmul_reduce_scatter(
@@ -65,14 +58,15 @@ def matmul_reduce_scatter(
     `all_gather_matmul`, whose gathered rows the gradient of w takes too.
     """
     mesh_axes, x, axis = collectives.splits("matmul_reduce_scatter", x, mesh_axis, axis)
-    out = jnp.dtype(jnp.result_type(x, w) if out_dtype is None else out_dtype)
     _rows("matmul_reduce_scatter", x, w, axis, "splits")
-    n = collectives.axis_size(mesh_axes)
-    if decide("matmul_reduce_scatter", algorithm, x, mesh_axes, lambda: _why_not(x, w, n, n)) == "xla":
-        y = matmul(x, w, out_dtype=None if out_dtype is None else out, algorithm="xla")
-        return collectives.reduce_scatter(y, mesh_axes, axis=axis)
-    x, w = _alike(mesh_axes, x, w)
-    return _scattered(x, w, mesh_axes, axis, out)
+    parts = collectives.axis_size(mesh_axes)
+    if decide("matmul_reduce_scatter", algorithm, x, mesh_axes, lambda: _why_not(x, w, mesh_axes, parts)) == "xla":
+        return collectives.reduce_scatter(matmul(x, w, out_dtype=out_dtype, algorithm="xla"), mesh_axes, axis=axis)
+    return _scattered(*_alike(mesh_axes, x, w), mesh_axes, axis, _dtype(x, w, out_dtype))
+
+
+def _dtype(x: Array, w: Array, out_dtype: DTypeLike | None) -> Any:
+    return jnp.dtype(jnp.result_type(x, w) if out_dtype is None else out_dtype)
 
 
 def _rows(op: str, x: Array, w: Array, axis: int, verb: str) -> None:
@@ -87,7 +81,7 @@ def _rows(op: str, x: Array, w: Array, axis: int, verb: str) -> None:
         )
 
 
-def _why_not(x: Array, w: Array, parts: int, group: int) -> tuple[str, str] | None:
+def _why_not(x: Array, w: Array, mesh_axes: tuple[str, ...], parts: int) -> tuple[str, str] | None:
     """What the kernels can't take; `parts` are those that the rows of x are made of here."""
     if w.ndim != 2:
         return f"its kernel takes a w of two axes, and w is {w.shape}", PLAIN
@@ -95,7 +89,9 @@ def _why_not(x: Array, w: Array, parts: int, group: int) -> tuple[str, str] | No
         return f"its kernel takes operands of one dtype, and x is {x.dtype} and w {w.dtype}", "cast one of them"
     if not w.size:
         return f"w{w.shape} holds nothing to multiply", PLAIN
-    if group > 1 and not _tile(math.prod(x.shape[:-1]) // parts, w.shape[0], w.shape[1], x.dtype):
+    if collectives.axis_size(mesh_axes) > 1 and not _tile(
+        math.prod(x.shape[:-1]) // parts, w.shape[0], w.shape[1], x.dtype
+    ):
         return (
             f"{math.prod(x.shape[:-1]) // parts} rows of {x.shape[-1]} numbers from each device do not fit "
             f"{room():,} bytes of VMEM",
@@ -161,30 +157,13 @@ def _weights(x: Array, y: Array, dtype: Any) -> Array:
 
 
 def _gather(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> tuple[Array, Array]:
-    run = jax.custom_batching.custom_vmap(lambda x, w: _gather_kernel(x, w, mesh_axes, axis, out))
-
-    def batch(size, batched, x, w):
-        _one_w("all_gather_matmul", batched)
-        return _gather(x, w, mesh_axes, axis + 1, out), (True, True)
-
-    run.def_vmap(batch)
-    return run(x, w)
+    run = lambda x, axis, w: _gather_kernel(x, w, mesh_axes, axis, out)  # noqa: E731
+    return at_once(run, x, axis, w, op="all_gather_matmul")
 
 
 def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> Array:
-    run = jax.custom_batching.custom_vmap(lambda x, w: _scatter_kernel(x, w, mesh_axes, axis, out))
-
-    def batch(size, batched, x, w):
-        _one_w("matmul_reduce_scatter", batched)
-        return _scatter(x, w, mesh_axes, axis + 1, out), True
-
-    run.def_vmap(batch)
-    return run(x, w)
-
-
-def _one_w(op: str, batched: Any) -> None:
-    if batched[1]:
-        raise JShardError(f'{op} by "fused" is under a jax.vmap over w, and takes one w', mend='use algorithm="xla"')
+    run = lambda x, axis, w: _scatter_kernel(x, w, mesh_axes, axis, out)  # noqa: E731
+    return at_once(run, x, axis, w, op="matmul_reduce_scatter")
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.kernels import collectives
+from jshard.kernels.batch import at_once
 from jshard.kernels.choose import decide, room
 from jshard.kernels.collectives import MeshAxis
 
@@ -33,7 +34,7 @@ def reduce_scatter(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def scattered(x: Array, mesh_axes: tuple[str, ...], axis: int) -> Array:
     """By the ring, whatever "auto" says."""
-    return _batched(x, mesh_axes, axis)
+    return at_once(lambda x, axis: _kernel(x, mesh_axes, axis), x, axis)
 
 
 def _backward(mesh_axes: tuple[str, ...], axis: int, _: None, cotangent: Array) -> tuple[Array]:
@@ -43,12 +44,6 @@ def _backward(mesh_axes: tuple[str, ...], axis: int, _: None, cotangent: Array) 
 
 
 scattered.defvjp(lambda x, mesh_axes, axis: (scattered(x, mesh_axes, axis), None), _backward)
-
-
-def _batched(x: Array, mesh_axes: tuple[str, ...], axis: int) -> Array:
-    run = jax.custom_batching.custom_vmap(lambda x: _kernel(x, mesh_axes, axis))
-    run.def_vmap(lambda size, batched, x: (_batched(x, mesh_axes, axis + 1), True))
-    return run(x)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

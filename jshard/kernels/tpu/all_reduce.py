@@ -20,17 +20,23 @@ def one_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
     """`x[rows, 128]` summed: each device pushes all of its x to all others, and adds what it has in rank order."""
     n, size = group.size, x.size * x.dtype.itemsize
     told = Told("all_reduce", "one_shot", group.mesh_axes, payload, wire=size * (n - 1))
+    body = functools.partial(_one_shot, group=group, rounds=rounds)
+    return _launched(body, x, group, told, [pltpu.VMEM((n, *x.shape), x.dtype), COPIED, COPIED], (n + 2) * size)
+
+
+def _launched(body: Any, x: Array, group: Group, told: Told, scratch: list[Any], vmem: int) -> Array:
+    """All of x in VMEM, and as much for the sum, which everyone has."""
     (y,) = launch(
-        functools.partial(_one_shot, group=group, rounds=rounds),
+        body,
         [x],
         [Shape(x.shape, x.dtype, group.mesh_axes)],
         told=told,
         here=group.here(),
         in_specs=[SCALAR, HERE],
         out_specs=[HERE],
-        scratch=[pltpu.VMEM((n, *x.shape), x.dtype), COPIED, COPIED],
+        scratch=scratch,
         collective_id=group.collective_id,
-        vmem=(n + 2) * size,
+        vmem=vmem,
     )
     return y
 
@@ -57,7 +63,10 @@ def _one_shot(here_ref, x_ref, y_ref, slots, sent, arrived, *, group: Group, rou
 def _sum(slots: Any, rows: Any, y_ref: Any, n: int) -> None:
     """In rank order, so that every device gets the same bits."""
     first = slots[0, rows, :].astype(wide(slots.dtype))
-    add = lambda rank, total: total + slots[rank, rows, :].astype(total.dtype)  # noqa: E731
+
+    def add(rank: Any, total: Any) -> Any:
+        return total + slots[rank, rows, :].astype(total.dtype)
+
     total = lax.fori_loop(1, n, add, first)
     y_ref[rows, :] = total.astype(y_ref.dtype)
 
@@ -66,19 +75,9 @@ def two_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
     """`x[n, rows, 128]` summed: part r of everyone goes to device r, which adds in rank order and pushes the sum to all."""
     n, size = group.size, x.size * x.dtype.itemsize
     told = Told("all_reduce", "two_shot", group.mesh_axes, payload, wire=2 * (size // n) * (n - 1))
-    (y,) = launch(
-        functools.partial(_two_shot, group=group, rounds=rounds),
-        [x],
-        [Shape(x.shape, x.dtype, group.mesh_axes)],
-        told=told,
-        here=group.here(),
-        in_specs=[SCALAR, HERE],
-        out_specs=[HERE],
-        scratch=[pltpu.VMEM(x.shape, x.dtype), COPIED, COPIED, COPIED, COPIED],
-        collective_id=group.collective_id,
-        vmem=3 * size,
-    )
-    return y
+    body = functools.partial(_two_shot, group=group, rounds=rounds)
+    scratch = [pltpu.VMEM(x.shape, x.dtype), COPIED, COPIED, COPIED, COPIED]
+    return _launched(body, x, group, told, scratch, 3 * size)
 
 
 def _two_shot(here_ref, x_ref, y_ref, slots, sent, arrived, sent2, arrived2, *, group: Group, rounds: int) -> None:
@@ -113,19 +112,9 @@ def around(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
     adds = wide(x.dtype)
     wire = 2 * (n - 1) * half * (adds.itemsize + x.dtype.itemsize)
     told = Told("all_reduce", "ring", group.mesh_axes, payload, wire=wire)
-    (y,) = launch(
-        functools.partial(_around, group=group, rounds=rounds),
-        [x],
-        [Shape(x.shape, x.dtype, group.mesh_axes)],
-        told=told,
-        here=group.here(),
-        in_specs=[SCALAR, HERE],
-        out_specs=[HERE],
-        scratch=[pltpu.VMEM(x.shape, adds), *ring.semaphores(n), *ring.semaphores(n)],
-        collective_id=group.collective_id,
-        vmem=x.size * (2 * x.dtype.itemsize + adds.itemsize),
-    )
-    return y
+    body = functools.partial(_around, group=group, rounds=rounds)
+    scratch = [pltpu.VMEM(x.shape, adds), *ring.semaphores(n), *ring.semaphores(n)]
+    return _launched(body, x, group, told, scratch, x.size * (2 * x.dtype.itemsize + adds.itemsize))
 
 
 def _around(here_ref, x_ref, y_ref, slots, sent, arrived, sent2, arrived2, *, group: Group, rounds: int) -> None:
