@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -300,3 +301,23 @@ def test_without_a_configuration_it_is_the_plain_one():
     plain = nnx.Optimizer(model, TX["adamw"], wrt=nnx.Param)
     assert jax.tree.structure(nnx.state(optimizer)) == jax.tree.structure(nnx.state(plain))
     assert jshard.optimizer(TX["adamw"], model) is TX["adamw"]
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+def test_optimizer_that_multiplies_whole_parameters_is_told_what_lies_split(axis_types):
+    with cases.loaded(configuration("tensor", axis_types)):
+        with pytest.raises(jshard.JShardError) as error:
+            made(optax.contrib.muon(1e-3))
+    assert str(error.value) == (
+        'the optimizer multiplies whole parameters, and down.kernel of shape (32, 8) lies split over mesh axis "tensor"; use '
+        "one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone"
+    )
+
+
+def test_optimizer_that_multiplies_whole_parameters_runs_where_they_are_whole():
+    rows = {name: {"row": "data"} for name in TENSOR}
+    with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}}, **rows}):
+        model, optimizer = made(optax.contrib.muon(1e-3))
+        before = np.asarray(model.up.kernel[...])
+        nnx.jit(train)(model, optimizer, *batch())
+        assert np.abs(np.asarray(model.up.kernel[...]) - before).max() > 0

@@ -173,3 +173,15 @@ def test_step_that_moves_a_parameter(mesh):
         "move takes argument 0 (up.kernel) lying as P(None, 'tensor') and leaves it as P(None, None); "
         "redistribute it to where it was, or keep this part of the step outside jshard.step"
     )
+
+
+def test_step_inside_jit_on_an_auto_mesh_tells_that_nothing_says_how_arrays_lie():
+    with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}}):
+        x = cases.placed(cases.numbers((8, 8)), P("data"))
+        stepped = jshard.step(lambda x: jshard.mean(x))
+        with pytest.raises(jshard.JShardError) as error:
+            jax.jit(stepped)(x)
+        assert str(error.value) == (
+            "<lambda>, a jshard.step, is traced on an auto mesh, where nothing tells how its arrays lie; "
+            "call it outside jax.jit, or write axis_types: explicit"
+        )

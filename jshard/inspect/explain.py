@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
 from jshard.inspect.blame import is_asked_for, place_of, unused
@@ -16,6 +18,9 @@ from jshard.inspect.failure import told
 from jshard.inspect.ledger import Ledger, Unused, read
 from jshard.inspect.memory import at_rest
 from jshard.inspect.walk import has_transposed, scopes_in
+from jshard.layers.step import Untyped
+from jshard.layouts.mesh import explicit_twin
+from jshard.signals.current import mesh, on_mesh
 
 
 def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **kwargs: Any) -> Ledger:
@@ -29,8 +34,12 @@ def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **k
         print(jshard.explain(loss, model, x))
     """
     whole = Traced(f, args, kwargs)
-    with told("it is traced"):
-        jaxpr = whole.with_gradients() if whole.lacks_backward(backward) else whole.forward()
+    try:
+        jaxpr = _jaxpr(whole, backward)
+    except Untyped:  # the same, where types say how arrays lie
+        twin = explicit_twin(mesh())
+        with on_mesh(twin):
+            jaxpr = _jaxpr(whole.typed_on(twin), backward)
     ledger = read(jaxpr, place_of, is_asked_for=is_asked_for)
     trains = any(isinstance(node, nnx.Optimizer) for node in whole.nodes)
     return dataclasses.replace(
@@ -38,6 +47,11 @@ def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **k
         unused=tuple(Unused(signal.place, signal.name) for signal in unused(scopes_in(jaxpr))),
         memory=at_rest(whole.nodes) if trains else (),
     )
+
+
+def _jaxpr(whole: Traced, backward: bool | None) -> Any:
+    with told("it is traced"):
+        return whole.with_gradients() if whole.lacks_backward(backward) else whole.forward()
 
 
 class Traced:
@@ -55,6 +69,12 @@ class Traced:
         self._forward: Any = None
         self.arrays = [*node_arrays, *(leaf for leaf, kind in zip(leaves, self.kinds, strict=True) if kind == "array")]
 
+    def typed_on(self, mesh: Mesh) -> Traced:
+        """The same function of arrays that lie alike on `mesh`; they are only described."""
+        typed = copy.copy(self)
+        typed._forward, typed.arrays = None, [_lying_on(mesh, array) for array in self.arrays]
+        return typed
+
     def call(self, arrays: list[Any]) -> tuple[Any, list[Any]]:
         """The function's arrays, and the state its modules are left in."""
         states = self.state_tree.num_leaves
@@ -70,15 +90,16 @@ class Traced:
         changed = jax.tree.leaves(nnx.split(nodes)[1])
         return [leaf for leaf in returned if _is_array(leaf)], changed
 
-    @property
-    def is_differentiable(self) -> bool:
+    def is_differentiable(self, arrays: list[Any]) -> bool:
         """Whether there is anything to differentiate, and anything to differentiate by."""
-        shapes, _ = jax.eval_shape(self.call, self.arrays)
-        return any(map(_is_inexact, self.arrays)) and any(map(_is_inexact, shapes))
+        shapes, _ = jax.eval_shape(self.call, arrays)
+        return any(map(_is_inexact, arrays)) and any(map(_is_inexact, shapes))
 
     def lacks_backward(self, backward: bool | None) -> bool:
         """Whether a backward pass is to be added: as said, else where there is none yet and can be one."""
-        return self.is_differentiable and not has_transposed(self.forward()) if backward is None else backward
+        return (
+            self.is_differentiable(self.arrays) and not has_transposed(self.forward()) if backward is None else backward
+        )
 
     def forward(self) -> Any:
         """The jaxpr of the call."""
@@ -92,7 +113,7 @@ class Traced:
 
     def call_with_gradients(self, arrays: list[Any]) -> Any:
         """The gradients of all floating-point arrays, each result weighed alike, and what the call returns."""
-        if not self.is_differentiable:
+        if not self.is_differentiable(self.arrays):
             raise JShardError(
                 "explain was asked for a backward pass of a function with no floating-point argument or result",
                 mend="use explain(..., backward=False)",
@@ -106,6 +127,13 @@ class Traced:
 
         smooth, pull, rest = jax.vjp(of_inexact, [a for a in arrays if _is_inexact(a)], has_aux=True)
         return pull([jnp.ones_like(leaf) for leaf in smooth]), rest
+
+
+def _lying_on(mesh: Mesh, array: Any) -> Any:
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return array
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, sharding.spec))
 
 
 def _is_node(leaf: Any) -> bool:

@@ -180,7 +180,7 @@ class Program:
     def trace(self, arrays: list[Any]) -> tuple[Any, list[str], list[int]]:
         """The jaxpr, a name for each result, and the numbers of those that are not simply handed through."""
         if self.backward is None:
-            self.backward = self.traced.is_differentiable and not has_transposed(
+            self.backward = self.traced.is_differentiable(arrays) and not has_transposed(
                 jax.make_jaxpr(self.traced.call)(arrays).jaxpr
             )
         jaxpr = jax.make_jaxpr(self._both if self.backward else self._forward)(arrays)

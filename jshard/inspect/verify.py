@@ -20,7 +20,8 @@ from jshard.inspect.notes import Note, excess
 from jshard.inspect.probe import LADDER, Program, Rung
 from jshard.inspect.survey import inexact_on_the_way, inexact_operations, meshes_in
 from jshard.inspect.verification import Finding, Verification, in_words
-from jshard.layouts.mesh import build_mesh
+from jshard.layers.step import Untyped
+from jshard.layouts.mesh import build_mesh, explicit_twin
 from jshard.signals.current import configuration, mesh, on_mesh
 
 SEEDS = (0, 1, 2)
@@ -42,6 +43,11 @@ def verify(
     configured = mesh()
     program = Program(f, args, kwargs, backward)
     sides = [_Side(program, configured)]
+    try:
+        sides[0].trace()
+    except Untyped:  # a jshard.step on an auto mesh: the same, where types say how arrays lie
+        configured = explicit_twin(configured)
+        sides = [_Side(program, configured)]
     _check_own(program, sides[0].trace()[0])
     trial = _Trial(program, _Side(program, _of_ones(configured)), tolerance)
     sides += [_Side(program, _resized(configured, sizes)) for sizes in meshes]

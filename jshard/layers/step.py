@@ -9,14 +9,19 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.layers.snapshot import Snapshot, names, take
 from jshard.layouts.layout import Layout
-from jshard.layouts.mesh import explicit_twin
+from jshard.layouts.mesh import explicit_twin, is_explicit
 from jshard.signals.current import configuration, mesh, on_mesh
 from jshard.signals.scope import active_digest
+
+
+class Untyped(JShardError):
+    """A step is traced from outside on an auto mesh, where no tracer tells how its array lies."""
 
 
 def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bool = False) -> Callable[..., Any]:
@@ -36,6 +41,11 @@ def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bo
     def prepared(args: tuple[Any, ...], situation: Any) -> tuple[Any, list[Any], list[Any], Any]:
         graphdef, variables, arrays = nnx.split(args, nnx.Variable, ...)
         leaves, tree = jax.tree.flatten((variables, arrays))
+        if any(isinstance(leaf, Tracer) for leaf in leaves) and not is_explicit(mesh()):
+            raise Untyped(
+                f"{_name(f)}, a jshard.step, is traced on an auto mesh, where nothing tells how its arrays lie",
+                mend="call it outside jax.jit, or write axis_types: explicit",
+            )
         layouts = tuple(_spec(leaf, f) for leaf in leaves)
         _all_placed(f, arrays)
         key = (graphdef, tree, layouts, tuple((jax.typeof(leaf)) for leaf in leaves), situation)
@@ -74,7 +84,7 @@ def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bo
         program, numbers, arrays, _ = prepared(args, _situation())
         return program.lower(numbers, arrays)
 
-    stepped.lower = lower  # type: ignore[attr-defined]
+    vars(stepped)["lower"] = lower
     return stepped
 
 

@@ -164,10 +164,29 @@ class _Update:
 
         with on_mesh(twin):
             like = jax.tree_util.tree_map_with_path(typed, params)
-            state = jax.eval_shape(tx.init, like)
-            program = jax.make_jaxpr(tx.update)(like, state, like).jaxpr
+            try:
+                state = jax.eval_shape(tx.init, like)
+                program = jax.make_jaxpr(tx.update)(like, state, like).jaxpr
+            except Exception as error:
+                if type(error).__name__ != "ShardingTypeError":  # JAX keeps the class to itself
+                    raise
+                raise _mixes_parts(like) from error
         after = program.outvars[len(program.outvars) - len(jax.tree.leaves(state)) :]
         return cls([_axes_of_type(result.aval) for result in after], _first_reduction(program))
+
+
+def _mixes_parts(params: Any) -> JShardError:
+    """For an optimizer whose sums and products go through whole parameters in ways that no split one can take."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    for path, leaf in sorted(leaves, key=lambda each: -each[1].ndim):
+        if split := [name for names in _axes_of_type(leaf) for name in names]:
+            axes = " and ".join(f'"{name}"' for name in split)
+            return JShardError(
+                f"the optimizer multiplies whole parameters, and {'.'.join(map(str, _key(path)))} of shape {leaf.shape} lies "
+                f"split over mesh axis {axes}",
+                mend="use one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone",
+            )
+    raise AssertionError("types were ambiguous where no parameter is split")
 
 
 def _axes_of_type(aval: Any) -> Axes:
