@@ -111,7 +111,9 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
     )
 
     def placed(mesh: Any) -> tuple[Any, Any, Any]:
-        put = lambda tree, specs: jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))  # noqa: E731
+        def put(tree: Any, specs: Any) -> Any:
+            return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+
         state = put((parameters, tx.init(parameters)), state_specs)
         return state, put(x, PartitionSpec("data")), put(y, PartitionSpec("data"))
 

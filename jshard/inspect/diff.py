@@ -80,8 +80,7 @@ class Difference:
 
     def summary(self) -> str:
         kinds = collections.Counter(
-            (change.kind, (change.new or change.old).collective)  # type: ignore[union-attr]
-            for change in self.changes
+            (change.kind, line.collective) for change in self.changes if (line := change.new or change.old) is not None
         )
         parts = [f"{count} {collective} {kind}" for (kind, collective), count in kinds.items()]
         parts += ["memory changed"] if self.memory else []

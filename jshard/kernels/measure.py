@@ -20,7 +20,7 @@ from jshard.kernels.all_gather import all_gather
 from jshard.kernels.all_reduce import all_reduce
 from jshard.kernels.chip import chip, interpret
 from jshard.kernels.choose import ALGORITHMS, LONGEST_RING
-from jshard.kernels.collectives import COLLECTIVES
+from jshard.kernels.collectives import COLLECTIVES, as_varying
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.matmul import matmul
 from jshard.kernels.reduce_scatter import reduce_scatter
@@ -162,11 +162,11 @@ def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool)
     place = jax.NamedSharding(mesh, P(mesh_axis))
     x = jax.make_array_from_callback(numbers.shape, place, lambda index: numbers[index])
 
-    def run(x: Array, algorithm: str) -> Array:
+    def run(x: Array, algorithm: Any) -> Array:
         if op == "matmul":
-            return matmul(x, x.T, algorithm=algorithm)  # type: ignore[arg-type]
+            return matmul(x, x.T, algorithm=algorithm)
         if op in PRODUCTS:
-            return PRODUCTS[op](x, x.T[:, :3], mesh_axis, algorithm=algorithm)  # type: ignore[arg-type]
+            return PRODUCTS[op](x, x.T[:, :3], mesh_axis, algorithm=algorithm)
         y = MOVES[op](x, mesh_axis, algorithm=algorithm)
         return lax.pcast(y, mesh_axis, to="varying") if op == "all_reduce" else y
 
@@ -175,9 +175,10 @@ def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool)
             expected = lax.all_gather(x, mesh_axis).sum(0)
         else:
             expected = run(x, "xla")
-        return lax.psum((run(x, algorithm) != expected).sum(), tuple(mesh.axis_names))
+        wrong = (run(x, algorithm) != expected).sum()
+        return lax.psum(as_varying(wrong, mesh.axis_names), mesh.axis_names)
 
-    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P(), check_vma=False))
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P()))
     if compiled:
         wrong = int(program(x))
     else:

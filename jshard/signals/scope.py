@@ -99,7 +99,7 @@ class Entry(contextlib.ContextDecorator):
         _entered.stack.remove(self)
         assert self._exits is not None
         if isinstance(reason[1], Exception) and not failed_under(reason[1]):
-            reason[1].__jshard_path__ = active_path()  # type: ignore[attr-defined]
+            vars(reason[1])["__jshard_path__"] = active_path()
         exits, self._exits = self._exits, None
         exits.close()
 

@@ -29,7 +29,7 @@ def compile_for(topology, sizes, body, shape, dtype, said):
     spec = P(tuple(sizes))
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
     begun = time.monotonic()
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
     compiled = run.lower(x).compile()
     assert "tpu_custom_call" in compiled.as_text()
     print(f"compiled {said} for {topology} in {time.monotonic() - begun:.1f} s", flush=True)

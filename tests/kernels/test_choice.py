@@ -123,7 +123,7 @@ def test_plain_use_imports_neither_pallas_nor_flax():
 def refused(mesh, f, *, dtype="float32", interpreted=True, shape=(8, 8), sizes=None, **more):
     here = mesh(**(sizes or {"t": 8}))
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=jax.NamedSharding(here, P("t")))
-    run = jax.shard_map(f, mesh=here, in_specs=P("t"), out_specs=P("t"), check_vma=False, **more)
+    run = jax.shard_map(f, mesh=here, in_specs=P("t"), out_specs=P("t"), **more)
     with pytest.raises(JShardError) as error:
         if interpreted:
             with kernels.interpret():
