@@ -106,7 +106,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     told("check", "find all mistakes of a configuration, say what it means, and hold what it promises")
     told("verify", "hold the sharded model against the same model unsharded")
     importlib.import_module("jshard.cli.bench").arguments(
-        command("bench", run_bench, "time the collectives on the devices here")
+        command("bench", run_bench, "time the collectives and products on the devices here")
     )
     command("schema", schema, "print the JSON Schema of a configuration, for editors").epilog = None
 
@@ -142,9 +142,11 @@ def train(chosen: argparse.Namespace) -> int:
         from jshard.cli.member import train_as_member
 
         return train_as_member(Asked(chosen.path, tuple(chosen.overrides)))
+    from jshard.train.experiment import Experiment
     from jshard.train.train import train
 
     experiment = opened(Asked(chosen.path, tuple(chosen.overrides)))
+    assert isinstance(experiment, Experiment)
     print(experiment.explain())
     print(f"test accuracy {100 * train(experiment):.1f} %")
     return 0
@@ -154,7 +156,8 @@ def run_bench(chosen: argparse.Namespace) -> int:
     from jshard.cli.bench import run
 
     sizes = {"sizes": chosen.size} if chosen.size else {}
-    return run(**sizes, axis=chosen.axis, csv_file=chosen.csv, plot=chosen.plot, self_test=chosen.self_test)
+    files = {"csv_file": chosen.csv, "plot": chosen.plot}
+    return run(**sizes, sides=chosen.side, axis=chosen.axis, self_test=chosen.self_test, **files)
 
 
 def schema(chosen: argparse.Namespace) -> int:

@@ -37,11 +37,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     with _shown(Asked.of(chosen), chosen.topology) as (told, plan):
+        from jshard.inspect.failure import told as one_sentence
         from jshard.inspect.report import report
         from jshard.train.function import Function
 
         args = (told.f, *told.args) if isinstance(told, Function) else (told,)
-        page = report(*args, plan=plan)
+        with one_sentence("it is traced"):
+            page = report(*args, plan=plan)
     if chosen.json:
         print(page.to_json())
     else:

@@ -15,12 +15,12 @@ STANDARD = 80  # columns of a terminal that does not say
 def width(stream: TextIO | None = None) -> int | None:
     """The columns of the terminal that `stream` (stdout) is; None when it goes into a pipe or a file, where nothing is
     folded."""
-    stream = stream or sys.stdout
-    if not stream.isatty():
+    there: TextIO = sys.stdout if stream is None else stream
+    if not there.isatty():
         return None
     if os.environ.get("COLUMNS", "").isdigit():
         return int(os.environ["COLUMNS"])
-    return os.get_terminal_size(stream.fileno()).columns or STANDARD
+    return os.get_terminal_size(there.fileno()).columns or STANDARD
 
 
 def show(text: str) -> None:

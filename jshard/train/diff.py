@@ -85,11 +85,11 @@ def _compiled(sides: tuple[_Side, _Side], names: tuple[str, str]) -> PlanDiffere
     for name in names:
         check_installed(Topology.of(name))
     planned = [["plan", "--topology", name] for name in names]
-    outcomes = [
+    before, after = (
         _placed(Outcome.of(text, side.label), side)
         for side, text in zip(sides, _told(sides, [[*words, "--json"] for words in planned]), strict=True)
-    ]
-    told = compare_plans(*outcomes)
+    )
+    told = compare_plans(before, after)
     if not told.only_text:
         return told
     return dataclasses.replace(

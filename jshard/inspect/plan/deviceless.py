@@ -119,14 +119,23 @@ def flattened(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 @dataclasses.dataclass(frozen=True)
 class Exported:
     """A program for another process: its bytes, the job that says how to compile them, and what it says but for the lines
-    of the source that it was written on."""
+    of the source that it was written on and called from."""
 
     program: bytes
     job: str
     meaning: bytes
 
 
-LINES = re.compile(r'(?<="):\d+:\d+(?: to (?:\d+)?:\d+)?')
+PLACE = re.compile(r"#loc\d*")
+NAMED = re.compile(r'^(#loc\d*) = loc\("(.*)"\(#loc\d*\)\)$', re.MULTILINE)
+
+
+def meaning_of(module: str) -> bytes:
+    """What decides a compilation: the program and the names of its scopes, whoever calls it from wherever."""
+    names = dict(NAMED.findall(module))
+    lines = [line for line in module.splitlines() if not line.startswith("#loc")]
+    bare = PLACE.sub(lambda found: names.get(found[0], ""), "\n".join(lines))
+    return hashlib.sha256(bare.encode()).digest()
 
 
 def exported(program: Any, leaves: Sequence[Any], donated: Sequence[int], topology: Topology) -> Exported:
@@ -154,8 +163,7 @@ def exported(program: Any, leaves: Sequence[Any], donated: Sequence[int], topolo
         "donated": list(donated),
         "options": {},
     }
-    meaning = hashlib.sha256(LINES.sub("", export.mlir_module()).encode()).digest()
-    return Exported(bytes(export.serialize()), json.dumps(job, sort_keys=True), meaning)
+    return Exported(bytes(export.serialize()), json.dumps(job, sort_keys=True), meaning_of(export.mlir_module()))
 
 
 KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call", "AllocateBuffer")
