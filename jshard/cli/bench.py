@@ -1,39 +1,40 @@
-"""jshard bench kernels: the collectives timed on the devices at hand, or held against XLA's there."""
+"""jshard bench kernels: the collectives or products timed on the devices at hand, or held against XLA's there."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from jshard.errors import JShardError
 
 if TYPE_CHECKING:
     from jshard.kernels.measure import Timing
+    from jshard.kernels.product_times import ProductTime
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB")
+SIDES = (1024, 2048, 4096, 8192)
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-COLUMNS = (
-    "op",
-    "algorithm",
-    "group",
-    "payload",
-    "median_us",
-    "low_us",
-    "high_us",
-    "repeats",
-    "GB_per_s",
-    "link_GB_per_s",
+COLUMNS = "op algorithm group payload median_us low_us high_us repeats GB_per_s link_GB_per_s".split()
+PRODUCT_COLUMNS = (
+    "epilogue algorithm side median_us low_us high_us repeats TFLOP_per_s peak_TFLOP_per_s against_xla".split()
 )
+Row = tuple[str, ...]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["kernels"], help="what to time")
     parser.add_argument("--size", action="append", metavar="64KiB", help="bytes of one array; may be given again")
+    parser.add_argument(
+        "--side",
+        action="append",
+        type=int,
+        metavar="4096",
+        help="time products of square matrices of so many rows instead",
+    )
     parser.add_argument("--axis", help="the mesh axis to reduce over, in a mesh of that one axis")
     parser.add_argument("--csv", metavar="FILE", help="write the timings there as well")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw them there")
@@ -43,6 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(
     sizes: Sequence[str] = SIZES,
     *,
+    sides: Sequence[int] | None = None,
     axis: str | None = None,
     mesh: dict[str, int] | None = None,
     dtype: str = "bfloat16",
@@ -52,10 +54,11 @@ def run(
     self_test: bool = False,
 ) -> int:
     """Times all-reduce, reduce-scatter and all-gather by every algorithm that compiles for the devices at hand; with
-    `self_test` holds each kernel against XLA's instead. The exit status is 1 when something is wrong."""
+    `sides`, or where there is one device, the product instead. With `self_test` holds each kernel against XLA's. The exit
+    status is 1 when something is wrong."""
     import jax
 
-    from jshard.kernels import measure
+    from jshard.kernels import measure, product_times
 
     amounts = [parsed(size) for size in sizes]
     mesh = mesh or {axis or "all": len(jax.devices())}
@@ -74,19 +77,32 @@ def run(
         if first:
             print(f"{'all right' if not wrong else 'NOT right'} on {said}, {jax.process_count()} process(es)")
         return 1 if wrong else 0
-    timings = measure.measure(devices, axis, amounts, dtype=dtype, repeats=repeats)
+    if sides is None and devices.size == 1 and kind != "cpu":
+        sides = SIDES
+    if sides is not None:
+        for side in sides:
+            if side < 1:
+                raise JShardError(f"a square matrix of {side} rows holds nothing to multiply", mend="use --side 1024")
+        said = f"{kind}, jax {jax.__version__}; products of {dtype}"
+        found = product_times.measure(sides, dtype=dtype, repeats=repeats)
+        columns, cells = PRODUCT_COLUMNS, product_rows(found)
+        lines = points((f"{t.epilogue} {t.algorithm}", t.side, t.median) for t in found)
+    else:
+        timings = measure.measure(devices, axis, amounts, dtype=dtype, repeats=repeats)
+        columns, cells = COLUMNS, rows(timings)
+        lines = points((f"{t.op} {t.algorithm}", t.payload, t.median) for t in timings)
     if not first:
         return 0
     print(f"{said}; {repeats} calls of each in turn, each waited for; microseconds")
     if kind == "cpu":
         print("pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator")
-    for line in table(timings):
+    for line in table(columns, cells):
         print(line)
     if csv_file is not None:
         with open(csv_file, "w", newline="") as file:
-            write_csv(timings, file)
+            csv.writer(file).writerows([columns, *cells])
     if plot is not None:
-        Path(plot).write_text(picture(timings, said))
+        Path(plot).write_text(picture(lines, said, "bytes" if sides is None else "rows and columns"))
     return 0
 
 
@@ -98,14 +114,14 @@ def parsed(size: str) -> int:
     return int(found[1]) * UNITS[found[2]]
 
 
-def rows(timings: Iterable[Timing]) -> list[tuple[str, ...]]:
+def rows(timings: Iterable[Timing]) -> list[Row]:
     return [
         (
             t.op,
             t.algorithm,
             str(t.group),
             str(t.payload),
-            *(f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high)),
+            *_microseconds(t),
             str(t.repeats),
             f"{t.bandwidth:.3f}",
             f"{t.limit:g}" if t.limit else "unknown",
@@ -114,48 +130,75 @@ def rows(timings: Iterable[Timing]) -> list[tuple[str, ...]]:
     ]
 
 
-def table(timings: Iterable[Timing]) -> list[str]:
+def product_rows(found: Sequence[ProductTime]) -> list[Row]:
+    """The last column is how many times as fast as XLA's, measured in the same turns."""
+    plain = {(t.side, t.epilogue): t.median for t in found if t.algorithm == "xla"}
+    return [
+        (
+            t.epilogue,
+            t.algorithm,
+            str(t.side),
+            *_microseconds(t),
+            str(t.repeats),
+            f"{t.rate / 1e12:.3f}",
+            f"{t.peak / 1e12:g}" if t.peak else "unknown",
+            f"{plain[t.side, t.epilogue] / t.median:.3f}",
+        )
+        for t in found
+    ]
+
+
+def _microseconds(t: Timing | ProductTime) -> Iterable[str]:
+    return (f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high))
+
+
+def table(columns: Sequence[str], cells: Sequence[Row]) -> list[str]:
     """Lines of equal width, numbers to the right."""
-    cells = [COLUMNS, *rows(timings)]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(COLUMNS))]
+    whole = [tuple(columns), *cells]
+    widths = [max(len(row[k]) for row in whole) for k in range(len(columns))]
     return [
         "  ".join(
             cell.ljust(width) if k < 2 else cell.rjust(width)
             for k, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        for row in cells
+        for row in whole
     ]
 
 
-def write_csv(timings: Iterable[Timing], file: TextIO = sys.stdout) -> None:
-    writer = csv.writer(file)
-    writer.writerow(COLUMNS)
-    writer.writerows(rows(timings))
+Lines = dict[str, list[tuple[float, float]]]
 
 
-def picture(timings: Sequence[Timing], said: str) -> str:
-    """An SVG: a line for each op and algorithm, microseconds over bytes, both logarithmic."""
+def points(named: Iterable[tuple[str, float, float]]) -> Lines:
+    """Lines by name: x, and seconds."""
+    lines: Lines = {}
+    for name, x, seconds in named:
+        lines.setdefault(name, []).append((x, seconds * 1e6))
+    return lines
+
+
+def picture(lines: Lines, said: str, unit: str) -> str:
+    """An SVG: microseconds over x, both logarithmic."""
     from math import log10
 
-    lines: dict[str, list[Timing]] = {}
-    for t in timings:
-        lines.setdefault(f"{t.op} {t.algorithm}", []).append(t)
-    xs, ys = [log10(t.payload) for t in timings], [log10(t.median * 1e6) for t in timings]
+    xs = [log10(x) for line in lines.values() for x, _ in line]
+    ys = [log10(y) for line in lines.values() for _, y in line]
     left, right, low, high = min(xs), max(max(xs), min(xs) + 1), min(ys), max(max(ys), min(ys) + 1)
 
-    def at(t: Timing) -> str:
-        x, y = (log10(t.payload) - left) / (right - left), (log10(t.median * 1e6) - low) / (high - low)
-        return f"{60 + 500 * x:.1f},{360 - 320 * y:.1f}"
+    def at(x: float, y: float) -> str:
+        across, up = (log10(x) - left) / (right - left), (log10(y) - low) / (high - low)
+        return f"{60 + 500 * across:.1f},{360 - 320 * up:.1f}"
 
     drawn = [
         f'<text x="60" y="22">{said}</text>',
-        f'<text x="60" y="385">10^{left:.1f} to 10^{right:.1f} bytes; 10^{low:.1f} to 10^{high:.1f} microseconds</text>',
+        f'<text x="60" y="385">{10 ** min(xs):,.0f} to {10 ** max(xs):,.0f} {unit} across, 10^{low:.1f} to '
+        f"10^{high:.1f} microseconds up; both logarithmic</text>",
         '<path d="M60 40V360H560" fill="none" stroke="#888"/>',
     ]
     for k, (name, each) in enumerate(lines.items()):
         hue = f"hsl({360 * k // len(lines)} 70% 40%)"
-        points = " ".join(at(t) for t in sorted(each, key=lambda t: t.payload))
-        drawn.append(f'<polyline points="{points}" fill="none" stroke="{hue}"/>')
+        drawn.append(
+            f'<polyline points="{" ".join(at(*point) for point in sorted(each))}" fill="none" stroke="{hue}"/>'
+        )
         drawn.append(f'<text x="575" y="{50 + 18 * k}" fill="{hue}">{name}</text>')
     body = "\n".join(drawn)
     head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 400" font-family="sans-serif" font-size="13">'

@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jshard.errors import JShardError, nearest
+from jshard.kernels import product_times
 from jshard.kernels.all_gather import all_gather
 from jshard.kernels.all_reduce import all_reduce
-from jshard.kernels.chip import chip, interpret
+from jshard.kernels.chip import chip, chip_called, interpret
 from jshard.kernels.choose import ALGORITHMS, LONGEST_RING
 from jshard.kernels.collectives import COLLECTIVES, as_varying
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
@@ -141,23 +142,28 @@ class Proof:
 def self_test(mesh: Mesh, mesh_axis: str) -> Iterator[Proof]:
     """Every op by every algorithm against XLA's, on integers, where it is called: on one process or on many.
 
-    Where there is no TPU kernels are interpreted, which needs all devices in one process; else only XLA's are tried.
+    On CPUs the kernels for TPUs are interpreted, which needs all devices in one process. On GPUs the product's is tried.
     """
     _known(mesh, mesh_axis)
-    compiled = mesh.devices.flat[0].platform == "tpu"
+    device = mesh.devices.flat[0]
+    compiled = device.platform != "cpu"
+    on_gpu = device.platform == "gpu"
+    has_product = "pallas" in product_times.algorithms_at_hand(chip_called(device.device_kind, device.platform))
     if compiled or jax.process_count() == 1:
         for op, words in ALGORITHMS.items():
             for algorithm in words:
-                if algorithm not in ("auto", "xla", "torus"):
-                    yield _proved(mesh, mesh_axis, op, algorithm, compiled)
+                if algorithm not in ("auto", "xla", "torus") and (not on_gpu or (op == "matmul" and has_product)):
+                    yield _proved(mesh, mesh_axis, op, algorithm, compiled, "bfloat16" if on_gpu else "float32")
     yield _proved(mesh, mesh_axis, "all_reduce", "xla", True)
 
 
-def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool) -> Proof:
+def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool, dtype: str = "float32") -> Proof:
     group = mesh.shape[mesh_axis]
     local = (2 * group, 5) if op in PRODUCTS or op == "matmul" else (group, 7)
     numbers = (
-        (np.arange(group * local[0] * local[1]) * 7 % 13 - 6).reshape(group * local[0], local[1]).astype(np.float32)
+        (np.arange(group * local[0] * local[1]) * 7 % 13 - 6)
+        .reshape(group * local[0], local[1])
+        .astype(jnp.dtype(dtype))
     )
     place = jax.NamedSharding(mesh, P(mesh_axis))
     x = jax.make_array_from_callback(numbers.shape, place, lambda index: numbers[index])
@@ -184,7 +190,7 @@ def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool)
     else:
         with interpret(races=False):
             wrong = int(program(x))
-    return Proof(op, algorithm, local, "float32", wrong, not compiled)
+    return Proof(op, algorithm, local, dtype, wrong, not compiled)
 
 
 def _known(mesh: Mesh, mesh_axis: str) -> None:

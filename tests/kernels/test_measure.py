@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jshard.cli import bench
 from jshard.errors import JShardError
-from jshard.kernels import measure
+from jshard.kernels import measure, product_times
+from jshard.kernels.chip import CHIPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +42,38 @@ def test_interpreted_kernels_are_never_timed():
     assert measure.algorithms_at_hand("all_reduce", 128, "tpu") == ["one_shot", "two_shot", "xla"]
 
 
+def test_product_is_timed_by_xla_only_where_its_kernel_could_but_be_interpreted(capsys, tmp_path):
+    table, drawn = tmp_path / "bench.csv", tmp_path / "bench.svg"
+    assert bench.run(sides=[8, 16], repeats=2, csv_file=str(table), plot=str(drawn)) == 0
+    out = capsys.readouterr().out
+    assert f"cpu, jax {jax.__version__}; products of bfloat16; 2 calls of each in turn" in out
+    assert "pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator" in out
+    with table.open() as file:
+        read = list(csv.DictReader(file))
+    assert [(row["epilogue"], row["algorithm"], row["side"], row["against_xla"]) for row in read] == [
+        (epilogue, "xla", side, "1.000") for side in ("8", "16") for epilogue in ("bare", "bias and gelu")
+    ]
+    assert drawn.read_text().count("<polyline") == 2 and "8 to 16 rows and columns across" in drawn.read_text()
+
+
+def test_products_at_hand_are_those_that_compile_there():
+    assert product_times.algorithms_at_hand(CHIPS["cpu"]) == ["xla"]
+    assert product_times.algorithms_at_hand(CHIPS["a100"]) == ["xla"]
+    for chip in ("h100", "h200", "b200", "v5e"):
+        assert product_times.algorithms_at_hand(CHIPS[chip]) == ["pallas", "xla"]
+
+
+def test_product_is_held_against_xla_by_what_it_did_in_the_same_turns():
+    found = [
+        product_times.ProductTime(1000, "bare", algorithm, median, median, median, 5, 1, 4e12)
+        for algorithm, median in (("pallas", 1e-3), ("xla", 2e-3))
+    ]
+    assert bench.product_rows(found) == [
+        ("bare", "pallas", "1000", "1000.0", "1000.0", "1000.0", "5", "2.000", "4", "2.000"),
+        ("bare", "xla", "1000", "2000.0", "2000.0", "2000.0", "5", "1.000", "4", "1.000"),
+    ]
+
+
 def test_bandwidth_counts_what_must_travel():
     timing = measure.Timing("all_reduce", "ring", 4, 1_000_000, 1e-3, 1e-3, 2e-3, 5, 50.0)
     assert timing.bandwidth == pytest.approx(1.5)
@@ -48,6 +82,7 @@ def test_bandwidth_counts_what_must_travel():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
+        (lambda: bench.run(sides=[0]), "a square matrix of 0 rows holds nothing to multiply; use --side 1024"),
         (lambda: bench.run(["4KB"]), '"4KB" is no size of an array; use bytes or a unit: 4096, 64KiB, 1MiB'),
         (
             lambda: bench.run(mesh={"tensor": 2}, axis="tenser"),
