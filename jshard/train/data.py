@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jshard.errors import JShardError, Place
 from jshard.layouts.layout import Layout
 from jshard.signals.signal import Signal
+from jshard.train.arrays import kind, raw, typed
 from jshard.train.sources import Examples, Indexed, Shuffled, Source, Stream
 
 PAIR = 'return {"train": (x, y), "test": (x, y)}'
@@ -153,6 +154,8 @@ def placed(array: Any, where: NamedSharding) -> jax.Array:
     """`array`, which every process has, on devices of one process or of several: each gives its own devices their part."""
     if where.is_fully_addressable:
         return jax.device_put(array, where)
+    if (keys := kind(array)) is not None:
+        return typed(placed(raw(array), where), keys)
     host = _canonical(np.asarray(array))
     return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
 

@@ -67,11 +67,12 @@ def _read_by_all(where: Any) -> NamedSharding | None:
 @dataclasses.dataclass(frozen=True)
 class Taken:
     """One step that has been dispatched: its number, from 1, its loss, which may not be computed yet, and the position in
-    the data behind it."""
+    the data behind it. `settle()` waits for it and all before it, and stops at the first whose loss is NaN."""
 
     number: int
     loss: jax.Array
     position: Position
+    settle: Callable[[], None]
 
 
 def run(
@@ -86,16 +87,22 @@ def run(
 ) -> Generator[Taken]:
     """Dispatches the steps behind the first `done`, up to `steps`; `ahead` batches are read and on their way to the
     devices before they are asked for. A loss that is no number ends it, at most a few steps later."""
-    waiting: collections.deque[Taken] = collections.deque()
+    waiting: collections.deque[tuple[int, jax.Array]] = collections.deque()
     numbers = range(done + 1, steps + 1)
+
+    def settle(left: int = 0) -> None:
+        while len(waiting) > left:
+            number, loss = waiting.popleft()
+            if math.isnan(float(loss)):
+                raise NotANumber(number)
+
     with read_ahead(_placed(source, placement, position, len(numbers)), ahead) as batches:
         for number, (batch, behind) in zip(numbers, batches, strict=True):
-            waiting.append(Taken(number, step(*batch), behind))
-            if len(waiting) > IN_FLIGHT:
-                check_number(waiting.popleft())
-            yield waiting[-1]
-        for taken in waiting:
-            check_number(taken)
+            loss = step(*batch)
+            waiting.append((number, loss))
+            settle(IN_FLIGHT)
+            yield Taken(number, loss, behind, settle)
+        settle()
 
 
 def _placed(
@@ -105,12 +112,6 @@ def _placed(
     with told("data is read"):
         for batch in itertools.islice(source.read(position, placement.rows), count):
             yield placement.place(batch.size, batch.x, batch.y), batch.position
-
-
-def check_number(taken: Taken) -> None:
-    """Waits for a step, and stops at it if its loss is NaN."""
-    if math.isnan(float(taken.loss)):
-        raise NotANumber(taken.number)
 
 
 def check_parameters(state: Any, number: int) -> None:

@@ -12,7 +12,7 @@ import jax
 from jshard.errors import JShardError
 from jshard.train.checkpoint import Checkpoint, Saver, steps_in
 from jshard.train.experiment import LEARNING_RATE, Experiment
-from jshard.train.loop import NotANumber, Step, Taken, check_number, check_parameters, evaluate, run
+from jshard.train.loop import NotANumber, Step, Taken, check_parameters, evaluate, run
 from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, silent
 from jshard.train.record import Record, written
@@ -97,6 +97,7 @@ class _Training:
         experiment, bar, number, steps = self.experiment, self.bar, taken.number, self.experiment.steps
         bar.show(number, taken.loss)
         if number % experiment.log == 0 or number == steps:
+            taken.settle()
             value, speed = float(taken.loss), self.rate.read(number)
             self.record.write(step=number, loss=value, examples_per_second=round(speed))
             bar.show_figures(number, figures(value, speed))
@@ -122,7 +123,7 @@ class _Training:
                 self._save_now(self.saver, taken)
 
     def _save_now(self, saver: Saver, taken: Taken) -> None:
-        check_number(taken)
+        taken.settle()
         check_parameters(self.step.state, taken.number)
         saver.save(taken.number, self.step.state, taken.position)
 
