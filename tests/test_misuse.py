@@ -395,7 +395,8 @@ IN_A_FILE = {
     ),
     "watchdog": (
         MESH + "  train: {watchdog: 100}\n",
-        "jshard.train.watchdog (FILE:3) is not built yet; remove it",
+        "jshard.train.watchdog (FILE:3) is 100, which is not a mapping of step_timeout and start_timeout; write watchdog: "
+        "{step_timeout: 300}",
     ),
     "batch zero": (
         MESH + "  train: {batch: 0}\n",

@@ -53,7 +53,7 @@ def _train(asked: Asked, resume: Callable[[], Checkpoint] | None) -> int:
     assert membership is not None
     if (count := pretended(configuration)) is not None:
         pretend_part(count, membership.processes)
-    init(facts={"configuration": facts_of(configuration)}, preemption=True)
+    init(facts={"configuration": facts_of(configuration)}, preemption=True, **configuration.train.get("watchdog", {}))
     agree("devices", {"devices of a process": str(jax.local_device_count()), "kind": jax.devices()[0].device_kind},
           mend="give each process as many, of one kind")  # fmt: skip
     check_all_have_devices(configuration)

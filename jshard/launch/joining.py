@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -23,6 +24,7 @@ from jshard.layouts.pretend import THREADS_PER_DEVICE, pretend
 from jshard.version import __version__
 
 START_TIMEOUT = 60.0  # seconds that all processes have to appear in
+PRECEDENCE = 2.0  # seconds that rank 0 has to say what it has told the others, before they end
 STEP_TIMEOUT = 300.0  # seconds without a step after which a run counts as hung
 
 
@@ -58,7 +60,7 @@ def init(
     _hold_end()
     if devices is not None:
         pretend_part(devices, membership.processes)
-    answer(membership, {"software": _software(), **(facts or {})}, seconds)
+    answer(membership, {"installation": _software(), **(facts or {})}, seconds)
     _start_jax(membership, seconds, preemption)
     _Joined.membership = membership
     from jshard.launch.watchdog import watch  # reads JAX's service, which is there from here on
@@ -175,6 +177,8 @@ def fail(error: BaseException, status: int | None = None) -> None:
         from jshard.launch.watchdog import report
 
         report(_Joined.membership, _last_line(error), _Joined.pulse)
+    if isinstance(error, Told):
+        time.sleep(PRECEDENCE)
     _Joined.pulse.tell(fault=_last_line(error))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -22,7 +22,7 @@ from jshard.launch.membership import Membership
 
 LONGEST = 1 << 20  # bytes that one process may say
 MENDS = {
-    "software": "install the same versions for all of them",
+    "installation": "install the same versions for all of them",
     "configuration": "start all of them with the same YAML and the same key=value",
 }
 

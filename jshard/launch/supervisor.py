@@ -21,6 +21,7 @@ from jshard.launch.worker import Worker
 
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
 HELD = 0.3  # seconds that a line waits, as another process may turn out to have failed before it
+SAVED = 143  # the exit status of a process that was sent SIGTERM, and saved at a step that all agreed on
 MISTAKE = 2  # the exit status of a JShardError: it would be made again
 
 
@@ -57,6 +58,7 @@ class Supervisor:
 
     def _once(self, attempt: int) -> tuple[int, str | None]:
         memberships = self.memberships()
+        self.kill_at = float("inf")
         self.events = queue.SimpleQueue()
         variables = {} if attempt == 0 else {"JSHARD_RESTART": str(attempt)}
         workers: list[Worker] = []
@@ -79,8 +81,7 @@ class Supervisor:
         first: Worker | None = None
         loud = set(workers)
         while loud:
-            if self.asked is not None:
-                self._press_on(workers)
+            self._press_on(workers)
             self._print_held(first)
             try:
                 kind, worker, *rest = self.events.get(timeout=HELD / 2)
@@ -96,6 +97,9 @@ class Supervisor:
                 worker.status = rest[0]
                 if worker.status != 0 and first is None and self.asked is None:
                     first = worker
+                    if worker.status == SAVED:
+                        self.kill_at = time.monotonic() + self.grace  # all of them have been told, and are ending
+                        continue
                     for other in workers:
                         if other is not worker:
                             other.send(signal.SIGKILL)  # they wait for it in C, and hear no gentler word
@@ -114,8 +118,7 @@ class Supervisor:
 
     def _press_on(self, workers: Sequence[Worker]) -> None:
         """Hands on the signal that the user sent, once; kills what has not ended in time."""
-        if self.kill_at == float("inf"):
-            assert self.asked is not None
+        if self.asked is not None and self.kill_at == float("inf"):
             self.kill_at = time.monotonic() + (KILLED_ANYWAY if self.asked == signal.SIGINT else self.grace)
             for worker in workers:
                 worker.send(self.asked)
@@ -160,6 +163,8 @@ def fault_of(worker: Worker) -> str:
     culprit = worker.facts.get("culprit")
     if culprit is not None and culprit != rank:
         return f"rank {culprit} was at fault, as rank {rank} says above; all were stopped"
+    if worker.status == MISTAKE:
+        return f"all were stopped: rank {rank} says why, above"
     says = f"rank {rank} {worker.how_ended()} {where}"
     if (place := worker.facts.get("stands_in")) and worker.facts.get("step"):
         says += f", and the others waited for it in {place}"

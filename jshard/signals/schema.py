@@ -78,7 +78,13 @@ TRAIN: dict[str, Key] = {
         ),
         "When all that training needs to go on is saved, and where.",
     ),
-    "watchdog": _later("What watches for a process that hangs"),
+    "watchdog": Key(
+        Table({
+            "step_timeout": Key(Whole("300"), "Seconds without a step after which several processes count as hung."),
+            "start_timeout": Key(Whole("60"), "Seconds that all processes have to appear in."),
+        }),
+        "What watches over several processes.",
+    ),
 }  # fmt: skip
 
 _KERNEL = Table({op: Key(Choice(words), f"How {op} is done.") for op, words in KERNELS.items()})

@@ -1,4 +1,4 @@
-"""A loop of steps with one all-reduce each, which does `fault` in process `rank` at step 5: `program.py fault rank`."""
+"""A loop of steps with one all-reduce each, which does `fault` in process `rank` (-1: in all) at step 5: `program.py fault rank`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import jshard
 from jshard.launch.joining import pulse
@@ -25,9 +26,29 @@ def commit(fault: str) -> None:
             raise jshard.JShardError("the model is wrong", mend="mend it")
         case "exit":
             sys.exit(3)
+        case "restart" if "JSHARD_RESTART" not in os.environ:
+            raise RuntimeError("the first time")
+        case "restart":
+            print("listens at", *sorted(listening()))
         case "sleep":
             pulse().at("data")
             time.sleep(600)
+
+
+def listening() -> set[str]:
+    """The addresses at which this process can be reached."""
+    own = {
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{name}")
+    }
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                found.add(words[1].partition(":")[0])
+    return found
 
 
 def main(fault: str, rank: int, steps: int = 20) -> None:
@@ -43,7 +64,7 @@ def main(fault: str, rank: int, steps: int = 20) -> None:
     pulse().of = steps
     for step in range(1, steps + 1):
         pulse().at("step", step)
-        if step == 5 and (member is None or member.rank == rank):
+        if step == 5 and (member is None or rank in (member.rank, -1)):
             commit(fault)
         result = total(x)
         pulse().waits(step, result)

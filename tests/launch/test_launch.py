@@ -1,0 +1,132 @@
+"""`jshard launch` with real processes and JAX between them: the same loss, one sentence for each fault, and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAM = "tests/launch/program.py"
+
+
+def start(*words: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "jshard", "launch", *words]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def finished(started: subprocess.Popen[str], timeout: float = 120) -> tuple[int, list[str], list[str]]:
+    out, err = started.communicate(timeout=timeout)
+    return started.returncode, out.splitlines(), err.splitlines()
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return trial.getsockname()[1]
+
+
+def test_train_loses_bitwise_the_same_in_1_2_and_4_processes(tmp_path):
+    words = ["train", "configs/digits.yaml", "steps=20", "log.every=1"]
+    started = [start("-n", str(count), *words, f"output={tmp_path}/{count}") for count in (1, 2, 4)]
+    losses = []
+    for count, each in zip((1, 2, 4), started, strict=True):
+        status, out, err = finished(each)
+        assert status == 0, err
+        assert all(line.startswith("[0] ") for line in out)  # the first alone speaks, and writes
+        assert out[-1].startswith("[0] test accuracy ")
+        lines = [json.loads(line) for line in (tmp_path / str(count) / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) == 20
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_launch_starts_all_again_after_an_exception_and_listens_on_loopback_alone():
+    status, out, err = finished(start("-n", "4", "--restarts", "1", PROGRAM, "restart", "-1"))
+    assert status == 0, err
+    assert "RuntimeError: the first time" in " ".join(err)
+    assert "starting all again: restart 1 of 1" in err
+    listens = [line.split("listens at ")[1].split() for line in out if "listens at" in line]
+    assert len(listens) == 4
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert {address for each in listens for address in each} <= loopback
+    assert [line for line in out if "total" in line] and all("total 6.0" in line for line in out if "total" in line)
+
+
+def test_launch_names_the_rank_that_was_killed_and_its_step():
+    status, _, err = finished(start("-n", "4", PROGRAM, "kill", "2"))
+    said = "rank 2 was ended by SIGKILL in step 5; all were stopped; if nobody killed it, memory may have run out: type dmesg"
+    assert (status, err[-1]) == (137, said)
+
+
+def test_launch_shows_all_ranks_when_one_has_stopped():
+    status, _, err = finished(start("-n", "4", PROGRAM, "stop", "2", JSHARD_STEP_TIMEOUT="3"))
+    assert status == 1
+    assert err[-1].startswith("rank 2 was at fault, as rank ")
+    rows = [line.split()[1:] for line in err[-7:-2]]
+    assert rows[0] == ["rank", "host", "process", "alive", "phase", "step", "done"]
+    assert [row[3] for row in rows[1:]] == ["yes", "yes", "no", "yes"]
+    assert [row[-1] == "<--" for row in rows[1:]] == [False, False, True, False]
+    assert "rank 2 has not answered for " in err[-2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "rank", "status", "sentence"),
+    [
+        (
+            "kill",
+            0,
+            137,
+            "rank 0 was ended by SIGKILL in step 5; all were stopped; if nobody killed it, memory may have run out",
+        ),
+        ("term", 1, 143, "rank 1 was ended by SIGTERM in step 5; all were stopped; its last lines begin with [1]"),
+        ("exit", 2, 3, "rank 2 ended with status 3 in step 5; all were stopped; its last lines begin with [2]"),
+        ("mistake", 3, 2, "all were stopped: rank 3 says why, above"),
+        ("stop", 0, 1, "rank 0 was at fault, as rank "),
+        ("sleep", 2, 1, "rank 2 "),
+    ],
+)
+def test_launch_names_the_rank_at_fault(fault, rank, status, sentence):
+    began = time.monotonic()
+    ended, _, err = finished(start("-n", "4", PROGRAM, fault, str(rank), JSHARD_STEP_TIMEOUT="4"))
+    assert (ended, err[-1].startswith(sentence)) == (status, True), err
+    assert time.monotonic() - began < 60
+    if fault == "sleep":
+        assert any(line.endswith("<--") and line.split()[1] == "2" for line in err)
+        assert any("rank 2 keeps the others waiting for " in line and "it was in step 5 (data)" in line for line in err)
+
+
+def test_processes_with_another_yaml_are_told_the_key():
+    where = f"127.0.0.1:{free_port()}"
+    words = ["train", "configs/digits.yaml", "steps=20"]
+    started = [
+        start("--coordinator", where, "--processes", "2", "--process-id", str(rank), *words, *more)
+        for rank, more in enumerate([[], ["optimizer.learning_rate=0.1"]])
+    ]
+    (first, _, said), (second, *_) = map(finished, started)
+    sentence = (
+        "[0] rank 1 has another configuration than rank 0: jshard.train.optimizer.learning_rate is 0.1, and 0.002 at rank 0; "
+        "start all of them with the same YAML and the same key=value"
+    )
+    assert (first, second, said) == (2, 2, [sentence, "all were stopped: rank 0 says why, above"])
+
+
+def test_processes_with_another_program_are_told_before_the_first_step():
+    status, out, err = finished(
+        start("-n", "2", "train", "configs/digits.yaml", "steps=20", "loss=tests.launch.other:loss")
+    )
+    assert status == 2
+    (said,) = [line for line in err if "has another program" in line]
+    assert said.startswith("[0] rank 1 has another program than rank 0: its fingerprint is ")
+    assert said.endswith("; start all of them with the same code and data")
+    assert not [line for line in out if "loss" in line]

@@ -1,0 +1,196 @@
+"""Processes are started, read and ended together. The programs here use no JAX."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+RANK = "import os, signal, sys, time; rank = int(os.environ['JAX_PROCESS_ID'])\n"
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """`launch(program, "-n", "2")` starts `jshard launch` with this program."""
+
+    def start(program: str, *words: str) -> subprocess.Popen[str]:
+        script = tmp_path / "program.py"
+        script.write_text(RANK + program)
+        command = [sys.executable, "-m", "jshard", "launch", *words, str(script), "word", "--option", "3"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HERE": str(tmp_path)}
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+
+    return start
+
+
+def finished(started: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
+    out, err = started.communicate(timeout=60)
+    return started.returncode, sorted(out.splitlines()), err.splitlines()
+
+
+def wait_for(paths: list[Path]) -> list[int]:
+    """The process ids that are written there, once they are."""
+    deadline = time.monotonic() + 30
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(path.read_text()) for path in paths]
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_launch_puts_the_rank_before_each_line_and_hands_words_on(launch):
+    program = "print(rank, sys.argv[1:], os.environ['JAX_NUM_PROCESSES']); print('to stderr', file=sys.stderr)"
+    status, out, err = finished(launch(program, "-n", "2"))
+    assert (status, sorted(err)) == (0, ["[0] to stderr", "[1] to stderr"])
+    assert out == [f"[{rank}] {rank} ['word', '--option', '3'] 2" for rank in (0, 1)]
+
+
+def test_launch_ends_as_the_first_that_failed_and_stops_the_others(launch):
+    program = "rank == 1 and (print('why', file=sys.stderr), time.sleep(0.3), sys.exit(7)); time.sleep(60)"
+    began = time.monotonic()
+    status, _, err = finished(launch(program, "-n", "3"))
+    said = "rank 1 ended with status 7 before its first step; all were stopped; its last lines begin with [1]"
+    assert (status, err) == (7, ["[1] why", said])
+    assert time.monotonic() - began < 30
+
+
+def test_launch_names_the_signal_and_the_step_that_it_came_in(launch):
+    program = """
+from jshard.launch.pulse import Pulse
+pulse = Pulse()
+for step in range(1, 10):
+    pulse.at("step", step)
+    if rank == 0 and step == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    status, _, err = finished(launch(program, "-n", "2"))
+    said = "rank 0 was ended by SIGKILL in step 7; all were stopped; if nobody killed it, memory may have run out: type dmesg"
+    assert (status, err) == (137, [said])
+
+
+def test_launch_leaves_out_what_the_others_say_of_the_fault(launch):
+    program = "rank == 0 and sys.exit(3); time.sleep(0.05); print('the other is gone', file=sys.stderr); sys.exit(4)"
+    status, _, err = finished(launch(program, "-n", "2"))
+    assert (status, len(err)) == (3, 1)
+
+
+def test_launch_starts_all_again_as_often_as_asked(launch):
+    program = "attempt = os.environ.get('JSHARD_RESTART', '0'); print('attempt', attempt); sys.exit(9 if attempt < '2' else 0)"
+    status, out, err = finished(launch(program, "-n", "1", "--restarts", "3"))
+    assert (status, out) == (0, [f"[0] attempt {attempt}" for attempt in range(3)])
+    assert err[1::2] == ["starting all again: restart 1 of 3", "starting all again: restart 2 of 3"]
+
+
+def test_launch_does_not_repeat_a_mistake(launch):
+    status, out, _ = finished(launch("print('once'); sys.exit(2)", "-n", "1", "--restarts", "3"))
+    assert (status, out) == (2, ["[0] once"])
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "stopped"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
+)
+def test_launch_that_is_stopped_stops_all_and_their_children(launch, tmp_path, number, status, said):
+    program = """
+import subprocess
+child = subprocess.Popen(["sleep", "300"])
+open(f"{os.environ['HERE']}/{rank}", "w").write(str(os.getpid()))
+open(f"{os.environ['HERE']}/child{rank}", "w").write(str(child.pid))
+time.sleep(300)
+"""
+    started = launch(program, "-n", "2")
+    pids = wait_for([tmp_path / name for name in ("0", "1", "child0", "child1")])
+    started.send_signal(number)
+    assert finished(started) == (status, [], [said])
+    assert gone(pids)
+
+
+def test_launch_kills_what_does_not_hear(launch, tmp_path):
+    program = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(f"{os.environ['HERE']}/{rank}", "w").write(str(os.getpid()))
+time.sleep(300)
+"""
+    started = launch(program, "-n", "2", "--grace", "0.5")
+    pids = wait_for([tmp_path / "0", tmp_path / "1"])
+    started.terminate()
+    assert finished(started)[0] == 143
+    assert gone(pids)
+
+
+def test_launch_lets_all_save_when_one_is_preempted(launch):
+    program = "time.sleep(0.2 if rank == 1 else 1.0); print('saved', rank); sys.exit(143)"
+    status, out, err = finished(launch(program, "-n", "2"))
+    assert (status, out) == (143, ["[0] saved 0", "[1] saved 1"])
+    assert err == [
+        "rank 1 ended with status 143 before its first step; all were stopped; its last lines begin with [1]"
+    ]
+
+
+def test_launch_that_is_killed_takes_its_processes_along(launch, tmp_path):
+    program = 'open(f"{os.environ[\'HERE\']}/{rank}", "w").write(str(os.getpid())); time.sleep(300)'
+    started = launch(program, "-n", "2")
+    pids = wait_for([tmp_path / "0", tmp_path / "1"])
+    started.kill()
+    started.communicate()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["train", "configs/digits.yaml"],
+            "jshard launch does not know how many processes to start; type: jshard launch -n 4, or --coordinator host:port "
+            "--processes 16 --process-id 3 on each host",
+        ),
+        (
+            ["-n", "4"],
+            "jshard launch names no program; type: jshard launch -n 4 train configs/digits.yaml, or a script",
+        ),
+        (["-n", "0", "train", "x"], "jshard launch can't start 0 processes; type: jshard launch -n 4"),
+        (["-n", "2", "gone.py"], 'there is no file "gone.py" to launch; start from the folder that holds it'),
+        (
+            ["-n", "2", "trian", "x"],
+            '"trian" is neither a script nor a command that can be launched; type: jshard launch -n 4 train',
+        ),
+        (
+            ["--coordinator", "a:1", "train", "x"],
+            "jshard launch has no --processes and no --process-id; type: jshard launch --coordinator host:port --processes "
+            "16 --process-id 3",
+        ),
+        (
+            ["--coordinator", "a:1", "--processes", "2", "--process-id", "2", "train", "x"],
+            "jshard launch says that this is process 2 of 2; number the processes from 0 to 1",
+        ),
+    ],
+)
+def test_launch_that_can_not_be_is_told(words, sentence, monkeypatch, capsys):
+    from jshard.cli import main
+
+    assert main(["launch", *words]) == 2
+    assert capsys.readouterr().err == sentence + "\n"

@@ -1,0 +1,67 @@
+"""Which rank differs, and how that is shown."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from jshard.launch.pulse import Pulse
+from jshard.launch.watchdog import odd_one, table
+
+
+def notes(*said: tuple[str, int]) -> dict[int, dict]:
+    return {
+        rank: {"phase": phase, "step": step, "done": 4, "host": "node", "pid": 10 + rank}
+        for rank, (phase, step) in enumerate(said)
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "dead", "odd"),
+    [
+        ([("step", 5), ("step", 5), ("step", 5)], [], None),
+        ([("step", 5), ("step", 5), ("step", 5)], [2], 2),
+        ([("step", 5), ("step", 4), ("step", 5)], [], 1),
+        ([("step", 5), ("step", 4), ("step", 5)], [0], 0),
+        ([("step", 5), ("data", 5), ("step", 5)], [], 1),
+        ([("step", 5), ("step", 5), ("ended", 5)], [], 2),
+        ([("step", 5), ("step", 7)], [], 0),
+        ([("data", 5), ("step", 5)], [], 0),
+    ],
+)
+def test_watchdog_finds_the_rank_that_differs(said, dead, odd):
+    alive = {rank: rank not in dead for rank in range(len(said))}
+    assert odd_one(notes(*said), alive) == odd
+
+
+def test_watchdog_shows_all_ranks_and_marks_the_one_that_differs():
+    assert table(notes(("step", 5), ("data", 5)), {0: True, 1: True}, 1) == [
+        "rank  host  process  alive  phase  step  done",
+        "0     node  10       yes    step   5     4",
+        "1     node  11       yes    data   5     4  <--",
+    ]
+
+
+def test_pulse_counts_the_steps_whose_results_are_there():
+    class Result:
+        def __init__(self, ready: bool):
+            self.ready = ready
+
+        def is_ready(self) -> bool:
+            return self.ready
+
+    pulse = Pulse()
+    for step in (1, 2, 3):
+        pulse.at("step", step)
+        pulse.waits(step, Result(step < 3))
+    assert (pulse.look(), pulse.step) == (2, 3)
+
+
+def test_pulse_costs_a_step_a_few_microseconds():
+    pulse = Pulse()
+    began = time.perf_counter()
+    for step in range(10_000):
+        pulse.at("step", step)
+        pulse.waits(step, None)
+    assert time.perf_counter() - began < 1  # 100 microseconds a step, were it that slow
