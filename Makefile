@@ -13,10 +13,10 @@ STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 
-.PHONY: help demo test core check lint fuzz bench hang-test wheel clean
+.PHONY: help demo test core check lint fuzz verify-random bench hang-test wheel clean
 
 help:  ## this list
-	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.digits-$(STAMP)  ## sets up and trains digits on 8 pretend devices; the last line is the test accuracy
 	@$(BIN)/jshard train configs/digits.yaml
@@ -37,6 +37,9 @@ lint: $(VENV)/.dev-$(STAMP)
 
 fuzz: $(VENV)/.test-$(STAMP)  ## 100,000 mappings and texts, each of which loads or is one JShardError
 	@JSHARD_FUZZ_EXAMPLES=100000 $(BIN)/python -m pytest tests/test_fuzz.py -q --timeout 7200
+
+verify-random: $(VENV)/.test-$(STAMP)  ## 200 random programs without a fault, each of which has to verify
+	@JSHARD_VERIFY_EXAMPLES=200 $(BIN)/python -m pytest tests/test_verify_random.py -q --timeout 7200
 
 bench: $(VENV)/.test-$(STAMP)  ## training steps against hand-written shard_map, and what an import costs
 	@$(PRETEND) $(BIN)/python -m benchmarks.step

@@ -165,7 +165,9 @@ class Program:
     def natural(self) -> list[Any]:
         """The arrays as they were given, but none in a special place."""
         return [
-            near(name, array, parameter=name in self.signals) if _is_inexact(array) else _as_given(name, array)
+            near(name, array, parameter=name in self.signals and name not in self.of_optimizers)
+            if _is_inexact(array)
+            else _as_given(name, array)
             for name, array in zip(self.names, self.given, strict=True)
         ]
 

@@ -75,9 +75,11 @@ class Verification:
         """Each finding once; what is of one kind, as state of the optimizer, under one signal and alike, together."""
         counts: dict[Any, tuple[Finding, int]] = {}
         for number, finding in enumerate(self.findings):
-            alike = finding.kind and (in_words(finding.mesh), finding.kind, finding.signal, finding.words)
+            bare = dataclasses.replace(finding, stand_ins=())
+            alike = finding.kind and (in_words(finding.mesh), finding.kind, finding.signal, bare.words)
             first, count = counts.get(alike or number, (finding, 0))
-            counts[alike or number] = first, count + 1
+            stand_ins = tuple(sorted({*first.stand_ins, *finding.stand_ins}))
+            counts[alike or number] = dataclasses.replace(first, stand_ins=stand_ins), count + 1
         return list(counts.values())
 
     @property
