@@ -40,3 +40,12 @@ def data(features: int = 4096) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def loss(y: jax.Array, target: jax.Array) -> jax.Array:
     return jshard.mean((y - target) ** 2)
+
+
+def model() -> Model:
+    """For `--args`, which calls it under the configuration."""
+    return Model(rngs=nnx.Rngs(0))
+
+
+def serve(model: Model, x: jax.Array) -> jax.Array:
+    return model(x)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -86,7 +88,13 @@ def pretend_where_none(configuration: Configuration) -> None:
     pretend(count, platforms=None)
     import jax
 
+    logging.getLogger("jax._src.xla_bridge").addFilter(_is_of_use)
     if jax.default_backend() == "cpu":
         why = "no accelerator here" if "cpu" not in os.environ.get("JAX_PLATFORMS", "") else "JAX_PLATFORMS=cpu"
         here = len(jax.devices())
         print(f"{why}: pretending {here} CPU devices for mesh {mesh_in_words(configuration)}", file=sys.stderr)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Not a page on CUDA's libraries where there is no GPU: the compiler that plans are made with brings a plugin along."""
+    return "plugin configuration error" not in record.getMessage() or bool(glob.glob("/dev/nvidia[0-9]*"))
