@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -534,3 +535,25 @@ def test_disk_that_is_really_full_or_read_only_is_told(here):
         f'{said} "full", which can\'t take step 3: no space left on device; make room, or name another output',
         f'{said} "ro/x", which can\'t be written to: read-only file system; make it writable, or name another output',
     ]
+
+
+PAGE = (ROOT / "docs/checkpoints.md").read_text()
+
+
+@pytest.mark.slow
+def test_page_shows_what_the_commands_print(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (session,) = re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^\$ jshard ([^\n]+)\n(.*?)(?=^\$|\Z)", session, re.MULTILINE | re.DOTALL)
+    assert [command.split()[0] for command, _ in commands] == ["train", "resume"]
+    for command, says in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "jshard", *command.split()],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for line in says.splitlines():  # in any order: a save may end a step earlier or later
+            form = re.escape(line).replace(r"\.\.\.", ".*")
+            assert re.search(f"^{form}$", done.stdout, re.MULTILINE), line + "\n" + done.stdout + done.stderr
