@@ -111,7 +111,7 @@ def launch(
             collective_id=collective_id,
             has_side_effects=collective_id is not None,
             vmem_limit_bytes=vmem_limit(vmem),
-            dimension_semantics=order if grid else None,
+            dimension_semantics=order if grid and how is None else None,  # the interpreter's vmap counts no new axis
         ),
         cost_estimate=pl.CostEstimate(
             flops=flops, transcendentals=0, bytes_accessed=moved, remote_bytes_transferred=told.wire
