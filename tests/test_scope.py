@@ -272,7 +272,7 @@ def test_48_equal_layers_under_48_names_trace_once(monkeypatch):
     for name in names:
         with signal(name):
             layers.append(Linear(8, 8, rngs=nnx.Rngs(0)))
-    from jshard.layers.product import Body
+    from jshard.layers.body import Body
 
     traces = []
     run = Body._run

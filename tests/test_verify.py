@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.errors import JShardError
 from jshard.inspect import verify
-from jshard.layers import product
+from jshard.layers import body, product
 from jshard.signals.current import unload
 
 YAML = """\
@@ -465,15 +465,10 @@ def test_fault_in_one_mesh_only_is_told_of_that_mesh():
     assert [begin.mesh for begin in found.beginnings] == [{"data": 4, "tensor": 2}]
 
 
-def _has_all_reduce():
-    """Where the body of a product looks it up."""
-    return product if hasattr(product, "all_reduce") else product.collectives
-
-
 def test_fault_in_jshards_own_layer_is_caught(monkeypatch):
     """Take the sum out of the body that all products run, and the check that would have found it."""
     model, x = MLP(nnx.Rngs(0)), put((8, 8), "data")
-    monkeypatch.setattr(_has_all_reduce(), "all_reduce", lambda x, mesh_axes, **more: x)
+    monkeypatch.setattr(body, "all_reduce", lambda x, mesh_axes, **more: x)
     monkeypatch.setattr(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False))
     product._program.cache_clear()
     try:
@@ -490,7 +485,7 @@ def test_fault_in_jshards_own_layer_that_keeps_the_first_part(monkeypatch):
         return lax.psum(jnp.where(lax.axis_index(mesh_axes) == 0, x, 0), mesh_axes) if mesh_axes else x
 
     model, x = MLP(nnx.Rngs(0)), put((8, 8), "data")
-    monkeypatch.setattr(_has_all_reduce(), "all_reduce", first)
+    monkeypatch.setattr(body, "all_reduce", first)
     product._program.cache_clear()
     try:
         found = verify(loss, model, x)

@@ -104,6 +104,8 @@ def _words(signal: Signal) -> Iterator[str]:
         yield "activations computed anew in backward"
     if signal.compile:
         yield "compiled as one program"
+    if signal.kernel:
+        yield f"kernels: {', '.join(f'{op} {word}' for op, word in signal.kernel)}"
     for collective, count in signal.expect:
         yield f"at most {count} bytes on the wire" if collective == "bytes" else f"{count} {collective} expected"
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.errors import JShardError
-from jshard.layers.product import Arithmetic, multiply
+from jshard.layers.body import Arithmetic
+from jshard.layers.product import multiply
 from jshard.layers.strategy import Strategy, check_parameters, strategy_of
 from jshard.layouts.create import create
 from jshard.signals.scope import active, active_path, resolve

@@ -11,8 +11,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
+from jshard.layers.body import Arithmetic
 from jshard.layers.choose import Choice, Operand, choices
-from jshard.layers.product import Arithmetic, multiply
+from jshard.layers.product import multiply
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribute import replicated
@@ -42,7 +43,8 @@ def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
         x, w = _promoted((x, w), dtype=said.dtype.compute)
         return jnp.matmul(x, w, precision=precision)
     best = choose(x, w)[0]
-    strategy = dataclasses.replace(best.strategy, reduce_dtype=said.dtype.reduce, remat=said.remat)
+    more = {"reduce_dtype": said.dtype.reduce, "remat": said.remat, "kernels": said.kernel}
+    strategy = dataclasses.replace(best.strategy, **more)
     with jax.named_scope(f"chosen:{best}{_unless_seen(x, w, best)}"):
         return multiply(x, w, None, said, arithmetic, strategy=strategy)
 

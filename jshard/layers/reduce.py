@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from jshard.errors import JShardError
 from jshard.kernels import collectives
+from jshard.kernels.all_reduce import all_reduce
+from jshard.layers.kernel import check_kernels
 from jshard.layers.strategy import compiled
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribute import redistribute
@@ -46,11 +48,12 @@ class Body:
     keepdims: bool
     mesh_axes: tuple[str, ...]
     count: int
+    algorithm: Any = "xla"  # of the all-reduce
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.kind == "max":
             return self._largest(x)
-        total = collectives.all_reduce(jnp.sum(x, self.axes, keepdims=self.keepdims), self.mesh_axes)
+        total = all_reduce(jnp.sum(x, self.axes, keepdims=self.keepdims), self.mesh_axes, algorithm=self.algorithm)
         return total / jnp.asarray(self.count, total.dtype) if self.kind == "mean" else total
 
     def _largest(self, x: jax.Array) -> jax.Array:
@@ -89,7 +92,7 @@ def _reduce(kind: str, x: Any, axis: Axis, keepdims: bool) -> jax.Array:
     x = redistribute(x, layout)
     mesh_axes = tuple(name for each in axes for name in layout.axes[each])
     count = math.prod(x.shape[each] for each in axes)
-    body = Body(kind, axes, keepdims, mesh_axes, count)
+    body = Body(kind, axes, keepdims, mesh_axes, count, _algorithm(kind, layout.mesh, mesh_axes))
     kept = [() if each in axes else names for each, names in enumerate(layout.axes)]
     left = kept if keepdims else [names for each, names in enumerate(kept) if each not in axes]
     return compiled(body, layout.mesh, layout.spec, Layout(layout.mesh, *left).spec)(x)
@@ -134,7 +137,18 @@ def _local(kind: str, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, wh
         mesh_axes = tuple(name for each in axes for name in layout.axes[each] if name in varying)
     ways = math.prod(jax.lax.axis_size(name) for name in mesh_axes)
     count = math.prod(x.shape[each] for each in axes) * ways
-    return Body(kind, axes, keepdims, mesh_axes, count)(x)
+    algorithm = _algorithm(kind, mesh(), mesh_axes) if mesh_axes and active() is not None else "xla"
+    return Body(kind, axes, keepdims, mesh_axes, count, algorithm)(x)
+
+
+def _algorithm(kind: str, on: Any, mesh_axes: tuple[str, ...]) -> str:
+    """What the signal says of an all-reduce. A kernel adds: it takes no max."""
+    signal = active()
+    if signal is None or not mesh_axes:
+        return "xla"
+    hindrance = f"adds, and jshard.{kind} does not" if kind == "max" else None
+    check_kernels(signal, on, lambda op: hindrance, ops=("all_reduce",))
+    return dict(signal.kernel).get("all_reduce", "xla")
 
 
 def _axes(kind: str, axis: Axis, rank: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jshard
 from jshard import kernels
+from jshard.cli.meaning import meaning
 from jshard.errors import JShardError
 from jshard.inspect import explain
 from jshard.kernels.choose import ALGORITHMS
@@ -20,6 +21,7 @@ MESH = {"d": 2, "t": 2}
 # name: the signal, its kernels, rank of x, and what the forward's ledger says
 CASES = {
     "one_shot": ({"row": "d", "reduction": "t"}, {"all_reduce": "one_shot"}, 2, ["all_reduce one_shot"]),
+    "remat": ({"reduction": "t", "remat": True}, {"all_reduce": "one_shot"}, 2, ["all_reduce one_shot"]),
     "two_shot": ({"reduction": "t"}, {"all_reduce": "two_shot"}, 2, ["all_reduce two_shot"]),
     "ring": ({"reduction": "t", "column": "d"}, {"all_reduce": "ring"}, 2, ["all_reduce ring"]),
     "torus": (
@@ -129,6 +131,78 @@ def test_named_kernel_that_a_product_can_not_take_is_told(interpreted, op):
         with pytest.raises(JShardError) as error:
             layer(np.ones((4, 4, 8), np.float32))
     assert str(error.value) == f'signal "layer" (<dict>) takes {op} by {word}, which {why}; write {op}: auto'
+
+
+def reduced(kind, kernel):
+    """A reduction under a signal, with its gradient, and what to call it with."""
+    jshard.load({"jshard": {"mesh": MESH}, "layer": {"row": "d", "column": "t", "kernel": kernel}})
+    x = jshard.redistribute(np.arange(32.0, dtype=np.float32).reshape(8, 4) % 5, jshard.Layout(jshard.mesh(), "d", "t"))
+
+    def run(x):
+        with jshard.signal("layer"):
+            return jax.value_and_grad(lambda x: (kind(x, 0) * jnp.arange(4.0)).sum())(x)
+
+    return run, x
+
+
+@pytest.mark.parametrize("kind", [jshard.sum, pytest.param(jshard.mean, marks=pytest.mark.slow)])
+def test_reduction_takes_the_kernel_of_its_signal(interpreted, kind):
+    plain = jax.tree.map(np.asarray, jax.jit(reduced(kind, {})[0])(reduced(kind, {})[1]))
+    run, x = reduced(kind, {"all_reduce": "one_shot", "matmul": "auto"})
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, jax.jit(run)(x)), plain)
+    lines = [(line.signal, line.mesh_axes, line.via) for line in explain(run, x) if "kernel" in line.via]
+    assert lines == [("layer", ("d",), "kernel one_shot, as it declares")]
+
+
+def test_reduction_inside_a_shard_map_takes_the_kernel_of_its_signal(interpreted):
+    run, x = reduced(jshard.sum, {"all_reduce": "one_shot"})
+    del run
+
+    def body(x):
+        with jshard.signal("layer"):
+            return jshard.sum(x)
+
+    program = jax.jit(jax.shard_map(body, mesh=jshard.mesh(), in_specs=jax.P("d", "t"), out_specs=jax.P()))
+    assert float(program(x)) == float(np.asarray(x).sum())
+    assert [line.via for line in explain(program, x, backward=False)] == ["kernel one_shot, as it declares"]
+
+
+def test_reduction_tells_a_kernel_that_it_can_not_take():
+    run, x = reduced(jshard.max, {"all_reduce": "ring"})
+    with pytest.raises(JShardError) as error:
+        run(x)
+    assert str(error.value) == (
+        'signal "layer" (<dict>) takes all_reduce by ring, which adds, and jshard.max does not; write all_reduce: auto'
+    )
+    run, x = reduced(jshard.sum, {"all_reduce": "ring"})
+    with pytest.raises(JShardError) as error:
+        run(x)
+    assert str(error.value) == (
+        'signal "layer" (<dict>) takes all_reduce by ring, a kernel for TPUs, and this is cpu; write all_reduce: auto'
+    )
+
+
+def test_check_says_which_kernels_a_signal_takes():
+    jshard.load(
+        {
+            "jshard": {"mesh": MESH, "kernel": {"matmul": "auto"}},
+            "layer": {"reduction": "t", "kernel": {"all_reduce": "ring"}},
+        }
+    )
+    assert meaning(configuration())[-1] == (
+        "<dict>", "layer: reduction over t; y is summed by an all-reduce; kernels: all_reduce ring, matmul auto"
+    )  # fmt: skip
+
+
+def test_product_that_chooses_its_strategy_takes_the_kernels_of_its_signal():
+    jshard.load({"jshard": {"mesh": MESH}, "layer": {"kernel": {"matmul": "pallas"}}})
+    x = np.ones((8, 8), np.float32)
+    with jshard.signal("layer"), pytest.raises(JShardError) as error:
+        jshard.matmul(x, x)
+    assert str(error.value) == (
+        'signal "layer" (<dict>) takes matmul by pallas, a kernel for TPUs, h100, h200, b200, and this is cpu; '
+        "write matmul: auto"
+    )
 
 
 def test_schema_knows_the_algorithms_that_there_are():

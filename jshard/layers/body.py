@@ -1,0 +1,171 @@
+"""The per-device program of `x @ w + b` under a strategy: collectives where the strategy says, and the product between."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.kernels.all_gather import all_gather
+from jshard.kernels.all_reduce import all_reduce
+from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
+from jshard.kernels.matmul import matmul
+from jshard.kernels.reduce_scatter import reduce_scatter
+from jshard.layers.strategy import Names, Strategy, varying
+from jshard.layouts.redistribute import take_slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """How numbers are cast and multiplied, as the arguments of `nnx.Linear` say it."""
+
+    dtype: Any = None
+    precision: Any = None
+    preferred_element_type: Any = None
+    dot_general: Callable[..., jax.Array] = lax.dot_general
+    promote_dtype: Callable[..., Any] | None = None
+
+    def promoted(
+        self, x: jax.Array, w: jax.Array, b: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        if self.promote_dtype is None:
+            return x, w, b
+        return self.promote_dtype((x, w, b), dtype=self.dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a kernel may stand in for the product."""
+        return self.dot_general is lax.dot_general and self.precision is None
+
+    def product(self, x: jax.Array, w: jax.Array, preferred: Any, algorithm: Any = "xla") -> jax.Array:
+        preferred = self.preferred_element_type if preferred is None else preferred
+        if self.dot_general is lax.dot_general:
+            more = {"precision": self.precision, "preferred_element_type": preferred}
+            return matmul(x, w, algorithm=algorithm, **more)
+        more = {} if preferred is None else {"preferred_element_type": preferred}
+        return self.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision=self.precision, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The per-device program of one product. `x_mk`, `w_kn`, `b_n` and the result are one device's parts."""
+
+    strategy: Strategy
+    arithmetic: Arithmetic
+
+    def __call__(self, x_mk: jax.Array, w_kn: jax.Array, b_n: jax.Array | None) -> jax.Array:
+        run = jax.checkpoint(self._run) if self.strategy.remat else self._run
+        return run(x_mk, w_kn, b_n)
+
+    def _run(self, x_mk: jax.Array, w_kn: jax.Array, b_n: jax.Array | None) -> jax.Array:
+        s, rank, reduce_dtype = self.strategy, x_mk.ndim, self.strategy.reduce_dtype
+        t = s.sequence_axis(rank)
+        x_mk, w_kn, b_n = self._in_place(x_mk, w_kn, b_n)
+        y_mn = self._product(x_mk, w_kn, reduce_dtype if s.reduction else None)
+        if s.reduction:
+            summed = tuple(name for name in s.reduction if name not in s.scattered)
+            if not self._fuses_scatter:
+                y_mn = reduce_scatter(
+                    y_mn, s.scattered, axis=self._scatters_to(t), algorithm=s.algorithm("reduce_scatter")
+                )
+            y_mn = all_reduce(y_mn, summed, algorithm=s.algorithm("all_reduce"))
+            if reduce_dtype is not None:
+                y_mn = y_mn.astype(self.arithmetic.preferred_element_type or x_mk.dtype)
+        if b_n is not None:
+            with jax.numpy_rank_promotion("allow"):  # whatever the user's setting is for their own code
+                y_mn = y_mn + b_n
+        if s.output == "gather":
+            how = s.algorithm("all_gather")
+            y_mn = all_gather(y_mn, s.column, axis=rank - 1, result="invariant", algorithm=how)
+        return y_mn
+
+    @property
+    def _fuses_gather(self) -> bool:
+        s = self.strategy
+        asked = bool(s.gathered) and s.algorithm("all_gather_matmul") != "xla"
+        return asked and s.reduce_dtype is None and self.arithmetic.is_plain and not self._fuses_scatter
+
+    @property
+    def _fuses_scatter(self) -> bool:
+        s = self.strategy
+        return bool(s.scattered) and s.algorithm("matmul_reduce_scatter") != "xla" and self.arithmetic.is_plain
+
+    def _scatters_to(self, t: int) -> int:
+        return t if any(name in self.strategy.sequence for name in self.strategy.scattered) else 0
+
+    def _product(self, x: jax.Array, w: jax.Array, preferred: Any) -> jax.Array:
+        """The product, and with a fused kernel the gather before it or the scatter after it."""
+        s, t = self.strategy, self.strategy.sequence_axis(x.ndim)
+        out = self.arithmetic.preferred_element_type if preferred is None else preferred
+        if self._fuses_gather:
+            how = s.algorithm("all_gather_matmul")
+            return all_gather_matmul(x, w, s.gathered, axis=t, out_dtype=out, algorithm=how)
+        if self._fuses_scatter:
+            how = s.algorithm("matmul_reduce_scatter")
+            return matmul_reduce_scatter(x, w, s.scattered, axis=self._scatters_to(t), out_dtype=out, algorithm=how)
+        return self.arithmetic.product(x, w, preferred, s.algorithm("matmul"))
+
+    def _in_place(self, x: Any, w: Any, b: Any) -> tuple[Any, Any, Any]:
+        """The operands in the dtype to compute in, gathered where they rest split. Where a value starts to differ between
+        devices, its gradient will be summed: in the reduce dtype, and over the part that rests here."""
+        s, wide = self.strategy, self.strategy.reduce_dtype
+        if wide is None:
+            x, w, b = self.arithmetic.promoted(x, w, b)
+        each = [
+            (x, s.column, () if self._fuses_gather else s.gathered, s.sequence_axis(x.ndim)),
+            (w, s.batch, s.store, s.kernel_store_axis),
+        ]
+        each += [] if b is None else [(b, s.bias_batch, s.store, 0)]
+        compute = self.arithmetic.dtype or jnp.result_type(*(array for array, *_ in each))
+        found = []
+        for array, differs, names, axis in each:
+            if names or (differs and wide is not None):
+                array = varying(array.astype(wide or array.dtype), differs)
+            sums = tuple(name for name in names if name in s.batch)
+            found.append(_gathered(array, names, axis, sums, jnp.dtype(array.dtype if wide is None else compute), s))
+        x, w, b = (*found, None)[:3]
+        return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
+
+
+def _gathered(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, s: Strategy) -> jax.Array:
+    """`x` in `dtype` and gathered over `names`; its gradient is scattered in the dtype of `x`, and summed over `sums`, where
+    devices go on to do different things with it."""
+    if x.dtype == dtype or not names:
+        return _whole(x.astype(dtype), names, axis, sums, s)
+    return _narrowed(x, names, axis, sums, dtype, x.dtype, s)
+
+
+def _whole(x: jax.Array, names: Names, axis: int, sums: Names, s: Strategy) -> jax.Array:
+    for name in reversed(names):
+        result = "varying" if name in sums else "invariant"
+        x = all_gather(x, name, axis=axis, result=result, algorithm=s.algorithm("all_gather"))
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5, 6))
+def _narrowed(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, wide: Any, s: Strategy) -> jax.Array:
+    return _whole(x.astype(dtype), names, axis, sums, s)
+
+
+def _narrowed_keeps(x: jax.Array, *how: Any) -> tuple[jax.Array, None]:
+    return _narrowed(x, *how), None
+
+
+def _narrowed_pulls(
+    names: Names, axis: int, sums: Names, dtype: Any, wide: Any, s: Strategy, _: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    cotangent = cotangent.astype(wide)
+    for name in names:
+        if name in sums:
+            cotangent = reduce_scatter(cotangent, name, axis=axis, algorithm=s.algorithm("reduce_scatter"))
+        else:
+            cotangent = take_slice(cotangent, name, axis)
+    return (cotangent,)
+
+
+_narrowed.defvjp(_narrowed_keeps, _narrowed_pulls)
