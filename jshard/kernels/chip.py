@@ -77,8 +77,23 @@ def interpret(
     `chip` names the one to pretend: of GPUs "h100", "h200" or "b200", whose collectives are not interpreted. What it takes
     says nothing about speed. A race raises nothing by itself: `jshard bench kernels --self-test` looks.
     """
-    with _interpretation(Interpretation(races, copies, None if chip is None else _named(chip))):
+    with _interpretation(Interpretation(races, copies, None if chip is None else _named(chip))), _under_checkpoint():
         yield
+
+
+@contextlib.contextmanager
+def _under_checkpoint() -> Iterator[None]:
+    """Lets jax.checkpoint take interpreted kernels. The interpreter's callbacks are effects, which it refuses as they might
+    happen twice; twice is what a kernel is computed there. Compiled kernels have none, and JAX no public name for this."""
+    from jax._src import callback, effects
+
+    allowed = effects.remat_allowed_effects._effect_types
+    added = {callback.OrderedIOEffect, callback.IOEffect} - allowed
+    allowed |= added
+    try:
+        yield
+    finally:
+        allowed -= added
 
 
 def interpretation() -> Interpretation | None:

@@ -22,19 +22,6 @@ def interpreted(capsys):
     clean(capsys)
 
 
-@pytest.fixture
-def remat_of_interpreted(monkeypatch):
-    """The interpreter's callbacks are effects, which jax.checkpoint refuses; a compiled kernel has none. Here it may."""
-    from jax._src import callback, effects
-
-    before = set(effects.remat_allowed_effects._effect_types)
-    for each in (callback.OrderedIOEffect, callback.IOEffect):
-        effects.remat_allowed_effects.add_type(each)
-    yield
-    effects.remat_allowed_effects._effect_types.clear()
-    effects.remat_allowed_effects._effect_types.update(before)
-
-
 def clean(capsys) -> None:
     out = capsys.readouterr().out
     pltpu.reset_tpu_interpret_mode_state()

@@ -227,7 +227,7 @@ def traced(program, x):
     return jax.make_jaxpr(run)(place(x))
 
 
-def test_kernel_runs_under_scan_and_remat_with_gradients(mesh, interpreted, remat_of_interpreted):
+def test_kernel_runs_under_scan_and_remat_with_gradients(mesh, interpreted):
     def model(summed):
         def loss(x):
             @jax.checkpoint

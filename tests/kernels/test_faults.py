@@ -82,7 +82,7 @@ def jaxpr_of(mesh, body, **sizes):
     here = mesh(**sizes)
     x = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=jax.NamedSharding(here, P("t")))
     with kernels.interpret():
-        return jax.make_jaxpr(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P("t"), check_vma=False))(x)
+        return jax.make_jaxpr(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P("t")))(x)
 
 
 BODIES = {
@@ -121,5 +121,5 @@ def test_delayed_device_still_gets_the_right_sum(mesh, interpreted):
 
     here = mesh(t=4)
     x = jax.device_put(np.arange(8, dtype=np.float32), jax.NamedSharding(here, P("t")))
-    run = jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P(), check_vma=False)
+    run = jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P())
     np.testing.assert_array_equal(jax.jit(run)(x), np.arange(8).reshape(4, 2).sum(0))
