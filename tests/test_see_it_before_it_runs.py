@@ -24,7 +24,7 @@ from jshard.signals.current import unload
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/see-it-before-it-runs.md").read_text()
 SHOWN = re.findall(r"^```console\n\$ ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-COMPILERS = re.findall(r"compiled by jax ([\d.]+), libtpu ([\d.]+)", PAGE)
+COMPILERS = re.findall(r"compiled by jax ([\d.]+), libtpu (\d+(?:\.\d+)*)", PAGE)
 RECIPES = [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
 CHECK = [sys.executable, "-m", "jshard", "check"]
 
