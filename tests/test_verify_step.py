@@ -145,6 +145,32 @@ def test_step_with_dropout_draws_the_same_numbers_on_every_mesh():
     assert "model.dropout.rngs.count after" in by_name(verification)
 
 
+def test_random_numbers_are_the_same_on_every_mesh_from_one_seed():
+    def f(key, rngs, x):
+        drawn = jax.random.uniform(key, x.shape) + jax.random.normal(rngs.noise(), x.shape)
+        return jnp.where(jax.random.bernoulli(rngs.mask(), 0.5, x.shape), x, 0.0) * drawn
+
+    jshard.load("steps.yaml")
+    x = jax.device_put(np.ones((8, 8), np.float32), jax.NamedSharding(jshard.mesh(), P("data", "tensor")))
+    verification = verify(f, jax.random.key(7), nnx.Rngs(noise=1, mask=2), x, meshes=[{"data": 8, "tensor": 1}])
+    assert verification.ok and not any(found.zero for found in verification.findings), str(verification)
+    assert {finding.verdict for finding in verification.findings} == {"bitwise"}, str(verification)
+
+
+def test_fault_random_numbers_of_each_device_are_caught():
+    """Every device draws for itself."""
+
+    def f(key, x):
+        def body(key, x):
+            return x * jax.random.uniform(jax.random.fold_in(key, lax.axis_index("data")), x.shape)
+
+        return jax.shard_map(body, mesh=jshard.mesh(), in_specs=(P(), P("data")), out_specs=P("data"))(key, x)
+
+    jshard.load("steps.yaml")
+    x = jax.device_put(np.ones((8, 8), np.float32), jax.NamedSharding(jshard.mesh(), P("data")))
+    assert not verify(f, jax.random.key(7), x, backward=False).ok
+
+
 # -- faults in the update --
 
 

@@ -186,6 +186,11 @@ def _notes(facts: Facts) -> Markup | None:
     if unasked := [line for line in ledger if not line.asked]:
         total = sum(line.total for line in unasked)
         said.append(f"{times(sum(line.count for line in unasked), 'collective')} of {size(total)} no signal asked for.")
+    for left in ledger.left:
+        where = "under no signal" if left.signal == "-" else f"under signal {left.signal} ({left.place})"
+        said.append(
+            f"{left.words}, {where}: nobody asked for it, the compiler decides what it moves, and no sum has it."
+        )
     for idle in ledger.unused:
         said.append(f"Signal {idle.signal} ({idle.place}) is unused: nothing in this program is under it.")
     for choice in ledger.choices:
