@@ -1,4 +1,4 @@
-"""The benchmark of a training step runs, and all its variants train alike."""
+"""The benchmark of a training step runs, and all its variants train alike; that of a plan prints two times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import step
+from benchmarks import plan, step
 from jshard.signals.current import unload
 
 
@@ -34,3 +34,13 @@ def test_benchmark_refuses_variants_that_do_not_agree():
         step.agree(steps)
     with pytest.raises(AssertionError, match="the losses do not fall"):
         step.agree({step.HAND: lambda: 1.0})
+
+
+@pytest.mark.slow
+def test_quick_benchmark_of_a_plan_prints_what_the_compiler_and_the_cache_take(capsys):
+    plan.main(["--quick", "--topology", "cpu:8", "--tensor", "4"])
+    of = r"90,432 parameters, 2 layers, cpu:8 \(8 devices, pretended\), needs [\d.]+ KiB per device; planned"
+    took = r"in [\d.]+ s, [\d.]+ s of processor time"
+    first, again = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(f"{of} by its compiler {took}", first)
+    assert re.fullmatch(f"{of} from the cache {took}", again)
