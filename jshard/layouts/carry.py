@@ -20,7 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 Device = Any  # jax.Device, which type checkers don't take for a type
 Box = tuple[tuple[int, int], ...]  # for each axis where it begins and where it ends
 
-BLOCK = 2 * 2**20  # bytes; larger ones took more memory and no less time (docs/scatter.md)
+BLOCK = 2**20  # bytes; larger ones took more memory and little less time (docs/scatter.md)
+EVERYONE = ("tpu",)  # where all processes take part in all programs: others let two talk while the rest goes on
 NOTE = 4096  # bytes of what a process says of its call
 
 
@@ -117,31 +118,32 @@ def carry(
     words and `keep` gets it so. All processes call it with the same parcels, but for those without targets, which stay
     where they are."""
     me, parcels = jax.process_index(), list(parcels)
+    everyone = doors.devices.flat[0].platform in EVERYONE
     nothing: dict[int, jax.Array] = {}
+    going: list[jax.Array] = []
     for turn in itertools.zip_longest(*(blocks(parcel.box, itemsize) for parcel in parcels)):
         for parcel, block in zip(parcels, turn, strict=True):
             if block is None:
                 continue
             words = take(block) if me == parcel.source else None
-            if parcel.targets:
+            if parcel.targets and (everyone or me == parcel.source or me in parcel.targets):
                 count = word_count(block, itemsize)
                 if words is None and count not in nothing:
                     nothing[count] = jnp.zeros(count, np.uint32, device=doors.local_devices[0])
-                arrived = _send(nothing[count] if words is None else words, parcel, doors)
+                program, mesh = _sending(doors, parcel.source, parcel.targets, everyone=everyone)
+                arrived = program(_at_doors(nothing[count] if words is None else words, mesh))
                 if me in parcel.targets:
-                    words = arrived
+                    words = arrived.addressable_data(0)
+                going = [*going[-1:], arrived]  # the next block is made ready while one is going, and no more
+                jax.block_until_ready(going[0])
             if words is not None:
                 keep(block, words)
 
 
 def word_count(block: Box, itemsize: int) -> int:
     """How many words of 32 bits a block travels as: a power of two, so that few programs serve all shapes and dtypes."""
-    return max(256, 1 << (math.prod(lengths(block)) * itemsize // 4 - (itemsize < 4)).bit_length())
-
-
-def _send(words: Any, parcel: Parcel, doors: Mesh) -> jax.Array:
-    arrived = _sending(doors, parcel.source, parcel.targets)(_at_doors(words, doors))
-    return jax.block_until_ready(arrived).addressable_data(0)  # one block at a time: memory stays bounded
+    words = -(-math.prod(lengths(block)) * itemsize // 4)
+    return max(256, 1 << (words - 1).bit_length())
 
 
 def _at_doors(mine: Any, doors: Mesh) -> jax.Array:
@@ -151,8 +153,12 @@ def _at_doors(mine: Any, doors: Mesh) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=4096)
-def _sending(doors: Mesh, source: int, targets: tuple[int, ...]) -> Any:
-    """From one to several, each that has it sending it on: as many rounds as it takes to double up to all."""
+def _sending(doors: Mesh, source: int, targets: tuple[int, ...], *, everyone: bool) -> tuple[Any, Mesh]:
+    """From one to several, each that has it sending it on: as many rounds as it takes to double up to all. The program, and
+    the doors that take part in it."""
+    processes = list(range(doors.size)) if everyone else [source, *targets]
+    mesh = Mesh(doors.devices[processes], doors.axis_names, axis_types=doors.axis_types)
+    source, targets = processes.index(source), tuple(map(processes.index, targets))
 
     def sending(x: jax.Array) -> jax.Array:
         having, waiting = [source], list(targets)
@@ -165,7 +171,7 @@ def _sending(doors: Mesh, source: int, targets: tuple[int, ...]) -> Any:
         return x
 
     spec = PartitionSpec("process")
-    return jax.jit(jax.shard_map(sending, mesh=doors, in_specs=spec, out_specs=spec))
+    return jax.jit(jax.shard_map(sending, mesh=mesh, in_specs=spec, out_specs=spec)), mesh
 
 
 def tell(doors: Mesh, said: dict[str, Any]) -> list[dict[str, Any]]:
@@ -197,7 +203,7 @@ class Filling:
         here = jax.process_index()
         boxes = boxes_of(sharding, shape)
         self.boxes = {device: box for device, box in boxes.items() if device.process_index == here}
-        self.parts: dict[Device, jax.Array] = {}  # as bits
+        self.parts: dict[Device, jax.Array] = {}
 
     def put(self, block: Box, words: Any) -> None:
         """The block, as `carry` hands it on, into every part that has it."""
@@ -210,14 +216,13 @@ class Filling:
 
     def finished(self) -> jax.Array:
         """The array."""
-        parts = [
-            _as_numbers(self.parts.pop(device) if device in self.parts else self._new(device), self.dtype)
-            for device in self.boxes
-        ]
+        parts = [self.parts.pop(device) if device in self.parts else self._new(device) for device in self.boxes]
+        parts = [part if part.dtype == self.dtype else _as_numbers(part, self.dtype) for part in parts]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=self.dtype)
 
     def _new(self, device: Device) -> jax.Array:
-        return jnp.zeros(lengths(self.boxes[device]), _bits_dtype(self.dtype), device=device)
+        held = _bits_dtype(self.dtype) if _is_widened(self.dtype, device) else self.dtype
+        return jnp.zeros(lengths(self.boxes[device]), held, device=device)
 
 
 def taking(x: jax.Array) -> Callable[[Box], jax.Array]:
@@ -233,8 +238,14 @@ def taking(x: jax.Array) -> Callable[[Box], jax.Array]:
     return take
 
 
+def _is_widened(dtype: np.dtype, device: Device) -> bool:
+    """Whether XLA writes such numbers by way of wider ones, as it does narrow floats on CPU, which changes NaNs. They are
+    written as bits, and at the end a part is there twice for a moment."""
+    return dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating) and device.platform == "cpu"
+
+
 def _bits_dtype(dtype: Any) -> np.dtype:
-    """Numbers are written and cut as whole numbers of their width: XLA's CPU widens narrow floats, which changes NaNs."""
+    """Whole numbers of the same width."""
     dtype = np.dtype(dtype)
     return dtype if dtype.kind == "c" else np.dtype(f"uint{8 * dtype.itemsize}")
 
@@ -245,11 +256,9 @@ def _as_bits(x: jax.Array) -> jax.Array:
     return x if x.dtype.kind == "c" else lax.bitcast_convert_type(x, _bits_dtype(x.dtype))
 
 
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=1)
 def _as_numbers(bits: jax.Array, dtype: np.dtype) -> jax.Array:
-    if dtype.kind == "b":
-        return bits != 0
-    return bits if dtype.kind == "c" else lax.bitcast_convert_type(bits, dtype)
+    return lax.bitcast_convert_type(bits, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
@@ -261,6 +270,8 @@ def _written(part: jax.Array, words: jax.Array, corner: tuple[int, ...], shape: 
         numbers = lax.complex(halves[:, 0], halves[:, 1])
     elif itemsize == 8:
         numbers = lax.bitcast_convert_type(words[: 2 * count].reshape(count, 2), part.dtype)
+    elif part.dtype == bool:
+        numbers = lax.bitcast_convert_type(words, np.uint8).reshape(-1)[:count] != 0
     else:  # one to a word, or several
         numbers = lax.bitcast_convert_type(words, part.dtype).reshape(-1)[:count]
     return lax.dynamic_update_slice(part, numbers.reshape(shape), corner)

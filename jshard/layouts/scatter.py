@@ -39,7 +39,7 @@ NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4"
 def scatter(x: Any, layout: Layout, *, root: int = 0, method: str = "scatter") -> jax.Array:
     """The array that process `root` has on its host, lying as `layout` says. The other processes pass `None`.
 
-    Every process calls it; no process but the root ever holds more than its part and a few blocks of 2 MiB. A file that
+    Every process calls it; no process but the root ever holds more than its part and a few blocks of 1 MiB. A file that
     is mapped (`np.load(..., mmap_mode="r")`) is read as it is sent. `method="broadcast"` sends all of it to everyone,
     to be sliced there: the same bits for more memory and time. Its gradient is `gather` to the root; where gradients are
     wanted, the others pass `np.empty(0, dtype)`, not `None`, and get an empty one. Inside jit it is `redistribute`.

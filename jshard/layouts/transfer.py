@@ -17,7 +17,7 @@ HOST = "pinned_host"  # JAX's name for memory of the host that a device can reac
 
 
 def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """The same numbers, lying as `sharding` says. A device gets only what it will hold, and one block of 2 MiB at a time;
+    """The same numbers, lying as `sharding` says. A device gets only what it will hold, and one block of 1 MiB at a time;
     between processes blocks travel as they do in `scatter`, and every process calls this."""
     if sharding.memory_kind and x.sharding.memory_kind != sharding.memory_kind:
         x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))
