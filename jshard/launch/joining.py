@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from jshard.errors import JShardError
+from jshard.launch.cards import cards_of, place_on_host
 from jshard.launch.difference import Facts
 from jshard.launch.membership import Membership, found
 from jshard.launch.pulse import Pulse
@@ -117,6 +118,8 @@ def _software() -> Facts:
 def _start_jax(membership: Membership, seconds: float, preemption: bool) -> None:
     import jax
 
+    if (place := place_on_host()) is not None:
+        os.environ.update(cards_of(*place))
     jax.config.update("jax_enable_preemption_service", preemption)
     bind = None
     if membership.is_local:

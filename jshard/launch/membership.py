@@ -139,10 +139,11 @@ def _kubernetes(environment: Mapping[str, str]) -> Membership | None:
 
 def _cloud_tpu(environment: Mapping[str, str]) -> Membership | None:
     """A worker of a TPU slice, or of several slices, each of as many workers."""
-    hosts, worker = _all(environment, "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
+    named, hosts, worker = _all(environment, "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
+    hosts = named or hosts
     if not (hosts and worker):
         return None
-    names = [name.strip() for name in hosts.split(",")]
+    names = [name.strip().partition(":")[0] for name in hosts.split(",")]
     slices = _number("MEGASCALE_NUM_SLICES", environment.get("MEGASCALE_NUM_SLICES", "1"))
     part = _number("MEGASCALE_SLICE_ID", environment.get("MEGASCALE_SLICE_ID", "0"))
     if len(names) * slices == 1:

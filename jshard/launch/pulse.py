@@ -52,8 +52,13 @@ class Pulse:
 
     @property
     def facts(self) -> dict[str, Any]:
-        names = ("phase", "step", "done", "of", "says", "stands_in")
-        return {name: getattr(self, name) for name in names}
+        names = ("step", "done", "of", "says", "stands_in")
+        return {"phase": self.doing, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def doing(self) -> str:
+        """The phase; behind a step that is done, `after`: it reads data, evaluates or saves."""
+        return "after" if self.phase == "step" and self.done == self.step else self.phase
 
     def tell(self, **more: Any) -> None:
         """A line to the launcher, where there is one."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jshard.errors import JShardError
+from jshard.launch.cards import cards_of
 from jshard.launch.membership import Membership
 from jshard.launch.worker import Worker
 
@@ -64,7 +62,7 @@ class Supervisor:
         workers: list[Worker] = []
         try:
             for local, each in enumerate(memberships):
-                own = local_devices(local, len(memberships))
+                own = {} if len(memberships) == 1 else cards_of(local, len(memberships), strict=True)
                 workers.append(Worker(each.rank, self.command, {**variables, **own, **each.variables()}, self.events))
             first = self._follow(workers)
         finally:
@@ -180,20 +178,6 @@ def local(count: int) -> list[Membership]:
         trial.bind(("127.0.0.1", 0))
         port = trial.getsockname()[1]
     return [Membership(f"127.0.0.1:{port}", count, rank, "jshard launch") for rank in range(count)]
-
-
-def local_devices(rank: int, count: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The NVIDIA GPUs of one of `count` processes on this machine, in even parts; nothing where there are none."""
-    cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if count == 1 or not cards or environment.get("JAX_PLATFORMS") == "cpu" or "JAX_LOCAL_DEVICE_IDS" in environment:
-        return {}
-    if cards % count:
-        raise JShardError(
-            f"{cards} GPUs can't be shared out evenly to {count} processes",
-            mend="start a number of processes that divides them, or set JAX_PLATFORMS=cpu",
-        )
-    each = cards // count
-    return {"JAX_LOCAL_DEVICE_IDS": ",".join(str(card) for card in range(rank * each, (rank + 1) * each))}
 
 
 def _name(number: int) -> str:

@@ -165,6 +165,8 @@ def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd
 
 
 def _doing(note: Mapping[str, Any]) -> str:
+    if note["phase"] == "after":
+        return f"it was behind step {note['step']}, reading data, evaluating or saving"
     return f"it was in step {note['step']}" + ("" if note["phase"] == "step" else f" ({note['phase']})")
 
 

@@ -35,19 +35,24 @@ def free_port() -> int:
         return trial.getsockname()[1]
 
 
-def test_train_loses_bitwise_the_same_in_1_2_and_4_processes(tmp_path):
+def test_train_loses_bitwise_the_same_in_1_2_and_4_processes_and_in_2_of_which_one_is_killed(tmp_path):
     words = ["train", "configs/digits.yaml", "steps=20", "log.every=1"]
-    started = [start("-n", str(count), *words, f"output={tmp_path}/{count}") for count in (1, 2, 4)]
-    losses = []
-    for count, each in zip((1, 2, 4), started, strict=True):
-        status, out, err = finished(each)
+    faulty = ["--restarts", "1", *words, "data=tests.launch.rows:data", "checkpoint=4"]
+    ways = {"1": words, "2": words, "4": words, "2 faulty": faulty}
+    started = {way: start("-n", way[0], *said, f"output={tmp_path}/{way}") for way, said in ways.items()}
+    losses = {}
+    for way, each in started.items():
+        status, out, err = finished(each, timeout=240)
         assert status == 0, err
         assert all(line.startswith("[0] ") for line in out)  # the first alone speaks, and writes
         assert out[-1].startswith("[0] test accuracy ")
-        lines = [json.loads(line) for line in (tmp_path / str(count) / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line["loss"] for line in lines if "loss" in line])
-    assert len(losses[0]) == 20
-    assert losses[0] == losses[1] == losses[2]
+        lines = [json.loads(line) for line in (tmp_path / way / "metrics.jsonl").read_text().splitlines()]
+        losses[way] = [line["loss"] for line in lines if "loss" in line]
+        if way == "2 faulty":
+            assert any(line.startswith("rank 1 was ended by SIGKILL in step ") for line in err), err
+            assert any(line.startswith("[0] resumed from step ") for line in out), out
+    assert len(losses["1"]) == 20
+    assert losses["1"] == losses["2"] == losses["4"] == losses["2 faulty"]
 
 
 def test_launch_starts_all_again_after_an_exception_and_listens_on_loopback_alone():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jshard.errors import JShardError
+from jshard.launch.cards import cards_of, place_on_host
 from jshard.launch.membership import Membership, first_host, found
 
 SLURM = {
@@ -49,6 +50,13 @@ NAMED = {"JAX_NUM_PROCESSES": "16", "JAX_PROCESS_ID": "9", "JAX_COORDINATOR_ADDR
         (JOBSET, "digits-workers-0-0.digits", 2, 1, "JAX_PROCESS_ID"),
         (TPU, "t1k-0", 4, 2, "Cloud TPU"),
         ({**TPU, **SLICES}, "s0-0", 8, 6, "Cloud TPU"),
+        (
+            {"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476", "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "x"},
+            "10.0.0.1",
+            2,
+            1,
+            "Cloud TPU",
+        ),
         ({**SLURM, **NAMED}, "node1", 16, 9, "JAX_PROCESS_ID"),
         ({**SLURM, "JAX_NUM_PROCESSES": "5"}, "gpu07", 5, 3, "Slurm"),
         ({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, "127.0.0.1", 1, 0, "JAX_PROCESS_ID"),
@@ -161,3 +169,35 @@ def test_membership_is_local_on_loopback_alone():
         for host in ("127.0.0.1", "localhost", "[::1]", "10.0.0.1", "node")
     ]
     assert here == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (1, 2)),
+        ({"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, (1, 2)),
+        ({"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, None),
+    ],
+)
+def test_place_on_a_host_is_what_the_scheduler_says(environment, place):
+    assert place_on_host(environment) == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "cards", "taken"),
+    [({}, 8, "2,3"), ({}, 4, "1"), ({}, 0, None), ({}, 1, None), ({"JAX_PLATFORMS": "cpu"}, 8, None),
+     ({"JAX_LOCAL_DEVICE_IDS": "0"}, 8, None), ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, None, "1"),
+     ({"CUDA_VISIBLE_DEVICES": "3"}, None, None)],
+)  # fmt: skip
+def test_each_process_of_a_host_takes_its_part_of_the_gpus(environment, cards, taken):
+    assert cards_of(1, 4, environment, cards=cards).get("JAX_LOCAL_DEVICE_IDS") == taken
+
+
+def test_gpus_that_can_not_be_shared_out_are_told():
+    with pytest.raises(JShardError) as told:
+        cards_of(0, 3, {}, cards=8, strict=True)
+    assert str(told.value) == (
+        "8 GPUs can't be shared out evenly to 3 processes; start a number of processes that divides them, or set "
+        "JAX_PLATFORMS=cpu"
+    )
