@@ -12,7 +12,8 @@ from jshard.inspect.explain import explain
 from jshard.inspect.got import Got
 from jshard.inspect.hlo import collectives_in
 from jshard.inspect.ledger import Ledger, Line
-from jshard.inspect.plan.asked_against_got import compare, path_of
+from jshard.inspect.plan.asked_against_got import compare
+from jshard.inspect.plan.pairing import path_of
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.current import on_mesh, unload
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
 
 from jshard.inspect.got import Got
+from jshard.inspect.hlo_groups import members
 from jshard.kernels.collectives import COLLECTIVES, Collective
 
 KIND_OF = {collective.opcode: collective for collective in COLLECTIVES.values()}
@@ -153,8 +151,8 @@ class Program:
         self, name: str, instruction: str, kind: Collective, result: str, opcode: str, rest: str,
         count: int, known: bool, around: str, is_async: bool,
     ) -> Got:  # fmt: skip
-        members = self._members(rest)
-        group = len(members)
+        joined = members(rest, self.devices)
+        group = len(joined)
         arrays = _payload_arrays(result, opcode)
         is_start = opcode.endswith("-start")
         if kind.name == "all_reduce" and name.startswith("all-reduce-scatter"):
@@ -179,7 +177,7 @@ class Program:
             op_name=names[0] if names else "",
             op_names=names,
             asynchronous=(is_async or opcode.endswith("-start")) and '"is_sync":true' not in rest,
-            members=members,
+            members=joined,
         )
 
     def _parameters(self, name: str) -> list[tuple[str, int]]:
@@ -210,49 +208,6 @@ class Program:
             inside = map(_op_name, self.computations.get(adds[1], {}).values()) if adds else ()
             own = next((told for told in inside if "/" in told), "")
         return tuple(taken.get(number, own) for number in range(arrays))
-
-    def _members(self, rest: str) -> tuple[int, ...]:
-        """The devices that a collective joins in its first group, from any of the spellings of `replica_groups`."""
-        if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest):
-            return _ring([(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])])
-        if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
-            return tuple(map(int, listed[1].split(",")))
-        if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-            return tuple(_numbered(iota[2], iota[3]).ravel()[: int(iota[1])].tolist())
-        if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", rest):
-            sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", meshed[1])}
-            order = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", meshed[2])
-            devices = _numbered(order[1], order[2]) if order else np.arange(math.prod(sizes.values()))
-            named = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", meshed[3])
-            return tuple(_along(devices.reshape(tuple(sizes.values())), list(sizes), named).ravel().tolist())
-        assert "replica_groups={}" in rest, f"a spelling of replica_groups that jshard does not know: {rest}"
-        return tuple(range(self.devices))
-
-
-def _numbered(shape: str, order: str | None) -> np.ndarray:
-    """Devices as `[2,4]T(1,0)` numbers them."""
-    numbers = np.arange(math.prod(map(int, shape.split(",")))).reshape(tuple(map(int, shape.split(","))))
-    return numbers.transpose(tuple(map(int, order.split(",")))) if order else numbers
-
-
-def _along(devices: np.ndarray, axes: list[str], named: list[tuple[str, str, str]]) -> np.ndarray:
-    """The devices of the first group over the named axes of a mesh: 'data', or a part of it: 'data':(1)2, two of its
-    devices that lie as far apart as the devices of what follows in it."""
-    index: list[Any] = [slice(0, 1)] * devices.ndim
-    for axis, before, part in named:
-        size = devices.shape[axes.index(axis)]
-        step = size // (int(before) * int(part)) if part else 1
-        index[axes.index(axis)] = slice(0, step * int(part) if part else size, step)
-    return devices[tuple(index)]
-
-
-def _ring(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
-    """The devices that send to each other, directly or not: of several separate rings, those of the first."""
-    moving = [pair for pair in pairs if pair[0] != pair[1]]
-    joined = set(moving[0]) if moving else {0}
-    while more := {device for pair in moving if joined & set(pair) for device in pair} - joined:
-        joined |= more
-    return tuple(sorted(joined))
 
 
 def _parts(written: str) -> tuple[str, str, str]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jshard.chips import CHIPS, Chip
 from jshard.errors import Place
 from jshard.inspect.hlo import Got
 from jshard.inspect.ledger import Ledger, Line
-from jshard.kernels.collectives import COLLECTIVES
+from jshard.inspect.plan.pairing import Ask, Pair, Pairs, Run, itemsize, paired
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "pred": "bool"}
 
@@ -86,212 +83,22 @@ class Comparison:
 
 
 def compare(ledger: Ledger, found: Iterable[Got], sizes: Mapping[str, int], chip: Chip = CHIPS["cpu"]) -> Comparison:
-    """The two sides paired: by collective, mesh axes, bytes and the signal that XLA's name stack tells, then with one of
-    these let go after the other. `sizes` are those of the mesh. `chip` says how much of a kernel's wire its own products
-    are long enough to hide: XLA's asynchronous collectives get the benefit of the doubt, kernels of ours don't."""
-    every = [_Asked(line) for line in ledger.lines]
-    asked = [ask for ask in every if ask.line.declared is None]
-    got = [_Run(one, number, sizes) for one in found for number in range(len(one.payloads))]
-    pairs = _Pairs()
-    for same, how in PASSES:
-        for ask, run in itertools.product(asked, got):
-            if ask.left and run.left and same(ask, run):
-                pairs.add(ask, run, how)
-    for run in got:
-        if run.left:
-            _joined(run, asked, pairs)
-    for ask in asked:
-        if ask.left:
-            _split(ask, got, pairs)
-    for ask in asked:
-        if ask.left:
-            _in_other_words(ask, got, pairs)
+    """The two sides paired. `sizes` are those of the mesh. `chip` says how much of a kernel's wire its own products are long
+    enough to hide: XLA's asynchronous collectives get the benefit of the doubt, kernels of ours don't."""
+    every, got, pairs = paired(ledger, found, sizes)
     return Comparison((*_rows(every, pairs, chip), *_added(got)))
-
-
-class _Asked:
-    """A line of the ledger, and how many of its runs are not yet accounted for."""
-
-    def __init__(self, line: Line):
-        self.line = line
-        self.left = line.count
-        self.path = () if line.signal == "-" else tuple(line.signal.split("/"))
-        self.backward = line.phase == "backward"
-        self.elements = math.prod(line.shape)
-        self.remat = "remat" in line.via.split(", ")
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.line.mesh_axes
-
-
-class _Run:
-    """One array of a collective that runs, and how many of its runs are not yet accounted for."""
-
-    def __init__(self, got: Got, number: int, sizes: Mapping[str, int]):
-        self.got = got
-        self.left = got.count
-        self.payload, self.dtype = got.payloads[number], got.dtypes[min(number, len(got.dtypes) - 1)]
-        name = got.op_names[number] if number < len(got.op_names) else got.op_name
-        self.path, self.backward, self.remat = path_of(name)
-        self.is_named = "/" in name
-        self.is_joined = len(got.payloads) > 1
-        self.elements = self.payload // _itemsize(self.dtype)
-        self.axes = tuple(axis for axis in got.mesh_axes(sizes))
-        self.wire = COLLECTIVES[got.collective].wire(self.payload, got.group)
-
-
-def path_of(op_name: str) -> tuple[tuple[str, ...], bool, bool]:
-    """The signals that a name stack is nested in, whether it is of a backward pass, and whether of one that computes the
-    forward anew."""
-    stacks = re.split(r"(?<=\))/", op_name)
-    path: list[str] = []
-    for part in stacks:
-        names = re.findall(r"signal:([^/()]+)", part)
-        if names and names != path[-len(names) :]:  # a transposed remat repeats the stack it was called under
-            path += names
-    return tuple(path), "transpose(" in op_name, "rematted_computation" in op_name
-
-
-def _itemsize(dtype: str) -> int:
-    digits = re.match(r"[a-z]+(\d+)", dtype)
-    return max(1, int(digits[1]) // 8) if digits else 1
-
-
-# -- the pairing --
-
-Same = Callable[[_Asked, _Run], bool]
-
-
-def _axes(ask: _Asked, run: _Run) -> bool:
-    return set(ask.axes) == set(run.axes) if run.axes else ask.line.group == run.got.group
-
-
-def _kind(ask: _Asked, run: _Run) -> bool:
-    return ask.line.collective == run.got.collective and _axes(ask, run)
-
-
-def _bytes(ask: _Asked, run: _Run) -> bool:
-    return ask.line.payload == run.payload
-
-
-def _numbers(ask: _Asked, run: _Run) -> bool:
-    return ask.elements == run.elements
-
-
-def _signal(ask: _Asked, run: _Run) -> bool:
-    return ask.path == run.path and ask.backward == run.backward
-
-
-def _unsigned(ask: _Asked, run: _Run) -> bool:
-    """XLA has lost the name, or kept one of several."""
-    return not run.is_named or run.is_joined or not run.path
-
-
-def _remat(ask: _Asked, run: _Run) -> bool:
-    return ask.remat == run.remat
-
-
-REWRITTEN = {("reduce_scatter", "all_reduce"), ("all_gather", "all_reduce"), ("all_reduce", "reduce_scatter")}
-
-
-def _rewritten(ask: _Asked, run: _Run) -> bool:
-    return (ask.line.collective, run.got.collective) in REWRITTEN and _axes(ask, run)
-
-
-def _all(*tests: Same) -> Same:
-    return lambda ask, run: all(test(ask, run) for test in tests)
-
-
-PASSES: list[tuple[Same, str]] = [
-    (_all(_kind, _bytes, _signal, _remat), ""),
-    (_all(_kind, _bytes, _signal), ""),
-    (_all(_kind, _bytes, _unsigned), ""),
-    (_all(_kind, _numbers, _signal, _remat), "recast"),
-    (_all(_kind, _numbers, _signal), "recast"),
-    (_all(_kind, _numbers, _unsigned), "recast"),
-    (_all(_rewritten, _numbers, _signal), "rewritten"),
-    (_all(_rewritten, _numbers, _unsigned), "rewritten"),
-    (_all(_kind, _bytes), ""),
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    ask: _Asked
-    run: _Run
-    times: int
-    how: str
-    wire: int  # bytes of once that are this line's
-
-
-class _Pairs(list[_Pair]):
-    def add(self, ask: _Asked, run: _Run, how: str) -> None:
-        times = min(ask.left, run.left)
-        ask.left -= times
-        run.left -= times
-        self.append(_Pair(ask, run, times, how, run.wire))
-
-
-def _joined(run: _Run, asked: list[_Asked], pairs: _Pairs) -> None:
-    """An array that carries several that were asked for, one behind the other."""
-    smaller = [ask for ask in asked if _kind(ask, run) and ask.elements < run.elements]
-    open_ = [ask for ask in smaller for _ in range(min(ask.left // run.left, run.elements // max(1, ask.elements)))]
-    several = _sum(open_, run.elements)
-    times = run.left
-    for ask in several:
-        ask.left -= times
-        run.left = 0
-        pairs.append(_Pair(ask, run, times, "merged", run.wire * ask.elements // run.elements))
-
-
-def _sum(asked: list[_Asked], elements: int, limit: int = 4096) -> list[_Asked]:
-    """Some of them whose sizes add up to `elements`, those that come first in the program; [] when none do."""
-    sums: dict[int, list[_Asked]] = {0: []}
-    for ask in asked:
-        for total, chosen in list(sums.items()):
-            more = total + ask.elements
-            if more <= elements and more not in sums and len(sums) < limit:
-                sums[more] = [*chosen, ask]
-        if elements in sums:
-            return sums[elements]
-    return []
-
-
-def _split(ask: _Asked, got: list[_Run], pairs: _Pairs) -> None:
-    """One that runs as several smaller ones of its kind."""
-    parts = [run for run in got if run.left and _kind(ask, run) and _signal(ask, run) and run.elements < ask.elements]
-    times = min((run.left for run in parts), default=0)
-    if times and sum(run.elements for run in parts) == ask.elements:
-        times = min(times, ask.left)
-        ask.left -= times
-        for number, run in enumerate(parts):
-            run.left -= times
-            pairs.append(_Pair(ask, run, times if number == 0 else 0, "split", sum(each.wire for each in parts)))
-
-
-def _in_other_words(ask: _Asked, got: list[_Run], pairs: _Pairs) -> None:
-    """One that the compiler does by others of another kind under the same signal: a gather by permutes around a ring."""
-    others = [run for run in got if run.left and _signal(ask, run) and _axes(ask, run) and run.path]
-    if others:
-        kinds = sorted({run.got.collective for run in others})
-        wire = sum(run.left * run.wire for run in others)
-        pairs.append(_Pair(ask, others[0], ask.left, f"by {', '.join(kinds)}", wire // ask.left))
-        ask.left = 0
-        for run in others:
-            run.left = 0
 
 
 # -- the rows --
 
 
-def _rows(asked: list[_Asked], pairs: _Pairs, chip: Chip) -> list[Row]:
-    found: dict[Any, list[_Asked]] = {}
+def _rows(asked: list[Ask], pairs: Pairs, chip: Chip) -> list[Row]:
+    found: dict[Any, list[Ask]] = {}
     for ask in asked:
         line = ask.line
         key = (line.place, line.signal, line.phase, line.collective, line.mesh_axes, line.via)
         found.setdefault(key, []).append(ask)
-    mine: dict[int, list[_Pair]] = {}
+    mine: dict[int, list[Pair]] = {}
     for pair in pairs:
         mine.setdefault(id(pair.ask), []).append(pair)
     return [
@@ -300,7 +107,7 @@ def _rows(asked: list[_Asked], pairs: _Pairs, chip: Chip) -> list[Row]:
     ]
 
 
-def _row(key: Any, asked: list[_Asked], pairs: list[_Pair], chip: Chip) -> Row:
+def _row(key: Any, asked: list[Ask], pairs: list[Pair], chip: Chip) -> Row:
     place, signal, phase, collective, mesh_axes, via = key
     differences = []
     own = [ask for ask in asked if ask.line.declared is not None]  # a kernel moves its bytes itself, unseen by XLA
@@ -347,24 +154,24 @@ def hidden_in_kernel(line: Line, chip: Chip) -> int:
     return 0 if line.schedule is None else line.count * line.schedule.hidden(line.wire, chip)
 
 
-def _runs(pairs: list[_Pair]) -> int:
+def _runs(pairs: list[Pair]) -> int:
     """How often the instructions run that these are part of."""
     return sum({id(pair.run.got): pair.run.got.count for pair in pairs}.values())
 
 
-def _kind_of(pair: _Pair) -> str:
+def _kind_of(pair: Pair) -> str:
     return pair.how.removeprefix("by ") if pair.how.startswith("by") else pair.run.got.collective
 
 
-def _parts(pair: _Pair, pairs: list[_Pair]) -> str:
+def _parts(pair: Pair, pairs: list[Pair]) -> str:
     return f"{sum(other.how == 'split' and other.ask is pair.ask for other in pairs)} parts"
 
 
-def _recast(pair: _Pair) -> str:
+def _recast(pair: Pair) -> str:
     """The dtype that an array travels in, when it is not the one asked for."""
     if pair.how.startswith("by"):
         return ""
-    ran = _itemsize(pair.run.dtype)
+    ran = itemsize(pair.run.dtype)
     asked = pair.ask.line.payload // max(1, pair.ask.elements)
     return "" if ran == asked else f"{DTYPES.get(pair.run.dtype, pair.run.dtype)} instead of {pair.ask.line.dtype}"
 
@@ -376,9 +183,9 @@ def _counted(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return list(sums.items())
 
 
-def _added(got: list[_Run]) -> list[Row]:
+def _added(got: list[Run]) -> list[Row]:
     """What runs and nobody asked for."""
-    found: dict[Any, list[_Run]] = {}
+    found: dict[Any, list[Run]] = {}
     for run in got:
         if run.left and run.got.group > 1:
             key = ("/".join(run.path) or "-", "backward" if run.backward else "forward", run.got.collective, run.axes)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from jshard.errors import Place
 from jshard.inspect.hlo import largest_results
 from jshard.inspect.memory import Rest
-from jshard.inspect.plan.asked_against_got import path_of
 from jshard.inspect.plan.deviceless import Compiled
+from jshard.inspect.plan.pairing import path_of
 from jshard.inspect.plan.topology import Topology
 from jshard.signals.config import Configuration
 
