@@ -20,7 +20,11 @@ def run(chosen: argparse.Namespace) -> int:
     from jshard.cli.experiment import opened
 
     meshes = [sizes_of(words) for words in chosen.mesh]
-    found = opened(Asked.of(chosen)).verify(meshes)
+    program = opened(Asked.of(chosen))
+    from jshard.inspect.failure import told
+
+    with told("it is traced"):
+        found = program.verify(meshes)
     if chosen.json:
         print(found.to_json())
     else:
