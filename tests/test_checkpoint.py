@@ -323,6 +323,42 @@ def test_sigterm_to_one_of_two_processes_saves_the_same_step_on_both(here):
     assert Checkpoint.find(here / "run/checkpoints", "latest", "run").manifest().step == step
 
 
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, os.getcwd())
+from jshard.signals import current
+from jshard.train import checkpoint
+from jshard.train.experiment import Experiment
+from jshard.train.train import train
+
+begin = checkpoint.save
+
+def killed(folder, arrays):
+    wait = begin(folder, arrays)
+    return lambda: (wait(), os.kill(os.getpid(), signal.SIGKILL)) if "20" in folder.parent.name else wait()
+
+checkpoint.save = killed
+train(Experiment.build(current.load("mine.yaml"), current.mesh()))
+"""
+
+
+@pytest.mark.slow
+def test_process_killed_while_it_saves_leaves_the_checkpoint_before_and_is_gone_on_from(here, finished, capsys):
+    (here / "killed.py").write_text(KILLED)
+    done = subprocess.run(
+        [sys.executable, "killed.py"], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=240
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert sorted(each.name for each in (here / "run/checkpoints").iterdir()) == ["10", "20.partial"]
+    assert main(["resume", "run"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[:2] == [
+        "resumed from step 10: run/checkpoints/10",
+        "removed run/checkpoints/20.partial, which was never saved to its end",
+    ]
+    assert losses(here / "run") == losses(finished)
+
+
 RISING = "optimizer={name: sgd, learning_rate: 1e38}"
 
 

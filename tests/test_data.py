@@ -18,7 +18,9 @@ from jshard.signals.config import load_configuration
 from jshard.train.ahead import read_ahead
 from jshard.train.data import Placement, source
 from jshard.train.loop import run
+from jshard.train.places import own_position
 from jshard.train.sources import Examples, Indexed, Shuffled, Stream
+from tests.processes import run as run_processes
 
 TEN = Examples(np.arange(10.0), np.arange(10))
 ROOT = Path(__file__).parent.parent
@@ -119,6 +121,22 @@ def test_placement_takes_trees_and_each_process_its_rows(mesh):
     (x,) = where.place(8, {"a": np.arange(8), "b": np.zeros((8, 3))})
     assert x["a"].addressable_shards[0].data.shape == (4,)
     assert x["b"].addressable_shards[0].data.shape == (4, 3)
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_reads_the_rows_of_its_place_on_the_mesh_and_no_others():
+    for each in run_processes(ROOT / "tests/train_in_processes.py", 2, devices=2, timeout=120):
+        said = [line for line in each.stdout.splitlines() if "Gloo" not in line]
+        assert said == ["{'data': 2, 'tensor': 2} 2", "{'tensor': 2, 'data': 2} 4", "{'tensor': 4} 2", "streams go on"]
+
+
+def test_stream_of_another_number_of_processes_is_told():
+    with pytest.raises(JShardError) as told:
+        own_position({"batches": 3, "states": [1, 2]}, "the checkpoint of step 3 (run/checkpoints/3)")
+    assert str(told.value) == (
+        "the checkpoint of step 3 (run/checkpoints/3) was saved by 2 processes, each at its own place in a stream of its "
+        "own, and here are 1; start 2, or read the data by number: docs/checkpoints.md"
+    )
 
 
 # -- streams --
@@ -279,6 +297,7 @@ class Pairs:
 
 def arrays(shuffle=False): return {"train": (X, Y), "test": (X, Y)}
 def pairs(): return {"train": Pairs(), "test": (X, Y)}
+def asking(rows): assert rows.tolist() == [0, 1, 2, 3]; return arrays()
 def stream(): return {"train": lambda: iter([(X[:4], Y[:4])]), "test": (X, Y)}
 """
 
@@ -305,6 +324,7 @@ def test_data_of_every_kind_trains_and_reading_ahead_changes_no_number(lossy):
     assert len(arrays) == 6
     assert lossy("data.path=mine:pairs", "data.ahead=0") == arrays
     assert len(lossy("data=mine:stream")) == 6
+    assert lossy("data=mine:asking", "steps=1") == arrays[:1]
 
 
 @pytest.mark.parametrize(

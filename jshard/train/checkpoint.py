@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from jshard.errors import JShardError
 from jshard.train.arrays import kind, like_raw, load, raw, save, typed
 from jshard.train.manifest import Damaged, Manifest, flush
+from jshard.train.places import positions
 
 CONFIGURATION = "configuration.yaml"
 ARRAYS = "arrays"
@@ -215,7 +216,9 @@ class Saver:
         """Begins to save. The state has been copied when this returns, so it may be donated."""
         self.wait()
         arrays = named(state)
-        manifest = Manifest(step, position, {name: (array.shape, str(array.dtype)) for name, array in arrays.items()})
+        manifest = Manifest(
+            step, positions(position), {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
+        )
         partial = self.policy.folder / f"{step}.partial"
         with self._failure_told(f"take step {step}"):
             if self.leads:
@@ -260,6 +263,13 @@ class Saver:
         self.wait()
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("jshard has saved")
+
+    def settle(self) -> None:
+        """The same after a fault, which is the one to raise: what goes wrong here as well is only said."""
+        try:
+            self.wait()
+        except JShardError as error:
+            self.say(str(error))
 
     def close(self) -> None:
         self.worker.shutdown()

@@ -71,7 +71,7 @@ class Experiment:
         placement.check(batch, said.place("batch"))
         component, how = said.data()
         with told(f"{component.path} is called"):
-            returned = component()
+            returned = component(**said.rows(component, placement, batch))
         here = f"{component}, which"
         data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
         test = examples(here, returned, "test")
@@ -170,6 +170,11 @@ class Said:
             )
         rest = {key: value for key, value in component.arguments.items() if key not in READING}
         return dataclasses.replace(component, arguments=rest), how
+
+    def rows(self, component: Component, placement: Placement, batch: int) -> Mapping[str, Any]:
+        """Which rows of each batch this process needs, for a data function that asks by an argument `rows`."""
+        asks = "rows" in parameters_of(component.function) and "rows" not in component.arguments
+        return {"rows": placement.rows(batch)} if asks else {}
 
     def checkpoint(self) -> Policy | None:
         """When to save, and where: in the output folder, unless it is said."""

@@ -21,14 +21,19 @@ class Preempted(SystemExit):
         self.step = step
 
 
+def _service_runs() -> bool:
+    return jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class Notice:
     """`reached(step)` after every step: whether it is the one to stop at. In one process that is the step during which
     SIGTERM came. Of several each may get it: the coordination service tells the others, and all agree on the first step
-    that none has passed."""
+    that none has passed. Where JAX was started without that service SIGTERM ends the process, as it would any other."""
 
     def __init__(self) -> None:
         self.came = False
         self.before: Any = None
+        self.agrees = jax.process_count() > 1 and _service_runs()
         self.listens = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Notice:
@@ -41,7 +46,7 @@ class Notice:
             signal.signal(signal.SIGTERM, self.before)
 
     def reached(self, step: int) -> bool:
-        return self.came if jax.process_count() == 1 else multihost_utils.reached_preemption_sync_point(step)
+        return multihost_utils.reached_preemption_sync_point(step) if self.agrees else self.came
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True

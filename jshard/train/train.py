@@ -13,6 +13,7 @@ from jshard.errors import JShardError
 from jshard.train.checkpoint import Checkpoint, Saver, steps_in
 from jshard.train.experiment import LEARNING_RATE, Experiment
 from jshard.train.loop import NotANumber, Step, Taken, check_parameters, evaluate, run
+from jshard.train.places import own_position
 from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, silent
 from jshard.train.record import Record, written
@@ -61,7 +62,7 @@ class _Training:
     def _go_on_from(self, resume: Checkpoint) -> None:
         steps = self.experiment.steps
         self.step.state, manifest = resume.restore(self.step.state, self.experiment.configuration.source)
-        self.done, self.position = manifest.step, manifest.position
+        self.done, self.position = manifest.step, own_position(manifest.position, resume)
         if self.done >= steps:
             more = f"type: jshard resume {resume.run} steps={2 * self.done}"
             raise JShardError(
@@ -147,6 +148,9 @@ class _Training:
         try:
             yield
             self.saver.end()
+        except BaseException:
+            self.saver.settle()
+            raise
         finally:
             self.saver.close()
 
