@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -86,6 +87,12 @@ def test_benchmark_tells_what_is_saved_beside_what_the_original_printed():
 
 
 # -- in one process --
+
+
+def test_page_on_scatter_says_what_runs():
+    page = (Path(__file__).parent.parent / "docs/scatter.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(program, {})
 
 
 @pytest.mark.parametrize("method", ["scatter", "broadcast"])
