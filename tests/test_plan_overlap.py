@@ -33,12 +33,12 @@ FUSED = {
 }
 
 
-def fused(hidden):
+def fused(hidden, features=1024):
     """The forward of the two layers on an absent v5e:4x4: its ledger and its FLOPs."""
     with overlap.on("v5e:4x4", {"mesh": MESH}, **FUSED):
-        model = nnx.eval_shape(lambda: overlap.MLP(1024, hidden, nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: overlap.MLP(features, hidden, nnx.Rngs(0)))
         x = jax.ShapeDtypeStruct(
-            (4, 2048, 1024), jnp.bfloat16, sharding=NamedSharding(jshard.mesh(), P("data", "tensor"))
+            (4, 2048, features), jnp.bfloat16, sharding=NamedSharding(jshard.mesh(), P("data", "tensor"))
         )
         graph, state = nnx.split(model)
         flops = arithmetic_of(jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x))
@@ -72,6 +72,8 @@ def test_fused_kernels_hide_what_their_tiles_say():
     balance = 197e12 / 50e9
     assert shares["up"] == pytest.approx(min(1, (2 * 2048 - 1024) / balance), abs=1e-3)
     assert shares["down"] == pytest.approx(2048 / balance / 2, abs=1e-3)
+    wider = compare(fused(8192, features=4096)[0], [], MESH, CHIPS["v5e"]).rows[1]  # four tiles, beside them five
+    assert wider.hidden / wider.wire_got == pytest.approx(5 / 4 * 2048 / balance / 2, abs=1e-3)
     words = [str(each) for _, each in comparison.differences]
     assert words[1] == "1 inside a kernel, by its own word, 25 % of it under its products"
     assert flops.flops == {"bfloat16": 2 * 2 * 2048 * 1024 * 2048}

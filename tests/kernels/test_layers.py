@@ -203,6 +203,8 @@ def test_product_that_chooses_its_strategy_takes_the_kernels_of_its_signal():
         'signal "layer" (<dict>) takes matmul by pallas, a kernel for TPUs, h100, h200, b200, and this is cpu; '
         "write matmul: auto"
     )
+    with kernels.interpret(), jshard.signal("layer"):
+        assert "pallas_call" in str(jax.make_jaxpr(jshard.matmul)(x, x))
 
 
 def test_schema_knows_the_algorithms_that_there_are():
