@@ -1,4 +1,4 @@
-"""A loop of steps with one all-reduce each, which does `fault` in process `rank` (-1: in all) at step 5: `program.py fault rank`."""
+"""A loop of steps with one all-reduce each, which does `fault` in process `rank` at step 5: `program.py fault rank`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,8 @@ def commit(fault: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         case "raise":
             raise RuntimeError("the model is broken")
-        case "mistake":
-            raise jshard.JShardError("the model is wrong", mend="mend it")
         case "exit":
             sys.exit(3)
-        case "restart" if "JSHARD_RESTART" not in os.environ:
-            raise RuntimeError("the first time")
-        case "restart":
-            print("listens at", *sorted(listening()))
         case "sleep":
             pulse().at("data")
             time.sleep(600)
@@ -64,7 +58,9 @@ def main(fault: str, rank: int, steps: int = 20) -> None:
     pulse().of = steps
     for step in range(1, steps + 1):
         pulse().at("step", step)
-        if step == 5 and (member is None or rank in (member.rank, -1)):
+        if step == 4:
+            print("listens at", *sorted(listening()))
+        if step == 5 and (member is None or rank == member.rank):
             commit(fault)
         result = total(x)
         pulse().waits(step, result)
