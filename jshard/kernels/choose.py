@@ -45,7 +45,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Applies to `ops` on `chips` for groups of `least` to `most` devices and payloads of up to `up_to` bytes."""
+    """Applies to `ops` on `chips` for groups of `least` to `most` devices and payloads of up to `up_to` bytes, and of those to
+    arrays of which `when` is true, if it is given."""
 
     ops: str
     chips: str
@@ -53,11 +54,13 @@ class Row:
     least: int = 2
     most: int = 1 << 30
     up_to: int = 1 << 62
+    when: Callable[[Chip, Sequence[int], Any], bool] | None = None
 
-    def fits(self, op: str, chip: Chip, group: int, payload: int) -> bool:
+    def fits(self, op: str, chip: Chip, group: int, shape: Sequence[int], dtype: Any) -> bool:
+        payload = math.prod(shape) * dtype.itemsize
         here = self.chips in ("any", chip.platform) or chip.name in self.chips.split()
         return here and (self.ops == "any" or op in self.ops.split()) and self.least <= group <= self.most and (
-            payload <= self.up_to
+            payload <= self.up_to and (self.when is None or self.when(chip, shape, dtype))
         )  # fmt: skip
 
 
@@ -66,9 +69,8 @@ _NCCL = "HLO compiled for 8 absent H200 and B200, jax 0.12.0.1: no collective ke
 _GATHERS = "HLO compiled for 8 absent H200, jax 0.12.0.1: all-gather and reduce-scatter of every size"
 _CUBLAS = "docs/measurements/kernels.md: not measured on a GPU"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
-_WIRE = (
-    "compiled for an absent v5e:4x4: gather and product in a shard_map stay one after the other, 456 MiB not overlapped"
-)
+_WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
+_MODEL = "jshard/chips.py: the maker's peak and link, as a plan counts them"
 
 
 def _xla(reason: str, source: str) -> Choice:
@@ -102,6 +104,15 @@ TABLE = (
     Row("reduce_scatter all_gather", "gpu", _xla("NCCL's: neither XLA nor jshard has a kernel for it", _GATHERS)),
     Row("any", "gpu", _xla("jshard has no kernel for this op on GPUs", "docs/kernels.md")),
     Row(
+        "matmul_reduce_scatter",
+        "tpu",
+        _xla(
+            "its products are too short to hide sums in float32, which the kernel sends where XLA sends fewer bytes",
+            _MODEL,
+        ),
+        when=lambda *array: _shows_more_than_xla(*array),
+    ),
+    Row(
         "all_gather_matmul matmul_reduce_scatter",
         "tpu",
         Choice("fused", "the wire runs under the product, which XLA does not do inside a shard_map", _WIRE),
@@ -113,14 +124,22 @@ TABLE = (
 )
 
 
+def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
+    """Whether more bytes of a fused scatter wait for the wire than XLA's scatter has. For each number of four bytes there is a
+    product of as many operations as x has columns, twice, and a hop goes over one link."""
+    if not chip.link or not shape:
+        return False
+    hidden = (2 * shape[-1] / chip.peak(str(dtype))) / (4 * chip.devices / chip.link)
+    return 4 * (1 - min(1.0, hidden)) >= dtype.itemsize
+
+
 def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str | Chip | None = None) -> Choice:
     """The algorithm that "auto" takes for an array of `shape` over `group` devices of `chip` (where it is traced)."""
     _known(op)
     where = chips.present_chip() if chip is None else chip if isinstance(chip, Chip) else chips.chip(chip)
-    payload = math.prod(shape) * jnp.dtype(dtype).itemsize
     # A matmul alone has a group of one and is still a question.
     asked = max(group, 2) if op == "matmul" else group
-    return next(row.choice for row in TABLE if row.fits(op, where, asked, payload))
+    return next(row.choice for row in TABLE if row.fits(op, where, asked, shape, jnp.dtype(dtype)))
 
 
 def decide(op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], more: WhyNot | None = None) -> str:

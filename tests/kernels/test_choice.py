@@ -49,6 +49,17 @@ def test_choice_is_that_of_the_table(op, kib, group, chip, algorithm, reason):
     assert (choice.algorithm, choice.reason) == (algorithm, reason)
 
 
+@pytest.mark.parametrize(
+    ("chip", "columns"), [("v4", 5500), ("v5e", 3940), ("v5p", 4590), ("v6e", 9180), ("tpu7x", 23_070)]
+)
+def test_fused_scatter_is_taken_where_its_products_hide_what_float32_adds(chip, columns):
+    def taken(columns, dtype):
+        return kernels.choose("matmul_reduce_scatter", shape=(64, columns), dtype=dtype, group=4, chip=chip).algorithm
+
+    assert [taken(columns + more, "bfloat16") for more in (-10, 10)] == ["xla", "fused"]
+    assert taken(64, "float32") == "fused"  # as many bytes as XLA's
+
+
 def test_every_row_of_the_table_has_a_source_and_some_use():
     reached = set()
     for op in ALGORITHMS:
@@ -56,6 +67,7 @@ def test_every_row_of_the_table_has_a_source_and_some_use():
             for group in (1, 2, 4, 8, 1024):
                 for kib in (1, 300, 3000, 10_000, 1 << 20):
                     reached.add(kernels.choose(op, shape=(kib, 1024), dtype="int8", group=group, chip=chip))
+            reached.add(kernels.choose(op, shape=(8, 1 << 15), dtype="bfloat16", group=8, chip=chip))
     assert all(row.choice.source and row.choice.reason for row in TABLE)
     assert reached == {row.choice for row in TABLE}
 
