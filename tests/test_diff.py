@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import jax
 import pytest
-from decoder import TINY, configured, training_step
+from decoder import SEVEN_BILLION, TINY, Size, configured, training_step
 
 import jshard
 from jshard.cli import main
@@ -109,22 +110,24 @@ def test_diff_document_has_a_version():
     assert (change["kind"], change["wire"], change["old"]["place"], change["new"]) == ("gone", -1536, "a.yaml:7", None)
 
 
-def decoder(**signals) -> Ledger:
-    """A small decoder on a pod of 2 x 4 that need not be here."""
-    said = configured(2, 4)
+def decoder(size: Size = TINY, *, data: int = 2, tensor: int = 4, **signals) -> Ledger:
+    """A decoder on a pod that need not be here."""
+    said = configured(data, tensor)
     said.update(signals)
     jshard.load(said)
     try:
-        with on_mesh(absent_mesh({"data": 2, "tensor": 4})):
-            step, arguments = training_step(TINY)
+        with on_mesh(absent_mesh({"data": data, "tensor": tensor})):
+            step, arguments = training_step(size)
             return explain(step, *arguments)
     finally:
         unload()
 
 
+WRONG = {"mlp/down": {"row": "data", "store": "data", "dtype": {"compute": "bfloat16"}}}  # and no reduction: tensor
+
+
 def test_diff_of_one_wrong_axis_in_one_weight_shows_what_it_costs():
-    split = {"row": "data", "store": "data", "dtype": {"compute": "bfloat16"}}  # and no reduction: tensor
-    difference = jshard.diff(decoder(), decoder(**{"mlp/down": split}))
+    difference = jshard.diff(decoder(), decoder(**WRONG))
     assert not difference.same
     x = TINY.batch // 2 * TINY.length * TINY.hidden * 2  # the whole input of the layer, on one device, in bfloat16
     added = [c.new for c in difference.changes if c.kind == "added" and c.new and c.new.signal == "mlp/down"]
@@ -134,6 +137,28 @@ def test_diff_of_one_wrong_axis_in_one_weight_shows_what_it_costs():
     ] == [("all_gather", "tensor", TINY.layers, x)]
     gone = [c.old for c in difference.changes if c.kind == "gone" and c.old and c.old.phase == "forward"]
     assert [(each.signal, each.collective, each.axis) for each in gone] == [("mlp/down", "all_reduce", "tensor")]
+
+
+def test_diff_of_one_wrong_axis_in_seven_billion_parameters_says_an_all_gather_more_and_its_mebibytes():
+    pod = {"data": 16, "tensor": 16}
+    before, after = decoder(SEVEN_BILLION, **pod), decoder(SEVEN_BILLION, **pod, **WRONG)
+    lines = str(jshard.diff(before, after)).splitlines()
+    size = SEVEN_BILLION
+    x = size.batch // 16 * size.length * size.hidden * 2
+    gathered = next(line for line in lines if line.startswith("+") and "  forward " in line)
+    assert re.split(" {2,}", gathered)[1:] == [
+        "mlp/down", "forward", "all_gather", "over tensor (16)", f"{size.layers} x {x:,} B",
+        f"{size.layers * x * 15 // 16:+,} B on the wire", "(added, redistribute)",
+    ]  # fmt: skip
+    assert lines[-1] == (  # x is gathered in forward, and again where backward computes it anew
+        "differs: 2 all_gather grown (+4.7 GiB), 1 reduce_scatter grown (+2.4 GiB), 1 all_reduce gone (-1.9 GiB), 2 all_gather "
+        "added (+5.0 GiB)"
+    )
+    wire = next(line for line in lines if line.startswith("wire: "))
+    assert wire == (
+        f"wire: {before.total:,} B ({before.total / 2**30:,.1f} GiB) -> {after.total:,} B ({after.total / 2**30:,.1f} GiB) "
+        f"({after.total - before.total:+,} B) per device"
+    )
 
 
 # -- compiled texts --

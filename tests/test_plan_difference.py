@@ -92,7 +92,7 @@ def test_plans_are_told_apart_by_what_runs_memory_and_the_model_of_time():
         "wire: 2,048 B -> 3,149,824 B (3.0 MiB) (+3,147,776 B) per device run",
         "memory: 1,536 B -> 5,242,880 B (5.0 MiB) (+5,241,344 B) per device, of 4,096 B: fits -> does not fit",
         "time: 20.00 ms -> 30.00 ms a step (a model, nothing was measured)",
-        "differs: 1 all_reduce grown, 1 all_reduce gone, 1 all_gather added, memory changed, on v5e:4x4",
+        "differs: 1 all_reduce grown, 1 all_reduce gone, 1 all_gather added (+3.0 MiB), memory changed, on v5e:4x4",
     ]
     assert max(map(len, told.text(60).splitlines())) <= 60
     document = json.loads(told.to_json())
@@ -144,8 +144,11 @@ def test_diff_of_two_plans_is_what_runs_on_either():
     assert told.new.wire == other.comparison.got and told.old.memory == one.memory.total
     with pytest.raises(JShardError) as mixed:
         jshard.diff(one, "mlp.yaml")
-    assert str(mixed.value) == (
-        "jshard.diff is given a plan and something else; give two paths, two ledgers or two plans"
+    assert str(mixed.value) == "jshard.diff is given a plan and a path; give two of a kind"
+    with pytest.raises(JShardError) as twice:
+        jshard.diff(one, other, topology="cpu:8")
+    assert str(twice.value) == (
+        "jshard.diff is given a plan twice and the topology cpu:8; give two paths: only what they lead to can be compiled"
     )
 
 

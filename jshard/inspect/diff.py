@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal, TypeVar
 
 from jshard.inspect.ledger import Ledger, Line
@@ -79,10 +79,8 @@ class Difference:
         )
 
     def summary(self) -> str:
-        kinds = collections.Counter(
-            (change.kind, line.collective) for change in self.changes if (line := change.new or change.old) is not None
-        )
-        parts = [f"{count} {collective} {kind}" for (kind, collective), count in kinds.items()]
+        told = ((each.kind, (each.new or each.old).collective, each.wire) for each in self.changes)  # type: ignore[union-attr]  # one is there
+        parts = counted(told)
         parts += ["memory changed"] if self.memory else []
         return f"differs: {', '.join(parts) or self.program}"
 
@@ -167,6 +165,21 @@ def _counted(ledger: Ledger) -> dict[Hashable, Line]:
         held = found.get(key)
         found[key] = line if held is None else dataclasses.replace(held, count=held.count + line.count)
     return found
+
+
+def counted(changes: Iterable[tuple[str, str, int]]) -> list[str]:
+    """`2 all_gather added (+5.0 GiB)`: how many of each kind and collective, and the bytes they add, where many."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for kind, collective, wire in changes:
+        kinds.setdefault((kind, collective), []).append(wire)
+    return [f"{len(wires)} {collective} {kind}{_large(sum(wires))}" for (kind, collective), wires in kinds.items()]
+
+
+def _large(wire: int) -> str:
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if abs(wire) >= unit:
+            return f" ({wire / unit:+,.1f} {name})"
+    return ""
 
 
 Entry = TypeVar("Entry")

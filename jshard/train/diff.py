@@ -55,13 +55,14 @@ def diff(
         told = compare_plans(Outcome.of(old.to_json(), "old"), Outcome.of(new.to_json(), "new"))
         texts = normalised(old.text_of_program), normalised(new.text_of_program)
         return dataclasses.replace(told, first=first_difference(*texts)) if told.only_text else told
-    for side in (old, new):
-        if isinstance(side, Ledger | Plan):
-            what = "a ledger" if isinstance(side, Ledger) else "a plan"
-            beside = f"the topology {topology}" if topology is not None else "something else"
+    kinds = [_kind(old), _kind(new)]
+    if kinds != ["a path", "a path"]:
+        if kinds[0] == kinds[1]:
             raise JShardError(
-                f"jshard.diff is given {what} and {beside}", mend="give two paths, two ledgers or two plans"
+                f"jshard.diff is given {kinds[0]} twice and the topology {topology}",
+                mend="give two paths: only what they lead to can be compiled",
             )
+        raise JShardError(f"jshard.diff is given {kinds[0]} and {kinds[1]}", mend="give two of a kind")
     assert not isinstance(old, Ledger | Plan) and not isinstance(new, Ledger | Plan)
     known = (configs[0], configs[-1]) if configs else (None, None)
     with (
@@ -78,6 +79,10 @@ def diff(
         if not might_be_one_program(*ledgers):
             return difference
         return _proven(difference, *_told(sides, [["explain", "--program"]] * 2))
+
+
+def _kind(side: Any) -> str:
+    return "a ledger" if isinstance(side, Ledger) else "a plan" if isinstance(side, Plan) else "a path"
 
 
 def _compiled(sides: tuple[_Side, _Side], names: tuple[str, str]) -> PlanDifference:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
-from jshard.inspect.diff import SIGNS, Kind, from_to, pairs
+from jshard.inspect.diff import SIGNS, Kind, counted, from_to, pairs
 from jshard.inspect.plan.estimate import in_words
 from jshard.inspect.program import normalised
 from jshard.inspect.table import folded, size, table
@@ -184,8 +183,8 @@ class PlanDifference:
             sides = [side.label for side in (self.old, self.new) if side.program is None]
             are = "is too large and was" if len(sides) == 1 else "are too large and were"
             return f"differs or not: {' and '.join(sides)} {are} not compiled to the end"
-        kinds = collections.Counter((each.kind, (each.new or each.old).collective) for each in self.changes)  # type: ignore[union-attr]  # one is there
-        parts = [f"{count} {collective} {kind}" for (kind, collective), count in kinds.items()]
+        told = ((each.kind, (each.new or each.old).collective, each.wire) for each in self.changes)  # type: ignore[union-attr]  # one is there
+        parts = counted(told)
         parts += ["memory changed"] if self.old.memory != self.new.memory else []
         if not parts and self.first is not None:
             count, one, other = self.first
