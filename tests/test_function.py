@@ -4,6 +4,7 @@ wrong is one sentence."""
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -207,6 +208,53 @@ def test_function_has_a_page(capsys):
     words = ["mine:step", "--config", "mlp.yaml", "--args", "mine:trained", "mine:batch"]
     assert typed(capsys, "report", *words, "-o", "page.html")[0] == 0
     assert "<svg" in Path("page.html").read_text()
+
+
+@pytest.mark.slow
+def test_function_is_compared_with_itself_at_another_commit(capsys):
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *who, *words], check=True, capture_output=True)
+
+    git("init", "-q")
+    git("add", "mine.py", "mlp.yaml")
+    git("commit", "-qm", "one")
+    words = ["git:HEAD:mine:loss", "mine:loss", "--config", "mlp.yaml", *ARGS]
+    Path("mlp.yaml").write_text(f"# a remark\n{YAML.replace(', reduction: tensor', '')}")
+    status, out, err = typed(capsys, "diff", *words)
+    assert (status, err) == (1, "")
+    assert out.splitlines()[0].startswith("~ HEAD:mlp.yaml:4 -> mlp.yaml:5  down")
+    assert typed(capsys, "diff", "git:HEAD:mine:los", *words[1:]) == (
+        2, "", 'at HEAD, "mine:los" names a function, but mine has no "los"; did you mean "mine:loss"?',
+    )  # fmt: skip
+
+
+MIXED = [
+    (
+        ["mine:loss", "rows.yaml"],
+        "jshard diff compares two of a kind, and mine:loss is a function, rows.yaml a configuration; type: jshard diff "
+        "mine:loss --config rows.yaml --config configs/other.yaml",
+    ),
+    (["mlp.yaml", "rows.yaml", "--args", "float32[8]"], "--args is for a function, and mlp.yaml is a configuration; leave --args away"),
+    (
+        ["mine:loss", *["--config", "mlp.yaml"] * 3],
+        "--config is given 3 times; give it once, or once for each side",
+    ),
+    (
+        ["mine:loss", "mine:other_loss", *ARGS],
+        'no configuration says how "mine:loss" lies on a mesh; add --config configs/mlp.yaml, or set JSHARD_CONFIG',
+    ),
+    (
+        ["git:HEAD:mine:loss", "mlp.yaml"],
+        "jshard diff compares two of a kind, and git:HEAD:mine:loss is a function, mlp.yaml a configuration; type: jshard diff "
+        "git:HEAD:mine:loss --config mlp.yaml --config configs/other.yaml",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "sentence"), MIXED, ids=[" ".join(words)[:50] for words, _ in MIXED])
+def test_diff_of_what_can_not_be_compared_is_one_sentence(capsys, words, sentence):
+    assert typed(capsys, "diff", *words) == (2, "", sentence)
 
 
 MISTAKES = [

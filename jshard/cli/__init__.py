@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from jshard.cli.terminal import tell
+from jshard.cli.terminal import show, tell, width
 from jshard.errors import JShardError, nearest
 from jshard.version import __version__
 
@@ -147,7 +147,7 @@ def train(chosen: argparse.Namespace) -> int:
 
     experiment = opened(Asked(chosen.path, tuple(chosen.overrides)))
     assert isinstance(experiment, Experiment)
-    print(experiment.explain())
+    show(experiment.explain().text(width()))
     print(f"test accuracy {100 * train(experiment):.1f} %")
     return 0
 
