@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jshard.cli import parse
 from jshard.cli.launch import command_of, split
 from jshard.launch.membership import found
 
@@ -53,6 +54,19 @@ def test_cluster_jobset_is_read_by_kubectl():
     command = ["kubectl", "label", "--local", "-f", CLUSTER / "jobset.yaml", "read=yes", "-o", "name"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "jobset.jobset.x-k8s.io/digits"), done.stderr
+
+
+def test_the_page_on_processes_names_programs_that_can_be_launched(monkeypatch, tmp_path):
+    page = (ROOT / "docs" / "many-processes.md").read_text()
+    lines = [line.removeprefix("$ jshard ").split() for line in page.splitlines() if line.startswith("$ jshard launch")]
+    assert len(lines) == 4
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for words in lines:
+        own, program = split(words)
+        assert parse(words).program == program
+        assert command_of(program)[1:]
+        assert own[0] == "launch"
 
 
 def test_nothing_between_processes_is_pickled():

@@ -94,7 +94,16 @@ time.sleep(60)
 
 
 def test_launch_leaves_out_what_the_others_say_of_the_fault(launch):
-    program = "rank == 0 and sys.exit(3); time.sleep(0.05); print('the other is gone', file=sys.stderr); sys.exit(4)"
+    program = """
+own = f"{os.environ['HERE']}/pid"
+if rank == 0:
+    open(own, "w").write(str(os.getpid()))
+    sys.exit(3)
+while not (os.path.exists(own) and open(own).read()) or os.path.exists(f"/proc/{open(own).read()}"):
+    time.sleep(0.001)
+print("the other is gone", file=sys.stderr)
+sys.exit(4)
+"""
     status, _, err = finished(launch(program, "-n", "2"))
     assert (status, len(err)) == (3, 1)
 
