@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
 from jshard.errors import JShardError
+from jshard.inspect.plan.arithmetic import arithmetic_of
 from jshard.kernels.chip import CHIPS
 from jshard.kernels.gpu import blackwell, hopper
 from jshard.kernels.gpu.matmul import EPILOGUES
@@ -28,15 +29,18 @@ from tests.kernels.compile_absent_gpu import PRODUCTS, product
 GPUS = ["h100", "h200", "b200"]
 
 
-def lowered(body, chip, dtype="bfloat16", *, shape=(200, 72), check_vma=True, names=("t",)):
-    """The program for eight absent GPUs, x[shape] whole on each, as the text of its custom calls."""
+def lowered(body, chip, dtype="bfloat16", **more):
+    return traced(body, chip, dtype, **more).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def traced(body, chip, dtype="bfloat16", *, shape=(200, 72), names=()):
+    """The program for eight absent GPUs, x[shape] split by its first axis over the mesh axes `names`."""
     kind, cores = CHIPS[chip].kind, CHIPS[chip].gpu.get("cores", 108)
     device = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
     mesh = AbstractMesh((4, 2), ("t", "d"), axis_types=(AxisType.Explicit,) * 2, abstract_device=device)
-    spec = P(names)
+    spec = P(names) if names else P()
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=jax.NamedSharding(mesh, spec))
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
-    return run.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)).trace(x)
 
 
 def by_kernel(x, w, **more):
@@ -69,6 +73,13 @@ def test_product_lowers_for_an_absent_gpu_with_check_vma_on(name, chip):
 
 def test_auto_on_a_gpu_is_the_plain_product():
     assert "mosaic_gpu" not in lowered(lambda x: kernels.matmul(x, x.T @ x), "h200")
+
+
+def test_plan_counts_what_the_kernel_multiplies():
+    loss = lambda x: by_kernel(x, x.T, bias=x[:, 0], activation="gelu").astype(jnp.float32).sum()  # noqa: E731
+    counted = arithmetic_of(traced(jax.grad(loss), "h200", shape=(6, 10)).jaxpr)
+    # the sum once more for the activation's derivative, and the gradients of both operands
+    assert counted.flops == {"bfloat16": 4 * 2.0 * 6 * 10 * 6}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +127,7 @@ def test_epilogues_are_the_activations():
 )  # fmt: skip
 def test_what_a_gpu_can_not_run_is_told(body, chip, dtype, sentence):
     with pytest.raises(JShardError) as error:
-        lowered(body, chip, dtype)
+        lowered(body, chip, dtype, names=("t",))
     assert str(error.value) == sentence
 
 

@@ -150,7 +150,7 @@ def test_semaphore_that_is_left_over_fails_the_test_it_happens_in(capsys):
 @pytest.mark.parametrize("chip", ["h100", "b200"])
 def test_auto_on_a_gpu_is_psum_to_the_last_word(chip):
     def text(body):
-        return [line.split(" loc(")[0] for line in lowered(body, chip).splitlines()[1:]]
+        return [line.split(" loc(")[0] for line in lowered(body, chip, names=("t",)).splitlines()[1:]]
 
     def varied(y):
         return lax.pcast(y, "t", to="varying")

@@ -46,6 +46,8 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
             estimate = eqn.params.get("cost_estimate")
             largest = max(range(len(eqn.invars)), key=lambda number: eqn.invars[number].aval.size, default=0)
             _add(found, eqn, float(times * (estimate.flops if estimate else 0)), largest)
+        elif name == "multiplied":  # said beside a kernel of a GPU
+            _add(found, eqn, float(times * eqn.params["flops"]))
         elif name == "scan":
             _walk(_bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual)
         elif name == "while":
