@@ -100,10 +100,13 @@ def moves(mesh):
     """To half of the devices, a process each still having one or half of the processes having none; to the host, and back."""
     layout = jshard.Layout(mesh, "a", "b")
     whole = made(8, 16)
-    tree = {"w": jshard.scatter(only_on(0, whole), layout), "count": 3}
+    tree = {"w": jshard.scatter(only_on(0, whole), layout), "count": 3, "own": jnp.float32(4)}
     half = jax.sharding.Mesh(mesh.devices[:, :1], ("a", "b"), axis_types=mesh.axis_types)
     for to in (half, jax.devices()[: mesh.size // 2][::-1]):
-        moved = jshard.move(tree, to)["w"]
+        moved, own = (jshard.move(tree, to)[key] for key in ("w", "own"))
+        assert own.sharding.device_set == moved.sharding.device_set
+        assert all(shard.data == 4 for shard in own.addressable_shards)
+        assert jshard.gather(own) == jshard.gather(tree["own"]) == 4
         assert moved.sharding.num_devices == mesh.size // 2
         for shard in moved.addressable_shards:
             assert bits(shard.data) == bits(whole[shard.index])
@@ -121,6 +124,8 @@ def faults(mesh):
     me = jax.process_index()
     x = np.zeros((8, 4), np.float32)
     layout = jshard.Layout(mesh, "a", None)
+    own = jax.sharding.Mesh(np.array(jax.local_devices()), ("w",))
+    shared = jshard.scatter(only_on(0, x), layout)
     calls = {
         "nobody gives": lambda: jshard.scatter(None, layout),
         "all give": lambda: jshard.scatter(x, layout, root=1),
@@ -131,7 +136,9 @@ def faults(mesh):
         "shape": lambda: jshard.scatter(only_on(0, x[:5]), layout),
         "double": lambda: jshard.scatter(only_on(0, x.astype(np.float64)), layout),
         "words": lambda: jshard.scatter(only_on(0, np.array(["a"])), layout),
-        "scattered": lambda: jshard.scatter(only_on(0, jshard.scatter(only_on(0, x), layout)), layout),
+        "scattered": lambda: jshard.scatter(only_on(0, shared), layout),
+        "own meshes": lambda: jshard.scatter(only_on(0, x[:, 0]), jshard.Layout(own, "w")),
+        "one shared": lambda: jshard.gather(jnp.ones(2) if me else shared),
         "gather root": lambda: jshard.gather(jnp.ones(3), root=-1),
     }
     told = {}

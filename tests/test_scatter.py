@@ -40,7 +40,7 @@ def test_scatter_in_two_processes_of_two_devices():
     one, other = told(processes.run(SCRIPT, 2, "all", devices=2))
     assert one["eight"] + other["eight"] == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
     assert one["faults"] == other["faults"]
-    laid = "Layout([a, whole] on {a: 2, b: 2})"
+    laid = "Layout([a, whole] on {a: 2, b: 2}) of devices 0 to 3"
     assert one["faults"] == {
         "nobody gives": "process 0 is the root of jshard.scatter and gave no array; "
         "write jshard.scatter(x if jax.process_index() == 0 else None, layout, root=0)",
@@ -58,6 +58,11 @@ def test_scatter_in_two_processes_of_two_devices():
         "give it numbers, for instance x.astype(np.float32)",
         "scattered": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes; "
         "use jshard.redistribute(x, layout)",
+        "own meshes": "process 1 called jshard.scatter with Layout([w] on {w: 2}) of devices 2 to 3, root=0, "
+        'method="scatter", but process 0 with Layout([w] on {w: 2}) of devices 0 to 1, root=0, method="scatter"; '
+        "call it alike on every process",
+        "one shared": "process 1 called jshard.gather with float32[2] on device 2, but process 0 with float32[8, 4] on "
+        "devices 0 to 3; call it with the same arrays in the same order on every process",
         "gather root": "jshard.gather names root -1, but there are 2 processes; use 0 to 1",
     }
 

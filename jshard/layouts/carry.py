@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jshard.errors import JShardError
 
 Device = Any  # jax.Device, which type checkers don't take for a type
 Box = tuple[tuple[int, int], ...]  # for each axis where it begins and where it ends
@@ -182,6 +185,36 @@ def tell(doors: Mesh, said: dict[str, Any]) -> list[dict[str, Any]]:
     assert len(note) <= NOTE, said
     notes = _telling(doors)(_at_doors(np.frombuffer(note.ljust(NOTE), np.uint8), doors))
     return [json.loads(each.tobytes()) for each in np.asarray(notes.addressable_data(0)).reshape(-1, NOTE)]
+
+
+def is_shared(deed: str, x: jax.Array, doors: Mesh) -> bool:
+    """Whether `x` is one array of all processes, and not one of its own in each; an error when it is neither."""
+    if doors.size == 1:
+        return True
+    devices, me = x.sharding.device_set, jax.process_index()
+    what = f"{x.dtype}{list(x.shape)} on {listed(devices)}"
+    calls = tell(doors, {"what": what, "own": all(device.process_index == me for device in devices)})
+    other = next((process for process, said in enumerate(calls) if said["what"] != calls[0]["what"]), None)
+    if other is None or all(said["own"] for said in calls):
+        return other is None
+    raise JShardError(
+        f"process {other} called {deed} with {calls[other]['what']}, but process 0 with {calls[0]['what']}",
+        mend="call it with the same arrays in the same order on every process",
+    )
+
+
+def listed(devices: Iterable[Device]) -> str:
+    """Devices by number in `jax.devices()`, in a few words that differ when they do."""
+    devices = list(devices)
+    number = {device: number for number, device in enumerate(jax.devices(devices[0].platform))}
+    numbers = sorted(number[device] for device in devices)
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"device {numbers[0]}" if len(numbers) == 1 else f"devices {numbers[0]} to {numbers[-1]}"
+    if len(numbers) <= 16:
+        return f"devices {', '.join(map(str, numbers))}"
+    return (
+        f"{len(numbers)} devices from {numbers[0]} to {numbers[-1]} (checksum {zlib.crc32(repr(numbers).encode()):x})"
+    )
 
 
 @functools.lru_cache(maxsize=64)

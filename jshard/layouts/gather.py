@@ -13,7 +13,19 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 
 from jshard.errors import JShardError
-from jshard.layouts.carry import Box, Parcel, boxes_of, carry, doors_of, holders, index, lengths, taking, without_mesh
+from jshard.layouts.carry import (
+    Box,
+    Parcel,
+    boxes_of,
+    carry,
+    doors_of,
+    holders,
+    index,
+    is_shared,
+    lengths,
+    taking,
+    without_mesh,
+)
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribute import redistribute, replicated
 
@@ -46,11 +58,15 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
             "jshard.gather was given random keys, which the host can't hold",
             mend="use jshard.gather(jax.random.key_data(x))",
         )
-    me = jax.process_index()
+    me, doors = jax.process_index(), doors_of(next(iter(x.sharding.device_set)).platform)
+    with without_mesh():
+        shared = is_shared("jshard.gather", x, doors)
     wanted = [root] if root is not None else list(range(jax.process_count()))
     parcels = []
     for box, having in holders(boxes_of(x.sharding, x.shape)).items():
-        source = root if root in having else having[0]
+        if not shared:
+            having = wanted  # each has its own
+        source = root if root is not None and root in having else having[0]
         parcels.append(Parcel(box, source, tuple(process for process in wanted if process not in having)))
         if me in wanted and me in having and me != source:
             parcels.append(Parcel(box, me, ()))
@@ -62,7 +78,7 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
             whole[index(block)] = np.asarray(words).view(np.uint8)[:used].view(whole.dtype).reshape(lengths(block))
 
     with without_mesh():
-        carry(parcels, doors_of(next(iter(x.sharding.device_set)).platform), x.dtype.itemsize, taking(x), keep)
+        carry(parcels, doors, x.dtype.itemsize, taking(x), keep)
     return whole
 
 

@@ -24,6 +24,7 @@ from jshard.layouts.carry import (
     holders,
     index,
     lengths,
+    listed,
     tell,
     without_mesh,
     word_count,
@@ -99,7 +100,8 @@ def _by_broadcast(
 
 
 def _agreed(x: Any, layout: Layout, root: int, method: str, doors: Mesh) -> tuple[tuple[int, ...], np.dtype]:
-    call = f'{layout!r}, root={root!r}, method="{method}"'
+    devices = listed(layout.mesh.devices.flat)
+    call = f'{layout!r} of {devices}, root={root!r}, method="{method}"'
     calls = tell(doors, {"call": call[:1000], **_described(x)})
     for process, said in enumerate(calls):
         if said["call"] != calls[0]["call"]:

@@ -11,7 +11,18 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jshard.errors import JShardError
-from jshard.layouts.carry import Filling, Parcel, boxes_of, carry, doors_of, holders, overlap, taking, without_mesh
+from jshard.layouts.carry import (
+    Filling,
+    Parcel,
+    boxes_of,
+    carry,
+    doors_of,
+    holders,
+    is_shared,
+    overlap,
+    taking,
+    without_mesh,
+)
 
 HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach
 
@@ -25,11 +36,16 @@ def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
     if here == there:
         return jax.device_put(x, sharding)
     me, parcels = jax.process_index(), []
+    doors = doors_of(next(iter(sharding.device_set)).platform)
+    with without_mesh():
+        shared = is_shared("jshard.move", x, doors)
     for box, wanting in holders(there).items():
         for part, having in holders(here).items():
             shared = overlap(box, part)
             if shared is None:
                 continue
+            if not shared:
+                having = wanting  # each has its own
             targets = tuple(process for process in wanting if process not in having)
             if targets:
                 parcels.append(Parcel(shared, having[0], targets))
@@ -37,7 +53,7 @@ def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
                 parcels.append(Parcel(shared, me, ()))
     with without_mesh():
         filling = Filling(sharding, x.shape, x.dtype)
-        carry(parcels, doors_of(next(iter(sharding.device_set)).platform), x.dtype.itemsize, taking(x), filling.put)
+        carry(parcels, doors, x.dtype.itemsize, taking(x), filling.put)
         return filling.finished()
 
 
