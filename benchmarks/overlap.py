@@ -140,8 +140,12 @@ def main(arguments: list[str] | None = None) -> None:
         f"{found[FUSED].topology}, mesh {mesh}, a loss and its gradients; on the wire per device, by a model of the chip:"
     )
     print(table(found))
+    ours, theirs = (found[name].comparison for name in (FUSED, PARTITIONER))
+    assert ours is not None and theirs is not None
+    left, whole = ours.got - ours.hidden, theirs.got - theirs.hidden
     print(
-        "over data go the gradients of weights, of all three alike\n"
+        "over data go the gradients of weights, of all three alike; "
+        f"with them {size(left)} against {size(whole)}: {100 * left / whole:.0f} %\n"
         f"over tensor goes the sequence: {size(wire(found[FUSED], 'tensor')[1])} not overlapped by fused kernels, "
         f"{size(wire(found[PARTITIONER], 'tensor')[1])} in the partitioner's program: {100 * share(found):.0f} %"
     )
