@@ -319,6 +319,7 @@ def lossy(tmp_path, monkeypatch, capsys):
     return losses
 
 
+@pytest.mark.slow
 def test_data_of_every_kind_trains_and_reading_ahead_changes_no_number(lossy):
     arrays = lossy("data=mine:arrays")
     assert len(arrays) == 6
