@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -278,3 +280,19 @@ def test_wrong_axis_in_one_weight_shows_in_what_runs(name):
         each.new is not None and each.new.signal == "mlp/down" and each.new.collective == "all_gather" and each.wire > 0
         for each in told.changes
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5e:2x4", "h100:8"])
+def test_noise_of_compilers_does_not_reach_the_user(name):
+    try:
+        check_installed(Topology.of(name))
+    except JShardError as error:
+        pytest.skip(f"an extra: {error}")
+    ours = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC")
+    clean = {key: value for key, value in os.environ.items() if key not in ours}
+    clean["PYTHONPATH"] = str(Path(jshard.__file__).parent.parent)
+    for command in ("plan", "report"):
+        words = [sys.executable, "-m", "jshard", command, "planned:loss", *ARGS, "--topology", name]
+        done = subprocess.run(words, env=clean, capture_output=True, text=True, timeout=250)
+        assert (done.returncode, done.stderr) == (0, "")
