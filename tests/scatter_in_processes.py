@@ -15,7 +15,7 @@ from processes import join
 
 import jshard
 from jshard.errors import JShardError
-from jshard.layouts import carry
+from jshard.layouts import boxes, carry
 
 LAYOUTS = [(None, None), ("a", None), (None, ("b", "a")), ("a", "b")]  # replicated, rows, columns, both
 
@@ -155,7 +155,7 @@ def main(*words):
     count = jax.device_count()
     mesh = jax.make_mesh((count // 2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     told = {}
-    carry.BLOCK = 100
+    boxes.BLOCK = 100
     layouts_and_roots(mesh)
     gradients(mesh)
     moves(mesh)

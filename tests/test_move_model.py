@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
-from jshard.layouts import carry
+from jshard.layouts import boxes
 from jshard.signals.current import unload
 
 SIGNALS = {"up": {"column": "w"}, "down": {"reduction": "w"}}
@@ -97,7 +97,7 @@ def test_model_on_fewer_devices_computes_the_same(model):
 
 def test_no_device_holds_a_whole_kernel_on_the_way(model, monkeypatch):
     """Not for a moment: every array that comes into being is seen."""
-    monkeypatch.setattr(carry, "BLOCK", 2**12)
+    monkeypatch.setattr(boxes, "BLOCK", 2**12)
     seen = []
     wait = jax.block_until_ready
 
@@ -106,7 +106,6 @@ def test_no_device_holds_a_whole_kernel_on_the_way(model, monkeypatch):
         return wait(x)
 
     monkeypatch.setattr(jax, "block_until_ready", watched)
-    monkeypatch.setattr(carry.jax, "block_until_ready", watched)
     jshard.move(model, jax.devices()[4:6])
     assert len(seen) > 50
     assert max(seen) <= 4 * KERNEL // 2

@@ -17,8 +17,8 @@ import jshard
 from benchmarks import scatter as benchmark
 from jshard.errors import JShardError
 from jshard.inspect import collectives_in
-from jshard.layouts import carry
-from jshard.layouts.carry import blocks, word_count
+from jshard.layouts import boxes
+from jshard.layouts.boxes import blocks, word_count
 
 SCRIPT = Path(__file__).parent / "scatter_in_processes.py"
 LAYOUTS = {"replicated": (None, None), "rows": ("a", None), "columns": (None, ("a", "b")), "both": ("b", "a")}
@@ -104,7 +104,7 @@ def test_page_on_scatter_says_what_runs():
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 1}, {"a": 2, "b": 2}, {"a": 2, "b": 4}], ids=str)
 def test_scatter_puts_every_part_where_the_layout_says(mesh, monkeypatch, sizes, name, method):
-    monkeypatch.setattr(carry, "BLOCK", 100)
+    monkeypatch.setattr(boxes, "BLOCK", 100)
     layout, whole = jshard.Layout(mesh(**sizes), *LAYOUTS[name]), made(8, 16)
     y = jshard.scatter(whole, layout, method=method)
     assert y.sharding == layout.sharding
@@ -132,7 +132,7 @@ def test_scatter_takes_what_numpy_takes(mesh, give):
 
 
 def test_scatter_reads_a_mapped_file_block_by_block(mesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(carry, "BLOCK", 64)
+    monkeypatch.setattr(boxes, "BLOCK", 64)
     np.save(tmp_path / "x.npy", np.arange(64, dtype=np.float32).reshape(8, 8))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     y = jshard.scatter(mapped, jshard.Layout(mesh(a=2), None, "a"))
@@ -140,16 +140,16 @@ def test_scatter_reads_a_mapped_file_block_by_block(mesh, tmp_path, monkeypatch)
 
 
 def test_blocks_cover_a_part_and_are_of_one_shape(monkeypatch):
-    monkeypatch.setattr(carry, "BLOCK", 100)
+    monkeypatch.setattr(boxes, "BLOCK", 100)
     for box in (((3, 10), (2, 15)), ((0, 1), (0, 200)), ((5, 6),), ()):
         found = list(blocks(box, 4))
-        assert len({carry.lengths(block) for block in found}) == 1
+        assert len({boxes.lengths(block) for block in found}) == 1
         covered = np.zeros([end for _, end in box])
         for block in found:
-            assert carry.is_inside(block, box)
-            assert 4 * np.prod(carry.lengths(block)) <= 100
-            covered[carry.index(block)] = 1
-        assert covered.sum() == np.prod(carry.lengths(box))
+            assert boxes.is_inside(block, box)
+            assert 4 * np.prod(boxes.lengths(block)) <= 100
+            covered[boxes.index(block)] = 1
+        assert covered.sum() == np.prod(boxes.lengths(box))
     assert list(blocks(((0, 0), (0, 8)), 4)) == []
 
 

@@ -13,20 +13,10 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 
 from jshard.errors import JShardError
-from jshard.layouts.carry import (
-    Box,
-    Parcel,
-    boxes_of,
-    carry,
-    doors_of,
-    holders,
-    index,
-    is_shared,
-    lengths,
-    taking,
-    without_mesh,
-)
+from jshard.layouts.boxes import Box, boxes_of, holders, index, lengths
+from jshard.layouts.carry import Parcel, carry, doors_of, is_shared, without_mesh
 from jshard.layouts.layout import Layout
+from jshard.layouts.parts import taking
 from jshard.layouts.redistribute import redistribute, replicated
 
 

@@ -14,23 +14,11 @@ from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from jshard.errors import JShardError, nearest
-from jshard.layouts.carry import (
-    Box,
-    Filling,
-    Parcel,
-    boxes_of,
-    carry,
-    doors_of,
-    holders,
-    index,
-    lengths,
-    listed,
-    tell,
-    without_mesh,
-    word_count,
-)  # fmt: skip
+from jshard.layouts.boxes import Box, boxes_of, holders, index, lengths, word_count
+from jshard.layouts.carry import Parcel, carry, doors_of, listed, tell, without_mesh
 from jshard.layouts.gather import check_root, gather
 from jshard.layouts.layout import Layout
+from jshard.layouts.parts import Filling
 from jshard.layouts.redistribute import redistribute
 
 METHODS = ("scatter", "broadcast")

@@ -11,18 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jshard.errors import JShardError
-from jshard.layouts.carry import (
-    Filling,
-    Parcel,
-    boxes_of,
-    carry,
-    doors_of,
-    holders,
-    is_shared,
-    overlap,
-    taking,
-    without_mesh,
-)
+from jshard.layouts.boxes import boxes_of, holders, overlap
+from jshard.layouts.carry import Parcel, carry, doors_of, is_shared, without_mesh
+from jshard.layouts.parts import Filling, taking
 
 HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach
 
