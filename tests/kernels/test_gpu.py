@@ -226,6 +226,30 @@ def test_blocks_that_take_several_tiles_mix_nothing_up(family):
     np.testing.assert_array_equal(y, 2 * (x.astype(np.float32) @ w.astype(np.float32) + b))
 
 
+@interpretable
+@pytest.mark.slow
+def test_planted_faults_are_found():
+    here = Path(__file__)
+    done = subprocess.run(
+        [sys.executable, str(here.with_name("planted_gpu.py"))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(here.parents[2])},
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert dict(line.rsplit(",", 1) for line in done.stdout.splitlines()) == {
+        "hopper,none": "clean",
+        "hopper,store_not_awaited": "race",
+        "blackwell,none": "clean",
+        "blackwell,store_not_awaited": "race",
+        "blackwell,stage_written_before_it_is_read": "race",
+        "blackwell,stage_read_before_it_has_arrived": "race",
+        "blackwell,sums_read_before_they_are_done": "race",
+        "blackwell,sums_not_cleared": "wrong",
+    }
+
+
 # -- compiled --
 
 
