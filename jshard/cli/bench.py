@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jshard.cli.terminal import show
 from jshard.errors import JShardError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def run(
     if kind == "cpu":
         print("pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator")
     for line in table(columns, cells):
-        print(line)
+        show(line)
     if csv_file is not None:
         with open(csv_file, "w", newline="") as file:
             csv.writer(file).writerows([columns, *cells])
