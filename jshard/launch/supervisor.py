@@ -163,6 +163,8 @@ def fault_of(worker: Worker) -> str:
         return f"rank {culprit} was at fault, as rank {rank} says above; all were stopped"
     if worker.status == MISTAKE:
         return f"all were stopped: rank {rank} says why, above"
+    if worker.status == SAVED:
+        return f"all were stopped: rank {rank} was sent SIGTERM, or heard of one, {where}"
     says = f"rank {rank} {worker.how_ended()} {where}"
     if (place := worker.facts.get("stands_in")) and worker.facts.get("step"):
         says += f", and the others waited for it in {place}"

@@ -17,14 +17,17 @@ from jshard.launch.membership import Membership
 from jshard.launch.pulse import Pulse
 
 BEAT = 0.25  # seconds; what the launcher's bar shows is at most so old
-TALK = 1.0  # seconds between two notes to the others
+TALK = 1.0  # seconds between two notes to the others, for up to CROWD processes; in proportion for more
+CROWD = 64
 FIRST_STEP = 10  # times as long may pass before the first step is done, which compiles
-RESTING = ("starting", "ended")  # phases that nobody waits for
+WAITS = 1.0  # seconds without a step after which a process asks what the others do
+SURE = 3  # notes that a process has not written, when it counts as silent once something is wrong
+LOST = 20  # notes not written that are wrong by themselves
 
 
 def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], None]:
     """Starts the threads; returns what ends them. After `limit` seconds without a step a run counts as hung."""
-    answers = _Answers()
+    answers = _Answers(TALK * max(1.0, membership.processes / CROWD))
     threads = [
         threading.Thread(target=_talk, args=(membership, pulse, answers), daemon=True, name="jshard talk"),
         threading.Thread(target=_look, args=(membership, pulse, answers, limit), daemon=True, name="jshard watch"),
@@ -42,25 +45,51 @@ def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], No
 
 
 class _Answers:
-    """When the service answered last. Rank 0 may have stopped, and then a question to it never ends."""
+    """What the others say of themselves, asked for once this process waits, and when they said it. When rank 0 has stopped,
+    a question ends never: the thread that asks is not the one that judges."""
 
-    def __init__(self) -> None:
-        self.last = time.monotonic()
+    def __init__(self, talk: float) -> None:
+        self.talk = talk  # seconds between two notes
+        self.last = time.monotonic()  # the last answer of the service
         self.over = threading.Event()  # this process is at its end
+        self.forget()
+
+    def forget(self) -> None:
+        self.notes: dict[int, Mapping[str, Any]] = {}
+        self.heard: dict[int, tuple[int, float]] = {}  # the number of the last note of each, and when it came
+        self.since: float | None = None
+
+    def take(self, notes: Mapping[str, Mapping[str, Any]]) -> None:
+        now = time.monotonic()
+        self.since = self.since or now
+        for rank, note in ((int(rank), note) for rank, note in notes.items()):
+            if self.heard.get(rank, (None, 0))[0] != note["beats"]:
+                self.heard[rank] = note["beats"], now
+        self.notes = {int(rank): note for rank, note in notes.items()}
+
+    def silent(self, seconds: float) -> list[int]:
+        """The ranks that have said nothing for so long, and have not said that they end."""
+        now = time.monotonic()
+        heard = sorted(dict(self.heard).items())
+        return [rank for rank, (_, when) in heard if now - when > seconds and self.notes[rank]["phase"] != "ended"]
 
 
 def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
     beats, over = 0, False
     while not over:
-        over = answers.over.wait(TALK if beats else 0)
+        over = answers.over.wait(answers.talk if beats else 0)
         beats += 1
         note = {**pulse.facts, "beats": beats, "host": socket.gethostname(), "pid": os.getpid()}
         try:
             board.write(f"pulse/{membership.rank}", note)
             fault = board.read("fault")
+            if time.monotonic() - pulse.since > WAITS:
+                answers.take(board.read_all("pulse"))
+            else:
+                answers.forget()
             answers.last = time.monotonic()
         except Exception:  # the service is gone or going; `_look` says so if that is a fault
-            return
+            continue
         if fault is not None and fault["rank"] != membership.rank:
             _follow(membership, fault)
 
@@ -89,38 +118,39 @@ def report(membership: Membership, says: str, pulse: Pulse) -> bool:
 
 
 def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float) -> None:
-    shown = None
+    shown, lost = None, min(LOST * answers.talk, limit)
     while not answers.over.wait(BEAT):
         pulse.look()
         if (now := pulse.facts) != shown:
             shown = now
             pulse.tell()
         quiet = time.monotonic() - pulse.since
-        if pulse.phase in RESTING or quiet < (limit if pulse.done else FIRST_STEP * limit):
+        if pulse.phase == "ended" or quiet < WAITS:
             continue
-        if time.monotonic() - answers.last > max(2 * TALK, limit / 2):
-            says = f"rank 0 has not answered for {time.monotonic() - answers.last:.0f} s"
+        unanswered = time.monotonic() - answers.last
+        if membership.rank != 0 and min(quiet, unanswered) > lost:
+            says = f"rank 0 has not answered for {unanswered:.0f} s"
             here = f"rank {membership.rank} is in step {pulse.step}{_waits(pulse)}"
             _give_up(JShardError(f"{says}: {here}", mend="look at rank 0: it is stopped, or its host is"), pulse, 0)
-        _tell_hang(membership, pulse, quiet, limit)
+        hung = pulse.phase != "starting" and quiet > (limit if pulse.done else FIRST_STEP * limit)
+        asked = answers.since is not None and time.monotonic() - answers.since > SURE * answers.talk
+        if asked and (hung or answers.silent(lost)):
+            _tell_hang(membership, pulse, answers, quiet, limit)
 
 
-def _tell_hang(membership: Membership, pulse: Pulse, quiet: float, limit: float) -> None:
+def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: float, limit: float) -> None:
     """The table of all ranks, told by the first that asks; the others leave it to that one."""
-    before = board.read_all("pulse")
-    time.sleep(3 * TALK)
-    now = board.read_all("pulse")
-    if time.monotonic() - pulse.since < limit:
-        return  # it moves again
-    alive = {int(rank): note["beats"] != before.get(rank, {}).get("beats") for rank, note in now.items()}
-    notes = {int(rank): note for rank, note in now.items()}
+    notes, silent = dict(answers.notes), answers.silent(min(SURE * answers.talk, limit))
+    alive = {rank: rank not in silent for rank in notes}
     odd = odd_one(notes, alive)
     if odd is None:
         fault = f"no rank has done a step for {quiet:.0f} s, though all are alive: {_doing(pulse.facts)}"
         mend = "look at what each printed last, or give a longer step_timeout"
     elif not alive[odd]:
         fault = f"rank {odd} has not answered for {quiet:.0f} s: {_doing(notes[odd])} when it last did{_waits(pulse)}"
-        mend = f"look at process {notes[odd]['pid']} on {notes[odd]['host']}: it is stopped, or its host is"
+        mend = (
+            f"look at process {notes[odd]['pid']} on {notes[odd]['host']}: it has ended or is stopped, or its host is"
+        )
     elif notes[odd]["phase"] == "ended":
         fault = (
             f"rank {odd} has ended after step {notes[odd]['step']}, and others are in step {pulse.step}{_waits(pulse)}"

@@ -90,7 +90,7 @@ class Worker:
         if not step:
             return "before its first step"
         phase = phase.rstrip(b"\0").decode()
-        return f"in step {step}" if phase == "step" else f"in step {step} ({phase})"
+        return f"in step {step}" if phase in ("step", "ended") else f"in step {step} ({phase})"
 
     def how_ended(self) -> str:
         """`was killed by SIGKILL` or `ended with status 3`."""

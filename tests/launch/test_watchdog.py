@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from jshard.launch import watchdog
 from jshard.launch.pulse import Pulse
-from jshard.launch.watchdog import odd_one, table
+from jshard.launch.watchdog import _Answers, odd_one, table
 
 
 def notes(*said: tuple[str, int]) -> dict[int, dict]:
@@ -65,3 +66,15 @@ def test_pulse_costs_a_step_a_few_microseconds():
         pulse.at("step", step)
         pulse.waits(step, None)
     assert time.perf_counter() - began < 1  # 100 microseconds a step, were it that slow
+
+
+def test_watchdog_misses_who_writes_no_more_notes_but_not_who_has_ended(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    answers = _Answers(1.0)
+    for beats in range(5):
+        written = {"0": ("step", beats), "1": ("step", min(beats, 2)), "2": ("ended", 1)}
+        answers.take({rank: {"phase": phase, "beats": number} for rank, (phase, number) in written.items()})
+        now[0] += 1
+    assert answers.silent(2.5) == [1]
+    assert answers.silent(3.5) == []
