@@ -47,7 +47,7 @@ class Chip:
 
 
 HOPPER = {
-    "major": 9, "cores": 132, "l2": 52_428_800, "clock": 1.98, "shared_core": 233_472, "shared_block": 232_448,
+    "major": 9, "cores": 132, "links": 18, "l2": 52_428_800, "clock": 1.98, "shared_core": 233_472, "shared_block": 232_448,
 }  # fmt: skip
 BLACKWELL = {**HOPPER, "major": 10, "cores": 148, "l2": 132_644_864, "clock": 1.965}
 # Dense; float32 as TF32.
