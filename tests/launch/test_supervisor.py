@@ -155,8 +155,7 @@ def test_launch_lets_all_save_when_one_is_preempted(launch):
     program = "time.sleep(0.2 if rank == 1 else 1.0); print('saved', rank); sys.exit(143)"
     status, out, err = finished(launch(program, "-n", "2"))
     assert (status, out) == (143, ["[0] saved 0", "[1] saved 1"])
-    assert err == ["all were stopped: rank 1 was sent SIGTERM, or heard of one, before its first step"]"
-    ]
+    assert err == ["all were stopped: rank 1 was sent SIGTERM, or heard of one, before its first step"]
 
 
 def test_launch_that_is_killed_takes_its_processes_along(launch, tmp_path):
