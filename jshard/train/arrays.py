@@ -11,6 +11,11 @@ import jax
 import jax.numpy as jnp
 
 
+def prepare() -> None:
+    """Imports orbax, which takes a second, before the first step and not in front of the first save."""
+    from orbax.checkpoint import v1  # noqa: F401
+
+
 def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
     """Begins to write arrays, each process its own parts; returns what waits for the end of it. When this returns the
     arrays have been copied and may be donated."""

@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.errors import JShardError
-from jshard.train.arrays import kind, like_raw, load, raw, save, typed
+from jshard.train.arrays import kind, like_raw, load, prepare, raw, save, typed
 from jshard.train.manifest import Damaged, Manifest, flush
 from jshard.train.places import positions
 
@@ -191,6 +191,7 @@ class Saver:
                 f"{self.policy.said} already holds checkpoints, the last of step {there[-1]}",
                 mend=f"type: jshard resume {self.policy.run}, or name another output",
             )
+        prepare()
         if not self.leads:
             return
         with self._failure_told("be written to"):
