@@ -100,13 +100,13 @@ def moves(mesh):
     """To half of the devices, a process each still having one or half of the processes having none; to the host, and back."""
     layout = jshard.Layout(mesh, "a", "b")
     whole = made(8, 16)
-    tree = {"w": jshard.scatter(only_on(0, whole), layout), "count": 3, "own": jnp.float32(4)}
+    tree = {"w": jshard.scatter(only_on(0, whole), layout), "count": 3, "own": jnp.full(3, 4.0)}
     half = jax.sharding.Mesh(mesh.devices[:, :1], ("a", "b"), axis_types=mesh.axis_types)
     for to in (half, jax.devices()[: mesh.size // 2][::-1]):
         moved, own = (jshard.move(tree, to)[key] for key in ("w", "own"))
         assert own.sharding.device_set == moved.sharding.device_set
-        assert all(shard.data == 4 for shard in own.addressable_shards)
-        assert jshard.gather(own) == jshard.gather(tree["own"]) == 4
+        assert all((np.asarray(shard.data) == 4).all() for shard in own.addressable_shards)
+        assert jshard.gather(own).tolist() == jshard.gather(tree["own"]).tolist() == [4, 4, 4]
         assert moved.sharding.num_devices == mesh.size // 2
         for shard in moved.addressable_shards:
             assert bits(shard.data) == bits(whole[shard.index])
@@ -140,6 +140,8 @@ def faults(mesh):
         "own meshes": lambda: jshard.scatter(only_on(0, x[:, 0]), jshard.Layout(own, "w")),
         "one shared": lambda: jshard.gather(jnp.ones(2) if me else shared),
         "gather root": lambda: jshard.gather(jnp.ones(3), root=-1),
+        "gather roots": lambda: jshard.gather(shared, root=me),
+        "move": lambda: jshard.move(shared, jax.devices()[2 * me : 2 * me + 2]),
     }
     told = {}
     for name, call in calls.items():

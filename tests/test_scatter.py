@@ -63,6 +63,10 @@ def test_scatter_in_two_processes_of_two_devices():
         "call it alike on every process",
         "one shared": "process 1 called jshard.gather with float32[2] on device 2, but process 0 with float32[8, 4] on "
         "devices 0 to 3; call it with the same arrays in the same order on every process",
+        "gather roots": "process 1 called jshard.gather with float32[8, 4] on devices 0 to 3, root=1, but process 0 with "
+        "float32[8, 4] on devices 0 to 3, root=0; call it with the same arrays in the same order on every process",
+        "move": "process 1 called jshard.move with float32[8, 4] on devices 0 to 3, to devices 2 to 3, but process 0 with "
+        "float32[8, 4] on devices 0 to 3, to devices 0 to 1; call it with the same arrays in the same order on every process",
         "gather root": "jshard.gather names root -1, but there are 2 processes; use 0 to 1",
     }
 

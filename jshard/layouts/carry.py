@@ -118,27 +118,30 @@ def tell(doors: Mesh, said: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(each.tobytes()) for each in np.asarray(notes.addressable_data(0)).reshape(-1, NOTE)]
 
 
-def is_shared(deed: str, x: jax.Array, doors: Mesh) -> bool:
-    """Whether `x` is one array of all processes, and not one of its own in each; an error when it is neither."""
+def is_shared(deed: str, x: jax.Array, to: str, doors: Mesh) -> bool:
+    """Whether `x` is one array of all processes, and not one of its own in each; an error when it is neither, or when it
+    goes elsewhere `to` on one of them."""
     if doors.size == 1:
         return True
     devices, me = x.sharding.device_set, jax.process_index()
-    what = f"{x.dtype}{list(x.shape)} on {listed(devices)}"
-    calls = tell(doors, {"what": what, "own": all(device.process_index == me for device in devices)})
-    other = next((process for process, said in enumerate(calls) if said["what"] != calls[0]["what"]), None)
-    if other is None or all(said["own"] for said in calls):
-        return other is None
-    raise JShardError(
-        f"process {other} called {deed} with {calls[other]['what']}, but process 0 with {calls[0]['what']}",
-        mend="call it with the same arrays in the same order on every process",
-    )
+    what = f"{x.dtype}{list(x.shape)} on {listed(sorted(devices, key=lambda device: device.id))}"
+    calls = tell(doors, {"call": (what, to), "own": all(device.process_index == me for device in devices)})
+    owns = all(said["own"] for said in calls)
+    for process, said in enumerate(calls):
+        if said["call"][owns:] != calls[0]["call"][owns:]:
+            one, other = (", ".join(filter(None, each["call"])) for each in (said, calls[0]))
+            raise JShardError(
+                f"process {process} called {deed} with {one}, but process 0 with {other}",
+                mend="call it with the same arrays in the same order on every process",
+            )
+    return not owns
 
 
 def listed(devices: Iterable[Device]) -> str:
     """Devices by number in `jax.devices()`, in a few words that differ when they do."""
     devices = list(devices)
     number = {device: number for number, device in enumerate(jax.devices(devices[0].platform))}
-    numbers = sorted(number[device] for device in devices)
+    numbers = [number[device] for device in devices]
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"device {numbers[0]}" if len(numbers) == 1 else f"devices {numbers[0]} to {numbers[-1]}"
     if len(numbers) <= 16:

@@ -31,7 +31,6 @@ def gather(x: jax.Array, *, root: int | None = None) -> Any:
             f"jshard.gather takes an array that lies on devices, and was given a {type(x).__name__}",
             mend="give it what jshard.scatter returned, or jax.tree.map(jshard.gather, tree)",
         )
-    check_root("jshard.gather", root)
     if not isinstance(x, Tracer):
         return _gather(x, root)
     if root is not None and jax.process_count() > 1:
@@ -50,7 +49,8 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
         )
     me, doors = jax.process_index(), doors_of(next(iter(x.sharding.device_set)).platform)
     with without_mesh():
-        shared = is_shared("jshard.gather", x, doors)
+        shared = is_shared("jshard.gather", x, "" if root is None else f"root={root!r}", doors)
+    check_root("jshard.gather", root)
     wanted = [root] if root is not None else list(range(jax.process_count()))
     parcels = []
     for box, having in holders(boxes_of(x.sharding, x.shape)).items():

@@ -138,7 +138,7 @@ def _described(x: Any) -> dict[str, Any]:
     if held is None or held in NARROW or host.dtype.names or not host.dtype.isnative or host.dtype.kind in "OSUMm":
         return {
             "kind": "fault",
-            "fault": f"jshard.scatter was given an array of {host.dtype}, which it can't hand out",
+            "fault": f"jshard.scatter was given an array of {str(host.dtype)[:200]}, which it can't hand out",
             "mend": "give it numbers, for instance x.astype(np.float32)",
         }
     if held != host.dtype:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, Sharding
 
 from jshard.errors import JShardError
 from jshard.layouts.boxes import boxes_of, holders, overlap
-from jshard.layouts.carry import Parcel, carry, doors_of, is_shared, without_mesh
+from jshard.layouts.carry import Parcel, carry, doors_of, is_shared, listed, without_mesh
 from jshard.layouts.parts import Filling, taking
 
 HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach
@@ -21,27 +21,28 @@ HOST = "pinned_host"  # JAX's name for memory of the host that a device can reac
 def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
     """The same numbers, lying as `sharding` says. A device gets only what it will hold, and one block of 1 MiB at a time;
     between processes blocks travel as they do in `scatter`, and every process calls this."""
+    me, parcels = jax.process_index(), []
+    doors = doors_of(next(iter(sharding.device_set)).platform)
+    with without_mesh():
+        target = sorted(sharding.device_set, key=lambda device: device.id)
+        shared = is_shared("jshard.move", x, f"to {listed(target)}", doors)
     if sharding.memory_kind and x.sharding.memory_kind != sharding.memory_kind:
         x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))
     here, there = boxes_of(x.sharding, x.shape), boxes_of(sharding, x.shape)
     if here == there:
         return jax.device_put(x, sharding)
-    me, parcels = jax.process_index(), []
-    doors = doors_of(next(iter(sharding.device_set)).platform)
-    with without_mesh():
-        shared = is_shared("jshard.move", x, doors)
     for box, wanting in holders(there).items():
         for part, having in holders(here).items():
-            shared = overlap(box, part)
-            if shared is None:
+            both = overlap(box, part)
+            if both is None:
                 continue
             if not shared:
                 having = wanting  # each has its own
             targets = tuple(process for process in wanting if process not in having)
             if targets:
-                parcels.append(Parcel(shared, having[0], targets))
+                parcels.append(Parcel(both, having[0], targets))
             if me in wanting and me in having and not (targets and me == having[0]):
-                parcels.append(Parcel(shared, me, ()))
+                parcels.append(Parcel(both, me, ()))
     with without_mesh():
         filling = Filling(sharding, x.shape, x.dtype)
         carry(parcels, doors, x.dtype.itemsize, taking(x), filling.put)
