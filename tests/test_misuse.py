@@ -772,7 +772,7 @@ ON_THE_COMMAND_LINE = {
     ],
     "zzz=1": [
         '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, batch, steps, '
-        "seed, optimizer, evaluation, output, log, checkpoint or a signal"
+        "seed, optimizer, evaluation, output, log, checkpoint, watchdog or a signal"
     ],
     "layer1.row=dta": [
         'signal "layer1" (the command line) names mesh axis "dta", which is not in jshard.mesh '

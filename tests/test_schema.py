@@ -137,6 +137,7 @@ def test_schema_takes_every_configuration_of_the_repository():
     root = Path(__file__).parent.parent
     schema = json_schema()
     files = [path for folder in ("configs", "examples") for path in (root / folder).rglob("*.yaml")]
+    files = [path for path in files if path.parent.name != "cluster"]  # those are Kubernetes' own
     assert files
     for path in files:
         load_configuration(path)
