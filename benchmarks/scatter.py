@@ -70,7 +70,8 @@ def in_processes(count: int, mebibytes: int, layout: str = "rows", *, timeout: f
     }
     words = [sys.executable, "-m", "benchmarks.scatter", "--one", address, str(count), str(mebibytes), layout]
     started = [
-        subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, env=environment, text=True) for rank in range(count)
+        subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, env=environment, text=True)
+        for rank in range(count)
     ]
     deadline = time.monotonic() + timeout
     try:
@@ -78,6 +79,7 @@ def in_processes(count: int, mebibytes: int, layout: str = "rows", *, timeout: f
     finally:
         for each in started:
             each.kill()
+            each.wait()
     assert not any(each.returncode for each in started), "a process failed"
     return [json.loads(each.splitlines()[-1]) for each in told]
 
