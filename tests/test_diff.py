@@ -16,6 +16,7 @@ from jshard.cli import main
 from jshard.errors import JShardError, Place
 from jshard.inspect import Ledger, Line, explain
 from jshard.inspect.diff import compare, might_be_one_program
+from jshard.inspect.ledger import Left
 from jshard.inspect.memory import Rest
 from jshard.inspect.program import first_difference, normalised
 from jshard.layouts.mesh import absent_mesh
@@ -98,9 +99,25 @@ def test_diff_is_a_table_of_changes_and_totals():
     assert difference.text(50).split() == str(difference).split()
 
 
+def left(count=1, place=7, primitive="concatenate") -> Left:
+    return Left(Place("a.yaml", place), "mlp", "forward", primitive, ("data",), count, True, source="model.py:3")
+
+
+def test_diff_tells_what_one_side_leaves_to_the_compiler():
+    both = Ledger((), left=(left(primitive="rev"),))
+    assert compare(both, Ledger((), left=(left(primitive="rev", place=9),))).same
+    difference = compare(both, Ledger((), left=(left(primitive="rev"), left(), left())))
+    assert str(difference).splitlines() == [
+        "+ a.yaml:7  mlp  forward  2 x concatenate over data (model.py:3)  (added, decided by the compiler)",
+        "wire: 0 B -> 0 B (+0 B) per device",
+        "differs: 1 concatenate added that the compiler decides",
+    ]
+    assert [each["primitive"] for each in json.loads(difference.to_json())["left"]] == ["concatenate"]
+
+
 def test_diff_document_has_a_version():
     document = json.loads(compare(Ledger((line(),)), Ledger(())).to_json())
-    assert sorted(document) == ["changes", "memory", "new", "old", "program", "same", "schema", "wire"]
+    assert sorted(document) == ["changes", "left", "memory", "new", "old", "program", "same", "schema", "wire"]
     assert (document["schema"], document["same"], document["wire"]) == (
         "jshard.diff/1",
         False,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal, TypeVar
 
-from jshard.inspect.ledger import Ledger, Line
+from jshard.inspect.ledger import Ledger, Left, Line
 from jshard.inspect.table import folded, size, table
 
 SCHEMA = "jshard.diff/1"
@@ -52,13 +52,14 @@ class Difference:
     after: Ledger
     changes: tuple[Change, ...]
     memory: dict[str, tuple[int, int]]  # signal -> bytes at rest before and after, where they differ
+    left: tuple[tuple[Literal["added", "gone"], Left], ...] = ()  # what the compiler decides, by one side only
     program: str = ""  # what the comparison of the compiled texts found
     proven_same: bool | None = None  # None: the compiled texts were not compared
 
     @property
     def same(self) -> bool:
         """Whether it is one program: by its compiled text where that was compared, else by collectives and memory."""
-        return not (self.changes or self.memory) if self.proven_same is None else self.proven_same
+        return not (self.changes or self.memory or self.left) if self.proven_same is None else self.proven_same
 
     def __str__(self) -> str:
         return self.text()
@@ -71,6 +72,7 @@ class Difference:
         return "\n".join(
             [
                 *table([change.cells() for change in self.changes], right=(6,), width=width),
+                *table([_cells_of_left(kind, left) for kind, left in self.left], width=width),
                 *table([self._memory_cells(signal) for signal in self.memory], right=(3,), width=width),
                 *folded(wire, width),
                 *(folded(memory, width) if self.before.memory or self.after.memory else []),
@@ -81,12 +83,14 @@ class Difference:
     def summary(self) -> str:
         told = ((each.kind, (each.new or each.old).collective, each.wire) for each in self.changes)  # type: ignore[union-attr]  # one is there
         parts = counted(told)
+        told = collections.Counter((left.primitive, kind) for kind, left in self.left)
+        parts += [f"{times} {primitive} {kind} that the compiler decides" for (primitive, kind), times in told.items()]
         parts += ["memory changed"] if self.memory else []
         return f"differs: {', '.join(parts) or self.program}"
 
     def to_json(self) -> str:
         """One document, `"schema": "jshard.diff/1"`."""
-        from jshard.inspect.document import line_document
+        from jshard.inspect.document import left_document, line_document
 
         return json.dumps(
             {
@@ -103,6 +107,7 @@ class Difference:
                     }
                     for change in self.changes
                 ],
+                "left": [{"kind": kind, **left_document(left)} for kind, left in self.left],
                 "wire": {"before": self.before.total, "after": self.after.total},
                 "memory": {
                     "before": self.before.held,
@@ -127,7 +132,9 @@ class Difference:
 
 def compare(before: Ledger, after: Ledger, old: str = "old", new: str = "new") -> Difference:
     """The collectives and the memory of two ledgers. Compiled texts are not compared."""
-    return Difference(old, new, before, after, tuple(_changes(before, after)), _memory(before, after))
+    return Difference(
+        old, new, before, after, tuple(_changes(before, after)), _memory(before, after), _left(before, after)
+    )
 
 
 def might_be_one_program(before: Ledger, after: Ledger) -> bool:
@@ -193,6 +200,32 @@ def pairs(lost: list[Entry], found: list[Entry], key: Callable[[Entry], Hashable
             lost.remove(was)
             found.remove(now)
             yield was, now
+
+
+def _left(before: Ledger, after: Ledger) -> tuple[tuple[Literal["added", "gone"], Left], ...]:
+    old, new = (_left_by_kind(ledger) for ledger in (before, after))
+    gone = [left for key, left in old.items() if key not in new]
+    return (*(("gone", left) for left in gone), *(("added", left) for key, left in new.items() if key not in old))
+
+
+def _left_by_kind(ledger: Ledger) -> dict[Left, Left]:
+    """Those of one place, and how often: where they stand in a file does not matter."""
+    found: dict[Left, Left] = {}
+    for left in ledger.left:
+        key = dataclasses.replace(left, place=None, count=0)
+        held = found.get(key)
+        found[key] = left if held is None else dataclasses.replace(held, count=held.count + left.count)
+    return {dataclasses.replace(key, count=left.count): left for key, left in found.items()}
+
+
+def _cells_of_left(kind: Kind, left: Left) -> tuple[str, ...]:
+    return (
+        f"{SIGNS[kind]} {left.place or '-'}",
+        left.signal,
+        left.phase,
+        left.words,
+        f"({kind}, decided by the compiler)",
+    )
 
 
 def _memory(before: Ledger, after: Ledger) -> dict[str, tuple[int, int]]:

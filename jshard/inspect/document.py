@@ -27,6 +27,10 @@ def line_document(line: Line) -> dict[str, Any]:
     }
 
 
+def left_document(left: Left) -> dict[str, Any]:
+    return _plain(left)
+
+
 def written(ledger: Ledger) -> str:
     memory = [{**_plain(rest), "total": rest.total} for rest in ledger.memory]
     total = {
@@ -39,7 +43,7 @@ def written(ledger: Ledger) -> str:
         {
             "schema": SCHEMA,
             "lines": list(map(line_document, ledger.lines)),
-            "left": list(map(_plain, ledger.left)),
+            "left": list(map(left_document, ledger.left)),
             "choices": list(map(_plain, ledger.choices)),
             "unused": list(map(_plain, ledger.unused)),
             "memory": memory,
