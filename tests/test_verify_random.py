@@ -22,7 +22,7 @@ import jshard
 from jshard.inspect import verify
 from jshard.signals.current import unload
 
-EXAMPLES = int(os.environ.get("JSHARD_VERIFY_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("JSHARD_VERIFY_EXAMPLES", "8"))
 FEATURES = 16
 
 # Of one product, by letters: d is data, t tensor, p pipe.

@@ -20,10 +20,9 @@ from typing import IO, Any
 from jshard.launch.pulse import MEMORY, PLACE, STATUS
 
 OUTLIVE = Path(__file__).with_name("outlive.py")
-# What gloo says of each group of devices, and nobody asked.
-CHATTER = re.compile(
-    rb"(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+)+$"
-)
+# What gloo says of each group of devices, and nobody asked: in pieces, among which those of other threads may stand.
+PIECES = rb"(\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : )"
+CHATTER = re.compile(rb"(\d*%b)+\d*" % PIECES)
 
 
 class Worker:
@@ -61,10 +60,14 @@ class Worker:
         return thread
 
     def _lines(self, stream: IO[bytes], name: str) -> None:
+        torn = False
         for line in stream:
             line = line.rstrip(b"\r\n")
-            if not CHATTER.match(line):
-                self.events.put(("line", self, name, line.rpartition(b"\r")[2].decode(errors="replace")))
+            if CHATTER.fullmatch(line) or (torn and re.fullmatch(rb"\d*", line)):
+                torn = len(re.findall(rb"\d+", line)) != 3 * line.count(b"Rank ")
+                continue
+            torn = False
+            self.events.put(("line", self, name, line.rpartition(b"\r")[2].decode(errors="replace")))
 
     def _statuses(self, stream: IO[bytes]) -> None:
         for line in stream:
