@@ -93,6 +93,7 @@ def _in_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("jshard.cli.experiment.pretend", lambda count, platforms: None)  # this process has its devices
     monkeypatch.setenv("JSHARD_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("JSHARD_CONFIG", raising=False)
+    sys.modules.pop("mine", None)  # another test's
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "mlp.yaml").write_text(YAML)
     (tmp_path / "rows.yaml").write_text(YAML.replace("row: data, reduction: tensor", "row: data"))
