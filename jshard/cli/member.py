@@ -35,10 +35,14 @@ SAME_PROGRAM = "start all of them with the same code and data"
 
 
 def train_as_member(asked: Asked, resume: Callable[[], Checkpoint] | None = None) -> int:
-    """Never returns after a fault: the process ends at once, so that the others don't wait for it. `resume` finds what to
-    go on from, once all have joined."""
+    """`resume` finds what to go on from, once all have joined."""
+    return as_member(lambda: _train(asked, resume))
+
+
+def as_member(run: Callable[[], int]) -> int:
+    """Never returns after a fault: the process ends at once, so that the others don't wait for it."""
     try:
-        return _train(asked, resume)
+        return run()
     except Preempted:  # all of them end here, at the same step
         pulse().at("ended")
         raise
@@ -48,6 +52,18 @@ def train_as_member(asked: Asked, resume: Callable[[], Checkpoint] | None = None
 
 
 def _train(asked: Asked, resume: Callable[[], Checkpoint] | None) -> int:
+    experiment = joined(asked)
+    leads = jax.process_index() == 0
+    bar = MemberBar(experiment.steps, experiment.batch, speaks=leads)
+    accuracy = train(experiment, bar, resume=None if resume is None else resume())
+    pulse().at("ended")
+    if leads:
+        print(f"test accuracy {100 * accuracy:.1f} %")
+    return 0
+
+
+def joined(asked: Asked) -> Experiment:
+    """The experiment, built, when all processes have agreed that it is the same one."""
     configuration = load_configuration(asked.path, asked.overrides)
     membership = found()
     assert membership is not None
@@ -64,12 +80,7 @@ def _train(asked: Asked, resume: Callable[[], Checkpoint] | None) -> int:
         print(ledger)
     agree("program", program_of(experiment, str(ledger)), mend=SAME_PROGRAM)
     pulse().stands_in = first_between_processes(ledger, experiment.placement.mesh)
-    bar = MemberBar(experiment.steps, experiment.batch, speaks=membership.rank == 0)
-    accuracy = train(experiment, bar, resume=None if resume is None else resume())
-    pulse().at("ended")
-    if membership.rank == 0:
-        print(f"test accuracy {100 * accuracy:.1f} %")
-    return 0
+    return experiment
 
 
 def facts_of(configuration: Configuration) -> Facts:
