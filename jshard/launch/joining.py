@@ -171,7 +171,7 @@ def fail(error: BaseException, status: int | None = None) -> None:
     if isinstance(error, KeyboardInterrupt):
         status = 130 if status is None else status
     elif isinstance(error, JShardError):
-        status = 2 if status is None else status
+        status = (1 if _came_under_way(error) else 2) if status is None else status
         if not (isinstance(error, Told) and membership is not None and membership.is_local):
             print(error, file=sys.stderr)
     else:
@@ -186,6 +186,12 @@ def fail(error: BaseException, status: int | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if status is None else status)
+
+
+def _came_under_way(error: JShardError) -> bool:
+    """Whether something else failed after steps were done, as when data is read from a disk that is gone: no mistake in
+    what was asked, and worth another try."""
+    return _Joined.pulse.step > 0 and isinstance(error.__cause__, Exception)
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,0 +1,61 @@
+"""What is trained under the soak: a step is nothing, and between two of them each process sleeps, or fails if it is told to.
+
+The folder SOAK_HERE holds the words: `raise.2` makes process 2 raise, `hurry` ends the sleeping.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jshard
+
+PAUSE = 0.25  # seconds between two steps
+
+
+class Model(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        with jshard.signal("layer1"):
+            self.up = jshard.Linear(8, 16, rngs=rngs)
+        with jshard.signal("layer2"):
+            self.down = jshard.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with jshard.signal("layer1"):
+            x = nnx.relu(self.up(x))
+        with jshard.signal("layer2"):
+            return self.down(x)
+
+
+class Rows:
+    """64 rows of numbers; reading one takes its time."""
+
+    def __init__(self) -> None:
+        numbers = np.random.default_rng(0)
+        self.x, self.y = numbers.normal(size=(64, 8)).astype(np.float32), numbers.integers(0, 4, 64).astype(np.int32)
+        self.here, self.rank = Path(os.environ["SOAK_HERE"]), os.environ.get("JAX_PROCESS_ID", "0")
+        self.ahead, self.read = 12, 0  # rows of the first batch and of those that are read ahead
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        self.read += 1
+        if self.read > self.ahead and not (self.here / "hurry").exists():
+            time.sleep(PAUSE / 4)  # a process reads four rows for a step
+        told = self.here / f"raise.{self.rank}"
+        if told.exists():
+            told.unlink()
+            raise RuntimeError("the soak says so")
+        return self.x[number], self.y[number]
+
+
+def data() -> dict[str, Any]:
+    rows = Rows()
+    return {"train": rows, "test": (rows.x, rows.y)}
