@@ -1,9 +1,7 @@
-"""One HTML file that tells all of it: no network, no inline handlers, one style and one script, each known by its hash."""
+"""The page: where everything lies, what goes over the wire, what is held, what a plan found, and the YAML with its prices."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from pathlib import Path
 
@@ -11,64 +9,58 @@ from jshard.inspect.report.asked_got import asked_got
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.laid import PARAMETER
 from jshard.inspect.report.ledger_table import by_axis, ledger_table
-from jshard.inspect.report.markup import Markup, data, element
+from jshard.inspect.report.markup import Child, Markup, data, element
 from jshard.inspect.report.memory_bars import memory_bars
 from jshard.inspect.report.mesh_picture import mesh_picture
 from jshard.inspect.report.model_tree import model_tree
 from jshard.inspect.report.pictures import Pictures
+from jshard.inspect.report.shell import bar, document, section, tiles
 from jshard.inspect.report.source import source
 from jshard.inspect.report.words import Colours, amount, measured, size, times
 from jshard.version import __version__
 
 HERE = Path(__file__).parent
+LINKS = (
+    ("#places", "Layout"),
+    ("#ledger-section", "Wire"),
+    ("#memory", "Memory"),
+    ("#plan", "Plan"),
+    ("#source", "YAML"),
+)
 
 
 def page(facts: Facts) -> str:
     """The whole page."""
-    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
-    policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
-    )
     colours = Colours(facts.mesh_axes)
     pictures = Pictures(facts, colours)
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("meta", name="generator", content=f"jshard {__version__}"),
-        element("title", f"{facts.title} · jshard report"),
-        element("style", Markup(style)),
-    )
-    body = element(
-        "body",
+    return document(
+        f"{facts.title} · jshard report",
         element("a", "To the ledger", href="#ledger-section", class_="skip"),
-        _bar(facts),
+        bar(LINKS),
         element(
             "main",
             _opening(facts, colours),
-            _section(
+            section(
                 "places",
                 "Where everything lies",
                 "Choose an array: each device shows the part of it that it holds.",
                 _places(facts, colours, pictures),
             ),
-            _section(
+            section(
                 "ledger-section",
                 "On the wire",
                 "Every collective of one step, per device, as the program asks for it. Nothing has run.",
                 by_axis(facts, colours),
                 ledger_table(facts, colours),
             ),
-            _section(
+            section(
                 "memory",
                 "Memory at rest",
                 "What each device holds from one step to the next. Activations and temporaries come on top.",
                 memory_bars(facts),
             ),
-            _section("plan", "Asked against got", None, asked_got(facts, colours)),
-            _section(
+            section("plan", "Asked against got", None, asked_got(facts, colours)),
+            section(
                 "source",
                 "The configuration, priced",
                 "Each line with what it puts on the wire, per device and step, and what it keeps at rest.",
@@ -78,42 +70,7 @@ def page(facts: Facts) -> str:
         _footer(),
         pictures.templates(),
         data(pictures.told | {"devices": _devices(facts)}, "facts"),
-        element("script", Markup(script)),
-    )
-    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _section(identity: str, title: str, says: str | None, *content: Markup | None) -> Markup:
-    heading = f"{identity}-title"
-    words = element("p", says, class_="says") if says else None
-    return element("section", element("h2", title, id=heading), words, content, id=identity, aria_labelledby=heading)
-
-
-def _bar(facts: Facts) -> Markup:
-    links = (
-        ("#places", "Layout"),
-        ("#ledger-section", "Wire"),
-        ("#memory", "Memory"),
-        ("#plan", "Plan"),
-        ("#source", "YAML"),
-    )
-    return element(
-        "header",
-        element("span", "jshard", class_="brand"),
-        element("nav", [element("a", word, href=target) for target, word in links], aria_label="sections"),
-        element(
-            "button",
-            element("span", "Theme: ", class_="long"),
-            element("span", "auto", id="theme-word"),
-            type="button",
-            id="theme",
-            class_="plain",
-        ),
-        class_="bar",
+        scripts=[HERE / "script.js"],
     )
 
 
@@ -124,7 +81,7 @@ def _opening(facts: Facts, colours: Colours) -> Markup:
     heaviest = max((sum(device.values()) for device in facts.memory), default=0)
     ledger = facts.ledger
     phases = " · ".join(f"{phase} {size(total)}" for phase, total in ledger.by("phase").items())
-    tiles = [
+    figures: list[tuple[str, Child, Child]] = [
         ("Devices", f"{facts.devices:,}", chips or "no mesh"),
         ("Parameters", amount(parameters), times(len(facts.of(PARAMETER)), "array")),
         ("On the wire", measured(ledger.total, name="wire"), phases or "nothing moves"),
@@ -139,14 +96,7 @@ def _opening(facts: Facts, colours: Colours) -> Markup:
         "div",
         element("h1", facts.title),
         element("p", " · ".join(facts.about), class_="about") if facts.about else None,
-        element(
-            "dl",
-            [
-                element("div", element("dt", name), element("dd", value), element("dd", says, class_="quiet"))
-                for name, value, says in tiles
-            ],
-            class_="tiles",
-        ),
+        tiles(figures),
         class_="opening",
     )
 

@@ -4,25 +4,6 @@
   const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
   const facts = JSON.parse(one("#facts").textContent);
 
-  // -- light and dark --
-  const themes = ["auto", "light", "dark"];
-  const root = document.documentElement;
-  const kept = {
-    read: () => { try { return localStorage.getItem("jshard-theme"); } catch { return null; } },
-    write: (theme) => { try { localStorage.setItem("jshard-theme", theme); } catch { /* a page without storage */ } },
-  };
-  const wear = (theme) => {
-    if (theme === "auto") delete root.dataset.theme; else root.dataset.theme = theme;
-    one("#theme-word").textContent = theme;
-    kept.write(theme);
-  };
-  let theme = themes.includes(kept.read()) ? kept.read() : "auto";
-  wear(theme);
-  one("#theme").addEventListener("click", () => {
-    theme = themes[(themes.indexOf(theme) + 1) % themes.length];
-    wear(theme);
-  });
-
   // -- which device holds what --
   const bytes = (count) => {
     if (count < 1023.5) return `${count} B`;

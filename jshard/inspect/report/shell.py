@@ -1,0 +1,79 @@
+"""What every page of jshard's is made of: one HTML file, one style and one script, each known by its hash, no network, no
+inline handlers; a bar, sections, tiles."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from jshard.inspect.report.markup import Child, Markup, element
+from jshard.version import __version__
+
+HERE = Path(__file__).parent
+
+
+def document(title: str, *content: Child, styles: Iterable[Path] = (), scripts: Iterable[Path] = ()) -> str:
+    """The whole page; styles and scripts come behind those that all pages have."""
+    style = _joined([HERE / "style.css", *styles])
+    script = _joined([HERE / "theme.js", *scripts])
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", name="generator", content=f"jshard {__version__}"),
+        element("title", title),
+        element("style", Markup(style)),
+    )
+    body = element("body", content, element("script", Markup(script)))
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _joined(files: Iterable[Path]) -> str:
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def bar(links: Iterable[tuple[str, str]]) -> Markup:
+    """The bar at the top: where one can go on the page, and the choice of light or dark."""
+    return element(
+        "header",
+        element("span", "jshard", class_="brand"),
+        element("nav", [element("a", word, href=target) for target, word in links], aria_label="sections"),
+        element(
+            "button",
+            element("span", "Theme: ", class_="long"),
+            element("span", "auto", id="theme-word"),
+            type="button",
+            id="theme",
+            class_="plain",
+        ),
+        class_="bar",
+    )
+
+
+def section(identity: str, title: str, says: str | None, *content: Markup | None) -> Markup:
+    heading = f"{identity}-title"
+    words = element("p", says, class_="says") if says else None
+    return element("section", element("h2", title, id=heading), words, content, id=identity, aria_labelledby=heading)
+
+
+def tiles(found: Iterable[tuple[str, Child, Child]]) -> Markup:
+    """A name, a figure and what it is of, five times."""
+    return element(
+        "dl",
+        [
+            element("div", element("dt", name), element("dd", value), element("dd", says, class_="quiet"))
+            for name, value, says in found
+        ],
+        class_="tiles",
+    )
