@@ -182,6 +182,7 @@ class _Soak:
     def _commit(self, launcher: subprocess.Popen[str], kind: str, rank: int, pids: dict[int, int]) -> None:
         """One fault, and what follows up to the next step."""
         began, step, restarts, lines = time.monotonic(), self.step, self.restarts, len(self.said)
+        assert restarts == len(self.found.faults), f"nobody asked for the last restart: {self.said[-20:]}"
         what = f"{kind} of rank {rank} in step {step}" if kind != "kill rank 0" else f"kill of rank 0 in step {step}"
         self.say(f"{self._clock}  {what}")
         if (number := KINDS[kind]) is not None:
