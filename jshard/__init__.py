@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jshard.signals.current import mesh as mesh
     from jshard.signals.scope import signal as signal
     from jshard.train.diff import diff as diff
+    from jshard.train.log import log as log
     from jshard.train.optimizer import Optimizer as Optimizer
     from jshard.train.optimizer import optimizer as optimizer
     from jshard.version import __version__ as __version__
@@ -56,6 +57,7 @@ _ROOMS = {
     "jshard.signals.current": ("load", "mesh"),
     "jshard.signals.scope": ("signal",),
     "jshard.train.diff": ("diff",),
+    "jshard.train.log": ("log",),
     "jshard.train.optimizer": ("Optimizer", "optimizer"),
     "jshard.version": ("__version__",),
 }

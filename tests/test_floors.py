@@ -14,7 +14,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jshard"
 FLOORS = {
     "chips": 0,
-    "errors": 0,
+    "errors": -1,  # the cellar, which events stand on too
+    "events": 0,
     "version": 0,
     "layouts": 1,
     "kernels": 1,
@@ -27,10 +28,18 @@ FLOORS = {
     "__main__": 7,
     "__init__": 7,
 }
-WITHOUT = {"chips": "jax flax", "errors": "jax flax", "kernels": "flax", "layouts": "flax", "signals": "flax"}
+WITHOUT = {
+    "chips": "jax flax",
+    "errors": "jax flax",
+    "events": "jax flax",
+    "kernels": "flax",
+    "layouts": "flax",
+    "signals": "flax",
+}
 WITHOUT_JAX = (
     "chips",
     "errors",
+    "events",
     "version",
     "signals.signal",
     "signals.config",

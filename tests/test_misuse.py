@@ -437,7 +437,7 @@ IN_A_FILE = {
     ),
     "log word": (
         MESH + "  train: {log: often}\n",
-        'jshard.train.log (FILE:3) is "often", which is not a mapping of every; write log: {every: 100}',
+        'jshard.train.log (FILE:3) is "often", which is not true or false; write log: true',
     ),
     "output number": (
         MESH + "  train: {output: 3}\n",

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         try:
+            importlib.import_module("jshard.events")  # a mistake in JSHARD_LOG is told here
             chosen = parse(words)
             return chosen.command(chosen)
         finally:
@@ -101,6 +102,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     told("resume", "go on with a run from a checkpoint")
     told("explain", "list every collective of a training step and what it holds in memory, and run none")
     told("plan", "compile a training step for devices that are not here, and say what they would do")
+    top = importlib.import_module("jshard.cli.top")
+    top.arguments(command("top", top.run, "show how the processes of a run stand, as it goes on or after it"))
     told("report", "write one HTML page on where everything lies and what a step costs")
     told("diff", "compare two configurations, or one at two commits, collective by collective")
     told("check", "find all mistakes of a configuration, say what it means, and hold what it promises")

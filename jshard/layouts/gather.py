@@ -12,12 +12,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import Partial
 
+from jshard import events
 from jshard.errors import JShardError
 from jshard.layouts.boxes import Box, boxes_of, holders, index, lengths
 from jshard.layouts.carry import Parcel, carry, doors_of, is_shared, without_mesh
 from jshard.layouts.layout import Layout
 from jshard.layouts.parts import taking
 from jshard.layouts.redistribute import redistribute, replicated
+from jshard.layouts.told import moved, where
 
 
 def gather(x: jax.Array, *, root: int | None = None) -> Any:
@@ -51,6 +53,9 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
     with without_mesh():
         shared = is_shared("jshard.gather", x, "" if root is None else f"root={root!r}", doors)
     check_root("jshard.gather", root)
+    if events.tell is not None:
+        whose = "every process" if root is None else f"process {root}"
+        moved("gather", x.shape, x.dtype, where(x), f"the host of {whose}")
     wanted = [root] if root is not None else list(range(jax.process_count()))
     parcels = []
     for box, having in holders(boxes_of(x.sharding, x.shape)).items():

@@ -13,8 +13,10 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from jshard import events
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
+from jshard.layouts.told import dtype_of, lying, moved, where
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -107,6 +109,8 @@ def redistribute(
     shape = jnp.shape(x)
     layout.shard_shape(shape, said=said)
     if not isinstance(x, Tracer):
+        if events.tell is not None:
+            _tell(x, layout, said)
         return _place(x, layout)
     return _move_traced(x, layout, source)
 
@@ -118,6 +122,17 @@ def _place(x: Any, layout: Layout) -> jax.Array:
     if present.axes == layout.axes:
         return x
     return _compiled_move(present, layout)(x)
+
+
+def _tell(x: Any, layout: Layout, by: str) -> None:
+    present = Layout.of(x) if isinstance(x, jax.Array) else None
+    if present == layout:
+        return
+    steps: list[str] = []
+    if present is not None and present.mesh == layout.mesh:
+        steps = [f"{step.kind} over {step.mesh_axis}" for step in plan_moves(present.axes, layout.axes)]
+    by = "" if by == "jshard.redistribute" else by
+    moved("redistribute", jnp.shape(x), dtype_of(x), where(x), lying(layout), by=by, moves=steps)
 
 
 def _move_traced(x: jax.Array, layout: Layout, source: Layout | None) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.tree_util import Partial
 
+from jshard import events
 from jshard.errors import JShardError, nearest
 from jshard.layouts.boxes import Box, boxes_of, holders, index, lengths, word_count
 from jshard.layouts.carry import Parcel, carry, doors_of, listed, tell, without_mesh
@@ -20,6 +21,7 @@ from jshard.layouts.gather import check_root, gather
 from jshard.layouts.layout import Layout
 from jshard.layouts.parts import Filling
 from jshard.layouts.redistribute import redistribute
+from jshard.layouts.told import lying, moved
 
 METHODS = ("scatter", "broadcast")
 NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
@@ -48,6 +50,8 @@ def _scatter(x: Any, layout: Layout, root: int, method: str) -> jax.Array:
 def _moved(x: Any, layout: Layout, root: int, method: str) -> jax.Array:
     doors = doors_of(layout.mesh.devices.flat[0].platform)
     shape, dtype = _agreed(x, layout, root, method, doors)
+    if events.tell is not None:
+        moved(method, shape, dtype, f"the host of process {root}", lying(layout))
     host = np.asarray(x) if jax.process_index() == root else None
     if method == "broadcast":
         return _by_broadcast(host, layout, root, shape, dtype)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.layouts.mesh import build_mesh, workers_mesh
+from jshard.signals import lines
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.signal import Signal
 
@@ -44,6 +45,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence
     configuration = load_configuration(source, overrides)
     with _loaded.lock:
         _become(configuration)
+    lines.tell(configuration)
     return configuration
 
 
@@ -60,6 +62,8 @@ def configuration() -> Configuration | None:
             if not _loaded.environment_read:
                 path = os.environ.get("JSHARD_CONFIG")
                 _become(load_configuration(path) if path else None)
+                if _loaded.configuration is not None:
+                    lines.tell(_loaded.configuration)
     return _loaded.configuration
 
 

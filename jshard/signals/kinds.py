@@ -227,7 +227,8 @@ class Table:
 
     def read(self, node: Node, path: Path, reading: Reading) -> Any:
         if not isinstance(node.value, dict):
-            if self.bare is not None and isinstance(node.value, (str, list, int, float)) and node.value is not True:
+            takes = isinstance(node.value, (str, list, int, float)) and node.value is not True
+            if self.bare is not None and (takes or isinstance(self.bare, Flag)):
                 return self.bare.read(node, path, reading)
             return reading.wrong(self, node, path)
         values: dict[str, Any] = {}

@@ -36,12 +36,6 @@ def _component(what: str, example: str, further: dict[str, Key] | None = None) -
     return Key(Table(keys, bare=path, stands_for="path", open=True, required="path"), what)
 
 
-def _every(what: str, *, bare: bool) -> Key:
-    number = Whole("100")
-    keys = {"every": Key(number, "After every so many steps.")}
-    return Key(Table(keys, bare=number if bare else None, stands_for="every" if bare else None, required="every"), what)
-
-
 READING: dict[str, Key] = {
     "shuffle": Key(Flag("false"), "Each pass over the examples in another order, that the seed decides; true unless said."),
     "last": Key(Choice(("drop", "fill", "keep")), "What becomes of the examples that make no whole batch at its end."),
@@ -64,9 +58,23 @@ TRAIN: dict[str, Key] = {
         ),
         "The optimizer: a name of optax, or a mapping of name and its arguments.",
     ),
-    "evaluation": _every("Evaluate on the test data after every so many steps.", bare=True),
+    "evaluation": Key(
+        Table({"every": Key(Whole("100"), "After every so many steps.")}, Whole("100"), "every", required="every"),
+        "Evaluate on the test data after every so many steps.",
+    ),
     "output": Key(Text("a folder", "runs/mlp"), "The folder that results are written to."),
-    "log": _every("What is logged, and when.", bare=False),
+    "log": Key(
+        Table(
+            {
+                "every": Key(Whole("100"), "Figures are said and written after every so many steps; 100 unless said."),
+                "ran": Key(Flag(), "Each process writes what it runs, a line for each step and collective; false unless said."),
+                "folder": Key(Text("a folder", "runs/mlp/log"), "Where, and that it does; output/log unless said."),
+                "tensorboard": Key(Flag(), "Figures are written for TensorBoard too; needs jshard[tensorboard]."),
+            },
+            bare=Flag(), stands_for="ran",
+        ),
+        "What is logged, and when; true is {ran: true}.",
+    ),
     "checkpoint": Key(
         Table(
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 LEARNING_RATE = 1e-3
 LOG = 100
+LOG_FOLDER = "log"  # in the output folder
 READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -53,11 +55,13 @@ class Experiment:
     batch: int
     steps: int
     seed: int
-    log: int  # say the loss after every so many steps
+    log: int  # say and write figures after every so many steps
     evaluation: int  # evaluate after every so many
     output: str | None
     ahead: int = AHEAD  # batches that are read before they are asked for
     checkpoint: Policy | None = None
+    ran: Path | None = None  # where each process writes what it runs
+    tensorboard: bool = False
     only_shapes: bool = False
 
     @classmethod
@@ -105,11 +109,17 @@ class Experiment:
             output=said["output"],
             ahead=how.get("ahead", AHEAD),
             checkpoint=said.checkpoint(),
+            ran=said.ran(),
+            tensorboard=said.tensorboard(),
             only_shapes=only_shapes,
         )
 
     def explain(self) -> Ledger:
         """Every collective of the training step, and what is held between steps."""
+        return self._ledger
+
+    @functools.cached_property
+    def _ledger(self) -> Ledger:
         step = Step(self.model, self.optimizer, self.loss)
         asked = explain(step.program, step.state, *self.first_batch())
         return dataclasses.replace(asked, memory=at_rest([self.model, self.optimizer]))
@@ -148,7 +158,7 @@ class Said:
 
     def every(self, key: str, default: int) -> int:
         said = self[key]
-        return default if said is None else said if isinstance(said, int) else said["every"]
+        return said if type(said) is int else said.get("every", default) if isinstance(said, Mapping) else default
 
     def place(self, key: str) -> Place:
         return self.configuration.train_places.get(key, Place(self.configuration.source))
@@ -191,6 +201,28 @@ class Said:
         where = Path(folder or Path(output) / "checkpoints")
         text = f'jshard.train.{key} ({self.place(key)}) saves to "{where}", which'
         return Policy(said["every"], said.get("keep", KEEP), where, text, str(output or where))
+
+    def ran(self) -> Path | None:
+        """Where each process writes what it runs; None where it does not."""
+        said = self["log"]
+        said = said if isinstance(said, Mapping) else {"ran": said}
+        if not said.get("ran", "folder" in said):
+            return None
+        if "folder" not in said:
+            self._require_output("log", "write output: runs/mine beside it, or folder: in it")
+        return Path(said.get("folder") or Path(self["output"]) / LOG_FOLDER)
+
+    def tensorboard(self) -> bool:
+        """Whether figures are written for TensorBoard too."""
+        said = self["log"]
+        asked = isinstance(said, Mapping) and said.get("tensorboard", False)
+        if asked:
+            self._require_output("log.tensorboard", "write output: runs/mine")
+        return asked
+
+    def _require_output(self, key: str, mend: str) -> None:
+        if self["output"] is None:
+            raise JShardError(f"jshard.train.{key} ({self.place(key)}) has no folder to write to", mend=mend)
 
     def check_batch(self, count: int, batch: int, last: str, placement: Placement) -> None:
         """An error when there are too few examples for a batch, or `last: keep` leaves some that can't be split."""

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -67,12 +68,15 @@ def _read_by_all(where: Any) -> NamedSharding | None:
 @dataclasses.dataclass(frozen=True)
 class Taken:
     """One step that has been dispatched: its number, from 1, its loss, which may not be computed yet, and the position in
-    the data behind it. `settle()` waits for it and all before it, and stops at the first whose loss is NaN."""
+    the data behind it. `settle()` waits for it and all before it, and stops at the first whose loss is NaN. `fed` and
+    `called` are the seconds that the loop waited for its batch, and that it took to dispatch it."""
 
     number: int
     loss: jax.Array
     position: Position
     settle: Callable[[], None]
+    fed: float = 0.0
+    called: float = 0.0
 
 
 def run(
@@ -97,11 +101,15 @@ def run(
                 raise NotANumber(number)
 
     with read_ahead(_placed(source, placement, position, len(numbers)), ahead) as batches:
+        asked = time.perf_counter()
         for number, (batch, behind) in zip(numbers, batches, strict=True):
+            fed = time.perf_counter()
             loss = step(*batch)
+            called = time.perf_counter()
             waiting.append((number, loss))
             settle(IN_FLIGHT)
-            yield Taken(number, loss, behind, settle)
+            yield Taken(number, loss, behind, settle, fed - asked, called - fed)
+            asked = time.perf_counter()
         settle()
 
 

@@ -10,26 +10,34 @@ from typing import Any
 
 import yaml
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, Place
 from jshard.signals.config import Configuration
 from jshard.signals.signal import Signal
+
+TENSORBOARD = "tensorboard"  # in the output folder
 
 
 class Record:
     """`write(step=10, loss=0.3)` appends to `metrics.jsonl`, which holds the figures of the first `done` steps if some are
-    done; with no folder nothing is written."""
+    done, and to a file for TensorBoard if it is asked for; with no folder nothing is written."""
 
-    def __init__(self, folder: str | None, configuration: Configuration, done: int = 0):
+    def __init__(
+        self, folder: str | None, configuration: Configuration, done: int = 0, *, tensorboard: bool = False
+    ):  # fmt: skip
         self.metrics: Path | None = None
+        self.board: Any = None
         if folder is None:
             return
         place = configuration.train_places["output"]
+        writer = _board_writer(configuration.train_places["log.tensorboard"]) if tensorboard else None
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / "configuration.yaml").write_text(written(configuration))
             self.metrics = Path(folder) / "metrics.jsonl"
             kept = _until(done, self.metrics) if done and self.metrics.exists() else []
             self.metrics.write_text("".join(kept))
+            if writer is not None:
+                self.board = writer(str(Path(folder) / TENSORBOARD), purge_step=done + 1 if done else None)
         except OSError as error:
             reason = (error.strerror or "unknown reason").lower()
             raise JShardError(
@@ -41,6 +49,25 @@ class Record:
         if self.metrics is not None:
             with self.metrics.open("a") as file:
                 print(json.dumps(figures), file=file)
+        if self.board is not None:
+            for name, figure in figures.items():
+                if name != "step":
+                    self.board.add_scalar(name, figure, figures["step"])
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def _board_writer(place: Place) -> Any:
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise JShardError(
+            f"jshard.train.log.tensorboard ({place}) is true, and tensorboardX, which writes for it, is not installed",
+            mend='type: pip install "jshard[tensorboard]"',
+        ) from error
+    return SummaryWriter
 
 
 def _until(step: int, metrics: Path) -> list[str]:

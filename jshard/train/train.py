@@ -11,14 +11,13 @@ import jax
 
 from jshard.errors import JShardError
 from jshard.train.checkpoint import Checkpoint, Saver, steps_in
+from jshard.train.course import RESTART, Course, course
 from jshard.train.experiment import LEARNING_RATE, Experiment
 from jshard.train.loop import NotANumber, Step, Taken, check_parameters, evaluate, run
 from jshard.train.places import own_position
 from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, silent
 from jshard.train.record import Record, written
-
-RESTART = "JSHARD_RESTART"  # set by the launcher when it has started all again
 
 
 def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float:
@@ -32,8 +31,8 @@ def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint 
         resume = last_saved(experiment) or resume
     leads = jax.process_index() == 0
     bar = bar or Bar(experiment.steps, experiment.batch, None if leads else silent())
-    with bar:
-        return _Training(experiment, bar, resume).run()
+    with bar, course(experiment, goes_on=resume is not None) as told:
+        return _Training(experiment, bar, resume, told).run()
 
 
 def last_saved(experiment: Experiment) -> Checkpoint | None:
@@ -45,8 +44,8 @@ def last_saved(experiment: Experiment) -> Checkpoint | None:
 
 
 class _Training:
-    def __init__(self, experiment: Experiment, bar: Bar, resume: Checkpoint | None):
-        self.experiment, self.bar = experiment, bar
+    def __init__(self, experiment: Experiment, bar: Bar, resume: Checkpoint | None, told: Course):
+        self.experiment, self.bar, self.told = experiment, bar, told
         self.step = Step(experiment.model, experiment.optimizer, experiment.loss)
         self.done, self.position = 0, None
         if resume is not None:
@@ -56,7 +55,9 @@ class _Training:
         if self.saver is not None:
             self.saver.begin(resume)
         leads = jax.process_index() == 0
-        self.record = Record(experiment.output if leads else None, configuration, self.done)
+        self.record = Record(
+            experiment.output if leads else None, configuration, self.done, tensorboard=experiment.tensorboard
+        )
         self.rate, self.accuracy = Rate(experiment.batch), 0.0
 
     def _go_on_from(self, resume: Checkpoint) -> None:
@@ -68,6 +69,7 @@ class _Training:
             raise JShardError(
                 f"{resume} has trained {self.done} of {steps} steps, so there is nothing to do", mend=more
             )
+        self.told.resumed(self.done, resume.folder)
         self.bar.say(f"resumed from step {self.done}: {resume.folder}")
 
     def run(self) -> float:
@@ -81,9 +83,16 @@ class _Training:
             done=self.done,
             position=self.position,
         )
-        with self._save_ended(), self._number_told(), Notice() if self._stops() else contextlib.nullcontext() as notice:
+        record = contextlib.closing(self.record)
+        with (
+            record,
+            self._save_ended(),
+            self._number_told(),
+            Notice() if self._stops() else contextlib.nullcontext() as notice,
+        ):
             with contextlib.closing(taken):
                 for each in taken:
+                    self.told.step(each)
                     if each.number == first:
                         each.loss.block_until_ready()
                         self.rate.restart(first)
@@ -107,6 +116,7 @@ class _Training:
         if number % experiment.evaluation == 0 or number == steps:
             self.accuracy = evaluate(self.step, experiment.test, experiment.placement, experiment.batch)
             self.record.write(step=number, test_accuracy=self.accuracy)
+            self.told.evaluated(number, self.accuracy)
             if number != steps:
                 bar.say(f"step {number}/{steps}   test accuracy {100 * self.accuracy:.1f} %")
             self.rate.restart(number)
@@ -120,13 +130,16 @@ class _Training:
     def _save(self, taken: Taken) -> None:
         if self.saver is not None:
             self.saver.look()
+            self.told.saved(self.saver.saved, self.saver.policy.folder)
             if self.saver.due(taken.number, self.experiment.steps):
                 self._save_now(self.saver, taken)
 
     def _save_now(self, saver: Saver, taken: Taken) -> None:
         taken.settle()
         check_parameters(self.step.state, taken.number)
+        self.told.saving(taken.number, saver.policy.folder)
         saver.save(taken.number, self.step.state, taken.position)
+        self.told.restart()
 
     def _stop(self, taken: Taken) -> None:
         if self.saver is None:
@@ -148,6 +161,7 @@ class _Training:
         try:
             yield
             self.saver.end()
+            self.told.saved(self.saver.saved, self.saver.policy.folder)
         except BaseException:
             self.saver.settle()
             raise

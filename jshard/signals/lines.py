@@ -1,0 +1,75 @@
+"""A configuration key by key, each with the line that says it: includes, `extends` and the command line are in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jshard import events
+from jshard.errors import Place
+from jshard.signals.config import Configuration
+from jshard.signals.signal import Signal
+
+EMPTY = Signal("")
+
+
+def tell(configuration: Configuration) -> None:
+    """An event for each key, where somebody listens."""
+    if events.tell is not None:
+        for place, key, value in lines(configuration):
+            events.tell("config", place=str(place), key=key, value=value)
+
+
+def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
+    """Place, key and value: `configs/mlp.yaml:5`, `layer1.row`, `data`."""
+    mesh = configuration.mesh
+    if mesh is not None:
+        for name, size in zip(mesh.names, mesh.sizes, strict=True):
+            yield mesh.places.get(name, mesh.place), f"jshard.mesh.{name}", str(size)
+    for key, value in _flat(configuration.train):
+        yield _place(configuration, key), f"jshard.train.{key}", value
+    for signal in configuration.signals.values():
+        said = [(key, value) for key, value in _keys(signal) if value]
+        for key, value in said:
+            yield signal.at(key), f"{signal.name}.{key}", value
+        if not said:
+            yield signal.place, signal.name, "{}"
+
+
+def _place(configuration: Configuration, key: str) -> Place:
+    """Of the key, or of what it is written in."""
+    while key and key not in configuration.train_places:
+        key = key.rpartition(".")[0]
+    return configuration.train_places.get(key, Place(configuration.source))
+
+
+def _keys(signal: Signal) -> Iterator[tuple[str, str]]:
+    for field in dataclasses.fields(Signal):
+        value = getattr(signal, field.name)
+        if field.name in ("name", "place", "places") or value == getattr(EMPTY, field.name):
+            continue
+        key = "store.optimizer" if field.name == "store_optimizer" else field.name
+        if dataclasses.is_dataclass(value):
+            empty = type(value)()
+            for inner in dataclasses.fields(value):
+                if getattr(value, inner.name) != getattr(empty, inner.name):
+                    yield f"{key}.{inner.name}", _word(getattr(value, inner.name))
+        elif key in ("kernel", "expect"):
+            yield from ((f"{key}.{name}", _word(each)) for name, each in value)
+        else:
+            yield key, _word(value)
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        yield key, _word(value)
+        return
+    for name, inside in value.items():
+        yield from _flat(inside, f"{key}.{name}" if key else str(name))
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(_word, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

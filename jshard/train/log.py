@@ -1,0 +1,238 @@
+"""A log of what ran: one file of JSON lines for each process, written beside the program by a thread.
+
+runs/digits/log/rank-0003.jsonl     how it begins, what each step of its program runs, each step, what is moved and saved
+
+Each line is an event of `jshard.events` with its time. `jshard.train.merged` reads the files of all processes as one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import jax
+
+from jshard import events
+from jshard.errors import JShardError
+from jshard.inspect import explain
+from jshard.inspect.document import line_document
+from jshard.inspect.ledger import Ledger
+from jshard.train.facts import facts
+from jshard.train.merged import path_of
+from jshard.train.preemption import Preempted
+
+BEAT = 0.2  # seconds between two looks of the thread
+WAITS = 5.0  # seconds after which a step that is not done is a line of its own
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def log(folder: str | os.PathLike[str], *, goes_on: bool = False) -> Log:
+    """The log of a loop of one's own, in a file of this process in `folder`; with `goes_on` behind what is there.
+
+        with jshard.log("runs/mine/log") as log:
+            log.program(step, model, optimizer, x, y)     # every collective of a step, by its YAML line
+            for number in range(1, 101):
+                log.step(number, loss=step(model, optimizer, x, y), examples=64)
+
+    A step costs about a microsecond; its loss is not waited for. Whatever is moved or loaded meanwhile is a line too.
+    """
+    written = Log(Path(folder), said=f"jshard.log writes to {os.fspath(folder)}, which", goes_on=goes_on)
+    assert events.tell is not None
+    events.tell("begin", **facts())
+    return written
+
+
+class Log:
+    """Hears every event until it is closed. What fills the disk ends the log, and not the program."""
+
+    def __init__(self, folder: Path, *, said: str, goes_on: bool):
+        self.path = path_of(folder, jax.process_index())
+        self.file = _opened(folder, self.path, said, goes_on=goes_on)
+        self.heard: collections.deque[tuple[str, float, float, Mapping[str, Any]]] = collections.deque()
+        self.pending: collections.deque[tuple[float, float, dict[str, Any]]] = collections.deque()
+        self.at, self.since, self.told = 0, time.perf_counter(), 0
+        self.awake, self.writing, self.over = threading.Event(), threading.Lock(), False
+        self.thread = threading.Thread(target=self._write, daemon=True, name="jshard log")
+        self.thread.start()
+        self.deafen = events.listen(self.hear)
+        atexit.register(self.close)
+
+    def hear(self, what: str, told: Mapping[str, Any]) -> None:
+        """On the way of the program: it is noted, and no more."""
+        self.heard.append((what, time.time(), time.monotonic(), told))
+        if what != "step":
+            self.awake.set()
+
+    # -- for a loop of one's own --
+
+    def program(self, f: Callable[..., Any], *args: Any, name: str = "step", **kwargs: Any) -> Ledger:
+        """Every collective of `f(*args)`, as `jshard.explain` finds it, each a line; runs nothing."""
+        ledger = explain(f, *args, **kwargs)
+        tell_program(name, ledger)
+        return ledger
+
+    def step(self, number: int, *, loss: Any = None, examples: int | None = None, **more: Any) -> None:
+        """This step is on its way; its loss need not be there yet."""
+        now = time.perf_counter()
+        seconds, self.since = now - self.since, now
+        if events.tell is not None:
+            rate = {} if examples is None else {"examples_per_second": examples / seconds if seconds else 0.0}
+            events.tell("step", step=number, seconds=seconds, loss=loss, **rate, **more)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if events.tell is not None:
+            events.tell("ended", step=self._last(), how=how(error))
+        self.close()
+
+    def close(self) -> None:
+        """Everything that was heard is written. What comes later is not."""
+        atexit.unregister(self.close)
+        if self.over:
+            return
+        self.deafen()
+        self.over = True
+        self.awake.set()
+        self.thread.join()
+        self._drain(all_of_it=True)
+        self.file.close()
+
+    def _last(self) -> int:
+        heard = [told["step"] for what, _, _, told in list(self.heard) if what == "step"]
+        return heard[-1] if heard else self.at
+
+    # -- the thread --
+
+    def _write(self) -> None:
+        while not self.over:
+            self.awake.wait(BEAT)
+            self.awake.clear()
+            self._drain()
+
+    def _drain(self, *, all_of_it: bool = False) -> None:
+        """Writes what was heard. A step is written once its loss is there, so none is waited for."""
+        lines: list[dict[str, Any]] = []
+        while self.heard:
+            what, wall, mono, told = self.heard.popleft()
+            line = {"what": what, "wall": wall, "mono": mono, **told}
+            if what == "step":
+                self.at = line["step"]
+                self.pending.append((wall, mono, line))
+            else:
+                lines.append(line if "step" in line else {**line, "step": self.at})
+        memory: dict[str, int] | None = None
+        while self.pending and (all_of_it or _is_there(self.pending[0][2].get("loss"))):
+            line = self.pending.popleft()[2]
+            memory = _memory() if memory is None else memory
+            lines.append({**line, **_loss(line.get("loss")), **memory})
+        if self.pending and self.told != self.pending[0][2]["step"]:
+            wall, mono = time.time(), time.monotonic()
+            if (seconds := mono - self.pending[0][1]) > WAITS:
+                self.told = self.pending[0][2]["step"]
+                lines.append({"what": "waits", "wall": wall, "mono": mono, "step": self.told, "seconds": seconds})
+        self._put(lines)
+
+    def _put(self, lines: list[dict[str, Any]]) -> None:
+        if not lines or self.file.closed:
+            return
+        try:
+            self.file.write("".join(f"{json.dumps(_plain(line), default=str)}\n" for line in lines))
+            self.file.flush()
+        except OSError as error:
+            self.deafen()
+            with contextlib.suppress(OSError):  # it tries to write what it still holds
+                self.file.close()
+            why = (error.strerror or "unknown reason").lower()
+            print(f"the log {self.path} ends here, as it can't be written to: {why}", file=sys.stderr, flush=True)
+
+
+def tell_program(name: str, ledger: Ledger) -> None:
+    """An event for the program, and one for each line of its ledger."""
+    if events.tell is not None:
+        events.tell("program", program=name, collectives=ledger.count, wire=ledger.total)
+        for line in ledger:
+            document = line_document(line)
+            events.tell("collective", program=name, **{key: document[key] for key in document if key != "schedule"})
+
+
+def how(error: BaseException | None) -> str:
+    """How something ended, in a line."""
+    if error is None:
+        return "finished"
+    if isinstance(error, (KeyboardInterrupt, Preempted)):
+        return "SIGTERM" if isinstance(error, Preempted) else "Ctrl-C"
+    said = str(error).splitlines()
+    return said[0] if isinstance(error, JShardError) else ": ".join([type(error).__name__, *said[:1]])
+
+
+def _opened(folder: Path, path: Path, said: str, *, goes_on: bool) -> TextIO:
+    """The file to append to. A last line that was cut off is closed; what an earlier run of more processes left goes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not goes_on and jax.process_index() == 0:
+            for stale in _beyond(folder, jax.process_count()):
+                stale.unlink()
+        file = path.open("a" if goes_on else "w", encoding="utf-8", buffering=1)
+        if goes_on and path.stat().st_size:
+            with path.open("rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":
+                    file.write("\n")
+    except OSError as error:
+        reason = (error.strerror or "unknown reason").lower()
+        raise JShardError(f"{said} can't be written to: {reason}", mend="name another folder") from error
+    return file
+
+
+def _beyond(folder: Path, processes: int) -> Iterator[Path]:
+    kept = {path_of(folder, rank).name for rank in range(processes)}
+    return (path for path in folder.glob("rank-*.jsonl") if path.name not in kept)
+
+
+def _is_there(loss: Any) -> bool:
+    is_ready = getattr(loss, "is_ready", None)
+    return is_ready is None or is_ready()
+
+
+def _loss(loss: Any) -> dict[str, Any]:
+    if loss is None:
+        return {}
+    if not _is_there(loss):
+        return {"loss": None, "done": False}
+    try:
+        return {"loss": float(loss)}
+    except Exception as error:  # the program gets it too, where it asks for this loss
+        return {"loss": None, "fault": how(error)}
+
+
+def _memory() -> dict[str, int]:
+    """Bytes that this process holds, and bytes in use on the fullest of its devices where the backend tells."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            held = {"rss": int(file.read().split()[1]) * PAGE}
+    except OSError:  # no Linux
+        held = {}
+    told = [stats["bytes_in_use"] for device in jax.local_devices() if (stats := device.memory_stats())]
+    return {**held, "device_memory": max(told)} if told else held
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has: numbers that are none become words, and seconds microseconds at the finest."""
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
