@@ -286,9 +286,9 @@ def test_override_leaves_other_holders_of_an_alias_alone():
 def test_config_refuses_to_be_changed():
     configuration = load_configuration("configs/mlp.yaml")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        configuration.strict = False  # type: ignore
+        configuration.strict = False
     with pytest.raises(TypeError):
-        configuration.signals["layer3"] = Signal("layer3")  # type: ignore
+        configuration.signals["layer3"] = Signal("layer3")
 
 
 def test_gt_files_load_unchanged_and_mean_what_they_say():

@@ -85,7 +85,7 @@ def test_linear_draws_what_nnx_linear_draws(name):
 
     def drawn(linear):
         rngs = nnx.Rngs(7)
-        make = lambda: linear(16, 24, kernel_init=INITIALIZERS[name], bias_init=nnx.initializers.normal(), rngs=rngs)  # noqa: E731
+        make = lambda: linear(16, 24, kernel_init=INITIALIZERS[name], bias_init=nnx.initializers.normal(), rngs=rngs)
         return make(), make(), rngs.params()
 
     expected = drawn(nnx.Linear)

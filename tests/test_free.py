@@ -137,7 +137,7 @@ def by_hand(case, mesh):
 def backward_elsewhere(mesh):
     """Backward over more rows, w gathered."""
     specs = P("data"), P(None, "tensor"), P("tensor")
-    part = lambda a, axis: lax.dynamic_slice_in_dim(  # noqa: E731
+    part = lambda a, axis: lax.dynamic_slice_in_dim(
         a, lax.axis_index("tensor") * (a.shape[axis] // 4), a.shape[axis] // 4, axis
     )
 

@@ -69,7 +69,7 @@ def test_jax_grad_out_of_jit_needs_the_mesh_set(axis_types):
     with cases.loaded(case.configuration("2x4", axis_types)) as grid:
         layer = cases.layer_of(case)
         x, cotangent = cases.operands(case)
-        loss = lambda layer, x: (layer(x) * cotangent).sum()  # noqa: E731
+        loss = lambda layer, x: (layer(x) * cotangent).sum()
         with jax.set_mesh(grid):
             of_layer, of_x = nnx.grad(loss, argnums=(0, 1))(layer, x)
         cases.assert_results(case, (layer(x), of_layer, of_x))

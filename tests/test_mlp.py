@@ -79,7 +79,7 @@ def test_mlp_has_exactly_the_collectives_of_its_signals(name, door, axis_types):
         x, cotangent = cases.placed(numbers, spec), cases.placed(np.flip(numbers), spec)
         if door == "layer":
             graph, state = nnx.split(model)
-            f = lambda state, *args: cases.forward_and_gradients(nnx.merge(graph, state), *args)  # noqa: E731
+            f = lambda state, *args: cases.forward_and_gradients(nnx.merge(graph, state), *args)
             args = state, x, cotangent
             compiled = jax.jit(f).lower(*args).compile()
             results = compiled(*args)
@@ -108,7 +108,7 @@ def test_reduce_scatter_stays_one_in_the_compiled_text():
         model = mlp(use_bias=False)
         x = cases.placed(cases.numbers((8, 16)), spec)
         graph, state = nnx.split(model)
-        f = lambda state, x: cases.forward_and_gradients(nnx.merge(graph, state), x, x)  # noqa: E731
+        f = lambda state, x: cases.forward_and_gradients(nnx.merge(graph, state), x, x)
         found = cases.collectives_in(jax.jit(f).lower(state, x).compile())
     full = 4 * cases.INPUTS * HIDDEN
     scattered = sorted((got.opcode, got.group, got.payloads) for got in found if got.collective == "reduce_scatter")
@@ -135,14 +135,14 @@ def test_blocks_under_scan_cost_that_many_times_one(name, remat):
     signals, spec, _, forward, backward = CASES[name]
     count = 3
     numbers = cases.numbers(shape_of(name))
-    make = lambda rngs: jshard.MLP(cases.INPUTS, HIDDEN, cases.INPUTS, rngs=rngs)  # noqa: E731
-    call = lambda block, x: x + block(x)  # noqa: E731
+    make = lambda rngs: jshard.MLP(cases.INPUTS, HIDDEN, cases.INPUTS, rngs=rngs)
+    call = lambda block, x: x + block(x)
     run = nnx.scan(nnx.remat(call) if remat else call, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     expected = cases.forward_and_gradients(stack(make, count), numbers, numbers, run)  # no configuration: plain Flax
     with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}}, **signals}):
         blocks, x = stack(make, count), cases.placed(numbers, spec)
         graph, state = nnx.split(blocks)
-        f = lambda state, x: cases.forward_and_gradients(nnx.merge(graph, state), x, x, run)  # noqa: E731
+        f = lambda state, x: cases.forward_and_gradients(nnx.merge(graph, state), x, x, run)
         compiled = jax.jit(f).lower(state, x).compile()
         actual = compiled(state, x)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, expected)

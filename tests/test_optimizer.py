@@ -137,7 +137,7 @@ def test_twenty_steps_equal_unsharded_and_state_lies_as_parameters_do(name, tx, 
         step, args = DOORS[door](model, optimizer), batch()
         losses = [float(step(*args)) for _ in range(20)]
         np.testing.assert_allclose(losses, unsharded[tx][0], rtol=1e-4, atol=1e-6)
-        close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-4)  # noqa: E731
+        close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-4)
         jax.tree.map(close, nnx.to_pure_dict(nnx.state(model)), unsharded[tx][1])
         assert_state_lies(name, tx, optimizer)
         for layer, specs in LIES[name][0].items():
@@ -260,7 +260,7 @@ def test_the_mend_works():
             model, optimizer, gradients_of(model, *args)
         )
         by_layers(other, its_optimizer)(*args)
-        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         jax.tree.map(close, nnx.state(model), nnx.state(other))
 
 

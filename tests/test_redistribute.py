@@ -153,7 +153,7 @@ def test_a_scan_of_moves_counts_by_trips():
         y = jshard.redistribute(x, Layout(mesh, None, "data"))
         return jshard.redistribute(y, Layout(mesh, "data", None)), None
 
-    f = lambda x: jax.lax.scan(there_and_back, x, None, length=3)[0]  # noqa: E731
+    f = lambda x: jax.lax.scan(there_and_back, x, None, length=3)[0]
     compiled = jax.jit(f).lower(x).compile()
     cases.assert_equal(compiled(x), x)
     ledger = jshard.explain(f, x, backward=False)

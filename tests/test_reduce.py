@@ -78,7 +78,7 @@ def test_gradient_of_a_reduction_equals_the_dense_one(kind, split):
     x = place(X, SPLITS[split])
     for axis in (None, 0, 1):
         weigh = (np.arange(16) + 1.0)[: dense(X, axis=axis).size].reshape(dense(X, axis=axis).shape).astype(np.float32)
-        loss = lambda f, axis, weigh, x: (f(x, axis=axis) * weigh).sum()  # noqa: E731
+        loss = lambda f, axis, weigh, x: (f(x, axis=axis) * weigh).sum()
         compiled = jax.jit(jax.grad(functools.partial(loss, ours, axis, weigh))).lower(x).compile()
         gradient = compiled(x)
         np.testing.assert_allclose(gradient, jax.grad(functools.partial(loss, dense, axis, weigh))(X), rtol=1e-6)

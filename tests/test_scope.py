@@ -103,7 +103,7 @@ def test_one_entry_is_entered_once():
 
 def test_a_signal_is_named_by_text():
     with pytest.raises(JShardError) as caught:
-        signal(3)  # type: ignore[arg-type]
+        signal(3)
     assert str(caught.value) == 'a signal is named by 3; give it a name, like jshard.signal("layer1")'
 
 

@@ -229,7 +229,7 @@ def test_odd_modules_are_taken_apart_as_often_as_is_needed(offset):
     if not offset:
         model.offset = 0.0
     step = jshard.step(lambda model, x: jshard.sum(model(x)))
-    plain = lambda: float(jnp.sum(model(placed())))  # noqa: E731
+    plain = lambda: float(jnp.sum(model(placed())))
     for turn in range(6):
         if turn == 2:
             model.layers[1] = model.layers[0]

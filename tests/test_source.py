@@ -22,7 +22,7 @@ def read(text: str) -> Node:
 
 def at(node: Node, *path: str | int) -> Node:
     for key in path:
-        node = node.value[key]  # type: ignore
+        node = node.value[key]
     return node
 
 

@@ -8,13 +8,13 @@ from tests.processes import join
 
 join()
 
-import jax  # noqa: E402
+import jax
 
-from jshard.layouts.mesh import build_mesh  # noqa: E402
-from jshard.signals.config import load_configuration  # noqa: E402
-from jshard.train.data import Placement  # noqa: E402
-from jshard.train.places import own_position, positions  # noqa: E402
-from jshard.train.sources import Examples, Indexed, Shuffled  # noqa: E402
+from jshard.layouts.mesh import build_mesh
+from jshard.signals.config import load_configuration
+from jshard.train.data import Placement
+from jshard.train.places import own_position, positions
+from jshard.train.sources import Examples, Indexed, Shuffled
 
 
 class Pairs:

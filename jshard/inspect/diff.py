@@ -27,9 +27,14 @@ class Change:
         """Bytes on the wire per device that it adds; less than zero where it takes some away."""
         return (self.new.total if self.new else 0) - (self.old.total if self.old else 0)
 
-    def cells(self) -> tuple[str, ...]:
+    @property
+    def told(self) -> Line:
+        """The side to speak of: the new one where it is there."""
         told = self.new or self.old
         assert told is not None
+        return told
+
+    def cells(self) -> tuple[str, ...]:
         return (
             f"{SIGNS[self.kind]} {_both(self, lambda line: line.line, always=True)}",
             _both(self, lambda line: line.signal),
@@ -38,7 +43,7 @@ class Change:
             _both(self, lambda line: f"over {line.axis} ({line.group})"),
             _both(self, lambda line: f"{line.count:,} x {line.payload:,} B"),
             f"{self.wire:+,} B on the wire",
-            f"({', '.join(filter(None, (self.kind, told.via)))})",
+            f"({', '.join(filter(None, (self.kind, self.told.via)))})",
         )
 
 
@@ -81,10 +86,9 @@ class Difference:
         )
 
     def summary(self) -> str:
-        told = ((each.kind, (each.new or each.old).collective, each.wire) for each in self.changes)  # type: ignore[union-attr]  # one is there
-        parts = counted(told)
-        told = collections.Counter((left.primitive, kind) for kind, left in self.left)
-        parts += [f"{times} {primitive} {kind} that the compiler decides" for (primitive, kind), times in told.items()]
+        parts = counted((each.kind, each.told.collective, each.wire) for each in self.changes)
+        left = collections.Counter((left.primitive, kind) for kind, left in self.left)
+        parts += [f"{times} {primitive} {kind} that the compiler decides" for (primitive, kind), times in left.items()]
         parts += ["memory changed"] if self.memory else []
         return f"differs: {', '.join(parts) or self.program}"
 
@@ -150,7 +154,7 @@ def might_be_one_program(before: Ledger, after: Ledger) -> bool:
 
 
 def _changes(before: Ledger, after: Ledger) -> Iterator[Change]:
-    old, new = _counted(before), _counted(after)
+    old, new = (_joined(ledger.lines, place=None, source="") for ledger in (before, after))
     for key in [key for key in old if key in new]:
         was, now = old.pop(key), new.pop(key)
         if was.count != now.count:
@@ -162,16 +166,6 @@ def _changes(before: Ledger, after: Ledger) -> Iterator[Change]:
         yield Change("moved", was, now)
     yield from (Change("gone", line, None) for line in lost)
     yield from (Change("added", None, line) for line in found)
-
-
-def _counted(ledger: Ledger) -> dict[Hashable, Line]:
-    """Lines that differ in nothing but where they stand, as one."""
-    found: dict[Hashable, Line] = {}
-    for line in ledger.lines:
-        key = dataclasses.replace(line, place=None, source="", count=0)
-        held = found.get(key)
-        found[key] = line if held is None else dataclasses.replace(held, count=held.count + line.count)
-    return found
 
 
 def counted(changes: Iterable[tuple[str, str, int]]) -> list[str]:
@@ -190,6 +184,7 @@ def _large(wire: int) -> str:
 
 
 Entry = TypeVar("Entry")
+Listed = TypeVar("Listed", Line, Left)
 
 
 def pairs(lost: list[Entry], found: list[Entry], key: Callable[[Entry], Hashable]) -> Iterator[tuple[Entry, Entry]]:
@@ -210,12 +205,17 @@ def _left(before: Ledger, after: Ledger) -> tuple[tuple[Literal["added", "gone"]
 
 def _left_by_kind(ledger: Ledger) -> dict[Left, Left]:
     """Those of one place, and how often: where they stand in a file does not matter."""
-    found: dict[Left, Left] = {}
-    for left in ledger.left:
-        key = dataclasses.replace(left, place=None, count=0)
+    return {dataclasses.replace(key, count=left.count): left for key, left in _joined(ledger.left, place=None).items()}
+
+
+def _joined(entries: Iterable[Listed], **place: object) -> dict[Listed, Listed]:
+    """Those that differ in nothing but where they stand, as one with the count of all."""
+    found: dict[Listed, Listed] = {}
+    for each in entries:
+        key = dataclasses.replace(each, **place, count=0)
         held = found.get(key)
-        found[key] = left if held is None else dataclasses.replace(held, count=held.count + left.count)
-    return {dataclasses.replace(key, count=left.count): left for key, left in found.items()}
+        found[key] = each if held is None else dataclasses.replace(held, count=held.count + each.count)
+    return found
 
 
 def _cells_of_left(kind: Kind, left: Left) -> tuple[str, ...]:

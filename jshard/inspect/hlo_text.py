@@ -189,7 +189,7 @@ class Program:
         those who take the results apart still carry theirs; of a rewritten one the fusion around it, or the
         computation that adds two numbers, may have what is left."""
         own = _op_name(rest) or _op_name(around)
-        parts = _joined(own)
+        parts = apart(own)
         if len(parts) == arrays:
             return tuple(parts)
         taken: dict[int, str] = {}
@@ -243,7 +243,7 @@ def _op_name(text: str) -> str:
     return found[1] if found else ""
 
 
-def _joined(op_name: str) -> list[str]:
+def apart(op_name: str) -> list[str]:
     """The name stacks that XLA joined into one: `what/is/(common:of:them)`."""
     start = next((at for at in range(len(op_name)) if op_name[at] == "(" and (at == 0 or op_name[at - 1] == "/")), -1)
     if start < 0 or not op_name.endswith(")"):

@@ -157,12 +157,12 @@ def _weights(x: Array, y: Array, dtype: Any) -> Array:
 
 
 def _gather(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> tuple[Array, Array]:
-    run = lambda x, axis, w: _gather_kernel(x, w, mesh_axes, axis, out)  # noqa: E731
+    run = lambda x, axis, w: _gather_kernel(x, w, mesh_axes, axis, out)
     return at_once(run, x, axis, w, op="all_gather_matmul")
 
 
 def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> Array:
-    run = lambda x, axis, w: _scatter_kernel(x, w, mesh_axes, axis, out)  # noqa: E731
+    run = lambda x, axis, w: _scatter_kernel(x, w, mesh_axes, axis, out)
     return at_once(run, x, axis, w, op="matmul_reduce_scatter")
 
 

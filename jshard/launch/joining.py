@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from jshard.errors import JShardError
 from jshard.launch.cards import cards_of, place_on_host
 from jshard.launch.difference import Facts
+from jshard.launch.lost import is_of_connection, who_is_gone
 from jshard.launch.membership import Membership, found
 from jshard.launch.pulse import Pulse
 from jshard.launch.roll_call import Told, answer
@@ -167,13 +168,19 @@ def _hold_end() -> None:
 
 def fail(error: BaseException, status: int | None = None) -> None:
     """Says what went wrong, tells the other processes, and ends this one with no further word."""
-    membership = _Joined.membership or found()
     if isinstance(error, KeyboardInterrupt):
         status = 130 if status is None else status
     elif isinstance(error, JShardError):
         status = (1 if _came_under_way(error) else 2) if status is None else status
-        if not (isinstance(error, Told) and membership is not None and membership.is_local):
+        if not (isinstance(error, Told) and _Joined.pulse.is_seen_with_all):
             print(error, file=sys.stderr)
+    elif (lost := _lost(error)) is not None:
+        culprit, says = lost
+        print(says, file=sys.stderr)
+        _Joined.pulse.tell(culprit=culprit, fault=str(says))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
     else:
         traceback.print_exception(error)
     if _Joined.membership is not None and not isinstance(error, (KeyboardInterrupt, Told)):
@@ -186,6 +193,13 @@ def fail(error: BaseException, status: int | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if status is None else status)
+
+
+def _lost(error: BaseException) -> tuple[int, JShardError] | None:
+    """Which other process is gone, when a connection broke and no launcher sees all processes."""
+    if _Joined.membership is None or _Joined.pulse.is_seen_with_all or not is_of_connection(error):
+        return None
+    return who_is_gone(_Joined.membership, _Joined.pulse.step, _Joined.pulse.stands_in)
 
 
 def _came_under_way(error: JShardError) -> bool:

@@ -11,8 +11,11 @@ import time
 from typing import Any
 
 STATUS = "JSHARD_LAUNCH_STATUS"  # the launcher's pipe: its file descriptor, in this process's environment
+ALL = "JSHARD_LAUNCH_ALL"  # set where one launcher has started all processes, and so sees the first that fails
 MEMORY = "JSHARD_LAUNCH_MEMORY"  # its memory, which outlives this process and so tells where it was killed
 PLACE = struct.Struct("<q24s")  # step and phase
+LOOKS = 64  # the last so many decide how late a process is
+ENOUGH = 16
 
 
 class Pulse:
@@ -22,6 +25,7 @@ class Pulse:
         self.phase, self.step, self.of, self.says = "starting", 0, 0, ""
         self.since = time.monotonic()
         self.results: collections.deque[tuple[int, Any]] = collections.deque(maxlen=64)
+        self.looks: collections.deque[tuple[float, int, bool]] = collections.deque(maxlen=LOOKS)  # when, step, is idle
         self.done = 0
         self.stands_in = ""  # the collective that others wait in for this process, where it is known
         said, memory = os.environ.get(STATUS), os.environ.get(MEMORY)
@@ -48,12 +52,31 @@ class Pulse:
                 break
             self.done, self.since = step, time.monotonic()
             self.results.popleft()
+        if self.done:
+            self.looks.append((time.monotonic(), self.step, not self.results))
         return self.done
+
+    @property
+    def pace(self) -> dict[str, float]:
+        """The seconds of a step, and how late this process begins one: from the step before being done to this one being
+        handed to the devices. In that time, for data and Python, the devices and all other processes stand idle; it is the
+        part of all looks at which nothing was left to wait for. Who runs ahead is never late."""
+        looks = self.looks.copy()
+        if len(looks) < ENOUGH or looks[-1][1] == looks[0][1]:
+            return {}
+        took = (looks[-1][0] - looks[0][0]) / (looks[-1][1] - looks[0][1])
+        return {"took": round(took, 4), "late": round(took * sum(idle for *_, idle in looks) / len(looks), 4)}
+
+    @property
+    def is_seen_with_all(self) -> bool:
+        """Whether one launcher reads what all processes say: none need repeat what another says."""
+        return self.pipe is not None and bool(os.environ.get(ALL))
 
     @property
     def facts(self) -> dict[str, Any]:
         names = ("step", "done", "of", "says", "stands_in")
-        return {"phase": self.doing, **{name: getattr(self, name) for name in names}}
+        facts = {"phase": self.doing, **{name: getattr(self, name) for name in names}}
+        return facts | self.pace
 
     @property
     def doing(self) -> str:

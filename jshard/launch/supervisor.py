@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jshard.launch.cards import cards_of
+from jshard.launch.lost import is_gone, rank_0_is_gone
 from jshard.launch.membership import Membership
+from jshard.launch.pulse import ALL
 from jshard.launch.worker import Worker
 
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
@@ -41,6 +43,8 @@ class Supervisor:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.asked: int | None = None  # the signal that the user sent
         self.kill_at = float("inf")
+        self.abroad: Membership | None = None  # whose rank 0 has another launcher
+        self.lost = False  # rank 0 was gone when the first process failed
         self.held: collections.deque[tuple[float, Worker, str, str]] = collections.deque()
 
     def run(self) -> int:
@@ -56,9 +60,12 @@ class Supervisor:
 
     def _once(self, attempt: int) -> tuple[int, str | None]:
         memberships = self.memberships()
-        self.kill_at = float("inf")
+        self.kill_at, self.lost = float("inf"), False
         self.events = queue.SimpleQueue()
-        variables = {} if attempt == 0 else {"JSHARD_RESTART": str(attempt)}
+        variables: dict[str, str] = {} if attempt == 0 else {"JSHARD_RESTART": str(attempt)}
+        sees_all = len(memberships) == memberships[0].processes
+        variables[ALL] = "1" if sees_all else ""
+        self.abroad = None if sees_all or memberships[0].rank == 0 else memberships[0]
         workers: list[Worker] = []
         try:
             for local, each in enumerate(memberships):
@@ -72,6 +79,10 @@ class Supervisor:
                 worker.process.wait()
         if self.asked is not None:
             return 128 + self.asked, "stopped" if self.asked == signal.SIGINT else f"stopped by {_name(self.asked)}"
+        if first is not None and self.lost:
+            assert self.abroad is not None
+            place = str(first.facts.get("stands_in") or "")
+            return 1, str(rank_0_is_gone(self.abroad, first.said(), place if first.facts.get("step") else ""))
         return (0, None) if first is None else (first.exit_status, fault_of(first))
 
     def _follow(self, workers: Sequence[Worker]) -> Worker | None:
@@ -95,6 +106,8 @@ class Supervisor:
                 worker.status = rest[0]
                 if worker.status != 0 and first is None and self.asked is None:
                     first = worker
+                    # JAX ends a process that rank 0 does not answer, in words of its own
+                    self.lost = worker.status == -signal.SIGABRT and self.abroad is not None and is_gone(self.abroad)
                     if worker.status == SAVED:
                         self.kill_at = time.monotonic() + self.grace  # all of them have been told, and are ending
                         continue
@@ -111,7 +124,8 @@ class Supervisor:
         said last is left out."""
         while self.held and (first is not None or self.held[0][0] <= time.monotonic() - still):
             _, worker, stream, text = self.held.popleft()
-            if (first is None or worker is first or stream == "stdout") and self.asked != signal.SIGINT:
+            of_use = first is None or (worker is first and not self.lost) or stream == "stdout"
+            if of_use and self.asked != signal.SIGINT:
                 self._print(worker, stream, text)
 
     def _press_on(self, workers: Sequence[Worker]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import sys
 import threading
@@ -15,6 +16,8 @@ from jshard.errors import JShardError
 from jshard.launch import board
 from jshard.launch.membership import Membership
 from jshard.launch.pulse import Pulse
+from jshard.launch.slow import Slow
+from jshard.launch.standing import odd_one, table
 
 BEAT = 0.25  # seconds; what the launcher's bar shows is at most so old
 TALK = 1.0  # seconds between two notes to the others, for up to CROWD processes; in proportion for more
@@ -75,7 +78,7 @@ class _Answers:
 
 
 def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
-    beats, over = 0, False
+    beats, over, slow = 0, False, Slow(CROWD)
     while not over:
         over = answers.over.wait(answers.talk if beats else 0)
         beats += 1
@@ -88,15 +91,20 @@ def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
             else:
                 answers.forget()
             answers.last = time.monotonic()
+            if membership.rank == 0:
+                slow.look(membership)
+                if over:
+                    slow.end()
         except Exception:  # the service is gone or going; `_look` says so if that is a fault
             continue
         if fault is not None and fault["rank"] != membership.rank:
-            _follow(membership, fault)
+            _follow(pulse, fault)
 
 
-def _follow(membership: Membership, fault: Mapping[str, Any]) -> None:
+def _follow(pulse: Pulse, fault: Mapping[str, Any]) -> None:
     """Another process has failed: so does this one, by its words."""
-    if not membership.is_local:  # on one machine it has been read already
+    if not pulse.is_seen_with_all:
+        pulse.tell(culprit=fault["rank"])
         print(f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", file=sys.stderr, flush=True)
     time.sleep(TALK)  # let the launcher see the first one go first
     os._exit(1)
@@ -119,7 +127,7 @@ def report(membership: Membership, says: str, pulse: Pulse) -> bool:
 
 def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float) -> None:
     shown, lost = None, min(LOST * answers.talk, limit)
-    while not answers.over.wait(BEAT):
+    while not answers.over.wait(BEAT * random.uniform(0.5, 1.5)):  # in no time with the steps
         pulse.look()
         if (now := pulse.facts) != shown:
             shown = now
@@ -163,35 +171,6 @@ def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: f
         print("\n".join(table(notes, alive, odd)), file=sys.stderr, flush=True)
         _give_up(JShardError(fault, mend=mend), pulse, odd)
     time.sleep(limit)
-
-
-def odd_one(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool]) -> int | None:
-    """The rank that differs from the others: the first that does not answer, that has ended, or that is behind."""
-    for rank in sorted(notes):
-        if not alive[rank]:
-            return rank
-    for rank in sorted(notes):
-        if notes[rank]["phase"] == "ended":
-            return rank
-    steps = {rank: note["step"] for rank, note in notes.items()}
-    behind = [rank for rank in sorted(notes) if steps[rank] == min(steps.values())]
-    if len(behind) < len(notes):
-        return behind[0]
-    phases = [note["phase"] for note in notes.values()]
-    rare = min(set(phases), key=lambda phase: (phases.count(phase), phase == "step"))
-    return next(rank for rank in sorted(notes) if notes[rank]["phase"] == rare) if len(set(phases)) > 1 else None
-
-
-def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd: int | None) -> list[str]:
-    """A line for each rank; an arrow points at the one that differs."""
-    rows = [("rank", "host", "process", "alive", "phase", "step", "done")]
-    for rank, note in sorted(notes.items()):
-        has = "yes" if alive[rank] else "no"
-        each = (rank, note["host"], note["pid"], has, note["phase"], note["step"], note["done"])
-        rows.append(tuple(map(str, each)))  # type: ignore[arg-type]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [line + ("  <--" if at and sorted(notes)[at - 1] == odd else "") for at, line in enumerate(lines)]
 
 
 def _doing(note: Mapping[str, Any]) -> str:

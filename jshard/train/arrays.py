@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 def prepare() -> None:
     """Imports orbax, which takes a second, before the first step and not in front of the first save."""
-    from orbax.checkpoint import v1  # noqa: F401
+    from orbax.checkpoint import v1  # noqa: F401  # the import is the work
 
 
 def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:

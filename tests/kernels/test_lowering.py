@@ -90,7 +90,7 @@ def test_kernel_lowers_inside_many_chips(sizes, axes):
     devices = 1
     for size in sizes.values():
         devices *= size
-    body = lambda x: kernels.all_reduce(x, axes, algorithm=algorithm)  # noqa: E731
+    body = lambda x: kernels.all_reduce(x, axes, algorithm=algorithm)
     assert "tpu_custom_call" in lowered(body, (devices, 1024), "bfloat16", sizes, "v5p")
 
 

@@ -96,18 +96,23 @@ class Change:
         """Bytes on the wire per device that it adds."""
         return (self.new.wire if self.new else 0) - (self.old.wire if self.old else 0)
 
-    def cells(self) -> tuple[str, ...]:
+    @property
+    def told(self) -> Runs:
+        """The side to speak of: the new one where it is there."""
         told = self.new or self.old
         assert told is not None
+        return told
+
+    def cells(self) -> tuple[str, ...]:
         return (
             f"{SIGNS[self.kind]} {self._both(lambda runs: runs.place, always=True)}",
             self._both(lambda runs: runs.signal),
             self._both(lambda runs: runs.phase),
-            told.collective,
+            self.told.collective,
             self._both(lambda runs: f"over {runs.axis}"),
             self._both(lambda runs: f"runs {runs.times:,}"),
             f"{self.wire:+,} B on the wire",
-            f"({', '.join(filter(None, (self.kind, told.via)))})",
+            f"({', '.join(filter(None, (self.kind, self.told.via)))})",
         )
 
     def _both(self, word: Callable[[Runs], str], *, always: bool = False) -> str:
@@ -183,8 +188,7 @@ class PlanDifference:
             sides = [side.label for side in (self.old, self.new) if side.program is None]
             are = "is too large and was" if len(sides) == 1 else "are too large and were"
             return f"differs or not: {' and '.join(sides)} {are} not compiled to the end"
-        told = ((each.kind, (each.new or each.old).collective, each.wire) for each in self.changes)  # type: ignore[union-attr]  # one is there
-        parts = counted(told)
+        parts = counted((each.kind, each.told.collective, each.wire) for each in self.changes)
         parts += ["memory changed"] if self.old.memory != self.new.memory else []
         if not parts and self.first is not None:
             count, one, other = self.first

@@ -56,7 +56,7 @@ def _matmul(x_ref, w_ref, *rest, epilogue: Epilogue, biased: bool, tile: Tile) -
             compute_context=around,
         )
 
-    nothing = lambda *_, **__: None  # noqa: E731
+    nothing = lambda *_, **__: None
     room = pipeline(nothing, nothing).get_allocations(x_ref, w_ref)
 
     @functools.partial(pl.run_scoped, room=room, collective_axes="group")
