@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from jshard.train.log import log as log
     from jshard.train.optimizer import Optimizer as Optimizer
     from jshard.train.optimizer import optimizer as optimizer
+    from jshard.train.trace import trace as trace
     from jshard.version import __version__ as __version__
 
 _ROOMS = {
@@ -59,6 +60,7 @@ _ROOMS = {
     "jshard.train.diff": ("diff",),
     "jshard.train.log": ("log",),
     "jshard.train.optimizer": ("Optimizer", "optimizer"),
+    "jshard.train.trace": ("trace",),
     "jshard.version": ("__version__",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

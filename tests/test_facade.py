@@ -15,7 +15,7 @@ from benchmarks.import_time import measure
 PROMISED = """
 load mesh signal Linear MLP matmul sum mean max all_reduce all_gather reduce_scatter permute all_to_all broadcast Layout
 redistribute scatter gather send_recv move step explain plan report diff verify optimizer Optimizer pretend init log
-JShardError __version__
+trace JShardError __version__
 """.split()
 
 

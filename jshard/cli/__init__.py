@@ -102,6 +102,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     told("resume", "go on with a run from a checkpoint")
     told("explain", "list every collective of a training step and what it holds in memory, and run none")
     told("plan", "compile a training step for devices that are not here, and say what they would do")
+    told("trace", "capture what the devices do in a few steps, of an experiment or of a run that goes on")
+    told("timeline", "draw a capture as an HTML page, and as a PNG: a lane for each device, a bar for each operation")
     top = importlib.import_module("jshard.cli.top")
     top.arguments(command("top", top.run, "show how the processes of a run stand, as it goes on or after it"))
     told("report", "write one HTML page on where everything lies and what a step costs")
@@ -130,9 +132,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     if late:  # argparse takes no changes behind an option
         chosen.overrides += late
     if getattr(chosen, "path", "") is None:
-        raise JShardError(
-            f"jshard {chosen.name} needs a configuration", mend=f"type: jshard {chosen.name} configs/digits.yaml"
-        )
+        needs, example = getattr(chosen, "needs", ("a configuration", "configs/digits.yaml"))
+        raise JShardError(f"jshard {chosen.name} needs {needs}", mend=f"type: jshard {chosen.name} {example}")
     return chosen
 
 

@@ -18,6 +18,7 @@ from jshard.train.places import own_position
 from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, silent
 from jshard.train.record import Record, written
+from jshard.train.trace_asked import Asked
 
 
 def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float:
@@ -74,8 +75,9 @@ class _Training:
 
     def run(self) -> float:
         experiment, first = self.experiment, self.done + 1
+        stepped = Asked(self.step, experiment.output, self.done)
         taken = run(
-            self.step,
+            stepped,
             experiment.data,
             experiment.placement,
             steps=experiment.steps,
@@ -90,7 +92,7 @@ class _Training:
             self._number_told(),
             Notice() if self._stops() else contextlib.nullcontext() as notice,
         ):
-            with contextlib.closing(taken):
+            with contextlib.closing(taken), stepped:
                 for each in taken:
                     self.told.step(each)
                     if each.number == first:

@@ -1,0 +1,41 @@
+"""`jshard timeline`: a capture as an HTML page, a picture, or lines of JSON."""
+
+from __future__ import annotations
+
+import argparse
+
+from jshard.cli.terminal import show
+from jshard.errors import JShardError
+
+FILE = "timeline.html"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "jshard timeline [-h] RUN [-o timeline.html] [--png timeline.png] [--step N] [--json]"
+    parser.set_defaults(needs=("the folder of a run", "runs/digits"))
+    parser.epilog = "RUN is the folder of a run, or any that JAX's profiler wrote into."
+    parser.add_argument(
+        "-o", "--output", metavar=FILE, help=f"the page to write; {FILE} unless --png or --json is given"
+    )
+    parser.add_argument("--png", metavar="timeline.png", help="the same as a picture; needs Pillow")
+    parser.add_argument("--step", type=int, metavar="N", help="only this step")
+    parser.add_argument("--json", action="store_true", help="print each event as a line of JSON")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    if chosen.overrides:
+        raise JShardError(
+            f"jshard timeline draws what was captured, and takes no {chosen.overrides[0]}",
+            mend=f"type: jshard trace and the configuration, then jshard timeline {chosen.path}",
+        )
+    from jshard.inspect.timeline import timeline
+
+    drawn = timeline(chosen.path, chosen.step)
+    if chosen.json:
+        for line in drawn.json_lines():
+            print(line)
+    if chosen.output or not (chosen.png or chosen.json):
+        show(f"{drawn}: {drawn.save(chosen.output or FILE)}")
+    if chosen.png:
+        show(f"{drawn}: {drawn.save_png(chosen.png)}")
+    return 0

@@ -1,0 +1,6 @@
+"""`jshard timeline`: what ran, where and when, read from what JAX's profiler wrote."""
+
+from __future__ import annotations
+
+from jshard.inspect.timeline.timeline import Timeline as Timeline
+from jshard.inspect.timeline.timeline import timeline as timeline

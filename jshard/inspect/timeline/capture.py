@@ -1,0 +1,177 @@
+"""The captures of a run: where they lie, and what jshard wrote beside each of what the profiler does not know."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jshard.errors import JShardError
+from jshard.inspect.blame import place_of
+from jshard.inspect.timeline.event import Event, Read, read
+from jshard.inspect.timeline.programs import Operation
+from jshard.inspect.timeline.wire import Unreadable
+from jshard.inspect.walk import Asked
+from jshard.signals.current import configuration
+from jshard.version import __version__
+
+FOLDER = "trace"  # in the folder of a run
+FILE = "trace.json"  # beside each process's capture
+WANTED = "wanted.json"  # in FOLDER of a run that goes on: someone asks for a capture
+SCHEMA = "jshard.trace/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """What one process captured. `told` is what jshard wrote beside it, {} for a capture that JAX wrote alone."""
+
+    folder: Path
+    told: Mapping[str, Any]
+
+    @property
+    def rank(self) -> int:
+        return self.told.get("rank", 0)
+
+    @property
+    def processes(self) -> int:
+        return self.told.get("processes", 1)
+
+    def device(self, number: int) -> int:
+        """The number among the devices of all processes, of one that its process knows by `number`."""
+        return self.told.get("devices", {}).get(str(number), number)
+
+    def line(self, operation: Operation) -> str:
+        """The line of the configuration behind an operation: `configs/mlp.yaml:4`, `configs/mlp.yaml:4, 7` where XLA made
+        one of several, or ""."""
+        found = dict.fromkeys(filter(None, (self._lines.get(each) for each in keys(operation))))
+        words: list[str] = []
+        for place in found:
+            source, _, number = place.rpartition(":")
+            words.append(number if words and words[0].startswith(f"{source}:") else place)
+        return ", ".join(words)
+
+    @functools.cached_property
+    def _lines(self) -> dict[tuple[str, ...], str]:
+        return {tuple(words): line for *words, line in self.told.get("lines", [])}
+
+    def file(self) -> Path | None:
+        """The newest file that the profiler wrote."""
+        return max(self.folder.rglob("*.xplane.pb"), key=lambda file: (file.stat().st_mtime, str(file)), default=None)
+
+    @functools.cached_property
+    def read(self) -> Read:
+        file = self.file()
+        if file is None:
+            raise JShardError(f"{self.folder} holds no capture any more", mend="capture it again by jshard trace")
+        try:
+            found = read(file)
+        except Unreadable as error:
+            raise JShardError(
+                f"{file} is no whole capture of JAX's profiler: it has {error}", mend="capture it again by jshard trace"
+            ) from None
+        if not found.events:
+            raise JShardError(
+                f"{file} holds no operation of a device",
+                mend="capture steps that compute something, by jshard trace configs/digits.yaml",
+            )
+        return found
+
+
+def keys(operation: Operation) -> list[tuple[str, str, str]]:
+    """What decides which line of the configuration asked for an operation, for each signal that it stands under."""
+    return [("/".join(path), operation.phase, operation.collective) for path in operation.paths]
+
+
+def captures(folder: Path) -> list[Capture]:
+    """Those of each process, by rank: of a run's folder, or of any that the profiler wrote into."""
+    for place in (folder / FOLDER, folder):
+        found = [Capture(each.parent, _told(each)) for each in sorted(place.glob(f"rank*/{FILE}"))]
+        if found:
+            return sorted(found, key=lambda each: each.rank)
+    alone = Capture(folder, _told(folder / FILE) if (folder / FILE).is_file() else {})
+    if alone.file() is None:
+        why = "holds no capture" if folder.is_dir() else "is not there"
+        raise JShardError(f"{folder} {why}", mend=f"capture one by: jshard trace configs/digits.yaml -o {folder}")
+    return [alone]
+
+
+def _told(file: Path) -> Mapping[str, Any]:
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        told = None
+    schema = told.get("schema") if isinstance(told, dict) else None
+    if told is None or schema != SCHEMA:
+        found = f"is of the form {schema}" if schema else "is cut off"
+        raise JShardError(f"{file} {found}, and this is jshard {__version__}", mend="capture it again by jshard trace")
+    return told
+
+
+def describe(folder: Path, title: str, **more: Any) -> Capture:
+    """Writes beside a capture what the profiler does not know, and reads it all once, so that one which holds nothing is
+    told at once. Call it while the configuration that ran is loaded."""
+    events = Capture(folder, {}).read.events
+    told = {
+        "schema": SCHEMA,
+        "title": title,
+        "jshard": __version__,
+        "jax": jax.__version__,
+        "kind": jax.devices()[0].device_kind,
+        "rank": jax.process_index(),
+        "processes": jax.process_count(),
+        "devices": {_known_as(device): number for number, device in enumerate(jax.devices()) if _own(device)},
+        "steps": sorted({event.step for event in events if event.step is not None}),
+        "lines": _lines(events),
+        **more,
+    }
+    _write(folder, told)
+    return Capture(folder, told)
+
+
+def refuse(folder: Path, asked: str, fault: str) -> None:
+    """Tells who asked a run for a capture why there is none."""
+    own = folder / f"rank{jax.process_index()}"
+    with contextlib.suppress(OSError):  # nothing can be told there either: who asked sees that nothing comes
+        own.mkdir(parents=True, exist_ok=True)
+        _write(own, {"schema": SCHEMA, "asked": asked, "fault": fault})
+
+
+def _write(folder: Path, told: Mapping[str, Any]) -> None:
+    unfinished = folder / f"{FILE}.new"
+    unfinished.write_text(json.dumps(told), encoding="utf-8")
+    unfinished.replace(folder / FILE)  # who waits for it finds it whole
+
+
+def _known_as(device: Any) -> str:
+    """The number by which the profiler of its process knows a device."""
+    return str(device.id if device.platform == "cpu" else device.local_hardware_id)
+
+
+def _own(device: Any) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _lines(events: Iterable[Event]) -> list[list[str]]:
+    """The line behind every signal that stands in the programs, by phase and collective."""
+    found = {each for operation in {event.operation for event in events} for each in keys(operation)}
+    told = [(*words, _line(*words)) for words in sorted(found)]
+    return [list(words) for words in told if words[-1]]
+
+
+def _line(name: str, phase: str, collective: str) -> str:
+    present, path = configuration(), tuple(name.split("/"))
+    if present is None:
+        return ""
+    try:
+        if not collective or present.mesh is None:
+            return str(present.lookup(path).place or "")
+        asked = Asked(path, phase, collective, "", present.mesh.names, 1, 1, True, 0, "", (), "", "")
+        return str(place_of(asked) or "")
+    except JShardError:  # a signal of another configuration, or a scope that only holds others
+        return ""

@@ -1,0 +1,130 @@
+"""The events of one capture: what ran, on which device, from when to when, in which step, and which signal asked for it."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jshard.inspect.timeline.programs import Operation, Programs
+from jshard.inspect.timeline.xplane import PICO, Mark, Plane, planes
+
+NOT_NAMED = Operation()
+DEVICE = re.compile(r"/device:(?:TPU|GPU|\w+):(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One run of one operation on one device. Times are nanoseconds of the capture's own clock."""
+
+    device: int | None  # the number that its process knows the device by; None where the capture does not tell
+    thread: str
+    op: str
+    program: str
+    operation: Operation
+    step: int | None
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """All that is read of one file."""
+
+    events: tuple[Event, ...]
+    jax: str
+
+
+def read(file: Path) -> Read:
+    """The events of an `xplane.pb`, by time. An event is what carries an operation of a compiled program; what the host does
+    to start it is left out."""
+    found = planes(file)
+    programs, steps = Programs(found), _Steps(found)
+    marks = [(plane, line, mark, device) for plane in found for line, mark, device in _operations(plane)]
+    marks.sort(key=lambda each: (each[2].start, -each[2].duration))
+    begin = min((mark.start for _, _, mark, _ in marks), default=0)
+    events = []
+    for plane, line, mark, device in marks:
+        op = _text(mark, "hlo_op") or _written(mark.name)
+        program = _text(mark, "hlo_module") or _text(mark, "program_name")
+        operation = programs.operation(mark.stats.get("program_id"), program, op)
+        if operation is None:
+            stack = _text(mark, "tf_op").rstrip(":")
+            operation = Operation(_text(mark, "hlo_category"), stack) if stack else NOT_NAMED
+        start, duration = (mark.start - begin) / PICO, mark.duration / PICO
+        events.append(Event(device, line, op, program, operation, steps.of(plane, mark), start, duration))
+    jax = next((str(plane.stats["jax_version"]) for plane in found if "jax_version" in plane.stats), "")
+    return Read(tuple(events), jax)
+
+
+def _operations(plane: Plane) -> Iterator[tuple[str, Mark, int | None]]:
+    """The line, the event and the device of each operation. Accelerators have planes of their own, with lines for
+    operations or streams; CPU devices share the threads of the host's, and each event says whose it is."""
+    device = DEVICE.search(plane.name)
+    for line, marks in plane.lines():
+        if device is None:
+            for mark in marks:
+                if "hlo_op" in mark.stats:
+                    ordinal = mark.stats.get("device_ordinal")
+                    yield line, mark, ordinal if isinstance(ordinal, int) else None
+        elif line.endswith("XLA Ops") or line.startswith("Stream"):
+            for mark in marks:
+                yield line, mark, int(device[1])
+
+
+def _text(mark: Mark, key: str) -> str:
+    said = mark.stats.get(key, "")
+    return said if isinstance(said, str) else ""
+
+
+def _written(name: str) -> str:
+    """The name of an instruction, of which a TPU may give the whole text."""
+    found = re.match(r"%?([\w.\-]+) = ", name)
+    return found[1] if found else name
+
+
+class _Steps:
+    """Which step an operation is of. The loop marks each step on the host where it starts a program; the run of that
+    program carries a number, which its operations carry too, when they are computed later. Where there is none, an
+    operation is of the step that was started last."""
+
+    def __init__(self, found: Sequence[Plane]):
+        self.of_run: dict[object, int] = {}
+        self.begun: list[tuple[int, int]] = []
+        self.windows: dict[str, list[tuple[int, int, object]]] = {}  # of the runs on a device that has a line for them
+        for plane in found:
+            for line, marks in plane.lines():
+                self._look(plane.name, line, marks)
+        self.begun.sort()
+        for windows in self.windows.values():
+            windows.sort(key=lambda window: window[0])
+
+    def _look(self, plane: str, line: str, marks: list[Mark]) -> None:
+        if DEVICE.search(plane) is not None:
+            if line == "XLA Modules":
+                self.windows[plane] = [(mark.start, mark.end, mark.stats.get("run_id")) for mark in marks]
+            return
+        steps = [(mark, number) for mark in marks if isinstance(number := mark.stats.get("step_num"), int)]
+        self.begun += [(mark.start, number) for mark, number in steps]
+        runs = [mark for mark in marks if "run_id" in mark.stats and "device_ordinal" not in mark.stats]
+        for step, number in steps:
+            for run in runs:
+                if step.start <= run.start <= step.end:
+                    self.of_run[run.stats["run_id"]] = number
+
+    def of(self, plane: Plane, mark: Mark) -> int | None:
+        run = mark.stats.get("run_id")
+        if run is None:
+            windows = self.windows.get(plane.name, [])
+            place = bisect.bisect_right(windows, mark.start, key=lambda window: window[0]) - 1
+            run = windows[place][2] if place >= 0 and mark.start < windows[place][1] else None
+        if run is not None and self.of_run:
+            return self.of_run.get(run)
+        place = bisect.bisect_right(self.begun, mark.start, key=lambda each: each[0]) - 1
+        return self.begun[place][1] if place >= 0 else None

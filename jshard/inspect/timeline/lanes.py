@@ -1,0 +1,82 @@
+"""Events as they are drawn: a lane for each device, in it a row for each that runs beside or inside another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+Span = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bar:
+    """One event: times in nanoseconds from the begin of the picture."""
+
+    lane: int
+    row: int
+    op: str
+    kind: str  # compute, collective, or around: a loop or a call, with others inside
+    collective: str
+    signal: str  # "decoder/attn"; "-" when it stands under none
+    phase: str
+    line: str  # configs/mlp.yaml:4, or ""
+    program: str
+    step: int | None
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """A device. Times in nanoseconds; `both` is what a collective and a computation ran in at once."""
+
+    name: str
+    rank: int
+    rows: int
+    compute: float
+    collectives: float
+    both: float
+    idle: float
+
+
+def rows(spans: Sequence[Span]) -> tuple[list[int], int]:
+    """The row of each span, sorted by begin: the first that is free, so that what runs inside another lies below it."""
+    ends: list[float] = []
+    found = []
+    for start, end in spans:
+        row = next((row for row, free in enumerate(ends) if free <= start), len(ends))
+        if row == len(ends):
+            ends.append(end)
+        ends[row] = end
+        found.append(row)
+    return found, len(ends)
+
+
+def lane(name: str, rank: int, bars: Iterable[Bar], length: float) -> Lane:
+    """What a device did in a picture of this length. What runs others is not counted, as they are."""
+    bars = list(bars)
+    compute = union((bar.start, bar.end) for bar in bars if bar.kind == "compute")
+    moving = union((bar.start, bar.end) for bar in bars if bar.kind == "collective")
+    busy = union((bar.start, bar.end) for bar in bars if bar.kind != "around")
+    return Lane(
+        name,
+        rank,
+        1 + max((bar.row for bar in bars), default=0),
+        compute,
+        moving,
+        compute + moving - busy,
+        length - busy,
+    )
+
+
+def union(spans: Iterable[Span]) -> float:
+    """The length that spans cover, what several cover once."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -1,0 +1,277 @@
+"""The timeline as one HTML page: every event is a bar that the script draws, totals and the longest operations below."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jshard.inspect.report.markup import Child, Markup, data, element
+from jshard.inspect.report.shell import bar, document, section, tiles
+from jshard.inspect.report.words import times
+from jshard.inspect.timeline.lanes import Lane
+from jshard.inspect.timeline.timeline import Timeline
+from jshard.inspect.timeline.words import Sum, by_signal, share, span, sums
+from jshard.version import __version__
+
+HERE = Path(__file__).parent
+LINKS = (("#timeline", "Timeline"), ("#devices", "Devices"), ("#signals", "Signals"), ("#operations", "Operations"))
+LONGEST = 30
+KEYS = "+ and − zoom, ← and → move, 0 shows all, ] and [ go from operation to operation."
+
+
+def page(drawn: Timeline) -> str:
+    """The whole page."""
+    return document(
+        f"{drawn.title} · jshard timeline",
+        element("a", "To the longest operations", href="#operations", class_="skip"),
+        bar(LINKS),
+        element(
+            "main",
+            _opening(drawn),
+            section("timeline", "What ran, where and when", _says(drawn), _picture(drawn)),
+            section(
+                "devices",
+                "What each device did",
+                "A collective begins when its device comes to it, so that what it waits for the others is in its time. "
+                f"All of it is {span(drawn.length)}.",
+                _devices(drawn),
+            ),
+            section(
+                "signals",
+                "What each signal took",
+                "Time of all its operations, summed over devices and steps.",
+                _signals(drawn),
+            ),
+            section("operations", "The longest operations", None, _operations(drawn)),
+        ),
+        _footer(drawn),
+        data(_told(drawn), "events"),
+        styles=[HERE / "style.css"],
+        scripts=[HERE / "script.js"],
+    )
+
+
+def _opening(drawn: Timeline) -> Markup:
+    lanes, length = drawn.lanes, drawn.length * len(drawn.lanes)
+    compute, moving = sum(lane.compute for lane in lanes), sum(lane.collectives for lane in lanes)
+    both, idle = sum(lane.both for lane in lanes), sum(lane.idle for lane in lanes)
+    steps = [window.end - window.start for window in drawn.steps]
+    numbers = [window.step for window in drawn.steps]
+    which = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"step {numbers[0]}" if numbers else "none"
+    figures: list[tuple[str, Child, Child]] = [
+        (
+            "Operations",
+            element("data", f"{len(drawn.bars):,}", value=len(drawn.bars), data_total="events"),
+            f"on {times(len(lanes), 'device')}",
+        ),
+        ("A step", span(sum(steps) / len(steps)) if steps else "not marked", which),
+        ("Computing", share(compute, length), "of the time, on average"),
+        ("Collectives", share(moving, length), f"{share(both, moving)} of it beside computing" if moving else "none"),
+        ("Idle", share(idle, length), "neither, on average"),
+    ]
+    return element(
+        "div",
+        element("h1", drawn.title),
+        element("p", " · ".join(drawn.about), class_="about"),
+        tiles(figures),
+        class_="opening",
+    )
+
+
+def _says(drawn: Timeline) -> str:
+    return " ".join(("A lane for each device, a bar for each operation; point at one to see what it is.", *drawn.notes))
+
+
+def _picture(drawn: Timeline) -> Markup:
+    def choice(word: str, value: str, pressed: bool) -> Markup:
+        return element("button", word, type="button", data_by=value, aria_pressed="true" if pressed else "false")
+
+    def act(word: str, does: str, says: str) -> Markup:
+        return element("button", word, type="button", class_="plain", data_do=does, aria_label=says, title=says)
+
+    steps = [element("option", "all steps", value="")]
+    steps += [element("option", f"step {window.step}", value=number) for number, window in enumerate(drawn.steps)]
+    return element(
+        "figure",
+        element(
+            "div",
+            element(
+                "div",
+                element("span", "Colour", class_="quiet"),
+                choice("by kind", "kind", True),
+                choice("by signal", "signal", False),
+                class_="segments",
+            ),
+            element(
+                "div",
+                element("select", steps, id="step", class_="plain", aria_label="step") if drawn.steps else None,
+                act("−", "out", "zoom out"),
+                act("+", "in", "zoom in"),
+                act("All", "all", "show all"),
+                class_="acts",
+            ),
+            class_="controls",
+        ),
+        element(
+            "div",
+            element("canvas", "", id="canvas"),
+            element("div", id="height"),
+            id="view",
+            tabindex=0,
+            role="group",
+            aria_label=f"The timeline. {KEYS}",
+            aria_describedby="said",
+        ),
+        element("div", id="tip", class_="tip", hidden=True),
+        element(
+            "noscript",
+            element("p", "The bars are drawn by a script, and this browser runs none: see jshard timeline --png."),
+        ),
+        element(
+            "figcaption",
+            element("ul", id="legend", class_="legend"),
+            element("p", id="said", aria_live="polite"),
+            element("p", f"Drag to move, Ctrl and the wheel or a double click to zoom. {KEYS}", class_="quiet keys"),
+        ),
+        class_="timeline",
+    )
+
+
+def _devices(drawn: Timeline) -> Markup:
+    words = ("Computing", "Collectives", "of it beside computing", "Idle")
+    head = [element("th", word, scope="col", class_="n") for word in words]
+    rows = [
+        element(
+            "tr",
+            element("th", lane.name, scope="row"),
+            element("td", _split(lane, drawn.length), class_="how"),
+            [
+                element("td", span(time), element("span", share(time, drawn.length), class_="part"), class_="n")
+                for time in (lane.compute, lane.collectives)
+            ],
+            element("td", _or_none(lane.both), class_="n"),
+            element("td", span(lane.idle), element("span", share(lane.idle, drawn.length), class_="part"), class_="n"),
+        )
+        for lane in drawn.lanes
+    ]
+    return _table([element("th", "Device", scope="col"), element("th", "", class_="how"), *head], rows)
+
+
+def _split(lane: Lane, length: float) -> Markup:
+    """Computing, then both at once, then collectives, then nothing."""
+    x, parts = 0.0, []
+    for class_, time in (
+        ("compute", lane.compute - lane.both),
+        ("both", lane.both),
+        ("collective", lane.collectives - lane.both),
+    ):
+        width = 100 * time / length if length else 0.0
+        parts.append(element("rect", x=x, width=width, height=8, class_=class_))
+        x += width
+    track = element("rect", width=100, height=8, class_="track")
+    return element(
+        "svg", track, parts, viewBox="0 0 100 8", preserveAspectRatio="none", class_="spent", aria_hidden="true"
+    )
+
+
+def _signals(drawn: Timeline) -> Markup:
+    found = by_signal(drawn.bars)
+    whole = sum(compute + moving for _, compute, moving in found)
+    lines = {bar.signal: bar.line for bar in drawn.bars if bar.line}
+    rows = [
+        element(
+            "tr",
+            element("th", "no signal" if name == "-" else name, scope="row", class_="name"),
+            element("td", lines.get(name, "–"), class_="place"),
+            element("td", _or_none(compute), class_="n"),
+            element("td", _or_none(moving), class_="n"),
+            element("td", share(compute + moving, whole), class_="n"),
+        )
+        for name, compute, moving in found
+    ]
+    return _table(_heads("Signal", "Line", "Computing", "Collectives", "Of all"), rows)
+
+
+def _operations(drawn: Timeline) -> Markup:
+    found = sums(drawn.bars)
+    whole = sum(each.total for each in found)
+    rows = [_operation(each, number, whole) for number, each in enumerate(found[:LONGEST])]
+    more = len(found) - LONGEST
+    says = "Press one to see where it ran." + (f" {times(more, 'more operation')} took less." if more > 0 else "")
+    return element(
+        "div",
+        element("p", says, class_="says"),
+        _table(_heads("Operation", "What", "Signal", "Line", "Runs", "Longest", "Mean", "In all", "Of all"), rows),
+    )
+
+
+def _operation(each: Sum, number: int, whole: float) -> Markup:
+    what = each.collective.replace("_", "-") or "computes"
+    chosen = element("button", each.op, type="button", class_="name", data_op=each.op, data_program=each.program,
+                     aria_pressed="false")  # fmt: skip
+    return element(
+        "tr",
+        element("th", chosen, scope="row"),
+        element("td", element("span", what, class_=f"what {each.kind}"), element("span", each.phase, class_="via")),
+        element("td", "–" if each.signal == "-" else each.signal, class_="name"),
+        element("td", each.line or "–", class_="place"),
+        element("td", f"{each.runs:,}", class_="n"),
+        element("td", span(each.longest), class_="n"),
+        element("td", span(each.total / each.runs), class_="n"),
+        element("td", span(each.total), class_="n"),
+        element("td", share(each.total, whole), class_="n"),
+    )
+
+
+def _or_none(time: float) -> str:
+    return span(time) if time else "–"
+
+
+def _heads(*words: str) -> list[Markup]:
+    numbers = ("Runs", "Longest", "Mean", "In all", "Of all", "Computing", "Collectives")
+    return [element("th", word, scope="col", class_="n" if word in numbers else None) for word in words]
+
+
+def _table(heads: list[Markup], rows: list[Markup]) -> Markup:
+    table = element("table", element("thead", element("tr", heads)), element("tbody", rows), class_="plain-table")
+    return element("div", table, class_="scroller", tabindex=0)
+
+
+def _told(drawn: Timeline) -> dict[str, object]:
+    """What the script draws: each list has one entry for each event."""
+    kinds: dict[tuple[str, ...], int] = {}
+    which = [
+        kinds.setdefault((bar.op, bar.kind, bar.collective, bar.signal, bar.phase, bar.line, bar.program), len(kinds))
+        for bar in drawn.bars
+    ]
+    return {
+        "lanes": [{"name": lane.name, "rows": lane.rows} for lane in drawn.lanes],
+        "steps": [[window.step, round(window.start), round(window.end)] for window in drawn.steps],
+        "length": drawn.length,
+        "kinds": list(kinds),
+        "kind": which,
+        "lane": [bar.lane for bar in drawn.bars],
+        "row": [bar.row for bar in drawn.bars],
+        "step": [bar.step for bar in drawn.bars],
+        "start": [_short(bar.start) for bar in drawn.bars],
+        "duration": [_short(bar.duration) for bar in drawn.bars],
+    }
+
+
+def _short(nanoseconds: float) -> float | int:
+    rounded = round(nanoseconds, 1)
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def _footer(drawn: Timeline) -> Markup:
+    return element(
+        "footer",
+        element(
+            "p",
+            "An operation is one that XLA compiled and a device ran, under the name that the compiled program gives it. What "
+            "signal it stands under is told by the name stack that the program was written under; of operations that were "
+            "fused, by that of the last.",
+        ),
+        element(
+            "p", f"jshard {__version__}. {len(drawn.bars):,} events were captured in the time shown, and each is a bar."
+        ),
+    )

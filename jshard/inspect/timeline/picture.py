@@ -1,0 +1,141 @@
+"""The timeline as a PNG, drawn by Pillow: what the page shows before one touches it."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jshard.errors import JShardError
+from jshard.inspect.timeline.lanes import Bar
+from jshard.inspect.timeline.timeline import Timeline
+from jshard.inspect.timeline.words import share, span
+
+WIDTH, LEFT, EDGE = 2400, 300, 32
+ROW, GAP = 34, 16
+HEAD, AXIS, FOOT = 108, 64, 56
+NARROWEST = 1  # pixels of the shortest bar
+WIDEST = 6  # letters of a text in a bar need so much more than none
+PAPER, INK, SOFT, LINE, TINT = "#ffffff", "#1b1c1e", "#5b5e63", "#e2e2dd", "#f4f4f1"
+COLOURS = {"compute": "#2459c9", "collective": "#a84a08", "around": "#ffffff"}
+WORDS = {"compute": "computes", "collective": "collective", "around": "a loop or a call"}
+MOST = 30_000  # pixels in height that readers of PNGs take
+
+
+def drawn(timeline: Timeline) -> tuple[bytes, int]:
+    """The file, and how many bars were drawn into it."""
+    tops, bottom = _tops(timeline)
+    height = bottom + FOOT + 40 * len(timeline.notes)
+    if height > MOST:
+        raise JShardError(
+            f"{len(timeline.lanes)} devices are too many for one PNG, which would be {height:,} pixels high",
+            mend="draw the page by -o timeline.html",
+        )
+    sheet = _Sheet(height)
+    sheet.text((EDGE, 20), timeline.title, 34)
+    sheet.text((EDGE, 64), " · ".join((*timeline.about, f"{len(timeline.bars):,} operations")), 22, SOFT)
+    scale = (WIDTH - LEFT - EDGE) / (timeline.length or 1.0)
+    for number, window in enumerate(timeline.steps):
+        left, right = LEFT + window.start * scale, LEFT + window.end * scale
+        if number % 2 == 0:
+            sheet.rectangle(left, HEAD + AXIS - 8, right, bottom - 8, TINT)
+        if right - left > 90:
+            sheet.text((left + 6, HEAD), f"step {window.step}", 22)
+    for at in _ticks(timeline.length):
+        sheet.rectangle(LEFT + at * scale, HEAD + 30, LEFT + at * scale + 1, bottom - 8, LINE)
+        sheet.text((LEFT + at * scale + 6, HEAD + 28), span(at), 19, SOFT)
+    for lane, top in zip(timeline.lanes, tops, strict=True):
+        sheet.text((EDGE, top + 4), lane.name, 22)
+    count = 0
+    for bar in timeline.bars:
+        sheet.bar(bar, LEFT + bar.start * scale, tops[bar.lane] + bar.row * ROW, bar.duration * scale)
+        count += 1
+    _foot(sheet, timeline, bottom)
+    return sheet.file(count), count
+
+
+def _tops(timeline: Timeline) -> tuple[list[int], int]:
+    """Where each lane begins, and where the last one ends."""
+    tops, place = [], HEAD + AXIS
+    for lane in timeline.lanes:
+        tops.append(place)
+        place += lane.rows * ROW + GAP
+    return tops, place
+
+
+def _ticks(length: float) -> Iterator[float]:
+    """Round times, not more than a dozen."""
+    if length <= 0:
+        return
+    rough = length / 12
+    ten = 10.0 ** math.floor(math.log10(rough))
+    each = next(times * ten for times in (1, 2, 5, 10) if times * ten >= rough)
+    for number in range(int(length / each) + 1):
+        yield number * each
+
+
+def _foot(sheet: _Sheet, timeline: Timeline, bottom: int) -> None:
+    left, there = EDGE, {bar.kind for bar in timeline.bars}
+    for kind in (kind for kind in COLOURS if kind in there):
+        sheet.rectangle(left, bottom + 8, left + 22, bottom + 30, COLOURS[kind], SOFT if kind == "around" else None)
+        left = sheet.text((left + 32, bottom + 5), WORDS[kind], 22) + 40
+    whole = timeline.length * len(timeline.lanes)
+    sums = (
+        f"computing {share(sum(lane.compute for lane in timeline.lanes), whole)}",
+        f"collectives {share(sum(lane.collectives for lane in timeline.lanes), whole)}",
+        f"idle {share(sum(lane.idle for lane in timeline.lanes), whole)}",
+    )
+    sheet.text((left + 20, bottom + 5), "of the time: " + ", ".join(sums), 22, SOFT)
+    for number, note in enumerate(timeline.notes):
+        sheet.text((EDGE, bottom + 48 + 40 * number), note, 22, SOFT)
+
+
+class _Sheet:
+    def __init__(self, height: int):
+        try:
+            self.image_module: Any = importlib.import_module("PIL.Image")
+            self.draw_module: Any = importlib.import_module("PIL.ImageDraw")
+            self.font_module: Any = importlib.import_module("PIL.ImageFont")
+            self.png: Any = importlib.import_module("PIL.PngImagePlugin")
+        except ImportError:
+            raise JShardError(
+                "a PNG is drawn by Pillow, which is not installed", mend="type: pip install 'jshard[timeline]'"
+            ) from None
+        self.image = self.image_module.new("RGB", (WIDTH, height), PAPER)
+        self.pen = self.draw_module.Draw(self.image)
+        self.fonts: dict[int, Any] = {}
+
+    def text(self, place: tuple[float, float], words: str, size: int, colour: str = INK) -> float:
+        """Writes, and says where it ends."""
+        font = self.font(size)
+        self.pen.text(place, words, fill=colour, font=font)
+        return place[0] + self.pen.textlength(words, font=font)
+
+    def font(self, size: int) -> Any:
+        if size not in self.fonts:
+            self.fonts[size] = self.font_module.load_default(size)
+        return self.fonts[size]
+
+    def rectangle(
+        self, left: float, top: float, right: float, bottom: float, colour: str, edge: str | None = None
+    ) -> None:
+        self.pen.rectangle((left, top, max(left, right - 1), bottom - 1), fill=colour, outline=edge)
+
+    def bar(self, bar: Bar, left: float, top: float, width: float) -> None:
+        """At least as wide as can be seen, and with its name where there is room."""
+        begin, end = round(left), max(round(left) + NARROWEST, round(left + width))
+        self.rectangle(begin, top, end, top + ROW - 5, COLOURS[bar.kind], SOFT if bar.kind == "around" else None)
+        room = end - begin - 12
+        letters = int(room / 11)
+        if letters >= WIDEST:
+            words = bar.op if len(bar.op) <= letters else f"{bar.op[: letters - 1]}…"
+            self.text((begin + 6, top + 3), words, 19, SOFT if bar.kind == "around" else PAPER)
+
+    def file(self, bars: int) -> bytes:
+        told = self.png.PngInfo()
+        told.add_text("jshard bars", str(bars))
+        into = io.BytesIO()
+        self.image.save(into, "PNG", pnginfo=told)
+        return into.getvalue()
