@@ -137,8 +137,10 @@ class MemberBar(Bar):
         self.drawn_elsewhere = "JSHARD_LAUNCH_BAR" in os.environ
         pulse().of = steps
 
-    def show(self, step: int, loss: jax.Array) -> None:
+    def begin(self, step: int) -> None:
         pulse().at("step", step)
+
+    def show(self, step: int, loss: jax.Array) -> None:
         pulse().waits(step, loss)
         super().show(step, loss)
 

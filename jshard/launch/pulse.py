@@ -26,7 +26,7 @@ class Pulse:
         self.since = time.monotonic()
         self.results: collections.deque[tuple[int, Any]] = collections.deque(maxlen=64)
         self.looks: collections.deque[tuple[float, int, bool]] = collections.deque(maxlen=LOOKS)  # when, step, is idle
-        self.done = 0
+        self.done = self.handed = 0
         self.stands_in = ""  # the collective that others wait in for this process, where it is known
         said, memory = os.environ.get(STATUS), os.environ.get(MEMORY)
         self.pipe = int(said) if said else None
@@ -42,6 +42,7 @@ class Pulse:
 
     def waits(self, step: int, result: Any) -> None:
         """`result` is there once this step is done."""
+        self.handed = step
         self.results.append((step, result))
 
     def look(self) -> int:
@@ -53,7 +54,8 @@ class Pulse:
             self.done, self.since = step, time.monotonic()
             self.results.popleft()
         if self.done:
-            self.looks.append((time.monotonic(), self.step, not self.results))
+            in_step = self.phase == "step" and self.handed < self.step  # handing it over may wait for the others
+            self.looks.append((time.monotonic(), self.step, not self.results and not in_step))
         return self.done
 
     @property

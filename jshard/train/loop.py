@@ -88,9 +88,11 @@ def run(
     ahead: int = AHEAD,
     done: int = 0,
     position: Position | None = None,
+    begins: Callable[[int], None] = lambda number: None,
 ) -> Generator[Taken]:
     """Dispatches the steps behind the first `done`, up to `steps`; `ahead` batches are read and on their way to the
-    devices before they are asked for. A loss that is no number ends it, at most a few steps later."""
+    devices before they are asked for. `begins` hears of each step before it is dispatched. A loss that is no number ends it,
+    at most a few steps later."""
     waiting: collections.deque[tuple[int, jax.Array]] = collections.deque()
     numbers = range(done + 1, steps + 1)
 
@@ -104,6 +106,7 @@ def run(
         asked = time.perf_counter()
         for number, (batch, behind) in zip(numbers, batches, strict=True):
             fed = time.perf_counter()
+            begins(number)
             loss = step(*batch)
             called = time.perf_counter()
             waiting.append((number, loss))

@@ -51,6 +51,9 @@ class Bar:
     def __exit__(self, *reason: Any) -> None:
         self.bar.stop()
 
+    def begin(self, step: int) -> None:
+        """Before each step."""
+
     def show(self, step: int, loss: jax.Array) -> None:
         """After each step, also one that has only been dispatched."""
         if self.console.is_terminal and self.rate.seconds > REDRAW:

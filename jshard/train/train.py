@@ -84,6 +84,7 @@ class _Training:
             ahead=experiment.ahead,
             done=self.done,
             position=self.position,
+            begins=self.bar.begin,
         )
         record = contextlib.closing(self.record)
         with (

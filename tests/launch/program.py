@@ -1,4 +1,4 @@
-"""A loop of steps with one all-reduce each, which does `fault` in process `rank` at step 5: `program.py fault rank`."""
+"""A loop of steps with one all-reduce each, which does `fault` in process `rank` at step 5: `program.py fault rank [steps]`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def commit(fault: str) -> None:
         case "sleep":
             pulse().at("data")
             time.sleep(600)
+
+
+def jump(seconds: float) -> None:
+    """The clock on the wall of this process, from now on."""
+    clock = time.time
+    time.time = lambda: clock() + seconds
 
 
 def listening() -> set[str]:
@@ -60,15 +66,20 @@ def main(fault: str, rank: int, steps: int = 20) -> None:
         pulse().at("step", step)
         if step == 4:
             print("listens at", *sorted(listening()))
-        if step == 5 and (member is None or rank == member.rank):
+        mine = rank == (0 if member is None else member.rank)
+        if step == 5 and mine:
             commit(fault)
+        if step == 5 and fault == "slow" and not mine:
+            jump(3600 if jax.process_index() % 2 else -3600)
         result = total(x)
         pulse().waits(step, result)
         result.block_until_ready()
-        time.sleep(0.02)
+        time.sleep(0.06 if fault == "slow" and mine else 0.02)
+    if fault == "slow":
+        print("pace", pulse().pace)
     pulse().at("ended")
     print("total", float(result[0]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))
