@@ -9,6 +9,7 @@ from typing import Any
 from jshard import events
 from jshard.errors import Place
 from jshard.signals.config import Configuration
+from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
 
 EMPTY = Signal("")
@@ -32,7 +33,7 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
     for signal in configuration.signals.values():
         said = [(key, value) for key, value in _keys(signal) if value]
         for key, value in said:
-            yield signal.at(key), f"{signal.name}.{key}", value
+            yield signal.at(_written(signal, key)), f"{signal.name}.{key}", value
         if not said:
             yield signal.place, signal.name, "{}"
 
@@ -42,6 +43,13 @@ def _place(configuration: Configuration, key: str) -> Place:
     while key and key not in configuration.train_places:
         key = key.rpartition(".")[0]
     return configuration.train_places.get(key, Place(configuration.source))
+
+
+def _written(signal: Signal, key: str) -> str:
+    """The key as it is written: `expect.psum` is known as `expect.all_reduce`."""
+    head, _, word = key.partition(".")
+    spelled = [f"expect.{each}" for each, name in COLLECTIVES.items() if head == "expect" and name == word]
+    return next((each for each in spelled if each in signal.places), key)
 
 
 def _keys(signal: Signal) -> Iterator[tuple[str, str]]:

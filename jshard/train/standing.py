@@ -10,7 +10,7 @@ from typing import Any
 from jshard.train.merged import Logs, Rank
 
 LATEST = 20  # steps that speed is told of
-SLOW = 1.5  # times the median step of all ranks
+SLOW = 1.5  # times the median step of the other ranks
 BEHIND = 20  # steps: the loop sends out at most 16 that are not done
 SILENT = 10.0  # seconds without a line, or ten steps where these are longer
 OWN = 0.2  # part of a step that a process waits for its data, beyond what the others do
@@ -62,18 +62,18 @@ class _Pace:
         steady = [line for line in steps[-LATEST:] if not (compiled and line is first)]
         if not steady:
             return cls(None, 0.0)
-        return cls(_median(steady, "seconds"), _median(steady, "fed"))
+        return cls(_mean(steady, "seconds"), _mean(steady, "fed"))
 
 
-def _median(lines: Sequence[dict[str, Any]], key: str) -> float:
-    return statistics.median(float(line[key]) if isinstance(line.get(key), (int, float)) else 0.0 for line in lines)
+def _mean(lines: Sequence[dict[str, Any]], key: str) -> float:
+    """Steps are sent out by several and then waited for: the middle one of them may have taken no time."""
+    return statistics.fmean(float(line[key]) if isinstance(line.get(key), (int, float)) else 0.0 for line in lines)
 
 
 def _row(rank: Rank, pace: _Pace, now: float) -> Standing:
     begin, steps = rank.begin, rank.of("step")
-    last = max(
-        (line for line in rank.lines if line["attempt"] == rank.attempt_read), key=lambda line: line["mono"], default={}
-    )
+    here = [line for line in rank.lines if line["attempt"] == rank.attempt_read]
+    last: dict[str, Any] = max(here, key=lambda line: (line["what"] == "ended", line["mono"]), default={})
     losses = [line["loss"] for line in steps if line.get("loss") is not None]
     latest = steps[-1] if steps else {}
     return Standing(
@@ -116,15 +116,16 @@ def _why(row: Standing, rows: Sequence[Standing], pace: dict[int, _Pace]) -> Ite
     silent = max(SILENT, 10 * (mine.step or 0.0))
     if row.seen is not None and row.seen > silent and row.state != "compiling":
         yield f"silent for {row.seen:.0f} s"
-    known = [each.step for each in pace.values() if each.step]
-    if len(known) < 2:
-        return
-    middle = statistics.median(known)
-    if mine.step and mine.step > SLOW * middle:
-        yield f"slow: {mine.step / middle:.1f}x the median step"
-    fed = statistics.median(each.fed for each in pace.values() if each.step)
-    if mine.step and mine.fed - fed > OWN * mine.step:
-        yield f"slow: waits {mine.fed:.2f} s of each step for its data, the others {fed:.2f} s"
+    others = [each for rank, each in pace.items() if rank != row.rank and each.step]
+    if mine.step and others:
+        step, fed = (
+            statistics.median(each.step or 0.0 for each in others),
+            statistics.median(each.fed for each in others),
+        )
+        if mine.step > SLOW * step:
+            yield f"slow: {mine.step / step:.1f}x the median step of the others"
+        if mine.fed - fed > OWN * mine.step:
+            yield f"slow: waits {mine.fed:.2f} s of each step for its data, the others {fed:.2f} s"
     furthest = max(other.step or 0 for other in rows)
     if furthest - (row.step or 0) > BEHIND:
         yield f"{furthest - (row.step or 0)} steps behind"
