@@ -11,6 +11,7 @@ os.environ.setdefault("PJRT_NPROC", "32")  # at the default, pretend devices on 
 
 import jax
 import pytest
+from browser import browser as browser  # a fixture of those that open a page
 
 
 def pytest_configure(config: pytest.Config) -> None:
