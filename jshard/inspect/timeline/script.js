@@ -330,7 +330,7 @@
       const on = button.getAttribute("aria-pressed") !== "true";
       for (const other of all("[data-op]")) other.setAttribute("aria-pressed", String(on && other === button));
       const same = (kind) => kind[OP] === button.dataset.op && kind[PROGRAM] === button.dataset.program;
-      found = on ? new Set(kinds.keys().filter((number) => same(kinds[number]))) : null;
+      found = on ? new Set([...kinds.keys()].filter((number) => same(kinds[number]))) : null;
       ask();
       if (on) view.scrollIntoView({ block: "nearest" });
     });
