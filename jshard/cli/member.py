@@ -21,6 +21,7 @@ from jshard.launch.agreement import agree
 from jshard.launch.difference import Facts
 from jshard.launch.joining import fail, init, pretend_part, pulse
 from jshard.launch.membership import found
+from jshard.launch.pulse import BAR
 from jshard.signals.config import Configuration, load_configuration
 from jshard.train.checkpoint import Checkpoint
 from jshard.train.experiment import Experiment
@@ -134,7 +135,7 @@ class MemberBar(Bar):
 
     def __init__(self, steps: int, batch: int, *, speaks: bool):
         super().__init__(steps, batch, Console(quiet=not speaks, highlight=False, soft_wrap=True))
-        self.drawn_elsewhere = "JSHARD_LAUNCH_BAR" in os.environ
+        self.draws = speaks and bool(os.environ.get(BAR))
         pulse().of = steps
 
     def begin(self, step: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 STATUS = "JSHARD_LAUNCH_STATUS"  # the launcher's pipe: its file descriptor, in this process's environment
 ALL = "JSHARD_LAUNCH_ALL"  # set where one launcher has started all processes, and so sees the first that fails
+BAR = "JSHARD_LAUNCH_BAR"  # set where the launcher draws a bar of what the first process says
 MEMORY = "JSHARD_LAUNCH_MEMORY"  # its memory, which outlives this process and so tells where it was killed
 PLACE = struct.Struct("<q24s")  # step and phase
 LOOKS = 64  # the last so many decide how late a process is

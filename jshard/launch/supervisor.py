@@ -16,7 +16,7 @@ from typing import Any
 from jshard.launch.cards import cards_of
 from jshard.launch.lost import is_gone, rank_0_is_gone
 from jshard.launch.membership import Membership
-from jshard.launch.pulse import ALL
+from jshard.launch.pulse import ALL, BAR
 from jshard.launch.worker import Worker
 
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
@@ -64,7 +64,7 @@ class Supervisor:
         self.events = queue.SimpleQueue()
         variables: dict[str, str] = {} if attempt == 0 else {"JSHARD_RESTART": str(attempt)}
         sees_all = len(memberships) == memberships[0].processes
-        variables[ALL] = "1" if sees_all else ""
+        variables |= {ALL: "1" if sees_all else "", BAR: "" if self.bar is None else "1"}
         self.abroad = None if sees_all or memberships[0].rank == 0 else memberships[0]
         workers: list[Worker] = []
         try:

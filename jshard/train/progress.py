@@ -40,8 +40,8 @@ class Bar:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.rate = Rate(batch)
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
-        silent = not self.console.is_terminal
-        self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=silent)
+        self.draws = self.console.is_terminal  # else each figure is a line
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.draws)
         self.task = self.bar.add_task("compiling", total=steps)
 
     def __enter__(self) -> Bar:
@@ -56,7 +56,7 @@ class Bar:
 
     def show(self, step: int, loss: jax.Array) -> None:
         """After each step, also one that has only been dispatched."""
-        if self.console.is_terminal and self.rate.seconds > REDRAW:
+        if self.draws and self.rate.seconds > REDRAW:
             self.show_figures(step, figures(float(loss), self.rate.read(step)))
 
     def show_figures(self, step: int, says: str) -> None:

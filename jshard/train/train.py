@@ -114,7 +114,7 @@ class _Training:
             value, speed = float(taken.loss), self.rate.read(number)
             self.record.write(step=number, loss=value, examples_per_second=round(speed))
             bar.show_figures(number, figures(value, speed))
-            if not bar.console.is_terminal:
+            if not bar.draws:
                 bar.say(f"step {number}/{steps}   {figures(value, speed)}")
         if number % experiment.evaluation == 0 or number == steps:
             self.accuracy = evaluate(self.step, experiment.test, experiment.placement, experiment.batch)
