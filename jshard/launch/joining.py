@@ -36,6 +36,7 @@ class _Joined:
     membership: Membership | None = None
     pulse: Pulse = Pulse()
     status: Any = None  # that sys.exit was called with
+    unwatch: Callable[[], None] = staticmethod(lambda: None)
 
 
 def init(
@@ -68,19 +69,24 @@ def init(
     from jshard.launch.watchdog import watch  # reads JAX's service, which is there from here on
 
     limit = step_timeout or float(os.environ.get("JSHARD_STEP_TIMEOUT", STEP_TIMEOUT))
-    stop = watch(membership, _Joined.pulse, limit)
-    atexit.register(_leave, stop)  # after JAX's own, so before it
+    _Joined.unwatch = watch(membership, _Joined.pulse, limit)
+    atexit.register(_leave)  # after JAX's own, so before it
     return membership
 
 
-def _leave(stop: Callable[[], None]) -> None:
+def unwatch() -> None:
+    """From now on no other process is told what this one does, nor is it missed: to measure what being watched costs."""
+    _Joined.unwatch()
+
+
+def _leave() -> None:
     """JAX waits for all processes now. One that ends by `sys.exit(3)` does not: the others are not at their end."""
     if _Joined.status not in (None, 0):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_Joined.status if isinstance(_Joined.status, int) else 1)
     _Joined.pulse.at("ended")
-    stop()
+    unwatch()
 
 
 def joined() -> Membership | None:

@@ -62,7 +62,7 @@ def slow_in_words(rank: int, notes: Mapping[int, Mapping[str, Any]]) -> str:
     times = f", {late / middle:.1f} times the" if middle >= 0.001 else "; the"
     waited = f" in {place}" if (place := notes[rank].get("stands_in")) else ""
     return (
-        f"rank {rank} is slow: it begins a step {1000 * late:.0f} ms after the one before is done{times} median of "
+        f"rank {rank} holds the others up: it begins a step {1000 * late:.0f} ms after the one before is done{times} median of "
         f"{1000 * middle:.0f} ms, and of the {1000 * took:.0f} ms of a step the others wait for it "
         f"{1000 * (late - middle):.0f} ms{waited}; look at its data, and at what else runs on {notes[rank]['host']}"
     )
