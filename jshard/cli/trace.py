@@ -27,6 +27,7 @@ FOLDER, FILE, WANTED = "trace", "trace.json", "wanted.json"  # as inspect.timeli
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jshard trace [-h] PATH|RUN [key=value ...] [--steps 3] [--with-first] [-o RUN] [--wait 60]"
+    parser.set_defaults(needs=("a configuration or the folder of a run", "configs/digits.yaml"))
     parser.add_argument("--steps", type=int, default=STEPS, metavar="3", help=f"so many steps; {STEPS} when left out")
     parser.add_argument("--with-first", action="store_true", help="the first step too, which is compiled meanwhile")
     parser.add_argument(

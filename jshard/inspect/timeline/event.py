@@ -91,32 +91,43 @@ def _written(name: str) -> str:
 
 class _Steps:
     """Which step an operation is of. The loop marks each step on the host where it starts a program; the run of that
-    program carries a number, which its operations carry too, when they are computed later. Where there is none, an
-    operation is of the step that was started last."""
+    program carries a number, which its operations carry too, when they are computed later. A program of one device is
+    started without its number being told: then starts and numbers, which grow, go together in their order. Where that does
+    not come out even, an operation is of the step that was started last."""
 
     def __init__(self, found: Sequence[Plane]):
-        self.of_run: dict[object, int] = {}
+        self.of_run: dict[object, int | None] = {}
         self.begun: list[tuple[int, int]] = []
         self.windows: dict[str, list[tuple[int, int, object]]] = {}  # of the runs on a device that has a line for them
+        starts: list[tuple[int, int | None]] = []
+        seen: set[int] = set()
         for plane in found:
             for line, marks in plane.lines():
-                self._look(plane.name, line, marks)
+                if DEVICE.search(plane.name) is None:
+                    starts += self._look(marks)
+                elif line == "XLA Modules":
+                    runs = sorted(marks, key=lambda mark: mark.start)
+                    self.windows[plane.name] = [(mark.start, mark.end, mark.stats.get("run_id")) for mark in runs]
+                seen |= {run for mark in marks if isinstance(run := mark.stats.get("run_id"), int)}
         self.begun.sort()
-        for windows in self.windows.values():
-            windows.sort(key=lambda window: window[0])
+        untold = sorted(seen - self.of_run.keys())
+        if len(untold) == len(starts):
+            self.of_run |= {run: step for run, (_, step) in zip(untold, sorted(starts), strict=True)}
 
-    def _look(self, plane: str, line: str, marks: list[Mark]) -> None:
-        if DEVICE.search(plane) is not None:
-            if line == "XLA Modules":
-                self.windows[plane] = [(mark.start, mark.end, mark.stats.get("run_id")) for mark in marks]
-            return
+    def _look(self, marks: list[Mark]) -> list[tuple[int, int | None]]:
+        """Reads one thread; returns the starts of programs of one device, each with its step."""
         steps = [(mark, number) for mark in marks if isinstance(number := mark.stats.get("step_num"), int)]
         self.begun += [(mark.start, number) for mark, number in steps]
-        runs = [mark for mark in marks if "run_id" in mark.stats and "device_ordinal" not in mark.stats]
-        for step, number in steps:
-            for run in runs:
-                if step.start <= run.start <= step.end:
-                    self.of_run[run.stats["run_id"]] = number
+        if not steps:
+            return []
+
+        def around(mark: Mark) -> int | None:
+            return next((number for step, number in steps if step.start <= mark.start <= step.end), None)
+
+        told = [mark for mark in marks if "run_id" in mark.stats and "device_ordinal" not in mark.stats]
+        self.of_run |= {mark.stats["run_id"]: around(mark) for mark in told}
+        alone = [mark for mark in marks if mark.name.endswith("::ExecuteHelperOnSingleDevice")]
+        return [(mark.start, around(mark)) for mark in alone if not any(_inside(mark, other) for other in told)]
 
     def of(self, plane: Plane, mark: Mark) -> int | None:
         run = mark.stats.get("run_id")
@@ -124,7 +135,11 @@ class _Steps:
             windows = self.windows.get(plane.name, [])
             place = bisect.bisect_right(windows, mark.start, key=lambda window: window[0]) - 1
             run = windows[place][2] if place >= 0 and mark.start < windows[place][1] else None
-        if run is not None and self.of_run:
-            return self.of_run.get(run)
+        if run in self.of_run:
+            return self.of_run[run]
         place = bisect.bisect_right(self.begun, mark.start, key=lambda each: each[0]) - 1
         return self.begun[place][1] if place >= 0 else None
+
+
+def _inside(mark: Mark, other: Mark) -> bool:
+    return other.start <= mark.start <= other.end
