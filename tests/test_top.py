@@ -50,11 +50,12 @@ def put(folder: Path, rank: int, *lines: dict[str, Any], half: str = "") -> Path
 # -- the reader --
 
 
-def test_lines_of_all_ranks_are_in_the_order_of_steps_and_of_time(tmp_path):
+def test_lines_of_all_ranks_are_in_the_order_of_steps_and_then_of_time(tmp_path):
+    """The clock of the second host is ten seconds behind, and has not stood at zero when it began."""
     put(tmp_path, 0, begin(0), *steps(3))
-    put(tmp_path, 1, begin(1, wall=1000.5, mono=7000), *steps(3, zero=-5999.5, start=7000))
-    found = [(line["rank"], line["step"], line["time"]) for line in read(tmp_path).lines if line["what"] == "step"]
-    assert found == [(0, 1, 1001.0), (1, 1, 1001.5), (0, 2, 1002.0), (1, 2, 1002.5), (0, 3, 1003.0), (1, 3, 1003.5)]
+    put(tmp_path, 1, begin(1, wall=990.5, mono=7000), *steps(3, zero=-6009.5, start=7000))
+    found = [(line["step"], line["rank"], line["time"]) for line in read(tmp_path).lines if line["what"] == "step"]
+    assert found == [(1, 1, 991.5), (1, 0, 1001.0), (2, 1, 992.5), (2, 0, 1002.0), (3, 1, 993.5), (3, 0, 1003.0)]
 
 
 def test_half_and_changed_lines_are_left_out_and_told(tmp_path):
