@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -146,6 +148,35 @@ def test_trace_of_nothing_and_into_no_folder_are_one_sentence_each(tmp_path):
     assert str(told.value) == (
         f"no capture can be written to {tmp_path}/file/rank0: not a directory; name another folder by -o runs/mine"
     )
+
+
+@pytest.mark.slow
+def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
+    stale = tmp_path / "run/trace/rank5"
+    stale.mkdir(parents=True)
+    (stale / "trace.json").write_text("{}")
+    ours = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
+    command = f"-m jshard launch -n 2 trace configs/xor.yaml --steps 1 --with-first -o {tmp_path}/run"
+    done = subprocess.run(
+        [sys.executable, *command.split()], capture_output=True, text=True, timeout=200, cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in ours},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = captures(tmp_path / "run")
+    count = len(found[0].read.events)
+    assert done.stdout.splitlines()[-2:] == [
+        f"[0] captured step 1: {count} operations on 2 devices in process 0, and as much in 1 more, in {tmp_path}/run/trace",
+        f"[0] to see them, type: jshard timeline {tmp_path}/run -o timeline.html",
+    ]
+    assert [(capture.rank, capture.processes) for capture in found] == [(0, 2), (1, 2)]
+    drawn = timeline(tmp_path / "run")
+    assert [lane.name for lane in drawn.lanes] == [
+        "device 0 of rank 0", "device 1 of rank 0", "device 2 of rank 1", "device 3 of rank 1",
+    ]  # fmt: skip
+    moved = [bar for bar in drawn.bars if bar.kind == "collective"]
+    assert [(bar.lane, bar.signal, bar.line, bar.step) for bar in moved] == [
+        (device, "layer2", "configs/xor.yaml:14", 1) for device in range(4)
+    ]
 
 
 # -- a run that goes on --
