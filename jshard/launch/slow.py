@@ -59,10 +59,12 @@ def slow_one(notes: Mapping[int, Mapping[str, Any]]) -> int | None:
 def slow_in_words(rank: int, notes: Mapping[int, Mapping[str, Any]]) -> str:
     middle = statistics.median(note["late"] for each, note in notes.items() if each != rank)
     late, took = notes[rank]["late"], notes[rank]["took"]
-    times = f", {late / middle:.1f} times the" if middle >= 0.001 else "; the"
+    median = (
+        f"{late / middle:.1f} times the median of {1000 * middle:.0f} ms" if middle >= 0.001 else "most ranks at once"
+    )
     waited = f" in {place}" if (place := notes[rank].get("stands_in")) else ""
     return (
-        f"rank {rank} holds the others up: it begins a step {1000 * late:.0f} ms after the one before is done{times} median of "
-        f"{1000 * middle:.0f} ms, and of the {1000 * took:.0f} ms of a step the others wait for it "
+        f"rank {rank} holds the others up: it begins a step {1000 * late:.0f} ms after the one before is done, {median}, "
+        f"and of the {1000 * took:.0f} ms of a step the others wait for it "
         f"{1000 * (late - middle):.0f} ms{waited}; look at its data, and at what else runs on {notes[rank]['host']}"
     )

@@ -74,9 +74,7 @@ def main(fault: str, rank: int, steps: int = 20) -> None:
         result = total(x)
         pulse().waits(step, result)
         result.block_until_ready()
-        time.sleep(0.06 if fault == "slow" and mine else 0.02)
-    if fault == "slow":
-        print("pace", pulse().pace)
+        time.sleep(0.02 if fault != "slow" else 0.2 if mine else 0.05)
     pulse().at("ended")
     print("total", float(result[0]))
 

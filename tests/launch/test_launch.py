@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -94,7 +95,19 @@ def test_launch_shows_all_ranks_when_one_has_stopped_and_all_listened_on_loopbac
     assert status == 1
     assert err[-1].startswith("rank 2 was at fault, as rank ")
     rows = [line.split()[1:] for line in err[-7:-2]]
-    assert rows[0] == ["rank", "host", "process", "alive", "phase", "step", "done"]
+    assert rows[0] == [
+        "rank",
+        "host",
+        "process",
+        "alive",
+        "phase",
+        "step",
+        "done",
+        "late",
+        "stands",
+        "in",
+        "(inferred)",
+    ]
     assert [row[3] for row in rows[1:]] == ["yes", "yes", "no", "yes"]
     assert [row[-1] == "<--" for row in rows[1:]] == [False, False, True, False]
     assert "rank 2 has not answered for " in err[-2]
@@ -106,24 +119,25 @@ def test_launch_shows_all_ranks_when_one_has_stopped_and_all_listened_on_loopbac
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "rank", "status", "sentence"),
+    ("count", "fault", "rank", "status", "sentence"),
     [
         (
+            2,
             "kill",
             0,
             137,
             "rank 0 was ended by SIGKILL in step 5; all were stopped; if nobody killed it, memory may have run out",
         ),
-        ("term", 1, 143, "rank 1 was ended by SIGTERM in step 5; all were stopped; its last lines begin with [1]"),
-        ("exit", 2, 3, "rank 2 ended with status 3 in step 5; all were stopped; its last lines begin with [2]"),
-        ("raise", 1, 1, "rank 1 ended with status 1 in step 5; all were stopped; its last lines begin with [1]"),
-        ("stop", 0, 1, "rank 0 was at fault, as rank "),
-        ("sleep", 2, 1, "rank 2 "),
+        (2, "term", 1, 143, "rank 1 was ended by SIGTERM in step 5; all were stopped; its last lines begin with [1]"),
+        (2, "exit", 1, 3, "rank 1 ended with status 3 in step 5; all were stopped; its last lines begin with [1]"),
+        (2, "raise", 1, 1, "rank 1 ended with status 1 in step 5; all were stopped; its last lines begin with [1]"),
+        (2, "stop", 0, 1, "rank 0 was at fault, as rank "),
+        (4, "sleep", 2, 1, "rank 2 "),
     ],
 )
-def test_launch_names_the_rank_at_fault(fault, rank, status, sentence):
+def test_launch_names_the_rank_at_fault(count, fault, rank, status, sentence):
     began = time.monotonic()
-    ended, _, err = finished(start("-n", "4", PROGRAM, fault, str(rank), JSHARD_STEP_TIMEOUT="4"))
+    ended, _, err = finished(start("-n", str(count), PROGRAM, fault, str(rank), JSHARD_STEP_TIMEOUT="4"))
     assert (ended, err[-1].startswith(sentence)) == (status, True), err
     assert time.monotonic() - began < 60
     if fault == "raise":
@@ -131,6 +145,41 @@ def test_launch_names_the_rank_at_fault(fault, rank, status, sentence):
     if fault == "sleep":
         assert any(line.endswith("<--") and line.split()[1] == "2" for line in err)
         assert any("rank 2 keeps the others waiting for " in line and "it was in step 5 (data)" in line for line in err)
+
+
+@pytest.mark.slow
+def test_launch_names_a_slow_rank_once_and_heeds_no_clock_on_the_wall():
+    status, out, err = finished(start("-n", "4", PROGRAM, "slow", "2", "90", JSHARD_STEP_TIMEOUT="60"))
+    assert status == 0, err
+    assert sum(line.endswith("total 6.0") for line in out) == 4
+    told, rows = err[0], [line.split()[1:] for line in err[1:]]
+    assert re.fullmatch(
+        r"\[0\] rank 2 holds the others up: it begins a step \d+ ms after the one before is done, \d+\.\d times the median of "
+        r"\d+ ms, and of the \d+ ms of a step the others wait for it \d+ ms; look at its data, and at what else runs on \S+",
+        told,
+    ), err
+    assert [row[0] for row in rows] == ["rank", "0", "1", "2", "3"]  # the last word, at the end, and no other
+    assert [row[-1] == "<--" for row in rows[1:]] == [False, False, True, False]
+
+
+def test_launcher_tells_that_the_host_of_rank_0_is_gone():
+    where = f"127.0.0.1:{free_port()}"
+    first, other = (
+        start("--coordinator", where, "--processes", "2", "--process-id", str(rank), PROGRAM, "none", "9", "4000")
+        for rank in (0, 1)
+    )
+    assert first.stdout is not None and "listens at" in first.stdout.readline()
+    began = time.monotonic()
+    first.kill()  # and with it its process, as when its host goes
+    first.communicate()
+    status, _, err = finished(other)
+    assert (status, len(err)) == (1, 1), err
+    assert re.fullmatch(
+        f"rank 0 is gone: nothing answers at {where} any more, and rank 1 was in step \\d+; look at rank 0 and at its host, "
+        "then start all of them again",
+        err[0],
+    )
+    assert time.monotonic() - began < 60
 
 
 def test_processes_with_another_yaml_are_told_the_key():
