@@ -157,7 +157,7 @@ def test_jshard_log_tells_of_each_rank_behind_its_number(killed):
     told = killed[1].stderr.splitlines()
     for rank in (0, 1):
         assert any(line.startswith(f"[{rank}] info: rank {rank} of 2 begins: configs/xor.yaml, mesh") for line in told)
-        assert f"[{rank}] info: the training step asks for 1 collective, 48 B on the wire per device" in told
+        assert any(line.startswith(f"[{rank}] info: the training step asks for 1 collective, ") for line in told)
 
 
 # -- a loop of one's own --
