@@ -1,11 +1,13 @@
 """What is trained under the soak: a step is nothing, and between two of them each process sleeps, or fails if it is told to.
 
-The folder SOAK_HERE holds the words: `raise.2` makes process 2 raise, `hurry` ends the sleeping.
+The folder SOAK_HERE holds the words: `raise.2` makes process 2 raise, `full.2` lets it write no more, `nan.2` gives it a
+row of NaN, each once; `hurry` ends the sleeping.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -49,11 +51,18 @@ class Rows:
         self.read += 1
         if self.read > self.ahead and not (self.here / "hurry").exists():
             time.sleep(PAUSE / 4)  # a process reads four rows for a step
-        told = self.here / f"raise.{self.rank}"
-        if told.exists():
-            told.unlink()
+        if self._told("raise"):
             raise RuntimeError("the soak says so")
-        return self.x[number], self.y[number]
+        if self._told("full"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        return self.x[number] * (np.float32("nan") if self._told("nan") else 1), self.y[number]
+
+    def _told(self, word: str) -> bool:
+        told = self.here / f"{word}.{self.rank}"
+        if not told.exists():
+            return False
+        told.unlink()
+        return True
 
 
 def data() -> dict[str, Any]:

@@ -162,6 +162,37 @@ def test_launch_names_a_slow_rank_once_and_heeds_no_clock_on_the_wall():
     assert [row[-1] == "<--" for row in rows[1:]] == [False, False, True, False]
 
 
+@pytest.mark.slow
+def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at_nan(tmp_path):
+    words = ["train", "tests/launch/soak.yaml", "steps=400", "checkpoint=4", f"output={tmp_path}/run"]
+    started = start("-n", "2", "--restarts", "2", *words, SOAK_HERE=str(tmp_path))
+    out = []
+    assert started.stdout is not None
+    for word, file in (("saved step 8:", "full.1"), ("resumed from step ", ""), ("saved step ", "nan.1")):
+        while word not in (line := started.stdout.readline()):
+            assert line, started.communicate()
+            out.append(line)
+        if file:
+            (tmp_path / file).touch()
+    last = line
+    status, rest, err = finished(started)
+    last = [line for line in [last, *rest] if "saved step " in line][-1].split("saved step ")[1].partition(":")[0]
+    full, says, again, nan, end = err
+    assert re.fullmatch(
+        rf'\[1\] jshard.train.checkpoint \(the command line\) saves to "{tmp_path}/run/checkpoints", which can\'t take step \d+: '
+        rf"file too large, and the last checkpoint is that of step \d+; make it writable, then type: jshard resume {tmp_path}/run",
+        full,
+    )
+    assert says.startswith("rank 1 ended with status 1 in step ")
+    assert again == "starting all again: restart 1 of 2"
+    assert re.fullmatch(
+        rf"\[\d\] the loss of step \d+ is NaN; the last good checkpoint is that of step {last} "
+        rf"\({tmp_path}/run/checkpoints/{last}\); type: jshard resume {tmp_path}/run optimizer.learning_rate=0.005",
+        nan,
+    )
+    assert (status, end) == (2, f"all were stopped: rank {nan[1]} says why, above")
+
+
 def test_launcher_tells_that_the_host_of_rank_0_is_gone():
     where = f"127.0.0.1:{free_port()}"
     first, other = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,6 +157,51 @@ def test_launch_lets_all_save_when_one_is_preempted(launch):
     status, out, err = finished(launch(program, "-n", "2"))
     assert (status, out) == (143, ["[0] saved 0", "[1] saved 1"])
     assert err == ["all were stopped: rank 1 was sent SIGTERM, or heard of one, before its first step"]
+
+
+def test_launch_draws_one_bar_on_a_terminal_and_ends_by_ctrl_c(tmp_path):
+    (tmp_path / "program.py").write_text(
+        RANK
+        + """
+from jshard.launch.pulse import Pulse
+pulse = Pulse()
+pulse.of = 9
+for step in range(1, 10):
+    pulse.at("step", step)
+    pulse.done, pulse.says = step, f"loss {step}"
+    pulse.tell()
+    time.sleep(0.05)
+print("all done", os.environ["JSHARD_LAUNCH_BAR"])
+time.sleep(300)
+"""
+    )
+    terminal, other = os.openpty()
+    owns = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    launch = [sys.executable, "-m", "jshard", "launch", "-n", "2", str(tmp_path / "program.py")]
+    started = subprocess.Popen(
+        [sys.executable, "-c", owns, *launch],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        start_new_session=True,
+    )
+    os.close(other)
+    drawn = b""
+    while drawn.count(b"all done 1") < 2 or b"9/9" not in drawn:
+        drawn += os.read(terminal, 65536)
+    os.write(terminal, b"\x03")
+    try:
+        while got := os.read(terminal, 65536):
+            drawn += got
+    except OSError:  # nobody has the terminal any more
+        pass
+    os.close(terminal)
+    assert started.wait(30) == 130
+    shown = [line.rpartition("\x1b[2K")[2] for line in drawn.decode().replace("\r", "").split("\n")]
+    shown = [line for line in (re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", line) for line in shown) if line]
+    assert sorted(shown[:2]) == ["[0] all done 1", "[1] all done 1"]
+    assert re.fullmatch(r"step 9/9 \S+ loss 9 0:00:00", shown[2]) and shown[3:] == ["stopped"], shown
 
 
 def test_launch_that_is_killed_takes_its_processes_along(launch, tmp_path):
