@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 import jshard
 from jshard import events
@@ -31,6 +33,7 @@ from jshard.train.standing import standings
 from jshard.train.train import train
 
 ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/watching.md").read_text()
 NO_BOARD = 'tensorboardX is not installed: pip install "jshard[tensorboard]"'
 
 
@@ -88,7 +91,9 @@ def test_log_begins_with_the_facts_of_the_run(run):
 
 def test_log_has_each_collective_of_the_step_as_explain_lists_it(run):
     listed = json.loads((run / "ledger.json").read_text())
-    found = read(run).ranks[0].of("program", "collective")
+    every = read(run).ranks[0].of("program", "collective")
+    assert {line["program"] for line in every} == {"the training step", "the evaluation"}
+    found = [line for line in every if line["program"] == "the training step"]
     assert [line["what"] for line in found] == ["program"] + ["collective"] * len(listed["lines"])
     assert (found[0]["collectives"], found[0]["wire"]) == (listed["total"]["count"], listed["total"]["wire"])
     for line, entry in zip(found[1:], listed["lines"], strict=True):
@@ -253,6 +258,30 @@ def test_log_in_a_folder_that_can_not_be_is_told(tmp_path):
     assert str(told.value) == (
         f"jshard.log writes to {tmp_path}/file/log, which can't be written to: not a directory; name another folder"
     )
+
+
+# -- the page --
+
+
+def test_page_names_every_event():
+    listed = re.findall(r"^\| (`.*?) \|", PAGE.partition("| `what` |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(listed))) == set(events.WORDS) - {"config"}
+
+
+def test_page_shows_python_that_runs(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "digits").symlink_to(run)
+    loop, reader = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    exec(loop, {"jshard": jshard, "step": lambda *args: 0.5, **dict.fromkeys(("model", "optimizer", "x", "y"))})
+    assert len(written(tmp_path / "runs/mine/log")) == 1 + 1 + 100 + 1
+    exec(reader, {})
+    assert capsys.readouterr().out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("said", re.findall(r"^\| `(log: .*?)` \|", PAGE, re.MULTILINE))
+def test_page_shows_keys_that_load(said):
+    assert load_configuration({"jshard": {"train": yaml.safe_load(said)}}).train["log"]
 
 
 # -- what is moved --

@@ -7,14 +7,17 @@ import os
 import time
 from collections.abc import Iterator
 
+import numpy as np
+
 from jshard import events
+from jshard.inspect import explain
 from jshard.train.experiment import Experiment
 from jshard.train.facts import facts
 from jshard.train.log import Log, how, tell_program
-from jshard.train.loop import Taken
+from jshard.train.loop import Step, Taken
 
 RESTART = "JSHARD_RESTART"  # set by the launcher when it has started all again
-PROGRAM = "the training step"
+PROGRAM, EVALUATION = "the training step", "the evaluation"
 
 
 @contextlib.contextmanager
@@ -43,7 +46,8 @@ class Course:
     """Each call is an event where somebody listens, and a question where nobody does."""
 
     def __init__(self, experiment: Experiment):
-        self.batch, self.last = experiment.batch, 0
+        self.experiment, self.batch, self.last = experiment, experiment.batch, 0
+        self.has_evaluated = False
         self.since: float | None = None
         self.kept: int | None = None
 
@@ -60,6 +64,13 @@ class Course:
             seconds = now - self.since
             events.tell("step", seconds=seconds, examples_per_second=round(self.batch / seconds, 1), **figures)
         self.since = now
+
+    def evaluates(self, step: Step) -> None:
+        """An evaluation begins: the first tells what its program runs."""
+        if events.tell is not None and not self.has_evaluated:
+            self.has_evaluated, made = True, self.experiment
+            batch = made.placement.shapes(made.batch, *made.test.take(np.arange(1)))
+            tell_program(EVALUATION, explain(step.hits, step.state, *batch, backward=False))
 
     def restart(self) -> None:
         """What passed until now, evaluating or saving, is no part of the next step."""

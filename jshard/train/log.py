@@ -34,6 +34,7 @@ from jshard.train.preemption import Preempted
 
 BEAT = 0.2  # seconds between two looks of the thread
 WAITS = 5.0  # seconds after which a step that is not done is a line of its own
+encoded = json.JSONEncoder(default=str).encode
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -47,10 +48,10 @@ def log(folder: str | os.PathLike[str], *, goes_on: bool = False) -> Log:
 
     A step costs about a microsecond; its loss is not waited for. Whatever is moved or loaded meanwhile is a line too.
     """
-    written = Log(Path(folder), said=f"jshard.log writes to {os.fspath(folder)}, which", goes_on=goes_on)
+    made = Log(Path(folder), said=f"jshard.log writes to {os.fspath(folder)}, which", goes_on=goes_on)
     assert events.tell is not None
     events.tell("begin", **facts())
-    return written
+    return made
 
 
 class Log:
@@ -149,7 +150,7 @@ class Log:
         if not lines or self.file.closed:
             return
         try:
-            self.file.write("".join(f"{json.dumps(_plain(line), default=str)}\n" for line in lines))
+            self.file.write("".join(f"{encoded(_plain(line))}\n" for line in lines))
             self.file.flush()
         except OSError as error:
             self.deafen()
@@ -231,8 +232,8 @@ def _memory() -> dict[str, int]:
 
 def _plain(value: Any) -> Any:
     """What JSON has: numbers that are none become words, and seconds microseconds at the finest."""
-    if isinstance(value, float):
+    if type(value) is float:
         return round(value, 6) if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
+    if type(value) is dict:
         return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [_plain(each) for each in value] if type(value) in (list, tuple) else value

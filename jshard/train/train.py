@@ -117,6 +117,7 @@ class _Training:
             if not bar.draws:
                 bar.say(f"step {number}/{steps}   {figures(value, speed)}")
         if number % experiment.evaluation == 0 or number == steps:
+            self.told.evaluates(self.step)
             self.accuracy = evaluate(self.step, experiment.test, experiment.placement, experiment.batch)
             self.record.write(step=number, test_accuracy=self.accuracy)
             self.told.evaluated(number, self.accuracy)
