@@ -13,7 +13,7 @@ STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 
-.PHONY: help demo test core check lint fuzz verify-random bench hang-test wheel clean
+.PHONY: help demo test core check lint fuzz verify-random bench hang-test soak wheel clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ bench: $(VENV)/.test-$(STAMP)  ## training steps against hand-written shard_map,
 
 hang-test: $(VENV)/.test-$(STAMP)  ## 1,000 steps dispatched without waiting on 8 pretend devices, 20 times over
 	@JSHARD_HANG_RUNS=20 JSHARD_HANG_STEPS=1000 $(BIN)/python -m pytest tests/test_pretend.py -q -k waiting --timeout 7200
+
+soak: $(VENV)/.test-$(STAMP)  ## half an hour of four processes, a random fault every minute: the loss of an undisturbed run
+	@$(BIN)/python -m tests.launch.soak --minutes $${JSHARD_SOAK_MINUTES:-30} --seed $${JSHARD_SOAK_SEED:-0}
 
 wheel: $(VENV)/.test-$(STAMP)  ## a wheel in dist/
 	@$(BIN)/python -m build --wheel --outdir dist .

@@ -28,8 +28,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 YAML = "tests/launch/soak.yaml"
 RANKS = 4
-PAUSE = 0.25  # seconds between two steps, as in soaked.py
-SETTLED = 8  # steps of an attempt behind which a fault may come
+PAUSE = 0.5  # seconds between two steps
+SETTLED = 4  # steps of an attempt behind which a fault may come
 KINDS = {
     "kill": signal.SIGKILL,
     "kill rank 0": signal.SIGKILL,
@@ -214,6 +214,7 @@ class _Soak:
 
     def _start(self, name: str, *words: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "SOAK_HERE": str(self.here), "JAX_PLATFORMS": "cpu"}
+        environment["SOAK_PAUSE"] = str(PAUSE)
         started = subprocess.Popen(
             [sys.executable, "-m", "jshard", "launch", *words]
             + ["train", YAML, f"steps={self.steps}", f"output={self.here / name}"],

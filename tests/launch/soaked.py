@@ -18,15 +18,15 @@ from flax import nnx
 
 import jshard
 
-PAUSE = 0.25  # seconds between two steps
+PAUSE = float(os.environ.get("SOAK_PAUSE", "0.25"))  # seconds between two steps
 
 
 class Model(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         with jshard.signal("layer1"):
-            self.up = jshard.Linear(8, 16, rngs=rngs)
+            self.up = jshard.Linear(8, 16, use_bias=False, rngs=rngs)
         with jshard.signal("layer2"):
-            self.down = jshard.Linear(16, 4, rngs=rngs)
+            self.down = jshard.Linear(16, 4, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with jshard.signal("layer1"):
