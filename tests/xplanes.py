@@ -12,14 +12,14 @@ Field = tuple[int, int | str | bytes]
 
 def message(*fields: Field) -> bytes:
     """A protocol buffer of these fields."""
-    written = b""
+    written = []
     for number, value in fields:
         if isinstance(value, int):
-            written += digits(number << 3) + digits(value % 2**64)
+            written += [digits(number << 3), digits(value % 2**64)]
         else:
             content = value.encode() if isinstance(value, str) else value
-            written += digits(number << 3 | 2) + digits(len(content)) + content
-    return written
+            written += [digits(number << 3 | 2), digits(len(content)), content]
+    return b"".join(written)
 
 
 def digits(number: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jshard.inspect.hlo_text import KIND_OF, apart
 from jshard.inspect.plan.pairing import path_of
@@ -33,7 +34,7 @@ class Operation:
     @property
     def paths(self) -> tuple[tuple[str, ...], ...]:
         """The nesting of signals around it; several where XLA made one of several."""
-        return tuple(dict.fromkeys(path for each in apart(self.stack) if (path := path_of(each)[0])))
+        return _paths(self.stack)
 
     @property
     def signal(self) -> str:
@@ -44,7 +45,12 @@ class Operation:
     def phase(self) -> str:
         if "phase:update" in self.stack:
             return "update"
-        return "backward" if path_of(self.stack)[1] else "forward"
+        return "backward" if "transpose(" in self.stack else "forward"
+
+
+@functools.cache
+def _paths(stack: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(dict.fromkeys(path for each in apart(stack) if (path := path_of(each)[0])))
 
 
 Operations = dict[str, Operation]
