@@ -272,7 +272,7 @@ def test_page_shows_python_that_runs(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "digits").symlink_to(run)
-    loop, reader = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    loop, reader, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     exec(loop, {"jshard": jshard, "step": lambda *args: 0.5, **dict.fromkeys(("model", "optimizer", "x", "y"))})
     assert len(written(tmp_path / "runs/mine/log")) == 1 + 1 + 100 + 1
     exec(reader, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 from xplanes import write
 
+import jshard
 from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.inspect.timeline import timeline
@@ -26,6 +28,7 @@ from jshard.train.trace import trace
 from jshard.train.trace_asked import LOOK, Asked
 
 ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/watching.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +121,14 @@ def test_trace_of_a_loop_of_ones_own_waits_for_what_it_started_and_gives_way_to_
         assert set(steps) == {first, first + 1} and len(set(steps.values())) == 1
     assert [bar.step for bar in timeline(tmp_path / "mine").bars][-1] == 6
     assert len(list((tmp_path / "mine").rglob("*.xplane.pb"))) == 1
+
+
+def test_trace_loop_on_the_page_captures_its_three_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (loop,) = re.findall(r"^```python\n(with jshard.trace.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    step = jax.jit(lambda model, optimizer, x, y: model * optimizer + x * y)
+    exec(loop, {"jshard": jshard, "step": step, **dict.fromkeys(("model", "optimizer", "x", "y"), jnp.ones(8))})
+    assert {bar.step for bar in timeline("runs/mine").bars} == {1, 2, 3}
 
 
 def test_trace_inside_another_is_one_sentence_and_the_first_goes_on(tmp_path):
