@@ -1,4 +1,5 @@
-"""What `import jshard` costs over `import jax, flax`, which a program of its kind imports anyway: the medians' ratio.
+"""What `import jshard` costs over `import jax, flax`, which a program of its kind imports anyway, and what `jshard
+check` costs, which imports none of them: the medians and their ratios.
 
 python -m benchmarks.import_time [runs]
 """
@@ -15,12 +16,13 @@ PROGRAMS = {
     "... and jshard": "import jax, flax.nnx, optax, jshard",
     "... and every name of it": "import jax, flax.nnx, optax, jshard; [getattr(jshard, name) for name in dir(jshard)]",
     "jshard alone": "import jshard",
+    "jshard check of pure YAML": "from jshard.cli import main; main(['check', 'configs/digits.yaml'])",
 }
 
 
 def seconds(program: str) -> float:
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begin
 
 

@@ -14,6 +14,29 @@ import pytest
 from browser import browser as browser  # a fixture of those that open a page
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--few", type=int, metavar="N", help="of the cases of each test only N, from the first to the last"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    few = config.getoption("--few")
+    if few is None:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for each in cases.values() for item in _spread(each, few)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """`count` of them in even steps, the first and the last among them."""
+    return [items[round(at * (len(items) - 1) / max(count - 1, 1))] for at in range(count)]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error")
     if len(jax.devices()) != 8:

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.signals import current
 from jshard.version import __version__
+from tests.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 DIGITS = "configs/digits.yaml"
@@ -43,9 +43,8 @@ def typed(capsys, *words: str) -> tuple[int, list[str], list[str]]:
 
 
 def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    ours = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC")
-    clean = {name: value for name, value in os.environ.items() if name not in ours}
-    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, env={**clean, **environment})
+    clean = users_environment(**environment)
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, env=clean)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["schema"], ["check", DIGITS]])
@@ -57,12 +56,6 @@ def test_cli_answers_without_importing_jax(words):
     )
     done = process(sys.executable, "-c", program)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
-
-
-def test_cli_check_takes_less_than_a_second():
-    begin = time.perf_counter()
-    assert process(sys.executable, "-m", "jshard", "check", DIGITS).returncode == 0
-    assert time.perf_counter() - begin < 1
 
 
 def test_cli_version_is_the_package_version(capsys):

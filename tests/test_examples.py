@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.outside import users_environment
+
 ROOT = Path(__file__).parent.parent
-OURS = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC")
 COMMANDS = [
     command for path in sorted((ROOT / "examples").glob("*.py"))
     for command in re.findall(r"^python -m (.*)$", path.read_text(), re.MULTILINE)
@@ -19,9 +19,14 @@ COMMANDS = [
 
 
 def printed(*words: str) -> str:
-    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    environment = users_environment()
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", *words], capture_output=True, text=True, cwd=ROOT, env=clean, timeout=120
+        [sys.executable, "-W", "error", "-m", *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,10 @@ import jshard
 from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.inspect.plan import Topology, plan
-from jshard.inspect.plan.deviceless import check_installed
 from jshard.inspect.plan.difference import Outcome, Runs, compare_plans
 from jshard.inspect.plan.plan import mesh_on, moved_to
 from jshard.signals.current import configuration, unload
+from tests.outside import needs_compiler, users_environment
 
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}
@@ -260,10 +259,7 @@ def test_compiler_that_is_not_installed_is_the_same_sentence_for_every_command(c
 
 @pytest.mark.parametrize("name", ["v5e:2x4", "h100:8"])
 def test_wrong_axis_in_one_weight_shows_in_what_runs(name):
-    try:
-        check_installed(Topology.of(name))
-    except JShardError as error:
-        pytest.skip(f"an extra: {error}")
+    needs_compiler(name)
 
     def of_decoder(**signals):
         jshard.load({**decoder.configured(2, 4), **signals})
@@ -285,13 +281,8 @@ def test_wrong_axis_in_one_weight_shows_in_what_runs(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v5e:2x4", "h100:8"])
 def test_noise_of_compilers_does_not_reach_the_user(name):
-    try:
-        check_installed(Topology.of(name))
-    except JShardError as error:
-        pytest.skip(f"an extra: {error}")
-    ours = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC")
-    clean = {key: value for key, value in os.environ.items() if key not in ours}
-    clean["PYTHONPATH"] = str(Path(jshard.__file__).parent.parent)
+    needs_compiler(name)
+    clean = users_environment(PYTHONPATH=str(Path(jshard.__file__).parent.parent))
     for command in ("plan", "report"):
         words = [sys.executable, "-m", "jshard", command, "planned:loss", *ARGS, "--topology", name]
         done = subprocess.run(words, env=clean, capture_output=True, text=True, timeout=250)

@@ -14,16 +14,15 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from benchmarks import overlap
 from jshard.chips import CHIPS
-from jshard.errors import JShardError
 from jshard.inspect import explain
 from jshard.inspect.document import read_document
 from jshard.inspect.plan import compare
 from jshard.inspect.plan.arithmetic import arithmetic_of
-from jshard.inspect.plan.deviceless import check_installed
 from jshard.inspect.plan.estimate import estimate
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
 from jshard.kernels.declare import Schedule, declare, declared
+from tests.outside import needs_compiler
 
 MESH = {"data": 4, "tensor": 4}
 HALF = {"row": "data", "sequence": "tensor", "dtype": {"compute": "bfloat16"}}
@@ -92,10 +91,7 @@ def test_estimate_counts_the_wire_of_kernels_on_both_sides():
 
 
 def test_fused_kernels_leave_at_most_a_quarter_of_what_waits_in_the_partitioners_program(tmp_path, monkeypatch, capsys):
-    try:
-        check_installed(Topology.of("v5e:4x4"))
-    except JShardError as error:
-        pytest.skip(f"an extra: {error}")
+    needs_compiler("v5e:4x4")
     monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
     overlap.main(["--features", "512", "--tokens", "16384"])
     last = capsys.readouterr().out.splitlines()[-1]

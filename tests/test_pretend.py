@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.outside import users_environment
+
 ROOT = Path(__file__).parent.parent
-OURS = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "XLA_FLAGS", "JSHARD_CONFIG")
 RUNS = int(os.environ.get("JSHARD_HANG_RUNS", "2"))
 STEPS = int(os.environ.get("JSHARD_HANG_STEPS", "300"))
 
 
 def run(program: str, *, timeout: float = 60, **environment: str) -> str:
     """What a program prints, with nothing of the tests' own devices in its environment."""
-    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    clean = users_environment("XLA_FLAGS", "JSHARD_CONFIG", **environment)
     done = subprocess.run(
         [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**clean, **environment},
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=clean,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import os
 import re
 import subprocess
 import sys
@@ -12,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from jshard.signals.config import load_configuration
+from tests.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-OURS = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC")
 AS_COMMAND = {"make demo": "jshard train configs/digits.yaml"}  # what make runs when the environment is there
 
 
@@ -34,10 +33,11 @@ def shown() -> list[tuple[str, str]]:
 
 
 def run(*words: str) -> str:
-    clean = {name: value for name, value in os.environ.items() if name not in OURS}
-    return subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=clean, timeout=120
-    ).stdout
+    out = subprocess.STDOUT
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=out, text=True, cwd=ROOT, env=users_environment(), timeout=120
+    )
+    return done.stdout
 
 
 def test_readme_has_what_is_promised():

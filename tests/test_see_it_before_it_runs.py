@@ -16,10 +16,8 @@ import pytest
 import yaml
 
 from jshard.cli import main
-from jshard.errors import JShardError
-from jshard.inspect.plan.deviceless import check_installed
-from jshard.inspect.plan.topology import Topology
 from jshard.signals.current import unload
+from tests.outside import needs_compiler
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/see-it-before-it-runs.md").read_text()
@@ -47,10 +45,7 @@ def needs(command: str) -> None:
     name = re.search(r"--topology (\S+)", command)
     if name is None:
         return
-    try:
-        check_installed(Topology.of(name[1]))
-    except JShardError as error:
-        pytest.skip(f"an extra: {error}")
+    needs_compiler(name[1])
     shown, here = COMPILERS[0], (jax.__version__, importlib.metadata.version("libtpu"))
     if shown != here:
         pytest.skip(f"the page shows jax {shown[0]} and libtpu {shown[1]}, and here are {here[0]} and {here[1]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -12,21 +11,20 @@ from pathlib import Path
 import pytest
 
 from jshard.version import __version__
+from tests.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def run(*words: object, cwd: Path, **environment: str) -> str:
-    ours = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "PYTHONPATH")
-    clean = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         [str(word) for word in words],
         capture_output=True,
         text=True,
         cwd=cwd,
         timeout=240,
-        env={**clean, **environment},
+        env=users_environment("PYTHONPATH", **environment),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
