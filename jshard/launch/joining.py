@@ -36,7 +36,7 @@ class _Joined:
     membership: Membership | None = None
     pulse: Pulse = Pulse()
     status: Any = None  # that sys.exit was called with
-    unwatch: Callable[[], None] = staticmethod(lambda: None)
+    unwatch: Callable[[], None] | None = None
 
 
 def init(
@@ -76,7 +76,8 @@ def init(
 
 def unwatch() -> None:
     """From now on no other process is told what this one does, nor is it missed: to measure what being watched costs."""
-    _Joined.unwatch()
+    if _Joined.unwatch is not None:
+        _Joined.unwatch()
 
 
 def _leave() -> None:

@@ -93,14 +93,14 @@ def run(
     """Dispatches the steps behind the first `done`, up to `steps`; `ahead` batches are read and on their way to the
     devices before they are asked for. `begins` hears of each step before it is dispatched. A loss that is no number ends it,
     at most a few steps later."""
-    waiting: collections.deque[tuple[int, jax.Array]] = collections.deque()
+    waiting: collections.deque[tuple[int, jax.Array, Position | None]] = collections.deque()
     numbers = range(done + 1, steps + 1)
 
     def settle(left: int = 0) -> None:
         while len(waiting) > left:
-            number, loss = waiting.popleft()
+            number, loss, before = waiting.popleft()
             if math.isnan(float(loss)):
-                raise NotANumber(number)
+                raise NotANumber(number, read=(before,))
 
     with read_ahead(_placed(source, placement, position, len(numbers)), ahead) as batches:
         asked = time.perf_counter()
@@ -109,7 +109,8 @@ def run(
             begins(number)
             loss = step(*batch)
             called = time.perf_counter()
-            waiting.append((number, loss))
+            waiting.append((number, loss, position))
+            position = behind
             settle(IN_FLIGHT)
             yield Taken(number, loss, behind, settle, fed - asked, called - fed)
             asked = time.perf_counter()
@@ -141,11 +142,11 @@ def _holds_nan(arrays: list[jax.Array]) -> jax.Array:
 
 
 class NotANumber(Exception):
-    """The loss of a step, or a parameter behind it, is NaN."""
+    """The loss of a step, or a parameter behind it, is NaN. `read` holds the position that its batch was read from."""
 
-    def __init__(self, step: int, what: str = "the loss of"):
+    def __init__(self, step: int, what: str = "the loss of", *, read: tuple[Position | None, ...] = ()):
         super().__init__(f"{what} step {step} is NaN")
-        self.step = step
+        self.step, self.read = step, read
 
 
 def evaluate(step: Step, data: Examples, placement: Placement, batch: int) -> float:

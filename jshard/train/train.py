@@ -18,6 +18,7 @@ from jshard.train.places import own_position
 from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, silent
 from jshard.train.record import Record, written
+from jshard.train.suspect import suspect
 from jshard.train.trace_asked import Asked
 
 
@@ -180,16 +181,25 @@ class _Training:
             raise self._without_number(fault) from None
 
     def _without_number(self, fault: NotANumber) -> JShardError:
-        said: Any = self.experiment.configuration.train.get("optimizer", {})
+        """All processes come here, for the same step."""
+        experiment, told = self.experiment, str(fault)
+        said: Any = experiment.configuration.train.get("optimizer", {})
         rate = said.get("learning_rate", LEARNING_RATE) if isinstance(said, dict) else LEARNING_RATE
         less = f"optimizer.learning_rate={rate / 10:g}"
+        attempt, resume = f"try {less}", f"type: jshard resume {{run}} {less}"
+        whose = [suspect(experiment.data, position, experiment.placement.rows) for position in fault.read]
+        if any(whose):
+            data: Any = experiment.configuration.train["data"]
+            told += f", and so are {whose[0]}"
+            attempt = f"mend what {data if isinstance(data, str) else data['path']} returns"
+            resume = f"{attempt}, then type: jshard resume {{run}}"
         if self.saver is None:
             return JShardError(
-                f"{fault}, and nothing was saved", mend=f"try {less}, and write checkpoint: 100 under jshard.train"
+                f"{told}, and nothing was saved", mend=f"{attempt}, and write checkpoint: 100 under jshard.train"
             )
         self.saver.wait()
         if self.saver.saved is None:
-            return JShardError(f"{fault}, and no checkpoint was saved before", mend=f"try {less}")
+            return JShardError(f"{told}, and no checkpoint was saved before", mend=attempt)
         good = f"the last good checkpoint is that of step {self.saver.saved}"
         where = self.saver.policy.folder / str(self.saver.saved)
-        return JShardError(f"{fault}; {good} ({where})", mend=f"type: jshard resume {self.saver.policy.run} {less}")
+        return JShardError(f"{told}; {good} ({where})", mend=resume.format(run=self.saver.policy.run))

@@ -162,7 +162,7 @@ class _Soak:
             behind = time.monotonic() - self.began + self.every / 3  # a slow machine gets fewer faults
             due = max(due + self.every * self.chance.uniform(0.8, 1.2), behind)
         (self.here / "hurry").touch()
-        self._wait(launcher, lambda: launcher.poll() is not None, "the end", 600)
+        self._wait(launcher, lambda: launcher.poll() is not None, "the end", 1800)
         self.found.left += [pid for pid in pids.values() if alive(pid)]
         self.found.wall = time.monotonic() - self.began
         assert launcher.returncode == 0, self.said[-20:]

@@ -1,7 +1,7 @@
 """What is trained under the soak: a step is nothing, and between two of them each process sleeps, or fails if it is told to.
 
-The folder SOAK_HERE holds the words: `raise.2` makes process 2 raise, `full.2` lets it write no more, `nan.2` gives it a
-row of NaN, each once; `hurry` ends the sleeping.
+The folder SOAK_HERE holds the words: `raise.2` makes process 2 raise, `full.2` lets it write no more, `nan.2` gives it
+rows of NaN from then on; `hurry` ends the sleeping.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Rows:
             raise RuntimeError("the soak says so")
         if self._told("full"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
-        return self.x[number] * (np.float32("nan") if self._told("nan") else 1), self.y[number]
+        ill = (self.here / f"nan.{self.rank}").exists()
+        return self.x[number] * np.float32("nan" if ill else 1), self.y[number]
 
     def _told(self, word: str) -> bool:
         told = self.here / f"{word}.{self.rank}"
