@@ -13,7 +13,7 @@ STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 
-.PHONY: help demo test core check lint fuzz verify-random bench hang-test soak wheel clean
+.PHONY: help demo test core check lint fuzz verify-random kernel-product bench hang-test soak wheel clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ fuzz: $(VENV)/.test-$(STAMP)  ## 100,000 mappings and texts, each of which loads
 
 verify-random: $(VENV)/.test-$(STAMP)  ## 200 random programs without a fault, each of which has to verify
 	@JSHARD_VERIFY_EXAMPLES=200 $(BIN)/python -m pytest tests/test_verify_random.py -q --timeout 7200
+
+kernel-product: $(VENV)/.test-$(STAMP)  ## all_reduce by three algorithms on 5 groups, 5 shapes and 4 dtypes: all 300
+	@JSHARD_KERNEL_PRODUCT=1 $(BIN)/python -m pytest tests/kernels/test_all_reduce.py -q -n 2 -k product
 
 bench: $(VENV)/.test-$(STAMP)  ## training steps against hand-written shard_map, and what an import costs
 	@$(PRETEND) $(BIN)/python -m benchmarks.step
