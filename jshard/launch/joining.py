@@ -36,7 +36,7 @@ class _Joined:
     membership: Membership | None = None
     pulse: Pulse = Pulse()
     status: Any = None  # that sys.exit was called with
-    unwatch: Callable[[], None] | None = None
+    unwatch: Any = None  # ends being watched
 
 
 def init(
