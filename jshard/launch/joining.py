@@ -27,6 +27,7 @@ from jshard.version import __version__
 
 START_TIMEOUT = 60.0  # seconds that all processes have to appear in
 PRECEDENCE = 2.0  # seconds that rank 0 has to say what it has told the others, before they end
+HEARTBEAT = 7 * 24 * 3600  # JAX counts on the wall's clock, and a jump of it would end all; the watchdog misses who is gone
 STEP_TIMEOUT = 300.0  # seconds without a step after which a run counts as hung
 
 
@@ -140,6 +141,7 @@ def _start_jax(membership: Membership, seconds: float, preemption: bool) -> None
         cluster_detection_method="deactivate",
         coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind),
         initialization_timeout=max(1, round(seconds)),
+        heartbeat_timeout_seconds=HEARTBEAT,
     )
 
 
