@@ -95,7 +95,7 @@ def _say(capture: Capture, whole: Path) -> None:
     devices = len({event.device for event in capture.read.events})
     others = f" in process 0, and as much in {capture.processes - 1} more" if capture.processes > 1 else ""
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no whole step"
-    show(f"captured {when}: {count:,} operations on {devices} devices{others}, in {whole / FOLDER}")
+    show(f"captured {when}: {count:,} operations on {devices} device{'s' * (devices > 1)}{others}, in {whole / FOLDER}")
     show(f"to see them, type: jshard timeline {whole} -o timeline.html")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jshard.errors import JShardError
+from jshard.inspect.report.words import times
 from jshard.inspect.timeline.capture import Capture, captures
 from jshard.inspect.timeline.event import Event
 from jshard.inspect.timeline.lanes import Bar, Lane, lane, rows
@@ -65,7 +66,7 @@ class Timeline:
         when = (
             f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}" if steps else "no marked step"
         )
-        return f"{self.title}: {when}, {len(self.bars):,} operations on {len(self.lanes)} devices"
+        return f"{self.title}: {when}, {len(self.bars):,} operations on {times(len(self.lanes), 'device')}"
 
 
 def _write(target: Path, content: bytes, option: str) -> Path:
@@ -204,7 +205,7 @@ def _windows(bars: Sequence[Bar]) -> tuple[Window, ...]:
 def _about(found: Sequence[Capture], lanes: int) -> tuple[str, ...]:
     first = found[0]
     kind = first.told.get("kind", "")
-    devices = f"{lanes} device{'s' if lanes != 1 else ''}" + (f" of {kind}" if kind else "")
+    devices = times(lanes, "device") + (f" of {kind}" if kind else "")
     processes = f"{len(found)} processes" if first.processes > 1 else "one process"
     jax = first.read.jax or first.told.get("jax", "")
     return (devices, processes, *([f"captured by JAX {jax}"] if jax else []))
