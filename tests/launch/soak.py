@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent.parent
 YAML = "tests/launch/soak.yaml"
@@ -44,6 +44,7 @@ SENTENCES = {
     "term": "was sent SIGTERM, or heard of one, in step ",
     "raise": "rank {rank} ended with status 1 in step ",
 }
+FEWEST = 2  # faults, however slow the machine is
 WITHIN = 240.0  # seconds that a restart may take, on a machine as slow as any
 LAUNCHER_GROWS = 8  # MiB at most, from its first count on
 RANK_GROWS = 48  # MiB at most, above the most that a rank held before the first fault
@@ -69,7 +70,7 @@ class Soaked:
 
     def check(self) -> None:
         """An AssertionError that says which promise is broken."""
-        assert self.faults, "no fault came"
+        assert len(self.faults) >= FEWEST, self.faults
         assert not self.untold, self.untold
         assert len(self.undisturbed) == self.steps
         assert self.losses == self.undisturbed, _difference(self.losses, self.undisturbed)
@@ -115,6 +116,7 @@ class _Soak:
         self.here, self.chance, self.every, self.alone, self.say = here, random.Random(seed), every, alone, say
         self.seconds = 60 * minutes
         self.steps = round(self.seconds / PAUSE)
+        self.listeners: list[threading.Thread] = []
         self.said: list[str] = []  # what the launcher and its processes said, but for steps
         self.step, self.restarts = 0, 0  # the last step of this attempt, 0 before its first
         self.found = Soaked(self.steps)
@@ -135,6 +137,8 @@ class _Soak:
         finally:
             launcher.kill()
             launcher.wait()
+            for each in self.listeners:
+                each.join(10)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.found.processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         self.found.losses = losses(self.here / "disturbed")
@@ -147,14 +151,17 @@ class _Soak:
         pids: dict[int, int] = {}
         while True:
             self._wait(launcher, lambda: self.step > 0, "the first step")
+            if not pids:
+                self.began = time.monotonic()  # a slow machine takes long to start, and gets as many faults
             before, pids = pids, processes_of(launcher.pid)
             assert sorted(pids) == list(range(RANKS)), pids
             self.found.left += [pid for pid in before.values() if alive(pid)]
             self.found.peaks.append({})
             first = self.step
             self._wait(launcher, lambda first=first: self.step >= first + SETTLED, "more steps")
-            self._watch(launcher, pids, min(due, self.seconds))
-            if max(due, time.monotonic() - self.began) > self.seconds - self.every / 4:
+            self._watch(launcher, pids, due if len(self.found.faults) < FEWEST else min(due, self.seconds))
+            over = max(due, time.monotonic() - self.began) > self.seconds - self.every / 4
+            if over and len(self.found.faults) >= FEWEST:
                 break
             kinds = kinds or self.chance.sample(sorted(KINDS), len(KINDS))
             kind, rank = kinds.pop(), self.chance.randrange(RANKS)
@@ -224,12 +231,17 @@ class _Soak:
             text=True,
             cwd=ROOT,
         )
-        threading.Thread(target=self._listen, args=(started,), daemon=True).start()
+        self.listeners.append(threading.Thread(target=self._listen, args=(started,), daemon=True))
+        self.listeners[-1].start()
         return started
 
     def _listen(self, started: subprocess.Popen[str]) -> None:
         assert started.stdout is not None
-        for line in started.stdout:
+        with started.stdout as lines:
+            self._hear(lines)
+
+    def _hear(self, lines: IO[str]) -> None:
+        for line in lines:
             if (step := re.match(r"\[0\] step (\d+)/", line)) is not None:
                 self.step = int(step[1])
                 continue

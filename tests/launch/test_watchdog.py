@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 
-from jshard.launch import watchdog
+from jshard.launch import joining, watchdog
 from jshard.launch.pulse import Pulse
 from jshard.launch.standing import odd_one, table
 from jshard.launch.watchdog import _Answers
@@ -46,6 +48,23 @@ def test_watchdog_shows_all_ranks_and_marks_the_one_that_differs():
         "0     node  10       yes    step   5     4     21 ms  all_reduce of objective over data (a.yaml:4)",
         "1     node  11       yes    data   5     4     -      -  <--",
     ]
+
+
+def test_launch_and_train_compare_no_clocks_on_the_wall():
+    """`time.time` may say when something was; how long it took, and who is late, says a clock that only counts on."""
+    rooms = [Path(watchdog.__file__).parent, Path(watchdog.__file__).parents[1] / "train"]
+    users = {
+        file.name
+        for room in rooms
+        for file in room.glob("*.py")
+        if re.search(r"time\.time\(|datetime", file.read_text())
+    }
+    assert users <= {"log.py", "trace_asked.py"}  # the stamps of a log, and how long a request for a trace is good
+
+
+def test_launch_does_not_leave_it_to_jax_to_miss_a_heartbeat():
+    """JAX counts seconds between heartbeats on the wall's clock."""
+    assert joining.HEARTBEAT > 24 * 3600
 
 
 def test_pulse_counts_the_steps_whose_results_are_there():
