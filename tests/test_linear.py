@@ -88,14 +88,18 @@ def stacked(count, make):
 
 def under_signal(rngs):
     with jshard.signal("layer"):
-        return jshard.Linear(cases.INPUTS, cases.INPUTS, kernel_init=normal, bias_init=normal, rngs=rngs)
+        return jshard.Linear(cases.INPUTS, cases.INPUTS, kernel_init=by_key, bias_init=by_key, rngs=rngs)
 
 
 def plain(rngs):
-    return nnx.Linear(cases.INPUTS, cases.INPUTS, kernel_init=normal, bias_init=normal, rngs=rngs)
+    return nnx.Linear(cases.INPUTS, cases.INPUTS, kernel_init=by_key, bias_init=by_key, rngs=rngs)
 
 
-normal = nnx.initializers.normal(0.3)
+def by_key(key, shape, dtype):
+    """Integers, other ones in each layer of a stack."""
+    return cases.integers(key, shape, dtype) * (1 + jax.random.key_data(key)[-1] % 2).astype(dtype)
+
+
 SCANS = {
     "nnx.scan": nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry),
     "nnx.scan of nnx.remat": nnx.scan(nnx.remat(lambda layer, x: layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry),
@@ -242,6 +246,7 @@ def _promote_dtype(arrays, *, dtype=None, **_):
     ids=lambda arguments: " ".join(arguments),
 )
 def test_arguments_of_nnx_linear_mean_the_same(arguments):
+    arguments = {"kernel_init": cases.integers, **arguments}  # drawn numbers compile slowly: see test_create.py
     x = cases.numbers((8, 16))
     expected = nnx.Linear(16, 24, rngs=nnx.Rngs(0), **arguments)
     for name in ("row column", "row reduction"):
