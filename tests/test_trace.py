@@ -20,8 +20,9 @@ from xplanes import write
 
 import jshard
 from jshard.cli import main
+from jshard.cli import trace as command
 from jshard.errors import JShardError
-from jshard.inspect.timeline import timeline
+from jshard.inspect.timeline import capture, timeline
 from jshard.inspect.timeline.capture import captures
 from jshard.signals import current
 from jshard.train.trace import trace
@@ -176,7 +177,7 @@ def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
     found = captures(tmp_path / "run")
     count = len(found[0].read.events)
     assert done.stdout.splitlines()[-2:] == [
-        f"[0] captured step 1: {count} operations on 2 devices in process 0, and as much in 1 more, in {tmp_path}/run/trace",
+        f"[0] captured step 1: {count} operations on 2 devices of process 0 (1 more captured their own), in {tmp_path}/run/trace",
         f"[0] to see them, type: jshard timeline {tmp_path}/run -o timeline.html",
     ]
     assert [(capture.rank, capture.processes) for capture in found] == [(0, 2), (1, 2)]
@@ -191,6 +192,10 @@ def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
 
 
 # -- a run that goes on --
+
+
+def test_trace_command_looks_where_captures_are_written():
+    assert (command.FOLDER, command.FILE, command.WANTED) == (capture.FOLDER, capture.FILE, capture.WANTED)
 
 
 class Run:

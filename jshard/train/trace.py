@@ -16,8 +16,6 @@ from jshard.inspect.timeline.capture import FILE, Capture, describe
 from jshard.train.experiment import Experiment
 from jshard.train.loop import NotANumber, Step, run
 
-STEPS = 3
-
 
 class Tracing:
     """What is being captured; behind the `with`, `capture` is what was."""
