@@ -187,7 +187,7 @@
     pen.fillStyle = colour("--raised");
     pen.fillRect(0, 0, left, HEAD - 4);
     pen.fillStyle = colour("--soft");
-    if (wide < NARROW) pen.fillText("device", 12, 12, left - 18);
+    if (wide < NARROW) pen.fillText(lanes.some((lane) => lane.name.includes(" of rank ")) ? "dev · rank" : "device", 8, 12, left - 12);
     pen.save();
     pen.beginPath();
     pen.rect(left, 0, wide - left, tall);
