@@ -29,7 +29,9 @@ PROGRAM = programs(
             Instruction("psum.2", "all-reduce", "jit(train)/jvp(signal:down)/psum_invariant"),
             Instruction("start.3", "all-reduce-start", "jit(train)/transpose(jvp(signal:up))/psum"),
             Instruction("done.3", "all-reduce-done", "jit(train)/transpose(jvp(signal:up))/psum"),
-            Instruction("both.4", "all-reduce", "jit(train)/(transpose(jvp(signal:up))/psum:transpose(jvp(signal:down))/psum)"),
+            Instruction(
+                "both.4", "all-reduce", "jit(train)/(transpose(jvp(signal:up))/psum:transpose(jvp(signal:down))/psum)"
+            ),
             Instruction("fusion.5", "fusion", "jit(train)/signal:net/signal:up/add", (2,)),
             Instruction("fusion.6", "fusion", "jit(train)/phase:update/mul", (3,)),
             Instruction("while.7", "while", "jit(train)/while"),
