@@ -128,6 +128,7 @@ def sentence(capsys, *words: str) -> str:
 # -- going on --
 
 
+@pytest.mark.slow
 def test_resume_goes_on_bit_by_bit_with_dropout_and_the_position_in_the_data(finished, here, capsys):
     train(built("steps=13"))
     assert main(["resume", "run", "steps=30"]) == 0

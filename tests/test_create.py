@@ -58,6 +58,7 @@ NARROW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 def test_numbers_of_narrow_parts_are_those_of_one_device_bitwise(axis_types):
     """Drawn where they will lie, XLA for CPU rounds erf_inv otherwise at 3 to 6 elements in a row (jax 0.12)."""

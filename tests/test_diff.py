@@ -208,6 +208,7 @@ def typed(capsys, *words: str) -> tuple[int, list[str], list[str]]:
     return status, out.splitlines(), err.splitlines()
 
 
+@pytest.mark.slow
 def test_diff_is_1_for_a_difference_and_names_both_lines(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     status, out, err = typed(capsys, DIGITS, "layer2.reduction=[]")
@@ -287,6 +288,7 @@ SENTENCES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "sentence"), SENTENCES, ids=[" ".join(words) for words, _ in SENTENCES])
 def test_diff_trouble_is_one_sentence_and_2(capsys, monkeypatch, words, sentence):
     monkeypatch.chdir(ROOT)

@@ -56,6 +56,7 @@ def test_xor_is_learned_on_one_device_and_on_four():
     assert four == one.replace("1 device:", "4 devices:")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", [(), ("configs/digits.yaml",)])
 def test_plain_flax_trains_on_one_device_and_on_a_mesh(configuration):
     (line,) = printed("examples.plain_flax", *configuration).splitlines()

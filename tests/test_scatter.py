@@ -71,23 +71,20 @@ def test_scatter_in_two_processes_of_two_devices():
     }
 
 
+@pytest.mark.slow
 def test_scatter_in_four_processes():
     parts = [each["eight"] for each in told(processes.run(SCRIPT, 4))]
     assert parts == [[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]], [[7.0, 8.0]]]
 
 
 @pytest.mark.slow
-def test_scatter_of_half_a_gibibyte_takes_its_part_and_little_more():
-    def ratios():
-        found = benchmark.in_processes(4, 512)
-        for each in found[1:]:
-            assert each["scatter"]["mebibytes"] <= 512 / 4 + 64
-        return [
-            max(each["scatter"][unit] for each in found) / max(each["broadcast"][unit] for each in found)
-            for unit in ("seconds", "mebibytes")
-        ]
-
-    assert any(max(ratios()) <= 0.3 for _ in range(3))  # a busy machine may spoil one measurement
+def test_scatter_takes_its_part_and_little_more():
+    """A quarter of a gibibyte here; `python -m benchmarks.scatter` has half of one, and the times."""
+    found = benchmark.in_processes(4, 256)
+    for each in found[1:]:
+        assert each["scatter"]["mebibytes"] <= 256 / 4 + 64
+    most = {method: max(each[method]["mebibytes"] for each in found) for method in ("scatter", "broadcast")}
+    assert most["scatter"] <= 0.3 * most["broadcast"]
 
 
 def test_benchmark_tells_what_is_saved_beside_what_the_original_printed():

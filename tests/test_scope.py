@@ -401,6 +401,7 @@ def test_mlp_finds_its_own_signals_below_the_outer_one():
     assert kernels[1].sharding.spec == P(None, None)
 
 
+@pytest.mark.slow
 def test_compile_true_makes_one_program_of_a_call_outside_jit():
     x = jnp.ones((8, 8))
     for compiled, programs in ((False, 3), (True, 1)):

@@ -22,7 +22,7 @@ import jshard
 from jshard.inspect import verify
 from jshard.signals.current import unload
 
-EXAMPLES = int(os.environ.get("JSHARD_VERIFY_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("JSHARD_VERIFY_EXAMPLES", "4"))
 FEATURES = 16
 
 # Of one product, by letters: d is data, t tensor, p pipe.
@@ -162,6 +162,7 @@ FLIPS = Random(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],

@@ -128,6 +128,7 @@ def test_step_of_adamw_tells_which_lines_stand_ins_prove():
     ]
 
 
+@pytest.mark.slow
 def test_step_over_further_meshes_and_other_strategies():
     step = experiment("layer1.store={optimizer: data}", "layer2.store=data", optimizer="adafactor")
     verification = step.verify([{"data": 4, "tensor": 2}, {"data": 1, "tensor": 8}])
@@ -294,6 +295,7 @@ def test_stand_ins_are_followed_through_everything_that_holds_a_program():
 # -- jshard.step on an auto mesh --
 
 
+@pytest.mark.slow
 def test_a_jshard_step_on_an_auto_mesh_is_explained_and_proven_as_on_an_explicit_one():
     @jshard.step
     def train(model, optimizer, x):

@@ -54,6 +54,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert tree | {"jshard/py.typed"} <= set(names)
 
 
+@pytest.mark.slow
 def test_wheel_trains_a_users_own_model_outside_the_tree(installed, tmp_path):
     (tmp_path / "mine.py").write_text((ROOT / "examples/xor.py").read_text())
     text = (ROOT / "configs/xor.yaml").read_text().replace("examples.xor", "mine")

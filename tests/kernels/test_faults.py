@@ -38,6 +38,7 @@ def found():
     return {tuple(line.split(",")[:2]): set(line.split(",")[2:]) for line in out.splitlines() if "," in line}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", ["on_wait", "eager"])
 def test_rounds_on_the_same_buffers_are_clean(found, copies):
     """100 of them, or 20 where every copy happens at once."""
