@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import plan, step
+from benchmarks import plan, processes, step
 from jshard.signals.current import unload
 
 
@@ -16,6 +16,7 @@ def unloaded():
     unload()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--devices", "8", "--optimizer", "sgd"]])
 def test_quick_benchmark_of_a_step_prints_a_line_for_each_variant(capsys, arguments):
     step.main(["--quick", *arguments])
@@ -44,3 +45,35 @@ def test_quick_benchmark_of_a_plan_prints_what_the_compiler_and_the_cache_take(c
     first, again = capsys.readouterr().out.splitlines()
     assert re.fullmatch(f"{of} by its compiler {took}", first)
     assert re.fullmatch(f"{of} from the cache {took}", again)
+
+
+FIRST = {processes.HAND: [3.0, 2.0, 1.0], "DDP": [3.0, 2.0, 1.00001]}
+
+
+def test_processes_have_to_agree_on_their_losses_and_the_table_tells_ratios():
+    differences = processes.agree(FIRST)
+    assert differences[processes.HAND] == 0 and 0 < differences["DDP"] < 2e-5
+    with pytest.raises(AssertionError, match="DDP has the losses .*, and shard_map by hand"):
+        processes.agree({**FIRST, "DDP": [3.0, 2.0, 1.1]})
+    with pytest.raises(AssertionError, match="the losses do not fall"):
+        processes.agree({processes.HAND: [1.0, 2.0, 3.0]})
+    seconds = {processes.HAND: [0.002, 0.004, 0.006], "DDP": [0.001, 0.002, 0.003]}
+    told = processes.table(seconds, differences, (processes.HAND, "DDP", "DTensor")).splitlines()
+    assert told[0].split() == ["median", "middle", "half", "/", "shard_map", "by", "hand", "/", "DDP", "losses"]
+    assert told[1].split()[3:] == ["4.00", "ms", "2.00", "-", "6.00", "ms", "1.00", "2.00", "same"]
+    assert told[2].split()[1:] == ["2.00", "ms", "1.00", "-", "3.00", "ms", "0.50", "1.00", "1e-05"]
+
+
+@pytest.mark.slow
+def test_quick_benchmark_over_processes_prints_a_line_for_each_variant(capsys):
+    processes.main(["--quick", "--processes", "2", "--layouts", "data"])
+    told = capsys.readouterr().out
+    names = re.findall(r"^(\S.*?)  +[\d.]+ ms +[\d.]+ - [\d.]+ ms +[\d.]+", told, re.MULTILINE)
+    torch = [] if processes.NO_TORCH in told else ["DDP", "DDP, loss of all rows"]
+    assert names == [
+        "shard_map by hand", "the same, again", "jshard by layers", "jshard.step", "jit with NamedShardings",
+        "by hand, one sum of all", *torch,
+    ]  # fmt: skip
+    assert re.search(
+        r"^data parallel, 2 processes, sgd, 16-32-8, batch 32; load [\d.]+ on \d+ cores$", told, re.MULTILINE
+    )

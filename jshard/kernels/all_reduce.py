@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,8 +16,9 @@ from jshard.kernels import collectives
 from jshard.kernels.batch import at_once
 from jshard.kernels.choose import decide, room
 from jshard.kernels.collectives import MeshAxis
+from jshard.kernels.in_order import JOINT, added
 
-Algorithm = Literal["auto", "one_shot", "two_shot", "ring", "torus", "xla"]
+Algorithm = Literal["auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"]
 
 
 def all_reduce(
@@ -24,8 +26,9 @@ def all_reduce(
 ) -> Array:
     """The sum (or max, min, mean) of `x` over the devices along `mesh_axis`; every device gets it, to the same bit.
 
-    "auto" is what `kernels.choose` says and costs nothing where that is plain XLA. A kernel adds bfloat16 in float32 and
-    rounds once. Any shape; the gradient is psum's. One can't be forced where it can't run: that is an error.
+    "in_order" adds in the order of devices, and costs an all-to-all, of large arrays an all-gather besides. "auto" is what
+    `kernels.choose` says and costs nothing where that is plain XLA. A kernel adds bfloat16 in float32 and rounds once. Any
+    shape; the gradient is psum's. One can't be forced where it can't run: that is an error.
     """
     mesh_axes = collectives.checked("all_reduce", mesh_axis)
     x = jnp.asarray(x)
@@ -35,6 +38,17 @@ def all_reduce(
         return collectives.all_reduce(x, mesh_axes, op=op)
     total: Array = _summed(collectives.as_varying(x, mesh_axes), mesh_axes, taken)
     return total / collectives.axis_size(mesh_axes) if op == "mean" else total
+
+
+def all_reduce_together(arrays: tuple[Array, ...], mesh_axis: MeshAxis, *, algorithm: Algorithm) -> tuple[Array, ...]:
+    """The sum of each. What is small together goes as one array: between processes one collective more costs most."""
+    arrays = tuple(collectives.as_varying(each, collectives.checked("all_reduce", mesh_axis)) for each in arrays)
+    alike = len({(each.dtype, frozenset(jax.typeof(each).mat.varying)) for each in arrays}) == 1
+    if len(arrays) == 1 or not alike or sum(each.size * each.dtype.itemsize for each in arrays) > JOINT:
+        return tuple(all_reduce(each, mesh_axis, algorithm=algorithm) for each in arrays)
+    total = all_reduce(jnp.concatenate([each.reshape(-1) for each in arrays]), mesh_axis, algorithm=algorithm)
+    parts = jnp.split(total, list(itertools.accumulate(each.size for each in arrays))[:-1])
+    return tuple(part.reshape(each.shape) for part, each in zip(parts, arrays, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -55,6 +69,8 @@ _summed.defvjp(lambda x, mesh_axes, algorithm: (_summed(x, mesh_axes, algorithm)
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     """Packed into tiles, summed by pieces that fit the chip's VMEM, unpacked. Equal calls share one trace."""
+    if algorithm == "in_order":
+        return added(x, mesh_axes)
     from jshard.kernels.tiles import pack, unpack
     from jshard.kernels.tpu import all_reduce as tpu
     from jshard.kernels.tpu.wire import Group

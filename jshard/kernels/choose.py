@@ -14,9 +14,10 @@ from jax import lax
 from jshard.errors import JShardError, nearest
 from jshard.kernels import chip as chips
 from jshard.kernels.chip import Chip
+from jshard.kernels.in_order import between_processes
 
 ALGORITHMS = {
-    "all_reduce": ("auto", "one_shot", "two_shot", "ring", "torus", "xla"),
+    "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
     "reduce_scatter": ("auto", "ring", "xla"),
     "all_gather": ("auto", "ring", "xla"),
     "matmul": ("auto", "pallas", "xla"),
@@ -70,6 +71,7 @@ _GATHERS = "HLO compiled for 8 absent H200, jax 0.12.0.1: all-gather and reduce-
 _CUBLAS = "docs/measurements/kernels.md: not measured on a GPU"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
 _WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
+_PROCESSES = "docs/design/0015-processes.md: python -m benchmarks.processes"
 _MODEL = "jshard/chips.py: the maker's peak and link, as a plan counts them"
 
 
@@ -93,6 +95,13 @@ def _own(group: int, one: int, two: int) -> tuple[Row, ...]:
 
 TABLE = (
     Row("any", "any", _xla("a group of one moves nothing", "arithmetic"), 0, 1),
+    Row(
+        "all_reduce",
+        "cpu",
+        Choice("in_order", "gloo's waits for a neighbour 2 (n - 1) times, this once or twice", _PROCESSES),
+        least=3,
+        when=lambda *_: between_processes(),
+    ),
     Row(
         "any", "cpu", _xla("a CPU has no links for a kernel to drive", "tests/kernels/test_choice.py: same HLO as psum")
     ),
@@ -142,6 +151,16 @@ def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str |
     return next(row.choice for row in TABLE if row.fits(op, where, asked, shape, jnp.dtype(dtype)))
 
 
+def plain(op: str) -> str:
+    """The algorithm of an op of which a signal says nothing: XLA's own, but for sums between CPU processes."""
+    return "in_order" if op == "all_reduce" and between_processes() else "xla"
+
+
+def adds_in_order(algorithm: str) -> bool:
+    """Whether an all-reduce by `algorithm` adds in the order of devices where the program is traced."""
+    return algorithm == "in_order" or (algorithm == "auto" and between_processes())
+
+
 def decide(op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], more: WhyNot | None = None) -> str:
     """The algorithm to run here. `more` looks for a further reason, with its mend, why no kernel of
     this op can take these."""
@@ -149,6 +168,8 @@ def decide(op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], more: Wh
     if algorithm == "xla":
         return "xla"
     group = math.prod(lax.axis_size(name) for name in mesh_axes)
+    if algorithm == "in_order" and group == 2 and more is None:
+        return "xla"  # two numbers have one sum
     if algorithm == "auto":
         chosen = choose(op, shape=x.shape, dtype=x.dtype, group=group).algorithm
         return chosen if chosen == "xla" or _refusal(op, chosen, x, mesh_axes, group, more) is None else "xla"
@@ -181,6 +202,8 @@ def _refusal(
 ) -> tuple[str, str] | None:
     """Why not, and what to type instead."""
     plain = 'use algorithm="auto"'
+    if algorithm == "in_order":
+        return None if more is None else more()
     here = chips.present_chip()
     if here.platform == "gpu" and op == "matmul":
         if here.gpu.get("major") not in GPU_GENERATIONS:

@@ -52,7 +52,7 @@ class Timing:
 
 def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
     """Those of `op` that can be compiled for the devices at hand. What is only interpreted is never timed."""
-    words = [word for word in ALGORITHMS[op] if word not in ("auto", "torus")]
+    words = [word for word in ALGORITHMS[op] if word not in ("auto", "in_order", "torus")]
     if platform != "tpu":
         return ["xla"]
     return [word for word in words if word == "xla" or word not in ("ring", "fused") or group <= LONGEST_RING]
@@ -152,7 +152,7 @@ def self_test(mesh: Mesh, mesh_axis: str) -> Iterator[Proof]:
     if compiled or jax.process_count() == 1:
         for op, words in ALGORITHMS.items():
             for algorithm in words:
-                if algorithm not in ("auto", "xla", "torus") and (not on_gpu or (op == "matmul" and has_product)):
+                if algorithm not in ("auto", "in_order", "xla", "torus") and (not on_gpu or (op == "matmul" and has_product)):
                     yield _proved(mesh, mesh_axis, op, algorithm, compiled, "bfloat16" if on_gpu else "float32")
     yield _proved(mesh, mesh_axis, "all_reduce", "xla", True)
 

@@ -13,10 +13,11 @@ from jax import lax
 
 from jshard.kernels.all_gather import all_gather
 from jshard.kernels.all_reduce import all_reduce
+from jshard.kernels.collectives import axis_size
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.matmul import matmul
 from jshard.kernels.reduce_scatter import reduce_scatter
-from jshard.layers.strategy import Names, Strategy, varying
+from jshard.layers.strategy import Names, Strategy, spread, varying
 from jshard.layouts.redistribute import take_slice
 
 
@@ -121,6 +122,8 @@ class Body:
             (w, s.batch, s.store, s.kernel_store_axis),
         ]
         each += [] if b is None else [(b, s.bias_batch, s.store, 0)]
+        if s.adds_in_order:
+            each = _differing(each, None if wide is None else jnp.dtype(wide))
         compute = self.arithmetic.dtype or jnp.result_type(*(array for array, *_ in each))
         found = []
         for array, differs, names, axis in each:
@@ -130,6 +133,28 @@ class Body:
             found.append(_gathered(array, names, axis, sums, jnp.dtype(array.dtype if wide is None else compute), s))
         x, w, b = (*found, None)[:3]
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
+
+
+Placed = tuple[
+    jax.Array, Names, Names, int
+]  # an array, the axes it differs along and rests split over, and on which axis
+
+
+def _differing(each: list[Placed], wide: Any) -> list[Placed]:
+    """The same, marked as differing along their axes, so that their gradients are added in the order of devices; what starts
+    to differ along the same axes has its gradients added together."""
+    arrays = [array if wide is None else array.astype(wide) for array, *_ in each]
+    missing = [
+        tuple(name for name in differs if name not in jax.typeof(array).mat.varying)
+        for array, (_, differs, *_) in zip(arrays, each, strict=True)
+    ]
+    for names in dict.fromkeys(missing):
+        if axis_size(names) < 3:  # two numbers have one sum, in any order
+            continue
+        alike = [place for place, others in enumerate(missing) if others == names]
+        for place, array in zip(alike, spread(tuple(arrays[place] for place in alike), names), strict=True):
+            arrays[place] = array
+    return [(array, *rest) for array, (_, *rest) in zip(arrays, each, strict=True)]  # pyright: ignore[reportReturnType]
 
 
 def _gathered(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, s: Strategy) -> jax.Array:

@@ -16,6 +16,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
+from jshard.kernels.all_reduce import all_reduce_together
+from jshard.kernels.choose import adds_in_order, plain
+from jshard.kernels.collectives import checks
 from jshard.layouts.layout import Layout, check_divides
 from jshard.signals.current import mesh_for
 from jshard.signals.signal import Signal
@@ -39,8 +42,13 @@ class Strategy:
     kernels: tuple[tuple[str, str], ...] = ()  # op -> algorithm
 
     def algorithm(self, op: str) -> Any:
-        """How `op` is done: by plain XLA unless the signal says."""
-        return dict(self.kernels).get(op, "xla")
+        """How `op` is done, unless the signal says: by plain XLA, or in the order of devices between CPU processes."""
+        return dict(self.kernels).get(op) or plain(op)
+
+    @property
+    def adds_in_order(self) -> bool:
+        """Whether gradients too are summed in the order of devices: of what JAX differentiates, it adds them by a psum."""
+        return adds_in_order(self.algorithm("all_reduce")) and checks()
 
     @property
     def scattered(self) -> Names:
@@ -199,6 +207,24 @@ def varying(x: jax.Array, names: Sequence[str]) -> jax.Array:
     present = jax.typeof(x).mat.varying
     missing = tuple(name for name in names if name not in present)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def spread(arrays: tuple[jax.Array, ...], names: Names) -> tuple[jax.Array, ...]:
+    """`arrays`, alike along `names`, as something that differs along them; their gradients are added in the order of devices,
+    small ones together."""
+    return tuple(lax.pcast(array, names, to="varying") for array in arrays)
+
+
+def _spread_keeps(arrays: tuple[jax.Array, ...], names: Names) -> tuple[tuple[jax.Array, ...], None]:
+    return spread(arrays, names), None
+
+
+def _spread_pulls(names: Names, _: None, cotangents: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...]]:
+    return (all_reduce_together(cotangents, names, algorithm="in_order"),)
+
+
+spread.defvjp(_spread_keeps, _spread_pulls)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,51 @@
+"""The sum over the devices along mesh axes, added in the order of devices, out of messages that all send at once.
+
+Inside one process XLA's own all-reduce adds in that order, so this is it to the same bit. Between CPU processes gloo's goes
+around a ring, in an order that differs from part to part, and waits 2 (n - 1) times for a neighbour; here each waits once,
+or twice for what is large (docs/design/0015-processes.md).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshard.kernels import collectives
+from jshard.kernels.chip import present_chip
+from jshard.kernels.island import unvary_p
+
+AT_ONCE = 4 << 20  # bytes from all devices together, up to which each gets all of them whole
+JOINT = 1 << 20  # bytes of several arrays together, up to which they are summed as one
+
+
+def between_processes() -> bool:
+    """Whether the program is traced for CPU devices of processes that have joined: collectives are gloo's there."""
+    return jax.distributed.is_initialized() and present_chip().platform == "cpu"
+
+
+def added(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+    """The sum of `x` over the devices along `mesh_axes`, to the same bit on each. What has 16 bits is added in float32 and
+    rounded once, as XLA's own does on a CPU."""
+    n, varying = collectives.axis_size(mesh_axes), sorted(jax.typeof(x).mat.varying - {*mesh_axes})
+    if n * x.size * x.dtype.itemsize <= AT_ONCE:
+        copies = jnp.broadcast_to(x, (n, *x.shape))
+        total = _total(lax.all_to_all(copies, mesh_axes, 0, 0, tiled=True))
+    else:
+        flat, size = x.reshape(-1), -(-x.size // n)
+        flat = flat if n * size == x.size else jnp.pad(flat, (0, n * size - x.size))
+        part = _total(lax.all_to_all(flat.reshape(n, size), mesh_axes, 0, 0, tiled=True))
+        total = lax.all_gather(part, mesh_axes, axis=0, tiled=True)[: x.size].reshape(x.shape)
+    if not collectives.checks():
+        return total
+    total = unvary_p.bind(total)  # alike on all devices, which no type can tell of an all-to-all
+    return lax.pcast(total, tuple(varying), to="varying") if varying else total
+
+
+def _total(parts: Array) -> Array:
+    wide = jnp.float32 if parts.dtype in (jnp.bfloat16, jnp.float16) else parts.dtype
+    # A loop is not fused with what follows, which compiles as it does behind a psum, and so computes to the same bit; an
+    # optimization_barrier is dropped by jax 0.10.2, and a loop of one turn too. Minus zero changes nothing it is added to.
+    nothing = collectives.as_varying(jnp.full(parts.shape[1:], -0.0, wide), tuple(jax.typeof(parts).mat.varying))
+    total, _ = lax.scan(lambda total, part: (total + part.astype(wide), None), nothing, parts)
+    return total.astype(parts.dtype)
