@@ -192,6 +192,20 @@ def test_what_every_device_can_do_by_itself_is_not_told(name):
     assert (ledger.left, ledger.total, wire_bytes(compiled)) == ((), 0, 0), str(ledger)
 
 
+ELEMENTWISE = [
+    *(getattr(jax.nn, name) for name in "celu elu gelu hard_tanh leaky_relu mish relu6 selu sigmoid silu softplus".split()),
+    *(getattr(jnp, name) for name in "cbrt exp exp2 expm1 log log10 log1p log2 reciprocal sinh sqrt square tan tanh".split()),
+    jax.scipy.special.erf, jax.scipy.special.i0e, lambda x: jnp.power(x, 2.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ELEMENTWISE, ids=lambda function: function.__name__)
+def test_functions_of_each_number_and_their_gradients_are_not_told(function):
+    with jax.set_mesh(jshard.mesh()):
+        found = read(jax.make_jaxpr(jax.value_and_grad(lambda x: function(x).sum()))(tiles()))
+    assert found.left == (), str(found)
+
+
 def test_an_operation_that_is_not_known_counts_as_one_that_moves():
     x = put((8, 4, 4), "data")
     (left,) = read(jax.make_jaxpr(lambda x: lax.linalg.lu(x)[0])(x)).left

@@ -20,14 +20,15 @@ CALLS = {
 HOLD_OTHERS = frozenset(CALLS) | frozenset("shard_map scan while cond".split())
 # Each element by itself, or whole axes in another order: every device has what it needs.
 LOCAL = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim "
-    "cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp "
-    "exp2 expand_dims expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log "
-    "log1p logistic lt lt_to max mesh_cast min mul name ne neg nextafter not optimization_barrier or polygamma "
-    "population_count pow pvary random_bits random_fold_in random_gamma_grad random_seed random_split random_unwrap "
-    "random_wrap real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze stack stop_gradient sub tan tanh "
-    "threefry2x32 transpose xor zeta".split()
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type "
+    "broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to "
+    "erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow iota "
+    "is_finite le le_to lgamma log log1p log2 logistic lt lt_to max mesh_cast min mul mulhi name ne neg nextafter not "
+    "one_minus_square optimization_barrier or polygamma polynomial population_count pow pvary random_bits "
+    "random_clone random_fold_in random_gamma_grad random_seed random_split random_unwrap random_wrap real "
+    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32 transpose "
+    "xor zeta".split()
 )
 PRICED = REDUCTIONS | frozenset(["argmax", "argmin"])  # by `typed`
 
