@@ -46,7 +46,15 @@ def measure(rounds: int, block: float, count: int) -> int:
     assert membership is not None
     unwatch()
     leads = membership.rank == 0
+    still = worked_in(4 * block)
+    stop = watch(membership, pulse(), 300.0)
+    watching = worked_in(4 * block)
+    stop()
     if leads:
+        print(
+            f"a second of being watched takes {1000 * (watching - still):.1f} ms of processor time, of two threads beside the "
+            f"training; a step takes {1e6 * told(10_000):.1f} us more"
+        )
         print(f"{count} processes, {rounds} turns of {block:g} s each with and without, medians")
         print("matrices   unwatched     watched   ratio  quartiles of turns   the same of processor time")
     for size in SIZES:
@@ -60,7 +68,7 @@ def measure(rounds: int, block: float, count: int) -> int:
                 unwatched.append(timed(step, steps))
             else:
                 stop = watch(membership, pulse(), 300.0)
-                watched.append(timed(step, steps, told=True))
+                watched.append(timed(step, steps, watched=True))
                 pulse().results.clear()
                 stop()
         (low, ratio, high), (least, worked, most) = (
@@ -72,6 +80,24 @@ def measure(rounds: int, block: float, count: int) -> int:
             said = f"{ratio:.3f}  {low:.3f} to {high:.3f}     {worked:.3f}  {least:.3f} to {most:.3f}"
             print(f"{size:4} x {size:<4} {plain:6.2f} ms   {seen:6.2f} ms   {said}")
     return 0
+
+
+def worked_in(seconds: float) -> float:
+    """Processor time of this process in each second that passes while it sleeps."""
+    began = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - began) / seconds
+
+
+def told(steps: int) -> float:
+    """Processor time that each step pays for being told, as `jshard train` does."""
+    from jshard.launch.pulse import Pulse
+
+    say, began = Pulse(), time.process_time()
+    for number in range(steps):
+        say.at("step", number)
+        say.waits(number, None)
+    return (time.process_time() - began) / steps
 
 
 def stepping(size: int, count: int) -> Callable[[], object]:
@@ -107,9 +133,9 @@ def agreed(steps: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(steps)))
 
 
-def timed(step: Callable[[], object], steps: int, *, told: bool = False) -> tuple[float, float]:
+def timed(step: Callable[[], object], steps: int, *, watched: bool = False) -> tuple[float, float]:
     """Seconds of a step, and of this processor's time in it, of so many that are dispatched and waited for one by one;
-    `told` as `jshard train` tells them."""
+    those that are `watched` are told as `jshard train` does."""
     import jax
 
     from jshard.launch.joining import pulse
@@ -118,10 +144,10 @@ def timed(step: Callable[[], object], steps: int, *, told: bool = False) -> tupl
     jax.block_until_ready(step())
     began, worked = time.perf_counter(), time.process_time()
     for number in range(1, steps + 1):
-        if told:
+        if watched:
             say.at("step", number)
         result = step()
-        if told:
+        if watched:
             say.waits(number, result)
         jax.block_until_ready(result)
     return (time.perf_counter() - began) / steps, (time.process_time() - worked) / steps
