@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jshard.kernels import collectives
 from jshard.kernels.chip import present_chip
-from jshard.kernels.island import unvary_p
+from jshard.kernels.unvary import unvary_p
 
 AT_ONCE = 4 << 20  # bytes from all devices together, up to which each gets all of them whole
 JOINT = 1 << 20  # bytes of several arrays together, up to which they are summed as one

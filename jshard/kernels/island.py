@@ -16,19 +16,12 @@ import jax
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 from jax.sharding import ManualAxisType
 
 from jshard.kernels.chip import interpretation, present_chip
 from jshard.kernels.collectives import checks
 from jshard.kernels.declare import Schedule, declare
-
-unvary_p = Primitive("unvary")
-unvary_p.def_abstract_eval(lambda x: x.update_manual_axis_type(ManualAxisType()))
-unvary_p.def_impl(lambda x: x)
-mlir.register_lowering(unvary_p, lambda _, x: [x])
-batching.defvectorized(unvary_p)
+from jshard.kernels.unvary import unvary_p
 
 
 @dataclasses.dataclass(frozen=True)
