@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from types import TracebackType
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ from jshard.version import __version__
 
 START_TIMEOUT = 60.0  # seconds that all processes have to appear in
 PRECEDENCE = 2.0  # seconds that rank 0 has to say what it has told the others, before they end
-HEARTBEAT = 7 * 24 * 3600  # JAX counts on the wall's clock, and a jump of it would end all; the watchdog misses who is gone
+HEARTBEAT = 7 * 24 * 3600  # JAX counts on the wall's clock, where a jump would end all; the watchdog misses who is gone
 STEP_TIMEOUT = 300.0  # seconds without a step after which a run counts as hung
 
 
