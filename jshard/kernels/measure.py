@@ -152,7 +152,9 @@ def self_test(mesh: Mesh, mesh_axis: str) -> Iterator[Proof]:
     if compiled or jax.process_count() == 1:
         for op, words in ALGORITHMS.items():
             for algorithm in words:
-                if algorithm not in ("auto", "in_order", "xla", "torus") and (not on_gpu or (op == "matmul" and has_product)):
+                if algorithm not in ("auto", "in_order", "xla", "torus") and (
+                    not on_gpu or (op == "matmul" and has_product)
+                ):
                     yield _proved(mesh, mesh_axis, op, algorithm, compiled, "bfloat16" if on_gpu else "float32")
     yield _proved(mesh, mesh_axis, "all_reduce", "xla", True)
 
