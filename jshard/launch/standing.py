@@ -25,14 +25,16 @@ def odd_one(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool]) -
 
 def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd: int | None) -> list[str]:
     """A line for each rank; an arrow points at the one that differs."""
-    rows = [("rank", "host", "process", "alive", "phase", "step", "done", "late", "stands in (inferred)")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "host", "process", "alive", "phase", "step", "done", "late", "stands in (inferred)")
+    ]
     for rank, note in sorted(notes.items()):
         has = "yes" if alive[rank] else "no"
         late = f"{1000 * note['late']:.0f} ms" if "late" in note else "-"
         waits = note["phase"] == "step" and note["done"] < note["step"]
         place = (note.get("stands_in") or "-") if waits else "-"
         each = (rank, note["host"], note["pid"], has, note["phase"], note["step"], note["done"], late, place)
-        rows.append(tuple(map(str, each)))  # type: ignore[arg-type]
+        rows.append(tuple(map(str, each)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [line + ("  <--" if at and sorted(notes)[at - 1] == odd else "") for at, line in enumerate(lines)]

@@ -135,9 +135,8 @@ class Body:
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
 
 
-Placed = tuple[
-    jax.Array, Names, Names, int
-]  # an array, the axes it differs along and rests split over, and on which axis
+# An array, the axes it differs along, those it rests split over, and on which axis of it.
+Placed = tuple[jax.Array, Names, Names, int]
 
 
 def _differing(each: list[Placed], wide: Any) -> list[Placed]:
@@ -154,7 +153,7 @@ def _differing(each: list[Placed], wide: Any) -> list[Placed]:
         alike = [place for place, others in enumerate(missing) if others == names]
         for place, array in zip(alike, spread(tuple(arrays[place] for place in alike), names), strict=True):
             arrays[place] = array
-    return [(array, *rest) for array, (_, *rest) in zip(arrays, each, strict=True)]  # pyright: ignore[reportReturnType]
+    return [(array, differs, names, axis) for array, (_, differs, names, axis) in zip(arrays, each, strict=True)]
 
 
 def _gathered(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, s: Strategy) -> jax.Array:

@@ -17,7 +17,11 @@ def check_kernels(
 ) -> None:
     """An error for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
     hindrance: what it does not do, in words."""
-    named = [(op, word) for op, word in signal.kernel if word not in ("auto", "in_order", "xla") and (ops is None or op in ops)]
+    named = [
+        (op, word)
+        for op, word in signal.kernel
+        if word not in ("auto", "in_order", "xla") and (ops is None or op in ops)
+    ]
     for op, word in named:
         why = hindrance(op)
         if why is not None:
