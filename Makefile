@@ -22,10 +22,10 @@ demo: $(VENV)/.digits-$(STAMP)  ## sets up and trains digits on 8 pretend device
 	@$(BIN)/jshard train configs/digits.yaml
 
 test: $(VENV)/.test-$(STAMP)  ## the whole test suite
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
 
 core: $(VENV)/.test-$(STAMP)  ## every test but the slow ones, two cases of each; what CI runs on a newer Python and JAX too
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" --few 2 $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow" --few 2 $(PYTEST_ARGS)
 
 check: lint  ## ruff, pyright, floors and the tests of what changed since origin/main; under a minute
 	@$(BIN)/python -m pytest -q -m "not slow" $$($(BIN)/python .ci/changed.py)

@@ -72,4 +72,4 @@ def test_readme_names_only_targets_and_files_that_are_there():
     targets = set(re.findall(r"`make ([a-z-]+)`", text))
     assert targets >= {"demo", "test", "check"}
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
-    assert [path for path in re.findall(r"\]\(([^):]+)\)", text) if not (ROOT / path).exists()] == []
+    assert [path for path in re.findall(r"\]\(([^):#]+)(?:#[^)]*)?\)", text) if not (ROOT / path).exists()] == []

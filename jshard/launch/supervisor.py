@@ -100,6 +100,8 @@ class Supervisor:
                 self.held.append((time.monotonic(), worker, *rest))
             elif kind == "status":
                 worker.facts = rest[0]
+                if first is not None and _knows_better(worker, first):
+                    first = worker
                 if self.bar is not None and worker is workers[0]:
                     self.bar.show(worker.facts)
             elif kind == "end":
@@ -122,7 +124,7 @@ class Supervisor:
     def _print_held(self, first: Worker | None, still: float = HELD) -> None:
         """Prints the lines that are old enough. When a process fails the others fail after it, in many words: what they
         said last is left out."""
-        while self.held and (first is not None or self.held[0][0] <= time.monotonic() - still):
+        while self.held and self.held[0][0] <= time.monotonic() - still:
             _, worker, stream, text = self.held.popleft()
             of_use = first is None or (worker is first and not self.lost) or stream == "stdout"
             if of_use and self.asked != signal.SIGINT:
@@ -167,6 +169,12 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _knows_better(worker: Worker, first: Worker) -> bool:
+    """Whether `worker` has named who is at fault, and `first` only broke off when that one ended: on a busy machine its end
+    may be heard before."""
+    return first.status == 1 and "culprit" not in first.facts and worker.facts.get("culprit") is not None
 
 
 def fault_of(worker: Worker) -> str:

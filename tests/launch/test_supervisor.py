@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from jshard.launch.supervisor import Supervisor, fault_of
+
 ROOT = Path(__file__).parent.parent.parent
 RANK = "import os, signal, sys, time; rank = int(os.environ['JAX_PROCESS_ID'])\n"
 
@@ -247,3 +249,36 @@ def test_launch_that_can_not_be_is_told(words, sentence, monkeypatch, capsys):
 
     assert main(["launch", *words]) == 2
     assert capsys.readouterr().err == sentence + "\n"
+
+
+class Told:
+    """A process of which only what the supervisor hears is there."""
+
+    def __init__(self, rank):
+        self.rank, self.facts, self.status = rank, {}, None
+
+    def send(self, number):
+        pass
+
+    def said(self):
+        return "in step 5"
+
+    def how_ended(self):
+        return f"ended with status {self.status}"
+
+
+def test_supervisor_believes_who_names_the_fault_and_not_who_broke_off_behind_it(capsys):
+    supervisor, broken, knowing = Supervisor([], list), Told(1), Told(3)
+    for event in (
+        ("line", broken, "stderr", "Gloo: connection closed"),
+        ("end", broken, 1),
+        ("line", knowing, "stderr", "rank 2 keeps the others waiting"),
+        ("status", knowing, {"culprit": 2}),
+        ("end", knowing, 1),
+        ("quiet", broken),
+        ("quiet", knowing),
+    ):
+        supervisor.events.put(event)
+    first = supervisor._follow([broken, knowing])
+    assert (first, fault_of(first)) == (knowing, "rank 2 was at fault, as rank 3 says above; all were stopped")
+    assert capsys.readouterr().err == "[3] rank 2 keeps the others waiting\n"
