@@ -218,6 +218,7 @@ def in_a_terminal(*words: str, columns: int, **environment: str) -> str:
     return read.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_cli_explain_folds_to_the_window_and_colours_only_there():
     words = (sys.executable, "-m", "jshard", "explain", DIGITS, "layer1.column=[]")
     seen = in_a_terminal(*words, columns=60)

@@ -65,6 +65,7 @@ def test_launch_leaves_out_what_gloo_says_though_its_threads_speak_at_once():
     assert (status, out) == (0, [f"[0] {line}" for line in ("one", "", "7", "two", "[Gloo] Rank one")])
 
 
+@pytest.mark.slow
 def test_train_loses_bitwise_the_same_alone_and_in_4_processes_and_in_2_of_which_one_is_killed(tmp_path):
     words = ["train", "configs/digits.yaml", "steps=20", "log.every=1"]
     faulty = ["--restarts", "1", *words, "data=tests.launch.rows:data", "checkpoint=4"]
