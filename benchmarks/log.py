@@ -143,7 +143,7 @@ def measure(case: tuple[int, int, int], devices: int, rounds: int, folder: Path)
     }
     found: dict[str, list[Times]] = {name: [] for name in loops}
     with contextlib.ExitStack() as stack:
-        running = {name: stack.enter_context(contextlib.closing(make())) for name, make in loops.items()}  # type: ignore[type-var]
+        running = {name: stack.enter_context(contextlib.closing(make())) for name, make in loops.items()}  # type: ignore[type-var]  # the loops are generators, which close
         for loop in running.values():
             turn(loop)  # compiles
         names = list(loops)
@@ -179,7 +179,7 @@ def hot(rounds: int = 200_000) -> str:
     from jshard.train.course import Course
     from jshard.train.loop import Taken
 
-    taken = Taken(1, None, {}, lambda: None, 0.0, 0.0)  # type: ignore[arg-type]
+    taken = Taken(1, None, {}, lambda: None, 0.0, 0.0)  # type: ignore[arg-type]  # its loss is not read here
     course = Course.__new__(Course)
     course.batch, course.last, course.since = 64, 0, 0.0
     heard: collections.deque[Any] = collections.deque(maxlen=1000)

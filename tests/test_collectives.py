@@ -263,7 +263,7 @@ def test_collectives_work_with_check_vma_off_too(mesh):
         mesh=mesh(**GRID, axis_types="auto"),
         in_specs=P("data", "tensor"),
         out_specs=(P(), P("data"), P(None, "data")),
-        check_vma=False,
+        check_vma=False,  # the subject of this test
     )
     total, gathered, scattered = jax.jit(f)(x)
     np.testing.assert_array_equal(total, x.reshape(2, 4, 4, 2).sum((0, 2)))

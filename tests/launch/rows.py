@@ -20,9 +20,12 @@ class Rows:
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         self.read += 1
+        self.reads()
+        return self.x[number], self.y[number]
+
+    def reads(self) -> None:
         if self.read > 14 * 32 and os.environ["JAX_PROCESS_ID"] == "1" and "JSHARD_RESTART" not in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.x[number], self.y[number]
 
 
 def data() -> dict[str, Any]:
