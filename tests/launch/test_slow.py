@@ -33,6 +33,7 @@ def notes(*late: float | None, took: float = 0.1) -> dict[int, dict]:
         ((0.02, 0.02, 0.06), 2),
         ((0.09, 0.09, 0.09, 0.09), None),  # all alike
         ((0.03, 0.05), None),  # not twice as late
+        ((0.05, 0.09), None),  # nor here, though the others wait for much of a step
         ((0.001, 0.02), None),  # a fifth of a step is no matter
         ((0.0, None, 0.09), None),  # one has not said yet
         ((0.09,), None),
