@@ -367,7 +367,7 @@ def test_nan_stops_and_names_the_last_good_checkpoint(here):
     with pytest.raises(JShardError) as told:
         train(built(RISING, "output=bad", "checkpoint.every=1"))
     assert str(told.value) == (
-        "the loss of step 4 is NaN; the last good checkpoint is that of step 3 (bad/checkpoints/3); "
+        "the loss of step 4 is NaN: sub makes it in the forward pass; the last good checkpoint is that of step 3 (bad/checkpoints/3); "
         "type: jshard resume bad optimizer.learning_rate=1e+37"
     )
     assert steps_in(here / "bad/checkpoints") == [2, 3]
@@ -393,7 +393,7 @@ def test_nan_without_a_checkpoint_stops_too(here, log, written, end):
     (here / "mine.yaml").write_text(FILE.replace("checkpoint: {every: 10, keep: 2}", written))
     with pytest.raises(JShardError) as told:
         train(built(RISING, "output=bad", f"log.every={log}"))
-    assert str(told.value) == f"the loss of step 4 is NaN, {end}"
+    assert str(told.value) == f"the loss of step 4 is NaN: sub makes it in the forward pass, {end}"
 
 
 # -- damage --

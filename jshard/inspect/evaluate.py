@@ -1,5 +1,5 @@
 """Runs a jaxpr by its equations, with exact stand-ins for what is not exact, and notes on the way: what each sum would
-need to be exact, and what each signal hands on."""
+need to be exact, what each signal hands on, and when an equation first made a NaN."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jshard.inspect.exact import (
     is_kept,
     stand_in,
 )
-from jshard.inspect.notes import Note, Where, worst
+from jshard.inspect.notes import NEVER, Note, Where, first_turn, later, worst
 from jshard.inspect.survey import is_identity, narrowed_for_a_sum, needed_whole, scanned, sums_in
 from jshard.inspect.walk import _bare, source_of
 
@@ -38,11 +38,13 @@ from jshard.inspect.walk import _bare, source_of
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """How to run: with `stand_ins` or by the true operations, noting what sums need (`certify`) and what signals hand on
-    (`listen`). `asked` gives the dtypes that the signals of a path ask for."""
+    (`listen`). `asked` gives the dtypes that the signals of a path ask for. With `births` there is a note for every
+    equation: by how many equations it was that its result first held a NaN, or NEVER."""
 
     stand_ins: bool = True
     certify: bool = False
     listen: bool = False
+    births: bool = False
     asked: Callable[[tuple[str, ...]], frozenset[str]] = lambda path: frozenset()
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
@@ -51,12 +53,26 @@ class Evaluation:
         return _Level(self, bare, Around(), whole=False).run(jaxpr.consts, arrays, [None] * len(arrays))
 
 
+def quickly(device: Any) -> dict[str, Any] | None:
+    """How to compile such a program for `device`: it runs a few times only, and LLVM need not do its best."""
+    return {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
+
+
+# A NaN that comes out of these has gone in.
+BEARS_NO_NAN = frozenset(
+    "abs broadcast_in_dim clamp concatenate convert_element_type copy copy_p dynamic_slice expand_dims gather max min neg "
+    "optimization_barrier pad pcast pvary reduce_max reduce_min reshape reshard rev select_n sharding_constraint sign slice "
+    "split squeeze stop_gradient tanh transpose".split()
+)
+
+
 class _Level:
     """One jaxpr of the nest. `whole`: all that it returns is noted, since it is a body that others wrap."""
 
     def __init__(self, evaluation: Evaluation, jaxpr: Any, around: Around, *, whole: bool):
         self.how, self.jaxpr, self.around, self.whole = evaluation, jaxpr, around, whole
         self.notes: list[Note] = []
+        self.turns = 0  # equations run until now, those of loops as often as they run
         self.values: dict[Any, Any] = {}
         self.known: dict[Any, float] = {}  # scalar constants, and arrays filled with one
         self.complete: set[Any] = set()  # what is all there at each element, and no term of a sum over devices
@@ -81,6 +97,8 @@ class _Level:
                 self.values[variable] = result
             for variable in heard.get(number, ()):
                 self._listen(variable, eqn, here)
+            if self.how.births and not _holds_noted(eqn):
+                self._ask(results, eqn, here)
         return [self._value(variable) for variable in jaxpr.outvars], self.notes
 
     def _value(self, variable: Any) -> Any:
@@ -96,7 +114,7 @@ class _Level:
 
     def _results(self, eqn: Any, here: Around) -> Sequence[Any]:
         name, x = eqn.primitive.name, [self._value(variable) for variable in eqn.invars]
-        if name in CALLS and hasattr(_bare(eqn.params[CALLS[name]]), "eqns"):
+        if name in CALLS and _holds_noted(eqn):
             return self._call(eqn, x, here)
         if name in ("shard_map", "scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, x, here)
@@ -139,6 +157,22 @@ class _Level:
                 kept = is_kept(jnp.asarray(x[0], eqn.invars[0].aval.dtype), result.dtype)
                 self._note(jnp.where(kept, 0.0, 1000.0).astype(jnp.float32), "narrowing", eqn, here)
 
+    def _ask(self, results: Sequence[Any], eqn: Any, here: Around) -> None:
+        if eqn.primitive.name in BEARS_NO_NAN:
+            return
+        for each in results:
+            if _is_inexact(jax.typeof(each)):
+                nan, mesh_axes = _holds_nan(each)
+                self._note(jnp.where(nan, self.turns, NEVER).astype(jnp.int32), "birth", eqn, here)
+                if mesh_axes:
+                    self.notes[-1] = self.notes[-1].behind(mesh_axes)
+                self.turns += 1
+
+    def _take(self, notes: Sequence[Note], level: _Level) -> None:
+        """Notes of a jaxpr inside this one, whose turns follow on those until now."""
+        self.notes += notes if not self.how.births else [later(note, self.turns) for note in notes]
+        self.turns += level.turns
+
     def _note(self, value: Any, kind: str, eqn: Any, here: Around) -> None:
         where = Where(
             kind, here.path, here.phase, source_of(here.named or eqn),
@@ -154,7 +188,7 @@ class _Level:
         known = [self._number(variable) for variable in eqn.invars]
         complete = [self._is_complete(variable) for variable in eqn.invars]
         results, notes = level.run(getattr(inner, "consts", ()), x, known, complete)
-        self.notes += notes
+        self._take(notes, level)
         inside = zip(eqn.outvars, level.jaxpr.outvars, strict=True)
         self.complete |= {outer for outer, result in inside if level._is_complete(result)}
         return [_typed_as(result, variable.aval) for result, variable in zip(results, eqn.outvars, strict=True)]
@@ -164,9 +198,10 @@ class _Level:
         manual = asked["newly_manual_axes"]
         names = tuple(name for name in mesh.axis_names if name in manual)
         complete = [self._is_complete(variable) for variable in eqn.invars]
+        levels: list[_Level] = []  # JAX may trace a body more than once
 
         def body(*parts: Any) -> tuple[list[Any], list[Note]]:
-            level = _Level(self.how, asked["jaxpr"], here, whole=True)
+            levels.append(level := _Level(self.how, asked["jaxpr"], here, whole=True))
             results, notes = level.run((), parts, [None] * len(parts), complete)
             return results, [Note(jnp.expand_dims(note.value, 0), note.where) for note in notes]
 
@@ -174,7 +209,7 @@ class _Level:
             body, mesh=mesh, in_specs=asked["in_specs"], out_specs=(list(asked["out_specs"]), PartitionSpec(names)),
             axis_names=manual, check_vma=asked["check_vma"],
         )(*x)  # fmt: skip
-        self.notes += [note.behind(names) for note in notes]
+        self._take([note.behind(names) for note in notes], levels[-1])
         return results
 
     def _scan(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
@@ -184,9 +219,10 @@ class _Level:
         complete = [n < consts and self._is_complete(variable) for n, variable in enumerate(eqn.invars)]
         complete[consts + carried :] = [self._is_complete(variable) for variable in eqn.invars[consts + carried :]]
         rest: list[float | None] = [None] * (len(x) - consts)
+        levels: list[_Level] = []
 
         def body(carry: list[Any], each: list[Any]) -> tuple[list[Any], Any]:
-            level = _Level(self.how, _bare(inner), here, whole=True)
+            levels.append(level := _Level(self.how, _bare(inner), here, whole=True))
             results, notes = level.run(
                 getattr(inner, "consts", ()), [*x[:consts], *carry, *each], [*known, *rest], complete
             )
@@ -199,7 +235,11 @@ class _Level:
         last, (stacked, notes) = lax.scan(
             body, first, x[consts + carried :], length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"]
         )
-        self.notes += [note.behind(()) for note in notes]
+        if self.how.births:
+            self.notes += [later(first_turn(note, levels[-1].turns, asked["reverse"]), self.turns) for note in notes]
+            self.turns += levels[-1].turns * asked["length"]
+        else:
+            self.notes += [note.behind(()) for note in notes]
         return [*last, *stacked]
 
     def _while(self, eqn: Any, x: list[Any], here: Around) -> Any:
@@ -208,7 +248,7 @@ class _Level:
         parts = x[:held], x[held : held + kept]
         if self.how.certify and sums_in(_bare(asked["body_jaxpr"])):
             self._note(jnp.float32(0), "opaque", eqn, here)
-        quiet = dataclasses.replace(self.how, certify=False, listen=False)
+        quiet = dataclasses.replace(self.how, certify=False, listen=False, births=False)
 
         def run(inner: Any, constants: list[Any], carry: Any) -> list[Any]:
             arrays = [*constants, *carry]
@@ -228,7 +268,7 @@ class _Level:
 
     def _cond(self, eqn: Any, x: list[Any], here: Around) -> Any:
         """Only the branch that runs is certified, by what its worst sum needs."""
-        how = dataclasses.replace(self.how, listen=False)
+        how = dataclasses.replace(self.how, listen=False, births=False)
         known = [self._number(variable) for variable in eqn.invars[1:]]
 
         def branch(inner: Any) -> Callable[..., tuple[list[Any], Any]]:
@@ -277,6 +317,24 @@ class _Level:
     def _listen(self, variable: Any, eqn: Any, here: Around) -> None:
         if is_float(variable.aval):
             self._note(self.values[variable], "value", eqn, here)
+
+
+def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
+    """Whether an array does; of one whose type says how it lies, whether each device's part does, and the mesh axes."""
+    where = jax.typeof(x).sharding
+    if where.mesh.empty or not where.mesh.are_all_axes_explicit:
+        return jnp.isnan(x).any(), ()
+    names = where.mesh.axis_names
+    look = jax.shard_map(
+        lambda part: jnp.isnan(part).any()[None], mesh=where.mesh, in_specs=where.spec, out_specs=PartitionSpec(names)
+    )
+    return look(x), names
+
+
+def _holds_noted(eqn: Any) -> bool:
+    """Whether its inner equations are noted one by one."""
+    name = eqn.primitive.name
+    return name in ("shard_map", "scan") or (name in CALLS and hasattr(_bare(eqn.params[CALLS[name]]), "eqns"))
 
 
 def _scalar(value: Any) -> float | None:

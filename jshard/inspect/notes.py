@@ -18,7 +18,7 @@ class Where:
     """What is noted, and where in the program. `lead` are the axes put before the array's own: a scan's trips, or the mesh
     axes of a shard_map, whose devices are stacked."""
 
-    kind: str  # sum, narrowing, opaque; value
+    kind: str  # sum, narrowing, opaque; value; birth
     path: tuple[str, ...]
     phase: str
     source: str
@@ -54,3 +54,21 @@ def worst(notes: Sequence[Note]) -> Any:
     manual = jax.sharding.get_abstract_mesh().manual_axes  # all branches of a cond must have one type
     missing = tuple(name for name in manual if name not in jax.typeof(most).mat.varying)
     return lax.pcast(most, missing, to="varying") if missing else most
+
+
+# -- when a NaN was born --
+
+NEVER = 2**30  # equations
+
+
+def later(note: Note, turns: int) -> Note:
+    """What happened in a jaxpr that begins behind so many equations."""
+    return Note(jnp.minimum(note.value + min(turns, NEVER), NEVER), note.where)
+
+
+def first_turn(note: Note, turns: int, reverse: bool) -> Note:
+    """Of all trips of a scan, each of so many equations: the trips are in front, and stand for no device."""
+    trips = jnp.arange(note.value.shape[0], dtype=jnp.int32)
+    before = (trips[::-1] if reverse else trips) * min(turns, NEVER // max(note.value.shape[0], 1))
+    before = before.reshape(-1, *(1,) * (note.value.ndim - 1))
+    return Note(jnp.min(jnp.where(note.value < NEVER, note.value + before, NEVER), axis=0, initial=NEVER), note.where)

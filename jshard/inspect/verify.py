@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.inspect.beginning import Beginning, beginning, compared, key_place, relative
-from jshard.inspect.evaluate import Evaluation
+from jshard.inspect.evaluate import Evaluation, quickly
 from jshard.inspect.notes import Note, excess
 from jshard.inspect.probe import LADDER, Program, Rung
 from jshard.inspect.survey import inexact_on_the_way, inexact_operations, meshes_in
@@ -158,15 +158,10 @@ class _Side:
                 results, notes = how(jaxpr, arrays)
                 return [_numbers(results[n]) for n in made], notes
 
-            self.compiled[how] = jax.jit(evaluated, compiler_options=_quickly(self.mesh))
+            self.compiled[how] = jax.jit(evaluated, compiler_options=quickly(self.mesh.devices.flat[0]))
         with self.here():
             results, notes = self.compiled[how](self.program.placed(numbers, self.mesh))
         return [np.asarray(each) for each in results], jax.tree.map(np.asarray, notes)
-
-
-def _quickly(mesh: Mesh) -> dict[str, Any] | None:
-    """Such a program runs a few times only: LLVM need not do its best."""
-    return {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
 
 
 def _numbers(result: Any) -> Any:

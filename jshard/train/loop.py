@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -102,7 +102,7 @@ def run(
             if math.isnan(float(loss)):
                 raise NotANumber(number, read=(before,))
 
-    with read_ahead(_placed(source, placement, position, len(numbers)), ahead) as batches:
+    with read_ahead(placed(source, placement, position, len(numbers)), ahead) as batches:
         asked = time.perf_counter()
         for number, (batch, behind) in zip(numbers, batches, strict=True):
             fed = time.perf_counter()
@@ -117,9 +117,9 @@ def run(
         settle()
 
 
-def _placed(
+def placed(
     source: Source, placement: Placement, position: Position | None, count: int
-) -> Iterator[tuple[tuple[Any, ...], Position]]:
+) -> Generator[tuple[tuple[Any, ...], Position]]:
     """So many batches on the devices, and the position behind each."""
     with told("data is read"):
         for batch in itertools.islice(source.read(position, placement.rows), count):
@@ -128,16 +128,21 @@ def _placed(
 
 def check_parameters(state: Any, number: int) -> None:
     """Stops when the parameters behind a step hold a NaN, which the loss of the next step would only tell."""
+    if holds_nan(state):
+        raise NotANumber(number, "a parameter behind")
+
+
+def holds_nan(state: Any) -> bool:
+    """Whether a parameter does."""
     by_devices: dict[Any, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(nnx.filter_state(state[0], nnx.Param)):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             by_devices.setdefault(frozenset(leaf.sharding.device_set), []).append(leaf)
-    if any(bool(_holds_nan(leaves)) for leaves in by_devices.values()):
-        raise NotANumber(number, "a parameter behind")
+    return any(bool(_any_nan(leaves)) for leaves in by_devices.values())
 
 
 @jax.jit
-def _holds_nan(arrays: list[jax.Array]) -> jax.Array:
+def _any_nan(arrays: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.isnan(array).any() for array in arrays]).any()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
+from jshard.train.again import maker
 from jshard.train.checkpoint import Checkpoint, Saver, steps_in
 from jshard.train.course import RESTART, Course, course
 from jshard.train.experiment import LEARNING_RATE, Experiment
@@ -47,7 +48,7 @@ def last_saved(experiment: Experiment) -> Checkpoint | None:
 
 class _Training:
     def __init__(self, experiment: Experiment, bar: Bar, resume: Checkpoint | None, told: Course):
-        self.experiment, self.bar, self.told = experiment, bar, told
+        self.experiment, self.bar, self.told, self.resumed = experiment, bar, told, resume
         self.step = Step(experiment.model, experiment.optimizer, experiment.loss)
         self.done, self.position = 0, None
         if resume is not None:
@@ -187,19 +188,34 @@ class _Training:
         rate = said.get("learning_rate", LEARNING_RATE) if isinstance(said, dict) else LEARNING_RATE
         less = f"optimizer.learning_rate={rate / 10:g}"
         attempt, resume = f"try {less}", f"type: jshard resume {{run}} {less}"
+        if self.saver is not None:
+            self.saver.wait()
         whose = [suspect(experiment.data, position, experiment.placement.rows) for position in fault.read]
         if any(whose):
             data: Any = experiment.configuration.train["data"]
             told += f", and so are {whose[0]}"
             attempt = f"mend what {data if isinstance(data, str) else data['path']} returns"
             resume = f"{attempt}, then type: jshard resume {{run}}"
+        elif made := self._maker(fault.step):
+            told += f": {made}"
         if self.saver is None:
             return JShardError(
                 f"{told}, and nothing was saved", mend=f"{attempt}, and write checkpoint: 100 under jshard.train"
             )
-        self.saver.wait()
         if self.saver.saved is None:
             return JShardError(f"{told}, and no checkpoint was saved before", mend=attempt)
         good = f"the last good checkpoint is that of step {self.saver.saved}"
         where = self.saver.policy.folder / str(self.saver.saved)
         return JShardError(f"{told}; {good} ({where})", mend=resume.format(run=self.saver.policy.run))
+
+    def _maker(self, step: int) -> str:
+        """What makes the NaN of this step. Whatever keeps that from being found is said, and ends nothing."""
+        saver, since = self.saver, self.resumed
+        if saver is not None and saver.saved is not None:
+            since = Checkpoint(saver.policy.folder / str(saver.saved), saver.saved, saver.policy.run)
+        self.step.state = None  # the devices may not hold two
+        try:
+            return maker(self.experiment, step, since, self.bar.say, self.bar.begin)
+        except Exception as error:
+            self.bar.say(f"what makes the NaN can't be looked for: {type(error).__name__}: {error}")
+            return ""
