@@ -29,7 +29,7 @@ CASES = {  # features, batch
     "1024-4096-1024, batch 256": ((1024, 4096, 1024), 256),
 }
 QUICK = {"16-32-8, batch 32": ((16, 32, 8), 32)}
-HAND, JSHARD = "shard_map by hand", "jshard by layers"
+HAND, JSHARD, TOGETHER = "shard_map by hand", "jshard by layers", "jshard.value_and_grad"
 THEIRS = {"tensor": "DTensor", "data": "DDP"}
 NO_TORCH = "torch is not installed here, so DTensor and DDP are left out; type: pip install torch"
 RATE = 0.05  # the learning rate of all

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import jshard
-from benchmarks.processes import HAND, JSHARD, RATE, Step
+from benchmarks.processes import HAND, JSHARD, RATE, TOGETHER, Step
 
 AXIS = "workers"
 LAYOUTS = {
@@ -55,8 +56,8 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.down(jax.nn.relu(self.up(x)))
 
-    def train(model: Model, optimizer: jshard.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
-        value, gradients = nnx.value_and_grad(lambda model: jshard.mean(losses(model(x), y)))(model)
+    def train(differentiate: Any, model: Model, optimizer: jshard.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+        value, gradients = differentiate(lambda model: jshard.mean(losses(model(x), y)))(model)
         optimizer.update(model, gradients)
         return value
 
@@ -76,14 +77,14 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
 
         def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
-            value = train(model, optimizer, x, y)
+            value = train(nnx.value_and_grad, model, optimizer, x, y)
             return nnx.state((model, optimizer)), value
 
         return threaded(jax.jit(step, donate_argnums=0), state, rows)
 
-    def by_step() -> Step:
+    def by_step(differentiate: Any) -> Step:
         model, optimizer = made()
-        step = jshard.step(train, donate=True)
+        step = jshard.step(functools.partial(train, differentiate), donate=True)
         return lambda: step(model, optimizer, *rows)
 
     # -- bare JAX --
@@ -157,9 +158,15 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         batch = laid(x, NamedSharding(auto, batch_spec)), laid(y, NamedSharding(auto, batch_spec))
         return threaded(jax.jit(step, donate_argnums=0, out_shardings=(lies, None)), state, batch)
 
-    found = {HAND: by_hand(), "the same, again": by_hand(), JSHARD: by_layers(), "jshard.step": by_step()}
+    found = {
+        HAND: by_hand(),
+        "the same, again": by_hand(),
+        JSHARD: by_layers(),
+        "jshard.step": by_step(nnx.value_and_grad),
+    }
     found["jit with NamedShardings"] = by_partitioner()
     if layout == "data":
+        found[TOGETHER] = by_step(jshard.value_and_grad)
         found["by hand, one sum of all"] = by_hand("flat")
     return found
 

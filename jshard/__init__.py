@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jshard.layers import move as move
     from jshard.layers import step as step
     from jshard.layers import sum as sum
+    from jshard.layers import value_and_grad as value_and_grad
     from jshard.layouts import Layout as Layout
     from jshard.layouts import gather as gather
     from jshard.layouts import redistribute as redistribute
@@ -52,7 +53,7 @@ _ROOMS = {
     "jshard.inspect.report": ("report",),
     "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "send_recv"),
     "jshard.launch.joining": ("init",),
-    "jshard.layers": ("Linear", "MLP", "matmul", "max", "mean", "move", "step", "sum"),
+    "jshard.layers": ("Linear", "MLP", "matmul", "max", "mean", "move", "step", "sum", "value_and_grad"),
     "jshard.layouts": ("Layout", "gather", "redistribute", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
     "jshard.signals.current": ("load", "mesh"),

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import plan, processes, step
+from benchmarks import log, plan, processes, step, watchdog
 from jshard.signals.current import unload
 
 
@@ -72,8 +72,30 @@ def test_quick_benchmark_over_processes_prints_a_line_for_each_variant(capsys):
     torch = [] if processes.NO_TORCH in told else ["DDP", "DDP, loss of all rows"]
     assert names == [
         "shard_map by hand", "the same, again", "jshard by layers", "jshard.step", "jit with NamedShardings",
-        "by hand, one sum of all", *torch,
+        "jshard.value_and_grad", "by hand, one sum of all", *torch,
     ]  # fmt: skip
     assert re.search(
         r"^data parallel, 2 processes, sgd, 16-32-8, batch 32; load [\d.]+ on \d+ cores$", told, re.MULTILINE
     )
+
+
+@pytest.mark.slow
+def test_quick_benchmark_of_the_log_prints_each_loop_with_the_same_losses(capsys):
+    log.main(["--quick"])
+    told = capsys.readouterr().out
+    assert re.search(r"^on the way of a step: [\d.]+ us with the log off, [\d.]+ us with it on$", told, re.MULTILINE)
+    assert re.search(r"^16-32-10, batch 32: the same losses bitwise; [1-9]\d+ lines written$", told, re.MULTILINE)
+    rows = re.findall(r"^(\S.*?)  +[\d.]+ ms(?: +[\d.]+ +[\d.]+ - [\d.]+){2}$", told, re.MULTILINE)
+    assert rows == ["bare", "bare, again", "log off", "log on"]
+
+
+@pytest.mark.slow
+def test_quick_benchmark_of_the_watchdog_prints_a_ratio_for_each_size(capfd):
+    assert watchdog.main(["--rounds", "2", "--block", "0.2"]) == 0
+    told = capfd.readouterr().out
+    assert re.search(r"a second of being watched takes -?[\d.]+ ms of processor time", told)
+    ratio = r" +[\d.]+ +[\d.]+ to +[\d.]+"
+    assert re.findall(rf"^\[0\] +(\d+) x \d+ +[\d.]+ ms +[\d.]+ ms{ratio}{ratio}$", told, re.MULTILINE) == [
+        "128",
+        "512",
+    ]

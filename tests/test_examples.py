@@ -64,6 +64,15 @@ def test_plain_flax_trains_on_one_device_and_on_a_mesh(configuration):
     assert float(percent) > 96
 
 
+def test_a_batch_in_parts_moves_its_gradients_once():
+    layers, once = (
+        re.fullmatch(r"\S+: ([\d,]+) B on .*, loss (\S+) -> (\S+)", line)
+        for line in printed("examples.in_parts").splitlines()
+    )
+    assert int(layers[1].replace(",", "")) == 4 * int(once[1].replace(",", ""))
+    assert layers.groups()[1:] == once.groups()[1:] and float(once[3]) < float(once[2])
+
+
 def test_gt_signals_place_as_gt_means():
     assert printed("examples.gt_signals").splitlines() == [
         "batch    (1, 8) on workers [0, 1, 2, 3, 4, 5, 6, 7]",

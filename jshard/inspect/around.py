@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-UPDATE = "phase:update"  # the scope that optimizers run in
+from jshard.signals.scope import BACKWARD, UPDATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ def said_by(stack: tuple[Any, ...]) -> Said:
             via.append(f"chosen {chosen.partition(',')[0]}")
         elif part.name in ("redistribute", "rematted_computation"):
             via.append({"rematted_computation": "remat"}.get(part.name, part.name))
+        backward |= part.name == BACKWARD
         update |= part.name == UPDATE
     close()
     return Said(tuple(own), backward, update, tuple(via), chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,9 +14,9 @@ from jax import Array, lax
 
 from jshard.kernels import collectives
 from jshard.kernels.batch import at_once
-from jshard.kernels.choose import decide, room
+from jshard.kernels.choose import adds_in_order, decide, room
 from jshard.kernels.collectives import MeshAxis
-from jshard.kernels.in_order import JOINT, added
+from jshard.kernels.in_order import JOINT, added, differing_along
 
 Algorithm = Literal["auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"]
 
@@ -41,14 +41,33 @@ def all_reduce(
 
 
 def all_reduce_together(arrays: tuple[Array, ...], mesh_axis: MeshAxis, *, algorithm: Algorithm) -> tuple[Array, ...]:
-    """The sum of each. What is small together goes as one array: between processes one collective more costs most."""
-    arrays = tuple(collectives.as_varying(each, collectives.checked("all_reduce", mesh_axis)) for each in arrays)
-    alike = len({(each.dtype, frozenset(jax.typeof(each).mat.varying)) for each in arrays}) == 1
-    if len(arrays) == 1 or not alike or sum(each.size * each.dtype.itemsize for each in arrays) > JOINT:
-        return tuple(all_reduce(each, mesh_axis, algorithm=algorithm) for each in arrays)
-    total = all_reduce(jnp.concatenate([each.reshape(-1) for each in arrays]), mesh_axis, algorithm=algorithm)
-    parts = jnp.split(total, list(itertools.accumulate(each.size for each in arrays))[:-1])
-    return tuple(part.reshape(each.shape) for part, each in zip(parts, arrays, strict=True))
+    """The sum of each. In order, the smallest go as one array, as many as are small together: between processes one
+    collective more costs most. XLA joins its own."""
+    mesh_axes, found = collectives.checked("all_reduce", mesh_axis), dict[int, Array]()
+    for numbers in _joint(arrays) if adds_in_order(algorithm) else ():
+        some = [arrays[number] for number in numbers]
+        varying = [jax.typeof(each).mat.varying for each in some]
+        every = tuple(sorted(frozenset(mesh_axes).union(*varying)))
+        flat = jnp.concatenate([collectives.as_varying(each, every).reshape(-1) for each in some])
+        parts = jnp.split(
+            all_reduce(flat, mesh_axes, algorithm=algorithm), [*itertools.accumulate(x.size for x in some)][:-1]
+        )
+        for number, part, each, differs in zip(numbers, parts, some, varying, strict=True):
+            found[number] = differing_along(part.reshape(each.shape), differs - {*mesh_axes})
+    rest = {n: all_reduce(each, mesh_axes, algorithm=algorithm) for n, each in enumerate(arrays) if n not in found}
+    return tuple((found | rest)[number] for number in range(len(arrays)))
+
+
+def _joint(arrays: Sequence[Array]) -> Iterator[list[int]]:
+    """The numbers of those to be summed as one: of one dtype, the smallest first."""
+    kinds: dict[Any, list[int]] = {}
+    for number in sorted(range(len(arrays)), key=lambda number: arrays[number].size):
+        kinds.setdefault(arrays[number].dtype, []).append(number)
+    for numbers in kinds.values():
+        bytes_until = itertools.accumulate(arrays[number].size * arrays[number].dtype.itemsize for number in numbers)
+        small = [number for number, until in zip(numbers, bytes_until, strict=True) if until <= JOINT]
+        if len(small) > 1:
+            yield small
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -7,6 +7,8 @@ or twice for what is large (docs/design/0015-processes.md).
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -27,7 +29,7 @@ def between_processes() -> bool:
 def added(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     """The sum of `x` over the devices along `mesh_axes`, to the same bit on each. What has 16 bits is added in float32 and
     rounded once, as XLA's own does on a CPU."""
-    n, varying = collectives.axis_size(mesh_axes), sorted(jax.typeof(x).mat.varying - {*mesh_axes})
+    n, varying = collectives.axis_size(mesh_axes), jax.typeof(x).mat.varying - {*mesh_axes}
     if n * x.size * x.dtype.itemsize <= AT_ONCE:
         copies = jnp.broadcast_to(x, (n, *x.shape))
         total = _total(lax.all_to_all(copies, mesh_axes, 0, 0, tiled=True))
@@ -36,10 +38,15 @@ def added(x: Array, mesh_axes: tuple[str, ...]) -> Array:
         flat = flat if n * size == x.size else jnp.pad(flat, (0, n * size - x.size))
         part = _total(lax.all_to_all(flat.reshape(n, size), mesh_axes, 0, 0, tiled=True))
         total = lax.all_gather(part, mesh_axes, axis=0, tiled=True)[: x.size].reshape(x.shape)
-    if not collectives.checks():
-        return total
-    total = unvary_p.bind(total)  # alike on all devices, which no type can tell of an all-to-all
-    return lax.pcast(total, tuple(varying), to="varying") if varying else total
+    return differing_along(total, varying)  # which no type can tell of an all-to-all
+
+
+def differing_along(x: Array, varying: Set[str]) -> Array:
+    """`x`, of which is known that it is alike along all other mesh axes."""
+    if not collectives.checks() or jax.typeof(x).mat.varying == varying:
+        return x
+    x = unvary_p.bind(x)
+    return lax.pcast(x, tuple(sorted(varying)), to="varying") if varying else x
 
 
 def _total(parts: Array) -> Array:

@@ -1,5 +1,6 @@
 """Floor 3: Flax NNX modules and functions whose collectives are written out."""
 
+from jshard.layers.gradients import value_and_grad as value_and_grad
 from jshard.layers.linear import Linear as Linear
 from jshard.layers.matmul import choose as choose
 from jshard.layers.matmul import matmul as matmul

@@ -8,8 +8,16 @@ from typing import Any
 from jshard.chips import CHIPS
 from jshard.errors import JShardError
 from jshard.kernels.chip import chip_called, interpretation, present_chip
-from jshard.kernels.choose import GPU_GENERATIONS
+from jshard.kernels.choose import GPU_GENERATIONS, plain
 from jshard.signals.signal import Signal
+
+
+def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None) -> str:
+    """The algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
+    if signal is None:
+        return plain("all_reduce")
+    check_kernels(signal, mesh, lambda op: hindrance, ops=("all_reduce",))
+    return dict(signal.kernel).get("all_reduce") or plain("all_reduce")
 
 
 def check_kernels(

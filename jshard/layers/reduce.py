@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jshard.errors import JShardError
 from jshard.kernels import collectives
 from jshard.kernels.all_reduce import all_reduce
-from jshard.kernels.choose import plain
-from jshard.layers.kernel import check_kernels
+from jshard.layers.kernel import all_reduce_of
 from jshard.layers.strategy import compiled
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribute import redistribute
@@ -138,18 +137,15 @@ def _local(kind: str, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, wh
         mesh_axes = tuple(name for each in axes for name in layout.axes[each] if name in varying)
     ways = math.prod(jax.lax.axis_size(name) for name in mesh_axes)
     count = math.prod(x.shape[each] for each in axes) * ways
-    algorithm = _algorithm(kind, mesh(), mesh_axes) if mesh_axes and active() is not None else plain("all_reduce")
+    algorithm = _algorithm(kind, None if active() is None else mesh(), mesh_axes)
     return Body(kind, axes, keepdims, mesh_axes, count, algorithm)(x)
 
 
 def _algorithm(kind: str, on: Any, mesh_axes: tuple[str, ...]) -> str:
     """What the signal says of an all-reduce. A kernel adds: it takes no max."""
-    signal = active()
-    if signal is None or not mesh_axes:
-        return plain("all_reduce") if mesh_axes else "xla"
-    hindrance = f"adds, and jshard.{kind} does not" if kind == "max" else None
-    check_kernels(signal, on, lambda op: hindrance, ops=("all_reduce",))
-    return dict(signal.kernel).get("all_reduce") or plain("all_reduce")
+    if not mesh_axes:
+        return "xla"
+    return all_reduce_of(active(), on, f"adds, and jshard.{kind} does not" if kind == "max" else None)
 
 
 def _axes(kind: str, axis: Axis, rank: int) -> tuple[int, ...]:

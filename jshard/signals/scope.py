@@ -22,6 +22,9 @@ from jshard.layouts.redistribute import redistribute
 from jshard.signals.current import configuration, mesh_for
 from jshard.signals.signal import Signal
 
+# The scopes of the phases that no transformation of JAX marks.
+BACKWARD, UPDATE = "phase:backward", "phase:update"
+
 
 class Scope:
     """The nesting of names at one point of a program. Equal when nothing below could tell the two apart."""

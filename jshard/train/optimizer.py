@@ -14,13 +14,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jshard.errors import JShardError
-from jshard.inspect.around import UPDATE
 from jshard.layers.strategy import strategy_of
 from jshard.layouts.create import typed_as
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import explicit_twin
 from jshard.layouts.redistribute import move, plan_moves, redistribute
 from jshard.signals.current import configuration, mesh, on_mesh
+from jshard.signals.scope import UPDATE
 
 Path = tuple[Any, ...]
 Axes = tuple[tuple[str, ...], ...]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from jshard.inspect.hlo import Got
 from jshard.inspect.ledger import Ledger, Line
 from jshard.kernels.collectives import COLLECTIVES
+from jshard.signals.scope import BACKWARD
 
 
 def paired(ledger: Ledger, found: Iterable[Got], sizes: Mapping[str, int]) -> tuple[list[Ask], list[Run], Pairs]:
@@ -77,7 +78,7 @@ def path_of(op_name: str) -> tuple[tuple[str, ...], bool, bool]:
         names = re.findall(r"signal:([^/()]+)", part)
         if names and names != path[-len(names) :]:  # a transposed remat repeats the stack it was called under
             path += names
-    return tuple(path), "transpose(" in op_name, "rematted_computation" in op_name
+    return tuple(path), "transpose(" in op_name or BACKWARD in op_name, "rematted_computation" in op_name
 
 
 def itemsize(dtype: str) -> int:

@@ -9,6 +9,7 @@ from jshard.inspect.hlo_text import KIND_OF, apart
 from jshard.inspect.plan.pairing import path_of
 from jshard.inspect.timeline.wire import fields, inside, numbers, text, whole
 from jshard.inspect.timeline.xplane import Plane
+from jshard.signals.scope import UPDATE
 
 AROUND = frozenset(("while", "call", "conditional"))  # they run others, whose events lie inside theirs
 
@@ -43,9 +44,9 @@ class Operation:
 
     @property
     def phase(self) -> str:
-        if "phase:update" in self.stack:
+        if UPDATE in self.stack:
             return "update"
-        return "backward" if "transpose(" in self.stack else "forward"
+        return "backward" if path_of(self.stack)[1] else "forward"
 
 
 @functools.cache

@@ -1,0 +1,116 @@
+"""`jshard.value_and_grad`: the gradients of a whole model, summed over the devices of a batch once, and together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jshard.errors import JShardError, nearest
+from jshard.kernels.all_reduce import all_reduce_together
+from jshard.kernels.collectives import checks
+from jshard.layers.kernel import all_reduce_of
+from jshard.layers.strategy import door, strategy_of, varying
+from jshard.signals.config import Configuration
+from jshard.signals.current import configuration, mesh
+from jshard.signals.scope import BACKWARD, active
+
+Names = tuple[str, ...]
+
+
+def value_and_grad(
+    f: Callable[..., Any], *, over: str | Sequence[str] | None = None, has_aux: bool = False, wrt: Any = nnx.Param
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad(f)`, for `f(model, ...)`, with the same results but for their last bit. Inside a `jshard.step`
+    gradients are summed over the mesh axes `over` (those that any `row` names) once, when `f` is done, instead of layer by
+    layer and in each turn of a loop: one sum of each parameter where `f` takes its batch in several parts, and between CPU
+    processes one message for all that are small. The ledger has them under the signal that is active here:
+
+        with jshard.signal("gradients"):
+            value, gradients = jshard.value_and_grad(lambda model: jshard.mean(loss(model(x), y)))(model)
+
+    Until then each device holds gradients of its own part alone. Over whole arrays layers sum their own, as ever.
+    """
+    plain = nnx.value_and_grad(f, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
+
+    @functools.wraps(f)
+    def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return plain(model, *args, **kwargs)
+        present = configuration()
+        if present is None or not checks():
+            raise JShardError(
+                "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on",
+                mend="call it inside jshard.step, or take nnx.value_and_grad",
+            )
+        names = _axes(over, present)
+        graph, parameters, rest = nnx.split(model, wrt, ...)
+        # What is no parameter is shared with the model, and changes with it.
+        apart = nnx.merge(graph, jax.tree.map(lambda x: varying(x, names), parameters), rest)
+        result, gradients = plain(apart, *args, **kwargs)
+        _check_summed(result[0] if has_aux else result, names)
+        with jax.named_scope(BACKWARD):
+            return result, _summed(gradients, parameters, _wide(apart, gradients, present))
+
+    return differentiated
+
+
+def _axes(over: str | Sequence[str] | None, present: Configuration) -> Names:
+    if over is None:
+        found = tuple(dict.fromkeys(name for signal in present.signals.values() for name in signal.row))
+    else:
+        found = (over,) if isinstance(over, str) else tuple(over)
+    for name in found:
+        if name not in mesh().axis_names:
+            close = nearest(name, mesh().axis_names)
+            raise JShardError(
+                f'jshard.value_and_grad is over mesh axis "{name}", which {dict(mesh().shape)} does not have',
+                mend=f'did you mean "{close}"?' if close else f"use {' or '.join(mesh().axis_names)}",
+            )
+    door(mesh(), found, "jshard.value_and_grad")
+    return found
+
+
+def _check_summed(value: jax.Array, names: Names) -> None:
+    left = [name for name in names if name in jax.typeof(value).mat.varying]
+    if left:
+        raise JShardError(
+            f'the loss under jshard.value_and_grad differs along mesh axis "{left[0]}": each device has that of its part',
+            mend="reduce it: jshard.mean(losses)",
+        )
+
+
+def _wide(model: Any, gradients: Any, present: Configuration) -> list[Any]:
+    """For each gradient the dtype that its layer's signal sums in."""
+    asked: dict[tuple[Any, ...], Any] = {}
+    for path, module in nnx.iter_modules(model):
+        under = getattr(module, "signal_path", ())
+        dtype = strategy_of(present.lookup(under)).reduce_dtype if under and isinstance(module, nnx.Linear) else None
+        if dtype is not None:
+            asked[tuple(map(str, path))] = jnp.dtype(dtype)
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        words = [str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", "")))) for step in path]
+        inside = (tuple(words[:end]) for end in range(len(words), 0, -1))
+        found.append(next((asked[each] for each in inside if each in asked), leaf.dtype))
+    return found
+
+
+def _summed(gradients: Any, parameters: Any, wide: Sequence[Any]) -> Any:
+    """Each summed over the axes along which its parameter is the same, those over the same axes together."""
+    leaves, tree = jax.tree.flatten(gradients)
+    alike: dict[tuple[Names, Any], list[int]] = {}
+    for number, (leaf, parameter, dtype) in enumerate(zip(leaves, jax.tree.leaves(parameters), wide, strict=True)):
+        missing = tuple(sorted(jax.typeof(leaf).mat.varying - jax.typeof(parameter).mat.varying))
+        if missing:
+            alike.setdefault((missing, dtype), []).append(number)
+    for (missing, dtype), numbers in alike.items():
+        arrays = tuple(leaves[number].astype(dtype) for number in numbers)
+        sums = all_reduce_together(arrays, missing, algorithm=all_reduce_of(active(), mesh()))  # type: ignore[arg-type]
+        for number, total in zip(numbers, sums, strict=True):
+            leaves[number] = total.astype(leaves[number].dtype)
+    return jax.tree.unflatten(tree, leaves)

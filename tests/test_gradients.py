@@ -1,0 +1,185 @@
+"""`jshard.value_and_grad`: the gradients of `nnx.value_and_grad`, summed once and together."""
+
+from __future__ import annotations
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.errors import JShardError
+
+P = jax.P
+SIGNALS = {
+    "up": {"row": "data", "column": "tensor"},
+    "down": {"row": "data", "reduction": "tensor"},
+    "gradients": {"row": "data"},
+}
+
+
+def loaded(data=4, tensor=2, up=None, down=None, **jshard_says):
+    signals = {**SIGNALS, "up": SIGNALS["up"] | (up or {}), "down": SIGNALS["down"] | (down or {})}
+    return cases.loaded({"jshard": {"mesh": {"data": data, "tensor": tensor}, **jshard_says}, **signals})
+
+
+def mlp():
+    return jshard.MLP(16, 32, 8, rngs=nnx.Rngs(0))
+
+
+def batch():
+    return cases.placed(cases.numbers((8, 16)), P("data")), cases.placed(cases.numbers((8, 8), 1), P("data"))
+
+
+def loss(model, x, y):
+    return jshard.mean((model(x) - y) ** 2)
+
+
+def step_by(differentiate, loss=loss, outputs=None):
+    @jshard.step(outputs=outputs)
+    def train(model, optimizer, x, y):
+        with jshard.signal("gradients"):
+            value, gradients = differentiate(lambda model: loss(model, x, y))(model)
+        optimizer.update(model, gradients)
+        return value
+
+    return train
+
+
+def trained(step, model):
+    optimizer = jshard.Optimizer(model, optax.sgd(0.1))
+    losses = [float(step(model, optimizer, *batch())) for _ in range(3)]
+    return losses, nnx.state(model, nnx.Param)
+
+
+SIZES = [8 * 4, 32 * 8 * 4, 32 * 4, 16 * 32 * 4]  # bytes of each gradient
+
+
+def backward(step, model):
+    """Signal, collective, count and bytes of each collective of the backward pass."""
+    asked = jshard.explain(step, model, jshard.Optimizer(model, optax.sgd(0.1)), *batch(), backward=False)
+    return [
+        (line.signal, line.collective, line.count, line.payload) for line in asked.lines if line.phase == "backward"
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("says", [{}, {"kernel": {"all_reduce": "in_order"}}, {"axis_types": "auto"}], ids=str)
+def test_training_is_that_of_nnx_and_parameters_lie_as_before(sizes, says):
+    with loaded(*sizes, **says):
+        losses, state = trained(step_by(nnx.value_and_grad), mlp())
+        ours, found = trained(step_by(jshard.value_and_grad), model := mlp())
+        np.testing.assert_allclose(ours, losses, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, state)
+        assert {each.data.shape for each in model.up.kernel[...].addressable_shards} == {(16, 32 // sizes[1])}
+        assert model.down.bias[...].sharding.is_fully_replicated
+
+
+def test_sums_stand_under_the_signal_that_asks_in_the_backward_pass_and_are_one_in_order():
+    with loaded(8, 1):
+        assert {line[0] for line in backward(step_by(nnx.value_and_grad), mlp())} == {
+            "gradients/up",
+            "gradients/down",
+        }
+        asked = backward(step_by(jshard.value_and_grad), mlp())
+        assert asked == [("gradients", "all_reduce", 1, payload) for payload in SIZES]
+    with loaded(8, 1, kernel={"all_reduce": "in_order"}):
+        asked = backward(step_by(jshard.value_and_grad), mlp())
+        assert asked == [("gradients", "all_to_all", 1, 8 * sum(SIZES))]
+
+
+def in_parts(model, x, y):
+    """The loss of four parts of the batch, one behind the other."""
+
+    def part(total, each):
+        return total + jshard.mean((model(each[0]) - each[1]) ** 2), None
+
+    parts = jax.tree.map(lambda a: a.reshape(-1, 1, *a.shape[1:]), (x, y))
+    total, _ = jax.lax.scan(part, jnp.float32(0), parts)
+    return total / len(parts[0])
+
+
+def test_a_batch_in_several_parts_sums_its_gradients_once():
+    with loaded(4, 2):
+        model = mlp()
+        asked = backward(step_by(nnx.value_and_grad, in_parts, P()), model)
+        assert sum(count for _, _, count, payload in asked if payload == 1024) > 1
+        once = backward(step_by(jshard.value_and_grad, in_parts, P()), model)
+        assert {count for signal, _, count, _ in once if signal == "gradients"} == {1}
+        losses, state = trained(step_by(nnx.value_and_grad, in_parts, P()), mlp())
+        ours, found = trained(step_by(jshard.value_and_grad, in_parts, P()), mlp())
+        np.testing.assert_allclose(ours, losses, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, state)
+
+
+def test_stored_parameters_scatter_theirs_and_wide_sums_stay_wide():
+    with loaded(4, 2, up={"store": "data"}, down={"dtype": {"compute": "bfloat16", "reduce": "float32"}}):
+        model = jshard.MLP(16, 32, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        asked = backward(step_by(jshard.value_and_grad), model)
+        assert ("gradients/up", "reduce_scatter") in [line[:2] for line in asked]
+        assert ("gradients", "all_reduce", 1, 8 * 4) in asked
+        losses, _ = trained(step_by(nnx.value_and_grad), mlp())
+        np.testing.assert_allclose(trained(step_by(jshard.value_and_grad), mlp())[0], losses, rtol=1e-3)
+
+
+class Counting(nnx.Module):
+    def __init__(self):
+        self.mlp, self.calls = mlp(), nnx.BatchStat(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.mlp(x)
+
+
+def test_what_is_no_parameter_is_updated_and_aux_is_handed_on():
+    with loaded():
+        model = Counting()
+
+        @jshard.step
+        def run(model, x, y):
+            with jshard.signal("gradients"):
+                (value, twice), gradients = jshard.value_and_grad(
+                    lambda model: (value := loss(model, x, y), 2 * value), has_aux=True
+                )(model)
+            return value, twice, gradients["mlp"]["down"]["bias"][...]
+
+        value, twice, gradient = run(model, *batch())
+        assert float(twice) == 2 * float(value) and int(model.calls[...]) == 1
+        expected = nnx.jit(nnx.grad(loss))(model.mlp, *batch())["down"]["bias"][...]
+        np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_over_whole_arrays_it_is_nnx():
+    with loaded():
+        model, (x, y) = mlp(), batch()
+        value, gradients = nnx.jit(jshard.value_and_grad(loss))(model, x, y)
+        other, expected = nnx.jit(nnx.value_and_grad(loss))(model, x, y)
+        assert float(value) == float(other)
+        jax.tree.map(np.testing.assert_array_equal, gradients, expected)
+
+
+def test_mistakes_are_told():
+    def local(model, x, y):
+        return jnp.mean((model(x) - y) ** 2)
+
+    def refused(step):
+        with pytest.raises(JShardError) as told:
+            step(mlp(), jshard.Optimizer(mlp(), optax.sgd(0.1)), *batch())
+        return str(told.value)
+
+    def over(name):
+        return lambda f: jshard.value_and_grad(f, over=name)
+
+    with loaded():
+        assert 'differs along mesh axis "data"' in refused(
+            jshard.step(lambda m, o, x, y: _value(local, m, x, y), outputs=P())
+        )
+        assert refused(step_by(over("dta"))).startswith('jshard.value_and_grad is over mesh axis "dta", which ')
+        assert 'did you mean "data"?' in refused(step_by(over("dta")))
+
+
+def _value(f, model, x, y):
+    return jshard.value_and_grad(lambda model: f(model, x, y))(model)[0]
