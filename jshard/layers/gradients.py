@@ -110,7 +110,7 @@ def _summed(gradients: Any, parameters: Any, wide: Sequence[Any]) -> Any:
             alike.setdefault((missing, dtype), []).append(number)
     for (missing, dtype), numbers in alike.items():
         arrays = tuple(leaves[number].astype(dtype) for number in numbers)
-        sums = all_reduce_together(arrays, missing, algorithm=all_reduce_of(active(), mesh()))  # type: ignore[arg-type]
+        sums = all_reduce_together(arrays, missing, algorithm=all_reduce_of(active(), mesh()))
         for number, total in zip(numbers, sums, strict=True):
             leaves[number] = total.astype(leaves[number].dtype)
     return jax.tree.unflatten(tree, leaves)

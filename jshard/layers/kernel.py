@@ -12,7 +12,7 @@ from jshard.kernels.choose import GPU_GENERATIONS, plain
 from jshard.signals.signal import Signal
 
 
-def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None) -> str:
+def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None) -> Any:
     """The algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
     if signal is None:
         return plain("all_reduce")
