@@ -152,6 +152,25 @@ def faults(mesh):
     return told
 
 
+def sums():
+    """A reduce-scatter, and the gradient of an all-gather, add in the order of devices, whichever part is whose."""
+    count = jax.device_count()
+    line = jshard.Layout(jax.make_mesh((count,), ("d",), axis_types=(AxisType.Explicit,)), "d", None)
+    whole = np.random.default_rng(0).normal(size=(count * count, 33)).astype(np.float32)
+    expected = np.zeros((count, 33), np.float32)
+    for part in whole.reshape(count, count, 33):
+        expected += part
+
+    def body(x):
+        gathered, pull = jax.vjp(lambda x: jshard.all_gather(x, "d"), x[:1])
+        del gathered
+        return jshard.reduce_scatter(x, "d"), *pull(x)
+
+    run = jax.jit(jax.shard_map(body, mesh=line.mesh, in_specs=jax.P("d"), out_specs=(jax.P("d"), jax.P("d"))))
+    for found in run(jshard.scatter(only_on(0, whole), line)):
+        check_placement(found, line, expected)
+
+
 def main(*words):
     join()
     count = jax.device_count()
@@ -161,6 +180,7 @@ def main(*words):
     layouts_and_roots(mesh)
     gradients(mesh)
     moves(mesh)
+    sums()
     if "all" in words:
         dtypes(mesh)
         told["faults"] = faults(mesh)

@@ -18,8 +18,8 @@ from jshard.kernels.in_order import between_processes
 
 ALGORITHMS = {
     "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
-    "reduce_scatter": ("auto", "ring", "xla"),
-    "all_gather": ("auto", "ring", "xla"),
+    "reduce_scatter": ("auto", "in_order", "ring", "xla"),
+    "all_gather": ("auto", "in_order", "ring", "xla"),
     "matmul": ("auto", "pallas", "xla"),
     "all_gather_matmul": ("auto", "fused", "xla"),
     "matmul_reduce_scatter": ("auto", "fused", "xla"),
@@ -103,6 +103,12 @@ TABLE = (
         when=lambda *_: between_processes(),
     ),
     Row(
+        "reduce_scatter all_gather",
+        "cpu",
+        Choice("in_order", "behind gloo's reduce-scatter others wait 40 ms, and it adds in another order", _PROCESSES),
+        when=lambda *_: between_processes(),
+    ),
+    Row(
         "any", "cpu", _xla("a CPU has no links for a kernel to drive", "tests/kernels/test_choice.py: same HLO as psum")
     ),
     *_own(2, MiB, 16 * MiB),
@@ -151,9 +157,9 @@ def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str |
     return next(row.choice for row in TABLE if row.fits(op, where, asked, shape, jnp.dtype(dtype)))
 
 
-def plain(op: str) -> str:
+def plain(op: str) -> Any:
     """The algorithm of an op of which a signal says nothing: XLA's own, but for sums between CPU processes."""
-    return "in_order" if op == "all_reduce" and between_processes() else "xla"
+    return "in_order" if "in_order" in ALGORITHMS[op] and between_processes() else "xla"
 
 
 def adds_in_order(algorithm: str) -> bool:
@@ -168,7 +174,7 @@ def decide(op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], more: Wh
     if algorithm == "xla":
         return "xla"
     group = math.prod(lax.axis_size(name) for name in mesh_axes)
-    if algorithm == "in_order" and group == 2 and more is None:
+    if (op, algorithm) == ("all_reduce", "in_order") and group == 2 and more is None:
         return "xla"  # two numbers have one sum
     if algorithm == "auto":
         chosen = choose(op, shape=x.shape, dtype=x.dtype, group=group).algorithm

@@ -13,10 +13,12 @@ from jax.typing import DTypeLike
 
 from jshard.errors import JShardError
 from jshard.kernels import collectives
+from jshard.kernels.all_gather import all_gather
 from jshard.kernels.batch import at_once
-from jshard.kernels.choose import decide, room
+from jshard.kernels.choose import decide, plain, room
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.matmul import matmul
+from jshard.kernels.reduce_scatter import reduce_scatter
 
 Algorithm = Literal["auto", "fused", "xla"]
 PLAIN = 'use algorithm="auto"'
@@ -39,7 +41,8 @@ def all_gather_matmul(
     mesh_axes, x, axis = collectives.joins("all_gather_matmul", x, mesh_axis, axis, "varying")
     _rows("all_gather_matmul", x, w, axis, "joins")
     if decide("all_gather_matmul", algorithm, x, mesh_axes, lambda: _why_not(x, w, mesh_axes, 1)) == "xla":
-        return matmul(collectives.all_gather(x, mesh_axes, axis=axis), w, out_dtype=out_dtype, algorithm="xla")
+        whole = all_gather(x, mesh_axes, axis=axis, algorithm=plain("all_gather"))
+        return matmul(whole, w, out_dtype=out_dtype, algorithm="xla")
     return _gathered(*_alike(mesh_axes, x, w), mesh_axes, axis, _dtype(x, w, out_dtype))
 
 
@@ -61,7 +64,8 @@ def matmul_reduce_scatter(
     _rows("matmul_reduce_scatter", x, w, axis, "splits")
     parts = collectives.axis_size(mesh_axes)
     if decide("matmul_reduce_scatter", algorithm, x, mesh_axes, lambda: _why_not(x, w, mesh_axes, parts)) == "xla":
-        return collectives.reduce_scatter(matmul(x, w, out_dtype=out_dtype, algorithm="xla"), mesh_axes, axis=axis)
+        partial = matmul(x, w, out_dtype=out_dtype, algorithm="xla")
+        return reduce_scatter(partial, mesh_axes, axis=axis, algorithm=plain("reduce_scatter"))
     return _scattered(*_alike(mesh_axes, x, w), mesh_axes, axis, _dtype(x, w, out_dtype))
 
 

@@ -1,8 +1,9 @@
 """The sum over the devices along mesh axes, added in the order of devices, out of messages that all send at once.
 
-Inside one process XLA's own all-reduce adds in that order, so this is it to the same bit. Between CPU processes gloo's goes
-around a ring, in an order that differs from part to part, and waits 2 (n - 1) times for a neighbour; here each waits once,
-or twice for what is large (docs/design/0015-processes.md).
+Inside one process XLA's own all-reduce and reduce-scatter add in that order, so these are the same to the last bit. Between
+CPU processes gloo's go around a ring, in an order that differs from part to part, and wait for a neighbour 2 (n - 1) times;
+here each waits once, or twice for what is large. A reduce-scatter of gloo's also makes the buffer of its socket so small that
+what follows may wait 40 ms for an acknowledgement (docs/design/0015-processes.md).
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def added(x: Array, mesh_axes: tuple[str, ...]) -> Array:
         part = _total(lax.all_to_all(flat.reshape(n, size), mesh_axes, 0, 0, tiled=True))
         total = lax.all_gather(part, mesh_axes, axis=0, tiled=True)[: x.size].reshape(x.shape)
     return differing_along(total, varying)  # which no type can tell of an all-to-all
+
+
+def part_of_sum(parts: Array, mesh_axis: str) -> Array:
+    """Of `parts[n, ...]`, one for each device along `mesh_axis`, the sum of those for this one."""
+    return _total(lax.all_to_all(parts, mesh_axis, 0, 0, tiled=True))
 
 
 def differing_along(x: Array, varying: Set[str]) -> Array:

@@ -20,7 +20,8 @@ COLLECTIVES = {
 # The algorithms of each kernel, as in jshard.kernels.choose, which imports JAX; a test holds them equal.
 KERNELS = {
     "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
-    "reduce_scatter": ("auto", "ring", "xla"), "all_gather": ("auto", "ring", "xla"), "matmul": ("auto", "pallas", "xla"),
+    "reduce_scatter": ("auto", "in_order", "ring", "xla"), "all_gather": ("auto", "in_order", "ring", "xla"),
+    "matmul": ("auto", "pallas", "xla"),
     "all_gather_matmul": ("auto", "fused", "xla"), "matmul_reduce_scatter": ("auto", "fused", "xla"),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +56,31 @@ def test_sum_in_order_is_the_psum_of_one_process_bitwise(monkeypatch, mesh, axes
         assert lines == [("all_to_all", (n - 1) * size)]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("mesh", "axes"), [({"t": 8}, ("t",)), ({"d": 2, "t": 4}, ("d", "t")), ({"t": 2}, ("t",))])
+def test_scatter_in_order_and_the_gradient_of_a_gather_are_those_of_one_process_bitwise(mesh, axes, dtype):
+    built = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Explicit,) * len(mesh))
+    numbers = np.random.default_rng(0).normal(size=(8 * 16, 6, 5)).astype(np.float32)
+    x = jax.device_put(jnp.asarray(numbers, dtype), jax.NamedSharding(built, P(axes)))
+
+    def moved(algorithm):
+        def f(x):
+            part = kernels.reduce_scatter(x, axes, axis=0, algorithm=algorithm)
+            whole, pull = jax.vjp(lambda x: kernels.all_gather(x, axes, axis=1, algorithm=algorithm), x)
+            (gradient,) = pull(whole * jax.lax.pcast(jnp.asarray(1.5, dtype), axes, to="varying"))
+            (back,) = jax.vjp(lambda x: kernels.reduce_scatter(x, axes, axis=0, algorithm=algorithm), x)[1](part)
+            return part, whole, gradient, back
+
+        return jax.jit(jax.shard_map(f, mesh=built, in_specs=P(axes), out_specs=P(axes)))
+
+    for found, expected in zip(moved("in_order")(x), moved("xla")(x), strict=True):
+        assert found.shape == expected.shape and np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+    lines = read(jax.make_jaxpr(moved("in_order"))(x)).lines
+    assert "reduce_scatter" not in {line.collective for line in lines}
+    wires = [sum(line.wire for line in read(jax.make_jaxpr(moved(each))(x)).lines) for each in ("in_order", "xla")]
+    assert wires[0] == wires[1]
+
+
 class Model(nnx.Module):
     def __init__(self, rngs):
         with jshard.signal("first"):
@@ -101,10 +127,30 @@ def test_layers_that_sum_in_order_learn_bitwise_the_same_and_sum_small_gradients
 
 def test_sums_between_processes_are_taken_in_order(monkeypatch):
     monkeypatch.setattr(sys.modules["jshard.kernels.choose"], "between_processes", lambda: True)
-    taken = [kernels.choose("all_reduce", shape=(8,), dtype="float32", group=n, chip="cpu").algorithm for n in (2, 3)]
-    assert taken == ["xla", "in_order"]
+
+    def taken(op):
+        return [kernels.choose(op, shape=(8,), dtype="float32", group=n, chip="cpu").algorithm for n in (2, 3)]
+
+    assert taken("all_reduce") == ["xla", "in_order"]
+    assert taken("reduce_scatter") == taken("all_gather") == ["in_order", "in_order"]
     _, lines = learned("auto")
     assert [each[1] for each in lines].count("all_to_all") == 3
+    with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}}, **STORED}):
+        lines = jshard.explain(
+            learn_stored, jshard.MLP(16, 32, 8, rngs=nnx.Rngs(0)), np.ones((8, 16), np.float32)
+        ).lines
+        assert {"all_to_all", "all_gather"} <= {line.collective for line in lines}
+        assert "reduce_scatter" not in {line.collective for line in lines}
+
+
+STORED = {
+    "up": {"row": "data", "column": "tensor", "store": "data", "sequence": "tensor"},
+    "down": {"row": "data", "reduction": "tensor", "store": "data", "sequence": "tensor"},
+}
+
+
+def learn_stored(model, x):
+    return jshard.mean(model(x) ** 2)
 
 
 def test_sum_in_order_takes_no_max():
