@@ -99,7 +99,9 @@ class Supervisor:
             if kind == "line":
                 self.held.append((time.monotonic(), worker, *rest))
             elif kind == "status":
-                worker.facts = rest[0]
+                # A beat of its other thread may come behind what it said of the fault.
+                named = {key: worker.facts[key] for key in ("culprit", "fault") if key in worker.facts}
+                worker.facts = {**named, **rest[0]}
                 if first is not None and _knows_better(worker, first):
                     first = worker
                 if self.bar is not None and worker is workers[0]:
