@@ -282,3 +282,17 @@ def test_supervisor_believes_who_names_the_fault_and_not_who_broke_off_behind_it
     first = supervisor._follow([broken, knowing])
     assert (first, fault_of(first)) == (knowing, "rank 2 was at fault, as rank 3 says above; all were stopped")
     assert capsys.readouterr().err == "[3] rank 2 keeps the others waiting\n"
+
+
+def test_supervisor_keeps_what_a_process_said_of_the_fault_when_a_beat_comes_behind_it():
+    supervisor, knowing = Supervisor([], list), Told(0)
+    for event in (
+        ("status", knowing, {"step": 5, "culprit": 2, "fault": "rank 2 keeps the others waiting"}),
+        ("status", knowing, {"step": 6}),
+        ("end", knowing, 1),
+        ("quiet", knowing),
+    ):
+        supervisor.events.put(event)
+    first = supervisor._follow([knowing])
+    assert first is knowing and first.facts["step"] == 6
+    assert fault_of(first) == "rank 2 was at fault, as rank 0 says above; all were stopped"
