@@ -56,8 +56,10 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.down(jax.nn.relu(self.up(x)))
 
-    def train(differentiate: Any, model: Model, optimizer: jshard.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
-        value, gradients = differentiate(lambda model: jshard.mean(losses(model(x), y)))(model)
+    def train(
+        differentiate: Any, reduce: Any, model: Model, optimizer: jshard.Optimizer, x: jax.Array, y: jax.Array
+    ) -> jax.Array:
+        value, gradients = differentiate(lambda model: reduce(losses(model(x), y)))(model)
         optimizer.update(model, gradients)
         return value
 
@@ -77,14 +79,14 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
 
         def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
-            value = train(nnx.value_and_grad, model, optimizer, x, y)
+            value = train(nnx.value_and_grad, jshard.mean, model, optimizer, x, y)
             return nnx.state((model, optimizer)), value
 
         return threaded(jax.jit(step, donate_argnums=0), state, rows)
 
-    def by_step(differentiate: Any) -> Step:
+    def by_step(differentiate: Any, reduce: Any) -> Step:
         model, optimizer = made()
-        step = jshard.step(functools.partial(train, differentiate), donate=True)
+        step = jshard.step(functools.partial(train, differentiate, reduce), donate=True)
         return lambda: step(model, optimizer, *rows)
 
     # -- bare JAX --
@@ -162,11 +164,11 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         HAND: by_hand(),
         "the same, again": by_hand(),
         JSHARD: by_layers(),
-        "jshard.step": by_step(nnx.value_and_grad),
+        "jshard.step": by_step(nnx.value_and_grad, jshard.mean),
     }
     found["jit with NamedShardings"] = by_partitioner()
     if layout == "data":
-        found[TOGETHER] = by_step(jshard.value_and_grad)
+        found[TOGETHER] = by_step(jshard.value_and_grad, lambda losses: losses)
         found["by hand, one sum of all"] = by_hand("flat")
     return found
 

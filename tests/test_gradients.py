@@ -91,6 +91,26 @@ def test_sums_stand_under_the_signal_that_asks_in_the_backward_pass_and_are_one_
         assert asked == [("gradients", "all_to_all", 1, 8 * sum(SIZES))]
 
 
+def losses_of_rows(model, x, y):
+    return jnp.mean((model(x) - y) ** 2, axis=1)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize("says", [{}, {"kernel": {"all_reduce": "in_order"}}, {"axis_types": "auto"}], ids=str)
+def test_the_losses_of_rows_are_summed_with_the_gradients(sizes, says):
+    with loaded(*sizes, **says):
+        losses, state = trained(step_by(nnx.value_and_grad), mlp())
+        step = step_by(jshard.value_and_grad, losses_of_rows)
+        ours, found = trained(step, model := mlp())
+        np.testing.assert_allclose(ours, losses, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, state)
+        asked = jshard.explain(step, model, jshard.Optimizer(model, optax.sgd(0.1)), *batch(), backward=False)
+        over_data = [(line.signal, line.phase) for line in asked.lines if line.axis == "data"]
+        assert set(over_data) == {("gradients", "backward")}
+        if "kernel" in says and sizes == (8, 1):
+            assert len(over_data) == 1
+
+
 def in_parts(model, x, y):
     """The loss of four parts of the batch, one behind the other."""
 
@@ -159,6 +179,9 @@ def test_over_whole_arrays_it_is_nnx():
         other, expected = nnx.jit(nnx.value_and_grad(loss))(model, x, y)
         assert float(value) == float(other)
         jax.tree.map(np.testing.assert_array_equal, gradients, expected)
+        value, of_rows = nnx.jit(jshard.value_and_grad(losses_of_rows))(model, x, y)
+        np.testing.assert_allclose(value, other, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), of_rows, expected)
 
 
 def test_mistakes_are_told():

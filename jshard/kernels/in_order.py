@@ -8,7 +8,8 @@ what follows may wait 40 ms for an acknowledgement (docs/design/0015-processes.m
 
 from __future__ import annotations
 
-from collections.abc import Set
+import functools
+from collections.abc import Sequence, Set
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +34,18 @@ def added(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     n, varying = collectives.axis_size(mesh_axes), jax.typeof(x).mat.varying - {*mesh_axes}
     if n * x.size * x.dtype.itemsize <= AT_ONCE:
         copies = jnp.broadcast_to(x, (n, *x.shape))
-        total = _total(lax.all_to_all(copies, mesh_axes, 0, 0, tiled=True))
+        total = _total(lax.all_to_all(copies, mesh_axes, 0, 0, tiled=True), mesh_axes)
     else:
         flat, size = x.reshape(-1), -(-x.size // n)
         flat = flat if n * size == x.size else jnp.pad(flat, (0, n * size - x.size))
-        part = _total(lax.all_to_all(flat.reshape(n, size), mesh_axes, 0, 0, tiled=True))
+        part = _total(lax.all_to_all(flat.reshape(n, size), mesh_axes, 0, 0, tiled=True), mesh_axes)
         total = lax.all_gather(part, mesh_axes, axis=0, tiled=True)[: x.size].reshape(x.shape)
     return differing_along(total, varying)  # which no type can tell of an all-to-all
 
 
 def part_of_sum(parts: Array, mesh_axis: str) -> Array:
     """Of `parts[n, ...]`, one for each device along `mesh_axis`, the sum of those for this one."""
-    return _total(lax.all_to_all(parts, mesh_axis, 0, 0, tiled=True))
+    return _total(lax.all_to_all(parts, mesh_axis, 0, 0, tiled=True), (mesh_axis,))
 
 
 def differing_along(x: Array, varying: Set[str]) -> Array:
@@ -55,10 +56,15 @@ def differing_along(x: Array, varying: Set[str]) -> Array:
     return lax.pcast(x, tuple(sorted(varying)), to="varying") if varying else x
 
 
-def _total(parts: Array) -> Array:
+def _total(parts: Array, mesh_axes: Sequence[str]) -> Array:
+    """Of `parts[n, ...]` the sum, from the first to the last."""
     wide = jnp.float32 if parts.dtype in (jnp.bfloat16, jnp.float16) else parts.dtype
-    # A loop is not fused with what follows, which compiles as it does behind a psum, and so computes to the same bit; an
-    # optimization_barrier is dropped by jax 0.10.2, and a loop of one turn too. Minus zero changes nothing it is added to.
-    nothing = collectives.as_varying(jnp.full(parts.shape[1:], -0.0, wide), tuple(jax.typeof(parts).mat.varying))
-    total, _ = lax.scan(lambda total, part: (total + part.astype(wide), None), nothing, parts)
-    return total.astype(parts.dtype)
+
+    def added(*parts: Array) -> Array:
+        return functools.reduce(jnp.add, [part.astype(wide) for part in parts]).astype(parts[0].dtype)
+
+    # A branch is not fused with what follows, which compiles as it does behind a psum, and so computes to the same bit; an
+    # optimization_barrier is dropped by jax 0.10.2. The other branch is never taken, which the compiler can't know. Parts go
+    # in one by one, as a slice of what has arrived costs no copy and the whole of it does.
+    always = lax.axis_index(mesh_axes[0]) < len(parts)
+    return lax.cond(always, added, lambda *parts: parts[0], *parts)

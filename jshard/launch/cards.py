@@ -46,6 +46,13 @@ def place_on_host(environment: Mapping[str, str] = os.environ) -> tuple[int, int
     return None if count == "1" else (int(local), int(count))
 
 
+def computes_on_cpus(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a process of this host will compute on CPUs: it is told to, or there is neither a GPU nor a TPU."""
+    if platforms := environment.get("JAX_PLATFORMS"):
+        return platforms.startswith("cpu")
+    return not _visible(environment) and not any([*Path("/dev").glob(name)] for name in ("accel[0-9]*", "vfio/[0-9]*"))
+
+
 def _expanded(tasks: str) -> list[int]:
     """Slurm's `2(x3),1` is 2, 2, 2, 1."""
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in tasks.split(",")]

@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from jshard.errors import JShardError
-from jshard.launch.cards import cards_of, place_on_host
+from jshard.launch.cards import cards_of, computes_on_cpus, place_on_host
 from jshard.launch.difference import Facts
 from jshard.launch.lost import is_of_connection, who_is_gone
 from jshard.launch.membership import Membership, found
 from jshard.launch.pulse import Pulse
 from jshard.launch.roll_call import Told, answer
+from jshard.layouts.freed import keep_freed
 from jshard.layouts.pretend import THREADS_PER_DEVICE, pretend
 from jshard.version import __version__
 
@@ -64,6 +65,8 @@ def init(
     _hold_end()
     if devices is not None:
         pretend_part(devices, membership.processes)
+    elif computes_on_cpus():
+        keep_freed()
     answer(membership, {"installation": _software(), **(facts or {})}, seconds)
     _start_jax(membership, seconds, preemption)
     _Joined.membership = membership
@@ -185,8 +188,8 @@ def fail(error: BaseException, status: int | None = None) -> None:
             print(error, file=sys.stderr)
     elif (lost := _lost(error)) is not None:
         culprit, says = lost
-        print(says, file=sys.stderr)
-        _Joined.pulse.tell(culprit=culprit, fault=str(says))
+        print(says, file=sys.stderr)  # which a launcher leaves out, and says itself
+        _Joined.pulse.tell(culprit=culprit, fault=str(says), gone=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import queue
+import re
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ from jshard.launch.worker import Worker
 
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
 HELD = 0.3  # seconds that a line waits, as another process may turn out to have failed before it
+ENDING = 10.0  # the same behind an error in JAX's own log, where rank 0 has another launcher: the process may be about to end
+LOG_OF_JAX = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \w+\.\w+:\d+\] ")
 SAVED = 143  # the exit status of a process that was sent SIGTERM, and saved at a step that all agreed on
 MISTAKE = 2  # the exit status of a JShardError: it would be made again
 
@@ -44,7 +47,8 @@ class Supervisor:
         self.asked: int | None = None  # the signal that the user sent
         self.kill_at = float("inf")
         self.abroad: Membership | None = None  # whose rank 0 has another launcher
-        self.lost = False  # rank 0 was gone when the first process failed
+        self.sees_all = True  # no process has another launcher
+        self.lost = False  # the first that failed had lost a process of another launcher
         self.held: collections.deque[tuple[float, Worker, str, str]] = collections.deque()
 
     def run(self) -> int:
@@ -63,9 +67,9 @@ class Supervisor:
         self.kill_at, self.lost = float("inf"), False
         self.events = queue.SimpleQueue()
         variables: dict[str, str] = {} if attempt == 0 else {"JSHARD_RESTART": str(attempt)}
-        sees_all = len(memberships) == memberships[0].processes
-        variables |= {ALL: "1" if sees_all else "", BAR: "" if self.bar is None else "1"}
-        self.abroad = None if sees_all or memberships[0].rank == 0 else memberships[0]
+        self.sees_all = len(memberships) == memberships[0].processes
+        variables |= {ALL: "1" if self.sees_all else "", BAR: "" if self.bar is None else "1"}
+        self.abroad = None if self.sees_all or memberships[0].rank == 0 else memberships[0]
         workers: list[Worker] = []
         try:
             for local, each in enumerate(memberships):
@@ -79,6 +83,8 @@ class Supervisor:
                 worker.process.wait()
         if self.asked is not None:
             return 128 + self.asked, "stopped" if self.asked == signal.SIGINT else f"stopped by {_name(self.asked)}"
+        if first is not None and "gone" in first.facts:
+            return 1, first.facts["fault"]
         if first is not None and self.lost:
             assert self.abroad is not None
             place = str(first.facts.get("stands_in") or "")
@@ -100,10 +106,11 @@ class Supervisor:
                 self.held.append((time.monotonic(), worker, *rest))
             elif kind == "status":
                 # A beat of its other thread may come behind what it said of the fault.
-                named = {key: worker.facts[key] for key in ("culprit", "fault") if key in worker.facts}
+                named = {key: worker.facts[key] for key in ("culprit", "fault", "gone") if key in worker.facts}
                 worker.facts = {**named, **rest[0]}
                 if first is not None and _knows_better(worker, first):
                     first = worker
+                self.lost |= worker is first and "gone" in worker.facts
                 if self.bar is not None and worker is workers[0]:
                     self.bar.show(worker.facts)
             elif kind == "end":
@@ -111,7 +118,8 @@ class Supervisor:
                 if worker.status != 0 and first is None and self.asked is None:
                     first = worker
                     # JAX ends a process that rank 0 does not answer, in words of its own
-                    self.lost = worker.status == -signal.SIGABRT and self.abroad is not None and is_gone(self.abroad)
+                    lost = worker.status == -signal.SIGABRT and self.abroad is not None and is_gone(self.abroad)
+                    self.lost = lost or "gone" in worker.facts
                     if worker.status == SAVED:
                         self.kill_at = time.monotonic() + self.grace  # all of them have been told, and are ending
                         continue
@@ -120,14 +128,18 @@ class Supervisor:
                             other.send(signal.SIGKILL)  # they wait for it in C, and hear no gentler word
             elif kind == "quiet":
                 loud.discard(worker)
-        self._print_held(first, still=0.0)
+        self._print_held(first, at_once=True)
         return first
 
-    def _print_held(self, first: Worker | None, still: float = HELD) -> None:
+    def _print_held(self, first: Worker | None, *, at_once: bool = False) -> None:
         """Prints the lines that are old enough. When a process fails the others fail after it, in many words: what they
-        said last is left out."""
-        while self.held and self.held[0][0] <= time.monotonic() - still:
-            _, worker, stream, text = self.held.popleft()
+        said last is left out, as is what one says that has lost a process of another launcher, but for the one sentence."""
+        while self.held:
+            said, worker, stream, text = self.held[0]
+            ending = not self.sees_all and (worker is first or LOG_OF_JAX.match(text) is not None)
+            if not at_once and time.monotonic() < said + (ENDING if ending else HELD):
+                return
+            self.held.popleft()
             of_use = first is None or (worker is first and not self.lost) or stream == "stdout"
             if of_use and self.asked != signal.SIGINT:
                 self._print(worker, stream, text)

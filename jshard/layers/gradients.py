@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jshard.errors import JShardError, nearest
 from jshard.kernels.all_reduce import all_reduce_together
 from jshard.kernels.collectives import checks
 from jshard.layers.kernel import all_reduce_of
+from jshard.layers.reduce import mean
 from jshard.layers.strategy import door, strategy_of, varying
 from jshard.signals.config import Configuration
 from jshard.signals.current import configuration, mesh
@@ -31,16 +33,25 @@ def value_and_grad(
     processes one message for all that are small. The ledger has them under the signal that is active here:
 
         with jshard.signal("gradients"):
-            value, gradients = jshard.value_and_grad(lambda model: jshard.mean(loss(model(x), y)))(model)
+            value, gradients = jshard.value_and_grad(lambda model: losses(model(x), y))(model)
 
-    Until then each device holds gradients of its own part alone. Over whole arrays layers sum their own, as ever.
+    Where `f` returns an array, as the loss of each row, the value is its mean, and is summed with the gradients; one number
+    must be reduced in `f` by `jshard.mean`, which is a sum more. Until then each device holds gradients of its own part
+    alone. Over whole arrays layers sum their own, as ever.
     """
-    plain = nnx.value_and_grad(f, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
+
+    def own(model: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        """The loss, to which each device adds its part, and aux."""
+        found, aux = f(model, *args, **kwargs) if has_aux else (f(model, *args, **kwargs), None)
+        return (_part_of_mean(found) if jnp.ndim(found) else found), (jnp.ndim(found), aux)
+
+    plain = nnx.value_and_grad(own, argnums=nnx.DiffState(0, wrt), has_aux=True)
 
     @functools.wraps(f)
     def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not jax.sharding.get_abstract_mesh().manual_axes:
-            return plain(model, *args, **kwargs)
+            (value, (_, aux)), gradients = plain(model, *args, **kwargs)
+            return ((value, aux) if has_aux else value), gradients
         present = configuration()
         if present is None or not checks():
             raise JShardError(
@@ -51,10 +62,13 @@ def value_and_grad(
         graph, parameters, rest = nnx.split(model, wrt, ...)
         # What is no parameter is shared with the model, and changes with it.
         apart = nnx.merge(graph, jax.tree.map(lambda x: varying(x, names), parameters), rest)
-        result, gradients = plain(apart, *args, **kwargs)
-        _check_summed(result[0] if has_aux else result, names)
+        (value, (rank, aux)), gradients = plain(apart, *args, **kwargs)
+        if not rank:
+            _check_summed(value, names)
         with jax.named_scope(BACKWARD):
-            return result, _summed(gradients, parameters, _wide(apart, gradients, present))
+            wide = [value.dtype, *_wide(apart, gradients, present)]
+            value, gradients = _summed((value, gradients), (0 if rank else value, parameters), wide)
+            return ((value, aux) if has_aux else value), gradients
 
     return differentiated
 
@@ -75,12 +89,20 @@ def _axes(over: str | Sequence[str] | None, present: Configuration) -> Names:
     return found
 
 
+def _part_of_mean(losses: jax.Array) -> jax.Array:
+    """Of whole arrays the mean; inside a shard_map what this device's part adds to it."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return mean(losses)
+    ways = math.prod(jax.lax.axis_size(name) for name in jax.typeof(losses).mat.varying)
+    return jnp.sum(losses) / (losses.size * ways)
+
+
 def _check_summed(value: jax.Array, names: Names) -> None:
     left = [name for name in names if name in jax.typeof(value).mat.varying]
     if left:
         raise JShardError(
             f'the loss under jshard.value_and_grad differs along mesh axis "{left[0]}": each device has that of its part',
-            mend="reduce it: jshard.mean(losses)",
+            mend="return the loss of each row, or reduce it: jshard.mean(losses)",
         )
 
 

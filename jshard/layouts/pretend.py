@@ -6,6 +6,7 @@ import os
 import sys
 
 from jshard.errors import JShardError
+from jshard.layouts.freed import keep_freed
 
 # Each pretend device blocks a thread of XLA's pool while it waits for the others in a collective, and steps dispatched
 # without waiting queue up behind it: with one thread a device, programs hang (docs/design/0003-pretend-devices.md).
@@ -16,8 +17,10 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
     """Makes JAX start with `count` CPU devices. Call it before JAX does anything.
 
     With `platforms=None` accelerators stay the default where there are some, and the CPU devices are there beside them.
-    What the user has set in the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is.
+    What the user has set in the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. The process
+    keeps the memory that it frees.
     """
+    keep_freed()
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
     count = max(count, int(asked) if asked.isdecimal() else 0)

@@ -210,15 +210,13 @@ def test_launcher_tells_that_the_host_of_rank_0_is_gone():
     first.kill()  # and with it its process, as when its host goes
     first.communicate()
     status, _, err = finished(other)
-    # By JAX's service, which ends the process, or by gloo, whose error the process itself reads: whichever hears it first.
-    says = (
-        f"rank 0 is gone: nothing answers at {where} any more, and rank 1 was in step \\d+; look at rank 0 and at its host, "
-        "then start all of them again"
+    # By JAX's service, which ends the process in many words, or by gloo, whose error the process reads: whichever is first.
+    assert (status, len(err)) == (1, 1), err
+    assert re.fullmatch(
+        rf"rank 0 is gone: nothing answers at {where} any more, and rank 1 was in step \d+; look at rank 0 and at its host, "
+        "then start all of them again",
+        err[0],
     )
-    followed = "rank 0 was at fault, as rank 1 says above; all were stopped"
-    log_of_jax = re.compile(r"\[1\] [EWF]\d{4} [\d:.]+ +\d+ \w+\.cc:\d+\] ")
-    ours = [line for line in err if not log_of_jax.match(line)]
-    assert status == 1 and re.fullmatch(rf"{says}|\[1\] {says}\n{followed}", "\n".join(ours)), err
     assert time.monotonic() - began < 60
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jshard.launch import supervisor
 from jshard.launch.supervisor import Supervisor, fault_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -268,7 +269,7 @@ class Told:
 
 
 def test_supervisor_believes_who_names_the_fault_and_not_who_broke_off_behind_it(capsys):
-    supervisor, broken, knowing = Supervisor([], list), Told(1), Told(3)
+    one, broken, knowing = Supervisor([], list), Told(1), Told(3)
     for event in (
         ("line", broken, "stderr", "Gloo: connection closed"),
         ("end", broken, 1),
@@ -278,21 +279,45 @@ def test_supervisor_believes_who_names_the_fault_and_not_who_broke_off_behind_it
         ("quiet", broken),
         ("quiet", knowing),
     ):
-        supervisor.events.put(event)
-    first = supervisor._follow([broken, knowing])
+        one.events.put(event)
+    first = one._follow([broken, knowing])
     assert (first, fault_of(first)) == (knowing, "rank 2 was at fault, as rank 3 says above; all were stopped")
     assert capsys.readouterr().err == "[3] rank 2 keeps the others waiting\n"
 
 
 def test_supervisor_keeps_what_a_process_said_of_the_fault_when_a_beat_comes_behind_it():
-    supervisor, knowing = Supervisor([], list), Told(0)
+    one, knowing = Supervisor([], list), Told(0)
     for event in (
         ("status", knowing, {"step": 5, "culprit": 2, "fault": "rank 2 keeps the others waiting"}),
         ("status", knowing, {"step": 6}),
         ("end", knowing, 1),
         ("quiet", knowing),
     ):
-        supervisor.events.put(event)
-    first = supervisor._follow([knowing])
+        one.events.put(event)
+    first = one._follow([knowing])
     assert first is knowing and first.facts["step"] == 6
     assert fault_of(first) == "rank 2 was at fault, as rank 0 says above; all were stopped"
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_supervisor_says_once_that_a_process_of_another_launcher_is_gone(told_first, capsys, monkeypatch):
+    monkeypatch.setattr(supervisor, "HELD", 0.0)
+    one, knowing = Supervisor([], list), Told(1)
+    one.sees_all = False
+    status = ("status", knowing, {"culprit": 0, "fault": "rank 0 is gone", "gone": True})
+    end = ("end", knowing, 1)
+    for event in (
+        ("line", knowing, "stderr", "loss 2.0"),
+        (
+            "line",
+            knowing,
+            "stderr",
+            "E1121 07:40:01.123456   317 coordination_service_agent.cc:1] rank 0 does not answer",
+        ),
+        ("line", knowing, "stderr", "rank 0 is gone"),
+        *((status, end) if told_first else (end, status)),
+        ("quiet", knowing),
+    ):
+        one.events.put(event)
+    assert one._follow([knowing]) is knowing and one.lost
+    assert capsys.readouterr().err == "[1] loss 2.0\n"
