@@ -19,6 +19,7 @@ from jshard.errors import JShardError
 from jshard.inspect.explain import Traced, _is_array, _is_inexact, _is_node
 from jshard.inspect.walk import _bare, has_transposed
 from jshard.layouts.layout import Layout
+from jshard.layouts.paths import key_of, words_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Named:
 def named_leaves(name: str, tree: Any) -> dict[str, Any]:
     """`model.up.kernel` for every array of the state or gradients of what is called `name`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join([name, *_words(path)]): leaf for path, leaf in paths}
+    return {".".join([name, *words_of(path)]): leaf for path, leaf in paths}
 
 
 class Program:
@@ -121,7 +122,7 @@ class Program:
         state = nnx.split(self.traced.nodes)[1]
         names = []
         for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
-            words = _words(path)
+            words = words_of(path)
             names.append(".".join(word for word in (nodes[int(words[0])] if words else "", *words[1:]) if word))
         return names + [label for label, kind in zip(labels, kinds, strict=True) if kind == "array"]
 
@@ -137,14 +138,14 @@ class Program:
         }
         of_models: dict[tuple[str, ...], tuple[str, ...]] = {}
         for name, (path, _) in zip(self.names, state, strict=False):
-            number, *words = _words(path)
+            number, *words = words_of(path)
             key: tuple[Any, ...] = (int(number), *words)
             for end in range(len(key), 0, -1):
                 if key[:end] in remembered:
                     found[name] = of_models[tuple(words)] = remembered[key[:end]]
                     break
         for name, (path, _) in zip(self.names, state, strict=False):  # an optimizer's, by the parameters it belongs to
-            number, *words = _words(path)
+            number, *words = words_of(path)
             if isinstance(self.traced.nodes[int(number)], nnx.Optimizer):
                 self.of_optimizers.add(name)
                 ends = (tuple(words[start:]) for start in range(len(words)))
@@ -232,18 +233,6 @@ def _is_literal(variable: Any) -> bool:
     return hasattr(variable, "val")
 
 
-def _key(part: Any) -> Any:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(part, attribute):
-            return getattr(part, attribute)
-    return part
-
-
-def _words(path: tuple[Any, ...]) -> list[str]:
-    words = [str(_key(part)) for part in path]
-    return words[:-1] if words and words[-1] == "value" else words
-
-
 def _parameter_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:
     """What the function calls its arguments, by their place."""
     try:
@@ -259,11 +248,11 @@ def _parameter_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _label(path: tuple[Any, ...], arguments: dict[Any, str]) -> str:
     """A path into (named, (f, *args), kwargs), in the user's words."""
-    if not path or _key(path[0]) == 0:
+    if not path or key_of(path[0]) == 0:
         return ""
-    if _key(path[0]) == 2:
-        return f"{_key(path[1])}{jax.tree_util.keystr(path[2:])}"
-    number = _key(path[1]) - 1
+    if key_of(path[0]) == 2:
+        return f"{key_of(path[1])}{jax.tree_util.keystr(path[2:])}"
+    number = key_of(path[1]) - 1
     if number < 0:
         return "f" + jax.tree_util.keystr(path[2:])
     return arguments.get(number, f"argument {number + 1}") + jax.tree_util.keystr(path[2:])

@@ -17,6 +17,7 @@ from jshard.kernels.collectives import checks
 from jshard.layers.kernel import all_reduce_of
 from jshard.layers.reduce import mean
 from jshard.layers.strategy import door, strategy_of, varying
+from jshard.layouts.paths import words_of
 from jshard.signals.config import Configuration
 from jshard.signals.current import configuration, mesh
 from jshard.signals.scope import BACKWARD, active
@@ -116,7 +117,7 @@ def _wide(model: Any, gradients: Any, present: Configuration) -> list[Any]:
             asked[tuple(map(str, path))] = jnp.dtype(dtype)
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
-        words = [str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", "")))) for step in path]
+        words = words_of(path)
         inside = (tuple(words[:end]) for end in range(len(words), 0, -1))
         found.append(next((asked[each] for each in inside if each in asked), leaf.dtype))
     return found

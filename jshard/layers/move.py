@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
 from jshard.layouts.layout import Layout
+from jshard.layouts.paths import words_of
 from jshard.layouts.transfer import fewer, on_host, transfer
 
 
@@ -95,5 +96,4 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
 
 
 def _named(path: Sequence[Any]) -> str:
-    words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-    return ".".join(word for word in words if word not in ("value", "raw_value"))
+    return ".".join(word for word in words_of(path) if word != "raw_value")

@@ -16,6 +16,7 @@ from jshard.errors import JShardError
 from jshard.layers.snapshot import Snapshot, names, take
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import explicit_twin, is_explicit
+from jshard.layouts.paths import words_of
 from jshard.signals.current import configuration, mesh, on_mesh
 from jshard.signals.scope import active_digest
 
@@ -114,8 +115,8 @@ def _all_placed(f: Callable[..., Any], arrays: Any) -> None:
 
 def _argument(path: Any) -> str:
     """`argument 0 (up.kernel)`"""
-    number, *rest = [str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in path]
-    inside = ".".join(rest[:-1] if rest[-1:] == ["value"] else rest)
+    number, *rest = words_of(path)
+    inside = ".".join(rest)
     return f"argument {number} ({inside})" if inside else f"argument {number}"
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.errors import JShardError
+from jshard.layouts.paths import keys_of
 from jshard.train.arrays import kind, like_raw, load, prepare, raw, save, typed
 from jshard.train.manifest import Damaged, Manifest, flush
 from jshard.train.places import positions
@@ -162,8 +163,7 @@ def named(state: Any) -> dict[str, jax.Array]:
     """The arrays of (model, optimizer) by their names: `model.up.kernel`."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        steps = [getattr(step, "key", getattr(step, "idx", getattr(step, "name", None))) for step in path]
-        steps = steps[:-1] if steps[-1] == "value" else steps
+        steps = keys_of(path)
         found[".".join(map(str, ("model" if steps[0] == 0 else "optimizer", *steps[1:])))] = leaf
     return found
 

@@ -18,6 +18,7 @@ from jshard.layers.strategy import strategy_of
 from jshard.layouts.create import typed_as
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import explicit_twin
+from jshard.layouts.paths import keys_of, words_of
 from jshard.layouts.redistribute import move, plan_moves, redistribute
 from jshard.signals.current import configuration, mesh, on_mesh
 from jshard.signals.scope import UPDATE
@@ -89,17 +90,11 @@ def optimizer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _key(path: Path) -> Path:
-    """A parameter's path, the same for `nnx.State` and for pure arrays."""
-    names = [getattr(step, "key", getattr(step, "idx", getattr(step, "name", None))) for step in path]
-    return tuple(names[:-1] if names and names[-1] == "value" else names)
-
-
 def _parameter_axes(model: nnx.Module, wrt: Any) -> dict[Path, Axes]:
     found: dict[Path, Axes] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(model, wrt))[0]:
         layout = Layout.of(leaf)
-        found[_key(path)] = ((),) * jnp.ndim(leaf) if layout is None else layout.axes
+        found[keys_of(path)] = ((),) * jnp.ndim(leaf) if layout is None else layout.axes
     return found
 
 
@@ -133,11 +128,11 @@ def _bring(
     """Every leaf whose two layouts differ, moved by collectives of its own and its signal's, through either door."""
 
     def bring(path: Path, leaf: Any) -> Any:
-        here, there = source.get(_key(path)), target.get(_key(path))
+        here, there = source.get(keys_of(path)), target.get(keys_of(path))
         if here is None or there is None or here == there:
             return leaf
         with contextlib.ExitStack() as scopes:
-            for name in signals[_key(path)]:
+            for name in signals[keys_of(path)]:
                 scopes.enter_context(jax.named_scope(f"signal:{name}"))
             if local:
                 return move(leaf, plan_moves(here, there))
@@ -159,7 +154,7 @@ class _Update:
         twin = explicit_twin(mesh())
 
         def typed(path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
-            layout = Layout(twin, *in_state.get(_key(path), ((),) * jnp.ndim(leaf)))
+            layout = Layout(twin, *in_state.get(keys_of(path), ((),) * jnp.ndim(leaf)))
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=layout.sharding)
 
         with on_mesh(twin):
@@ -182,7 +177,7 @@ def _mixes_parts(params: Any) -> JShardError:
         if split := [name for names in _axes_of_type(leaf) for name in names]:
             axes = " and ".join(f'"{name}"' for name in split)
             return JShardError(
-                f"the optimizer multiplies whole parameters, and {'.'.join(map(str, _key(path)))} of shape {leaf.shape} lies "
+                f"the optimizer multiplies whole parameters, and {'.'.join(words_of(path))} of shape {leaf.shape} lies "
                 f"split over mesh axis {axes}",
                 mend="use one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone",
             )

@@ -18,6 +18,7 @@ from jshard.inspect.report.between import Between, between
 from jshard.inspect.report.facts import Facts, Text
 from jshard.inspect.report.laid import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.layouts.layout import Layout
+from jshard.layouts.paths import words_of
 from jshard.signals import current
 from jshard.signals.config import Configuration
 
@@ -75,7 +76,7 @@ def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         else:
             for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
                 if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-                    laid.append(_laid(BATCH, (name, *_keys(path)), leaf, ()))
+                    laid.append(_laid(BATCH, (name, *words_of(path)), leaf, ()))
     if isinstance(f, nnx.Module):
         laid += _model(f, ())
     laid += _gradients(laid, [arg for arg in named.values() if _updates(arg)])
@@ -115,12 +116,6 @@ def _mesh(present: Configuration | None, laid: list[Laid]) -> Any:
 
 def _updates(value: Any) -> bool:
     return isinstance(value, nnx.Optimizer)
-
-
-def _keys(path: Any) -> tuple[str, ...]:
-    """A path of JAX's as names; the `value` of a variable is the variable itself."""
-    names = [getattr(step, "key", getattr(step, "idx", getattr(step, "name", None))) for step in path]
-    return tuple(str(name) for name in (names[:-1] if names and names[-1] == "value" else names))
 
 
 def _laid(kind: str, path: tuple[str, ...], array: Any, signals: tuple[str, ...], variable: Any = None) -> Laid:
@@ -189,7 +184,7 @@ def _optimizer(optimizer: Any, model: Any) -> Iterator[Laid]:
     signals = _signals_of(model)
     parameters = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))} if model is not None else ()
     for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(optimizer))[0]:
-        names = _keys(path)
+        names = tuple(words_of(path))
         names = names[1:] if names[:1] == ("opt_state",) else names
         about = next((names[start:] for start in range(len(names)) if names[start:] in parameters), ())
         yield _laid(OPTIMIZER, names, leaf, _around(signals, about))

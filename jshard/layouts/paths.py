@@ -1,0 +1,24 @@
+"""A path of `jax.tree_util.tree_flatten_with_path` in plain words: its keys, numbers and names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def key_of(step: Any) -> Any:
+    """The key, number or name of one step of a path."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(step, attribute):
+            return getattr(step, attribute)
+    return step
+
+
+def keys_of(path: Sequence[Any]) -> tuple[Any, ...]:
+    """Those of all steps; the `value` of a variable is the variable itself."""
+    found = tuple(map(key_of, path))
+    return found[:-1] if found[-1:] == ("value",) else found
+
+
+def words_of(path: Sequence[Any]) -> list[str]:
+    return [str(each) for each in keys_of(path)]
