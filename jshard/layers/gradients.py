@@ -131,9 +131,10 @@ def _summed(gradients: Any, parameters: Any, wide: Sequence[Any]) -> Any:
         missing = tuple(sorted(jax.typeof(leaf).mat.varying - jax.typeof(parameter).mat.varying))
         if missing:
             alike.setdefault((missing, dtype), []).append(number)
+    algorithm = all_reduce_of(active(), mesh())
     for (missing, dtype), numbers in alike.items():
         arrays = tuple(leaves[number].astype(dtype) for number in numbers)
-        sums = all_reduce_together(arrays, missing, algorithm=all_reduce_of(active(), mesh()))
+        sums = all_reduce_together(arrays, missing, algorithm=algorithm)
         for number, total in zip(numbers, sums, strict=True):
             leaves[number] = total.astype(leaves[number].dtype)
     return jax.tree.unflatten(tree, leaves)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 
 # The numbers of mallopt(3), and their values.
@@ -21,9 +22,10 @@ SETTINGS = {
 def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process keeps what it frees, from now on: it does on Linux with glibc, unless the user has told malloc
     something in the environment (`MALLOC_ARENA_MAX`, `GLIBC_TUNABLES` and so on)."""
-    if any(name.startswith("MALLOC_") for name in environment) or "glibc.malloc" in environment.get(
-        "GLIBC_TUNABLES", ""
-    ):
+    told = "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") for name in environment
+    )
+    if told or sys.platform != "linux":
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's own
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl has not
     return mallopt is not None and all(mallopt(number, value) for number, value in SETTINGS.items())
