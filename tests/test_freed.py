@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jshard.launch.cards import computes_on_cpus
 from jshard.layouts.freed import keep_freed
+from jshard.layouts.host import computes_on_cpus
 
 PROGRAM = """
 import resource
@@ -57,3 +57,4 @@ def test_what_the_user_has_said_of_malloc_stays():
 )  # fmt: skip
 def test_who_computes_on_cpus(said, on_cpus):
     assert computes_on_cpus(said) is on_cpus
+    assert on_cpus or not keep_freed(said)

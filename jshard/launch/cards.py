@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from jshard.errors import JShardError
+from jshard.layouts.host import nvidia_cards
 
 
 def cards_of(
@@ -22,7 +22,7 @@ def cards_of(
     share out. A part that is not even is an error if `strict`, else a scheduler has shared them out itself."""
     if "JAX_LOCAL_DEVICE_IDS" in environment or environment.get("JAX_PLATFORMS") == "cpu":
         return {}
-    cards = _visible(environment) if cards is None else cards
+    cards = nvidia_cards(environment) if cards is None else cards
     if cards % count and strict:
         raise JShardError(
             f"{cards} GPUs can't be shared out evenly to {count} processes",
@@ -46,23 +46,7 @@ def place_on_host(environment: Mapping[str, str] = os.environ) -> tuple[int, int
     return None if count == "1" else (int(local), int(count))
 
 
-def computes_on_cpus(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a process of this host will compute on CPUs: it is told to, or there is neither a GPU nor a TPU."""
-    if platforms := environment.get("JAX_PLATFORMS"):
-        return platforms.startswith("cpu")
-    return not _visible(environment) and not any([*Path("/dev").glob(name)] for name in ("accel[0-9]*", "vfio/[0-9]*"))
-
-
 def _expanded(tasks: str) -> list[int]:
     """Slurm's `2(x3),1` is 2, 2, 2, 1."""
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in tasks.split(",")]
     return [int(part[1]) for part in parts if part is not None for _ in range(int(part[2] or 1))]
-
-
-def _visible(environment: Mapping[str, str]) -> int:
-    said = environment.get("CUDA_VISIBLE_DEVICES")
-    return (
-        len(list(Path("/dev").glob("nvidia[0-9]*")))
-        if said is None
-        else len([each for each in said.split(",") if each])
-    )

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from jshard.errors import JShardError
-from jshard.launch.cards import cards_of, computes_on_cpus, place_on_host
+from jshard.launch.cards import cards_of, place_on_host
 from jshard.launch.difference import Facts
 from jshard.launch.lost import is_of_connection, who_is_gone
 from jshard.launch.membership import Membership, found
@@ -65,8 +65,7 @@ def init(
     _hold_end()
     if devices is not None:
         pretend_part(devices, membership.processes)
-    elif computes_on_cpus():
-        keep_freed()
+    keep_freed()
     answer(membership, {"installation": _software(), **(facts or {})}, seconds)
     _start_jax(membership, seconds, preemption)
     _Joined.membership = membership

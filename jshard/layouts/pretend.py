@@ -17,16 +17,16 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
     """Makes JAX start with `count` CPU devices. Call it before JAX does anything.
 
     With `platforms=None` accelerators stay the default where there are some, and the CPU devices are there beside them.
-    What the user has set in the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. The process
-    keeps the memory that it frees.
+    What the user has set in the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. A
+    process that computes on CPUs keeps the memory that it frees.
     """
-    keep_freed()
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
     count = max(count, int(asked) if asked.isdecimal() else 0)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     if platforms is not None:
         os.environ["JAX_PLATFORMS"] = platforms
+    keep_freed()
     if "jax" not in sys.modules:
         return
     import jax
