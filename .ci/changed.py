@@ -1,5 +1,5 @@
 """Prints the tests of what changed since origin/main, or since the last commit where there is no origin: always the
-floors, `tests/test_x.py` itself, and for `jshard/room/x.py` the files `tests/test_x.py` and `tests/test_x_*.py`."""
+floors, `tests/test_x.py` itself, and for `jshard/room/x.py` the files `test_x.py` and `test_x_*.py` anywhere in tests/."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ for path in changed:
         tests.add(path)
     elif path.suffix == ".py":
         name = path.parent.name if path.stem == "__init__" else path.stem
-        tests |= {Path(f"tests/test_{name}.py"), *Path("tests").glob(f"test_{name}_*.py")}
+        tests |= {*Path("tests").rglob(f"test_{name}.py"), *Path("tests").rglob(f"test_{name}_*.py")}
 print(*sorted(str(test) for test in tests if test.exists()))

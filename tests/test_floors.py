@@ -16,6 +16,7 @@ FLOORS = {
     "chips": 0,
     "errors": -1,  # the cellar, which events stand on too
     "events": 0,
+    "host": 0,
     "version": 0,
     "layouts": 1,
     "kernels": 1,
@@ -32,6 +33,7 @@ WITHOUT = {
     "chips": "jax flax",
     "errors": "jax flax",
     "events": "jax flax",
+    "host": "jax flax",
     "kernels": "flax",
     "layouts": "flax",
     "signals": "flax",
@@ -40,11 +42,13 @@ WITHOUT_JAX = (
     "chips",
     "errors",
     "events",
+    "host",
     "version",
     "signals.signal",
     "signals.config",
     "signals.schema",
     "signals.source",
+    "launch.supervisor",
     "cli",
 )
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jshard.host import computes_on_cpus
 from jshard.layouts.freed import keep_freed
-from jshard.layouts.host import computes_on_cpus
 
 PROGRAM = """
 import resource
