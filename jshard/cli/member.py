@@ -80,7 +80,7 @@ def joined(asked: Asked) -> Experiment:
     if membership.rank == 0:
         print(ledger)
     agree("program", program_of(experiment, str(ledger)), mend=SAME_PROGRAM)
-    pulse().stands_in = first_between_processes(ledger, experiment.placement.mesh)
+    pulse().stands(first_between_processes(ledger, experiment.placement.mesh))
     return experiment
 
 

@@ -41,6 +41,11 @@ class Pulse:
         if self.memory is not None:
             PLACE.pack_into(self.memory, 0, self.step, phase.encode())
 
+    def stands(self, place: str) -> None:
+        """From now on the others wait for this process in that collective. Told at once: it may be killed before a beat."""
+        self.stands_in = place
+        self.tell()
+
     def waits(self, step: int, result: Any) -> None:
         """`result` is there once this step is done."""
         self.handed = step

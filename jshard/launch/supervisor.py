@@ -87,8 +87,7 @@ class Supervisor:
             return 1, first.facts["fault"]
         if first is not None and self.lost:
             assert self.abroad is not None
-            place = str(first.facts.get("stands_in") or "")
-            return 1, str(rank_0_is_gone(self.abroad, first.said(), place if first.facts.get("step") else ""))
+            return 1, str(rank_0_is_gone(self.abroad, first.said(), first.waited_in()))
         return (0, None) if first is None else (first.exit_status, fault_of(first))
 
     def _follow(self, workers: Sequence[Worker]) -> Worker | None:
@@ -202,7 +201,7 @@ def fault_of(worker: Worker) -> str:
     if worker.status == SAVED:
         return f"all were stopped: rank {rank} was sent SIGTERM, or heard of one, {where}"
     says = f"rank {rank} {worker.how_ended()} {where}"
-    if (place := worker.facts.get("stands_in")) and worker.facts.get("step"):
+    if place := worker.waited_in():
         says += f", and the others waited for it in {place}"
     says += "; "
     if worker.status == -signal.SIGKILL:

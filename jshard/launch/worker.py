@@ -95,6 +95,11 @@ class Worker:
         phase = phase.rstrip(b"\0").decode()
         return f"in step {step}" if phase in ("step", "ended") else f"in step {step} ({phase})"
 
+    def waited_in(self) -> str:
+        """The collective that the others waited in for it, once it had begun to step; empty where it is not known."""
+        step, _ = PLACE.unpack(os.pread(self.memory.fileno(), PLACE.size, 0))
+        return str(self.facts.get("stands_in") or "") if step else ""
+
     def how_ended(self) -> str:
         """`was killed by SIGKILL` or `ended with status 3`."""
         assert self.status is not None

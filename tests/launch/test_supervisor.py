@@ -86,15 +86,18 @@ def test_launch_names_the_signal_and_the_step_that_it_came_in(launch):
     program = """
 from jshard.launch.pulse import Pulse
 pulse = Pulse()
+pulse.stands("all_reduce of loss")
 for step in range(1, 10):
     pulse.at("step", step)
     if rank == 0 and step == 7:
         os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """
-    status, _, err = finished(launch(program, "-n", "2"))
-    said = "rank 0 was ended by SIGKILL in step 7; all were stopped; if nobody killed it, memory may have run out: type dmesg"
-    assert (status, err) == (137, [said])
+    status, _, err = finished(launch(program, "-n", "2"))  # which has no time for a beat
+    said = (
+        "rank 0 was ended by SIGKILL in step 7, and the others waited for it in all_reduce of loss; all were stopped; "
+    )
+    assert (status, err) == (137, [said + "if nobody killed it, memory may have run out: type dmesg"])
 
 
 def test_launch_leaves_out_what_the_others_say_of_the_fault(launch):
@@ -263,6 +266,9 @@ class Told:
 
     def said(self):
         return "in step 5"
+
+    def waited_in(self):
+        return self.facts.get("stands_in", "")
 
     def how_ended(self):
         return f"ended with status {self.status}"
