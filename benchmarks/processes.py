@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from jshard.host import free_port
 
 CASES = {  # features, batch
     "784-256-10, batch 256": ((784, 256, 10), 256),
@@ -86,9 +87,7 @@ class Processes:
 
     def __init__(self, library: str, count: int):
         self.started = []
-        with socket.socket() as trial:
-            trial.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{trial.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         for rank in range(count):
             words = [sys.executable, "-m", "benchmarks.processes", "--one", library, str(rank), str(count), address]
             self.started.append(

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from jshard.host import free_port
 
 MEBIBYTE = 2**20
 COLUMNS = 1024
@@ -59,9 +60,7 @@ def _memory(key: str, *, reset: bool = False) -> float:
 
 def in_processes(count: int, mebibytes: int, layout: str = "rows", *, timeout: float = 600) -> list[dict[str, Any]]:
     """What `measured` finds in each of `count` processes."""
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{trial.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

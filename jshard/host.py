@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
+import socket
 from collections.abc import Mapping
 from pathlib import Path
+
+PORTS = range(20_000, 32_768)  # below those that Linux and others give to connections, which another run has many of
 
 
 def nvidia_cards(environment: Mapping[str, str] = os.environ) -> int:
@@ -24,3 +29,17 @@ def computes_on_cpus(environment: Mapping[str, str] = os.environ) -> bool:
     return not nvidia_cards(environment) and not any(
         [*Path("/dev").glob(name)] for name in ("accel[0-9]*", "vfio/[0-9]*")
     )
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now, nor is likely to have before a process listens there."""
+    for port in random.SystemRandom().sample(PORTS, 64):
+        with socket.socket() as trial:
+            try:
+                trial.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise OSError(errno.EADDRINUSE, f"64 ports of loopback between {PORTS.start} and {PORTS.stop - 1} are all in use")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from jshard.host import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,13 +73,6 @@ def join() -> None:
         initialization_timeout=60,
         shutdown_timeout_seconds=20,
     )
-
-
-def free_port() -> int:
-    """A port of loopback that nobody has just now."""
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return trial.getsockname()[1]
 
 
 def _variables(address: str, count: int, rank: int, devices: int) -> dict[str, str]:

@@ -7,13 +7,13 @@ import contextlib
 import queue
 import re
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jshard.host import free_port
 from jshard.launch.cards import cards_of
 from jshard.launch.lost import is_gone, rank_0_is_gone
 from jshard.launch.membership import Membership
@@ -210,10 +210,8 @@ def fault_of(worker: Worker) -> str:
 
 
 def local(count: int) -> list[Membership]:
-    """So many processes on this machine, which meet at a port of loopback that is free now."""
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
+    """So many processes on this machine, which meet at a free port of loopback."""
+    port = free_port()
     return [Membership(f"127.0.0.1:{port}", count, rank, "jshard launch") for rank in range(count)]
 
 

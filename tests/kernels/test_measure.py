@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from jshard.cli import bench
 from jshard.errors import JShardError
+from jshard.host import free_port
 from jshard.kernels import measure, product_times
 from jshard.kernels.chip import CHIPS
 
@@ -116,13 +116,10 @@ def test_self_test_finds_a_kernel_that_is_wrong(monkeypatch, capsys):
 
 
 def test_self_test_runs_on_two_processes():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     program = (
         "import sys, jax\n"
         "jax.config.update('jax_cpu_collectives_implementation', 'gloo')\n"
-        f"jax.distributed.initialize('localhost:{port}', 2, int(sys.argv[1]))\n"
+        f"jax.distributed.initialize('localhost:{free_port()}', 2, int(sys.argv[1]))\n"
         "from jshard.cli import bench\n"
         "sys.exit(bench.run(self_test=True))"
     )

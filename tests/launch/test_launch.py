@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from jshard.host import free_port
+
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = "tests/launch/program.py"
 
@@ -46,12 +48,6 @@ def on_a_host_named_by_its_address() -> list[str]:
         if shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True).returncode == 0
         else []
     )
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return trial.getsockname()[1]
 
 
 GLOO = "[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"
