@@ -19,8 +19,11 @@ from jshard.launch.pulse import Pulse
 from jshard.launch.slow import Slow
 from jshard.launch.standing import odd_one, table
 
-BEAT = 0.25  # seconds; what the launcher's bar shows is at most so old
+BEAT = 0.5  # seconds; what the launcher's bar shows is at most so old
 TALK = 1.0  # seconds between two notes to the others, for up to CROWD processes; in proportion for more
+CALM = (
+    2  # times as long between two notes of one whose steps come on: less than SURE, so that it never counts as silent
+)
 CROWD = 64
 FIRST_STEP = 10  # times as long may pass before the first step is done, which compiles
 WAITS = 1.0  # seconds without a step after which a process asks what the others do
@@ -82,11 +85,14 @@ def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
     while not over:
         over = answers.over.wait(answers.talk if beats else 0)
         beats += 1
+        waits = time.monotonic() - pulse.since > WAITS
+        if (beats - 1) % CALM and not (waits or over):
+            continue
         note = {**pulse.facts, "beats": beats, "host": socket.gethostname(), "pid": os.getpid()}
         try:
             board.write(f"pulse/{membership.rank}", note)
             fault = board.read("fault")
-            if time.monotonic() - pulse.since > WAITS:
+            if waits:
                 answers.take(board.read_all("pulse"))
             else:
                 answers.forget()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jshard.launch import joining, watchdog
+from jshard.launch.membership import Membership
 from jshard.launch.pulse import Pulse
 from jshard.launch.standing import odd_one, table
 from jshard.launch.watchdog import _Answers
@@ -89,6 +90,31 @@ def test_pulse_costs_a_step_a_few_microseconds():
         pulse.at("step", step)
         pulse.waits(step, None)
     assert time.perf_counter() - began < 1  # 100 microseconds a step, were it that slow
+
+
+def test_watchdog_writes_fewer_notes_while_steps_come_on_and_asks_of_the_others_when_none_does(monkeypatch):
+    pulse, written, asked = Pulse(), [], []
+    seconds = 0
+
+    class Over:
+        def wait(self, talk: float) -> bool:
+            nonlocal seconds
+            seconds += round(talk)
+            pulse.since = time.monotonic() - (60 if seconds > 10 else 0)
+            return seconds == 20
+
+    answers = _Answers(watchdog.TALK)
+    answers.over = Over()
+    monkeypatch.setattr(watchdog.board, "write", lambda key, note: written.append((seconds, key, note["beats"])))
+    monkeypatch.setattr(watchdog.board, "read", lambda key: None)
+    monkeypatch.setattr(watchdog.board, "read_all", lambda key: asked.append(seconds) or {})
+    watchdog._talk(Membership("127.0.0.1:1", 2, 1, "a test"), pulse, answers)
+    calm, waits = list(range(0, 11, watchdog.CALM)), list(range(11, 21))
+    assert [when for when, *_ in written] == calm + waits
+    assert asked == waits
+    assert {key for _, key, _ in written} == {"pulse/1"}
+    assert len({number for *_, number in written}) == len(written)  # or the others would take it for silent
+    assert watchdog.CALM < watchdog.SURE
 
 
 def test_watchdog_misses_who_writes_no_more_notes_but_not_who_has_ended(monkeypatch):
