@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 SIZES = (128, 512)  # of the square matrices that a step multiplies
 LAYERS = 8
 PAUSE = 0.05  # seconds between two steps that are told of and not done
-BLOCK = 1.5  # seconds of steps that are watched, or not: more than a note to the others takes to come round
+BLOCK = 2.0  # seconds of steps that are watched, or not: a note to the others comes so often
+SETTLE = 0.5  # seconds in which the first note is written, which is no step's cost
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -147,6 +148,7 @@ def timed(step: Callable[[], object], steps: int, *, watched: bool = False) -> t
     from jshard.launch.joining import pulse
 
     say = pulse()
+    time.sleep(SETTLE)
     jax.block_until_ready(step())
     began, worked = time.perf_counter(), time.process_time()
     for number in range(1, steps + 1):
