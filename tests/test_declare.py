@@ -88,7 +88,7 @@ def test_declared_traffic_has_its_signal_and_yaml_line(tmp_path, monkeypatch):
             return kernel(x, metadata=declare("all_reduce", "tensor", x, algorithm="ring", wire=96))
 
         spec = P("data", "tensor")
-        with jshard.signal("layer"):
+        with jshard.signal("layer"):  # check_vma is off, as for `moved`
             return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=jax.NamedSharding(mesh, P("data", "tensor")))

@@ -89,16 +89,20 @@ class Worker:
 
     def said(self) -> str:
         """Where it was, to the last moment."""
-        step, phase = PLACE.unpack(os.pread(self.memory.fileno(), PLACE.size, 0))
+        step, phase = self._place()
         if not step:
             return "before its first step"
-        phase = phase.rstrip(b"\0").decode()
         return f"in step {step}" if phase in ("step", "ended") else f"in step {step} ({phase})"
 
     def waited_in(self) -> str:
         """The collective that the others waited in for it, once it had begun to step; empty where it is not known."""
-        step, _ = PLACE.unpack(os.pread(self.memory.fileno(), PLACE.size, 0))
+        step, _ = self._place()
         return str(self.facts.get("stands_in") or "") if step else ""
+
+    def _place(self) -> tuple[int, str]:
+        """The step and the phase that it wrote last; step 0 before its first."""
+        step, phase = PLACE.unpack(os.pread(self.memory.fileno(), PLACE.size, 0))
+        return step, phase.rstrip(b"\0").decode()
 
     def how_ended(self) -> str:
         """`was killed by SIGKILL` or `ended with status 3`."""
