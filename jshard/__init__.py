@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jshard.layouts.pretend import pretend as pretend
     from jshard.signals.current import load as load
     from jshard.signals.current import mesh as mesh
+    from jshard.signals.current import unload as unload
     from jshard.signals.scope import signal as signal
     from jshard.train.diff import diff as diff
     from jshard.train.log import log as log
@@ -56,7 +57,7 @@ _ROOMS = {
     "jshard.layers": ("Linear", "MLP", "matmul", "max", "mean", "move", "step", "sum", "value_and_grad"),
     "jshard.layouts": ("Layout", "gather", "redistribute", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
-    "jshard.signals.current": ("load", "mesh"),
+    "jshard.signals.current": ("load", "mesh", "unload"),
     "jshard.signals.scope": ("signal",),
     "jshard.train.diff": ("diff",),
     "jshard.train.log": ("log",),

@@ -264,12 +264,20 @@ def test_explain_marks_what_no_signal_asked_for(model, x, tmp_path):
 
 def test_explain_tells_of_signals_that_nothing_uses(model, x):
     jshard.load("mlp.yaml", ["layer1.backward=layer2"])
-    only_layer1 = explain(lambda model, x: model.up(x), model, x, backward=False)
+    only_layer1 = explain(lambda up, x: up(x), model.up, x, backward=False)
     assert only_layer1.unused == ()  # layer2 says where the cotangents of layer1 lie
     jshard.load("mlp.yaml")
-    only_layer1 = explain(lambda model, x: model.up(x), model, x, backward=False)
+    only_layer1 = explain(lambda up, x: up(x), model.up, x, backward=False)
     assert list(map(str, only_layer1.unused)) == ["mlp.yaml:5  layer2  unused: nothing in this program is under it"]
     assert "mlp.yaml:5  layer2  unused: nothing in this program is under it" in str(only_layer1).splitlines()
+
+
+def test_explain_counts_signals_that_built_a_layer_or_placed_an_array_as_used(model, x):
+    assert explain(lambda model, x: model.up(x), model, x, backward=False).unused == ()  # layer2 built model.down
+    jshard.signal.tensor(np.ones((8, 8), np.float32), name="layer2")
+    assert explain(lambda up, x: up(x), model.up, x, backward=False).unused == ()
+    jshard.load("mlp.yaml")
+    assert [each.signal for each in explain(lambda up, x: up(x), model.up, x, backward=False).unused] == ["layer2"]
 
 
 def test_explain_counts_a_glob_as_used_by_any_name_it_matches(x):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import jshard
 from jshard.errors import JShardError
 from jshard.inspect.ledger import read
 from jshard.layers import MLP, Linear
@@ -233,6 +234,18 @@ def test_loading_another_configuration_changes_a_jitted_function_and_the_same_on
     assert len(traces) == 2
     unload()
     assert float(f(0.0)) == 0
+
+
+def test_unload_makes_every_signal_mean_nothing_again():
+    jshard.load(AB)
+    jshard.unload()
+    x = np.ones(8, np.float32)
+    with jshard.signal("nothing is called so"):
+        assert active() is None
+        assert jshard.signal.tensor(x) is x
+    with pytest.raises(JShardError) as told:
+        jshard.mesh()
+    assert str(told.value) == ('no configuration is loaded; call jshard.load("configs/mlp.yaml") or set JSHARD_CONFIG')
 
 
 def test_another_mesh_alone_retraces():

@@ -69,12 +69,12 @@ def _named(signal: Signal, present: Configuration) -> set[str]:
 
 
 def unused(scopes: Iterable[tuple[str, ...]]) -> tuple[Signal, ...]:
-    """The signals of the configuration that nothing inside these scopes means."""
+    """The signals of the configuration that no scope of these means, and no array has been placed under."""
     present = configuration()
     if present is None:
         return ()
     used: set[int] = set()  # a name that a glob matches gets a signal of its own, which keeps the glob's places
-    for path in {whole[:end] for whole in scopes for end in range(1, len(whole) + 1)}:
+    for path in {whole[:end] for whole in (*scopes, *present.placed) for end in range(1, len(whole) + 1)}:
         try:
             signal = present.lookup(path)
         except JShardError:  # the scope "mlp/up" is entered at once, and there need be no signal "mlp"

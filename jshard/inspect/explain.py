@@ -44,9 +44,17 @@ def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **k
     trains = any(isinstance(node, nnx.Optimizer) for node in whole.nodes)
     return dataclasses.replace(
         ledger,
-        unused=tuple(Unused(signal.place, signal.name) for signal in unused(scopes_in(jaxpr))),
+        unused=tuple(
+            Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *_built_under(whole.nodes)})
+        ),
         memory=at_rest(whole.nodes) if trains else (),
     )
+
+
+def _built_under(nodes: list[Any]) -> set[tuple[str, ...]]:
+    """The scopes that the layers of these modules were built in."""
+    modules = (each for node in nodes if isinstance(node, nnx.Module) for _, each in nnx.iter_modules(node))
+    return {getattr(each, "signal_path", ()) for each in modules}
 
 
 def _jaxpr(whole: Traced, backward: bool | None) -> Any:

@@ -60,6 +60,11 @@ class Configuration:
         return max([math.prod(size for size in self.mesh.sizes if size != -1), *numbers])
 
     @functools.cached_property
+    def placed(self) -> set[tuple[str, ...]]:
+        """The scopes under which `jshard.signal.tensor` has placed an array."""
+        return set()
+
+    @functools.cached_property
     def _matcher(self) -> Matcher:
         return Matcher(self.signals.values())
 

@@ -227,12 +227,13 @@ def _place(x: Any) -> jax.Array:
             f"{signal} is to place an array inside a shard_map, where x is one device's part already",
             mend="place it before: jshard.signal.tensor(x) outside jshard.step",
         )
+    present = configuration()
+    assert present is not None
+    present.placed.add(active_path())
     rank = jax.numpy.ndim(x)
     layout = tensor_layout(signal, rank)
     if signal.backward is None:
         return redistribute(x, layout, said=str(signal))
-    present = configuration()
-    assert present is not None
     back = tensor_layout(present.lookup((signal.backward,)), rank)
     return _two_ways(_Ways(layout, back, Layout.of(x), f"signal:{signal.backward}", str(signal)), x)
 
