@@ -181,6 +181,12 @@ CASES = [
     Case("store reduce float32", {"row": "d", "store": "d", "dtype": BF16 | {"reduce": "float32"}},
          x="d -", kernel="d -", bias="d", y="d -",
          forward="all_gather/d all_gather/d", backward="reduce_scatter/d reduce_scatter/d"),
+    # what devices did alike with what they gathered has one gradient: a slice of it, and no sum
+    Case("store without rows reduce float32", {"store": "d", "dtype": BF16 | {"reduce": "float32"}},
+         x="- -", kernel="d -", bias="d", y="- -", forward="all_gather/d all_gather/d"),
+    Case("store beyond rows reduce float32", {"row": "d", "store": "dt", "dtype": BF16 | {"reduce": "float32"}},
+         x="d -", kernel="dt -", bias="dt", y="d -",
+         forward="all_gather/d all_gather/t all_gather/d all_gather/t", backward="reduce_scatter/d reduce_scatter/d"),
     Case("sequence reduce float32", {"column": "t", "sequence": "t", "dtype": BF16 | {"reduce": "float32"}},
          x="- t -", kernel="- t", bias="t", y="- - t", forward="all_gather/t", backward="reduce_scatter/t"),
     Case("param bfloat16", {"row": "d", "reduction": "t", "dtype": {"param": "bfloat16"}},

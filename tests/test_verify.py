@@ -149,6 +149,15 @@ def test_verify_of_a_jshard_step():
     assert all_bitwise(verify(train, model, jshard.Optimizer(model, optax.adam(1e-3)), put((8, 8), "data")))
 
 
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+def test_verify_of_results_that_are_no_scalars_and_lie_otherwise_on_one_device(axis_types):
+    """No signal says how the product runs: on four devices its rows are split, on one nothing is."""
+    jshard.load({"jshard": {"mesh": {"x": 4}, "axis_types": axis_types}, "a": {"row": "x"}})
+    x, w = np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)
+    assert all_bitwise(verify(lambda x, w: jshard.matmul(x, w), x, w))
+    assert all_bitwise(verify(lambda x, w: {"rows": jshard.matmul(x, w), "one": jshard.matmul(x[0], w)}, x, w))
+
+
 def test_verify_on_an_auto_mesh():
     jshard.load("mlp.yaml", ["jshard.axis_types=auto"])
     assert all_bitwise(verify(loss, MLP(nnx.Rngs(0)), put((8, 8), "data")))

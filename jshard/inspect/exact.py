@@ -86,7 +86,7 @@ def _scrambled(name: str, x: Sequence[Any]) -> Any:
     shape = jnp.broadcast_shapes(*(each.shape for each in x))
     bits: Any = jnp.uint32(0)
     for each in x:
-        bits = _mixed(bits + _bits(each))
+        bits = mixed(bits + _bits(each))
     if name in POSITIVE:
         small = (bits % jnp.uint32(4)).astype(jnp.int32) + 1
     else:
@@ -109,11 +109,11 @@ def folded(x: Any) -> Any:
     """Small whole numbers as they are, others scrambled into small ones."""
     if not x.size:
         return x
-    small = (_mixed(_bits(x)) % jnp.uint32(7)).astype(jnp.int32) - 3
+    small = (mixed(_bits(x)) % jnp.uint32(7)).astype(jnp.int32) - 3
     return jnp.where((jnp.abs(x) <= 4) & (jnp.round(x) == x), x, small.astype(x.dtype))
 
 
-def _mixed(bits: Any) -> Any:
+def mixed(bits: Any) -> Any:
     """Every bit of a number spread over all bits of the result. The low ones of a small whole number in float32 are zero."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits = (bits ^ lax.shift_right_logical(bits, jnp.uint32(shift))) * jnp.uint32(factor)
@@ -125,7 +125,7 @@ def _divided(x: Any, y: Any, known: float | None, *, near: bool) -> Any:
     if known is not None:
         return x / jnp.asarray(as_power_of_two(known), x.dtype)
     if not near:
-        halves = (_mixed(_bits(y)) % jnp.uint32(2)).astype(x.dtype) + 1
+        halves = (mixed(_bits(y)) % jnp.uint32(2)).astype(x.dtype) + 1
         return x / jnp.where(y < 0, -halves, halves)
     bits = lax.bitcast_convert_type(y.astype(jnp.float32), jnp.int32)
     exponent = ((bits >> 23) & 255) - 127 + ((bits & 0x7FFFFF) >= 0x3504F3).astype(jnp.int32)  # 1.414: the nearer power

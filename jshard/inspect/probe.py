@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
+from jshard.inspect.exact import mixed
 from jshard.inspect.explain import Traced, _is_array, _is_inexact, _is_node
 from jshard.inspect.walk import _bare, has_transposed
 from jshard.layouts.layout import Layout
@@ -208,25 +209,22 @@ class Program:
             return [leaf for leaf in result if _is_inexact(leaf)], (result, changed)
 
         smooth, pull, rest = jax.vjp(of_inexact, [array for array in arrays if _is_inexact(array)], has_aux=True)
-        return rest, pull([_cotangent(leaf) for leaf in smooth])[0]
+        names = [name for name, leaf in zip(self.returned, rest[0], strict=True) if _is_inexact(leaf)]
+        return rest, pull(list(map(_cotangent, names, smooth)))[0]
 
 
-def _cotangent(leaf: Any) -> Any:
-    """Ones for a scalar; small numbers that tell neighbours apart for an array, without any array from outside."""
-    ones = jnp.ones_like(leaf)
+def _cotangent(name: str, leaf: Any) -> Any:
+    """One for a scalar. For an array small numbers, none of them zero, from its name and each element's place in the whole
+    array: equal however the array is split, and computed where its parts lie."""
     if not leaf.ndim:
-        return ones
-    counted = sum(
-        jax.lax.cumsum(ones, axis).astype(jnp.float32) * (2 * axis + 1)
-        for axis in range(leaf.ndim)
-        if _is_whole(leaf, axis)
-    )
-    return ones if isinstance(counted, int) else (jnp.mod(counted, 5) - 2).astype(leaf.dtype)
-
-
-def _is_whole(leaf: Any, axis: int) -> bool:
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    return sharding is None or axis >= len(sharding.spec) or sharding.spec[axis] is None
+        return jnp.ones_like(leaf)
+    sharding = jax.typeof(leaf).sharding
+    where = None if sharding.mesh.empty else sharding
+    bits: Any = jnp.uint32(zlib.crc32(name.encode()))
+    for axis in range(leaf.ndim):
+        bits = mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis, out_sharding=where))
+    small = (bits % jnp.uint32(4)).astype(jnp.int32) - 2
+    return jnp.where(small < 0, small, small + 1).astype(leaf.dtype)
 
 
 def _is_literal(variable: Any) -> bool:
