@@ -39,13 +39,27 @@ def differs(x, *names):
     return lax.pcast(x, names, to="varying")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def stored(w, name):
-    """Gathered in bfloat16, its gradient scattered in float32."""
-    return gather(w.astype(bf16), name)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def stored(w, scattered, sliced):
+    """Gathered in bfloat16; its gradient in float32, scattered where devices used it on other rows, else this device's part."""
+    for name in sliced:
+        w = gather(w.astype(bf16), name, to="invarying")
+    return gather(w.astype(bf16), *scattered)
 
 
-stored.defvjp(lambda w, name: (stored(w, name), None), lambda name, _, g: (scatter(g.astype(f32), name),))
+def stored_backward(scattered, sliced, _, g):
+    g = scatter(g.astype(f32), *scattered)
+    for name in sliced:
+        g = part(g, name, 0)
+    return (g,)
+
+
+stored.defvjp(lambda w, *names: (stored(w, *names), None), stored_backward)
+
+
+def part(x, name, axis):
+    size = x.shape[axis] // lax.axis_size(name)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(name) * size, size, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -69,6 +83,10 @@ def reduction_reduce_float32(x, w, b):
     w, b = differs(w, "data").astype(bf16), differs(b, "data").astype(bf16)
     y = lax.psum(jnp.matmul(x.astype(bf16), w, preferred_element_type=f32), "tensor")
     return y.astype(bf16) + b
+
+
+def with_stored(x, w, b, *names):
+    return x.astype(bf16) @ stored(w, *names) + stored(b, *names)
 
 
 HAND = {
@@ -110,7 +128,9 @@ HAND = {
     "compute bfloat16": lambda x, w, b: x.astype(bf16) @ w.astype(bf16) + b.astype(bf16),
     "reduce float32": row_reduce_float32,
     "reduction reduce float32": reduction_reduce_float32,
-    "store reduce float32": lambda x, w, b: x.astype(bf16) @ stored(w, "data") + stored(b, "data"),
+    "store reduce float32": lambda x, w, b: with_stored(x, w, b, ("data",), ()),
+    "store without rows reduce float32": lambda x, w, b: with_stored(x, w, b, (), ("data",)),
+    "store beyond rows reduce float32": lambda x, w, b: with_stored(x, w, b, ("data",), ("tensor",)),
     "sequence reduce float32": lambda x, w, b: sequence(x, "tensor") @ w.astype(bf16) + b.astype(bf16),
     "param bfloat16": lambda x, w, b: lax.psum(x @ w.astype(f32), "tensor") + b.astype(f32),
     "remat column": jax.checkpoint(plain),
@@ -137,17 +157,14 @@ def by_hand(case, mesh):
 def backward_elsewhere(mesh):
     """Backward over more rows, w gathered."""
     specs = P("data"), P(None, "tensor"), P("tensor")
-    part = lambda a, axis: lax.dynamic_slice_in_dim(
-        a, lax.axis_index("tensor") * (a.shape[axis] // 4), a.shape[axis] // 4, axis
-    )
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*specs, P("data", "tensor")), out_specs=specs)
     def pull(x, w, b, g):
         g = lax.all_to_all(g, "tensor", 0, 1, tiled=True)
         w, b = (gather(p, "tensor", axis=p.ndim - 1, to="invarying") for p in (w, b))
-        _, pull = jax.vjp(lambda x, w, b: x @ w + b, part(x, 0), w, b)
+        _, pull = jax.vjp(lambda x, w, b: x @ w + b, part(x, "tensor", 0), w, b)
         gx, gw, gb = pull(g)  # with gw and gb summed over data and tensor
-        return gather(gx, "tensor", to="invarying"), part(gw, 1), part(gb, 0)
+        return gather(gx, "tensor", to="invarying"), part(gw, "tensor", 1), part(gb, "tensor", 0)
 
     forward = jax.shard_map(plain, mesh=mesh, in_specs=specs, out_specs=P("data", "tensor"))
     f = jax.custom_vjp(forward)
