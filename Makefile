@@ -36,10 +36,10 @@ lint: $(VENV)/.dev-$(STAMP)
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 fuzz: $(VENV)/.test-$(STAMP)  ## 100,000 mappings and texts, each of which loads or is one JShardError
-	@JSHARD_FUZZ_EXAMPLES=100000 $(BIN)/python -m pytest tests/test_fuzz.py -q --timeout 7200
+	@JSHARD_FUZZ_EXAMPLES=100000 $(BIN)/python -m pytest tests/signals/test_fuzz.py -q --timeout 7200
 
 verify-random: $(VENV)/.test-$(STAMP)  ## 200 random programs without a fault, each of which has to verify
-	@JSHARD_VERIFY_EXAMPLES=200 $(BIN)/python -m pytest tests/test_verify_random.py -q --timeout 7200
+	@JSHARD_VERIFY_EXAMPLES=200 $(BIN)/python -m pytest tests/inspect/verify/test_verify_random.py -q --timeout 7200
 
 kernel-product: $(VENV)/.test-$(STAMP)  ## all_reduce by three algorithms on 5 groups, 5 shapes and 4 dtypes: all 300
 	@JSHARD_KERNEL_PRODUCT=1 $(BIN)/python -m pytest tests/kernels/test_all_reduce.py -q -n 2 -k product
@@ -49,7 +49,7 @@ bench: $(VENV)/.test-$(STAMP)  ## training steps against hand-written shard_map,
 	@$(BIN)/python -m benchmarks.import_time
 
 hang-test: $(VENV)/.test-$(STAMP)  ## 1,000 steps dispatched without waiting on 8 pretend devices, 20 times over
-	@JSHARD_HANG_RUNS=20 JSHARD_HANG_STEPS=1000 $(BIN)/python -m pytest tests/test_pretend.py -q -k waiting --timeout 7200
+	@JSHARD_HANG_RUNS=20 JSHARD_HANG_STEPS=1000 $(BIN)/python -m pytest tests/layouts/test_pretend.py -q -k waiting --timeout 7200
 
 soak: $(VENV)/.test-$(STAMP)  ## half an hour of four processes, a random fault every minute: the loss of an undisturbed run
 	@$(BIN)/python -m tests.launch.soak --minutes $${JSHARD_SOAK_MINUTES:-30} --seed $${JSHARD_SOAK_SEED:-0}

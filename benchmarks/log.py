@@ -75,8 +75,8 @@ def experiment(features: int, hidden: int, batch: int, devices: int) -> Any:
 
 def bare(made: Any) -> Iterator[Any]:
     """The loop without timing and telling: what `jshard.train.loop.run` would be if there were no log."""
-    from jshard.train.ahead import read_ahead
     from jshard.train.loop import IN_FLIGHT, Step
+    from jshard.train.prefetch import read_ahead
 
     step = Step(made.model, made.optimizer, made.loss)
     waiting: collections.deque[Any] = collections.deque()
@@ -93,8 +93,8 @@ def bare(made: Any) -> Iterator[Any]:
 
 def told(made: Any) -> Iterator[Any]:
     """The loop as it is, and each step told as training does."""
-    from jshard.train.course import Course
     from jshard.train.loop import Step, run
+    from jshard.train.run_events import Course
 
     course = Course(made)
     step = Step(made.model, made.optimizer, made.loss)
@@ -176,8 +176,8 @@ def table(found: dict[str, list[Times]]) -> str:
 def hot(rounds: int = 200_000) -> str:
     """What is added to the way of a step, in microseconds: with the log off, and with it on."""
     from jshard import events
-    from jshard.train.course import Course
     from jshard.train.loop import Taken
+    from jshard.train.run_events import Course
 
     taken = Taken(1, None, {}, lambda: None, 0.0, 0.0)  # type: ignore[arg-type]  # its loss is not read here
     course = Course.__new__(Course)

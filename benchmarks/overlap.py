@@ -5,7 +5,7 @@ layers, and jshard's layers by fused kernels. Needs the compiler of the topology
 
 XLA's asynchronous collectives count as overlapped, whatever lies between start and done. Of a fused kernel only that counts
 which its own products are long enough to hide: it declares from where a hop begins to where it waits for it, and both take
-the time that the chip's table gives them (jshard/kernels/declare.py). Every byte that is left is "not overlapped".
+the time that the chip's table gives them (jshard/kernels/kernel_traffic.py). Every byte that is left is "not overlapped".
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import jshard
 from jshard.inspect.plan import Plan, Topology, plan
 from jshard.inspect.plan.estimate import in_words
 from jshard.inspect.plan.memory import size
-from jshard.inspect.plan.plan import mesh_on, moved_to
-from jshard.signals.current import configuration, unload
+from jshard.inspect.plan.planning import mesh_on, moved_to
+from jshard.signals.active_config import configuration, unload
 
 PARTITIONER, LAYERS, FUSED = "jit with NamedShardings", "jshard's layers", "by fused kernels"
 WAITS = "wire that can't hide"

@@ -22,8 +22,8 @@ def once(topology: str, tensor: int, *, quick: bool) -> str:
     """One plan, told in a sentence."""
     from jshard import load
     from jshard.inspect.plan import Topology, plan
-    from jshard.inspect.plan.plan import mesh_on, moved_to
-    from jshard.signals.current import configuration
+    from jshard.inspect.plan.planning import mesh_on, moved_to
+    from jshard.signals.active_config import configuration
     from tests import decoder
 
     size = decoder.TINY if quick else decoder.SEVEN_BILLION

@@ -42,7 +42,7 @@ def measure(rounds: int, block: float, count: int) -> int:
     import jshard
 
     membership = jshard.init(devices=count)
-    from jshard.launch.joining import pulse, unwatch
+    from jshard.launch.initialize import pulse, unwatch
     from jshard.launch.watchdog import watch
 
     assert membership is not None
@@ -87,7 +87,7 @@ def measure(rounds: int, block: float, count: int) -> int:
 def worked_in(seconds: float) -> float:
     """Processor time of this process in each second, while it tells of a step now and then and sleeps: one that tells of none
     asks what the others do, which costs more."""
-    from jshard.launch.joining import pulse
+    from jshard.launch.initialize import pulse
 
     began = time.process_time()
     for step in range(1, round(seconds / PAUSE) + 1):
@@ -98,7 +98,7 @@ def worked_in(seconds: float) -> float:
 
 def told(steps: int) -> float:
     """Processor time that each step pays for being told, as `jshard train` does."""
-    from jshard.launch.pulse import Pulse
+    from jshard.launch.heartbeat import Pulse
 
     say, began = Pulse(), time.process_time()
     for number in range(steps):
@@ -145,7 +145,7 @@ def timed(step: Callable[[], object], steps: int, *, watched: bool = False) -> t
     those that are `watched` are told as `jshard train` does."""
     import jax
 
-    from jshard.launch.joining import pulse
+    from jshard.launch.initialize import pulse
 
     say = pulse()
     time.sleep(SETTLE)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jshard.errors import JShardError as JShardError
-    from jshard.inspect import explain as explain
-    from jshard.inspect import verify as verify
+    from jshard.inspect.ledger import explain as explain
     from jshard.inspect.plan import plan as plan
     from jshard.inspect.report import report as report
+    from jshard.inspect.verify import verify as verify
     from jshard.kernels import all_gather as all_gather
     from jshard.kernels import all_reduce as all_reduce
     from jshard.kernels import all_to_all as all_to_all
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jshard.kernels import permute as permute
     from jshard.kernels import reduce_scatter as reduce_scatter
     from jshard.kernels import send_recv as send_recv
-    from jshard.launch.joining import init as init
+    from jshard.launch.initialize import init as init
     from jshard.layers import MLP as MLP
     from jshard.layers import Linear as Linear
     from jshard.layers import matmul as matmul
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from jshard.layouts import redistribute as redistribute
     from jshard.layouts import scatter as scatter
     from jshard.layouts.pretend import pretend as pretend
-    from jshard.signals.current import load as load
-    from jshard.signals.current import mesh as mesh
-    from jshard.signals.current import unload as unload
+    from jshard.signals.active_config import load as load
+    from jshard.signals.active_config import mesh as mesh
+    from jshard.signals.active_config import unload as unload
     from jshard.signals.scope import signal as signal
     from jshard.train.diff import diff as diff
     from jshard.train.log import log as log
@@ -49,15 +49,16 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "jshard.errors": ("JShardError",),
-    "jshard.inspect": ("explain", "verify"),
+    "jshard.inspect.ledger": ("explain",),
     "jshard.inspect.plan": ("plan",),
     "jshard.inspect.report": ("report",),
+    "jshard.inspect.verify": ("verify",),
     "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "send_recv"),
-    "jshard.launch.joining": ("init",),
+    "jshard.launch.initialize": ("init",),
     "jshard.layers": ("Linear", "MLP", "matmul", "max", "mean", "move", "step", "sum", "value_and_grad"),
     "jshard.layouts": ("Layout", "gather", "redistribute", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
-    "jshard.signals.current": ("load", "mesh", "unload"),
+    "jshard.signals.active_config": ("load", "mesh", "unload"),
     "jshard.signals.scope": ("signal",),
     "jshard.train.diff": ("diff",),
     "jshard.train.log": ("log",),
@@ -69,6 +70,8 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("inspect", "kernels", "launch", "layers", "layouts", "signals", "train"):
+        return importlib.import_module(f"jshard.{name}")
     if name not in _ROOM_OF:
         from jshard.errors import nearest
 

@@ -21,8 +21,9 @@ import numpy as np
 from flax import nnx
 
 import jshard
-from jshard.inspect import collectives_in, explain, wire_bytes
-from jshard.signals.current import unload
+from jshard.inspect.compiled import collectives_in, wire_bytes
+from jshard.inspect.ledger import explain
+from jshard.signals.active_config import unload
 
 BATCH, LENGTH, INPUTS, OUTPUTS = 8, 8, 16, 24
 AXES = {"d": "data", "t": "tensor", "p": "pipe"}

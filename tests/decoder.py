@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import jshard
 from jshard.layers.abstract import abstract
 from jshard.layouts.layout import Layout
-from jshard.signals.current import configuration, mesh
+from jshard.signals.active_config import configuration, mesh
 from jshard.train.loss import cross_entropy
 
 

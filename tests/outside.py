@@ -7,7 +7,7 @@ import os
 import pytest
 
 from jshard.errors import JShardError
-from jshard.inspect.plan.deviceless import check_installed
+from jshard.inspect.plan.aot import check_installed
 from jshard.inspect.plan.topology import Topology
 
 OURS = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC")

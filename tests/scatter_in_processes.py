@@ -15,7 +15,8 @@ from processes import join
 
 import jshard
 from jshard.errors import JShardError
-from jshard.layouts import boxes, carry
+from jshard.layouts import index_ranges as boxes
+from jshard.layouts import p2p as carry
 
 LAYOUTS = [(None, None), ("a", None), (None, ("b", "a")), ("a", "b")]  # replicated, rows, columns, both
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks import log, plan, processes, step, watchdog
-from jshard.signals.current import unload
+from jshard.signals.active_config import unload
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,17 @@ FLOORS = {
     "__main__": 7,
     "__init__": 7,
 }
+# The rooms inside inspect/, as they build on each other.
+INSPECT = {
+    "table": 0,
+    "user_code_errors": 0,
+    "compiled": 1,
+    "ledger": 1,
+    "verify": 2,
+    "plan": 2,
+    "report": 3,
+    "timeline": 4,
+}
 WITHOUT = {
     "chips": "jax flax",
     "errors": "jax flax",
@@ -92,14 +103,80 @@ def faults(package: Path) -> list[str]:
     return found
 
 
+def graph(package: Path) -> dict[str, set[str]]:
+    """For each module of the package the modules that it imports."""
+    modules = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+
+    def module_of(name: str) -> str:
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        name: {module_of(to) for _, to in imports(path) if to.startswith("jshard")} - {"", name}
+        for name, path in modules.items()
+    }
+
+
+def circles(edges: dict[str, set[str]]) -> set[str]:
+    """The modules that import themselves by way of others."""
+    left = dict(edges)
+    while free := [name for name, to in left.items() if not to & left.keys()]:
+        for name in free:
+            del left[name]
+    while free := [name for name in left if not any(name in to for to in left.values())]:
+        for name in free:
+            del left[name]
+    return set(left)
+
+
 def test_floors_imports_go_down_only():
     assert faults(PACKAGE) == []
+
+
+def test_floors_no_circle_between_files():
+    assert circles(graph(PACKAGE)) == set()
+
+
+def test_floors_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
+
+
+def test_floors_rooms_of_inspect_build_on_lower_ones():
+    wrong = []
+    for name, to in graph(PACKAGE).items():
+        for other in to:
+            rooms = [each.split(".")[2] for each in (name, other) if each.startswith("jshard.inspect.")]
+            if len(rooms) == 2 and rooms[0] != rooms[1] and INSPECT[rooms[0]] <= INSPECT[rooms[1]]:
+                wrong.append(f"{name} imports {other}")
+    assert wrong == []
+
+
+def test_floors_no_room_exports_the_name_of_its_own_module():
+    """`from jshard.kernels import matmul` would be a function or a module, by what was imported before."""
+    shadowed = []
+    for init in PACKAGE.rglob("__init__.py"):
+        exported = {
+            alias.asname
+            for node in ast.walk(ast.parse(init.read_text()))
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        shadowed += [path for path in init.parent.iterdir() if path.stem in exported]
+    assert shadowed == []
 
 
 @pytest.mark.parametrize(
     ("room", "text", "fault"),
     [
-        ("layouts", "from jshard.kernels import matmul", "layouts (floor 1) imports jshard.kernels.matmul (floor 1)"),
+        (
+            "layouts",
+            "from jshard.kernels import local_matmul",
+            "layouts (floor 1) imports jshard.kernels.local_matmul (floor 1)",
+        ),
         ("kernels", "import jshard.layouts.mesh", "kernels (floor 1) imports jshard.layouts.mesh (floor 1)"),
         ("signals", "def f():\n    from jshard import layers", "signals (floor 2) imports jshard.layers (floor 3)"),
         (

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from jshard.cli import main
-from jshard.signals.current import unload
+from jshard.signals.active_config import unload
 from tests.outside import needs_compiler
 
 ROOT = Path(__file__).parent.parent

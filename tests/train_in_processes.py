@@ -1,4 +1,4 @@
-"""Run by tests/test_data.py in two processes of two devices: whose rows each reads, and where streams go on."""
+"""Run by tests/train/test_data.py in two processes of two devices: whose rows each reads, and where streams go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from jshard.layouts.mesh import build_mesh
 from jshard.signals.config import load_configuration
 from jshard.train.data import Placement
-from jshard.train.places import own_position, positions
+from jshard.train.data_position import own_position, positions
 from jshard.train.sources import Examples, Indexed, Shuffled
 
 

@@ -138,12 +138,12 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def train(chosen: argparse.Namespace) -> int:
-    from jshard.cli.asked import Asked
     from jshard.cli.experiment import opened
-    from jshard.launch.membership import found
+    from jshard.cli.target import Asked
+    from jshard.launch.cluster_env import found
 
     if found() is not None:
-        from jshard.cli.member import train_as_member
+        from jshard.cli.rank_main import train_as_member
 
         return train_as_member(Asked(chosen.path, tuple(chosen.overrides)))
     from jshard.train.experiment import Experiment

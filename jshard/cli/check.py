@@ -7,8 +7,8 @@ import dataclasses
 import json
 import os
 
-from jshard.cli.asked import Asked, function_arguments
-from jshard.cli.meaning import aligned, meaning, mesh_in_words
+from jshard.cli.describe import aligned, meaning, mesh_in_words
+from jshard.cli.target import Asked, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 from jshard.signals.config import Configuration, load_configuration
@@ -107,9 +107,9 @@ def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> 
 
 def _hold(checked: Checked, configuration: Configuration, name: str, update: bool) -> None:
     from jshard.cli.experiment import sketched
-    from jshard.inspect.baseline import Baseline, added, removed
-    from jshard.inspect.budget import over_budget
-    from jshard.inspect.expect import hold
+    from jshard.inspect.ledger.baseline import Baseline, added, removed
+    from jshard.inspect.ledger.budget import over_budget
+    from jshard.inspect.ledger.expect import hold
 
     asked = checked.asked
     with sketched(asked) as told:

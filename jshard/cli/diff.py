@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jshard.cli.asked import function_arguments, is_function
+from jshard.cli.target import function_arguments, is_function
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jshard.cli.asked import Asked
-from jshard.cli.meaning import mesh_in_words
-from jshard.launch.membership import found
+from jshard.cli.describe import mesh_in_words
+from jshard.cli.target import Asked
+from jshard.launch.cluster_env import found
 from jshard.layouts.pretend import pretend
 from jshard.signals.config import Configuration, load_configuration
 
@@ -28,7 +28,7 @@ def opened(asked: Asked, *, only_shapes: bool = False) -> Experiment | Function:
     configuration = load_configuration(asked.path, asked.overrides)  # all faults are told before JAX is imported
     pretend_where_none(configuration)
     configuration = asked.load()
-    from jshard.signals.current import mesh
+    from jshard.signals.active_config import mesh
     from jshard.train.experiment import Experiment
 
     call = asked.called(configuration)
@@ -54,7 +54,7 @@ def sketched(asked: Asked) -> Iterator[Experiment | Function]:
         return
     configuration = asked.load()
     from jshard.layouts.mesh import absent_mesh
-    from jshard.signals.current import on_mesh
+    from jshard.signals.active_config import on_mesh
     from jshard.train.experiment import Experiment
 
     call = asked.called(configuration)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jshard.cli.asked import Asked, function_arguments
+from jshard.cli.target import Asked, function_arguments
 from jshard.cli.terminal import show, width
 
 PHASES = ("forward", "backward", "update")
@@ -26,7 +26,7 @@ def run(chosen: argparse.Namespace) -> int:
 
     asked = Asked.of(chosen)
     if chosen.program:
-        from jshard.inspect.program import normalised
+        from jshard.inspect.compiled.program_text import normalised
 
         print(normalised(compilable(asked).compiled()))
         return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.errors import JShardError, nearest
-from jshard.launch.membership import Membership, found
+from jshard.launch.cluster_env import Membership, found
 from jshard.launch.supervisor import Supervisor, local
 
 HOW = """

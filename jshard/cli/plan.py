@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jshard.cli.asked import Asked, function_arguments
+from jshard.cli.target import Asked, function_arguments
 from jshard.cli.terminal import show, tell, width
 from jshard.signals.config import load_configuration
 
@@ -43,7 +43,7 @@ def run(chosen: argparse.Namespace) -> int:
     with compiled_for(topology, asked, limit=chosen.limit, cache=not chosen.no_cache) as (_, plan):
         pass
     if chosen.program:
-        from jshard.inspect.program import normalised
+        from jshard.inspect.compiled.program_text import normalised
 
         print(normalised(plan.text_of_program))
         return 0

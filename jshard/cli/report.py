@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jshard.cli.asked import Asked, function_arguments
 from jshard.cli.plan import compiled_for
+from jshard.cli.target import Asked, function_arguments
 from jshard.cli.terminal import show
 from jshard.signals.config import load_configuration
 
@@ -37,8 +37,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     with _shown(Asked.of(chosen), chosen.topology) as (told, plan):
-        from jshard.inspect.failure import told as one_sentence
         from jshard.inspect.report import report
+        from jshard.inspect.user_code_errors import told as one_sentence
         from jshard.train.function import Function
 
         args = (told.f, *told.args) if isinstance(told, Function) else (told,)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jshard.cli.asked import Asked
+from jshard.cli.target import Asked
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
 
@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from jshard.launch.membership import found as membership
+    from jshard.launch.cluster_env import found as membership
 
     run = Path(chosen.path)
     folder, own, which = found(run, chosen.which)
@@ -37,7 +37,7 @@ def run(chosen: argparse.Namespace) -> int:
         overrides = [f"output={run}", *overrides]  # the run may have been moved, and another file may name none
     asked = Asked(path, tuple(overrides))
     if membership() is not None:
-        from jshard.cli.member import train_as_member
+        from jshard.cli.rank_main import train_as_member
 
         return train_as_member(asked, lambda: _checkpoint(folder, which, run))
     from jshard.cli.experiment import opened

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jshard.train.merged import Logs
-    from jshard.train.standing import Standing
+    from jshard.train.log_reader import Logs
+    from jshard.train.process_status import Standing
 
 SCHEMA = "jshard.top/1"
 EVERY = 1.0  # seconds between two looks
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from jshard.train.merged import Logs, folder_of
+    from jshard.train.log_reader import Logs, folder_of
 
     logs = Logs(folder_of(chosen.run), whole=False).read()
     if chosen.json:
@@ -46,7 +46,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 def document(name: str, logs: Logs) -> str:
     """`{"schema": "jshard.top/1", "run": ..., "ranks": [...], "notes": [...]}`"""
-    from jshard.train.standing import standings
+    from jshard.train.process_status import standings
 
     ranks = [dataclasses.asdict(each) for each in standings(logs, time.time())]
     return json.dumps({"schema": SCHEMA, "run": name, "ranks": ranks, "notes": logs.faults}, indent=2)
@@ -55,7 +55,7 @@ def document(name: str, logs: Logs) -> str:
 def _once(name: str, logs: Logs) -> None:
     from rich.console import Console
 
-    from jshard.train.standing import standings
+    from jshard.train.process_status import standings
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for each in (table(name, standings(logs, time.time())), *logs.faults):
@@ -68,7 +68,7 @@ def _live(name: str, logs: Logs) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from jshard.train.standing import standings
+    from jshard.train.process_status import standings
 
     with Live(auto_refresh=False) as live:
         while True:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jshard.cli.asked import Asked
+from jshard.cli.target import Asked
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
 
@@ -47,11 +47,11 @@ def run(chosen: argparse.Namespace) -> int:
     path = Path(chosen.path)
     if path.is_dir():
         return _of_run(path, chosen)
-    from jshard.launch.membership import found
+    from jshard.launch.cluster_env import found
 
     asked = Asked(chosen.path, tuple(chosen.overrides))
     if found() is not None:
-        from jshard.cli.member import as_member, joined
+        from jshard.cli.rank_main import as_member, joined
 
         return as_member(lambda: _of_experiment(joined(asked), chosen))
     from jshard.cli.experiment import opened

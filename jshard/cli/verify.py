@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jshard.cli.asked import Asked, function_arguments
+from jshard.cli.target import Asked, function_arguments
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
 
@@ -21,7 +21,7 @@ def run(chosen: argparse.Namespace) -> int:
 
     meshes = [sizes_of(words) for words in chosen.mesh]
     program = opened(Asked.of(chosen))
-    from jshard.inspect.failure import told
+    from jshard.inspect.user_code_errors import told
 
     with told("it is traced"):
         found = program.verify(meshes)

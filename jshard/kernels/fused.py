@@ -13,12 +13,11 @@ from jax.typing import DTypeLike
 
 from jshard.errors import JShardError
 from jshard.kernels import collectives
-from jshard.kernels.all_gather import all_gather
-from jshard.kernels.batch import at_once
-from jshard.kernels.choose import decide, plain, room
 from jshard.kernels.collectives import MeshAxis
-from jshard.kernels.matmul import matmul
-from jshard.kernels.reduce_scatter import reduce_scatter
+from jshard.kernels.gather_scatter import all_gather, reduce_scatter
+from jshard.kernels.local_matmul import matmul
+from jshard.kernels.select_algorithm import decide, plain, room
+from jshard.kernels.vmap import at_once
 
 Algorithm = Literal["auto", "fused", "xla"]
 PLAIN = 'use algorithm="auto"'
@@ -173,7 +172,7 @@ def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _gather_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> tuple[Array, Array]:
     from jshard.kernels.tpu import fused
-    from jshard.kernels.tpu.wire import Group
+    from jshard.kernels.tpu.dma import Group
 
     group = Group.of(mesh_axes)
     front = jnp.moveaxis(x, axis, 0)
@@ -192,7 +191,7 @@ def _gather_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, ou
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _scatter_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> Array:
     from jshard.kernels.tpu import fused
-    from jshard.kernels.tpu.wire import Group
+    from jshard.kernels.tpu.dma import Group
 
     group = Group.of(mesh_axes)
     front = jnp.moveaxis(x, axis, 0)

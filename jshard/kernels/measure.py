@@ -17,14 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from jshard.errors import JShardError, nearest
 from jshard.kernels import product_times
-from jshard.kernels.all_gather import all_gather
-from jshard.kernels.all_reduce import all_reduce
+from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.chip import chip, chip_called, interpret
-from jshard.kernels.choose import ALGORITHMS, LONGEST_RING
 from jshard.kernels.collectives import COLLECTIVES, as_varying
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
-from jshard.kernels.matmul import matmul
-from jshard.kernels.reduce_scatter import reduce_scatter
+from jshard.kernels.gather_scatter import all_gather, reduce_scatter
+from jshard.kernels.local_matmul import matmul
+from jshard.kernels.select_algorithm import ALGORITHMS, LONGEST_RING
 
 MOVES = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 PRODUCTS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}

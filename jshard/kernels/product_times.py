@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 
 from jshard.kernels.chip import Chip, chip_called
-from jshard.kernels.choose import GPU_GENERATIONS
-from jshard.kernels.matmul import matmul
+from jshard.kernels.local_matmul import matmul
+from jshard.kernels.select_algorithm import GPU_GENERATIONS
 
 EPILOGUES: dict[str, dict[str, Any]] = {"bare": {}, "bias and gelu": {"activation": "gelu"}}
 LONG_ENOUGH = 2e-3  # seconds that one call should take, or what is timed is its beginning

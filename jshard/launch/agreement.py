@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from jshard.errors import JShardError
-from jshard.launch import board
-from jshard.launch.difference import Facts, in_words
-from jshard.launch.joining import joined
-from jshard.launch.roll_call import Told
+from jshard.launch import kv_store as board
+from jshard.launch.initialize import joined
+from jshard.launch.mismatch import Facts, in_words
+from jshard.launch.rendezvous import Told
 
 
 def agree(topic: str, facts: Facts, *, mend: str, seconds: float = 60.0) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jshard.host import free_port
-from jshard.launch.cards import cards_of
-from jshard.launch.lost import is_gone, rank_0_is_gone
-from jshard.launch.membership import Membership
-from jshard.launch.pulse import ALL, BAR
+from jshard.launch.cluster_env import Membership
+from jshard.launch.heartbeat import ALL, BAR
+from jshard.launch.local_gpus import cards_of
+from jshard.launch.peer_loss import is_gone, rank_0_is_gone
 from jshard.launch.worker import Worker
 
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C

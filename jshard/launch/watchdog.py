@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshard.errors import JShardError
-from jshard.launch import board
-from jshard.launch.membership import Membership
-from jshard.launch.pulse import Pulse
-from jshard.launch.slow import Slow
-from jshard.launch.standing import odd_one, table
+from jshard.launch import kv_store as board
+from jshard.launch.cluster_env import Membership
+from jshard.launch.heartbeat import Pulse
+from jshard.launch.status_table import odd_one, table
+from jshard.launch.straggler import Slow
 
 BEAT = 0.5  # seconds; what the launcher's bar shows is at most so old
 TALK = 1.0  # seconds between two notes to the others, for up to CROWD processes; in proportion for more

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jshard.launch.pulse import MEMORY, PLACE, STATUS
+from jshard.launch.heartbeat import MEMORY, PLACE, STATUS
 
-OUTLIVE = Path(__file__).with_name("outlive.py")
+OUTLIVE = Path(__file__).with_name("parent_death.py")
 # What gloo says of each group of devices, and nobody asked: in pieces, among which those of other threads may stand.
 PIECES = rb"(\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : )"
 CHATTER = re.compile(rb"(\d*%b)+\d*" % PIECES)

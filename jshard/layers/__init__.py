@@ -2,11 +2,11 @@
 
 from jshard.layers.gradients import value_and_grad as value_and_grad
 from jshard.layers.linear import Linear as Linear
-from jshard.layers.matmul import choose as choose
-from jshard.layers.matmul import matmul as matmul
+from jshard.layers.matrix_product import choose as choose
+from jshard.layers.matrix_product import matmul as matmul
 from jshard.layers.mlp import MLP as MLP
-from jshard.layers.move import move as move
 from jshard.layers.reduce import max as max
 from jshard.layers.reduce import mean as mean
 from jshard.layers.reduce import sum as sum
-from jshard.layers.step import step as step
+from jshard.layers.training_step import step as step
+from jshard.layers.transfer import move as move

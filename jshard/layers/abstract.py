@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.layouts.mesh import explicit_twin
-from jshard.signals.current import configuration, mesh, on_mesh
+from jshard.signals.active_config import configuration, mesh, on_mesh
 
 Made = TypeVar("Made")
 

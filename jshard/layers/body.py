@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.kernels.all_gather import all_gather
-from jshard.kernels.all_reduce import all_reduce
+from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.collectives import axis_size
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
-from jshard.kernels.matmul import matmul
-from jshard.kernels.reduce_scatter import reduce_scatter
+from jshard.kernels.gather_scatter import all_gather, reduce_scatter
+from jshard.kernels.local_matmul import matmul
 from jshard.layers.strategy import Names, Strategy, spread, varying
-from jshard.layouts.redistribute import take_slice
+from jshard.layouts.redistribution import take_slice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.errors import JShardError, nearest
-from jshard.kernels.all_reduce import all_reduce_together
+from jshard.kernels.all_reduction import all_reduce_together
 from jshard.kernels.collectives import checks
-from jshard.layers.kernel import all_reduce_of
+from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.reduce import mean
 from jshard.layers.strategy import door, strategy_of, varying
 from jshard.layouts.paths import words_of
+from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration
-from jshard.signals.current import configuration, mesh
 from jshard.signals.scope import BACKWARD, active
 
 Names = tuple[str, ...]

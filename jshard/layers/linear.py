@@ -10,9 +10,9 @@ from flax import nnx
 
 from jshard.errors import JShardError
 from jshard.layers.body import Arithmetic
-from jshard.layers.product import multiply
+from jshard.layers.sharded_matmul import multiply
 from jshard.layers.strategy import Strategy, check_parameters, strategy_of
-from jshard.layouts.create import create
+from jshard.layouts.creation import create
 from jshard.signals.scope import active, active_path, resolve
 
 _kernel_init = nnx.initializers.lecun_normal()

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from jshard.errors import JShardError
 from jshard.kernels import collectives
-from jshard.kernels.all_reduce import all_reduce
-from jshard.layers.kernel import all_reduce_of
+from jshard.kernels.all_reduction import all_reduce
+from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.strategy import compiled
 from jshard.layouts.layout import Layout
-from jshard.layouts.redistribute import redistribute
-from jshard.signals.current import configuration, mesh
+from jshard.layouts.redistribution import redistribute
+from jshard.signals.active_config import configuration, mesh
 from jshard.signals.scope import active, tensor_layout
 from jshard.signals.signal import Signal
 

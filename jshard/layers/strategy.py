@@ -16,11 +16,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.kernels.all_reduce import all_reduce_together
-from jshard.kernels.choose import adds_in_order, plain
+from jshard.kernels.all_reduction import all_reduce_together
 from jshard.kernels.collectives import checks
+from jshard.kernels.select_algorithm import adds_in_order, plain
 from jshard.layouts.layout import Layout, check_divides
-from jshard.signals.current import mesh_for
+from jshard.signals.active_config import mesh_for
 from jshard.signals.signal import Signal
 
 Names = tuple[str, ...]

@@ -6,7 +6,7 @@ import os
 import sys
 
 from jshard.errors import JShardError
-from jshard.layouts.freed import keep_freed
+from jshard.layouts.host_malloc import keep_freed
 
 # Each pretend device blocks a thread of XLA's pool while it waits for the others in a collective, and steps dispatched
 # without waiting queue up behind it: with one thread a device, programs hang (docs/design/0003-pretend-devices.md).

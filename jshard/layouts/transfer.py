@@ -12,11 +12,11 @@ from jax.sharding import Mesh, Sharding
 
 from jshard import events
 from jshard.errors import JShardError
-from jshard.layouts.boxes import boxes_of, holders, overlap
-from jshard.layouts.carry import Parcel, carry, doors_of, is_shared, listed, without_mesh
+from jshard.layouts.index_ranges import boxes_of, holders, overlap
 from jshard.layouts.layout import Layout
-from jshard.layouts.parts import Filling, taking
-from jshard.layouts.told import lying, moved, where
+from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, listed, without_mesh
+from jshard.layouts.shard_buffers import Filling, taking
+from jshard.layouts.transfer_events import lying, moved, where
 
 HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jshard.errors import Place
 from jshard.signals.faults import choose, dotted, listed, quoted, shown, subject, told
-from jshard.signals.kinds import Names, Path, Reading, whole_number
 from jshard.signals.nodes import Node
+from jshard.signals.value_types import Names, Path, Reading, whole_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from jshard.errors import Place, nearest
 from jshard.signals.faults import COMMAND_LINE, Faults, choose, quoted, subject
-from jshard.signals.kinds import Key, Table
 from jshard.signals.nodes import DEEPEST, Node, mapping, read_mapping
 from jshard.signals.schema import JSHARD_TABLE, SIGNAL_TABLE, TRAIN
 from jshard.signals.source import read_text, read_word
+from jshard.signals.value_types import Key, Table
 
 
 def compose(source: Any, overrides: Sequence[str], faults: Faults) -> tuple[str, Node | None]:

@@ -11,11 +11,11 @@ from typing import Any
 from jshard.errors import Place
 from jshard.signals.conflicts import check_axes, check_output
 from jshard.signals.faults import Faults, choose, quoted, subject
-from jshard.signals.kinds import Reading
 from jshard.signals.match import Matcher
 from jshard.signals.nodes import DEEPEST, Node
 from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE
 from jshard.signals.signal import DTypes, Shard, Signal
+from jshard.signals.value_types import Reading
 
 
 @dataclasses.dataclass

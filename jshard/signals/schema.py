@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jshard.signals.axes import Axes, Mesh, Workers
-from jshard.signals.kinds import Bytes, Choice, Flag, Key, Names, Refused, Table, Text, Whole
 from jshard.signals.topologies import TopologyName
+from jshard.signals.value_types import Bytes, Choice, Flag, Key, Names, Refused, Table, Text, Whole
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPORT_PATH = Text("an import path", "examples.digits:Model", r"\w+(\.\w+)*:\w+(\.\w+)*")
@@ -17,7 +17,7 @@ COLLECTIVES = {
     "psum_scatter": "reduce_scatter", "permute": "permute", "all_to_all": "all_to_all",
 }  # fmt: skip
 
-# The algorithms of each kernel, as in jshard.kernels.choose, which imports JAX; a test holds them equal.
+# The algorithms of each kernel, as in jshard.kernels.select_algorithm, which imports JAX; a test holds them equal.
 KERNELS = {
     "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
     "reduce_scatter": ("auto", "in_order", "ring", "xla"), "all_gather": ("auto", "in_order", "ring", "xla"),

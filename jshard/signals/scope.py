@@ -18,8 +18,8 @@ import jax
 from jshard.errors import JShardError
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
-from jshard.layouts.redistribute import redistribute
-from jshard.signals.current import configuration, mesh_for
+from jshard.layouts.redistribution import redistribute
+from jshard.signals.active_config import configuration, mesh_for
 from jshard.signals.signal import Signal
 
 # The scopes of the phases that no transformation of JAX marks.

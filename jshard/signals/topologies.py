@@ -12,8 +12,8 @@ from typing import Any
 from jshard.chips import CHIPS
 from jshard.errors import JShardError, Place, nearest
 from jshard.signals.faults import listed, told
-from jshard.signals.kinds import Path, Reading
 from jshard.signals.nodes import Node
+from jshard.signals.value_types import Path, Reading
 
 SIZE = "[1-9][0-9]{0,5}"
 SHAPES = {name: chip for name, chip in CHIPS.items() if chip.examples}  # those that can be planned for

@@ -11,7 +11,7 @@ from typing import Any
 import optax
 
 from jshard.errors import JShardError, Place, nearest
-from jshard.inspect.failure import told
+from jshard.inspect.user_code_errors import told
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from jshard.errors import JShardError, Place
-from jshard.inspect.diff import Difference, compare, might_be_one_program
-from jshard.inspect.document import read_document
-from jshard.inspect.ledger import Ledger
+from jshard.inspect.compiled.program_text import first_difference, normalised
+from jshard.inspect.ledger.diff import Difference, compare, might_be_one_program
+from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan import Plan, Topology
-from jshard.inspect.plan.deviceless import check_installed
+from jshard.inspect.plan.aot import check_installed
 from jshard.inspect.plan.difference import Outcome, PlanDifference, compare_plans
-from jshard.inspect.program import first_difference, normalised
 from jshard.signals.config import load_configuration
 from jshard.signals.schema import IMPORT_PATH
 
@@ -74,7 +73,9 @@ def diff(
         if names is not None:
             return _compiled(sides, names)
         texts = _told(sides, [["explain", "--json"]] * 2)
-        ledgers = [_relabelled(read_document(text, side.label), side) for side, text in zip(sides, texts, strict=True)]
+        ledgers = [
+            _relabelled(Ledger.from_json(text, side.label), side) for side, text in zip(sides, texts, strict=True)
+        ]
         difference = compare(*ledgers, old=before.label, new=after.label)
         if not might_be_one_program(*ledgers):
             return difference

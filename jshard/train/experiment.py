@@ -13,9 +13,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError, Place
-from jshard.inspect import Ledger, Verification, explain, verify
-from jshard.inspect.failure import told
-from jshard.inspect.memory import at_rest
+from jshard.inspect.ledger import Ledger, explain
+from jshard.inspect.ledger.memory import at_rest
+from jshard.inspect.user_code_errors import told
+from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract
 from jshard.signals.config import Configuration
 from jshard.signals.scope import signal
@@ -25,8 +26,8 @@ from jshard.train.data import Examples, Placement, examples, settle, source
 from jshard.train.loop import AHEAD, Step
 from jshard.train.loss import cross_entropy
 from jshard.train.optimizer import Optimizer
-from jshard.train.proof import step_with_gradients
 from jshard.train.sources import Shuffled, Source
+from jshard.train.verifiable_step import step_with_gradients
 
 DEFAULTS: Mapping[str, Any] = {
     "batch": 64,

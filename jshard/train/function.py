@@ -15,15 +15,16 @@ import numpy as np
 from flax import nnx
 
 from jshard.errors import JShardError, nearest
-from jshard.inspect import Ledger, Verification, explain, verify
-from jshard.inspect.failure import told
+from jshard.inspect.ledger import Ledger, explain
 from jshard.inspect.plan import Plan, Topology, plan
-from jshard.inspect.plan.deviceless import LIMIT
-from jshard.inspect.plan.plan import program_of
+from jshard.inspect.plan.aot import LIMIT
+from jshard.inspect.plan.planning import program_of
+from jshard.inspect.user_code_errors import told
+from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract
 from jshard.layouts.layout import Layout
+from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration
-from jshard.signals.current import mesh
 from jshard.signals.schema import IMPORT_PATH
 from jshard.train.components import function_at, parameters_of
 

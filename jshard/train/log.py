@@ -2,7 +2,7 @@
 
 runs/digits/log/rank-0003.jsonl     how it begins, what each step of its program runs, each step, what is moved and saved
 
-Each line is an event of `jshard.events` with its time. `jshard.train.merged` reads the files of all processes as one.
+Each line is an event of `jshard.events` with its time. `jshard.train.log_reader` reads the files of all processes as one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import jax
 
 from jshard import events
 from jshard.errors import JShardError
-from jshard.inspect import explain
-from jshard.inspect.document import line_document
-from jshard.inspect.ledger import Ledger
-from jshard.train.facts import facts
-from jshard.train.merged import path_of
+from jshard.inspect.ledger import explain
+from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.ledger.serialize import line_document
+from jshard.train.log_reader import path_of
 from jshard.train.preemption import Preempted
+from jshard.train.run_metadata import facts
 
 BEAT = 0.2  # seconds between two looks of the thread
 WAITS = 5.0  # seconds after which a step that is not done is a line of its own

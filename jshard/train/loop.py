@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.inspect.failure import told
-from jshard.train.ahead import read_ahead
+from jshard.inspect.user_code_errors import told
 from jshard.train.data import Examples, Placement, padded
 from jshard.train.loss import correct
+from jshard.train.prefetch import read_ahead
 from jshard.train.sources import Position, Source
 
 # Steps are dispatched without waiting for the one before, but only so many: each holds a batch on the devices.

@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding
 
 from jshard.errors import JShardError
 from jshard.layers.strategy import strategy_of
-from jshard.layouts.create import typed_as
+from jshard.layouts.creation import typed_as
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import explicit_twin
 from jshard.layouts.paths import keys_of, words_of
-from jshard.layouts.redistribute import move, plan_moves, redistribute
-from jshard.signals.current import configuration, mesh, on_mesh
+from jshard.layouts.redistribution import move, plan_moves, redistribute
+from jshard.signals.active_config import configuration, mesh, on_mesh
 from jshard.signals.scope import UPDATE
 
 Path = tuple[Any, ...]

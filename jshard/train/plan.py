@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from jshard.errors import JShardError
 from jshard.inspect.plan import Plan, Topology
-from jshard.inspect.plan.deviceless import LIMIT, check_installed
-from jshard.inspect.plan.plan import mesh_on, moved_to, planned
+from jshard.inspect.plan.aot import LIMIT, check_installed
+from jshard.inspect.plan.planning import mesh_on, moved_to, planned
 from jshard.signals.config import Configuration
 from jshard.train.experiment import Experiment
 from jshard.train.function import Call, Function

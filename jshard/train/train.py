@@ -10,17 +10,17 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
-from jshard.train.again import maker
 from jshard.train.checkpoint import Checkpoint, Saver, steps_in
-from jshard.train.course import RESTART, Course, course
+from jshard.train.data_position import own_position
 from jshard.train.experiment import LEARNING_RATE, Experiment
 from jshard.train.loop import NotANumber, Step, Taken, check_parameters, evaluate, run
-from jshard.train.places import own_position
+from jshard.train.metrics import Record, written
+from jshard.train.nan_batch import suspect
+from jshard.train.nan_replay import maker
+from jshard.train.on_demand_trace import Asked
 from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, silent
-from jshard.train.record import Record, written
-from jshard.train.suspect import suspect
-from jshard.train.trace_asked import Asked
+from jshard.train.run_events import RESTART, Course, course
 
 
 def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float:

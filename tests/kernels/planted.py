@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jshard import kernels
 from jshard.kernels.tiles import pack, unpack
 from jshard.kernels.tpu import all_reduce as tpu
-from jshard.kernels.tpu import wire
-from jshard.kernels.tpu.wire import Group
+from jshard.kernels.tpu import dma as wire
+from jshard.kernels.tpu.dma import Group
 
 
 class Halfway:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
-from jshard.inspect.ledger import read
+from jshard.inspect.ledger.ledger import read
 
 # mesh, mesh axes, shape, dtype: every group, every dtype, shapes that fill no tile
 WHOLE = P()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
 from jshard.errors import JShardError
-from jshard.kernels.declare import declared
+from jshard.kernels.kernel_traffic import declared
 
 
 def integers(*shape, dtype="float32", by=7):

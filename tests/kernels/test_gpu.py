@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
 from jshard.errors import JShardError
-from jshard.inspect.plan.arithmetic import arithmetic_of
+from jshard.inspect.plan.flops import arithmetic_of
 from jshard.kernels.chip import CHIPS
 from jshard.kernels.gpu import blackwell, hopper
 from jshard.kernels.gpu.matmul import EPILOGUES
 from jshard.kernels.gpu.tile import Tile, tile_for
-from jshard.kernels.matmul import ACTIVATIONS
+from jshard.kernels.local_matmul import ACTIVATIONS
 from tests.kernels.compile_absent_gpu import PRODUCTS, product
 
 GPUS = ["h100", "h200", "b200"]

@@ -10,11 +10,11 @@ from flax import nnx
 
 import jshard
 from jshard import kernels
-from jshard.cli.meaning import meaning
+from jshard.cli.describe import meaning
 from jshard.errors import JShardError
-from jshard.inspect import explain
-from jshard.kernels.choose import ALGORITHMS
-from jshard.signals.current import configuration, unload
+from jshard.inspect.ledger import explain
+from jshard.kernels.select_algorithm import ALGORITHMS
+from jshard.signals.active_config import configuration, unload
 from jshard.signals.schema import KERNELS
 
 MESH = {"d": 2, "t": 2}

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import jshard
-from jshard.launch.joining import pulse
+from jshard.launch.initialize import pulse
 
 
 def commit(fault: str) -> None:

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jshard.cli import member
+from jshard.cli import rank_main as member
 from jshard.errors import JShardError
-from jshard.launch import agreement, board
-from jshard.launch.joining import pretend_part
-from jshard.launch.membership import Membership
+from jshard.launch import agreement
+from jshard.launch import kv_store as board
+from jshard.launch.cluster_env import Membership
+from jshard.launch.initialize import pretend_part
 from jshard.signals.config import load_configuration
 
 

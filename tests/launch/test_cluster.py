@@ -12,7 +12,7 @@ import yaml
 
 from jshard.cli import parse
 from jshard.cli.launch import command_of, split
-from jshard.launch.membership import found
+from jshard.launch.cluster_env import found
 
 ROOT = Path(__file__).parent.parent.parent
 CLUSTER = ROOT / "examples" / "cluster"

@@ -84,7 +84,7 @@ def test_launch_ends_as_the_first_that_failed_and_stops_the_others(launch):
 
 def test_launch_names_the_signal_and_the_step_that_it_came_in(launch):
     program = """
-from jshard.launch.pulse import Pulse
+from jshard.launch.heartbeat import Pulse
 pulse = Pulse()
 pulse.stands("all_reduce of loss")
 for step in range(1, 10):
@@ -169,7 +169,7 @@ def test_launch_draws_one_bar_on_a_terminal_and_ends_by_ctrl_c(tmp_path):
     (tmp_path / "program.py").write_text(
         RANK
         + """
-from jshard.launch.pulse import Pulse
+from jshard.launch.heartbeat import Pulse
 pulse = Pulse()
 pulse.of = 9
 for step in range(1, 10):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jshard.launch import joining, watchdog
-from jshard.launch.membership import Membership
-from jshard.launch.pulse import Pulse
-from jshard.launch.standing import odd_one, table
+from jshard.launch import initialize as joining
+from jshard.launch import watchdog
+from jshard.launch.cluster_env import Membership
+from jshard.launch.heartbeat import Pulse
+from jshard.launch.status_table import odd_one, table
 from jshard.launch.watchdog import _Answers
 
 
@@ -60,7 +61,7 @@ def test_launch_and_train_compare_no_clocks_on_the_wall():
         for file in room.glob("*.py")
         if re.search(r"time\.time\(|datetime", file.read_text())
     }
-    assert users <= {"log.py", "trace_asked.py"}  # the stamps of a log, and how long a request for a trace is good
+    assert users <= {"log.py", "on_demand_trace.py"}  # the stamps of a log, and how long a request for a trace is good
 
 
 def test_launch_does_not_leave_it_to_jax_to_miss_a_heartbeat():

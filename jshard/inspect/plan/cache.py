@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from jshard.inspect.plan.deviceless import Compiled, Exported
+from jshard.inspect.plan.aot import Compiled, Exported
 
 KEPT = 200  # plans; the oldest go
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")

@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
-from jshard.inspect.diff import SIGNS, Kind, counted, from_to, pairs
+from jshard.inspect.compiled.program_text import normalised
+from jshard.inspect.ledger.diff import SIGNS, Kind, counted, from_to, pairs
 from jshard.inspect.plan.estimate import in_words
-from jshard.inspect.program import normalised
 from jshard.inspect.table import folded, size, table
 
 SCHEMA = "jshard.diff-plan/1"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from jshard.inspect.hlo import Got
-from jshard.inspect.ledger import Ledger
-from jshard.inspect.plan.arithmetic import Arithmetic
-from jshard.inspect.plan.asked_against_got import hidden_in_kernel
+from jshard.inspect.compiled.traffic import Got
+from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.plan.comparison import hidden_in_kernel
+from jshard.inspect.plan.flops import Arithmetic
 from jshard.inspect.plan.memory import Memory, size
 from jshard.inspect.plan.topology import Topology
 

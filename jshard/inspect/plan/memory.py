@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from jshard.errors import Place
-from jshard.inspect.hlo import largest_results
-from jshard.inspect.memory import Rest
-from jshard.inspect.plan.deviceless import Compiled
-from jshard.inspect.plan.pairing import path_of
+from jshard.inspect.compiled.traffic import largest_results
+from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.plan.aot import Compiled
+from jshard.inspect.plan.match import path_of
 from jshard.inspect.plan.topology import Topology
 from jshard.signals.config import Configuration
 

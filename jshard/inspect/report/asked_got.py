@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jshard.inspect.plan.asked_against_got import Comparison, Row
+from jshard.inspect.plan.comparison import Comparison, Row
 from jshard.inspect.plan.estimate import MODEL, Estimate, Part, in_words
 from jshard.inspect.plan.memory import Memory
-from jshard.inspect.plan.plan import Plan
+from jshard.inspect.plan.planning import Plan
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.words import Colours, linked, measured, times

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from jshard.inspect.report.array_placement import Laid
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.laid import Laid
 from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.words import Colours
 

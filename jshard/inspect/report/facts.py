@@ -7,8 +7,8 @@ import functools
 from typing import Any
 
 from jshard.errors import Place
-from jshard.inspect.ledger import Ledger
-from jshard.inspect.report.laid import AT_REST, Laid
+from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.report.array_placement import AT_REST, Laid
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jshard.errors import Place
-from jshard.inspect.explain import Traced, explain
-from jshard.inspect.ledger import Ledger
+from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.ledger.tracing import Traced, explain
+from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.between import Between, between
 from jshard.inspect.report.facts import Facts, Text
-from jshard.inspect.report.laid import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
-from jshard.signals import current
+from jshard.signals import active_config as current
 from jshard.signals.config import Configuration
 
 

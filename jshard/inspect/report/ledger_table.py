@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jshard.inspect.ledger import Ledger, Line
+from jshard.inspect.ledger.ledger import Ledger, Line
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.words import Colours, linked, measured, size, times

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from jshard.inspect.report.array_placement import AT_REST
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.laid import AT_REST
 from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.words import linked, measured, size
 

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jshard.inspect.report.array_placement import ACTIVATION, BATCH, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.drawing import glyph
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.laid import ACTIVATION, BATCH, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.pictures import Pictures
 from jshard.inspect.report.words import Colours, linked, measured, times

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from jshard.inspect.report.array_placement import PARAMETER
 from jshard.inspect.report.asked_got import asked_got
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.laid import PARAMETER
 from jshard.inspect.report.ledger_table import by_axis, ledger_table
 from jshard.inspect.report.markup import Child, Markup, data, element
 from jshard.inspect.report.memory_bars import memory_bars

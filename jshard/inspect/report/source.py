@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from jshard.errors import Place
+from jshard.inspect.report.array_placement import AT_REST
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.laid import AT_REST
 from jshard.inspect.report.markup import Markup, element, escaped
 from jshard.inspect.report.words import Colours, anchor, measured, times
 

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from jshard.inspect.timeline.timeline import Timeline as Timeline
-from jshard.inspect.timeline.timeline import timeline as timeline
+from jshard.inspect.timeline.run_timeline import Timeline as Timeline
+from jshard.inspect.timeline.run_timeline import timeline as timeline

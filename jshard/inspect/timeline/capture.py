@@ -13,12 +13,12 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
-from jshard.inspect.blame import place_of
+from jshard.inspect.ledger.blame import place_of
+from jshard.inspect.ledger.jaxpr_walk import Asked
 from jshard.inspect.timeline.event import Event, Read, read
 from jshard.inspect.timeline.programs import Operation
 from jshard.inspect.timeline.wire import Unreadable
-from jshard.inspect.walk import Asked
-from jshard.signals.current import configuration
+from jshard.signals.active_config import configuration
 from jshard.version import __version__
 
 FOLDER = "trace"  # in the folder of a run

@@ -43,6 +43,28 @@ class Lane:
     idle: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One step, from its first operation in any process to its last."""
+
+    step: int
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """What a page or a picture of a capture shows. `notes` are sentences about how to read it."""
+
+    title: str
+    about: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+    bars: tuple[Bar, ...]
+    steps: tuple[Window, ...]
+    length: float
+    notes: tuple[str, ...]
+
+
 def rows(spans: Sequence[Span]) -> tuple[list[int], int]:
     """The row of each span, sorted by begin: the first that is free, so that what runs inside another lies below it."""
     ends: list[float] = []

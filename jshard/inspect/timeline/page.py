@@ -7,8 +7,7 @@ from pathlib import Path
 from jshard.inspect.report.markup import Child, Markup, data, element
 from jshard.inspect.report.shell import bar, document, section, tiles
 from jshard.inspect.report.words import times
-from jshard.inspect.timeline.lanes import Lane
-from jshard.inspect.timeline.timeline import Timeline
+from jshard.inspect.timeline.lanes import Drawing, Lane
 from jshard.inspect.timeline.words import Sum, by_signal, share, span, sums
 from jshard.version import __version__
 
@@ -18,7 +17,7 @@ LONGEST = 30
 KEYS = "+ and − zoom, ← and → move, 0 shows all, ] and [ go from operation to operation."
 
 
-def page(drawn: Timeline) -> str:
+def page(drawn: Drawing) -> str:
     """The whole page."""
     return document(
         f"{drawn.title} · jshard timeline",
@@ -50,7 +49,7 @@ def page(drawn: Timeline) -> str:
     )
 
 
-def _opening(drawn: Timeline) -> Markup:
+def _opening(drawn: Drawing) -> Markup:
     lanes, length = drawn.lanes, drawn.length * len(drawn.lanes)
     compute, moving = sum(lane.compute for lane in lanes), sum(lane.collectives for lane in lanes)
     both, idle = sum(lane.both for lane in lanes), sum(lane.idle for lane in lanes)
@@ -77,11 +76,11 @@ def _opening(drawn: Timeline) -> Markup:
     )
 
 
-def _says(drawn: Timeline) -> str:
+def _says(drawn: Drawing) -> str:
     return " ".join(("A lane for each device, a bar for each operation; point at one to see what it is.", *drawn.notes))
 
 
-def _picture(drawn: Timeline) -> Markup:
+def _picture(drawn: Drawing) -> Markup:
     def choice(word: str, value: str, pressed: bool) -> Markup:
         return element("button", word, type="button", data_by=value, aria_pressed="true" if pressed else "false")
 
@@ -136,7 +135,7 @@ def _picture(drawn: Timeline) -> Markup:
     )
 
 
-def _devices(drawn: Timeline) -> Markup:
+def _devices(drawn: Drawing) -> Markup:
     words = ("Computing", "Collectives", "of it beside computing", "Idle")
     head = [element("th", word, scope="col", class_="n") for word in words]
     rows = [
@@ -173,7 +172,7 @@ def _split(lane: Lane, length: float) -> Markup:
     )
 
 
-def _signals(drawn: Timeline) -> Markup:
+def _signals(drawn: Drawing) -> Markup:
     found = by_signal(drawn.bars)
     whole = sum(compute + moving for _, compute, moving in found)
     lines = {bar.signal: bar.line for bar in drawn.bars if bar.line}
@@ -191,7 +190,7 @@ def _signals(drawn: Timeline) -> Markup:
     return _table(_heads("Signal", "Line", "Computing", "Collectives", "Of all"), rows)
 
 
-def _operations(drawn: Timeline) -> Markup:
+def _operations(drawn: Drawing) -> Markup:
     found = sums(drawn.bars)
     whole = sum(each.total for each in found)
     rows = [_operation(each, number, whole) for number, each in enumerate(found[:LONGEST])]
@@ -236,7 +235,7 @@ def _table(heads: list[Markup], rows: list[Markup]) -> Markup:
     return element("div", table, class_="scroller", tabindex=0)
 
 
-def _told(drawn: Timeline) -> dict[str, object]:
+def _told(drawn: Drawing) -> dict[str, object]:
     """What the script draws: each list has one entry for each event."""
     kinds: dict[tuple[str, ...], int] = {}
     which = [
@@ -262,7 +261,7 @@ def _short(nanoseconds: float) -> float | int:
     return int(rounded) if rounded.is_integer() else rounded
 
 
-def _footer(drawn: Timeline) -> Markup:
+def _footer(drawn: Drawing) -> Markup:
     return element(
         "footer",
         element(

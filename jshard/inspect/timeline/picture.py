@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jshard.errors import JShardError
-from jshard.inspect.timeline.lanes import Bar
-from jshard.inspect.timeline.timeline import Timeline
+from jshard.inspect.timeline.lanes import Bar, Drawing
 from jshard.inspect.timeline.words import share, span
 
 WIDTH, LEFT, EDGE = 2400, 300, 32
@@ -24,7 +23,7 @@ WORDS = {"compute": "computes", "collective": "collective", "around": "a loop or
 MOST = 30_000  # pixels in height that readers of PNGs take
 
 
-def drawn(timeline: Timeline) -> tuple[bytes, int]:
+def drawn(timeline: Drawing) -> tuple[bytes, int]:
     """The file, and how many bars were drawn into it."""
     tops, bottom = _tops(timeline)
     height = bottom + FOOT + 40 * len(timeline.notes)
@@ -56,7 +55,7 @@ def drawn(timeline: Timeline) -> tuple[bytes, int]:
     return sheet.file(count), count
 
 
-def _tops(timeline: Timeline) -> tuple[list[int], int]:
+def _tops(timeline: Drawing) -> tuple[list[int], int]:
     """Where each lane begins, and where the last one ends."""
     tops, place = [], HEAD + AXIS
     for lane in timeline.lanes:
@@ -76,7 +75,7 @@ def _ticks(length: float) -> Iterator[float]:
         yield number * each
 
 
-def _foot(sheet: _Sheet, timeline: Timeline, bottom: int) -> None:
+def _foot(sheet: _Sheet, timeline: Drawing, bottom: int) -> None:
     left, there = EDGE, {bar.kind for bar in timeline.bars}
     for kind in (kind for kind in COLOURS if kind in there):
         sheet.rectangle(left, bottom + 8, left + 22, bottom + 30, COLOURS[kind], SOFT if kind == "around" else None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from jshard.inspect.hlo_text import KIND_OF, apart
-from jshard.inspect.plan.pairing import path_of
+from jshard.inspect.compiled.hlo_text import KIND_OF, apart
+from jshard.inspect.plan.match import path_of
 from jshard.inspect.timeline.wire import fields, inside, numbers, text, whole
 from jshard.inspect.timeline.xplane import Plane
 from jshard.signals.scope import UPDATE

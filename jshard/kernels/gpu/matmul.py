@@ -17,10 +17,10 @@ from jax.interpreters import mlir
 
 from jshard.errors import JShardError
 from jshard.kernels.chip import interpretation, present_chip
-from jshard.kernels.choose import GPU_GENERATIONS
 from jshard.kernels.collectives import as_varying
 from jshard.kernels.gpu.tile import Epilogue, Tile, tile_for
-from jshard.kernels.island import unvary_p
+from jshard.kernels.pallas_call import unvary_p
+from jshard.kernels.select_algorithm import GPU_GENERATIONS
 from jshard.kernels.tiles import padded, up
 
 # The first operand as it is, and the operations that follow: a plan counts them, and sees into no kernel of a GPU.

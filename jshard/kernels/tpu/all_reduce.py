@@ -11,9 +11,9 @@ from typing import Any
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.island import Shape, Told, launch
+from jshard.kernels.pallas_call import Shape, Told, launch
 from jshard.kernels.tpu import ring
-from jshard.kernels.tpu.wire import COPIED, HERE, SCALAR, Group, each, in_blocks, meet, send, wide
+from jshard.kernels.tpu.dma import COPIED, HERE, SCALAR, Group, each, in_blocks, meet, send, wide
 
 
 def one_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:

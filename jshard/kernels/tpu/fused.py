@@ -15,11 +15,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.declare import Schedule
-from jshard.kernels.island import Shape, Told, launch
+from jshard.kernels.kernel_traffic import Schedule
+from jshard.kernels.pallas_call import Shape, Told, launch
 from jshard.kernels.tiles import LANES
+from jshard.kernels.tpu.dma import COPIED, FAR, Group, each, meet, send, wide
 from jshard.kernels.tpu.ring import semaphores
-from jshard.kernels.tpu.wire import COPIED, FAR, Group, each, meet, send, wide
 
 
 def columns(rows: int, inputs: int, outputs: int, size: int, room: int) -> int:

@@ -11,9 +11,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.island import Shape, Told, launch
+from jshard.kernels.pallas_call import Shape, Told, launch
 from jshard.kernels.tiles import LANES, padded, sublanes, up
-from jshard.kernels.tpu.wire import wide
+from jshard.kernels.tpu.dma import wide
 
 TILE = (512, 1024, 512)  # of m, n, k: 5 MiB of VMEM for bfloat16, two of each in flight
 

@@ -13,8 +13,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.island import Shape, Told, launch
-from jshard.kernels.tpu.wire import COPIED, FAR, HERE, SCALAR, Group, each, in_blocks, meet, send, wide
+from jshard.kernels.pallas_call import Shape, Told, launch
+from jshard.kernels.tpu.dma import COPIED, FAR, HERE, SCALAR, Group, each, in_blocks, meet, send, wide
 
 LONGEST = 64  # 4 semaphores a step of about 500 that there are
 

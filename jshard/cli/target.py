@@ -1,0 +1,100 @@
+"""What the words of a command are about, read without JAX."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from jshard.errors import JShardError
+from jshard.signals.config import Configuration
+from jshard.signals.schema import IMPORT_PATH
+
+if TYPE_CHECKING:
+    from jshard.train.function import Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the words of a command are about: a configuration, and the experiment in it or a function under it."""
+
+    path: str
+    overrides: tuple[str, ...]
+    function: str | None = None  # module:function
+    arguments: tuple[str, ...] = ()  # the words behind --args
+
+    @classmethod
+    def of(cls, chosen: argparse.Namespace) -> Asked:
+        """`--args` takes every word behind it; those with a = in them are changes after all."""
+        late = [word for word in chosen.args or () if "=" in word]
+        arguments = tuple(word for word in chosen.args or () if word not in late)
+        overrides = (*chosen.overrides, *late)
+        if not is_function(chosen.path):
+            for option, given in (("--args", chosen.args), ("--config", chosen.config)):
+                if given is not None:
+                    raise JShardError(
+                        f"{option} is for a function, and {chosen.path} is a configuration",
+                        mend=f"leave {option} away, or type: jshard {chosen.name} module:function --config {chosen.path}",
+                    )
+            return cls(chosen.path, overrides)
+        configuration = chosen.config or os.environ.get("JSHARD_CONFIG")
+        if not configuration:
+            raise JShardError(
+                f'no configuration says how "{chosen.path}" lies on a mesh',
+                mend="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
+            )
+        return cls(configuration, overrides, chosen.path, arguments)
+
+    def __str__(self) -> str:
+        """As it is typed behind a command."""
+        if self.function is None:
+            return shlex.join([self.path, *self.overrides])
+        words = [self.function, *self.overrides, "--config", self.path, *(["--args"] if self.arguments else [])]
+        return shlex.join([*words, *self.arguments])
+
+    def load(self) -> Configuration:
+        """Reads and loads the configuration; modules are found from this folder after it."""
+        from jshard.signals.active_config import load
+
+        find_modules_here()
+        return load(self.path, self.overrides)
+
+    def called(self, configuration: Configuration) -> Call | None:
+        """The function, found, where there is one; the configuration stays loaded, whatever its module loads."""
+        if self.function is None:
+            return None
+        from jshard.signals.active_config import configuration as present
+        from jshard.train.function import Call
+
+        call = Call.of(self.function, self.arguments)
+        if present() is not configuration:
+            self.load()
+        return call
+
+
+def is_function(path: str) -> bool:
+    """Whether it is `module:function` and not the path of a file."""
+    return re.fullmatch(IMPORT_PATH.form, path) is not None and not path.startswith("git:") and not os.path.exists(path)
+
+
+def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """What a command takes besides configurations: `module:function`, its arguments and its configuration, or several."""
+    added = parser.add_argument_group(
+        "a function in place of an experiment",
+        "PATH may be module:function, found from this folder. Each word behind --args is an argument of it: a shape such "
+        "as float32[64,784], int32[64] or key[]; with @data,None behind it to lay its axes over mesh axes (a+b is two); or "
+        "module:function again, which is called without arguments and returns an array, a jax.ShapeDtypeStruct, an NNX "
+        "module or optimizer, or a pytree of these; the parts of a tuple are several arguments.",
+    )
+    added.add_argument("--args", nargs="+", metavar="SHAPE", help="its arguments")
+    how = "append" if several else "store"
+    added.add_argument("--config", metavar="FILE", action=how, help="its configuration; JSHARD_CONFIG unless said")
+
+
+def find_modules_here() -> None:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)

@@ -1,0 +1,34 @@
+"""The collectives of a compiled program, read from its text: what XLA made of what was asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jshard.inspect.compiled.collective import Got as Got
+from jshard.inspect.compiled.hlo_text import Program
+
+
+def collectives_in(compiled: Any) -> list[Got]:
+    """The collectives of `compiled` (a compiled program, or its text), in the order of the text's calls. Loops count by
+    their trips, and every branch of a conditional counts."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    program = Program(text)
+    found = list(program.collectives(program.entry, 1, True))
+    program.check_all_read()
+    return found
+
+
+def wire_bytes(compiled: Any) -> int:
+    """Bytes that each device puts on the wire in one run of a compiled program (or of its text)."""
+    return sum(got.total for got in collectives_in(compiled))
+
+
+def largest_results(text: str, count: int) -> list[tuple[int, str, str]]:
+    """The largest arrays that a compiled program puts into memory while it runs: bytes, `f32[8,4]`, name stack. Of those
+    of one shape only one is named: they may well take each other's place."""
+    program = Program(text)
+    found: dict[str, tuple[int, str, str]] = {}
+    for size, shape, op_name in program.results(program.entry):
+        if shape not in found or (op_name and "signal:" not in found[shape][2]):
+            found[shape] = (size, shape, op_name)
+    return sorted(found.values(), key=lambda each: -each[0])[:count]

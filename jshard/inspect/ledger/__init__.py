@@ -1,0 +1,8 @@
+"""The ledger of a program: every collective that it asks for, with its price and the YAML line that asked."""
+
+from __future__ import annotations
+
+from jshard.inspect.ledger.ledger import Ledger as Ledger
+from jshard.inspect.ledger.ledger import Line as Line
+from jshard.inspect.ledger.ledger import read as read
+from jshard.inspect.ledger.tracing import explain as explain

@@ -1,0 +1,140 @@
+"""What a training step asked for and held when somebody last accepted it: a small text file beside the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from jshard.errors import JShardError, Place
+from jshard.inspect.ledger.ledger import Ledger, Left, Line
+from jshard.inspect.table import table
+
+VERSION = 1
+Key = tuple[str, str, str, str]  # signal, phase, collective, mesh axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """Collectives as (times, bytes on the wire of all times) and bytes at rest, per device, by names: no line numbers, so
+    that moving a line changes nothing."""
+
+    mesh: str
+    collectives: dict[Key, tuple[int, int]]
+    memory: dict[str, int]
+
+    @classmethod
+    def of(cls, ledger: Ledger, mesh: str) -> Baseline:
+        collectives: dict[Key, tuple[int, int]] = {}
+        for line in ledger.lines:
+            key = line.signal, line.phase, line.collective, line.axis
+            times, wire = collectives.get(key, (0, 0))
+            collectives[key] = times + line.count, wire + line.total
+        for left in ledger.left:  # what it moves is not known, that it moves is
+            key = _key_of_left(left)
+            collectives[key] = collectives.get(key, (0, 0))[0] + left.count, 0
+        memory: dict[str, int] = {}
+        for rest in ledger.memory:
+            memory[rest.signal] = memory.get(rest.signal, 0) + rest.total
+        return cls(mesh, collectives, memory)
+
+    def text(self, command: str) -> str:
+        """As it is committed. `command` holds it; with --update behind it, it writes it anew."""
+        rows = [
+            (signal, phase, collective, f"over {axes}", f"x {times:,}", f"{wire:,} B")
+            for (signal, phase, collective, axes), (times, wire) in sorted(self.collectives.items())
+        ]
+        held = [(signal, "at rest", f"{bytes_:,} B") for signal, bytes_ in sorted(self.memory.items())]
+        return "\n".join(
+            [
+                f"# What each device sends and holds in one training step. Held by: {command}",
+                f"# A change is accepted by: {command} --update",
+                f"baseline {VERSION}",
+                f"mesh {self.mesh}",
+                *table(rows, right=(4, 5)),
+                *table(held, right=(2,)),
+                "",
+            ]
+        )
+
+    @classmethod
+    def read(cls, text: str, name: str, command: str) -> Baseline:
+        """What `text` wrote; `name` is the file's."""
+        mend = f"type: {command} --update"
+        mesh, collectives, memory, version = "", dict[Key, tuple[int, int]](), dict[str, int](), None
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            if version is None:
+                version = re.fullmatch(r"baseline (\d+)", line.strip())
+                if version is None:
+                    raise JShardError(f"{name} is not a baseline of jshard", mend=mend)
+                if int(version[1]) != VERSION:
+                    fault = f"{name} is a baseline of version {version[1]}, and this jshard reads version {VERSION}"
+                    raise JShardError(fault, mend=mend)
+            elif found := re.fullmatch(r"mesh (.+)", line):
+                mesh = found[1]
+            elif found := re.fullmatch(r"(\S+) +(\w+) +(\w+) +over (.+?) +x +([\d,]+) +([\d,]+) B", line):
+                collectives[found[1], found[2], found[3], found[4]] = _number(found[5]), _number(found[6])
+            elif found := re.fullmatch(r"(\S+) +at rest +([\d,]+) B", line):
+                memory[found[1]] = _number(found[2])
+            else:
+                raise JShardError(f'{name}:{number} is "{line.strip()}", which is no line of a baseline', mend=mend)
+        if version is None:
+            raise JShardError(f"{name} is empty", mend=mend)
+        return cls(mesh, collectives, memory)
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def added(was: Baseline, ledger: Ledger, mesh: str, *, name: str, command: str) -> Iterator[str]:
+    """One sentence for everything that `ledger` asks for or holds beyond the baseline, with the line to blame."""
+    mend = f"accept it: {command} --update"
+    now = Baseline.of(ledger, mesh)
+    if now.mesh != was.mesh:
+        yield f"{name} is of mesh {was.mesh}, and this is mesh {now.mesh}; {mend}"
+        return
+    for key, (times, wire) in now.collectives.items():
+        signal, phase, collective, axes = key
+        before, wire_before = was.collectives.get(key, (0, 0))
+        line = _line(ledger, key)
+        who = _who(signal, line.place, line.source)
+        if isinstance(line, Left) and times > before:
+            more = f"{times - before:,} {line.primitive} more over {axes} in {phase}"
+            yield f"{who.removesuffix('asks')}leaves {more} to the compiler than {name}, bytes unknown; {mend}"
+        elif times > before:
+            more = f"{times - before:,} {collective} more over {axes} in {phase}"
+            yield f"{who} for {more} than {name}, {wire - wire_before:,} B on the wire; {mend}"
+        elif wire > wire_before:
+            what = f"{wire - wire_before:,} B more on the wire by {collective} over {axes} in {phase}"
+            yield f"{who} for {what} than {name}; {mend}"
+    places = {rest.signal: rest.place for rest in ledger.memory}
+    for signal, bytes_ in now.memory.items():
+        if bytes_ > (before := was.memory.get(signal, 0)):
+            where = "what no signal places" if signal == "-" else f'signal "{signal}" ({places[signal]})'
+            yield f"{where} holds {bytes_ - before:,} B more at rest than {name}; {mend}"
+
+
+def removed(was: Baseline, ledger: Ledger, mesh: str) -> bool:
+    """Whether something of the baseline is not asked for or held any more."""
+    now = Baseline.of(ledger, mesh)
+    return any(now.collectives.get(key, (0, 0)) < each for key, each in was.collectives.items()) or any(
+        now.memory.get(signal, 0) < bytes_ for signal, bytes_ in was.memory.items()
+    )
+
+
+def _key_of_left(left: Left) -> Key:
+    return left.signal, left.phase, f"compiler_decides_{left.primitive}".replace("-", "_"), left.axis
+
+
+def _line(ledger: Ledger, key: Key) -> Line | Left:
+    lines = (line for line in ledger.lines if (line.signal, line.phase, line.collective, line.axis) == key)
+    return next(lines, None) or next(left for left in ledger.left if _key_of_left(left) == key)
+
+
+def _who(signal: str, place: Place | None, source: str) -> str:
+    if signal == "-":
+        return f"the program{f' ({source})' if source else ''}, under no signal, asks"
+    return f'signal "{signal}" ({place}) asks'

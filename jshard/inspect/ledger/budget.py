@@ -1,0 +1,20 @@
+"""`jshard.budget: 16GiB`: what a device may hold, against what a training step holds."""
+
+from __future__ import annotations
+
+from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.table import size
+from jshard.signals.config import Configuration
+
+
+def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:
+    """The sentence when more is at rest on a device than `jshard.budget` allows."""
+    budget = configuration.budget
+    if budget is None or ledger.held <= budget:
+        return None
+    biggest = max(ledger.memory, key=lambda rest: rest.total)
+    who = "outside every signal" if biggest.signal == "-" else f'under signal "{biggest.signal}" ({biggest.place})'
+    return (
+        f"jshard.budget ({configuration.budget_place}) is {size(budget)}, and {size(ledger.held)} are at rest on each "
+        f"device, {size(biggest.total)} of it {who}; write budget: {ledger.held}, or split more of it: store: data"
+    )

@@ -1,0 +1,73 @@
+"""`expect: {all_reduce: 1, bytes: 64MiB}`: what a signal promises of its collectives, held against a ledger."""
+
+from __future__ import annotations
+
+from jshard.errors import JShardError
+from jshard.inspect.ledger.ledger import Ledger, Left, Line
+from jshard.signals.config import Configuration
+from jshard.signals.schema import COLLECTIVES
+from jshard.signals.signal import Signal
+
+
+def hold(ledger: Ledger, configuration: Configuration) -> int:
+    """How many promises the ledger keeps; one error for all that it breaks. A promise is about all of the ledger,
+    forward and backward, at each place that the signal is looked up for: at every block for `block*`."""
+    broken: list[JShardError] = []
+    kept = 0
+    for signal in configuration.signals.values():
+        for name, lines in _places(signal, ledger, configuration).items():
+            left = [each for each in ledger.left if each.signal == name]
+            if left and signal.expect:
+                broken.append(_unknown(signal, name, left))
+                continue
+            for what, promised in signal.expect:
+                found = _found(what, lines)
+                if found == promised or (what == "bytes" and found < promised):
+                    kept += 1
+                else:
+                    broken.append(_told(signal, name, what, promised, found))
+    if broken:
+        raise JShardError.of(broken)
+    return kept
+
+
+def _places(signal: Signal, ledger: Ledger, configuration: Configuration) -> dict[str, list[Line]]:
+    """The lines of the ledger that a signal asked for, by the place in the program; none where the compiler decides."""
+    found: dict[str, list[Line]] = {}
+    for line in (*ledger.lines, *ledger.left):
+        if line.signal != "-" and configuration.lookup(tuple(line.signal.split("/"))).place == signal.place:
+            found.setdefault(line.signal, []).extend([line] if isinstance(line, Line) else [])
+    return found or {signal.name: []}
+
+
+def _found(what: str, lines: list[Line]) -> int:
+    if what == "bytes":
+        return sum(line.total for line in lines)
+    return sum(line.count for line in lines if line.collective == what)
+
+
+def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
+    """What a promise can't be held against."""
+    first = left[0]
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return JShardError(
+        f'signal "{name}" ({signal.at("expect")}) expects, and only the compiler decides what {first.words}{more} moves',
+        mend="do it inside jax.shard_map, or place its array by jshard.redistribute first",
+    )
+
+
+def _told(signal: Signal, name: str, what: str, promised: int, found: int) -> JShardError:
+    words = {COLLECTIVES.get(key, key): key for key in _written(signal)}
+    word = words.get(what, what)
+    said = f'signal "{name}" ({signal.at(f"expect.{word}")})'
+    mend = f"write {word}: {found}, or see jshard explain"
+    if what == "bytes":
+        fault = f"{said} expects at most {promised:,} bytes on the wire per device, and {found:,} are asked for"
+    else:
+        fault = f"{said} expects {promised} {word}, and {found} {'is' if found == 1 else 'are'} asked for"
+    return JShardError(fault, mend=mend)
+
+
+def _written(signal: Signal) -> list[str]:
+    """The keys of `expect` in the user's own words: psum for all_reduce."""
+    return [key.removeprefix("expect.") for key in signal.places if key.startswith("expect.")]

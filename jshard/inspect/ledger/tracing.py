@@ -1,0 +1,156 @@
+"""`jshard.explain(f, *args)`: the ledger of a function's forward and backward, read without running anything."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jshard.errors import JShardError
+from jshard.inspect.ledger.blame import is_asked_for, place_of, unused
+from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
+from jshard.inspect.ledger.ledger import Ledger, Unused, read
+from jshard.inspect.ledger.memory import at_rest
+from jshard.inspect.user_code_errors import told
+from jshard.layers.training_step import Untyped
+from jshard.layouts.mesh import explicit_twin
+from jshard.signals.active_config import mesh, on_mesh
+
+
+def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **kwargs: Any) -> Ledger:
+    """Every collective that `f(*args)` asks for, each with the YAML line that asked for it.
+
+    Arguments are arrays, `jax.ShapeDtypeStruct`s, NNX modules and pytrees of them; `f` may be jitted, or a module. With
+    `backward` left out, a function that holds a gradient already (a training step) is read as it is, and any other is
+    read with the gradients of every floating-point array among its arguments. With an optimizer among the arguments, the
+    ledger also says what is held between steps.
+
+        print(jshard.explain(loss, model, x))
+    """
+    whole = Traced(f, args, kwargs)
+    try:
+        jaxpr = _jaxpr(whole, backward)
+    except Untyped:  # the same, where types say how arrays lie
+        twin = explicit_twin(mesh())
+        with on_mesh(twin):
+            jaxpr = _jaxpr(whole.typed_on(twin), backward)
+    ledger = read(jaxpr, place_of, is_asked_for=is_asked_for)
+    trains = any(isinstance(node, nnx.Optimizer) for node in whole.nodes)
+    return dataclasses.replace(
+        ledger,
+        unused=tuple(
+            Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *_built_under(whole.nodes)})
+        ),
+        memory=at_rest(whole.nodes) if trains else (),
+    )
+
+
+def _built_under(nodes: list[Any]) -> set[tuple[str, ...]]:
+    """The scopes that the layers of these modules were built in."""
+    modules = (each for node in nodes if isinstance(node, nnx.Module) for _, each in nnx.iter_modules(node))
+    return {getattr(each, "signal_path", ()) for each in modules}
+
+
+def _jaxpr(whole: Traced, backward: bool | None) -> Any:
+    with told("it is traced"):
+        return whole.with_gradients() if whole.lacks_backward(backward) else whole.forward()
+
+
+class Traced:
+    """A function and its arguments, to be traced with the arrays among them abstract. The user's modules stay as they
+    are: what the function changes, it changes in copies."""
+
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.given = (f, args, kwargs)
+        leaves, self.tree = jax.tree.flatten(self.given, is_leaf=_is_node)
+        self.nodes = [leaf for leaf in leaves if _is_node(leaf)]
+        self.graph, state = nnx.split(self.nodes)
+        node_arrays, self.state_tree = jax.tree.flatten(state)
+        self.static = [None if _is_node(leaf) or _is_array(leaf) else leaf for leaf in leaves]
+        self.kinds = ["node" if _is_node(leaf) else "array" if _is_array(leaf) else "static" for leaf in leaves]
+        self._forward: Any = None
+        self.arrays = [*node_arrays, *(leaf for leaf, kind in zip(leaves, self.kinds, strict=True) if kind == "array")]
+
+    def typed_on(self, mesh: Mesh) -> Traced:
+        """The same function of arrays that lie alike on `mesh`; they are only described."""
+        typed = copy.copy(self)
+        typed._forward, typed.arrays = None, [_lying_on(mesh, array) for array in self.arrays]
+        return typed
+
+    def call(self, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        """The function's arrays, and the state its modules are left in."""
+        states = self.state_tree.num_leaves
+        nodes = nnx.merge(self.graph, jax.tree.unflatten(self.state_tree, arrays[:states]))
+        supply = {"node": iter(nodes), "array": iter(arrays[states:]), "static": None}
+        leaves = [
+            static if kind == "static" else next(supply[kind])
+            for kind, static in zip(self.kinds, self.static, strict=True)
+        ]
+        f, args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        result = f(*args, **kwargs)
+        returned = jax.tree.leaves(result)
+        changed = jax.tree.leaves(nnx.split(nodes)[1])
+        return [leaf for leaf in returned if _is_array(leaf)], changed
+
+    def is_differentiable(self, arrays: list[Any]) -> bool:
+        """Whether there is anything to differentiate, and anything to differentiate by."""
+        shapes, _ = jax.eval_shape(self.call, arrays)
+        return any(map(_is_inexact, arrays)) and any(map(_is_inexact, shapes))
+
+    def lacks_backward(self, backward: bool | None) -> bool:
+        """Whether a backward pass is to be added: as said, else where there is none yet and can be one."""
+        return (
+            self.is_differentiable(self.arrays) and not has_transposed(self.forward()) if backward is None else backward
+        )
+
+    def forward(self) -> Any:
+        """The jaxpr of the call."""
+        if self._forward is None:
+            self._forward = jax.make_jaxpr(self.call)(self.arrays).jaxpr
+        return self._forward
+
+    def with_gradients(self) -> Any:
+        """The jaxpr of the call and of the gradients of all its floating-point arguments."""
+        return jax.make_jaxpr(self.call_with_gradients)(self.arrays).jaxpr
+
+    def call_with_gradients(self, arrays: list[Any]) -> Any:
+        """The gradients of all floating-point arrays, each result weighed alike, and what the call returns."""
+        if not self.is_differentiable(self.arrays):
+            raise JShardError(
+                "explain was asked for a backward pass of a function with no floating-point argument or result",
+                mend="use explain(..., backward=False)",
+            )
+
+        def of_inexact(inexact: list[Any]) -> Any:
+            supply = iter(inexact)
+            result, changed = self.call([next(supply) if _is_inexact(array) else array for array in arrays])
+            smooth = [leaf for leaf in result if _is_inexact(leaf)]
+            return smooth, (result, changed)
+
+        smooth, pull, rest = jax.vjp(of_inexact, [a for a in arrays if _is_inexact(a)], has_aux=True)
+        return pull([jnp.ones_like(leaf) for leaf in smooth]), rest
+
+
+def _lying_on(mesh: Mesh, array: Any) -> Any:
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return array
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, sharding.spec))
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

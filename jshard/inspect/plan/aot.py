@@ -1,0 +1,290 @@
+"""Compiling for devices that are not there: in another process with a time limit, so that a compiler that aborts is one
+sentence, and none of its noise, environment or memory stays here."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+
+from jshard.errors import JShardError
+from jshard.inspect.ledger.jaxpr_walk import source_of
+from jshard.inspect.plan.topology import Topology
+
+LIMIT = 600  # seconds that a compilation may take
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # libtpu would ask the network which TPU this machine is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two compilations at once collide on a lock file
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # an executable out of JAX's own cache has no text to read
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest:
+    """One allocation that the compiler named when it ran out of memory."""
+
+    size: int
+    shape: str
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What came out of a compilation. When the program was too large for the chip there is no text: `needed` and
+    `largest` say what the compiler said."""
+
+    text: str
+    memory: Mapping[str, int]  # bytes: argument, output, alias, temp, generated_code
+    seconds: float
+    needed: int | None = None
+    available: int | None = None
+    largest: tuple[Largest, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Compiled:
+        told = json.loads(text)
+        return cls(**{**told, "largest": tuple(Largest(**each) for each in told["largest"])})
+
+
+def check_installed(topology: Topology) -> None:
+    """An error that says what to install when the compiler for `topology` is not here."""
+    platform = topology.platform
+    if platform == "tpu" and not _there("libtpu"):
+        raise JShardError(
+            f"planning for {topology.name} compiles with libtpu, which is not installed",
+            mend='type: pip install "jshard[tpu]"',
+        )
+    if platform == "cuda":
+        plugin = next((f"cuda{n}" for n in (13, 12) if _there(f"jax_plugins.xla_cuda{n}")), None)
+        missing = "JAX's CUDA plugin" if plugin is None else "NVIDIA's assembler (nvidia-cuda-nvcc)"
+        if plugin is None or not _assembler(plugin):
+            raise JShardError(
+                f"planning for {topology.name} compiles with {missing}, which is not installed",
+                mend='type: pip install "jshard[plan]"',
+            )
+    if not _there("flatbuffers"):
+        raise JShardError(
+            f"planning for {topology.name} hands the program on with flatbuffers, which is not installed",
+            mend="type: pip install flatbuffers",
+        )
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # no parent package
+        return False
+
+
+def _assembler(plugin: str) -> bool:
+    """XLA makes machine code with the wheel's compiler, or with the CUDA toolkit of the machine."""
+    wheel = {"cuda13": "nvidia.cu13", "cuda12": "nvidia.cuda_nvcc"}[plugin]
+    return _there(wheel) or shutil.which("ptxas") is not None or Path("/usr/local/cuda/bin/ptxas").exists()
+
+
+def flattened(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any], tuple[int, ...]]:
+    """`program` (jitted) as a jitted function of its arrays one by one, with those, and the numbers of the donated ones:
+    the other process knows nothing of the user's own classes."""
+    infos = jax.tree.leaves(program.trace(*args, **kwargs).args_info, is_leaf=lambda each: hasattr(each, "donated"))
+    donated = tuple(number for number, info in enumerate(infos) if info.donated)
+    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(program(*args, **kwargs))
+
+    return jax.jit(flat, donate_argnums=donated), leaves, donated
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A program for another process: its bytes, the job that says how to compile them, and what it says but for the lines
+    of the source that it was written on and called from."""
+
+    program: bytes
+    job: str
+    meaning: bytes
+
+
+PLACE = re.compile(r"#loc\d*")
+NAMED = re.compile(r'^(#loc\d*) = loc\("(.*)"\(#loc\d*\)\)$', re.MULTILINE)
+
+
+def meaning_of(module: str) -> bytes:
+    """What decides a compilation: the program and the names of its scopes, whoever calls it from wherever."""
+    names = dict(NAMED.findall(module))
+    lines = [line for line in module.splitlines() if not line.startswith("#loc")]
+    bare = PLACE.sub(lambda found: names.get(found[0], ""), "\n".join(lines))
+    return hashlib.sha256(bare.encode()).digest()
+
+
+def exported(program: Any, leaves: Sequence[Any], donated: Sequence[int], topology: Topology) -> Exported:
+    """A flat program for arrays that lie on absent meshes."""
+    # Custom calls are whatever kernels the program has; the program is compiled by this very version of JAX.
+    export = jax.export.export(
+        program,
+        platforms=[topology.platform],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS],
+    )(*leaves)
+    meshes: list[Any] = list(dict.fromkeys(leaf.sharding.mesh for leaf in leaves))
+    job = {
+        "platform": topology.platform,
+        "name": topology.name,
+        "target": topology.target,
+        "meshes": [
+            {
+                "names": list(mesh.axis_names),
+                "sizes": list(mesh.axis_sizes),
+                "kinds": [kind.name for kind in mesh.axis_types],
+            }
+            for mesh in meshes
+        ],
+        "arguments": [{"mesh": meshes.index(leaf.sharding.mesh), "spec": list(leaf.sharding.spec)} for leaf in leaves],
+        "donated": list(donated),
+        "options": {},
+    }
+    return Exported(bytes(export.serialize()), json.dumps(job, sort_keys=True), meaning_of(export.mlir_module()))
+
+
+KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call", "AllocateBuffer")
+
+
+def check_stays_on_devices(jaxpr: Any) -> None:
+    """An error for a program that calls Python while it runs: no process of absent devices could be called."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.endswith(("callback", "debug_print")):
+            place = source_of(eqn)
+            raise JShardError(
+                f"{place or 'the program'} calls Python while it runs ({eqn.primitive.name}), which can't be planned",
+                mend="take jax.debug.print and other callbacks out",
+            )
+        for value in eqn.params.values():
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(each, "jaxpr", each)
+                if hasattr(inner, "eqns"):
+                    check_stays_on_devices(inner)
+
+
+def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT) -> Compiled:
+    """Compiles in another process. What goes wrong there is one sentence here."""
+    check_installed(topology)
+    environment = {**os.environ, **ENVIRONMENT, "JAX_NUM_CPU_DEVICES": str(topology.devices), "PJRT_NPROC": "2"}
+    script = Path(__file__).with_name("aot_worker.py")
+    with tempfile.TemporaryDirectory(prefix="jshard-plan-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(export.job)
+        (folder / "program.bin").write_bytes(export.program)
+        began = time.perf_counter()
+        with (folder / "stderr").open("w") as stderr:
+            # -P: the folder of the script is no place to import from
+            child = subprocess.Popen(
+                [sys.executable, "-P", str(script), name],
+                env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = child.wait(limit)
+            except subprocess.TimeoutExpired:
+                _end(child)
+                raise JShardError(
+                    f"compiling for {topology.name} took longer than {limit:g} s",
+                    mend=f"plan a smaller program, or give it longer: limit={2 * limit:g}",
+                ) from None
+            except BaseException:
+                _end(child)
+                raise
+        seconds = time.perf_counter() - began
+        said = (folder / "stderr").read_text(errors="replace")
+        if status == 0:
+            result = json.loads((folder / "result.json").read_text())
+            return Compiled((folder / "program.hlo").read_text(), result["memory"], seconds)
+        too_large = _out_of_memory(said)
+        if too_large is not None:
+            needed, available, largest = too_large
+            return Compiled("", {}, seconds, needed, available, largest)
+        raise JShardError(
+            _reason(topology, status, said), mend="plan a smaller part of the program to find what it can't take"
+        )
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _reason(topology: Topology, status: int, said: str) -> str:
+    """What ended the other process, in one sentence."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    fatal = [line for line in lines if re.match(r"(F\d{4} |LLVM ERROR|Fatal |.*Check failed)", line)]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
+    last = (fatal or raised or lines or ["it said nothing"])[-1]
+    if status < 0:
+        last_words = f": {last}" if fatal else ""
+        return f"the compiler for {topology.name} aborted ({signal.Signals(-status).name}){last_words}"
+    return f"the compiler for {topology.name} refused the program: {last}"
+
+
+def _mend(topology: Topology) -> str:
+    """Another version of libtpu than the one that this JAX is made for fails now and then, with no word of it."""
+    if topology.chip.platform == "tpu":
+        wanted = next((each for each in importlib.metadata.requires("jax") or () if each.startswith("libtpu")), "")
+        version = re.search(r"==([\d.]+)\.\*", wanted)
+        present = importlib.metadata.version("libtpu")
+        if version and not f"{present}.".startswith(f"{version[1]}."):
+            return (
+                f"it is libtpu {present}, and jax {jax.__version__} is made for {version[1]}: "
+                f'pip install "jax[tpu]=={jax.__version__}"'
+            )
+    return "plan a smaller part of the program to find what it can't take"
+
+
+SIZE = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _bytes(word: str) -> int:
+    found = re.fullmatch(r"([\d.]+)([BKMGT]?)", word)
+    assert found, f"a size that jshard can't read: {word}"
+    return int(float(found[1]) * SIZE[found[2]])
+
+
+# The first with its largest allocations; the second when it gave up long before it knew them.
+OUT_OF_MEMORY = re.compile(
+    r"Ran out of memory in memory space hbm.*?Used ([\d.]+[BKMGT]?) of ([\d.]+[BKMGT]?) hbm", re.S
+)
+FAR_OUT_OF_MEMORY = re.compile(
+    r"Ran out of memory on HBM, .*?\(([\d.]+[BKMGT]?)\) exceeds available HBM \(([\d.]+[BKMGT]?)\)"
+)
+
+
+def _out_of_memory(said: str) -> tuple[int, int, tuple[Largest, ...]] | None:
+    """What libtpu says of a program that is too large for its chip."""
+    found = OUT_OF_MEMORY.search(said) or FAR_OUT_OF_MEMORY.search(said)
+    if found is None:
+        return None
+    largest = []
+    for each in re.split(r"\n\s*\d+\. Size: ", said[found.end() :])[1:]:
+        size = re.match(r"[\d.]+[BKMGT]?", each)
+        shape = re.search(r"Shape: (\S+?)(?:\{|\s|$)", each)
+        named = re.search(r'op_name="([^"]*)"', each)
+        assert size, each
+        largest.append(Largest(_bytes(size[0]), shape[1] if shape else "", named[1] if named else ""))
+    return _bytes(found[1]), _bytes(found[2]), tuple(largest)

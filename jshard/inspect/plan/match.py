@@ -1,0 +1,210 @@
+"""Which collective of a compiled program runs for which line of the ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+from jshard.inspect.compiled.traffic import Got
+from jshard.inspect.ledger.ledger import Ledger, Line
+from jshard.kernels.collectives import COLLECTIVES
+from jshard.signals.scope import BACKWARD
+
+
+def paired(ledger: Ledger, found: Iterable[Got], sizes: Mapping[str, int]) -> tuple[list[Ask], list[Run], Pairs]:
+    """All lines, all arrays that run, and who goes with whom: by collective, mesh axes, bytes and the signal that XLA's name
+    stack tells, then with one of these let go after the other. What a kernel moves itself runs unseen."""
+    every = [Ask(line) for line in ledger.lines]
+    asked = [ask for ask in every if ask.line.declared is None]
+    got = [Run(one, number, sizes) for one in found for number in range(len(one.payloads))]
+    pairs = Pairs()
+    for same, how in PASSES:
+        for ask, run in itertools.product(asked, got):
+            if ask.left and run.left and same(ask, run):
+                pairs.add(ask, run, how)
+    for run in got:
+        if run.left:
+            _joined(run, asked, pairs)
+    for ask in asked:
+        if ask.left:
+            _split(ask, got, pairs)
+    for ask in asked:
+        if ask.left:
+            _in_other_words(ask, got, pairs)
+    return every, got, pairs
+
+
+class Ask:
+    """A line of the ledger, and how many of its runs are not yet accounted for."""
+
+    def __init__(self, line: Line):
+        self.line = line
+        self.left = line.count
+        self.path = () if line.signal == "-" else tuple(line.signal.split("/"))
+        self.backward = line.phase == "backward"
+        self.elements = math.prod(line.shape)
+        self.remat = "remat" in line.via.split(", ")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.line.mesh_axes
+
+
+class Run:
+    """One array of a collective that runs, and how many of its runs are not yet accounted for."""
+
+    def __init__(self, got: Got, number: int, sizes: Mapping[str, int]):
+        self.got = got
+        self.left = got.count
+        self.payload, self.dtype = got.payloads[number], got.dtypes[min(number, len(got.dtypes) - 1)]
+        name = got.op_names[number] if number < len(got.op_names) else got.op_name
+        self.path, self.backward, self.remat = path_of(name)
+        self.is_named = "/" in name
+        self.is_joined = len(got.payloads) > 1
+        self.elements = self.payload // itemsize(self.dtype)
+        self.axes = tuple(axis for axis in got.mesh_axes(sizes))
+        self.wire = COLLECTIVES[got.collective].wire(self.payload, got.group)
+
+
+def path_of(op_name: str) -> tuple[tuple[str, ...], bool, bool]:
+    """The signals that a name stack is nested in, whether it is of a backward pass, and whether of one that computes the
+    forward anew."""
+    stacks = re.split(r"(?<=\))/", op_name)
+    path: list[str] = []
+    for part in stacks:
+        names = re.findall(r"signal:([^/()]+)", part)
+        if names and names != path[-len(names) :]:  # a transposed remat repeats the stack it was called under
+            path += names
+    return tuple(path), "transpose(" in op_name or BACKWARD in op_name, "rematted_computation" in op_name
+
+
+def itemsize(dtype: str) -> int:
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return max(1, int(digits[1]) // 8) if digits else 1
+
+
+# -- who goes with whom --
+
+Same = Callable[[Ask, Run], bool]
+
+
+def _axes(ask: Ask, run: Run) -> bool:
+    return set(ask.axes) == set(run.axes) if run.axes else ask.line.group == run.got.group
+
+
+def _kind(ask: Ask, run: Run) -> bool:
+    return ask.line.collective == run.got.collective and _axes(ask, run)
+
+
+def _bytes(ask: Ask, run: Run) -> bool:
+    return ask.line.payload == run.payload
+
+
+def _numbers(ask: Ask, run: Run) -> bool:
+    return ask.elements == run.elements
+
+
+def _signal(ask: Ask, run: Run) -> bool:
+    return ask.path == run.path and ask.backward == run.backward
+
+
+def _unsigned(ask: Ask, run: Run) -> bool:
+    """XLA has lost the name, or kept one of several."""
+    return not run.is_named or run.is_joined or not run.path
+
+
+def _remat(ask: Ask, run: Run) -> bool:
+    return ask.remat == run.remat
+
+
+REWRITTEN = {("reduce_scatter", "all_reduce"), ("all_gather", "all_reduce"), ("all_reduce", "reduce_scatter")}
+
+
+def _rewritten(ask: Ask, run: Run) -> bool:
+    return (ask.line.collective, run.got.collective) in REWRITTEN and _axes(ask, run)
+
+
+def _all(*tests: Same) -> Same:
+    return lambda ask, run: all(test(ask, run) for test in tests)
+
+
+PASSES: list[tuple[Same, str]] = [
+    (_all(_kind, _bytes, _signal, _remat), ""),
+    (_all(_kind, _bytes, _signal), ""),
+    (_all(_kind, _bytes, _unsigned), ""),
+    (_all(_kind, _numbers, _signal, _remat), "recast"),
+    (_all(_kind, _numbers, _signal), "recast"),
+    (_all(_kind, _numbers, _unsigned), "recast"),
+    (_all(_rewritten, _numbers, _signal), "rewritten"),
+    (_all(_rewritten, _numbers, _unsigned), "rewritten"),
+    (_all(_kind, _bytes), ""),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    ask: Ask
+    run: Run
+    times: int
+    how: str
+    wire: int  # bytes of once that are this line's
+
+
+class Pairs(list[Pair]):
+    def add(self, ask: Ask, run: Run, how: str) -> None:
+        times = min(ask.left, run.left)
+        ask.left -= times
+        run.left -= times
+        self.append(Pair(ask, run, times, how, run.wire))
+
+
+def _joined(run: Run, asked: list[Ask], pairs: Pairs) -> None:
+    """An array that carries several that were asked for, one behind the other."""
+    smaller = [ask for ask in asked if _kind(ask, run) and ask.elements < run.elements]
+    open_ = [ask for ask in smaller for _ in range(min(ask.left // run.left, run.elements // max(1, ask.elements)))]
+    several = _sum(open_, run.elements)
+    times = run.left
+    for ask in several:
+        ask.left -= times
+        run.left = 0
+        pairs.append(Pair(ask, run, times, "merged", run.wire * ask.elements // run.elements))
+
+
+def _sum(asked: list[Ask], elements: int, limit: int = 4096) -> list[Ask]:
+    """Some of them whose sizes add up to `elements`, those that come first in the program; [] when none do."""
+    sums: dict[int, list[Ask]] = {0: []}
+    for ask in asked:
+        for total, chosen in list(sums.items()):
+            more = total + ask.elements
+            if more <= elements and more not in sums and len(sums) < limit:
+                sums[more] = [*chosen, ask]
+        if elements in sums:
+            return sums[elements]
+    return []
+
+
+def _split(ask: Ask, got: list[Run], pairs: Pairs) -> None:
+    """One that runs as several smaller ones of its kind."""
+    parts = [run for run in got if run.left and _kind(ask, run) and _signal(ask, run) and run.elements < ask.elements]
+    times = min((run.left for run in parts), default=0)
+    if times and sum(run.elements for run in parts) == ask.elements:
+        times = min(times, ask.left)
+        ask.left -= times
+        for number, run in enumerate(parts):
+            run.left -= times
+            pairs.append(Pair(ask, run, times if number == 0 else 0, "split", sum(each.wire for each in parts)))
+
+
+def _in_other_words(ask: Ask, got: list[Run], pairs: Pairs) -> None:
+    """One that the compiler does by others of another kind under the same signal: a gather by permutes around a ring."""
+    others = [run for run in got if run.left and _signal(ask, run) and _axes(ask, run) and run.path]
+    if others:
+        kinds = sorted({run.got.collective for run in others})
+        wire = sum(run.left * run.wire for run in others)
+        pairs.append(Pair(ask, others[0], ask.left, f"by {', '.join(kinds)}", wire // ask.left))
+        ask.left = 0
+        for run in others:
+            run.left = 0

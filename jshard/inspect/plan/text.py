@@ -1,0 +1,125 @@
+"""A plan as a page of text: asked and got, memory, time."""
+
+from __future__ import annotations
+
+from jshard.inspect.plan.comparison import Row
+from jshard.inspect.plan.estimate import MODEL, Part, in_words
+from jshard.inspect.plan.memory import size
+from jshard.inspect.plan.result import Result
+from jshard.inspect.table import folded, table
+
+NUMBERS = (5, 6, 7, 8)  # the columns of a row that stand to the right
+
+
+def page(plan: Result, width: int | None) -> str:
+    """One section for each question, the answer to it last."""
+    sections = [folded(heading(plan), width), _wire(plan, width), _memory(plan, width), _time(plan, width)]
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def heading(plan: Result) -> str:
+    mesh = " x ".join(f"{name} {count:,}" for name, count in plan.mesh.items())
+    when = ", looked up (it took {} when it was made)" if plan.cached else " in {}"
+    return f"{plan.topology}, mesh {mesh}, compiled by {plan.compilers}{when.format(f'{plan.seconds:.1f} s')}"
+
+
+# -- what is asked and what runs --
+
+
+def _wire(plan: Result, width: int | None) -> list[str]:
+    if plan.comparison is None:
+        asked = f"{size(plan.asked.total)} on the wire per device asked"
+        return folded(f"wire: {asked}; what would run is not known, as the program was not compiled to its end", width)
+    rows = [_cells(row) for row in plan.comparison.rows]
+    return [*table(rows, right=NUMBERS, width=width), *folded(wire_summary(plan), width)]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    waits = f"{row.asynchronous:,} asynchronous" if row.asynchronous else "synchronous" if row.got else ""
+    return (
+        str(row.place or "-"),
+        row.signal,
+        row.phase,
+        row.collective,
+        f"over {', '.join(row.mesh_axes) or '?'}",
+        f"asked {row.asked:,}",
+        size(row.wire_asked),
+        f"got {row.got:,}",
+        size(row.wire_got),
+        waits,
+        "; ".join(map(str, row.differences)),
+        f"({row.via})" if row.via else "",
+    )
+
+
+def wire_summary(plan: Result) -> str:
+    """The last line of the section."""
+    told = plan.comparison
+    assert told is not None
+    more = told.got - told.asked
+    change = "as many" if not more else f"{size(abs(more))} {'more' if more > 0 else 'less'}"
+    runs = sum(got.count for got in plan.got if got.group > 1)
+    return (
+        f"wire: {size(told.asked)} per device asked in {sum(row.asked for row in told.rows):,} collectives, "
+        f"{size(told.got)} run ({change}) in {runs:,} instructions, {size(told.hidden)} of it overlapped and "
+        f"{size(told.got - told.hidden)} not"
+    )
+
+
+# -- memory --
+
+
+def _memory(plan: Result, width: int | None) -> list[str]:
+    memory = plan.memory
+    rows = [
+        (
+            str(rest.place or "-"),
+            rest.signal,
+            size(rest.parameters),
+            "of parameters",
+            size(rest.optimizer),
+            "of optimizer state",
+        )
+        for rest in memory.rest
+        if rest.parameters or rest.optimizer
+    ]
+    told = table(rows, right=(2, 4), width=width)
+    told += table([(size(bytes_), name) for name, bytes_ in memory.parts.items()], right=(0,), width=width)
+    named = "asked for" if not memory.parts else "put into memory"
+    told += [
+        line
+        for large in memory.largest
+        for line in folded(
+            f"largest {named}: {size(large.size)}, {large.shape}"
+            + (f", under {large.signal}" if large.signal != "-" else ""),
+            width,
+        )
+    ]
+    told += folded(f"memory: {memory.verdict()}", width)
+    too_much = memory.over_budget()
+    return [*told, *(folded(f"memory: {too_much}", width) if too_much else [])]
+
+
+# -- time --
+
+
+def _time(plan: Result, width: int | None) -> list[str]:
+    told = plan.estimate
+    if told is None:
+        why = "there are no figures for it" if plan.memory.parts else "nothing was compiled"
+        return folded(f"time: no estimate for {plan.topology.name}, {why}", width)
+    rows = [(part.name, part.words, f"at {_rate(part)}", in_words(part.seconds)) for part in told.parts]
+    remarks = ["a model, nothing was measured"]
+    remarks += ["arithmetic at most, where layouts can't be seen"] * told.at_most
+    remarks += ["a while loop counts one trip"] * told.unknown
+    return [
+        *table(rows, right=(3,), width=width),
+        *folded(f"figures: {told.source}", width),
+        *folded(f"time: {in_words(told.seconds)} a step = {MODEL} ({'; '.join(remarks)})", width),
+    ]
+
+
+def _rate(part: Part) -> str:
+    if part.name == "arithmetic":
+        return f"{part.rate / 1e12:,.0f} TFLOP/s"
+    return f"{part.rate / 1e9:,.0f} GB/s"

@@ -1,0 +1,67 @@
+"""A function that fails while it is traced, told by its own line and signal and not by JAX's frames."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import flax
+import jax
+
+from jshard.errors import JShardError
+from jshard.signals.active_config import configuration
+from jshard.signals.scope import failed_under
+
+# Frames of these are not the user's.
+INSIDE = tuple(
+    f"{folder}/" for folder in (Path(__file__).parents[1], Path(jax.__file__).parent, Path(flax.__file__).parent)
+)
+LONGEST = 300
+
+
+@contextlib.contextmanager
+def told(doing: str) -> Iterator[None]:
+    """What goes wrong inside is one sentence; the whole story stays behind it, as its cause."""
+    try:
+        yield
+    except JShardError:
+        raise
+    except Exception as error:
+        raise _sentence(doing, error) from error
+
+
+def _sentence(doing: str, error: Exception) -> JShardError:
+    frame = _own_frame(error)
+    place = f"{_shown(frame.filename)}:{frame.lineno}" if frame is not None else ""
+    where = f"{place} (in {frame.name}{_signal(error)})" if frame is not None else f"the program{_signal(error)}"
+    said = " ".join(str(error).split()).rstrip(".;:")
+    said = said if len(said) <= LONGEST else said[:LONGEST].rsplit(" ", 1)[0] + " ..."
+    fault = f"{where} fails while {doing}: {type(error).__name__}" + (f": {said}" if said else "")
+    return JShardError(fault, mend=f"mend {place}" if place else "call it by itself to see all of Python's frames")
+
+
+def _own_frame(error: Exception) -> traceback.FrameSummary | None:
+    """The innermost frame that is neither jshard's, JAX's nor Flax's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*INSIDE, "<"))]
+    own = [frame for frame in own if "/site-packages/" not in frame.filename and "/lib/python" not in frame.filename]
+    return own[-1] if own else None
+
+
+def _signal(error: Exception) -> str:
+    path = failed_under(error)
+    if not path:
+        return ""
+    present = configuration()
+    place = f" ({present.lookup(path).place})" if present is not None else ""
+    return f', under signal "{"/".join(path)}"{place}'
+
+
+def _shown(filename: str) -> str:
+    """From this folder, where it is inside."""
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except ValueError:
+        return filename

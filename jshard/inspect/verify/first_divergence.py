@@ -1,0 +1,280 @@
+"""Where two runs of one program begin to differ, and what it looks like: which sum is missing, too many or too coarse."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jshard.errors import Place
+from jshard.inspect.verify.exact_surrogates import as_power_of_two
+from jshard.inspect.verify.records import Note
+from jshard.signals.active_config import configuration
+
+LOW_BITS = 2.0**-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """The first place whose output differs. `off` is relative to the largest magnitude there."""
+
+    mesh: Mapping[str, int]
+    path: tuple[str, ...]
+    phase: str
+    place: Place | None
+    source: str
+    off: float
+    cause: str
+
+    @property
+    def signal(self) -> str:
+        return "/".join(self.path) or "-"
+
+    def __str__(self) -> str:
+        who = f'signal "{self.signal}"' if self.path else "the part outside every signal"
+        where = ", ".join(str(each) for each in (self.place, self.source) if each)
+        return (
+            f"{who}{f' ({where})' if where else ''}, {self.phase}: off by {self.off:.2g} of the largest; {self.cause}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Likeness:
+    """How one value compares: equal; partial, where devices hold terms of a sum over `mesh_axes`; differs; or unknown, where
+    shapes can't be compared: what a shard_map keeps for its own backward."""
+
+    kind: str
+    off: float = 0.0
+    cause: str = ""
+    mesh_axes: tuple[str, ...] = ()
+
+
+def beginning(
+    reference: Sequence[Note], other: Sequence[Note], mesh: Mapping[str, int], tolerance: float
+) -> Beginning | None:  # fmt: skip
+    """The first signal, in program order, whose output is not that of the reference; None when there is none.
+
+    What one device holds in the midst of a shard_map may rightly be like nothing in the reference: a term of a sum, a
+    maximum of its own part. It is suspected only if no equal value comes between it and one that is wrong for certain.
+    """
+    suspects: list[tuple[Note, Likeness]] = []
+    for one, two in _pairs(reference, other):
+        likeness = _likeness(one, two, mesh, tolerance)
+        if likeness.kind == "equal":
+            suspects = []
+        elif likeness.kind != "unknown":
+            suspects.append((two, likeness))
+            if not any(two.where.lead):
+                break
+    return _told(suspects, mesh) if suspects else None
+
+
+def _told(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) -> Beginning:
+    """It begins under the signal of the first suspect. What it looks like is told by the first of that signal's values
+    that says something, else by the last that is only terms of a sum: that one went on without being summed."""
+    where = suspects[0][0].where
+    there = [
+        likeness for note, likeness in suspects if (note.where.path, note.where.phase) == (where.path, where.phase)
+    ]
+    telling = [
+        likeness for likeness in there if likeness.kind == "differs" and likeness.cause not in (DIFFER, DISAGREE)
+    ]
+    partial = [likeness for likeness in there if likeness.kind == "partial"]
+    chosen = [*telling[:1], *partial[-1:], there[-1]][0]
+    off = chosen.off if telling else max(likeness.off for likeness in there)
+    return Beginning(
+        mesh, where.path, where.phase, key_place(where.path, chosen.mesh_axes), where.source, off, chosen.cause
+    )
+
+
+def key_place(path: tuple[str, ...], mesh_axes: tuple[str, ...]) -> Place | None:
+    """The line of the key that names one of the mesh axes, else of the signal."""
+    present = configuration()
+    if present is None or not path:
+        return None
+    signal = present.lookup(path)
+    for key in ("reduction", "column", "row", "sequence", "store"):
+        if set(mesh_axes) & set(getattr(signal, key)):
+            return signal.at(key)
+    return signal.place
+
+
+def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[Note, Note]]:
+    """What was noted at the same place in both, in the order of the other."""
+    waiting: dict[Any, collections.deque[Note]] = {}
+    for note in reference:
+        if note.where.kind == "value":
+            waiting.setdefault(_at(note), collections.deque()).append(note)
+    for note in other:
+        if note.where.kind == "value" and (found := waiting.get(_at(note))):
+            yield found.popleft(), note
+
+
+def _at(note: Note) -> Any:
+    where = note.where
+    return where.path, where.phase, where.source, where.primitive, where.lead
+
+
+def _likeness(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float) -> Likeness:
+    whole = np.asarray(one.value).astype(np.float64)
+    lead = two.where.lead
+    stacked = [place for place, names in enumerate(lead) if names]
+    whole = np.squeeze(whole, tuple(stacked))
+    parts = np.moveaxis(np.asarray(two.value).astype(np.float64), stacked, range(len(stacked)))
+    names = [name for place in stacked for name in lead[place]]
+    parts = parts.reshape((*(mesh[name] for name in names), *parts.shape[len(stacked) :]))
+    best = Likeness("unknown")
+    for guess, summed in _assembled(parts, names, whole.shape):
+        if guess is None:
+            best = Likeness("differs", 1.0, DISAGREE) if best.kind == "unknown" else best
+            continue
+        found = compared(whole, guess, mesh, tolerance)
+        if found.kind == "equal":
+            if not summed:
+                return found
+            axes = " and ".join(f'"{name}"' for name in summed)
+            off = compared(whole, parts.reshape((-1, *whole.shape))[0], mesh, tolerance).off
+            return Likeness("partial", off, f"a sum over mesh axis {axes} is missing", summed)
+        if not summed and (best.kind == "unknown" or best.cause in (DIFFER, DISAGREE)):
+            best = found
+    return best
+
+
+def _assembled(
+    parts: np.ndarray, names: list[str], shape: tuple[int, ...]
+) -> Iterator[tuple[np.ndarray | None, tuple[str, ...]]]:  # fmt: skip
+    """The whole arrays that the devices' parts could be parts of: equal along a mesh axis (None if they are not), tiled
+    over an axis, or terms of a sum. Those without a sum come first."""
+    rank = len(shape)
+    sizes = dict(zip(names, parts.shape, strict=False))
+    live = [name for name in names if sizes[name] > 1]
+    found: list[tuple[np.ndarray | None, tuple[str, ...]]] = []
+    for roles in itertools.product(("same", *range(rank), "sum"), repeat=len(live)):
+        role = dict(zip(live, roles, strict=True))
+        grown = [
+            size * math.prod(sizes[name] for name in live if role[name] == axis)
+            for axis, size in enumerate(parts.shape[len(names) :])
+        ]
+        if tuple(grown) != shape:
+            continue
+        tiled = [name for name in live if isinstance(role[name], int)]
+        for order in itertools.permutations(tiled):
+            if list(order) != sorted(order, key=lambda name: role[name]):  # only the order on one axis matters
+                continue
+            found.append((_built(parts, names, role, order), tuple(name for name in live if role[name] == "sum")))
+    return iter(sorted(found, key=lambda each: len(each[1])))
+
+
+def _built(parts: np.ndarray, names: list[str], role: Mapping[str, Any], order: Sequence[str]) -> Any:
+    held = list(names)
+    for name in names:
+        at = held.index(name)
+        if role.get(name, "same") == "same":
+            first = np.take(parts, [0], at)
+            if not np.array_equal(parts, np.broadcast_to(first, parts.shape), equal_nan=True):
+                return None
+            parts = np.take(first, 0, at)
+            held.remove(name)
+        elif role[name] == "sum":
+            parts = parts.sum(at)
+            held.remove(name)
+    for name in reversed(order):  # the last is the minor one
+        at, axis = held.index(name), len(held) - 1 + role[name]
+        parts = np.moveaxis(parts, at, axis)
+        held.remove(name)
+        parts = parts.reshape(
+            (*parts.shape[:axis], parts.shape[axis] * parts.shape[axis + 1], *parts.shape[axis + 2 :])
+        )
+    return parts
+
+
+DIFFER = "values differ"
+DISAGREE = "devices disagree where all should have the same"
+
+
+def compared(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], tolerance: float) -> Likeness:
+    """How `two` compares to the reference `one`: equal (within `tolerance` of the largest; bitwise for 0), or what the
+    difference looks like."""
+    if one.shape != two.shape:
+        return Likeness("unknown")
+    if np.array_equal(one, two, equal_nan=True):
+        return Likeness("equal")
+    if not (np.isfinite(one).all() and np.isfinite(two).all()):
+        return Likeness("differs", math.inf, "some numbers are not finite")
+    off = relative(one, two)
+    if off <= tolerance:
+        return Likeness("equal", off)
+    return Likeness("differs", off, *_cause(one, two, mesh, off))
+
+
+def relative(one: np.ndarray, two: np.ndarray) -> float:
+    largest = float(np.max(np.abs(one), initial=0.0))
+    off = float(np.max(np.abs(two - one), initial=0.0))
+    return off / largest if largest else math.inf if off else 0.0
+
+
+def _cause(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], off: float) -> tuple[str, tuple[str, ...]]:
+    if found := _factor(one, two, mesh):
+        return found
+    if off <= LOW_BITS:
+        return "only low bits differ: a sum in bfloat16, or in another dtype with few bits", ()
+    if _moved(one, two, mesh):
+        return "the right numbers in other places: a swapped axis, parts in another order, or another device's part", ()
+    return DIFFER, ()
+
+
+def _factor(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, tuple[str, ...]] | None:
+    """Everything is off by one factor that is the size of a mesh axis, or of several."""
+    seen = one != 0
+    if not seen.any() or two[~seen].any():
+        return None
+    ratios = two[seen] / one[seen]
+    ratio = float(ratios.flat[0])
+    if ratio <= 0 or not np.allclose(ratios, ratio, rtol=1e-6):
+        return None
+    live = [name for name, size in mesh.items() if size > 1]
+    for count in range(1, len(live) + 1):
+        fits = []
+        for some in itertools.combinations(live, count):
+            size = math.prod(mesh[name] for name in some)
+            if any(math.isclose(ratio, factor, rel_tol=1e-6) for factor in _factors(size, ratio)):
+                fits.append(some)
+        if fits:
+            axes = " or ".join(" x ".join(f'"{name}"' for name in some) for some in fits)
+            size = math.prod(mesh[name] for name in fits[0])
+            if ratio > 1:
+                return (
+                    f"{size} times too large, which is the size of mesh axis {axes}: a sum over it too many, or a mean that "
+                    "divides by one device's count",
+                    fits[0],
+                )
+            return (
+                f"{size} times too small, which is the size of mesh axis {axes}: a sum over it is missing, or it is divided "
+                "by the count twice",
+                fits[0],
+            )
+    return None
+
+
+def _factors(size: int, ratio: float) -> tuple[float, float]:
+    """A factor as it is, and as its stand-in shows it."""
+    both = (float(size), as_power_of_two(size))
+    return both if ratio > 1 else (1 / both[0], 1 / both[1])
+
+
+def _moved(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int]) -> bool:
+    """The same numbers in another order, or each part of `two` is some part of `one`."""
+    if np.array_equal(np.sort(one, axis=None), np.sort(two, axis=None)):
+        return True
+    sizes = sorted({math.prod(some) for count in (1, 2) for some in itertools.combinations(mesh.values(), count)} - {1})
+    for axis, parts in itertools.product(range(one.ndim), sizes):
+        if one.shape[axis] % parts == 0:
+            have, got = np.split(one, parts, axis), np.split(two, parts, axis)
+            if all(any(np.array_equal(part, each) for each in have) for part in got):
+                return True
+    return False

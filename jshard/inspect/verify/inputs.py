@@ -1,0 +1,287 @@
+"""What verify puts into a program: small integers for every floating-point array, the same on every mesh; and the program
+with a name for everything that comes out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jshard.errors import JShardError
+from jshard.inspect.ledger.jaxpr_walk import _bare, has_transposed
+from jshard.inspect.ledger.tracing import Traced, _is_array, _is_inexact, _is_node
+from jshard.inspect.verify.exact_surrogates import mixed
+from jshard.layouts.layout import Layout
+from jshard.layouts.paths import key_of, words_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One way to draw: whole numbers up to `size`, on all places (`dense`) or on few, so that sums stay small."""
+
+    size: int
+    spread: str  # dense; sparse: about four to a row; single: one to a row or to a column
+
+    def __str__(self) -> str:
+        where = {"dense": "", "sparse": ", about four to a row", "single": ", one to a row or column"}[self.spread]
+        return f"whole numbers from -{self.size} to {self.size}{where}"
+
+
+# Larger numbers find more: a sum in bfloat16 is exact below 256.
+LADDER = (
+    Rung(31, "dense"), Rung(7, "dense"), Rung(3, "dense"), Rung(1, "dense"),
+    Rung(7, "sparse"), Rung(1, "sparse"), Rung(3, "single"), Rung(1, "single"),
+)  # fmt: skip
+
+
+def draw(name: str, shape: tuple[int, ...], rung: Rung, seed: int) -> np.ndarray:
+    """The numbers of one array, from its name and the seed alone."""
+    random = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
+    size = rung.size if len(shape) > 1 or rung.spread == "dense" else min(rung.size, 3)
+    numbers = random.integers(1, size + 1, shape) * random.choice([-1, 1], shape)
+    if rung.spread == "dense" and size > 1:
+        return numbers * (random.random(shape) < 0.9)
+    if len(shape) < 2 or not numbers.size:
+        return numbers
+    rows, columns = numbers.size // shape[-1], shape[-1]
+    if rung.spread == "sparse":
+        kept = random.random((rows, columns)) < 4 / max(rows, columns)
+    elif rung.spread == "single":
+        few = min(rows, columns)
+        kept = (random.permutation(rows) % few)[:, None] == (random.permutation(columns) % few)[None]
+    else:
+        kept = np.ones((rows, columns), bool)
+    return numbers * kept.reshape(shape)
+
+
+def near(name: str, given: Any, *, parameter: bool) -> np.ndarray:
+    """Numbers like the given ones, for the true operations: each within a third of itself, and small ones for a parameter
+    that is zero. What is only described is drawn small."""
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    if isinstance(given, jax.ShapeDtypeStruct):
+        return random.normal(0, 0.3, given.shape)
+    values = np.asarray(given).astype(np.float64)
+    moved = values * random.uniform(0.7, 1.3, values.shape)
+    return random.normal(0, 0.1, values.shape) if parameter and not values.any() else moved
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """What a function returns when its results have names of their own: `Named({"loss": value})`."""
+
+    results: Mapping[str, Any]
+
+
+def named_leaves(name: str, tree: Any) -> dict[str, Any]:
+    """`model.up.kernel` for every array of the state or gradients of what is called `name`."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join([name, *words_of(path)]): leaf for path, leaf in paths}
+
+
+class Program:
+    """`f(*args)`, to be run on one mesh or another: its value, and the gradients of all floating-point arguments unless
+    it holds gradients already."""
+
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool | None):
+        self.returned: list[str] = []
+        self.title = getattr(f, "__name__", type(f).__name__)
+        self._whole = "value" if self.title in ("<lambda>", "named") else self.title
+
+        def named(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = f(*args, **kwargs)
+            if isinstance(result, Named):
+                self.returned[:] = list(result.results)
+                return list(result.results.values())
+            paths = jax.tree_util.tree_flatten_with_path(result)[0]
+            self.returned[:] = [self._whole + jax.tree_util.keystr(path) for path, leaf in paths if _is_array(leaf)]
+            return result
+
+        self.traced = Traced(named, (f, *args), kwargs)
+        self.backward = backward
+        self.names = self._names(_parameter_names(f, args, kwargs))
+        self.of_optimizers: set[str] = set()  # the names of their state
+        self.signals = self._signals()
+
+    @property
+    def given(self) -> list[Any]:
+        return self.traced.arrays
+
+    def _names(self, arguments: dict[tuple[str, int | str], str]) -> list[str]:
+        """`model.up.kernel` or `batch["x"]` for every array that goes in, modules' first."""
+        paths = jax.tree_util.tree_flatten_with_path(self.traced.given, is_leaf=_is_node)[0]
+        labels = [_label(path, arguments) for path, _ in paths]
+        kinds = self.traced.kinds
+        nodes = [label for label, kind in zip(labels, kinds, strict=True) if kind == "node"]
+        state = nnx.split(self.traced.nodes)[1]
+        names = []
+        for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
+            words = words_of(path)
+            names.append(".".join(word for word in (nodes[int(words[0])] if words else "", *words[1:]) if word))
+        return names + [label for label, kind in zip(labels, kinds, strict=True) if kind == "array"]
+
+    def _signals(self) -> dict[str, tuple[str, ...]]:
+        """The signal that each parameter's module was built under, by the name of the parameter."""
+        found: dict[str, tuple[str, ...]] = {}
+        state = jax.tree_util.tree_flatten_with_path(nnx.split(self.traced.nodes)[1])[0]
+        remembered: dict[tuple[Any, ...], tuple[str, ...]] = {
+            (number, *map(str, path)): module.signal_path
+            for number, node in enumerate(self.traced.nodes)
+            for path, module in nnx.iter_graph(node)
+            if getattr(module, "signal_path", None)
+        }
+        of_models: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for name, (path, _) in zip(self.names, state, strict=False):
+            number, *words = words_of(path)
+            key: tuple[Any, ...] = (int(number), *words)
+            for end in range(len(key), 0, -1):
+                if key[:end] in remembered:
+                    found[name] = of_models[tuple(words)] = remembered[key[:end]]
+                    break
+        for name, (path, _) in zip(self.names, state, strict=False):  # an optimizer's, by the parameters it belongs to
+            number, *words = words_of(path)
+            if isinstance(self.traced.nodes[int(number)], nnx.Optimizer):
+                self.of_optimizers.add(name)
+                ends = (tuple(words[start:]) for start in range(len(words)))
+                end = next((end for end in ends if end in of_models), None)
+                if end is not None:
+                    found[name] = of_models[end]
+        return found
+
+    # -- its arrays --
+
+    def probes(self, rung: Rung, seed: int) -> list[Any]:
+        """Integers for floating-point arrays, everything else as it was given."""
+        return [
+            np.asarray(draw(name, array.shape, rung, seed)) if _is_inexact(array) else _as_given(name, array)
+            for name, array in zip(self.names, self.given, strict=True)
+        ]
+
+    def natural(self) -> list[Any]:
+        """The arrays as they were given, but none in a special place."""
+        return [
+            near(name, array, parameter=name in self.signals and name not in self.of_optimizers)
+            if _is_inexact(array)
+            else _as_given(name, array)
+            for name, array in zip(self.names, self.given, strict=True)
+        ]
+
+    def placed(self, numbers: list[Any], mesh: Mesh) -> list[Any]:
+        """The arrays on `mesh`, each lying as the one that was given."""
+        return [
+            _place(name, each, array, mesh) for name, each, array in zip(self.names, numbers, self.given, strict=True)
+        ]
+
+    # -- its text --
+
+    def trace(self, arrays: list[Any]) -> tuple[Any, list[str], list[int]]:
+        """The jaxpr, a name for each result, and the numbers of those that are not simply handed through."""
+        if self.backward is None:
+            self.backward = self.traced.is_differentiable(arrays) and not has_transposed(
+                jax.make_jaxpr(self.traced.call)(arrays).jaxpr
+            )
+        jaxpr = jax.make_jaxpr(self._both if self.backward else self._forward)(arrays)
+        names = list(self.returned)
+        names += [f"{name} after" for name in self.names[: self.traced.state_tree.num_leaves]]
+        if self.backward:
+            inexact = [name for name, array in zip(self.names, self.given, strict=True) if _is_inexact(array)]
+            names += [f"gradient of {name}" for name in inexact]
+        bare = _bare(jaxpr)
+        assert len(names) == len(bare.outvars)
+        through = set(bare.invars)
+        made = [n for n, variable in enumerate(bare.outvars) if not _is_literal(variable) and variable not in through]
+        return jaxpr, names, made
+
+    def _forward(self, arrays: list[Any]) -> Any:
+        return self.traced.call(arrays)
+
+    def _both(self, arrays: list[Any]) -> Any:
+        def of_inexact(inexact: list[Any]) -> Any:
+            supply = iter(inexact)
+            result, changed = self.traced.call([next(supply) if _is_inexact(array) else array for array in arrays])
+            return [leaf for leaf in result if _is_inexact(leaf)], (result, changed)
+
+        smooth, pull, rest = jax.vjp(of_inexact, [array for array in arrays if _is_inexact(array)], has_aux=True)
+        names = [name for name, leaf in zip(self.returned, rest[0], strict=True) if _is_inexact(leaf)]
+        return rest, pull(list(map(_cotangent, names, smooth)))[0]
+
+
+def _cotangent(name: str, leaf: Any) -> Any:
+    """One for a scalar. For an array small numbers, none of them zero, from its name and each element's place in the whole
+    array: equal however the array is split, and computed where its parts lie."""
+    if not leaf.ndim:
+        return jnp.ones_like(leaf)
+    sharding = jax.typeof(leaf).sharding
+    where = None if sharding.mesh.empty else sharding
+    bits: Any = jnp.uint32(zlib.crc32(name.encode()))
+    for axis in range(leaf.ndim):
+        bits = mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis, out_sharding=where))
+    small = (bits % jnp.uint32(4)).astype(jnp.int32) - 2
+    return jnp.where(small < 0, small, small + 1).astype(leaf.dtype)
+
+
+def _is_literal(variable: Any) -> bool:
+    return hasattr(variable, "val")
+
+
+def _parameter_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:
+    """What the function calls its arguments, by their place."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # a builtin has none
+        return {}
+    names: dict[Any, str] = {}
+    for number, parameter in zip(range(len(args)), signature.parameters.values(), strict=False):
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names[number] = parameter.name
+    return names
+
+
+def _label(path: tuple[Any, ...], arguments: dict[Any, str]) -> str:
+    """A path into (named, (f, *args), kwargs), in the user's words."""
+    if not path or key_of(path[0]) == 0:
+        return ""
+    if key_of(path[0]) == 2:
+        return f"{key_of(path[1])}{jax.tree_util.keystr(path[2:])}"
+    number = key_of(path[1]) - 1
+    if number < 0:
+        return "f" + jax.tree_util.keystr(path[2:])
+    return arguments.get(number, f"argument {number + 1}") + jax.tree_util.keystr(path[2:])
+
+
+def _as_given(name: str, array: Any) -> Any:
+    if not isinstance(array, jax.ShapeDtypeStruct):
+        return array
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise JShardError(
+            f"{name} is only described, and a random key can't be made up", mend="give verify the key itself"
+        )
+    return (np.arange(np.prod(array.shape, dtype=int)).reshape(array.shape) % 2).astype(array.dtype)
+
+
+def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
+    sharding = getattr(given, "sharding", None)
+    dtype = given.dtype
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        if isinstance(numbers, jax.Array) and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return numbers
+        return jnp.asarray(np.asarray(numbers), dtype)
+    missing = [axis for axis in sharding.mesh.axis_names if axis not in mesh.axis_names]
+    if missing:
+        raise JShardError(
+            f'{name} lies on a mesh with an axis "{missing[0]}", which the configured mesh {dict(mesh.shape)} does not have',
+            mend="place it on jshard.mesh(): jshard.redistribute(x, layout)",
+        )
+    layout = Layout.from_sharding(NamedSharding(mesh, sharding.spec), len(given.shape))
+    layout.shard_shape(given.shape, said=name)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        bits = jnp.asarray(np.asarray(jax.random.key_data(numbers)))
+        return jax.device_put(jax.random.wrap_key_data(bits, impl=jax.random.key_impl(numbers)), layout.sharding)
+    return jax.device_put(np.asarray(numbers).astype(dtype), layout.sharding)

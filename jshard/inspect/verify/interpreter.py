@@ -1,0 +1,365 @@
+"""Runs a jaxpr by its equations, with exact stand-ins for what is not exact, and notes on the way: what each sum would
+need to be exact, what each signal hands on, and when an equation first made a NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
+
+from jshard.inspect.ledger.around import Around
+from jshard.inspect.ledger.implicit_resharding import CALLS
+from jshard.inspect.ledger.jaxpr_walk import _bare, source_of
+from jshard.inspect.verify.dataflow import is_identity, narrowed_for_a_sum, needed_whole, scanned, sums_in
+from jshard.inspect.verify.exact_surrogates import (
+    COLLECTIVE_SUMS,
+    KEEPS_WHOLE,
+    NONLINEAR,
+    OPAQUE,
+    SCALAR_PASSES,
+    SUMS,
+    bits_needed,
+    folded,
+    is_float,
+    is_kept,
+    stand_in,
+)
+from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later, worst
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How to run: with `stand_ins` or by the true operations, noting what sums need (`certify`) and what signals hand on
+    (`listen`). `asked` gives the dtypes that the signals of a path ask for. With `births` there is a note for every
+    equation: by how many equations it was that its result first held a NaN, or NEVER."""
+
+    stand_ins: bool = True
+    certify: bool = False
+    listen: bool = False
+    births: bool = False
+    asked: Callable[[tuple[str, ...]], frozenset[str]] = lambda path: frozenset()
+
+    def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
+        """The results of a closed jaxpr, and the notes, in program order."""
+        bare = _bare(jaxpr)
+        return _Level(self, bare, Around(), whole=False).run(jaxpr.consts, arrays, [None] * len(arrays))
+
+
+def quickly(device: Any) -> dict[str, Any] | None:
+    """How to compile such a program for `device`: it runs a few times only, and LLVM need not do its best."""
+    return {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
+
+
+# A NaN that comes out of these has gone in.
+BEARS_NO_NAN = frozenset(
+    "abs broadcast_in_dim clamp concatenate convert_element_type copy copy_p dynamic_slice expand_dims gather max min neg "
+    "optimization_barrier pad pcast pvary reduce_max reduce_min reshape reshard rev select_n sharding_constraint sign slice "
+    "split squeeze stop_gradient tanh transpose".split()
+)
+
+
+class _Level:
+    """One jaxpr of the nest. `whole`: all that it returns is noted, since it is a body that others wrap."""
+
+    def __init__(self, evaluation: Evaluation, jaxpr: Any, around: Around, *, whole: bool):
+        self.how, self.jaxpr, self.around, self.whole = evaluation, jaxpr, around, whole
+        self.notes: list[Note] = []
+        self.turns = 0  # equations run until now, those of loops as often as they run
+        self.values: dict[Any, Any] = {}
+        self.known: dict[Any, float] = {}  # scalar constants, and arrays filled with one
+        self.complete: set[Any] = set()  # what is all there at each element, and no term of a sum over devices
+        self.inside = [around.entering(eqn) for eqn in jaxpr.eqns]
+
+    def run(
+        self, consts: Sequence[Any], arrays: Sequence[Any], known: Sequence[float | None], complete: Sequence[bool] = ()
+    ) -> tuple[list[Any], list[Note]]:
+        jaxpr = self.jaxpr
+        if self.how.stand_ins:
+            self.complete = needed_whole(jaxpr) | {v for v, whole in zip(jaxpr.invars, complete, strict=False) if whole}
+        for variables, given in ((jaxpr.constvars, consts), (jaxpr.invars, arrays)):
+            self.values |= zip(variables, given, strict=True)
+        self.known |= {v: _scalar(c) for v, c in zip(jaxpr.constvars, consts, strict=True) if _scalar(c) is not None}
+        self.known |= {v: number for v, number in zip(jaxpr.invars, known, strict=True) if number is not None}
+        self.summed_narrow = narrowed_for_a_sum(jaxpr) if self.how.certify else set()
+        heard = self._handed_on() if self.how.listen else {}
+        for number, (eqn, here) in enumerate(zip(jaxpr.eqns, self.inside, strict=True)):
+            with eqn.ctx.manager:
+                results = self._results(eqn, here)
+            for variable, result in zip(eqn.outvars, results, strict=True):
+                self.values[variable] = result
+            for variable in heard.get(number, ()):
+                self._listen(variable, eqn, here)
+            if self.how.births and not _holds_noted(eqn):
+                self._ask(results, eqn, here)
+        return [self._value(variable) for variable in jaxpr.outvars], self.notes
+
+    def _value(self, variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else self.values[variable]
+
+    def _number(self, variable: Any) -> float | None:
+        return _scalar(variable.val) if isinstance(variable, Literal) else self.known.get(variable)
+
+    def _is_complete(self, variable: Any) -> bool:
+        return self._number(variable) is not None or _is_in(variable, self.complete)
+
+    # -- one equation --
+
+    def _results(self, eqn: Any, here: Around) -> Sequence[Any]:
+        name, x = eqn.primitive.name, [self._value(variable) for variable in eqn.invars]
+        if name in CALLS and _holds_noted(eqn):
+            return self._call(eqn, x, here)
+        if name in ("shard_map", "scan", "while", "cond"):
+            return getattr(self, f"_{name}")(eqn, x, here)
+        if is_identity(eqn):
+            return x
+        known = [self._number(variable) for variable in eqn.invars]
+        if name in SCALAR_PASSES and known[0] is not None and len(eqn.invars) == 1:
+            self.known[eqn.outvars[0]] = known[0]
+        floats = any(_is_inexact(variable.aval) for variable in (*eqn.invars, *eqn.outvars))
+        if floats and self.how.stand_ins and is_float(eqn.outvars[0].aval):
+            arrays = [jnp.asarray(each, variable.aval.dtype) for each, variable in zip(x, eqn.invars, strict=True)]
+            several = [self._is_complete(variable) for variable in eqn.invars if _is_inexact(variable.aval)]
+            if name in NONLINEAR or (name in KEEPS_WHOLE and all(several)):
+                self.complete.add(eqn.outvars[0])
+            result = stand_in(name, arrays, known, several)
+            if name in ("mul", "add", "sub") and all(several) and known == [None, None]:
+                return [folded(eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params)))]
+            if result is not None:
+                return [result]
+        if floats and self.how.certify:
+            self._certify(eqn, x, here)
+        parameters = eqn.primitive.get_bind_params(eqn.params)
+        results = eqn.primitive.bind(*x, **parameters)
+        return results if eqn.primitive.multiple_results else [results]
+
+    def _certify(self, eqn: Any, x: list[Any], here: Around) -> None:
+        name, result = eqn.primitive.name, eqn.outvars[0].aval
+        if name in OPAQUE or (name in SUMS and jnp.issubdtype(result.dtype, jnp.complexfloating)):
+            self._note(jnp.float32(0), "opaque", eqn, here)
+        elif name in SUMS and is_float(result):
+            if name in COLLECTIVE_SUMS and any(_is_in(variable, self.summed_narrow) for variable in eqn.invars):
+                return
+            arrays = [jnp.asarray(each, variable.aval.dtype) for each, variable in zip(x, eqn.invars, strict=True)]
+            needed = bits_needed(eqn.primitive, arrays, eqn.primitive.get_bind_params(eqn.params))
+            self._note(needed, "sum", eqn, here)
+        elif name == "convert_element_type" and is_float(result) and is_float(eqn.invars[0].aval):
+            narrower = jnp.finfo(result.dtype).nmant < jnp.finfo(eqn.invars[0].aval.dtype).nmant
+            asked = str(result.dtype) in self.how.asked(here.path)
+            if narrower and (asked or eqn.outvars[0] not in self.summed_narrow):
+                kept = is_kept(jnp.asarray(x[0], eqn.invars[0].aval.dtype), result.dtype)
+                self._note(jnp.where(kept, 0.0, 1000.0).astype(jnp.float32), "narrowing", eqn, here)
+
+    def _ask(self, results: Sequence[Any], eqn: Any, here: Around) -> None:
+        if eqn.primitive.name in BEARS_NO_NAN:
+            return
+        for each in results:
+            if _is_inexact(jax.typeof(each)):
+                nan, mesh_axes = _holds_nan(each)
+                self._note(jnp.where(nan, self.turns, NEVER).astype(jnp.int32), "birth", eqn, here)
+                if mesh_axes:
+                    self.notes[-1] = self.notes[-1].behind(mesh_axes)
+                self.turns += 1
+
+    def _take(self, notes: Sequence[Note], level: _Level) -> None:
+        """Notes of a jaxpr inside this one, whose turns follow on those until now."""
+        self.notes += notes if not self.how.births else [later(note, self.turns) for note in notes]
+        self.turns += level.turns
+
+    def _note(self, value: Any, kind: str, eqn: Any, here: Around) -> None:
+        where = Where(
+            kind, here.path, here.phase, source_of(here.named or eqn),
+            eqn.primitive.name, str(eqn.outvars[0].aval.dtype),
+        )  # fmt: skip
+        self.notes.append(Note(value, where))
+
+    # -- equations that hold jaxprs --
+
+    def _call(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
+        inner = eqn.params[CALLS[eqn.primitive.name]]
+        level = _Level(self.how, _bare(inner), here, whole=False)
+        known = [self._number(variable) for variable in eqn.invars]
+        complete = [self._is_complete(variable) for variable in eqn.invars]
+        results, notes = level.run(getattr(inner, "consts", ()), x, known, complete)
+        self._take(notes, level)
+        inside = zip(eqn.outvars, level.jaxpr.outvars, strict=True)
+        self.complete |= {outer for outer, result in inside if level._is_complete(result)}
+        return [_typed_as(result, variable.aval) for result, variable in zip(results, eqn.outvars, strict=True)]
+
+    def _shard_map(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
+        asked, mesh = eqn.params, eqn.params["mesh"]
+        manual = asked["newly_manual_axes"]
+        names = tuple(name for name in mesh.axis_names if name in manual)
+        complete = [self._is_complete(variable) for variable in eqn.invars]
+        levels: list[_Level] = []  # JAX may trace a body more than once
+
+        def body(*parts: Any) -> tuple[list[Any], list[Note]]:
+            levels.append(level := _Level(self.how, asked["jaxpr"], here, whole=True))
+            results, notes = level.run((), parts, [None] * len(parts), complete)
+            return results, [Note(jnp.expand_dims(note.value, 0), note.where) for note in notes]
+
+        results, notes = jax.shard_map(
+            body, mesh=mesh, in_specs=asked["in_specs"], out_specs=(list(asked["out_specs"]), PartitionSpec(names)),
+            axis_names=manual, check_vma=asked["check_vma"],
+        )(*x)  # fmt: skip
+        self._take([note.behind(names) for note in notes], levels[-1])
+        return results
+
+    def _scan(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
+        asked, inner = eqn.params, eqn.params["jaxpr"]
+        consts, carried = scanned(eqn)
+        known = [self._number(variable) for variable in eqn.invars[:consts]]
+        complete = [n < consts and self._is_complete(variable) for n, variable in enumerate(eqn.invars)]
+        complete[consts + carried :] = [self._is_complete(variable) for variable in eqn.invars[consts + carried :]]
+        rest: list[float | None] = [None] * (len(x) - consts)
+        levels: list[_Level] = []
+
+        def body(carry: list[Any], each: list[Any]) -> tuple[list[Any], Any]:
+            levels.append(level := _Level(self.how, _bare(inner), here, whole=True))
+            results, notes = level.run(
+                getattr(inner, "consts", ()), [*x[:consts], *carry, *each], [*known, *rest], complete
+            )
+            return results[:carried], (results[carried:], notes)
+
+        first = [
+            jnp.asarray(each, variable.aval.dtype)
+            for each, variable in zip(x[consts : consts + carried], eqn.invars[consts:], strict=False)
+        ]
+        last, (stacked, notes) = lax.scan(
+            body, first, x[consts + carried :], length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"]
+        )
+        if self.how.births:
+            self.notes += [later(first_turn(note, levels[-1].turns, asked["reverse"]), self.turns) for note in notes]
+            self.turns += levels[-1].turns * asked["length"]
+        else:
+            self.notes += [note.behind(()) for note in notes]
+        return [*last, *stacked]
+
+    def _while(self, eqn: Any, x: list[Any], here: Around) -> Any:
+        asked = eqn.params
+        held, kept = asked["cond_nconsts"], asked["body_nconsts"]
+        parts = x[:held], x[held : held + kept]
+        if self.how.certify and sums_in(_bare(asked["body_jaxpr"])):
+            self._note(jnp.float32(0), "opaque", eqn, here)
+        quiet = dataclasses.replace(self.how, certify=False, listen=False, births=False)
+
+        def run(inner: Any, constants: list[Any], carry: Any) -> list[Any]:
+            arrays = [*constants, *carry]
+            return _Level(quiet, _bare(inner), here, whole=False).run(
+                getattr(inner, "consts", ()), arrays, [None] * len(arrays)
+            )[0]
+
+        first = [
+            jnp.asarray(each, variable.aval.dtype)
+            for each, variable in zip(x[held + kept :], eqn.invars[held + kept :], strict=True)
+        ]
+        return lax.while_loop(
+            lambda carry: run(asked["cond_jaxpr"], parts[0], carry)[0],
+            lambda carry: run(asked["body_jaxpr"], parts[1], carry),
+            first,
+        )
+
+    def _cond(self, eqn: Any, x: list[Any], here: Around) -> Any:
+        """Only the branch that runs is certified, by what its worst sum needs."""
+        how = dataclasses.replace(self.how, listen=False, births=False)
+        known = [self._number(variable) for variable in eqn.invars[1:]]
+
+        def branch(inner: Any) -> Callable[..., tuple[list[Any], Any]]:
+            def run(*arrays: Any) -> tuple[list[Any], Any]:
+                level = _Level(how, _bare(inner), here, whole=False)
+                results, notes = level.run(getattr(inner, "consts", ()), arrays, known)
+                results = [
+                    jnp.asarray(each, variable.aval.dtype) for each, variable in zip(results, eqn.outvars, strict=True)
+                ]
+                return results, worst(notes)
+
+            return run
+
+        results, most = lax.switch(x[0], [branch(inner) for inner in eqn.params["branches"]], *x[1:])
+        if self.how.certify:
+            self._note(most, "branch", eqn, here)
+        return results
+
+    # -- what signals hand on --
+
+    def _handed_on(self) -> dict[int, list[Any]]:
+        """By the number of the equation that makes it: every value that leaves a signal here, what a shard_map makes, and
+        every sum: after a product, and again after the collective that adds its parts."""
+        eqns = enumerate(self.jaxpr.eqns)
+        made = {variable: number for number, eqn in eqns for variable in eqn.outvars if _is_array(variable.aval)}
+        leaving: dict[Any, None] = {v: None for v, number in made.items() if self._always_heard(number)}
+        for eqn, here in zip(self.jaxpr.eqns, self.inside, strict=True):
+            for variable in eqn.invars:
+                if not isinstance(variable, Literal) and variable in made:
+                    source = self.inside[made[variable]]
+                    if source.path != self.around.path and (source.path, source.phase) != (here.path, here.phase):
+                        leaving[variable] = None
+        for variable in self.jaxpr.outvars:
+            if not isinstance(variable, Literal) and variable in made:
+                if self.whole or self.inside[made[variable]].path != self.around.path:
+                    leaving[variable] = None
+        by_number: dict[int, list[Any]] = {}
+        for variable in leaving:
+            by_number.setdefault(made[variable], []).append(variable)
+        return by_number
+
+    def _always_heard(self, number: int) -> bool:
+        name = self.jaxpr.eqns[number].primitive.name
+        return name == "shard_map" or name in SUMS
+
+    def _listen(self, variable: Any, eqn: Any, here: Around) -> None:
+        if is_float(variable.aval):
+            self._note(self.values[variable], "value", eqn, here)
+
+
+def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
+    """Whether an array does; of one whose type says how it lies, whether each device's part does, and the mesh axes."""
+    where = jax.typeof(x).sharding
+    if where.mesh.empty or not where.mesh.are_all_axes_explicit:
+        return jnp.isnan(x).any(), ()
+    names = where.mesh.axis_names
+    look = jax.shard_map(
+        lambda part: jnp.isnan(part).any()[None], mesh=where.mesh, in_specs=where.spec, out_specs=PartitionSpec(names)
+    )
+    return look(x), names
+
+
+def _holds_noted(eqn: Any) -> bool:
+    """Whether its inner equations are noted one by one."""
+    name = eqn.primitive.name
+    return name in ("shard_map", "scan") or (name in CALLS and hasattr(_bare(eqn.params[CALLS[name]]), "eqns"))
+
+
+def _scalar(value: Any) -> float | None:
+    """A constant as a number, if it is one."""
+    if isinstance(value, (bool, np.bool_)) or jnp.ndim(value) or isinstance(value, Tracer):
+        return None
+    dtype = jnp.result_type(value)
+    return float(value) if jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) else None
+
+
+def _is_in(variable: Any, some: set[Any]) -> bool:
+    return not isinstance(variable, Literal) and variable in some
+
+
+def _is_inexact(aval: Any) -> bool:
+    return _is_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _is_array(aval: Any) -> bool:
+    return hasattr(aval, "shape") and hasattr(aval, "dtype")
+
+
+def _typed_as(result: Any, aval: Any) -> Any:
+    """A call may promise another sharding than its body's: its `out_shardings`."""
+    wanted, got = getattr(aval, "sharding", None), getattr(jax.typeof(result), "sharding", None)
+    if wanted is None or got is None or wanted.mesh.empty or not wanted.mesh.are_all_axes_explicit or wanted == got:
+        return result
+    return jax.sharding.reshard(result, wanted)

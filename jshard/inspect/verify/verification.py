@@ -1,0 +1,128 @@
+"""What `verify` found: a line for each compared array, where a difference begins, and the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.errors import Place
+from jshard.inspect.verify.first_divergence import Beginning
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One compared array. `off` is the largest difference, relative to the largest magnitude."""
+
+    mesh: Mapping[str, int]
+    name: str
+    verdict: str  # bitwise, within, differs
+    off: float
+    tolerance: float  # 0 for bitwise
+    because: str  # why not bitwise
+    zero: bool  # it was zero all over: nothing could be seen
+    signal: tuple[str, ...]
+    place: Place | None
+    stand_ins: tuple[str, ...] = ()  # the operations on its way that ran by exact stand-ins
+    kind: str = ""  # optimizer state; else the name says it
+
+    @property
+    def words(self) -> str:
+        if self.verdict == "within":
+            return f"within {self.tolerance:.2g} (because: {self.because})"
+        if self.verdict == "differs":
+            return f"differs by {self.off:.2g}"
+        told = "bitwise, but zero all over" if self.zero else "bitwise"
+        return f"{told} (stand-ins: {', '.join(self.stand_ins)})" if self.stand_ins else told
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` found: true when sharded equals unsharded. `str()` is a table whose last line is the verdict."""
+
+    findings: tuple[Finding, ...]
+    beginnings: tuple[Beginning, ...]
+    probes: str
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.verdict != "differs" for finding in self.findings)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                in_words(finding.mesh), str(finding.place or "-"), "/".join(finding.signal) or "-",
+                finding.name if count == 1 else f"{finding.kind} after, {count} arrays", finding.words,
+            )
+            for finding, count in self._told()
+        ]  # fmt: skip
+        widths = [max((len(row[n]) for row in rows), default=0) for n in range(4)]
+        several = len({row[0] for row in rows}) > 1
+        table = [
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False))][not several :] + [row[-1]]
+            )
+            for row in rows
+        ]
+        begins = [f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings]
+        return "\n".join([self.probes, *table, *begins, self.verdict])
+
+    def _told(self) -> list[tuple[Finding, int]]:
+        """Each finding once; what is of one kind, as state of the optimizer, under one signal and alike, together."""
+        counts: dict[Any, tuple[Finding, int]] = {}
+        for number, finding in enumerate(self.findings):
+            bare = dataclasses.replace(finding, stand_ins=())
+            alike = finding.kind and (in_words(finding.mesh), finding.kind, finding.signal, bare.words)
+            first, count = counts.get(alike or number, (finding, 0))
+            stand_ins = tuple(sorted({*first.stand_ins, *finding.stand_ins}))
+            counts[alike or number] = dataclasses.replace(first, stand_ins=stand_ins), count + 1
+        return list(counts.values())
+
+    @property
+    def verdict(self) -> str:
+        """One line: equal, and how surely, or not."""
+        meshes = list(dict.fromkeys(in_words(finding.mesh) for finding in self.findings))
+        on = f"on {', '.join(meshes)} and on one device"
+        count = len(self.findings)
+        arrays = f"{count} array" + "s" * (count != 1)
+        if not self.ok:
+            wrong = sum(finding.verdict == "differs" for finding in self.findings)
+            return f"NOT EQUAL: {wrong} of {arrays} {'differ' if wrong != 1 else 'differs'} {on}"
+        exact = sum(finding.verdict == "bitwise" for finding in self.findings)
+        if exact == count:
+            return f"EQUAL {on}: {arrays}, all bitwise"
+        return f"EQUAL {on}: {arrays}, {exact} bitwise, {count - exact} within a tolerance"
+
+    def to_json(self) -> str:
+        """The same as one document, `"schema": "jshard.verify/1"`."""
+        findings = [
+            {
+                **dataclasses.asdict(each),
+                "place": each.place and str(each.place),
+                "signal": "/".join(each.signal) or None,
+            }
+            for each in self.findings
+        ]
+        begins = [
+            {**dataclasses.asdict(each), "place": each.place and str(each.place), "path": each.signal}
+            for each in self.beginnings
+        ]
+        return json.dumps(
+            {
+                "schema": "jshard.verify/1",
+                "ok": self.ok,
+                "verdict": self.verdict,
+                "probes": self.probes,
+                "findings": findings,
+                "beginnings": begins,
+            },
+            indent=2,
+        )
+
+
+def in_words(mesh: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f"{name}: {size}" for name, size in mesh.items()) + "}"

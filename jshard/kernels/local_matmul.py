@@ -1,0 +1,153 @@
+"""The matrix product of one device. The plain XLA one is the specification of the kernel."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jshard.errors import JShardError, nearest
+from jshard.kernels import collectives
+from jshard.kernels.chip import present_chip
+from jshard.kernels.select_algorithm import decide
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+Activation = Literal["relu", "gelu", "silu", "tanh"]
+
+
+def matmul(
+    x: Array,
+    w: Array,
+    *,
+    bias: Array | None = None,
+    activation: Activation | None = None,
+    out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    algorithm: Literal["auto", "pallas", "xla"] = "auto",
+) -> Array:
+    """`x[..., K] @ w[K, ...]`: the last axis of x against the first of w; compiles to what `x @ w` compiles to.
+
+    `preferred_element_type` is the dtype that products are summed in and handed on as; None is the operands' own. With a
+    `bias` or an `activation` the sum stays in float32 until they are done, and is rounded once to `out_dtype`. "pallas"
+    sums in float32 in any case, and takes a w of two axes.
+    """
+    if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
+        raise JShardError(
+            f"matmul of x{x.shape} and w{w.shape}: the last axis of x does not match the first of w",
+            mend="use a w with as many rows as x has columns",
+        )
+    if activation is not None and activation not in ACTIVATIONS:
+        close = nearest(str(activation), ACTIVATIONS)
+        raise JShardError(
+            f'matmul has no activation "{activation}"',
+            mend=f'did you mean "{close}"?' if close else f"use {', '.join(ACTIVATIONS)}, or apply it to the product",
+        )
+    if algorithm != "xla" and decide("matmul", algorithm, x, (), lambda: _why_not(x, w, precision)) == "pallas":
+        out = jnp.result_type(x, w) if out_dtype is None else out_dtype
+        out = out if preferred_element_type is None else preferred_element_type
+        return _by_kernel(x, w, bias, activation, jnp.dtype(out))
+    return _plain(x, w, bias, activation, out_dtype, precision, preferred_element_type)
+
+
+def _plain(x, w, bias, activation, out_dtype, precision, preferred) -> Array:
+    out = out_dtype
+    if bias is not None or activation is not None:
+        out = jnp.result_type(x, w) if out is None else out
+        preferred = jnp.float32 if preferred is None and jnp.issubdtype(out, jnp.floating) else preferred
+    contract = ((x.ndim - 1,), (0,)), ((), ())
+    y = lax.dot_general(x, w, contract, precision=precision, preferred_element_type=preferred)
+    y = y if bias is None else y + bias.astype(y.dtype)
+    y = y if activation is None else ACTIVATIONS[activation](y)
+    return y if out is None else y.astype(out)
+
+
+def _why_not(x: Array, w: Array, precision: lax.PrecisionLike) -> tuple[str, str] | None:
+    plain = 'use algorithm="auto"'
+    if w.ndim != 2:
+        return f"its kernel takes a w of two axes, and w is {w.shape}", plain
+    if w.dtype != x.dtype:
+        return f"its kernel takes operands of one dtype, and x is {x.dtype} and w {w.dtype}", "cast one of them"
+    if precision is not None:
+        return "its kernel has no precision to choose", plain
+    if not (x.size and w.size):
+        return f"x{x.shape} and w{w.shape} hold nothing to multiply", plain
+    return None
+
+
+def _by_kernel(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+    """Rows of x of any number of axes, and what varies over the same mesh axes: types of gradients then come out right."""
+    operands = [x.reshape(-1, x.shape[-1]), w] + ([] if bias is None else [bias])
+    if collectives.checks():
+        names = sorted(frozenset().union(*(jax.typeof(each).mat.varying for each in operands)))
+        operands = [collectives.as_varying(each, tuple(names)) for each in operands]
+    y: Array = _product(operands[0], operands[1], operands[2] if bias is not None else None, activation, out_dtype)
+    return y.reshape(*x.shape[:-1], w.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+    return _kernel(x, w, bias, activation, out_dtype)
+
+
+def _backward(activation: str | None, out_dtype, kept, cotangent: Array):
+    """Two products by the same kernel, and one more where an activation has to be computed again."""
+    x, w, bias = kept
+    if activation is not None:
+        before = _kernel(x, w, bias, None, jnp.dtype(jnp.float32))
+        cotangent = jax.vjp(ACTIVATIONS[activation], before)[1](cotangent.astype(jnp.float32))[0]
+    narrow = cotangent.astype(x.dtype)
+    return (
+        _kernel(narrow, w.T, None, None, x.dtype),
+        _kernel(x.T, narrow, None, None, w.dtype),
+        None if bias is None else cotangent.astype(jnp.float32).sum(0).astype(bias.dtype),
+    )
+
+
+_product.defvjp(
+    lambda x, w, bias, activation, out_dtype: (_product(x, w, bias, activation, out_dtype), (x, w, bias)), _backward
+)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _kernel(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+    assert math.prod(x.shape) and math.prod(w.shape)
+    if present_chip().platform == "gpu":
+        return _on_gpu(x, w, bias, activation, out_dtype)
+    from jshard.kernels.tpu import matmul as tpu
+
+    return tpu.matmul(x, w, bias, None if activation is None else ACTIVATIONS[activation], out_dtype)
+
+
+def _on_gpu(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+    """Under vmap one product after the other, or one of more rows where only x has a batch: Mosaic has no rule for it."""
+    from jshard.kernels.gpu import matmul as gpu
+
+    def product(x: Array, w: Array, *bias: Array) -> Array:
+        return gpu.matmul(x, w, bias[0] if bias else None, activation, out_dtype)
+
+    run = jax.custom_batching.custom_vmap(product)
+
+    def batch(size: int, batched: list[bool], *operands: Array) -> tuple[Array, bool]:
+        x, *others = operands
+        if not any(batched[1:]):
+            return run(x.reshape(-1, x.shape[-1]), *others).reshape(*x.shape[:-1], -1), True
+        whole = [
+            each if split else jnp.broadcast_to(each, (size, *each.shape))
+            for each, split in zip(operands, batched, strict=True)
+        ]
+        return lax.map(lambda each: run(*each), tuple(whole)), True
+
+    run.def_vmap(batch)
+    return run(x, w) if bias is None else run(x, w, bias)

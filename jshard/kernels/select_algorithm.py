@@ -1,0 +1,267 @@
+"""Which algorithm an op takes: one table, each row with the figure it rests on; and why a forced one can't run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.errors import JShardError, nearest
+from jshard.kernels import chip as chips
+from jshard.kernels.chip import Chip
+from jshard.kernels.deterministic_sum import between_processes
+
+ALGORITHMS = {
+    "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
+    "reduce_scatter": ("auto", "in_order", "ring", "xla"),
+    "all_gather": ("auto", "in_order", "ring", "xla"),
+    "matmul": ("auto", "pallas", "xla"),
+    "all_gather_matmul": ("auto", "fused", "xla"),
+    "matmul_reduce_scatter": ("auto", "fused", "xla"),
+}
+DTYPES = ("float32", "bfloat16", "int32", "int8")
+GPU_DTYPES = ("bfloat16", "float16")  # what tensor cores multiply as it lies in memory
+GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability; the kernel's file
+LONGEST_RING = 64
+WhyNot = Callable[[], tuple[str, str] | None]
+KiB, MiB = 1 << 10, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What an op takes here, why in words, and the figure or text that says so."""
+
+    algorithm: str
+    reason: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}: {self.reason} ({self.source})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Applies to `ops` on `chips` for groups of `least` to `most` devices and payloads of up to `up_to` bytes, and of those to
+    arrays of which `when` is true, if it is given."""
+
+    ops: str
+    chips: str
+    choice: Choice
+    least: int = 2
+    most: int = 1 << 30
+    up_to: int = 1 << 62
+    when: Callable[[Chip, Sequence[int], Any], bool] | None = None
+
+    def fits(self, op: str, chip: Chip, group: int, shape: Sequence[int], dtype: Any) -> bool:
+        payload = math.prod(shape) * dtype.itemsize
+        here = self.chips in ("any", chip.platform) or chip.name in self.chips.split()
+        return here and (self.ops == "any" or op in self.ops.split()) and self.least <= group <= self.most and (
+            payload <= self.up_to and (self.when is None or self.when(chip, shape, dtype))
+        )  # fmt: skip
+
+
+_OWN = "HLO compiled for 8 absent H200 and B200, jax 0.12.0.1: a __triton_collective fusion"
+_NCCL = "HLO compiled for 8 absent H200 and B200, jax 0.12.0.1: no collective kernel above this size"
+_GATHERS = "HLO compiled for 8 absent H200, jax 0.12.0.1: all-gather and reduce-scatter of every size"
+_CUBLAS = "docs/measurements/kernels.md: not measured on a GPU"
+_UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
+_WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
+_PROCESSES = "docs/design/0015-processes.md: python -m benchmarks.processes"
+_MODEL = "jshard/chips.py: the maker's peak and link, as a plan counts them"
+
+
+def _xla(reason: str, source: str) -> Choice:
+    return Choice("xla", reason, source)
+
+
+def _size(size: int) -> str:
+    return f"{size // MiB} MiB" if size >= MiB else f"{size // KiB} KiB"
+
+
+def _own(group: int, one: int, two: int) -> tuple[Row, ...]:
+    first = _xla(f"psum over {group} is a one-shot kernel of XLA's own up to {_size(one)}", _OWN)
+    second = _xla(f"psum over {group} is a two-shot kernel of XLA's own up to {_size(two)}", _OWN)
+    rows = (
+        Row("all_reduce", "h100 h200 b200", first, group, group, one),
+        Row("all_reduce", "h100 h200 b200", second, group, group, two),
+    )
+    return rows
+
+
+TABLE = (
+    Row("any", "any", _xla("a group of one moves nothing", "arithmetic"), 0, 1),
+    Row(
+        "all_reduce",
+        "cpu",
+        Choice("in_order", "gloo's waits for a neighbour 2 (n - 1) times, this once or twice", _PROCESSES),
+        least=3,
+        when=lambda *_: between_processes(),
+    ),
+    Row(
+        "reduce_scatter all_gather",
+        "cpu",
+        Choice("in_order", "behind gloo's reduce-scatter others wait 40 ms, and it adds in another order", _PROCESSES),
+        when=lambda *_: between_processes(),
+    ),
+    Row(
+        "any",
+        "cpu",
+        _xla("a CPU has no links for a kernel to drive", "tests/kernels/test_select_algorithm.py: HLO of psum"),
+    ),
+    *_own(2, MiB, 16 * MiB),
+    *_own(4, 512 * KiB, 8 * MiB),
+    *_own(8, 256 * KiB, 4 * MiB),
+    Row("all_reduce", "gpu", _xla("psum is NCCL's here, which wins above the sizes of one-shot kernels", _NCCL)),
+    Row("matmul", "h100 h200 b200", _xla("no figure says that a kernel beats cuBLAS on this chip", _CUBLAS)),
+    Row("reduce_scatter all_gather", "gpu", _xla("NCCL's: neither XLA nor jshard has a kernel for it", _GATHERS)),
+    Row("any", "gpu", _xla("jshard has no kernel for this op on GPUs", "docs/kernels.md")),
+    Row(
+        "matmul_reduce_scatter",
+        "tpu",
+        _xla(
+            "its products are too short to hide sums in float32, which the kernel sends where XLA sends fewer bytes",
+            _MODEL,
+        ),
+        when=lambda *array: _shows_more_than_xla(*array),
+    ),
+    Row(
+        "all_gather_matmul matmul_reduce_scatter",
+        "tpu",
+        Choice("fused", "the wire runs under the product, which XLA does not do inside a shard_map", _WIRE),
+        2,
+        LONGEST_RING,
+    ),
+    Row("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), 0),
+    Row("any", "any", _xla("jshard has no kernels for this chip", "docs/kernels.md"), 0),
+)
+
+
+def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
+    """Whether more bytes of a fused scatter wait for the wire than XLA's scatter has. For each number of four bytes there is a
+    product of as many operations as x has columns, twice, and a hop goes over one link."""
+    if not chip.link or not shape:
+        return False
+    hidden = (2 * shape[-1] / chip.peak(str(dtype))) / (4 * chip.devices / chip.link)
+    return 4 * (1 - min(1.0, hidden)) >= dtype.itemsize
+
+
+def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str | Chip | None = None) -> Choice:
+    """The algorithm that "auto" takes for an array of `shape` over `group` devices of `chip` (where it is traced)."""
+    _known(op)
+    where = chips.present_chip() if chip is None else chip if isinstance(chip, Chip) else chips.chip(chip)
+    # A matmul alone has a group of one and is still a question.
+    asked = max(group, 2) if op == "matmul" else group
+    return next(row.choice for row in TABLE if row.fits(op, where, asked, shape, jnp.dtype(dtype)))
+
+
+def plain(op: str) -> Any:
+    """The algorithm of an op of which a signal says nothing: XLA's own, but for sums between CPU processes."""
+    return "in_order" if "in_order" in ALGORITHMS[op] and between_processes() else "xla"
+
+
+def adds_in_order(algorithm: str) -> bool:
+    """Whether an all-reduce by `algorithm` adds in the order of devices where the program is traced."""
+    return algorithm == "in_order" or (algorithm == "auto" and between_processes())
+
+
+def decide(op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], more: WhyNot | None = None) -> str:
+    """The algorithm to run here. `more` looks for a further reason, with its mend, why no kernel of
+    this op can take these."""
+    _known(op, algorithm)
+    if algorithm == "xla":
+        return "xla"
+    group = math.prod(lax.axis_size(name) for name in mesh_axes)
+    if (op, algorithm) == ("all_reduce", "in_order") and group == 2 and more is None:
+        return "xla"  # two numbers have one sum
+    if algorithm == "auto":
+        chosen = choose(op, shape=x.shape, dtype=x.dtype, group=group).algorithm
+        return chosen if chosen == "xla" or _refusal(op, chosen, x, mesh_axes, group, more) is None else "xla"
+    if op != "matmul" and (group == 1 or x.size == 0):
+        return "xla"  # nothing to move: what XLA does is what a kernel would
+    refusal = _refusal(op, algorithm, x, mesh_axes, group, more)
+    if refusal is not None:
+        fault, mend = refusal
+        raise JShardError(f'{op} can\'t run by "{algorithm}": {fault}', mend=mend)
+    return algorithm
+
+
+def _known(op: str, algorithm: str = "auto") -> None:
+    if op not in ALGORITHMS:
+        close = nearest(op, ALGORITHMS)
+        raise JShardError(
+            f'jshard has no kernel "{op}"',
+            mend=f'did you mean "{close}"?' if close else f"use one of {', '.join(ALGORITHMS)}",
+        )
+    if algorithm not in ALGORITHMS[op]:
+        close = nearest(str(algorithm), ALGORITHMS[op])
+        words = ", ".join(f'"{word}"' for word in ALGORITHMS[op])
+        raise JShardError(
+            f'{op} has no algorithm "{algorithm}"', mend=f'did you mean "{close}"?' if close else f"use one of {words}"
+        )
+
+
+def _refusal(
+    op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], group: int, more: WhyNot | None
+) -> tuple[str, str] | None:
+    """Why not, and what to type instead."""
+    plain = 'use algorithm="auto"'
+    if algorithm == "in_order":
+        return None if more is None else more()
+    here = chips.present_chip()
+    if here.platform == "gpu" and op == "matmul":
+        if here.gpu.get("major") not in GPU_GENERATIONS:
+            able = [chip.name for chip in chips.CHIPS.values() if chip.gpu.get("major") in GPU_GENERATIONS]
+            return f"its kernel drives {', '.join(able)}, and this is {here.name}", plain
+    elif here.platform == "gpu" or (here.platform != "tpu" and chips.interpretation() is None):
+        drives = "a TPU or a GPU" if op == "matmul" else "a TPU"
+        return f"its kernel drives {drives}, and this is {here.name}", f"{plain}, or try it in kernels.interpret()"
+    known, of = _dtypes(op, here), {"v4": " on v4"}.get(here.name, " on a GPU" if here.platform == "gpu" else "")
+    if str(x.dtype) not in known:
+        return f"its kernel takes {', '.join(known)}{of}, and x is {x.dtype}", f"cast x, or {plain}"
+    mesh = jax.sharding.get_abstract_mesh()
+    for name in mesh_axes:
+        if name not in mesh.axis_names:
+            return f'"{name}" is an axis of jax.vmap, and its kernel reaches along mesh axes only', plain
+    if mesh_axes and set(mesh.manual_axes) != set(mesh.axis_names):
+        left = next(name for name in mesh.axis_names if name not in mesh.manual_axes)
+        return (
+            f'mesh axis "{left}" is left to the partitioner, and a kernel reaches devices by all mesh axes',
+            f"{plain}, or a shard_map over every mesh axis",
+        )
+    longest = max((lax.axis_size(name) for name in mesh_axes), default=1) if algorithm == "torus" else group
+    if algorithm in ("ring", "torus", "fused") and longest > LONGEST_RING:
+        several = 'use algorithm="torus" over several mesh axes' if op == "all_reduce" else 'use algorithm="xla"'
+        return f"a ring of {longest} needs more semaphores than a TPU has, which is enough for {LONGEST_RING}", several
+    if algorithm == "torus" and len(mesh_axes) < 2:
+        return f'a torus has several mesh axes, and "{"".join(mesh_axes)}" is one', 'use algorithm="ring"'
+    if algorithm == "one_shot":
+        room, need = _vmem(here), (group + 2) * x.size * x.dtype.itemsize
+        if need > room:
+            return (
+                f"{x.size * x.dtype.itemsize:,} bytes from each of {group} devices need {need:,} bytes of VMEM, and "
+                f"there are {room:,}",
+                'use algorithm="two_shot" or "ring"',
+            )
+    return None if more is None else more()
+
+
+def _dtypes(op: str, chip: Chip) -> list[str]:
+    """The matrix units multiply no int32, and v4's no int8; those of a GPU want 16 bits."""
+    if chip.platform == "gpu":
+        return list(GPU_DTYPES)
+    missing = () if "matmul" not in op else ("int32", "int8") if chip.name == "v4" else ("int32",)
+    return [name for name in DTYPES if name not in missing]
+
+
+def _vmem(chip: Chip) -> int:
+    return (chip.vmem or 16) * MiB * 3 // 4
+
+
+def room() -> int:
+    """Bytes of VMEM that one kernel may take on the chip that is traced for."""
+    return _vmem(chips.present_chip())

@@ -1,0 +1,223 @@
+"""A process joins the others: roll call, JAX's own service, and an end that takes the others along when something fails."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from importlib import metadata
+from types import TracebackType
+from typing import Any, NoReturn
+
+from jshard.errors import JShardError
+from jshard.launch.cluster_env import Membership, found
+from jshard.launch.heartbeat import Pulse
+from jshard.launch.local_gpus import cards_of, place_on_host
+from jshard.launch.mismatch import Facts
+from jshard.launch.peer_loss import is_of_connection, who_is_gone
+from jshard.launch.rendezvous import Told, answer
+from jshard.layouts.host_malloc import keep_freed
+from jshard.layouts.pretend import THREADS_PER_DEVICE, pretend
+from jshard.version import __version__
+
+START_TIMEOUT = 60.0  # seconds that all processes have to appear in
+PRECEDENCE = 2.0  # seconds that rank 0 has to say what it has told the others, before they end
+HEARTBEAT = 7 * 24 * 3600  # JAX counts on the wall's clock, where a jump would end all; the watchdog misses who is gone
+STEP_TIMEOUT = 300.0  # seconds without a step after which a run counts as hung
+
+
+class _Joined:
+    """What this process has joined, once."""
+
+    membership: Membership | None = None
+    pulse: Pulse = Pulse()
+    status: Any = None  # that sys.exit was called with
+    unwatch: Any = None  # ends being watched
+
+
+def init(
+    devices: int | None = None,
+    *,
+    start_timeout: float | None = None,
+    step_timeout: float | None = None,
+    facts: Mapping[str, Facts] | None = None,
+    preemption: bool = False,
+) -> Membership | None:
+    """Joins the launch that this process belongs to; does nothing when it stands alone. Call it before JAX does anything.
+
+    `devices` pretends so many CPU devices, in all processes together. `preemption` leaves SIGTERM to JAX, for a program
+    that saves when `reached_preemption_sync_point` says so; else SIGTERM ends it.
+    """
+    if _Joined.membership is not None:
+        return _Joined.membership
+    membership = found()
+    if membership is None:
+        if devices is not None:
+            pretend(devices)
+        return None
+    seconds = start_timeout or float(os.environ.get("JSHARD_START_TIMEOUT", START_TIMEOUT))
+    _hold_end()
+    if devices is not None:
+        pretend_part(devices, membership.processes)
+    keep_freed()
+    answer(membership, {"installation": _software(), **(facts or {})}, seconds)
+    _start_jax(membership, seconds, preemption)
+    _Joined.membership = membership
+    from jshard.launch.watchdog import watch  # reads JAX's service, which is there from here on
+
+    limit = step_timeout or float(os.environ.get("JSHARD_STEP_TIMEOUT", STEP_TIMEOUT))
+    _Joined.unwatch = watch(membership, _Joined.pulse, limit)
+    atexit.register(_leave)  # after JAX's own, so before it
+    return membership
+
+
+def unwatch() -> None:
+    """From now on no other process is told what this one does, nor is it missed: to measure what being watched costs."""
+    if _Joined.unwatch is not None:
+        _Joined.unwatch()
+
+
+def _leave() -> None:
+    """JAX waits for all processes now. One that ends by `sys.exit(3)` does not: the others are not at their end."""
+    if _Joined.status not in (None, 0):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_Joined.status if isinstance(_Joined.status, int) else 1)
+    _Joined.pulse.at("ended")
+    unwatch()
+
+
+def joined() -> Membership | None:
+    """What this process has joined."""
+    return _Joined.membership
+
+
+def pulse() -> Pulse:
+    """What this process tells the others of itself; a loop sets `phase` and `step`."""
+    return _Joined.pulse
+
+
+def pretend_part(devices: int, processes: int) -> None:
+    """This process's part of so many CPU devices. Every process has the threads of all, so that none computes otherwise."""
+    if devices % processes:
+        raise JShardError(
+            f"{devices} devices can't be shared out evenly to {processes} processes",
+            mend=f"use {devices // processes * processes or processes} or {-(-devices // processes) * processes} devices",
+        )
+    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
+    asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if asked.isdecimal() and int(asked) > devices // processes:  # pretended for one process, in the environment
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(devices // processes)
+    pretend(devices // processes, platforms=None)
+
+
+def _software() -> Facts:
+    return {
+        "Python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "jshard": __version__,
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def _start_jax(membership: Membership, seconds: float, preemption: bool) -> None:
+    import jax
+
+    if (place := place_on_host()) is not None:
+        os.environ.update(cards_of(*place))
+    jax.config.update("jax_enable_preemption_service", preemption)
+    bind = None
+    if membership.is_local:
+        bind = membership.coordinator  # JAX would listen on every address of this machine
+        _keep_gloo_here()
+    jax.distributed.initialize(
+        membership.coordinator,
+        membership.processes,
+        membership.rank,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind),
+        initialization_timeout=max(1, round(seconds)),
+        heartbeat_timeout_seconds=HEARTBEAT,
+    )
+
+
+def _keep_gloo_here() -> None:
+    """Gloo listens at the address of this machine's name, and JAX has no setting for it: it is told at the door."""
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    if not isinstance(_jax.make_gloo_tcp_collectives, functools.partial):
+        _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
+
+
+def _hold_end() -> None:
+    """A process that fails ends at once: at an orderly exit JAX would wait for the others, and they for it."""
+
+    def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        fail(error.with_traceback(trace))
+
+    def thread_ended(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.thread is threading.main_thread():
+            fail(args.exc_value)
+        threading.__excepthook__(args)
+
+    exit = sys.exit
+
+    def leave(status: Any = None) -> NoReturn:
+        _Joined.status = status
+        exit(status)
+
+    sys.exit = leave
+    sys.excepthook = ended
+    threading.excepthook = thread_ended
+
+
+def fail(error: BaseException, status: int | None = None) -> None:
+    """Says what went wrong, tells the other processes, and ends this one with no further word."""
+    if isinstance(error, KeyboardInterrupt):
+        status = 130 if status is None else status
+    elif isinstance(error, JShardError):
+        status = (1 if _came_under_way(error) else 2) if status is None else status
+        if not (isinstance(error, Told) and _Joined.pulse.is_seen_with_all):
+            print(error, file=sys.stderr)
+    elif (lost := _lost(error)) is not None:
+        culprit, says = lost
+        print(says, file=sys.stderr)  # which a launcher leaves out, and says itself
+        _Joined.pulse.tell(culprit=culprit, fault=str(says), gone=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    else:
+        traceback.print_exception(error)
+    if _Joined.membership is not None and not isinstance(error, (KeyboardInterrupt, Told)):
+        from jshard.launch.watchdog import report
+
+        report(_Joined.membership, _last_line(error), _Joined.pulse)
+    if isinstance(error, Told):
+        time.sleep(PRECEDENCE)
+    _Joined.pulse.tell(fault=_last_line(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if status is None else status)
+
+
+def _lost(error: BaseException) -> tuple[int, JShardError] | None:
+    """Which other process is gone, when a connection broke and no launcher sees all processes."""
+    if _Joined.membership is None or _Joined.pulse.is_seen_with_all or not is_of_connection(error):
+        return None
+    return who_is_gone(_Joined.membership, _Joined.pulse.step, _Joined.pulse.stands_in)
+
+
+def _came_under_way(error: JShardError) -> bool:
+    """Whether something else failed after steps were done, as when data is read from a disk that is gone: no mistake in
+    what was asked, and worth another try."""
+    return _Joined.pulse.step > 0 and isinstance(error.__cause__, Exception)
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error) if isinstance(error, JShardError) else traceback.format_exception_only(error)[-1].strip()

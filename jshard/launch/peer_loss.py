@@ -1,0 +1,88 @@
+"""A connection to another process that broke: that one is gone, and its name is worth more than what the connection says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.errors import JShardError
+from jshard.launch.cluster_env import Membership
+
+ANSWERS = 2.0  # seconds that a process has to answer in
+MISSED = 4.5  # seconds without a note, of which there is one a second, after which a process is gone
+BROKEN = ("Gloo", "NCCL", "onnection", "coordination service", "ocket closed")
+
+
+def is_of_connection(error: BaseException) -> bool:
+    """Whether JAX says that it could not reach another process."""
+    said = str(error)
+    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and any(word in said for word in BROKEN)
+
+
+def is_gone(membership: Membership) -> bool:
+    """Whether nothing answers any more where rank 0 listened."""
+    try:
+        socket.create_connection(membership.address, timeout=ANSWERS).close()
+    except OSError:
+        return True
+    return False
+
+
+def rank_0_is_gone(membership: Membership, where: str, place: str = "") -> JShardError:
+    """`where` this process was, and in which collective it waited, when rank 0 was gone."""
+    waited = f", waiting in {place}" if place else ""
+    return JShardError(
+        f"rank 0 is gone: nothing answers at {membership.coordinator} any more, and rank {membership.rank} was {where}{waited}",
+        mend="look at rank 0 and at its host, then start all of them again",
+    )
+
+
+def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JShardError] | None:
+    """The process that this one has lost, and the sentence on it. Takes up to five seconds, as JAX does not say."""
+    from jshard.launch import kv_store as board
+
+    waited = f", and the others waited for it in {place}" if place else ""
+    first: Mapping[str, Any] = {}
+    began = time.monotonic()
+    while True:
+        found = _answered(lambda: (board.read("fault"), board.read_all("pulse")))
+        if found is None:
+            where = f"in step {step}" if step else "before its first step"
+            return (0, rank_0_is_gone(membership, where, place if step else "")) if membership.rank != 0 else None
+        fault, notes = found
+        if fault is not None and fault["rank"] != membership.rank:
+            return fault["rank"], JShardError(
+                f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", mend="look at what it printed"
+            )
+        first = first or notes
+        if time.monotonic() - began > MISSED:
+            break
+        time.sleep(0.5)
+    for rank in sorted(notes, key=int):
+        note = notes[rank]
+        same = rank in first and first[rank]["beats"] == note["beats"]
+        if same and note["phase"] != "ended" and int(rank) != membership.rank:
+            return int(rank), JShardError(
+                f"rank {rank} is gone: it was in step {note['step']}{waited}",
+                mend=f"look at process {note['pid']} on {note['host']}: it was killed, or its host is gone",
+            )
+    return None
+
+
+def _answered(ask: Any) -> Any:
+    """What the service answers; None when it does not."""
+    answers: list[Any] = []
+
+    def listen() -> None:
+        try:
+            answers.append(ask())
+        except Exception:  # the service is gone: None says so
+            pass
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    thread.join(ANSWERS)
+    return answers[0] if answers else None

@@ -1,0 +1,207 @@
+"""Before JAX starts: every process tells the first who it is, and all hear at once whether all are there and alike.
+
+The first listens where JAX's own service will listen afterwards. What goes over the wire is lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.errors import JShardError
+from jshard.launch.cluster_env import Membership
+from jshard.launch.mismatch import Facts, in_words
+
+LONGEST = 1 << 20  # bytes that one process may say
+MENDS = {
+    "installation": "install the same versions for all of them",
+    "configuration": "start all of them with the same YAML and the same key=value",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Present:
+    """One process that has answered."""
+
+    rank: int
+    processes: int
+    host: str
+    pid: int
+    facts: Mapping[str, Facts]
+
+    @property
+    def where(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    @classmethod
+    def of(cls, said: Any) -> Present:
+        return cls(said["rank"], said["processes"], said["host"], said["pid"], said["facts"])
+
+
+def answer(membership: Membership, facts: Mapping[str, Facts], seconds: float) -> None:
+    """Returns when all processes are there and say the same; else every one of them gets the same error."""
+    me = Present(membership.rank, membership.processes, socket.gethostname(), os.getpid(), facts)
+    if membership.rank == 0:
+        listener = _listen(membership)
+        if listener is not None:
+            _call(listener, me, seconds)
+            return
+    _report(membership, me, seconds)
+
+
+def _listen(membership: Membership) -> socket.socket | None:
+    """None when another process has the port already: it may be another rank 0, which knows more."""
+    host, port = membership.address
+    family = (
+        socket.AF_INET6 if ":" in host or (not membership.is_local and socket.has_dualstack_ipv6()) else socket.AF_INET
+    )
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and not membership.is_local:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((host if membership.is_local else "", port))
+        listener.listen(membership.processes)
+        return listener
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise JShardError(
+            f"rank 0 can't listen at {membership.coordinator}: {(error.strerror or str(error)).lower()}",
+            mend="name a port above 1023 of the host that rank 0 runs on: --coordinator host:8476",
+        ) from error
+
+
+def _call(listener: socket.socket, me: Present, seconds: float) -> None:
+    """Rank 0: waits for the others, judges, and tells all."""
+    here: dict[int, Present] = {0: me}
+    lines: dict[socket.socket, bytes] = {}
+    fault: tuple[str, str] | None = None
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+        while fault is None and len(here) < me.processes and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    lines[connection] = b""
+                    selector.register(connection, selectors.EVENT_READ)
+                    continue
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                present = _hear(connection, lines)
+                if present is not None:
+                    fault = fault or _fault_of(present, here)
+                    here.setdefault(present.rank, present)
+                if present is not None or connection not in lines:
+                    selector.unregister(connection)
+    missing = [rank for rank in range(me.processes) if rank not in here]
+    if fault is None and missing:
+        fault = _missing(missing, me.processes, seconds)
+    for topic in me.facts if fault is None else ():
+        if (
+            difference := in_words(topic, {rank: each.facts.get(topic, {}) for rank, each in here.items()})
+        ) is not None:
+            fault = difference, MENDS.get(topic, "start all of them alike")
+            break
+    listener.close()  # before the others go on: JAX's service takes the port over
+    for connection in lines:
+        with contextlib.suppress(OSError), connection:
+            connection.setblocking(True)
+            connection.settimeout(5)
+            connection.sendall(json.dumps({"fault": fault}).encode() + b"\n")
+    if fault is not None:
+        raise JShardError(fault[0], mend=fault[1])
+
+
+def _hear(connection: socket.socket, lines: dict[socket.socket, bytes]) -> Present | None:
+    """Who it is, once its line is whole. What is no process of ours is let go."""
+    try:
+        got = connection.recv(65536)
+        lines[connection] += got
+        if b"\n" in lines[connection]:
+            return Present.of(json.loads(lines[connection]))
+        if got and len(lines[connection]) < LONGEST:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # a port scanner, say: the roll call goes on without it
+    del lines[connection]
+    connection.close()
+    return None
+
+
+def _fault_of(present: Present, here: Mapping[int, Present]) -> tuple[str, str] | None:
+    first = here[0]
+    if present.processes != first.processes:
+        return (
+            f"rank {present.rank} ({present.where}) was started as one of {present.processes} processes and rank 0 as one of "
+            f"{first.processes}",
+            "give all of them the same --processes",
+        )
+    if (other := here.get(present.rank)) is not None:
+        return (
+            f"rank {present.rank} was started twice: {other.where} and {present.where}",
+            "give each process a --process-id of its own",
+        )
+    return None
+
+
+def _missing(missing: list[int], processes: int, seconds: float) -> tuple[str, str]:
+    named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    return (
+        f"{named} of {processes} did not start within {seconds:g} s",
+        f"start it with --process-id {missing[0]}, look at what it printed, or wait longer with JSHARD_START_TIMEOUT=600",
+    )
+
+
+def _report(membership: Membership, me: Present, seconds: float) -> None:
+    """Any other rank: tells rank 0 who it is and waits for the verdict."""
+    deadline = time.monotonic() + seconds
+    line = json.dumps(dataclasses.asdict(me)).encode() + b"\n"
+    verdict = None
+    while verdict is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise _no_answer(membership, me, seconds)
+        with (
+            contextlib.suppress(OSError, ValueError),
+            socket.create_connection(membership.address, timeout=left) as wire,
+        ):
+            wire.sendall(line)
+            # rank 0 may have begun to count later than we; when it is not one of ours it is let go sooner
+            wire.settimeout(min(left, 5) if me.rank == 0 else left + 5)
+            with wire.makefile("rb") as reader:
+                verdict = json.loads(reader.readline(LONGEST))
+        if verdict is None:
+            if me.rank == 0:
+                raise _no_answer(membership, me, seconds)
+            time.sleep(0.05)
+    if verdict["fault"] is not None:
+        raise Told(verdict["fault"][0], mend=verdict["fault"][1])
+
+
+def _no_answer(membership: Membership, me: Present, seconds: float) -> JShardError:
+    if me.rank == 0:
+        return JShardError(
+            f"port {membership.address[1]}, where rank 0 has to listen, is in use by another program",
+            mend=f"choose another for all of them: --coordinator {membership.address[0]}:{membership.address[1] + 1}",
+        )
+    return JShardError(
+        f"rank 0 did not answer rank {me.rank} at {membership.coordinator} within {seconds:g} s",
+        mend="start rank 0, look at what it printed, or name another --coordinator",
+    )
+
+
+class Told(JShardError):
+    """What rank 0 says too: on one machine it need not be read twice."""

@@ -1,0 +1,70 @@
+"""A rank that is slow, but not stuck: the run goes on, and says once whom all the others wait for."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.launch import kv_store as board
+from jshard.launch.cluster_env import Membership
+from jshard.launch.status_table import table
+
+SLOW = 2.0  # times as late as the rank in the middle
+MATTERS = 0.25  # part of a step that the others must wait for a slow rank
+JUDGE = 5.0  # seconds between two looks; the second that finds the same rank tells
+
+
+class Slow:
+    """Tells once of each rank that the others wait for in every step. In rank 0."""
+
+    def __init__(self, crowd: int) -> None:
+        self.crowd = crowd
+        self.last = time.monotonic()
+        self.suspect: int | None = None
+        self.told: set[int] = set()
+
+    def look(self, membership: Membership) -> None:
+        wait = JUDGE * max(1.0, membership.processes / self.crowd)
+        if membership.processes == 1 or time.monotonic() - self.last < wait:
+            return
+        self.last = time.monotonic()
+        notes = {int(rank): note for rank, note in board.read_all("pulse").items()}
+        before, self.suspect = self.suspect, slow_one(notes)
+        if before is not None and before == self.suspect and before not in self.told:
+            self.told.add(before)
+            print(slow_in_words(before, notes), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """The table of all ranks, if one was slow."""
+        if self.told:
+            notes = {int(rank): note for rank, note in board.read_all("pulse").items()}
+            lines = table(notes, dict.fromkeys(notes, True), slow_one(notes))
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def slow_one(notes: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The rank that the others wait for in every step, by how late each begins its steps; None where none stands out."""
+    late = {rank: note["late"] for rank, note in notes.items() if "late" in note}
+    if len(late) < 2 or len(late) < len(notes):
+        return None
+    rank = max(sorted(late), key=lambda each: late[each])
+    middle = statistics.median(value for each, value in late.items() if each != rank)
+    stands_out = late[rank] >= SLOW * middle and late[rank] - middle >= MATTERS * notes[rank]["took"]
+    return rank if stands_out and late[rank] > 0 else None
+
+
+def slow_in_words(rank: int, notes: Mapping[int, Mapping[str, Any]]) -> str:
+    middle = statistics.median(note["late"] for each, note in notes.items() if each != rank)
+    late, took = notes[rank]["late"], notes[rank]["took"]
+    median = (
+        f"{late / middle:.1f} times the median of {1000 * middle:.0f} ms" if middle >= 0.001 else "most ranks at once"
+    )
+    waited = f" in {place}" if (place := notes[rank].get("stands_in")) else ""
+    return (
+        f"rank {rank} holds the others up: it begins a step {1000 * late:.0f} ms after the one before is done, {median}, "
+        f"and of the {1000 * took:.0f} ms of a step the others wait for it "
+        f"{1000 * (late - middle):.0f} ms{waited}; look at its data, and at what else runs on {notes[rank]['host']}"
+    )

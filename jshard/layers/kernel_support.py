@@ -1,0 +1,54 @@
+"""Whether the kernels that a signal names can run where it is called: a name that can't is an error, at its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jshard.chips import CHIPS
+from jshard.errors import JShardError
+from jshard.kernels.chip import chip_called, interpretation, present_chip
+from jshard.kernels.select_algorithm import GPU_GENERATIONS, plain
+from jshard.signals.signal import Signal
+
+
+def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None) -> Any:
+    """The algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
+    if signal is None:
+        return plain("all_reduce")
+    check_kernels(signal, mesh, lambda op: hindrance, ops=("all_reduce",))
+    return dict(signal.kernel).get("all_reduce") or plain("all_reduce")
+
+
+def check_kernels(
+    signal: Signal, mesh: Any, hindrance: Callable[[str], str | None], ops: Sequence[str] | None = None
+) -> None:
+    """An error for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
+    hindrance: what it does not do, in words."""
+    named = [
+        (op, word)
+        for op, word in signal.kernel
+        if word not in ("auto", "in_order", "xla") and (ops is None or op in ops)
+    ]
+    for op, word in named:
+        why = hindrance(op)
+        if why is not None:
+            raise JShardError(
+                f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, which {why}',
+                mend=f"write {op}: auto",
+            )
+    if not named or interpretation() is not None:
+        return
+    on = mesh.abstract_mesh.abstract_device
+    chip = present_chip() if on is None else chip_called(on.device_kind, on.platform)
+    for op, word in named:
+        by_gpus = [
+            known.name for known in CHIPS.values() if op == "matmul" and known.gpu.get("major") in GPU_GENERATIONS
+        ]
+        if chip.platform != "tpu" and chip.name not in by_gpus:
+            drives = f"TPUs, {', '.join(by_gpus)}" if by_gpus else "TPUs"
+            raise JShardError(
+                f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, a kernel for {drives}, and this '
+                f"is {chip.name}",
+                mend=f"write {op}: auto",
+            )

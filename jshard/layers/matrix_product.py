@@ -1,0 +1,96 @@
+"""`jshard.matmul`: a product without a layer, as the active signal says, or the cheapest way when none says."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jshard.errors import JShardError
+from jshard.layers.auto_strategy import Choice, Operand, choices
+from jshard.layers.body import Arithmetic
+from jshard.layers.sharded_matmul import multiply
+from jshard.layouts.layout import Layout
+from jshard.layouts.mesh import is_explicit
+from jshard.layouts.redistribution import replicated
+from jshard.signals.active_config import configuration, mesh
+from jshard.signals.scope import active
+from jshard.signals.signal import Signal
+
+NOBODY = Signal("jshard.matmul")
+
+
+def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
+    """`x[..., K] @ w[K, N]`. Under a signal that names a strategy, by that; else by the one with the least wire bytes
+    for where x and w lie now, which the ledger names with its price. Plain `x @ w` when no configuration is loaded."""
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    signal, is_local = active(), bool(jax.sharding.get_abstract_mesh().manual_axes)
+    stored_part = is_local and signal is not None and bool(signal.store or signal.shard)  # of w; the body gathers it
+    if w.ndim != 2 or not x.ndim or (x.shape[-1] != w.shape[0] and not stored_part):
+        raise JShardError(
+            f"jshard.matmul of {x.shape} and {w.shape}: the last axis of x does not match the first of w",
+            mend="use x[..., K] and w[K, N]",
+        )
+    said = signal or NOBODY
+    arithmetic = Arithmetic(dtype=said.dtype.compute, precision=precision, promote_dtype=_promoted)
+    if signal is not None and _names_a_strategy(signal):
+        return multiply(x, w, None, signal, arithmetic)
+    if configuration() is None or is_local:
+        x, w = _promoted((x, w), dtype=said.dtype.compute)
+        return jnp.matmul(x, w, precision=precision)
+    best = choose(x, w)[0]
+    more = {"reduce_dtype": said.dtype.reduce, "remat": said.remat, "kernels": said.kernel}
+    strategy = dataclasses.replace(best.strategy, **more)
+    with jax.named_scope(f"chosen:{best}{_unless_seen(x, w, best)}"):
+        return multiply(x, w, None, said, arithmetic, strategy=strategy)
+
+
+def choose(x: Any, w: Any) -> list[Choice]:
+    """Every way to run `matmul(x, w)` from where x and w lie now, cheapest first, each with its price."""
+    whole = _mesh_of(x, w)
+    signal = active() or NOBODY
+    summed = signal.dtype.reduce or signal.dtype.compute or jnp.result_type(x, w)
+    left, right = (
+        Operand(
+            Layout(whole, *(Layout.of(each) or replicated(whole, jnp.ndim(each))).axes),
+            jnp.shape(each),
+            jnp.result_type(each).itemsize,
+        )
+        for each in (x, w)
+    )
+    return choices(left, right, jnp.dtype(summed).itemsize)
+
+
+def _names_a_strategy(signal: Signal) -> bool:
+    return bool(signal.row or signal.column or signal.reduction or signal.shard or signal.sequence or signal.store)
+
+
+def _mesh_of(x: Any, w: Any) -> Mesh:
+    """The mesh that the operands lie on, which is the loaded one unless they were placed on some devices of it."""
+    found = [layout.mesh for layout in map(Layout.of, (x, w)) if layout is not None and isinstance(layout.mesh, Mesh)]
+    if len(set(found)) > 1:
+        raise JShardError(
+            f"jshard.matmul of arrays on different devices: x on {_devices(found[0])}, w on {_devices(found[1])}",
+            mend="place both under one signal: jshard.signal.tensor(x, name=...)",
+        )
+    return found[0] if found else mesh()
+
+
+def _devices(mesh: Mesh) -> str:
+    return ", ".join(str(device.id) for device in mesh.devices.flat)
+
+
+def _unless_seen(x: Any, w: Any, best: Choice) -> str:
+    """Inside jit on an auto mesh no array tells where it lies."""
+    hidden = not is_explicit(best.strategy.mesh) and any(isinstance(each, Tracer) for each in (x, w))
+    return ", if x and w are whole (an auto mesh does not tell)" if hidden else ""
+
+
+def _promoted(operands: tuple[Any, ...], *, dtype: Any = None) -> tuple[Any, ...]:
+    """All in one dtype: as jnp.matmul takes them, unless the signal names one."""
+    dtype = jnp.result_type(*(each for each in operands if each is not None)) if dtype is None else jnp.dtype(dtype)
+    return tuple(None if each is None else each.astype(dtype) for each in operands)

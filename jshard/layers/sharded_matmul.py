@@ -1,0 +1,177 @@
+"""`x @ w + b` under a strategy: the two doors of its per-device body, and its gradient where another signal says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jshard.errors import JShardError
+from jshard.layers.body import Arithmetic, Body
+from jshard.layers.kernel_support import check_kernels
+from jshard.layers.strategy import Strategy, check_sizes, door, strategy_of
+from jshard.layouts.layout import Layout
+from jshard.layouts.redistribution import move, plan_moves, redistribute
+from jshard.signals.active_config import configuration
+from jshard.signals.signal import Signal
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product, by either door: `global` arrays are brought into place and the body runs in a shard_map; inside a
+    shard_map of somebody else's, `local`, the body runs as it is."""
+
+    body: Body
+    entrance: str
+    back: Product | None = None  # where the cotangents lie
+    back_scope: str = ""
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.body.strategy
+
+    def __call__(self, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+        return self.forward(x, w, b) if self.back is None else _with_back(self, x, w, b)
+
+    def forward(self, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+        if self.entrance == "local":
+            return self.body(x, w, b)
+        s, rank = self.strategy, jnp.ndim(x)
+        specs = (s.x(rank).spec, s.kernel().spec, None if b is None else s.bias().spec)
+        placed = self.placed(x, w, b, self)
+        return jax.shard_map(self.body, mesh=s.mesh, in_specs=specs, out_specs=s.y(rank).spec)(*placed)
+
+    def placed(self, x: Any, w: Any, b: Any, lying_as: Product) -> tuple[Any, Any, Any]:
+        """The operands, where this product wants them. Local parts are known to lie as another product said."""
+        rank, here, there = jnp.ndim(x), self.strategy, lying_as.strategy
+        return (
+            self.bring(x, there.x(rank), here.x(rank)),
+            self.bring(w, there.kernel(), here.kernel()),
+            None if b is None else self.bring(b, there.bias(), here.bias()),
+        )
+
+    def bring(self, x: Any, source: Layout, target: Layout) -> Any:
+        if self.entrance == "local":
+            return move(x, plan_moves(source.axes, target.axes))
+        return redistribute(x, target, source=source if source.mesh == target.mesh else None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_back(product: Product, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+    return product.forward(x, w, b)
+
+
+def _back_keeps(product: Product, x: Any, w: Any, b: Any) -> tuple[jax.Array, Any]:
+    return product.forward(x, w, b), (x, w, b)
+
+
+def _back_pulls(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[Any, ...]:
+    """The gradient of the same product where the other signal says: operands and cotangent travel there, and the
+    gradients travel back, unless they were computed on other devices, where they stay."""
+    back = product.back
+    assert back is not None
+    rank = jnp.ndim(kept[0])
+    elsewhere = back.strategy.mesh != product.strategy.mesh
+    with jax.named_scope(f"signal:{product.back_scope}"):
+        y_cotangent = back.bring(y_cotangent, product.strategy.y(rank), back.strategy.y(rank))
+        if elsewhere:
+            if any(isinstance(each, Tracer) for each in (*kept, y_cotangent)):
+                present = configuration()
+                assert present is not None
+                raise _elsewhere(product, present.lookup((product.back_scope,)))
+            _, pull = jax.vjp(back.forward, *back.placed(*kept, lying_as=product))
+            return pull(y_cotangent)
+        _, pull = jax.vjp(lambda *operands: back.forward(*back.placed(*operands, lying_as=product)), *kept)
+        return pull(y_cotangent)
+
+
+_with_back.defvjp(_back_keeps, _back_pulls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(product: Product) -> Callable[..., jax.Array]:
+    def layer(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+        return product(x, w, b)
+
+    return jax.jit(layer)
+
+
+def multiply(
+    x: jax.Array, w: jax.Array, b: jax.Array | None, signal: Signal, arithmetic: Arithmetic,
+    *, strategy: Strategy | None = None, features: tuple[int, int] | None = None,
+) -> jax.Array:  # fmt: skip
+    """`x @ w + b` as `signal` says. `features` are the whole sizes (K, N), needed where arrays are local parts."""
+    asked = strategy_of(signal) if strategy is None else strategy
+    check_kernels(signal, asked.mesh, lambda op: _hindrance(op, asked, arithmetic))
+    entrance = door(asked.mesh, (*asked.batch, *asked.column, *asked.reduction, *asked.store), str(signal))
+    if entrance == "global":
+        check_sizes(asked, signal, jnp.shape(x), *jnp.shape(w))
+    elif features is not None:
+        x = _local_input(asked, signal, x, w, features)
+    product = Product(Body(asked, arithmetic), entrance)
+    if signal.backward is None:
+        return product(x, w, b) if entrance == "local" else _program(product)(x, w, b)
+    product = _with_backward(product, signal, x, w)
+    here = entrance == "local" or product.back is None or product.back.strategy.mesh != asked.mesh
+    return product(x, w, b) if here else _program(product)(x, w, b)
+
+
+def _hindrance(op: str, strategy: Strategy, arithmetic: Arithmetic) -> str | None:
+    """Why a product can't take the kernel that its signal names."""
+    if "matmul" not in op:
+        return None
+    if not arithmetic.is_plain:
+        return "knows no precision= and no dot_general= of its own"
+    if op == "all_gather_matmul" and strategy.gathered and strategy.reduce_dtype is not None:
+        return "does not sum gradients in another dtype, as dtype: {reduce: ...} asks"
+    if op == "all_gather_matmul" and strategy.gathered and strategy.scattered:
+        return "does not scatter its result, as this signal does"
+    return None
+
+
+def _with_backward(product: Product, signal: Signal, x: jax.Array, w: jax.Array) -> Product:
+    present = configuration()
+    assert present is not None and signal.backward is not None
+    other = present.lookup((signal.backward,))
+    strategy = strategy_of(other)
+    if strategy.mesh != product.strategy.mesh and product.entrance == "local":
+        raise _elsewhere(product, other)
+    if product.entrance == "global":
+        check_sizes(strategy, other, jnp.shape(x), *jnp.shape(w))
+    return dataclasses.replace(
+        product, back=Product(Body(strategy, product.body.arithmetic), product.entrance), back_scope=other.name
+    )
+
+
+def _elsewhere(product: Product, other: Signal) -> JShardError:
+    return JShardError(
+        f"{other} has its own devices for a backward, which one compiled program can't reach",
+        mend=f'call jax.grad outside jax.jit, or give signal "{other.name}" mesh axes instead of workers',
+    )
+
+
+def _local_input(
+    strategy: Strategy, signal: Signal, x: jax.Array, w: jax.Array, features: tuple[int, int]
+) -> jax.Array:
+    """Inside a shard_map the sizes tell how the last axis of x lies: bring it to where the body wants it."""
+    expected = strategy.kernel().shard_shape(features, said=str(signal))
+    if w.shape != expected:
+        raise JShardError(
+            f"{signal} finds a kernel of {w.shape} on each device where {expected} is asked",
+            mend="build the model under the configuration that it is called under",
+        )
+    rank, inputs = x.ndim, features[0]
+    wanted = strategy.x(rank)
+    for names in dict.fromkeys((strategy.reduction, (), strategy.column)):
+        present = wanted.with_axis(rank - 1, names) if not set(names) & set(sum(wanted.axes[:-1], ())) else None
+        if present is not None and x.shape[-1] * present.ways(rank - 1) == inputs:
+            return move(x, plan_moves(present.axes, wanted.axes))
+    raise JShardError(
+        f"{signal} is called with {x.shape[-1]} of {inputs} inputs on each device, which no mesh axis of it explains",
+        mend=f"hand it {inputs // wanted.ways(rank - 1)} or {inputs}",
+    )

@@ -1,0 +1,176 @@
+"""`jshard.step`: a whole training step in one shard_map, through the second door of the same layer bodies."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard.errors import JShardError
+from jshard.layers.call_cache import Snapshot, names, take
+from jshard.layouts.layout import Layout
+from jshard.layouts.mesh import explicit_twin, is_explicit
+from jshard.layouts.paths import words_of
+from jshard.signals.active_config import configuration, mesh, on_mesh
+from jshard.signals.scope import active_digest
+
+
+class Untyped(JShardError):
+    """A step is traced from outside on an auto mesh, where no tracer tells how its array lies."""
+
+
+def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bool = False) -> Callable[..., Any]:
+    """`f(model, optimizer, x, y)` as one program in one shard_map: layers run their bodies directly, and everything else
+    in `f` sees one device's part. Arguments are NNX objects, which are updated in place, and arrays that lie on the
+    mesh. Reduce the loss with `jshard.mean`, so that it is the loss of the whole batch.
+
+    Where the results lie is found by tracing `f` through the first door, over whole arrays; for an `f` that only runs
+    on parts, `outputs` gives a PartitionSpec for each. `donate` gives the memory of the NNX objects to their successors.
+    As of `jax.jit`, `.lower(...)` of the result is the program, to be compiled and read.
+    """
+    if f is None:
+        return functools.partial(step, outputs=outputs, donate=donate)
+    programs: dict[Any, Any] = {}
+    snapshots: dict[tuple[int, ...], Snapshot] = {}
+
+    def prepared(args: tuple[Any, ...], situation: Any) -> tuple[Any, list[Any], list[Any], Any]:
+        graphdef, variables, arrays = nnx.split(args, nnx.Variable, ...)
+        leaves, tree = jax.tree.flatten((variables, arrays))
+        if any(isinstance(leaf, Tracer) for leaf in leaves) and not is_explicit(mesh()):
+            raise Untyped(
+                f"{_name(f)}, a jshard.step, is traced on an auto mesh, where nothing tells how its arrays lie",
+                mend="call it outside jax.jit, or write axis_types: explicit",
+            )
+        layouts = tuple(_spec(leaf, f) for leaf in leaves)
+        _all_placed(f, arrays)
+        key = (graphdef, tree, layouts, tuple((jax.typeof(leaf)) for leaf in leaves), situation)
+        if key not in programs:
+            specs = jax.tree.unflatten(tree, layouts)
+            programs[key] = _program(f, graphdef, (variables, arrays), specs, outputs, donate=donate)
+        structure = jax.tree.structure(variables)
+        return programs[key], leaves[: structure.num_leaves], leaves[structure.num_leaves :], structure
+
+    def remember(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any) -> None:
+        taken, key = take(args, numbers, program, situation), names(args)
+        if taken is None:
+            return
+        if key not in snapshots:
+            for each in args:
+                if isinstance(each, nnx.Pytree):
+                    weakref.finalize(each, snapshots.pop, key, None)
+        snapshots[key] = taken
+
+    @functools.wraps(f)
+    def stepped(*args: Any) -> Any:
+        situation = _situation()
+        snapshot = snapshots.get(names(args))
+        operands = None if snapshot is None else snapshot.operands(args, situation)
+        if snapshot is not None and operands is not None:
+            result, numbers = snapshot.program(*operands)
+            snapshot.keep(numbers)
+            return result
+        program, numbers, arrays, structure = prepared(args, situation)
+        remember(args, numbers, program, situation)
+        result, numbers = program(numbers, arrays)
+        nnx.update(args, jax.tree.unflatten(structure, numbers))
+        return result
+
+    def lower(*args: Any) -> jax.stages.Lowered:
+        program, numbers, arrays, _ = prepared(args, _situation())
+        return program.lower(numbers, arrays)
+
+    vars(stepped)["lower"] = lower
+    return stepped
+
+
+def _situation() -> Any:
+    present = configuration()
+    if present is None:
+        raise JShardError(
+            "jshard.step needs a mesh, and no configuration is loaded", mend='call jshard.load("configs/mlp.yaml")'
+        )
+    return present.fingerprint, mesh(), active_digest()
+
+
+def _spec(leaf: Any, f: Callable[..., Any]) -> PartitionSpec:
+    layout = Layout.of(leaf)
+    return PartitionSpec() if layout is None else layout.spec
+
+
+def _all_placed(f: Callable[..., Any], arrays: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
+        if jax.numpy.ndim(leaf) and Layout.of(leaf) is None:
+            shape = jax.numpy.shape(leaf)
+            raise JShardError(
+                f"{_argument(path)} of {_name(f)}, an array of shape {shape}, does not lie on the mesh",
+                mend='place it first: jshard.signal.tensor(x, name="layer1")',
+            )
+
+
+def _argument(path: Any) -> str:
+    """`argument 0 (up.kernel)`"""
+    number, *rest = words_of(path)
+    inside = ".".join(rest)
+    return f"argument {number} ({inside})" if inside else f"argument {number}"
+
+
+def _name(f: Callable[..., Any]) -> str:
+    return getattr(f, "__name__", repr(f))
+
+
+def _program(f: Any, graphdef: Any, given: Any, specs: Any, outputs: Any, *, donate: bool) -> Any:
+    """Over lists of arrays: variables, and the others."""
+    tree, before = jax.tree.structure(given), jax.tree.structure(given[0])
+
+    def run(variables: list[Any], arrays: list[Any]) -> Any:
+        args = nnx.merge(graphdef, *jax.tree.unflatten(tree, [*variables, *arrays]))
+        result = f(*args)
+        numbers, after = jax.tree.flatten(nnx.split(args, nnx.Variable, ...)[1])
+        if after != before:
+            raise JShardError(
+                f"{_name(f)} leaves its arguments with other variables than it found in them",
+                mend="make every module and variable before the step",
+            )
+        return result, numbers
+
+    in_specs = tuple(map(jax.tree.leaves, specs))
+    results = _found_outputs(f, run, given, specs) if outputs is None else outputs
+    mapped = jax.shard_map(run, mesh=mesh(), in_specs=in_specs, out_specs=(results, in_specs[0]))
+    return jax.jit(mapped, donate_argnums=(0,) if donate else ())
+
+
+def _found_outputs(f: Any, run: Any, given: Any, specs: Any) -> Any:
+    """The specs of the results, from the types that the same function has over whole arrays on an explicit mesh."""
+    twin = explicit_twin(mesh())
+
+    def typed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), jax.typeof(leaf).dtype, sharding=NamedSharding(twin, spec))
+
+    with on_mesh(twin):
+        result, after = jax.eval_shape(run, *map(jax.tree.leaves, jax.tree.map(typed, given, specs)))
+    before = jax.tree_util.tree_flatten_with_path(specs[0])[0]
+    for (path, spec), leaf in zip(before, after, strict=True):
+        now = _spec_of_type(leaf)
+        if _trimmed(spec) != _trimmed(now):
+            raise JShardError(
+                f"{_name(f)} takes {_argument(path)} lying as {spec} and leaves it as {now}",
+                mend="redistribute it to where it was, or keep this part of the step outside jshard.step",
+            )
+    return jax.tree.map(_spec_of_type, result)
+
+
+def _spec_of_type(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+    return leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+
+
+def _trimmed(spec: PartitionSpec) -> tuple[Any, ...]:
+    parts = list(spec)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return tuple(part if isinstance(part, tuple) or part is None else (part,) for part in parts)

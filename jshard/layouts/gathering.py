@@ -1,0 +1,114 @@
+"""An array that lies on the devices of several processes, whole on the host of all of them or of one."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import Partial
+
+from jshard import events
+from jshard.errors import JShardError
+from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths
+from jshard.layouts.layout import Layout
+from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, without_mesh
+from jshard.layouts.redistribution import redistribute, replicated
+from jshard.layouts.shard_buffers import taking
+from jshard.layouts.transfer_events import moved, where
+
+
+def gather(x: jax.Array, *, root: int | None = None) -> Any:
+    """The whole array as numpy, on the host of every process; with `root`, on that process only, and `None` on the others.
+
+    Every process calls it; nothing is gathered on a device, and what is not wanted is not received. Its gradient is
+    scatter. Inside jit, where there is no host, it is `redistribute` to whole.
+    """
+    if not isinstance(x, jax.Array):
+        raise JShardError(
+            f"jshard.gather takes an array that lies on devices, and was given a {type(x).__name__}",
+            mend="give it what jshard.scatter returned, or jax.tree.map(jshard.gather, tree)",
+        )
+    if not isinstance(x, Tracer):
+        return _gather(x, root)
+    if root is not None and jax.process_count() > 1:
+        raise JShardError(
+            "jshard.gather to one root can't be differentiated or compiled, as the others would have nothing to go on with",
+            mend="use jshard.gather(x), without root",
+        )
+    return _differentiable(x)
+
+
+def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raise JShardError(
+            "jshard.gather was given random keys, which the host can't hold",
+            mend="use jshard.gather(jax.random.key_data(x))",
+        )
+    me, doors = jax.process_index(), doors_of(next(iter(x.sharding.device_set)).platform)
+    with without_mesh():
+        shared = is_shared("jshard.gather", x, "" if root is None else f"root={root!r}", doors)
+    check_root("jshard.gather", root)
+    if events.tell is not None:
+        whose = "every process" if root is None else f"process {root}"
+        moved("gather", x.shape, x.dtype, where(x), f"the host of {whose}")
+    wanted = [root] if root is not None else list(range(jax.process_count()))
+    parcels = []
+    for box, having in holders(boxes_of(x.sharding, x.shape)).items():
+        if not shared:
+            having = wanted  # each has its own
+        source = root if root is not None and root in having else having[0]
+        parcels.append(Parcel(box, source, tuple(process for process in wanted if process not in having)))
+        if me in wanted and me in having and me != source:
+            parcels.append(Parcel(box, me, ()))
+    whole = np.empty(x.shape, x.dtype) if me in wanted else None
+
+    def keep(block: Box, words: Any) -> None:
+        if whole is not None:
+            used = math.prod(lengths(block)) * whole.itemsize
+            whole[index(block)] = np.asarray(words).view(np.uint8)[:used].view(whole.dtype).reshape(lengths(block))
+
+    with without_mesh():
+        carry(parcels, doors, x.dtype.itemsize, taking(x), keep)
+    return whole
+
+
+def check_root(deed: str, root: int | None) -> None:
+    """An error when there is no process `root`."""
+    count = jax.process_count()
+    if root is not None and root not in range(count):
+        there = "there is one process" if count == 1 else f"there are {count} processes"
+        raise JShardError(
+            f"{deed} names root {root!r}, but {there}", mend="use 0" if count == 1 else f"use 0 to {count - 1}"
+        )
+
+
+# -- gradients --
+
+
+@jax.custom_vjp
+def _differentiable(x: Any) -> Any:
+    return _whole(x) if isinstance(x, Tracer) else _gather(x, None)
+
+
+def _whole(x: Any) -> Any:
+    present = Layout.of(x)
+    return x if present is None else redistribute(x, replicated(present.mesh, present.rank))
+
+
+def _forward(x: Any) -> tuple[Any, Any]:
+    if isinstance(x, Tracer):
+        return jax.vjp(_whole, x)
+    return _gather(x, None), Partial(functools.partial(_pull, x.sharding))
+
+
+def _pull(sharding: jax.sharding.Sharding, cotangent: Any) -> tuple[Any]:
+    whole = np.asarray(cotangent)  # every process has it, and keeps its parts
+    return (jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part].copy(), dtype=whole.dtype),)
+
+
+_differentiable.defvjp(_forward, lambda pull, cotangent: pull(cotangent))

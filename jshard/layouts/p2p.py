@@ -1,0 +1,159 @@
+"""Parts of an array on their way between processes, a bounded block at a time: through one device of each process, by
+collective-permutes, which every backend has. Nothing listens, nothing is pickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jshard.errors import JShardError
+from jshard.layouts.index_ranges import Box, Device, blocks, word_count
+
+EVERYONE = ("tpu",)  # where all processes take part in all programs: others let two talk while the rest goes on
+NOTE = 4096  # bytes of what a process says of its call
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """A part that process `source` has and the processes `targets` want."""
+
+    box: Box
+    source: int
+    targets: tuple[int, ...]
+
+
+def without_mesh() -> Any:
+    """A context in which programs of single devices run, whatever mesh the user has set: `with without_mesh():`."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+@functools.lru_cache
+def doors_of(platform: str) -> Mesh:
+    """The first device of each process, in the order of the processes: mesh index is process index."""
+    first: dict[int, Device] = {}
+    for device in jax.devices(platform):
+        first.setdefault(device.process_index, device)
+    return Mesh(np.array([first[each] for each in sorted(first)]), ("process",), axis_types=(AxisType.Auto,))
+
+
+def carry(
+    parcels: Iterable[Parcel],
+    doors: Mesh,
+    itemsize: int,
+    take: Callable[[Box], Any],
+    keep: Callable[[Box, Any], None],
+) -> None:
+    """Takes each parcel, block by block, at its source, and keeps it there and at its targets. `take` gives a block as
+    words and `keep` gets it so. All processes call it with the same parcels, but for those without targets, which stay
+    where they are."""
+    me, parcels = jax.process_index(), list(parcels)
+    everyone = doors.devices.flat[0].platform in EVERYONE
+    nothing: dict[int, jax.Array] = {}
+    going: list[jax.Array] = []
+    for turn in itertools.zip_longest(*(blocks(parcel.box, itemsize) for parcel in parcels)):
+        for parcel, block in zip(parcels, turn, strict=True):
+            if block is None:
+                continue
+            words = take(block) if me == parcel.source else None
+            if parcel.targets and (everyone or me == parcel.source or me in parcel.targets):
+                count = word_count(block, itemsize)
+                if words is None and count not in nothing:
+                    nothing[count] = jnp.zeros(count, np.uint32, device=doors.local_devices[0])
+                program, mesh = _sending(doors, parcel.source, parcel.targets, everyone=everyone)
+                arrived = program(_at_doors(nothing[count] if words is None else words, mesh))
+                if me in parcel.targets:
+                    words = arrived.addressable_data(0)
+                going = [*going[-1:], arrived]  # the next block is made ready while one is going, and no more
+                jax.block_until_ready(going[0])
+            if words is not None:
+                keep(block, words)
+
+
+def _at_doors(mine: Any, doors: Mesh) -> jax.Array:
+    here = jax.device_put(mine, doors.local_devices[0])
+    split = NamedSharding(doors, PartitionSpec("process"))
+    return jax.make_array_from_single_device_arrays((doors.size * mine.size,), split, [here])
+
+
+@functools.lru_cache(maxsize=4096)
+def _sending(doors: Mesh, source: int, targets: tuple[int, ...], *, everyone: bool) -> tuple[Any, Mesh]:
+    """From one to several, each that has it sending it on: as many rounds as it takes to double up to all. The program, and
+    the doors that take part in it."""
+    processes = list(range(doors.size)) if everyone else [source, *targets]
+    mesh = Mesh(doors.devices[processes], doors.axis_names, axis_types=doors.axis_types)
+    source, targets = processes.index(source), tuple(map(processes.index, targets))
+
+    def sending(x: jax.Array) -> jax.Array:
+        having, waiting = [source], list(targets)
+        while waiting:
+            pairs = list(zip(having, waiting, strict=False))
+            now = [target for _, target in pairs]
+            arrived = lax.ppermute(x, "process", pairs)
+            x = jnp.where(jnp.isin(lax.axis_index("process"), np.array(now)), arrived, x)
+            having, waiting = having + now, waiting[len(now) :]
+        return x
+
+    spec = PartitionSpec("process")
+    return jax.jit(jax.shard_map(sending, mesh=mesh, in_specs=spec, out_specs=spec)), mesh
+
+
+def tell(doors: Mesh, said: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each process says of the call it makes, told to all of them."""
+    if doors.size == 1:
+        return [said]
+    note = json.dumps(said).encode()
+    assert len(note) <= NOTE, said
+    notes = _telling(doors)(_at_doors(np.frombuffer(note.ljust(NOTE), np.uint8), doors))
+    return [json.loads(each.tobytes()) for each in np.asarray(notes.addressable_data(0)).reshape(-1, NOTE)]
+
+
+def is_shared(deed: str, x: jax.Array, to: str, doors: Mesh) -> bool:
+    """Whether `x` is one array of all processes, and not one of its own in each; an error when it is neither, or when it
+    goes elsewhere `to` on one of them."""
+    if doors.size == 1:
+        return True
+    devices, me = x.sharding.device_set, jax.process_index()
+    what = f"{x.dtype}{list(x.shape)} on {listed(sorted(devices, key=lambda device: device.id))}"
+    calls = tell(doors, {"call": (what, to), "own": all(device.process_index == me for device in devices)})
+    owns = all(said["own"] for said in calls)
+    for process, said in enumerate(calls):
+        if said["call"][owns:] != calls[0]["call"][owns:]:
+            one, other = (", ".join(filter(None, each["call"])) for each in (said, calls[0]))
+            raise JShardError(
+                f"process {process} called {deed} with {one}, but process 0 with {other}",
+                mend="call it with the same arrays in the same order on every process",
+            )
+    return not owns
+
+
+def listed(devices: Iterable[Device]) -> str:
+    """Devices by number in `jax.devices()`, in a few words that differ when they do."""
+    devices = list(devices)
+    number = {device: number for number, device in enumerate(jax.devices(devices[0].platform))}
+    numbers = [number[device] for device in devices]
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"device {numbers[0]}" if len(numbers) == 1 else f"devices {numbers[0]} to {numbers[-1]}"
+    if len(numbers) <= 16:
+        return f"devices {', '.join(map(str, numbers))}"
+    return (
+        f"{len(numbers)} devices from {numbers[0]} to {numbers[-1]} (checksum {zlib.crc32(repr(numbers).encode()):x})"
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _telling(doors: Mesh) -> Any:
+    def telling(x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, "process", tiled=True, to="invarying")
+
+    return jax.jit(jax.shard_map(telling, mesh=doors, in_specs=PartitionSpec("process"), out_specs=PartitionSpec()))

@@ -1,0 +1,170 @@
+"""Moving an array from one layout to another: the only way that data moves, by collectives one can read and count."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from jshard import events
+from jshard.layouts.layout import Layout
+from jshard.layouts.mesh import is_explicit
+from jshard.layouts.transfer_events import dtype_of, lying, moved, where
+
+Axes = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One step: `slice` splits `axis` over `mesh_axis` (no collective), `all_gather` makes it whole again, and
+    `all_to_all` takes `mesh_axis` from `source` to `axis`."""
+
+    kind: str
+    mesh_axis: str
+    axis: int
+    source: int = -1
+
+
+def plan_moves(source: Axes, target: Axes) -> tuple[Move, ...]:
+    """The steps from one layout to another: slice as early as possible, gather as late, exchange where a mesh axis only
+    changes its array axis."""
+    have = [list(names) for names in source]
+    want = [list(names) for names in target]
+    moves: list[Move] = []
+
+    def common(axis: int) -> int:
+        count = 0
+        while count < min(len(have[axis]), len(want[axis])) and have[axis][count] == want[axis][count]:
+            count += 1
+        return count
+
+    def surplus(axis: int) -> bool:
+        return len(have[axis]) > common(axis)
+
+    while have != want:
+        used = {name for names in have for name in names}
+        ready = {
+            axis: want[axis][common(axis)]
+            for axis in range(len(have))
+            if have[axis] != want[axis] and not surplus(axis)
+        }
+        free = next(((axis, name) for axis, name in ready.items() if name not in used), None)
+        if free is not None:
+            axis, name = free
+            have[axis].append(name)
+            moves.append(Move("slice", name, axis))
+            continue
+        ends = [axis for axis in range(len(have)) if surplus(axis)]
+        swap = next(((axis, to) for axis in ends for to, name in ready.items() if have[axis][-1] == name), None)
+        if swap is not None:
+            axis, to = swap
+            have[to].append(have[axis].pop())
+            moves.append(Move("all_to_all", have[to][-1], to, axis))
+            continue
+        axis = next((axis for axis in ends if not any(have[axis][-1] in names for names in want)), ends[0])
+        moves.append(Move("all_gather", have[axis].pop(), axis))
+    return tuple(moves)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def take_slice(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
+    """This device's part of an array that is equal on all devices of `mesh_axis`; its gradient is gathered, not summed."""
+    size = x.shape[axis] // lax.axis_size(mesh_axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(mesh_axis) * size, size, axis)
+
+
+take_slice.defvjp(
+    lambda x, mesh_axis, axis: (take_slice(x, mesh_axis, axis), None),
+    lambda mesh_axis, axis, _, cotangent: (
+        lax.all_gather(cotangent, mesh_axis, axis=axis, tiled=True, to="invarying"),
+    ),
+)
+
+
+def move(x: jax.Array, moves: Sequence[Move]) -> jax.Array:
+    """The steps, on one device's part (inside shard_map)."""
+    for step in moves:
+        if step.kind == "slice":
+            x = take_slice(x, step.mesh_axis, step.axis)
+        elif step.kind == "all_gather":
+            x = lax.all_gather(x, step.mesh_axis, axis=step.axis, tiled=True, to="invarying")
+        else:
+            x = lax.all_to_all(x, step.mesh_axis, split_axis=step.axis, concat_axis=step.source, tiled=True)
+    return x
+
+
+def redistribute(
+    x: Any, layout: Layout, *, source: Layout | None = None, said: str = "jshard.redistribute"
+) -> jax.Array:  # fmt: skip
+    """`x`, lying as `layout` says. On an explicit mesh, and for arrays at hand, every byte that moves between devices is a
+    collective in the ledger; inside jit on an auto mesh the present layout can't be seen, and the partitioner moves it,
+    unless `source` says it."""
+    shape = jnp.shape(x)
+    layout.shard_shape(shape, said=said)
+    if not isinstance(x, Tracer):
+        if events.tell is not None:
+            _tell(x, layout, said)
+        return _place(x, layout)
+    return _move_traced(x, layout, source)
+
+
+def _place(x: Any, layout: Layout) -> jax.Array:
+    present = Layout.of(x) if isinstance(x, jax.Array) else None
+    if present is None or present.mesh != layout.mesh:
+        return jax.device_put(x, layout.sharding)  # from the host, or from other devices: a transfer, not a collective
+    if present.axes == layout.axes:
+        return x
+    return _compiled_move(present, layout)(x)
+
+
+def _tell(x: Any, layout: Layout, by: str) -> None:
+    present = Layout.of(x) if isinstance(x, jax.Array) else None
+    if present == layout:
+        return
+    steps: list[str] = []
+    if present is not None and present.mesh == layout.mesh:
+        steps = [f"{step.kind} over {step.mesh_axis}" for step in plan_moves(present.axes, layout.axes)]
+    by = "" if by == "jshard.redistribute" else by
+    moved("redistribute", jnp.shape(x), dtype_of(x), where(x), lying(layout), by=by, moves=steps)
+
+
+def _move_traced(x: jax.Array, layout: Layout, source: Layout | None) -> jax.Array:
+    if not is_explicit(layout.mesh):
+        if source is None or source.mesh != layout.mesh:
+            return lax.with_sharding_constraint(x, layout.sharding)
+        return x if source.axes == layout.axes else _compiled_move(source, layout)(x)
+    present = Layout.of(x)
+    if present is None:
+        whole = Layout(layout.mesh, *(None,) * layout.rank)
+        x, present = jax.sharding.reshard(x, whole.sharding), whole
+    if present.axes == layout.axes:
+        return x
+    return _compiled_move(Layout(layout.mesh, *present.axes), layout)(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled_move(source: Layout, target: Layout) -> Any:
+    moves = plan_moves(source.axes, target.axes)
+
+    def redistribution(x: jax.Array) -> jax.Array:
+        with jax.named_scope("redistribute"):
+            return jax.shard_map(
+                functools.partial(move, moves=moves), mesh=target.mesh, in_specs=source.spec, out_specs=target.spec
+            )(x)
+
+    return jax.jit(redistribution)
+
+
+def replicated(mesh: Any, rank: int) -> Layout:
+    """Whole on every device."""
+    return Layout(mesh, *(None,) * rank)
+
+
+__all__ = ["Move", "PartitionSpec", "move", "plan_moves", "redistribute", "replicated", "take_slice"]

@@ -1,0 +1,179 @@
+"""One process has an array on its host; every device of every process gets its part."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+from jax.tree_util import Partial
+
+from jshard import events
+from jshard.errors import JShardError, nearest
+from jshard.layouts.gathering import check_root, gather
+from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths, word_count
+from jshard.layouts.layout import Layout
+from jshard.layouts.p2p import Parcel, carry, doors_of, listed, tell, without_mesh
+from jshard.layouts.redistribution import redistribute
+from jshard.layouts.shard_buffers import Filling
+from jshard.layouts.transfer_events import lying, moved
+
+METHODS = ("scatter", "broadcast")
+NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
+
+
+def scatter(x: Any, layout: Layout, *, root: int = 0, method: str = "scatter") -> jax.Array:
+    """The array that process `root` has on its host, lying as `layout` says. The other processes pass `None`.
+
+    Every process calls it; no process but the root ever holds more than its part and a few blocks of 1 MiB. A file that
+    is mapped (`np.load(..., mmap_mode="r")`) is read as it is sent. `method="broadcast"` sends all of it to everyone,
+    to be sliced there: the same bits for more memory and time. Its gradient is `gather` to the root; where gradients are
+    wanted, the others pass `np.empty(0, dtype)`, not `None`, and get an empty one. Inside jit it is `redistribute`.
+    """
+    if isinstance(x, Tracer):
+        return _differentiable(x, layout, root, method)
+    return _scatter(x, layout, root, method)
+
+
+def _scatter(x: Any, layout: Layout, root: int, method: str) -> jax.Array:
+    if isinstance(x, Tracer):
+        return redistribute(x, layout)
+    with without_mesh():
+        return _moved(x, layout, root, method)
+
+
+def _moved(x: Any, layout: Layout, root: int, method: str) -> jax.Array:
+    doors = doors_of(layout.mesh.devices.flat[0].platform)
+    shape, dtype = _agreed(x, layout, root, method, doors)
+    if events.tell is not None:
+        moved(method, shape, dtype, f"the host of process {root}", lying(layout))
+    host = np.asarray(x) if jax.process_index() == root else None
+    if method == "broadcast":
+        return _by_broadcast(host, layout, root, shape, dtype)
+    filling = Filling(layout.sharding, shape, dtype)
+    parcels = [
+        Parcel(box, root, tuple(process for process in processes if process != root))
+        for box, processes in holders(boxes_of(layout.sharding, shape)).items()
+    ]
+
+    def take(block: Box) -> np.ndarray:
+        assert host is not None
+        words = np.empty(word_count(block, dtype.itemsize), np.uint32)
+        numbers = words.view(np.uint8)[: math.prod(lengths(block)) * dtype.itemsize].view(dtype)
+        numbers.reshape(lengths(block))[...] = host[index(block)]
+        return words
+
+    carry(parcels, doors, dtype.itemsize, take, filling.put)
+    return filling.finished()
+
+
+def _by_broadcast(
+    host: np.ndarray | None, layout: Layout, root: int, shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    """JAX's own broadcast, which adds up zeros: of the bits, as -0.0 + 0.0 is another number."""
+    from jax.experimental import multihost_utils
+
+    size = int(np.prod(shape)) * dtype.itemsize
+    bits = np.zeros(-(-size // 4), np.uint32)
+    if host is not None:
+        flat = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        bits = np.pad(flat, (0, -size % 4)).view(np.uint32) if size % 4 else flat.view(np.uint32)
+    bits = multihost_utils.broadcast_one_to_all(bits, is_source=jax.process_index() == root)
+    whole = np.asarray(bits).view(np.uint8)[:size].view(dtype).reshape(shape)
+    return jax.make_array_from_callback(shape, layout.sharding, lambda part: whole[part].copy(), dtype=dtype)
+
+
+# -- what may be asked: agreed on by all processes first, so that a mistake of one is an error on all and not a hang --
+
+
+def _agreed(x: Any, layout: Layout, root: int, method: str, doors: Mesh) -> tuple[tuple[int, ...], np.dtype]:
+    devices = listed(layout.mesh.devices.flat)
+    call = f'{layout!r} of {devices}, root={root!r}, method="{method}"'
+    calls = tell(doors, {"call": call[:1000], **_described(x)})
+    for process, said in enumerate(calls):
+        if said["call"] != calls[0]["call"]:
+            raise JShardError(
+                f"process {process} called jshard.scatter with {said['call']}, but process 0 with {calls[0]['call']}",
+                mend="call it alike on every process",
+            )
+    if method not in METHODS:
+        close = nearest(str(method), METHODS)
+        mend = f'did you mean "{close}"?' if close else 'use "scatter" or "broadcast"'
+        raise JShardError(f'jshard.scatter has no method "{method}"', mend=mend)
+    check_root("jshard.scatter", root)
+    here = f"jshard.scatter(x if jax.process_index() == {root} else None, layout, root={root})"
+    for process, said in enumerate(calls):
+        if process == root and said["kind"] == "none":
+            raise JShardError(
+                f"process {root} is the root of jshard.scatter and gave no array",
+                mend=f"write {here}" if doors.size > 1 else "give it one",
+            )
+        if process != root and said["kind"] != "none" and said.get("shape") != [0]:
+            raise JShardError(
+                f"process {process} gave jshard.scatter an array, but its root is process {root}", mend=f"write {here}"
+            )
+    said = calls[root]
+    if said["kind"] != "array":
+        raise JShardError(said["fault"], mend=said["mend"])
+    layout.shard_shape(said["shape"], said="jshard.scatter")
+    return tuple(said["shape"]), np.dtype(said["dtype"])
+
+
+def _described(x: Any) -> dict[str, Any]:
+    """What the others need to know of what a process gave: nothing, an array, or a fault."""
+    if x is None:
+        return {"kind": "none"}
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return {
+            "kind": "fault",
+            "fault": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes",
+            "mend": "use jshard.redistribute(x, layout)",
+        }
+    host = np.asarray(x)
+    try:
+        held = jax.dtypes.canonicalize_dtype(host.dtype)
+    except TypeError:  # JAX's way to say that it has no such numbers
+        held = None
+    if held is None or held in NARROW or host.dtype.names or not host.dtype.isnative or host.dtype.kind in "OSUMm":
+        return {
+            "kind": "fault",
+            "fault": f"jshard.scatter was given an array of {str(host.dtype)[:200]}, which it can't hand out",
+            "mend": "give it numbers, for instance x.astype(np.float32)",
+        }
+    if held != host.dtype:
+        return {
+            "kind": "fault",
+            "fault": f"jshard.scatter was given {host.dtype}, which JAX holds only with JAX_ENABLE_X64=1",
+            "mend": f"give it x.astype(np.{held})",
+        }
+    return {"kind": "array", "shape": list(host.shape), "dtype": host.dtype.name}
+
+
+# -- gradients --
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _differentiable(x: Any, layout: Layout, root: int, method: str) -> jax.Array:
+    return _scatter(x, layout, root, method)
+
+
+def _forward(x: Any, layout: Layout, root: int, method: str) -> tuple[jax.Array, Any]:
+    if isinstance(x, Tracer):
+        return jax.vjp(lambda x: redistribute(x, layout), x)
+    home = x.sharding if isinstance(x, jax.Array) else None
+    return _scatter(x, layout, root, method), Partial(functools.partial(_pull, root, home))
+
+
+def _pull(root: int, home: jax.sharding.Sharding | None, cotangent: jax.Array) -> tuple[Any]:
+    whole = gather(cotangent, root=root)
+    if whole is None:
+        whole = np.empty(0, cotangent.dtype)
+    return (whole if home is None else jax.device_put(whole, home),)
+
+
+_differentiable.defvjp(_forward, lambda layout, root, method, pull, cotangent: pull(cotangent))

@@ -1,0 +1,110 @@
+"""The configuration that is loaded, its mesh, and the fingerprint that makes jit trace again when either changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jshard.errors import JShardError
+from jshard.layouts.mesh import build_mesh, workers_mesh
+from jshard.signals import effective_config as lines
+from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.signal import Signal
+
+
+class _Loaded:
+    """What is loaded in this process, for all threads."""
+
+    def __init__(self) -> None:
+        self.configuration: Configuration | None = None
+        self.mesh: Mesh | None = None
+        self.environment_read = False
+        self.lock = threading.RLock()
+
+
+_loaded = _Loaded()
+_fingerprint = jax.make_user_context(None)
+
+
+def _become(configuration: Configuration | None, mesh: Mesh | None = None) -> None:
+    _loaded.configuration, _loaded.mesh, _loaded.environment_read = configuration, mesh, True
+    placed = None if configuration is None else (configuration.fingerprint, mesh)
+    if _fingerprint.get_global() != placed:
+        _fingerprint.set_global(placed)
+
+
+def load(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Configuration:
+    """Read and check a configuration and make it the one that every signal means from now on. `overrides` are
+    `path=value` words as on the command line. No device is touched."""
+    configuration = load_configuration(source, overrides)
+    with _loaded.lock:
+        _become(configuration)
+    lines.tell(configuration)
+    return configuration
+
+
+def unload() -> None:
+    """No configuration: every signal is a no-op again, and the program runs as plain Flax."""
+    with _loaded.lock:
+        _become(None)
+
+
+def configuration() -> Configuration | None:
+    """What is loaded; `JSHARD_CONFIG` is read at the first question."""
+    if not _loaded.environment_read:
+        with _loaded.lock:
+            if not _loaded.environment_read:
+                path = os.environ.get("JSHARD_CONFIG")
+                _become(load_configuration(path) if path else None)
+                if _loaded.configuration is not None:
+                    lines.tell(_loaded.configuration)
+    return _loaded.configuration
+
+
+def mesh() -> Mesh:
+    """The mesh of what is loaded."""
+    present = configuration()
+    if present is None:
+        raise JShardError(
+            "no configuration is loaded", mend='call jshard.load("configs/mlp.yaml") or set JSHARD_CONFIG'
+        )
+    if _loaded.mesh is None:
+        if present.mesh is None:
+            raise JShardError(
+                f"{present.source} describes no mesh", mend="add `jshard: {mesh: {data: 2, tensor: 4}}` to it"
+            )
+        sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
+        said = f"jshard.mesh ({present.mesh.place})"
+        _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, said=said)
+    return _loaded.mesh
+
+
+def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh that a signal's arrays lie on, and the axes of it that its `shard` names (all, unless it names some)."""
+    whole = mesh()
+    if signal.shard is None:
+        return whole, ()
+    if signal.shard.mesh:
+        return whole, signal.shard.mesh
+    return workers_mesh(whole, signal.shard.workers, said=f'signal "{signal.name}" ({signal.at("shard.workers")})')
+
+
+@contextlib.contextmanager
+def on_mesh(replacement: Mesh) -> Iterator[None]:
+    """The loaded configuration on another mesh of the same axes (verify's mesh of ones)."""
+    present = configuration()
+    with _loaded.lock:
+        before = _loaded.mesh
+        _become(present, replacement)
+    try:
+        yield
+    finally:
+        with _loaded.lock:
+            _become(present)
+            _loaded.mesh = before

@@ -1,0 +1,62 @@
+"""The steps before a NaN once more, from the last checkpoint or from the beginning, to name what makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import jax
+
+from jshard.inspect.verify.nan_origin import Birth, births, first
+from jshard.train.checkpoint import Checkpoint
+from jshard.train.data_position import own_position
+from jshard.train.experiment import Experiment
+from jshard.train.loop import Step, holds_nan, placed
+
+MOST = 1000  # steps that are run again
+LOOKS = 3  # the last so many are looked into, as a NaN made by an update shows later; the first for what is harmless
+
+
+def maker(
+    failed: Experiment, step: int, since: Checkpoint | None, say: Callable[[str], None], begins: Callable[[int], None]
+) -> str:
+    """`log at model.py:12 makes it in the forward pass, under signal "head" (mine.yaml:9)`, of the NaN that `step` ended
+    with; nothing where it can't be told, and `say` why. All processes call it."""
+    done = 0 if since is None else since.step
+    way = f"{step - done:,} step{'s' * (step - done != 1)} from {'the beginning' if since is None else f'step {done}'}"
+    if step - done > MOST:
+        say(f"what makes the NaN is not looked for: that is {way}, and at most {MOST:,} are run again")
+        return ""
+    say(f"looking for what makes the NaN: again {way}")
+    found = _again(failed, step, since, begins)
+    if found is None:
+        say(f"the NaN did not come again in {way}")
+        return ""
+    number, birth = found
+    if birth is None:
+        return f"a parameter is NaN since step {number}"
+    rank = f", on rank {birth.device.process_index}" if birth.device is not None and jax.process_count() > 1 else ""
+    return birth.told("" if number == step else f" of step {number}") + rank
+
+
+def _again(
+    failed: Experiment, last: int, since: Checkpoint | None, begins: Callable[[int], None]
+) -> tuple[int, Birth | None] | None:
+    """The step that first ends with a NaN, and what makes it, if that step was looked into."""
+    fresh = Experiment.build(failed.configuration, failed.placement.mesh)
+    step, done, position = Step(fresh.model, fresh.optimizer, fresh.loss), 0, None
+    if since is not None:
+        step.state, manifest = since.restore(step.state, fresh.configuration.source)
+        done, position = manifest.step, own_position(manifest.position, since)
+    look, harmless = births(step.program, fresh.placement.mesh), set[int]()
+    numbers = range(done + 1, last + 1)
+    with contextlib.closing(placed(fresh.data, fresh.placement, position, len(numbers))) as batches:
+        for number, (batch, _) in zip(numbers, batches, strict=True):
+            begins(number)
+            found = look(step.state, *batch) if number > last - LOOKS or number == done + 1 else None
+            loss = step(*batch)
+            if math.isnan(float(loss)) or holds_nan(step.state):
+                return number, None if found is None else first(found, harmless)
+            harmless |= {birth.number for birth in found or ()}
+    return None

@@ -1,0 +1,211 @@
+"""`jshard check`: what is promised is held, a change fails with the line to blame and the command that accepts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jshard.cli import main
+from jshard.errors import JShardError, Place
+from jshard.inspect.ledger import Ledger, Line
+from jshard.inspect.ledger.baseline import Baseline, added, removed
+from jshard.inspect.ledger.memory import Rest
+from jshard.signals.active_config import unload
+
+ROOT = Path(__file__).parents[3]
+TEXT = """\
+# What each device sends and holds in one training step. Held by: jshard check digits.yaml
+# A change is accepted by: jshard check digits.yaml --update
+baseline 1
+mesh data: 2, tensor: 4
+layer1     backward  all_reduce  over data    x 2  16,640 B
+layer2     backward  all_reduce  over data    x 2   2,600 B
+layer2     forward   all_reduce  over tensor  x 1   1,920 B
+objective  forward   all_reduce  over data    x 1       4 B
+-       at rest       8 B
+layer1  at rest  66,560 B
+layer2  at rest  10,400 B
+"""
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """`check(*words)` in a folder with a copy of configs/digits.yaml: status, stdout and stderr by lines."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    (tmp_path / "digits.yaml").write_text((ROOT / "configs/digits.yaml").read_text())
+
+    def typed(*words: str) -> tuple[int, list[str], list[str]]:
+        status = main(["check", "digits.yaml", *words])
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err.splitlines()
+
+    yield typed
+    unload()
+
+
+def test_check_writes_a_baseline_that_people_can_read_and_holds_it(check):
+    status, out, err = check("--update")
+    assert (status, err) == (0, [])
+    assert out[-1] == (
+        "digits.baseline is written: 6 collectives, 21,164 B on the wire per device (forward 1,924 B, backward 19,240 B)"
+    )
+    assert Path("digits.baseline").read_text() == TEXT
+    status, out, err = check()
+    assert (status, out[-1], err) == (0, "as digits.baseline holds", [])
+
+
+def test_check_blames_the_line_that_adds_a_collective_and_says_how_to_accept_it(check):
+    check("--update")
+    path = Path("digits.yaml")
+    path.write_text(
+        "# one line more\n" + path.read_text().replace("column: tensor}", "column: tensor, output: gather}")
+    )
+    status, _, err = check()
+    assert (status, len(err)) == (1, 2)  # layer2 wants its input split: the cotangent is gathered on the way back
+    assert err[0] == (
+        'signal "layer1" (digits.yaml:16) asks for 1 all_gather more over tensor in forward than digits.baseline, 24,576 B '
+        "on the wire; accept it: jshard check digits.yaml --update"
+    )
+    assert err[1].startswith(
+        'signal "layer2" (digits.yaml:17) asks for 1 all_gather more over tensor in backward than '
+    )
+    check("--update")
+    assert check()[0] == 0
+
+
+def test_check_blames_the_line_that_adds_memory(check):
+    check("--update")
+    status, _, err = check("layer2={row: data}")
+    assert status == 1
+    assert (
+        'signal "layer2" (digits.yaml:16) holds 30,720 B more at rest than digits.baseline; accept it: jshard check '
+        "digits.yaml --update"
+    ) in [line.replace("the command line", "digits.yaml:16") for line in err]
+
+
+def test_check_passes_what_is_less_and_says_so(check):
+    check("--update", "layer1.output=gather")
+    status, out, err = check()
+    assert (status, err) == (0, [])
+    assert out[-1] == "less than digits.baseline holds; to keep it so: jshard check digits.yaml --update"
+
+
+def test_check_of_a_moved_line_is_no_change(check):
+    check("--update")
+    path = Path("digits.yaml")
+    path.write_text("# a line\n\n" + path.read_text())
+    assert check()[0] == 0
+
+
+def test_check_against_another_file_and_another_mesh(check):
+    check("--against", "pod.txt", "--update")
+    status, out, _ = check("--against", "pod.txt")
+    assert (status, out[-1]) == (0, "as pod.txt holds")
+    status, _, err = check("--against", "pod.txt", "jshard.mesh.data=4")
+    assert (status, err) == (
+        1,
+        [
+            "pod.txt is of mesh data: 2, tensor: 4, and this is mesh data: 4, tensor: 4; accept it: jshard check digits.yaml "
+            "--against pod.txt --update"
+        ],
+    )
+
+
+def test_check_holds_the_budget(check):
+    status, out, err = check("jshard.budget=1MiB")
+    assert (status, out[-1], err) == (0, "76,968 B at rest on each device, of 1,048,576 B", [])
+    status, _, err = check("jshard.budget=64KiB")
+    assert (status, err) == (
+        1,
+        [
+            "jshard.budget (the command line) is 65,536 B, and 76,968 B are at rest on each device, 66,560 B of it under "
+            'signal "layer1" (digits.yaml:15); write budget: 76968, or split more of it: store: data'
+        ],
+    )
+
+
+def test_check_takes_several_files(check, capsys):
+    Path("other.yaml").write_text("jshard: {mesh: {data: 2}}\nlayer: {row: data}\n")
+    status, out, _ = check("other.yaml")
+    assert (status, out[-1]) == (0, "other.yaml:2  layer: rows over data")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "digits.baseline is empty"),
+        ("baseline 0\nmesh data: 2\n", "digits.baseline is a baseline of version 0, and this jshard reads version 1"),
+        ("{}\n", "digits.baseline is not a baseline of jshard"),
+        (TEXT + "layer3 forever\n", 'digits.baseline:12 is "layer3 forever", which is no line of a baseline'),
+    ],
+)
+def test_check_of_an_old_or_broken_baseline_is_one_sentence(check, text, sentence):
+    Path("digits.baseline").write_text(text)
+    status, _, err = check()
+    assert (status, err) == (2, [f"{sentence}; type: jshard check digits.yaml --update"])
+
+
+def test_check_without_a_baseline_budget_or_promise_needs_no_jax(check):
+    program = (
+        "import sys\nfrom jshard.cli import main\nstatus = main(['check', 'digits.yaml'])\n"
+        "print(status, sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+# -- the comparison itself --
+
+
+def line(signal="mlp", count=1, payload=1024, place=7, phase="forward") -> Line:
+    return Line(
+        Place("a.yaml", place), signal, phase, "all_reduce", "psum", ("tensor",), 4, count, True, payload, "float32", (256,),
+        source="model.py:3",
+    )  # fmt: skip
+
+
+def sentences(was: Ledger, now: Ledger) -> list[str]:
+    return list(added(Baseline.of(was, "x"), now, "x", name="b", command="c"))
+
+
+def test_baseline_survives_its_text():
+    ledger = Ledger(
+        (line(), line("-"), line("decoder/attn", 80, 2**40)), memory=(Rest(None, "-", 3), Rest(None, "mlp", 4))
+    )
+    baseline = Baseline.of(ledger, "data: 16")
+    assert Baseline.read(baseline.text("jshard check a.yaml"), "b", "c") == baseline
+
+
+def test_baseline_tells_more_bytes_more_times_and_what_stands_under_no_signal():
+    assert sentences(Ledger((line(),)), Ledger((line(payload=2048),))) == [
+        'signal "mlp" (a.yaml:7) asks for 1,536 B more on the wire by all_reduce over tensor in forward than b; accept it: c '
+        "--update"
+    ]
+    assert sentences(Ledger((line(),)), Ledger((line(count=3),))) == [
+        'signal "mlp" (a.yaml:7) asks for 2 all_reduce more over tensor in forward than b, 3,072 B on the wire; accept it: c '
+        "--update"
+    ]
+    assert sentences(Ledger(()), Ledger((line("-"),))) == [
+        "the program (model.py:3), under no signal, asks for 1 all_reduce more over tensor in forward than b, 1,536 B on the "
+        "wire; accept it: c --update"
+    ]
+
+
+def test_baseline_of_less_is_told_as_less():
+    was, now = Ledger((line(count=2),)), Ledger((line(),))
+    assert sentences(was, now) == []
+    assert removed(Baseline.of(was, "x"), now, "x")
+    assert not removed(Baseline.of(now, "x"), now, "x")
+
+
+def test_baseline_that_is_no_baseline_is_refused():
+    with pytest.raises(JShardError) as told:
+        Baseline.read("hello", "b", "jshard check a.yaml")
+    assert str(told.value) == "b is not a baseline of jshard; type: jshard check a.yaml --update"

@@ -1,0 +1,112 @@
+"""Plans for TPUs and GPUs that are not there, by their own compilers; only where the extras are installed."""
+
+from __future__ import annotations
+
+import time
+
+import decoder
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.inspect.plan import plan
+from jshard.inspect.plan.planning import mesh_on, moved_to
+from jshard.inspect.plan.topology import Topology
+from jshard.signals.active_config import configuration, unload
+from tests.outside import needs_compiler
+
+TOPOLOGIES = ["v4:2x2x1", "v5e:4x4", "v5p:8x8x16", "v6e:16x16", "tpu7x:2x2x2", "h100:8", "h200:8", "b200:8"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
+    yield
+    unload()
+
+
+def loss(model, x):
+    return jnp.square(model(x)).mean()
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_topology_compiles(name):
+    needs_compiler(name)
+    devices = Topology.of(name).devices
+    jshard.load(
+        {
+            "jshard": {"mesh": {"data": -1, "tensor": 4}},
+            "up": {"row": "data", "column": "tensor"},
+            "down": {"row": "data", "reduction": "tensor"},
+        }
+    )
+    with moved_to(mesh_on(Topology.of(name), configuration())):
+        model = nnx.eval_shape(lambda: jshard.MLP(128, 256, 128, use_bias=False, rngs=nnx.Rngs(0)))
+        x = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
+        made = plan(loss, model, x, topology=name)
+    assert made.mesh == {"data": devices // 4, "tensor": 4}
+    assert made.comparison.asked == made.asked.total > 0
+    assert made.comparison.got == sum(got.total for got in made.got) > 0
+    assert made.memory.fits and made.memory.capacity == Topology.of(name).chip.device_memory
+    assert {"arithmetic", "memory"} < {part.name for part in made.estimate.parts}
+    assert "(a model, nothing was measured)" in str(made)
+
+
+def test_single_chip_compiles():
+    needs_compiler("v5e:1x1")
+    made = plan(lambda x: x @ x.T, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16), topology="v5e:1x1")
+    assert (made.comparison.asked, made.comparison.got) == (0, 0)
+
+
+def test_program_that_is_too_large_for_a_chip_is_a_verdict_and_not_a_failure():
+    needs_compiler("v5e:1x1")
+
+    def f(x):
+        return (jnp.sort(x @ x.T, axis=0) * 2).sum()
+
+    made = plan(f, jax.ShapeDtypeStruct((60_000, 64), jnp.float32), topology="v5e:1x1", backward=False)
+    assert made.memory.fits is False
+    assert made.memory.total > made.memory.capacity == int(15.75 * 2**30)
+    assert "memory: does not fit: " in str(made)
+
+
+def test_gathers_hide_behind_products_on_a_tpu():
+    needs_compiler("v5e:2x4")
+    made = plan_decoder("v5e:2x4", decoder.TINY, data=2, tensor=4)
+    assert sum(row.asynchronous for row in made.comparison.rows) > 0
+    assert not [each for _, each in made.comparison.differences if each.kind in ("added", "dropped", "split")]
+
+
+def test_gpu_joins_gathers_and_adds_up_before_it_reduces():
+    needs_compiler("h100:8")
+    made = plan_decoder("h100:8", decoder.TINY, data=2, tensor=4)
+    assert {each.kind for _, each in made.comparison.differences} >= {"merged", "dropped"}
+    assert made.comparison.got < made.comparison.asked
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_seven_billion_parameters_on_256_chips_and_again_from_the_cache():
+    needs_compiler("v5e:16x16")
+    began = time.perf_counter()
+    first = plan_decoder("v5e:16x16", decoder.SEVEN_BILLION, data=16, tensor=16)
+    took = time.perf_counter() - began
+    assert decoder.SEVEN_BILLION.parameters == 6_738_415_616
+    assert first.memory.fits
+    began = time.perf_counter()
+    second = plan_decoder("v5e:16x16", decoder.SEVEN_BILLION, data=16, tensor=16)
+    again = time.perf_counter() - began
+    print(
+        f"\n7B on v5e:16x16: planned in {took:.0f} s, of which the compiler {first.seconds:.0f} s; again in {again:.1f} s"
+    )
+    assert second.cached and again < took / 4
+    assert second.comparison == first.comparison
+
+
+def plan_decoder(name: str, size: decoder.Size, **mesh: int):
+    jshard.load(decoder.configured(**mesh))
+    with moved_to(mesh_on(Topology.of(name), configuration())):
+        step, args = decoder.training_step(size)
+        return plan(step, *args, topology=name)

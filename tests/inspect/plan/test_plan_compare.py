@@ -1,0 +1,182 @@
+"""Asked against got: one decoder step's ledger against what five compilers made of it (tests/data/hlo)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import decoder
+import pytest
+
+import jshard
+from jshard.inspect.compiled.collective import Got
+from jshard.inspect.compiled.traffic import collectives_in
+from jshard.inspect.ledger.ledger import Ledger, Line
+from jshard.inspect.ledger.tracing import explain
+from jshard.inspect.plan.comparison import compare
+from jshard.inspect.plan.match import path_of
+from jshard.layouts.mesh import absent_mesh
+from jshard.signals.active_config import on_mesh, unload
+
+HLO = Path(__file__).parents[2] / "data" / "hlo"
+SIZES = {"data": 2, "tensor": 4}
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    jshard.load(decoder.configured(**SIZES))
+    try:
+        with on_mesh(absent_mesh(SIZES)):
+            step, args = decoder.training_step(decoder.TINY)
+            return explain(step, *args)
+    finally:
+        unload()
+
+
+@pytest.fixture(params=["tpu7x", "v5e", "cpu", "h100", "h200"])
+def both(request, ledger):
+    got = collectives_in((HLO / f"decoder-{request.param}.hlo").read_text())
+    return request.param, got, compare(ledger, got, SIZES)
+
+
+def told(comparison, **columns):
+    rows = [row for row in comparison.rows if all(getattr(row, key) == value for key, value in columns.items())]
+    return [(row.asked, row.got, [str(each) for each in row.differences]) for row in rows]
+
+
+def test_every_byte_of_both_sides_is_in_a_row(both, ledger):
+    _, got, comparison = both
+    assert comparison.asked == ledger.total == sum(row.wire_asked for row in comparison.rows)
+    assert comparison.got == sum(each.total for each in got)
+    assert sum(row.asked for row in comparison.rows) == ledger.count
+    assert sum(asked for asked, _ in comparison.by_signal().values()) == ledger.total
+
+
+def test_nothing_is_added_and_what_differs_has_a_name(both):
+    name, _, comparison = both
+    kinds = {difference.kind for _, difference in comparison.differences}
+    assert (
+        kinds
+        == {
+            "tpu7x": {"merged"},
+            "v5e": {"merged", "rewritten"},
+            "cpu": {"merged", "recast"},
+            "h100": {"merged", "dropped", "recast"},
+            "h200": {"merged", "dropped", "recast"},
+        }[name]
+    )
+
+
+def test_reduce_scatters_that_became_an_all_reduce_are_named(ledger):
+    comparison = compare(ledger, collectives_in((HLO / "decoder-v5e.hlo").read_text()), SIZES)
+    row = {"signal": "attn/qkv", "collective": "reduce_scatter"}
+    assert told(comparison, **row) == [(6, 6, ["6 run as all_reduce", "6 merged into 3"])]
+    (found,) = [each for each in comparison.rows if (each.signal, each.collective) == tuple(row.values())]
+    assert (found.wire_asked, found.wire_got) == (6_144, 12_288)
+    rewritten = sum(each.times for _, each in comparison.differences if each.kind == "rewritten")
+    assert rewritten == 11 and comparison.got - comparison.asked == 13_312
+
+
+def test_sums_that_were_added_up_before_one_all_reduce_are_dropped_and_recast(ledger):
+    comparison = compare(ledger, collectives_in((HLO / "decoder-h200.hlo").read_text()), SIZES)
+    assert told(comparison, signal="attn/qkv", phase="backward", collective="all_reduce") == [
+        (6, 2, ["4 dropped", "2 in float32 instead of bfloat16"])
+    ]
+    # one array behind the other, in the loop's first trip and its last
+    assert told(comparison, signal="-", phase="backward") == [(5, 5, ["5 merged into 1"])]
+
+
+def test_asynchronous_runs_are_told_apart(ledger):
+    comparison = compare(ledger, collectives_in((HLO / "decoder-v5e.hlo").read_text()), SIZES)
+    waits = {(row.signal, row.phase): row.asynchronous for row in comparison.rows if row.asynchronous}
+    assert waits == {
+        ("mlp/up", "forward"): 2,
+        ("mlp/down", "forward"): 2,
+        ("mlp/up", "backward"): 4,
+        ("mlp/down", "backward"): 2,
+    }
+    assert sum(row.hidden for row in comparison.rows) == 20_480
+
+
+# -- differences that no stored text shows --
+
+
+def line(collective="all_reduce", elements=8, count=1, dtype="float32", signal="up", **more) -> Line:
+    fields = {
+        "place": None,
+        "phase": "forward",
+        "primitive": "psum",
+        "mesh_axes": ("tensor",),
+        "group": 4,
+        "count_known": True,
+    }
+    return Line(
+        signal=signal, collective=collective, count=count, payload=4 * elements, dtype=dtype, shape=(elements,), **{**fields, **more}
+    )  # fmt: skip
+
+
+def run(collective="all_reduce", elements=(8,), count=1, signal="up", members=(0, 1, 2, 3), **more) -> Got:
+    name = f"jit(f)/signal:{signal}/shard_map/psum" if signal else ""
+    return Got(
+        collective, collective, len(members), tuple(4 * each for each in elements), ("f32",) * len(elements), count, True, name,
+        (name,) * len(elements), members=members, **more,
+    )  # fmt: skip
+
+
+def words(asked, got):
+    comparison = compare(Ledger(tuple(asked)), got, SIZES)
+    return [(row.signal, row.asked, row.got, "; ".join(map(str, row.differences))) for row in comparison.rows]
+
+
+def test_as_asked_is_no_difference():
+    assert words([line(count=3)], [run(count=3)]) == [("up", 3, 3, "")]
+
+
+def test_dropped_and_added_are_named():
+    assert words([line(count=3)], [run(count=2)]) == [("up", 3, 2, "1 dropped")]
+    assert words([line()], [run(), run("all_to_all", signal="")]) == [
+        ("up", 1, 1, ""),
+        ("-", 0, 1, "1 that nobody asked for"),
+    ]
+
+
+def test_other_mesh_axes_are_another_collective():
+    assert words([line()], [run(members=(0, 4))]) == [
+        ("up", 1, 0, "1 dropped"),
+        ("up", 0, 1, "1 that nobody asked for"),
+    ]
+
+
+def test_mesh_axes_of_one_size_are_told_apart():
+    square = {"data": 4, "tensor": 4}
+    for members, times in (((0, 1, 2, 3), 1), ((0, 4, 8, 12), 0)):
+        (row, *_) = compare(Ledger((line(),)), [run(members=members)], square).rows
+        assert row.got == times
+
+
+def test_split_is_named():
+    assert words([line(elements=8)], [run(elements=(4,)), run(elements=(4,))]) == [("up", 1, 1, "1 split into 2 parts")]
+
+
+def test_ring_of_permutes_for_a_gather_is_named():
+    assert words([line("all_gather")], [run("permute", elements=(2,), count=3)]) == [("up", 1, 1, "1 run by permute")]
+
+
+def test_one_array_behind_the_other_is_merged():
+    asked = [line(elements=8), line(elements=24, signal="down")]
+    assert words(asked, [run(elements=(32,), signal="")]) == [
+        ("up", 1, 1, "1 merged with others"),
+        ("down", 1, 1, "1 merged with others"),
+    ]
+
+
+def test_what_a_kernel_declares_is_taken_at_its_word():
+    kernel = line("all_reduce", count=2, declared=100)
+    assert words([kernel], []) == [("up", 2, 2, "2 inside a kernel, by its own word")]
+    assert compare(Ledger((kernel,)), [], SIZES).got == 200
+
+
+def test_signals_are_read_from_name_stacks():
+    assert path_of("jit(f)/signal:attn/signal:out/jit(layer)/shard_map/psum") == (("attn", "out"), False, False)
+    assert path_of("jit(f)/transpose(jvp(signal:up))/jvp(signal:up)/psum") == (("up",), True, False)
+    assert path_of("jit(f)/transpose(jvp())/checkpoint/rematted_computation/signal:up/psum") == (("up",), True, True)
+    assert path_of("") == ((), False, False)

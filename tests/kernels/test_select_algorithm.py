@@ -1,0 +1,254 @@
+"""Which algorithm is taken, why, and what is said of one that can't be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jshard import kernels
+from jshard.errors import JShardError
+from jshard.kernels import chip as chips
+from jshard.kernels.select_algorithm import ALGORITHMS, TABLE
+from tests.kernels.test_lowering import lowered
+
+
+@pytest.mark.parametrize(
+    ("op", "kib", "group", "chip", "algorithm", "reason"),
+    [
+        ("all_reduce", 64, 8, "cpu", "xla", "a CPU has no links for a kernel to drive"),
+        ("all_reduce", 64, 1, "v5e", "xla", "a group of one moves nothing"),
+        ("all_reduce", 256, 8, "h200", "xla", "psum over 8 is a one-shot kernel of XLA's own up to 256 KiB"),
+        ("all_reduce", 257, 8, "h200", "xla", "psum over 8 is a two-shot kernel of XLA's own up to 4 MiB"),
+        ("all_reduce", 512, 4, "h100", "xla", "psum over 4 is a one-shot kernel of XLA's own up to 512 KiB"),
+        ("all_reduce", 9000, 4, "h200", "xla", "psum is NCCL's here, which wins above the sizes of one-shot kernels"),
+        ("all_reduce", 1024, 2, "b200", "xla", "psum over 2 is a one-shot kernel of XLA's own up to 1 MiB"),
+        ("all_reduce", 64, 8, "a100", "xla", "psum is NCCL's here, which wins above the sizes of one-shot kernels"),
+        ("all_gather", 64, 8, "h200", "xla", "NCCL's: neither XLA nor jshard has a kernel for it"),
+        ("all_gather_matmul", 64, 8, "h200", "xla", "jshard has no kernel for this op on GPUs"),
+        ("matmul", 64, 1, "b200", "xla", "no figure says that a kernel beats cuBLAS on this chip"),
+        ("matmul", 64, 1, "a100", "xla", "jshard has no kernel for this op on GPUs"),
+        ("all_reduce", 64, 8, "v5e", "xla", "no figure says that a kernel beats XLA's own on this chip"),
+        ("matmul", 64, 1, "v5p", "xla", "no figure says that a kernel beats XLA's own on this chip"),
+        (
+            "all_gather_matmul", 64, 16, "v6e", "fused",
+            "the wire runs under the product, which XLA does not do inside a shard_map",
+        ),
+        ("matmul_reduce_scatter", 64, 128, "tpu7x", "xla", "no figure says that a kernel beats XLA's own on this chip"),
+    ],
+)  # fmt: skip
+def test_choice_is_that_of_the_table(op, kib, group, chip, algorithm, reason):
+    choice = kernels.choose(op, shape=(kib, 256), dtype="float32", group=group, chip=chip)
+    assert (choice.algorithm, choice.reason) == (algorithm, reason)
+
+
+@pytest.mark.parametrize(
+    ("chip", "columns"), [("v4", 5500), ("v5e", 3940), ("v5p", 4590), ("v6e", 9180), ("tpu7x", 23_070)]
+)
+def test_fused_scatter_is_taken_where_its_products_hide_what_float32_adds(chip, columns):
+    def taken(columns, dtype):
+        return kernels.choose("matmul_reduce_scatter", shape=(64, columns), dtype=dtype, group=4, chip=chip).algorithm
+
+    assert [taken(columns + more, "bfloat16") for more in (-10, 10)] == ["xla", "fused"]
+    assert taken(64, "float32") == "fused"  # as many bytes as XLA's
+
+
+def test_every_row_of_the_table_has_a_source_and_some_use(monkeypatch):
+    monkeypatch.setattr(sys.modules["jshard.kernels.select_algorithm"], "between_processes", lambda: True)
+    reached = set()
+    for op in ALGORITHMS:
+        for chip in [*chips.CHIPS.values(), chips.Chip("other", "gpu"), chips.Chip("odd", "metal")]:
+            for group in (1, 2, 4, 8, 1024):
+                for kib in (1, 300, 3000, 10_000, 1 << 20):
+                    reached.add(kernels.choose(op, shape=(kib, 1024), dtype="int8", group=group, chip=chip))
+            reached.add(kernels.choose(op, shape=(8, 1 << 15), dtype="bfloat16", group=8, chip=chip))
+    assert all(row.choice.source and row.choice.reason for row in TABLE)
+    assert reached == {row.choice for row in TABLE}
+
+
+def test_choice_says_its_source():
+    assert str(kernels.choose("all_reduce", shape=(4,), dtype="float32", group=8, chip="NVIDIA H200")) == (
+        "xla: psum over 8 is a one-shot kernel of XLA's own up to 256 KiB "
+        "(HLO compiled for 8 absent H200 and B200, jax 0.12.0.1: a __triton_collective fusion)"
+    )
+
+
+def test_auto_on_a_cpu_is_psum_to_the_last_word_of_its_hlo(mesh):
+    here = mesh(t=8)
+    x = jax.ShapeDtypeStruct((8, 5), np.float32, sharding=jax.NamedSharding(here, P("t")))
+
+    def text(f):
+        def body(x):
+            return f(x)
+
+        return jax.jit(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P())).lower(x).as_text()
+
+    assert text(lambda x: kernels.all_reduce(x, "t")) == text(lambda x: lax.psum(x, "t"))
+
+    def product(gather_and_multiply):
+        def body(x):
+            w = x.T
+            return gather_and_multiply(x, w)
+
+        return jax.jit(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P("t"))).lower(x).as_text()
+
+    plain = product(lambda x, w: lax.all_gather(x, "t", tiled=True) @ w)
+    assert body_of(product(lambda x, w: kernels.all_gather_matmul(x, w, "t"))) == body_of(plain)
+
+
+def body_of(text):
+    return [line.split(" loc(")[0] for line in text.splitlines()[1:]]
+
+
+def test_auto_on_a_tpu_takes_the_fused_kernel_and_xla_where_it_can_not():
+    def gather(x):
+        return kernels.all_gather_matmul(x, x.T, "t")
+
+    assert "tpu_custom_call" in lowered(gather, (16, 128), "float32", {"t": 8})
+    assert "tpu_custom_call" not in lowered(gather, (16, 128), "float16", {"t": 8})
+    assert "tpu_custom_call" not in lowered(lambda x: kernels.all_reduce(x, "t"), (16, 128), "float32", {"t": 8})
+
+
+def test_plain_use_imports_neither_pallas_nor_flax():
+    program = (
+        "import sys, jax, jax.numpy as jnp\nfrom jshard import kernels\n"
+        "mesh = jax.make_mesh((1,), ('t',), axis_types=(jax.sharding.AxisType.Auto,))\n"
+        "f = lambda x: kernels.all_gather_matmul(kernels.all_reduce(x, 't'), x.T, 't')\n"
+        "jax.jit(jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P('t')))(jnp.ones((2, 3)))\n"
+        "print(sorted(m for m in ('flax', 'jax.experimental.pallas') if m in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+# -- what is refused --
+
+
+def refused(mesh, f, *, dtype="float32", interpreted=True, shape=(8, 8), sizes=None, **more):
+    here = mesh(**(sizes or {"t": 8}))
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=jax.NamedSharding(here, P("t")))
+    run = jax.shard_map(f, mesh=here, in_specs=P("t"), out_specs=P("t"), **more)
+    with pytest.raises(JShardError) as error:
+        if interpreted:
+            with kernels.interpret():
+                jax.make_jaxpr(run)(x)
+        else:
+            jax.make_jaxpr(run)(x)
+    return str(error.value)
+
+
+def by(algorithm, **more):
+    return lambda x: kernels.all_reduce(x, "t", algorithm=algorithm, **more)
+
+
+def test_forced_choice_that_can_not_run_says_why(mesh):
+    assert refused(mesh, by("ring"), interpreted=False) == (
+        'all_reduce can\'t run by "ring": its kernel drives a TPU, and this is cpu; '
+        'use algorithm="auto", or try it in kernels.interpret()'
+    )
+    assert refused(mesh, by("ring"), dtype="float16") == (
+        'all_reduce can\'t run by "ring": its kernel takes float32, bfloat16, int32, int8, and x is float16; '
+        'cast x, or use algorithm="auto"'
+    )
+    assert refused(mesh, by("torus")) == (
+        'all_reduce can\'t run by "torus": a torus has several mesh axes, and "t" is one; use algorithm="ring"'
+    )
+    assert refused(mesh, by("one_shot"), shape=(8, 4 << 20)) == (
+        'all_reduce can\'t run by "one_shot": 16,777,216 bytes from each of 8 devices need 167,772,160 bytes of VMEM, '
+        'and there are 12,582,912; use algorithm="two_shot" or "ring"'
+    )
+    assert refused(mesh, by("ring", op="max")) == (
+        'all_reduce can\'t run by "ring": a kernel adds, and takes no max; use algorithm="auto"'
+    )
+    assert refused(mesh, by("rign")) == 'all_reduce has no algorithm "rign"; did you mean "ring"?'
+    assert refused(mesh, by("nccl")) == (
+        'all_reduce has no algorithm "nccl"; use one of "auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"'
+    )
+
+
+def test_mesh_axis_left_to_the_partitioner_is_refused_and_auto_is_not(mesh):
+    assert refused(mesh, by("ring"), sizes={"t": 4, "d": 2}, axis_names={"t"}) == (
+        'all_reduce can\'t run by "ring": mesh axis "d" is left to the partitioner, and a kernel reaches devices by all '
+        'mesh axes; use algorithm="auto", or a shard_map over every mesh axis'
+    )
+    here = mesh(t=4, d=2, axis_types="auto")
+    run = jax.shard_map(by("auto"), mesh=here, in_specs=P("t"), out_specs=P(), axis_names={"t"})
+    np.testing.assert_array_equal(jax.jit(run)(np.arange(4.0)), 6)
+
+
+def test_axis_of_vmap_is_refused(mesh):
+    def f(x):
+        return jax.vmap(lambda x: kernels.all_reduce(x, "v", algorithm="ring"), axis_name="v")(x)
+
+    assert refused(mesh, f, sizes={"t": 2}) == (
+        'all_reduce can\'t run by "ring": "v" is an axis of jax.vmap, and its kernel reaches along mesh axes only; '
+        'use algorithm="auto"'
+    )
+
+
+def test_ring_that_is_too_long_is_refused():
+    with pytest.raises(JShardError) as error:
+        lowered(by("ring"), (256, 128), "float32", {"t": 128})
+    assert str(error.value) == (
+        'all_reduce can\'t run by "ring": a ring of 128 needs more semaphores than a TPU has, which is enough for 64; '
+        'use algorithm="torus" over several mesh axes'
+    )
+
+
+def test_products_that_a_kernel_can_not_take_are_refused(mesh):
+    def gather(w, **more):
+        return lambda x: kernels.all_gather_matmul(x, jnp.ones(*w), "t", algorithm="fused", **more)
+
+    said = 'all_gather_matmul can\'t run by "fused": '
+    assert refused(mesh, gather(((8, 3, 2),))) == (
+        f'{said}its kernel takes a w of two axes, and w is (8, 3, 2); use algorithm="auto"'
+    )
+    assert refused(mesh, gather(((8, 3), jnp.bfloat16))) == (
+        f"{said}its kernel takes operands of one dtype, and x is float32 and w bfloat16; cast one of them"
+    )
+    assert refused(mesh, gather(((8, 3), jnp.int32)), dtype="int32") == (
+        f'{said}its kernel takes float32, bfloat16, int8, and x is int32; cast x, or use algorithm="auto"'
+    )
+    assert refused(mesh, gather(((1 << 20, 3),)), shape=(8, 1 << 20)) == (
+        f"{said}1 rows of 1048576 numbers from each device do not fit 12,582,912 bytes of VMEM; "
+        'split the rows further, or use algorithm="auto"'
+    )
+    assert refused(mesh, gather(((8, 3),), axis=1)) == (
+        "all_gather_matmul joins axis 1 of x(1, 8), which is the one that is multiplied; use axis=0"
+    )
+    assert refused(mesh, gather(((7, 3),))) == (
+        "all_gather_matmul of x(1, 8) and w(7, 3): the last axis of x does not match the first of w; "
+        "use a w with as many rows as x has columns"
+    )
+    assert refused(mesh, lambda x: kernels.matmul(x, x.T, activation="gleu")) == (
+        'matmul has no activation "gleu"; did you mean "gelu"?'
+    )
+    with pytest.raises(JShardError) as error:
+        lowered(lambda x: kernels.matmul(x, x.T, algorithm="pallas"), (8, 8), "int8", {"t": 8}, chip="v4")
+    assert str(error.value) == (
+        'matmul can\'t run by "pallas": its kernel takes float32, bfloat16 on v4, and x is int8; '
+        'cast x, or use algorithm="auto"'
+    )
+
+
+def test_names_that_are_not_there_are_refused():
+    for call, sentence in [
+        (
+            lambda: kernels.choose("all_reduc", shape=(), dtype="int8", group=2),
+            'jshard has no kernel "all_reduc"; did you mean "all_reduce"?',
+        ),
+        (lambda: chips.chip("v6"), 'jshard knows no chip "v6"; did you mean "v6e"?'),
+        (lambda: chips.chip("abacus"), f'jshard knows no chip "abacus"; use one of {", ".join(chips.CHIPS)}'),
+    ]:
+        with pytest.raises(JShardError) as error:
+            call()
+        assert str(error.value) == sentence

@@ -1,0 +1,207 @@
+"""Where no signal names a strategy: the one with the least wire bytes is taken, shown with its price, and really split."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jshard
+from jshard.inspect.compiled import wire_bytes
+from jshard.inspect.ledger import explain
+from jshard.layers import choose
+from jshard.signals.active_config import unload
+
+WHOLE, ROWS, COLUMNS = (None, None), ("w", None), (None, "w")
+A = (np.arange(32 * 16).reshape(32, 16) % 7 - 3).astype(np.float32)
+B = (np.arange(16 * 8).reshape(16, 8) % 5 - 2).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded():
+    yield
+    unload()
+
+
+def load(mesh, **jshard_keys):
+    """A configuration whose signals are all the ways there are to write a strategy over `mesh`, and one that says
+    nothing."""
+    names, signals = list(mesh), {"nothing": {}}
+    for loops in itertools.product(("row", "column", "reduction", "none"), repeat=len(names)):
+        keys = {
+            loop: [n for n, its in zip(names, loops, strict=True) if its == loop] for loop in loops if loop != "none"
+        }
+        word = "_".join(loops)
+        signals[f"way_{word}"] = keys or {"shard": {"replicated": True}}
+        if "reduction" in loops:
+            signals[f"way_{word}_scatter"] = {**keys, "output": "scatter"}
+    jshard.load({"jshard": {"mesh": mesh, **jshard_keys}, **signals})
+    return [name for name in signals if name != "nothing"]
+
+
+def place(x, axes):
+    return jshard.redistribute(x, jshard.Layout(jshard.mesh(), *axes))
+
+
+def under(name):
+    def product(a, b):
+        with jshard.signal(name):
+            return jshard.matmul(a, b)
+
+    return product
+
+
+def compiled_bytes(f, *args):
+    return wire_bytes(jax.jit(f).lower(*args).compile())
+
+
+PLACES = [
+    *(({"w": 4}, a, b) for a in (WHOLE, ROWS, COLUMNS) for b in (WHOLE, ROWS, COLUMNS)),
+    ({"w": 2, "v": 2}, ("w", "v"), ("v", None)),
+    ({"w": 2, "v": 4}, (("v", "w"), None), ("w", "v")),
+]
+
+
+@pytest.mark.parametrize(("mesh", "a", "b"), PLACES, ids=[f"{a}@{b}" for _, a, b in PLACES])
+def test_choice_is_the_least_of_all_by_what_compiled_programs_move(mesh, a, b):
+    ways = load(mesh)
+    placed = place(A, a), place(B, b)
+    with jshard.signal("nothing"):
+        best = choose(*placed)[0]
+    measured = {way: compiled_bytes(under(way), *placed) for way in ways}
+    assert best.wire == min(measured.values()) == compiled_bytes(under("nothing"), *placed)
+
+    result = jax.jit(under("nothing"))(*placed)
+    np.testing.assert_array_equal(result, A @ B)
+    assert result.sharding == best.strategy.y(2).sharding
+
+    ledger = explain(under("nothing"), *placed, backward=False)
+    assert ledger.total == best.wire
+    (told,) = ledger.choices
+    assert (told.signal, told.words) == ("nothing", str(best))
+
+
+def test_every_price_is_what_the_compiled_program_moves():
+    """Not only the cheapest: the whole list, on a mesh of two axes, and 3-axis arrays split along their sequence."""
+    load({"w": 2, "v": 2})
+    signal_of = {str(choice).partition(",")[0]: choice for choice in choose(place(A, ("w", "v")), place(B, ("v", "w")))}
+    assert len(signal_of) == 16 + 7  # every loop for each mesh axis, and scatter where something is summed
+    for words, choice in list(signal_of.items())[::3]:
+        keys = (
+            dict(word.split("=") for word in words.split())
+            if words != "replicated"
+            else {"shard": {"replicated": True}}
+        )
+        keys = {
+            key: value.split("+") if isinstance(value, str) and key != "output" else value
+            for key, value in keys.items()
+        }
+        jshard.load({"jshard": {"mesh": {"w": 2, "v": 2}}, "way": keys})
+        assert compiled_bytes(under("way"), place(A, ("w", "v")), place(B, ("v", "w"))) == choice.wire, words
+
+
+def test_choice_among_equal_prices_divides_the_arithmetic_and_takes_one_collective():
+    load({"w": 4})
+    words = [str(choice) for choice in choose(A, B)]
+    assert words[0] == "row=w, 0 B on the wire per device"  # as cheap as replicated, at a quarter of the work
+    assert "replicated, 0 B on the wire per device" in words
+    split = place(A, COLUMNS), place(B, ROWS)
+    assert str(choose(*split)[0]) == "reduction=w output=scatter, 768 B on the wire per device"
+
+
+def test_choice_without_any_signal_really_splits_the_work_of_whole_arrays():
+    """G55: no YAML but the mesh, operands whole on every device."""
+    jshard.load({"jshard": {"mesh": {"w": 4}}})
+    whole = place(A, WHOLE), place(B, WHOLE)
+    compiled = jax.jit(jshard.matmul).lower(*whole).compile()
+    assert wire_bytes(compiled) == 0
+    dense = jax.jit(jnp.matmul).lower(A, B).compile().cost_analysis()["flops"]
+    assert compiled.cost_analysis()["flops"] < dense / 4 + 16  # and a few to find its own rows
+    (dot,) = [line for line in compiled.as_text().splitlines() if " dot(" in line]
+    assert "f32[8,8]" in dot
+    result = compiled(*whole)
+    assert {shard.data.shape for shard in result.addressable_shards} == {(8, 8)}
+    np.testing.assert_array_equal(result, A @ B)
+    table = str(explain(jshard.matmul, *whole, backward=False)).splitlines()
+    assert len(table) == 2 and table[1] == "total: no collectives"
+    assert table[0].startswith("-  -  chosen: row=w, 0 B on the wire per device")
+
+
+def test_choice_and_its_price_stand_in_the_ledger_beside_its_collectives(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text("jshard: {mesh: {w: 4}}\n\nproduct: {}\n")
+    jshard.load("one.yaml")
+
+    def loss(a, b):
+        with jshard.signal("product"):
+            return jshard.matmul(a, b).astype(jnp.float32)
+
+    ledger = explain(jax.jit(loss), place(A, ROWS), place(B, ROWS))
+    source = f"(test_choose.py:{loss.__code__.co_firstlineno + 2})"
+    # fmt: off
+    assert str(ledger) == "\n".join([
+        "one.yaml:3  product  forward   all_gather  over w (4)  1 x 512 B  float32  384 B on the wire  (chosen row=w, redistribute)",
+        "one.yaml:3  product  backward  all_reduce  over w (4)  1 x 512 B  float32  768 B on the wire  (chosen row=w)",
+        f"one.yaml:3  product  chosen: row=w, 384 B on the wire per device  {source}",
+        "total: 2 collectives, 1,152 B on the wire per device (forward 384 B, backward 768 B)",
+    ])
+    # fmt: on
+    assert '"words": "row=w, 384 B on the wire per device"' in ledger.to_json()
+    assert ledger.only(phase="backward").choices == ()
+
+
+def test_choice_in_a_scan_and_a_remat_is_told_once():
+    jshard.load({"jshard": {"mesh": {"w": 4}}})
+    square = (np.arange(16 * 16).reshape(16, 16) % 3 - 1).astype(np.float32)
+
+    def f(a, b):
+        turn = jax.checkpoint(lambda carry, _: (jshard.redistribute(jshard.matmul(carry, b), rows), None))
+        return jax.lax.scan(turn, a, length=5)[0].sum()
+
+    rows = jshard.Layout(jshard.mesh(), *ROWS)
+    ledger = explain(jax.grad(f), place(A, ROWS), place(square, WHOLE))
+    assert [choice.words for choice in ledger.choices] == ["row=w, 0 B on the wire per device"]
+
+
+def test_choice_of_a_sequence_that_is_split_leaves_it_split():
+    load({"w": 2, "v": 2})
+    x = np.arange(4 * 8 * 16).reshape(4, 8, 16).astype(np.float32) % 5
+    layouts = [(("w", "v", None), "row=w sequence=v, 0 B"), ((None, ("w", "v"), None), "sequence=w+v, 0 B")]
+    for axes, words in layouts:
+        placed = place(x, axes), place(B, WHOLE)
+        assert str(choose(*placed)[0]).startswith(words)
+        result = jshard.matmul(*placed)
+        assert result.sharding == jshard.Layout(jshard.mesh(), *axes).sharding
+        np.testing.assert_array_equal(result, x @ B)
+
+
+def test_choice_of_sizes_that_do_not_divide_is_replicated():
+    load({"w": 4})
+    assert [str(choice) for choice in choose(A[:3, :5], B[:5, :7])] == ["replicated, 0 B on the wire per device"]
+    np.testing.assert_array_equal(jshard.matmul(A[:3, :5], B[:5, :7]), A[:3, :5] @ B[:5, :7])
+
+
+def test_choice_takes_fewer_bytes_before_less_arithmetic():
+    load({"w": 4})
+    words = [str(choice) for choice in choose(A[:3], B[:, :7])]  # only the inner dimension divides
+    assert words == ["replicated, 0 B on the wire per device", "reduction=w, 126 B on the wire per device"]
+
+
+def test_choice_of_a_vector_is_by_columns():
+    load({"w": 4})
+    assert str(choose(A[0], B)[0]) == "column=w, 0 B on the wire per device"
+    result = jshard.matmul(A[0], B)
+    assert result.sharding.spec == jax.P("w")
+    np.testing.assert_array_equal(result, A[0] @ B)
+
+
+def test_choice_on_an_auto_mesh_says_what_it_can_not_see():
+    jshard.load({"jshard": {"mesh": {"w": 4}, "axis_types": "auto"}})
+    placed = place(A, ROWS), place(B, ROWS)
+    assert str(choose(*placed)[0]) == "row=w, 384 B on the wire per device"  # arrays at hand tell where they lie
+    (told,) = explain(jshard.matmul, *placed, backward=False).choices
+    assert told.words == "row=w, 0 B on the wire per device, if x and w are whole (an auto mesh does not tell)"
+    np.testing.assert_array_equal(jax.jit(jshard.matmul)(*placed), A @ B)

@@ -1,0 +1,259 @@
+"""A(128,64) @ B(64,32) on four devices, by every strategy: shard shapes, collectives in the compiled program, values and
+gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.errors import JShardError
+from jshard.inspect.compiled import collectives_in, wire_bytes
+from jshard.inspect.ledger import explain
+from jshard.signals.active_config import unload
+
+SIGNALS = {
+    "rows": {"row": "w"},
+    "stored": {"row": "w", "store": "w"},
+    "gt_rows": {"shard": {"axis": 0}},
+    "inner": {"reduction": "w"},
+    "scattered": {"reduction": "w", "output": "scatter"},
+    "columns": {"column": "w"},
+    "gathered": {"column": "w", "output": "gather"},
+    "gt_columns": {"shard": {"axis": 1}},
+    "nothing": {},
+    "narrow": {"row": "w", "dtype": {"compute": "bfloat16"}},
+    "narrow_choice": {"dtype": {"compute": "bfloat16", "reduce": "float32"}, "remat": True},
+}
+WHOLE, ROWS, COLUMNS = (None, None), ("w", None), (None, "w")
+
+# Small integers: every sum below is exact in float32, so dense and split agree to the last bit.
+A = (np.arange(128 * 64).reshape(128, 64) % 7 - 3).astype(np.float32)
+B = (np.arange(64 * 32).reshape(64, 32) % 5 - 2).astype(np.float32)
+G = (np.arange(128 * 32).reshape(128, 32) % 3 - 1).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def loaded():
+    jshard.load({"jshard": {"mesh": {"w": 4}}, **SIGNALS})
+    yield
+    unload()
+
+
+def place(x, axes):
+    return jshard.redistribute(x, jshard.Layout(jshard.mesh(), *axes))
+
+
+def by(name):
+    def product(a, b):
+        with jshard.signal(name):
+            return jshard.matmul(a, b)
+
+    return product
+
+
+def shard_shape(x):
+    shapes = {shard.data.shape for shard in x.addressable_shards}
+    assert len(x.addressable_shards) == 4 and len(shapes) == 1
+    return shapes.pop()
+
+
+def kinds(compiled):
+    """How many arrays each kind of collective carries: XLA joins neighbours into one."""
+    return Counter(got.collective for got in collectives_in(compiled) for _ in got.payloads)
+
+
+def with_gradients(f):
+    """The product and the gradients of both operands, for a cotangent that is no constant."""
+
+    def both(a, b, g):
+        y, pull = jax.vjp(f, a, b)
+        return y, *pull(g)
+
+    return both
+
+
+# signal, A lies, B lies, shards of A and B and C, C lies, collectives of forward, of forward and backward
+TABLE = [
+    ("rows", ROWS, WHOLE, (32, 64), (64, 32), (32, 32), ROWS, "", "all_reduce"),  # S1
+    ("rows", ROWS, ROWS, (32, 64), (16, 32), (32, 32), ROWS, "all_gather", "all_gather all_reduce"),  # S1b, moved
+    (
+        "stored",
+        ROWS,
+        ROWS,
+        (32, 64),
+        (16, 32),
+        (32, 32),
+        ROWS,
+        "all_gather",
+        "all_gather reduce_scatter",
+    ),  # S1b, at rest
+    ("gt_rows", ROWS, ROWS, (32, 64), (16, 32), (32, 32), ROWS, "all_gather", "all_gather reduce_scatter"),
+    ("inner", COLUMNS, ROWS, (128, 16), (16, 32), (128, 32), WHOLE, "all_reduce", "all_reduce"),  # S3
+    ("scattered", COLUMNS, ROWS, (128, 16), (16, 32), (32, 32), ROWS, "reduce_scatter", "reduce_scatter all_gather"),
+    ("columns", WHOLE, COLUMNS, (128, 64), (64, 8), (128, 8), COLUMNS, "", "all_reduce"),  # S3b
+    ("gathered", WHOLE, COLUMNS, (128, 64), (64, 8), (128, 32), WHOLE, "all_gather", "all_gather all_reduce"),
+    ("gt_columns", WHOLE, COLUMNS, (128, 64), (64, 8), (128, 8), COLUMNS, "", "all_reduce"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "a_shard", "b_shard", "c_shard", "c", "forward", "backward"),
+    TABLE,
+    ids=[f"{row[0]}-{'rows' if row[2] == ROWS else 'whole' if row[2] == WHOLE else 'columns'}" for row in TABLE],
+)
+def test_product_splits_and_moves_as_its_strategy_says(
+    name, a, b, a_shard, b_shard, c_shard, c, forward, backward
+):  # fmt: skip
+    placed = place(A, a), place(B, b)
+    assert [shard_shape(each) for each in placed] == [a_shard, b_shard]
+
+    compiled = jax.jit(by(name)).lower(*placed).compile()
+    result = compiled(*placed)
+    assert kinds(compiled) == Counter(forward.split())
+    assert shard_shape(result) == c_shard
+    assert result.sharding == jshard.Layout(jshard.mesh(), *c).sharding
+    np.testing.assert_array_equal(result, A @ B)
+    # Every device multiplies its quarter: 2 x 128 x 64 x 32 / 4 operations, and what an all-reduce adds up.
+    assert compiled.cost_analysis()["flops"] - 2 * 128 * 64 * 32 / 4 in (0, 128 * 32)
+
+    # S4: gradients, lying as what they are the gradients of
+    cotangent = place(G, c)
+    compiled = jax.jit(with_gradients(by(name))).lower(*placed, cotangent).compile()
+    _, a_gradient, b_gradient = compiled(*placed, cotangent)
+    assert kinds(compiled) == Counter(backward.split())
+    assert (a_gradient.sharding, b_gradient.sharding) == tuple(each.sharding for each in placed)
+    np.testing.assert_array_equal(a_gradient, G @ B.T)
+    np.testing.assert_array_equal(b_gradient, A.T @ G)
+
+    ledger = explain(by(name), *placed)
+    assert ledger.only(phase="forward").counts() == Counter(forward.split())
+    assert ledger.counts() == Counter(backward.split())
+    assert ledger.total == wire_bytes(compiled)
+
+
+def test_columns_then_reduction_have_one_all_reduce_forward_and_one_backward():
+    second = np.ascontiguousarray(B.T)
+
+    def two(a, b, c):
+        hidden = by("columns")(a, b)
+        assert jax.typeof(hidden).sharding.spec == jax.P(None, "w")
+        return by("inner")(jax.nn.relu(hidden), c)
+
+    placed = place(A, WHOLE), place(B, COLUMNS), place(second, ROWS)
+    forward = jax.jit(two).lower(*placed).compile()
+    assert kinds(forward) == {"all_reduce": 1}
+    np.testing.assert_array_equal(forward(*placed), np.maximum(A @ B, 0) @ second)
+
+    def all_gradients(a, b, c, g):
+        y, pull = jax.vjp(two, a, b, c)
+        return y, pull(g)
+
+    cotangent = place(A, WHOLE)
+    both = jax.jit(all_gradients).lower(*placed, cotangent).compile()
+    assert kinds(both) == {"all_reduce": 2}
+    y, gradients = both(*placed, cotangent)
+    _, dense = jax.vjp(lambda a, b, c: jax.nn.relu(a @ b) @ c, A, B, second)
+    for got, expected, operand in zip(gradients, dense(A), placed, strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert got.sharding == operand.sharding
+    assert y.sharding.spec == jax.P(None, None)
+
+    ledger = explain(two, *placed)
+    assert ledger.counts("phase") == {"forward": 1, "backward": 1}
+    assert ledger.counts("signal") == {"inner": 1, "columns": 1}
+
+
+def test_product_of_arrays_from_the_host_is_split_too():
+    result = by("rows")(A, B)
+    assert shard_shape(result) == (32, 32)
+    np.testing.assert_array_equal(result, A @ B)
+
+
+@pytest.mark.parametrize("name", ["rows", "stored", "inner", "scattered", "columns"])
+def test_product_runs_its_body_inside_a_shard_map(name):
+    """The second door: local parts in, the same collectives, no shard_map of its own."""
+    row = next(row for row in TABLE if row[0] == name and (name != "rows" or row[2] == WHOLE))
+    a, b, c, forward = row[1], row[2], row[6], row[7]
+    body = jax.shard_map(by(name), mesh=jshard.mesh(), in_specs=(jax.P(*a), jax.P(*b)), out_specs=jax.P(*c))
+    placed = place(A, a), place(B, b)
+    compiled = jax.jit(body).lower(*placed).compile()
+    assert kinds(compiled) == Counter(forward.split())
+    np.testing.assert_array_equal(compiled(*placed), A @ B)
+
+
+def test_product_without_a_configuration_is_a_plain_product():
+    unload()
+    np.testing.assert_array_equal(by("rows")(A, B), A @ B)
+    assert "shard_map" not in str(jax.make_jaxpr(jshard.matmul)(A, B))
+
+
+def test_product_is_computed_in_the_dtype_of_its_signal():
+    placed = place(A, ROWS), place(B, WHOLE)
+    result = by("narrow")(*placed)
+    assert (result.dtype, shard_shape(result)) == (jnp.bfloat16, (32, 32))
+    np.testing.assert_array_equal(result, jnp.matmul(A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)))
+    assert by("nothing")(place(A.astype(np.int32), ROWS), place(B.astype(np.int32), WHOLE)).dtype == jnp.int32
+    mixed = by("rows")(place(A.astype(jnp.bfloat16), ROWS), placed[1])
+    assert mixed.dtype == jnp.float32
+    np.testing.assert_array_equal(mixed, A @ B)
+
+
+def test_a_choice_keeps_the_dtypes_and_the_remat_of_its_signal():
+    placed = place(A, COLUMNS), place(B, ROWS)
+    text = str(jax.make_jaxpr(by("narrow_choice"))(*placed))
+    assert "bf16[128,16]" in text and "remat" in text
+    ledger = explain(by("narrow_choice"), *placed, backward=False)
+    assert [(line.collective, line.dtype) for line in ledger] == [("reduce_scatter", "float32")]
+    assert by("narrow_choice")(*placed).dtype == jnp.bfloat16
+
+
+def test_product_by_a_layer_equals_the_product_by_the_function():
+    with jshard.signal("columns"):
+        layer = jshard.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
+    x = place(A, WHOLE)
+    np.testing.assert_array_equal(layer(x), by("columns")(x, layer.kernel[...]))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: jshard.matmul(A, A),
+            "jshard.matmul of (128, 64) and (128, 64): the last axis of x does not match the first of w; "
+            "use x[..., K] and w[K, N]",
+        ),
+        (
+            lambda: by("rows")(A[:6], B),
+            'signal "rows" (<dict>) splits 6 rows over mesh axis "w" of size 4; use 4 or 8, or pad',
+        ),
+        (
+            lambda: by("inner")(A[:, :6], B[:6]),
+            'signal "inner" (<dict>) splits 6 inputs over mesh axis "w" of size 4; use 4 or 8, or pad',
+        ),
+        (
+            lambda: by("columns")(A, B[:, :6]),
+            'signal "columns" (<dict>) splits 6 columns over mesh axis "w" of size 4; use 4 or 8, or pad',
+        ),
+        (
+            lambda: jshard.matmul(elsewhere(A), place(B, WHOLE)),
+            "jshard.matmul of arrays on different devices: x on 4, 5, w on 0, 1, 2, 3; "
+            "place both under one signal: jshard.signal.tensor(x, name=...)",
+        ),
+    ],
+)
+def test_product_that_can_not_be_is_told_in_one_sentence(call, sentence):
+    with pytest.raises(JShardError) as error:
+        call()
+    assert str(error.value) == sentence
+
+
+def elsewhere(x):
+    explicit = (jax.sharding.AxisType.Explicit,)
+    other = jax.make_mesh((2,), ("w",), axis_types=explicit, devices=jax.devices()[4:6])
+    return jax.device_put(x, jax.NamedSharding(other, jax.P("w")))

@@ -1,0 +1,93 @@
+"""Pretend devices: as many as asked for, and they don't hang. Each program is a process of its own with a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.outside import users_environment
+
+ROOT = Path(__file__).parents[2]
+RUNS = int(os.environ.get("JSHARD_HANG_RUNS", "2"))
+STEPS = int(os.environ.get("JSHARD_HANG_STEPS", "300"))
+
+
+def run(program: str, *, timeout: float = 60, **environment: str) -> str:
+    """What a program prints, with nothing of the tests' own devices in its environment."""
+    clean = users_environment("XLA_FLAGS", "JSHARD_CONFIG", **environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=clean,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_pretend_gives_as_many_devices_as_asked():
+    assert (
+        run("import jshard; jshard.pretend(6); import jax; print(len(jax.devices()), jax.default_backend())") == "6 cpu"
+    )
+
+
+def test_pretend_works_when_jax_is_imported_but_has_not_started():
+    assert run("import jax, jshard; jshard.pretend(3); print(len(jax.devices()))") == "3"
+
+
+def test_pretend_gives_xla_four_threads_a_device():
+    assert run("import os, jshard; jshard.pretend(8); print(os.environ['PJRT_NPROC'])") == "32"
+
+
+def test_pretend_leaves_what_the_user_has_set():
+    program = "import os, jshard; jshard.pretend(2); import jax; print(os.environ['PJRT_NPROC'], len(jax.devices()))"
+    assert run(program, PJRT_NPROC="19", JAX_NUM_CPU_DEVICES="5") == "19 5"
+
+
+def test_pretend_is_content_when_jax_has_started_with_enough():
+    program = "import jax, jshard; jax.devices(); jshard.pretend(2); print(len(jax.devices()))"
+    assert run(program, JAX_NUM_CPU_DEVICES="4", JAX_PLATFORMS="cpu") == "4"
+
+
+def test_pretend_says_when_jax_has_started_with_fewer():
+    program = """
+import jax, jshard
+jax.devices()
+try:
+    jshard.pretend(8)
+except jshard.JShardError as error:
+    print(error)
+"""
+    assert run(program, JAX_PLATFORMS="cpu") == (
+        "8 devices can't be pretended: JAX has already started with 1 CPU device; call jshard.pretend(8) before "
+        "anything that makes an array, or start Python with JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32"
+    )
+
+
+UNWAITED = """
+import sys, jshard
+jshard.pretend(8)
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+
+def body(w, x):
+    y = lax.psum(x @ w, "tensor")
+    return w - 1e-6 * lax.psum(x.T @ y, "data")
+
+ways = P("tensor", None), P("data", "tensor")
+step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=ways, out_specs=ways[0]), donate_argnums=0)
+w, x = (jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, way)) for way in ways)
+for _ in range(int(sys.argv[1])):
+    w = step(w, x)
+print(bool(jnp.isfinite(w).all()))
+"""
+
+
+@pytest.mark.parametrize("time", range(RUNS))
+def test_pretend_steps_dispatched_without_waiting_do_not_hang(time):
+    assert run(UNWAITED.replace("sys.argv[1]", str(STEPS)), timeout=30 + STEPS / 20) == "True"

@@ -1,0 +1,276 @@
+"""D1-D9: an array of one process reaches the devices of all, part by part; and comes back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import processes
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jshard
+from benchmarks import scatter as benchmark
+from jshard.errors import JShardError
+from jshard.inspect.compiled import collectives_in
+from jshard.layouts import index_ranges as boxes
+from jshard.layouts.index_ranges import blocks, word_count
+
+SCRIPT = Path(__file__).parents[1] / "scatter_in_processes.py"
+LAYOUTS = {"replicated": (None, None), "rows": ("a", None), "columns": (None, ("a", "b")), "both": ("b", "a")}
+
+
+def made(*shape):
+    """Any bits there are."""
+    return np.random.default_rng(0).integers(0, 2**32, shape, np.uint32).view(np.float32)
+
+
+# -- in several processes; what is checked there is in scatter_in_processes.py --
+
+
+def told(finished):
+    return [json.loads(each.stdout.split("told ")[1]) for each in finished]
+
+
+def test_scatter_in_two_processes_of_two_devices():
+    one, other = told(processes.run(SCRIPT, 2, "all", devices=2))
+    assert one["eight"] + other["eight"] == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
+    assert one["faults"] == other["faults"]
+    laid = "Layout([a, whole] on {a: 2, b: 2}) of devices 0 to 3"
+    assert one["faults"] == {
+        "nobody gives": "process 0 is the root of jshard.scatter and gave no array; "
+        "write jshard.scatter(x if jax.process_index() == 0 else None, layout, root=0)",
+        "all give": "process 0 gave jshard.scatter an array, but its root is process 1; "
+        "write jshard.scatter(x if jax.process_index() == 1 else None, layout, root=1)",
+        "root": "jshard.scatter names root 2, but there are 2 processes; use 0 to 1",
+        "method": 'jshard.scatter has no method "brodcast"; did you mean "broadcast"?',
+        "other roots": f'process 1 called jshard.scatter with {laid}, root=1, method="scatter", '
+        f'but process 0 with {laid}, root=0, method="scatter"; call it alike on every process',
+        "rank": "jshard.scatter lays out 2 axes, but the array (4,) has 1; give 1 axes",
+        "shape": 'jshard.scatter splits axis 0 of size 5 over mesh axis "a" of size 2; use 4 or 6, or pad',
+        "double": "jshard.scatter was given float64, which JAX holds only with JAX_ENABLE_X64=1; "
+        "give it x.astype(np.float32)",
+        "words": "jshard.scatter was given an array of <U1, which it can't hand out; "
+        "give it numbers, for instance x.astype(np.float32)",
+        "scattered": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes; "
+        "use jshard.redistribute(x, layout)",
+        "own meshes": "process 1 called jshard.scatter with Layout([w] on {w: 2}) of devices 2 to 3, root=0, "
+        'method="scatter", but process 0 with Layout([w] on {w: 2}) of devices 0 to 1, root=0, method="scatter"; '
+        "call it alike on every process",
+        "one shared": "process 1 called jshard.gather with float32[2] on device 2, but process 0 with float32[8, 4] on "
+        "devices 0 to 3; call it with the same arrays in the same order on every process",
+        "gather roots": "process 1 called jshard.gather with float32[8, 4] on devices 0 to 3, root=1, but process 0 with "
+        "float32[8, 4] on devices 0 to 3, root=0; call it with the same arrays in the same order on every process",
+        "move": "process 1 called jshard.move with float32[8, 4] on devices 0 to 3, to devices 2 to 3, but process 0 with "
+        "float32[8, 4] on devices 0 to 3, to devices 0 to 1; call it with the same arrays in the same order on every process",
+        "gather root": "jshard.gather names root -1, but there are 2 processes; use 0 to 1",
+    }
+
+
+@pytest.mark.slow
+def test_scatter_in_four_processes():
+    parts = [each["eight"] for each in told(processes.run(SCRIPT, 4))]
+    assert parts == [[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]], [[7.0, 8.0]]]
+
+
+@pytest.mark.slow
+def test_scatter_takes_its_part_and_little_more():
+    """A quarter of a gibibyte here; `python -m benchmarks.scatter` has half of one, and the times."""
+    found = benchmark.in_processes(4, 256)
+    for each in found[1:]:
+        assert each["scatter"]["mebibytes"] <= 256 / 4 + 64
+    most = {method: max(each[method]["mebibytes"] for each in found) for method in ("scatter", "broadcast")}
+    assert most["scatter"] <= 0.3 * most["broadcast"]
+
+
+def test_benchmark_tells_what_is_saved_beside_what_the_original_printed():
+    found = [{"broadcast": {"seconds": 4.0, "mebibytes": 700.0}, "scatter": {"seconds": 0.5, "mebibytes": 100.0}}] * 4
+    assert benchmark.row(4, 512, found).split() == ("512 4 4.00 s 700 700 0.50 s 100 100 72 % 60 % 56 %".split())
+
+
+# -- in one process --
+
+
+def test_page_on_scatter_says_what_runs():
+    page = (Path(__file__).parents[2] / "docs/scatter.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(program, {})
+
+
+@pytest.mark.parametrize("method", ["scatter", "broadcast"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 1}, {"a": 2, "b": 2}, {"a": 2, "b": 4}], ids=str)
+def test_scatter_puts_every_part_where_the_layout_says(mesh, monkeypatch, sizes, name, method):
+    monkeypatch.setattr(boxes, "BLOCK", 100)
+    layout, whole = jshard.Layout(mesh(**sizes), *LAYOUTS[name]), made(8, 16)
+    y = jshard.scatter(whole, layout, method=method)
+    assert y.sharding == layout.sharding
+    for shard in y.addressable_shards:
+        assert shard.data.shape == layout.shard_shape(whole.shape)
+        assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes()
+    assert jshard.gather(y).tobytes() == whole.tobytes()
+    assert jshard.gather(y, root=0).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "float16"])
+def test_scatter_gather_and_move_keep_every_nan_of_narrow_floats(mesh, monkeypatch, name):
+    """XLA's CPU changes some when it writes them in long runs, so blocks are of many numbers."""
+    monkeypatch.setattr(boxes, "BLOCK", 2**12)
+    bits = np.random.default_rng(0).integers(0, 256, (64, 256 * jnp.dtype(name).itemsize), np.uint8)
+    whole = bits.view(jnp.dtype(name))
+    y = jshard.scatter(whole, jshard.Layout(mesh(a=2), None, "a"))
+    assert jshard.gather(y).tobytes() == whole.tobytes()
+    assert jshard.gather(jshard.move(y, [5])).tobytes() == whole.tobytes()
+
+
+def test_scatter_holds_numbers_of_its_own(mesh):
+    whole = np.ones((8, 16), np.float32)
+    y = jshard.scatter(whole, jshard.Layout(mesh(a=8), "a", None))
+    whole[:] = 2
+    np.testing.assert_array_equal(y, 1)
+    taken = jshard.gather(y)
+    taken[:] = 3
+    np.testing.assert_array_equal(y, 1)
+
+
+@pytest.mark.parametrize("give", [jnp.asarray, np.asfortranarray], ids=["jax", "fortran"])
+def test_scatter_takes_what_numpy_takes(mesh, give):
+    x = np.arange(32).reshape(4, 8).astype(np.int32)
+    np.testing.assert_array_equal(jshard.scatter(give(x), jshard.Layout(mesh(a=4), "a", None)), x)
+
+
+def test_scatter_reads_a_mapped_file_block_by_block(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(boxes, "BLOCK", 64)
+    np.save(tmp_path / "x.npy", np.arange(64, dtype=np.float32).reshape(8, 8))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    y = jshard.scatter(mapped, jshard.Layout(mesh(a=2), None, "a"))
+    np.testing.assert_array_equal(y, np.arange(64).reshape(8, 8))
+
+
+def test_blocks_cover_a_part_and_are_of_one_shape(monkeypatch):
+    monkeypatch.setattr(boxes, "BLOCK", 100)
+    for box in (((3, 10), (2, 15)), ((0, 1), (0, 203)), ((1, 8), (0, 8)), ((5, 6),), ()):
+        found = list(blocks(box, 4))
+        assert len({boxes.lengths(block) for block in found}) == 1
+        covered = np.zeros([end for _, end in box])
+        for block in found:
+            assert boxes.is_inside(block, box)
+            assert 4 * np.prod(boxes.lengths(block)) <= 100
+            covered[boxes.index(block)] = 1
+        assert covered.sum() == np.prod(boxes.lengths(box))
+    assert list(blocks(((0, 0), (0, 8)), 4)) == []
+
+
+def test_blocks_of_all_shapes_travel_as_few_numbers_of_words():
+    shapes = [(rows, columns, size) for rows in range(1, 600) for columns in (1, 7, 300) for size in (1, 2, 4, 8)]
+    counts = {word_count(((0, rows), (0, columns)), size): rows * columns * size for rows, columns, size in shapes}
+    assert sorted(counts) == [2**power for power in range(8, 20)]
+    for rows, columns, size in shapes:
+        assert 4 * word_count(((0, rows), (0, columns)), size) >= rows * columns * size
+
+
+# -- gradients: each other's, in one process --
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scatter_and_gather_are_each_others_gradients(mesh, name, jit):
+    grid = mesh(a=2, b=2)
+    layout = jshard.Layout(grid, *LAYOUTS[name])
+    x, w = (np.random.default_rng(seed).integers(-8, 8, (8, 16)).astype(np.float32) for seed in (0, 1))
+    weights, laid = jshard.scatter(w, layout), jshard.scatter(x, layout)
+    transform = jax.jit if jit else lambda f: f
+    with jax.set_mesh(grid):
+        to = transform(jax.grad(lambda x, w: jnp.sum(jshard.scatter(x, layout) ** 2 * w)))(jnp.asarray(x), weights)
+        back = transform(jax.grad(lambda y: jnp.sum(jshard.gather(y) ** 2 * w)))(laid)
+    np.testing.assert_array_equal(to, 2 * x * w)
+    np.testing.assert_array_equal(back, 2 * x * w)
+    assert back.sharding.is_equivalent_to(layout.sharding, 2)
+
+
+# -- send and receive --
+
+
+def laid_out(mesh, numbers):
+    return jshard.scatter(np.array(numbers, np.float32), jshard.Layout(mesh, "a"))
+
+
+def sent(mesh, source, target):
+    return jax.shard_map(
+        lambda x: jshard.send_recv(x, source=source, target=target, axis="a"),
+        mesh=mesh, in_specs=P("a"), out_specs=P("a"),
+    )  # fmt: skip
+
+
+def test_send_recv_puts_what_one_has_on_another_by_one_permute(mesh):
+    line = mesh(a=4)
+    x = laid_out(line, range(1, 17))
+    f = jax.jit(sent(line, 0, 1))
+    assert [shard.data.tolist() for shard in f(x).addressable_shards] == [
+        [1, 2, 3, 4], [1, 2, 3, 4], [9, 10, 11, 12], [13, 14, 15, 16],
+    ]  # fmt: skip
+    (one,) = collectives_in(f.lower(x).compile())
+    assert (one.collective, one.payloads) == ("permute", (16,))
+    (asked,) = jshard.explain(f, x, backward=False).lines
+    assert (asked.collective, asked.wire) == ("permute", 16)
+
+
+def test_send_recv_sends_the_gradient_the_other_way(mesh):
+    line = mesh(a=4)
+    x = laid_out(line, [0, 1, 2, 3])
+    w = laid_out(line, [1, 10, 100, 1000])
+    gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(sent(line, 2, 0)(x) * w)))(x, w)
+    np.testing.assert_array_equal(gradient, [0, 10, 101, 1000])
+
+
+def test_send_recv_to_itself_moves_nothing(mesh):
+    line = mesh(a=4)
+    assert collectives_in(jax.jit(sent(line, 1, 1)).lower(laid_out(line, [0, 1, 2, 3])).compile()) == []
+
+
+def test_send_recv_refuses_who_is_not_there(mesh):
+    line = mesh(a=4)
+    for source, target, sentence in (
+        (4, 0, 'send_recv names source 4 over mesh axis "a" of size 4; use 0 to 3'),
+        (0, -1, 'send_recv names target -1 over mesh axis "a" of size 4; use 0 to 3'),
+    ):
+        with pytest.raises(JShardError) as raised:
+            sent(line, source, target)(laid_out(line, [0, 1, 2, 3]))
+        assert str(raised.value) == sentence
+
+
+# -- what one process is told --
+
+
+def test_scatter_refuses_what_it_can_not_hand_out(mesh):
+    layout = jshard.Layout(mesh(a=4), "a")
+    for x, options, sentence in (
+        (None, {}, "process 0 is the root of jshard.scatter and gave no array; give it one"),
+        (np.zeros(4, ">f4"), {}, "jshard.scatter was given an array of >f4, which it can't hand out; "
+         "give it numbers, for instance x.astype(np.float32)"),
+        (np.zeros(4, jnp.int4), {}, "jshard.scatter was given an array of int4, which it can't hand out; "
+         "give it numbers, for instance x.astype(np.float32)"),
+        (np.zeros(4, "f4,i4"), {}, "jshard.scatter was given an array of [('f0', '<f4'), ('f1', '<i4')], which it can't "
+         "hand out; give it numbers, for instance x.astype(np.float32)"),
+        (np.zeros(4, np.float32), {"root": 1}, "jshard.scatter names root 1, but there is one process; use 0"),
+        (np.zeros(4, np.float32), {"method": "x"}, 'jshard.scatter has no method "x"; use "scatter" or "broadcast"'),
+    ):  # fmt: skip
+        with pytest.raises(JShardError) as raised:
+            jshard.scatter(x, layout, **options)
+        assert str(raised.value) == sentence
+
+
+def test_gather_refuses_what_the_host_can_not_hold():
+    for x, sentence in (
+        ({"w": 1}, "jshard.gather takes an array that lies on devices, and was given a dict; "
+         "give it what jshard.scatter returned, or jax.tree.map(jshard.gather, tree)"),
+        (jax.random.key(0), "jshard.gather was given random keys, which the host can't hold; "
+         "use jshard.gather(jax.random.key_data(x))"),
+    ):  # fmt: skip
+        with pytest.raises(JShardError) as raised:
+            jshard.gather(x)
+        assert str(raised.value) == sentence

@@ -1,0 +1,144 @@
+"""One table of keys: what the loader takes is what the schema tells editors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jshard.errors import JShardError
+from jshard.signals.config import load_configuration
+from jshard.signals.schema import JSHARD, SHARD, SIGNAL, TRAIN, json_schema
+from jshard.signals.value_types import Refused
+
+DESIGN_KEYS = """row column reduction shard sequence store output expert stage ring backward compile dtype remat kernel
+match extends expect""".split()
+JSHARD_KEYS = "mesh axis_types include strict default topology kernel pipeline budget train".split()
+TRAIN_KEYS = "model data batch steps optimizer seed checkpoint log loss evaluation output watchdog".split()
+LATER = {"expert", "stage", "ring", "match", "pipeline"}
+
+
+def test_schema_has_every_key_of_the_design():
+    assert set(SIGNAL) == set(DESIGN_KEYS)
+    assert set(JSHARD) == set(JSHARD_KEYS)
+    assert set(TRAIN) == set(TRAIN_KEYS)
+    assert set(SHARD) == {"axis", "workers", "replicated", "mesh"}
+    assert {
+        name for table in (SIGNAL, JSHARD, TRAIN) for name, key in table.items() if isinstance(key.kind, Refused)
+    } == LATER
+
+
+@pytest.mark.parametrize("name", sorted(LATER & set(SIGNAL)))
+def test_schema_refuses_what_is_not_built_in_one_sentence(name: str):
+    with pytest.raises(JShardError) as told:
+        load_configuration({"layer1": {name: "anything"}})
+    assert str(told.value) == f'signal "layer1" (<dict>) has {name}, which is not built yet; remove it'
+    assert json_schema()["$defs"]["signal"]["properties"][name]["not"] == {}
+
+
+def test_schema_is_json_with_a_description_for_every_key():
+    schema = json_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert "# yaml-language-server: $schema=jshard.schema.json" in schema["$comment"]
+
+    def described(table: dict) -> None:
+        for choice in [table, *table.get("anyOf", [])]:
+            for name, key in choice.get("properties", {}).items():
+                assert key["description"], name
+                described(key)
+
+    described(schema["properties"]["jshard"])
+    described(schema["$defs"]["signal"])
+    assert "workers" in schema["$defs"]["signal"]["properties"]["shard"]["properties"]
+
+
+def accepts(schema: dict, value: object, root: dict) -> bool:
+    """The part of JSON Schema that ours uses."""
+    kinds = {
+        "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
+    }  # fmt: skip
+    if "$ref" in schema:
+        return accepts(root["$defs"][schema["$ref"].split("/")[-1]], value, root)
+    if "not" in schema or ("enum" in schema and value not in schema["enum"]):
+        return False
+    if "const" in schema and value != schema["const"]:
+        return False
+    if "anyOf" in schema and not any(accepts(each, value, root) for each in schema["anyOf"]):
+        return False
+    kind = schema.get("type")
+    if kind is not None and (not isinstance(value, kinds[kind]) or (kind == "integer" and isinstance(value, bool))):
+        return False
+    if "minimum" in schema and isinstance(value, int) and value < schema["minimum"]:
+        return False
+    if isinstance(value, str):
+        return len(value) >= schema.get("minLength", 0) and re.search(schema.get("pattern", ""), value) is not None
+    if isinstance(value, list):
+        unique = not schema.get("uniqueItems") or len(set(map(str, value))) == len(value)
+        return unique and all(accepts(schema.get("items", {}), each, root) for each in value)
+    if isinstance(value, dict):
+        if len(value) < schema.get("minProperties", 0) or set(schema.get("required", ())) - set(value):
+            return False
+        further = schema.get("additionalProperties", True)
+        for name, each in value.items():
+            inside = schema.get("properties", {}).get(name, further)
+            if inside is False or (inside is not True and not accepts(inside, each, root)):
+                return False
+    return True
+
+
+VALUES = [
+    None, True, False, 0, 1, -1, 3, "a", "", "b", ["a"], ["a", "b"], ["a", "a"], [], [0, 1], [0, 0], {}, {"a": 2},
+    {"a": 0}, {"optimizer": "a"}, {"every": 5}, {"every": 0}, {"name": "adamw", "b1": 0.9}, {"path": "m:f", "x": [1]},
+    "m:f", "64MiB", "v5e:4x4", "V5e:4x4", "h100:8", "tpu7x:2x2x2", "explicit", "auto", "gather", "float32", {"compute": "bfloat16"}, {"compute": "int8"},
+    {"psum": 1}, {"psum": -1}, {"axis": 0, "workers": None}, {"axis": 0, "workers": [0, 1]}, {"axis": "0"},
+    {"mesh": "a", "axis": 0}, {"strict": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key", [*SIGNAL, *(f"jshard.{name}" for name in JSHARD), *(f"jshard.train.{name}" for name in TRAIN)]
+)
+def test_schema_takes_all_that_the_loader_takes(key: str):
+    """What the editor marks as wrong is wrong; the loader knows more (names, sizes, what contradicts)."""
+    schema = json_schema()
+    taken = 0
+    for value in VALUES:
+        written: dict = {"jshard": {"mesh": {"a": 2, "b": 2}}, "a": {}}
+        if key.startswith("jshard.train."):
+            written["jshard"]["train"] = {key.removeprefix("jshard.train."): value}
+        elif key.startswith("jshard."):
+            written["jshard"][key.removeprefix("jshard.")] = value
+        else:
+            written["x"] = {key: value, **({"reduction": "b", "column": "b"} if key == "output" else {})}
+        try:
+            load_configuration(written)
+        except JShardError:
+            continue
+        taken += 1
+        assert accepts(schema, written, schema), (key, value)
+    assert taken or key.split(".")[-1] in LATER | {"include", "output"}
+
+
+def test_schema_refuses_wrong_types_and_unknown_keys():
+    schema = json_schema()
+    for wrong in (
+        {"a": {"rwo": "data"}}, {"a": {"row": True}}, {"a": {"shard": {"axis": True}}},
+        {"jshard": {"mesh": {"a": 0}}}, {}, {"jshard": {"mehs": {}}}, {"a": {"output": "gathr"}},
+        {"a": {"stage": "x"}}, {"jshard": {"train": {"batch": 0}}},
+    ):  # fmt: skip
+        assert not accepts(schema, wrong, schema), wrong
+
+
+def test_schema_takes_every_configuration_of_the_repository():
+    yaml = pytest.importorskip("yaml")
+    root = Path(__file__).parents[2]
+    schema = json_schema()
+    files = [path for folder in ("configs", "examples") for path in (root / folder).rglob("*.yaml")]
+    files = [path for path in files if path.parent.name != "cluster"]  # those are Kubernetes' own
+    assert files
+    for path in files:
+        load_configuration(path)
+        assert accepts(schema, yaml.safe_load(path.read_text()), schema), path
