@@ -1,4 +1,4 @@
-"""What test_scatter.py runs in several processes: each checks what it got and prints what the test compares."""
+"""What test_scattering.py runs in several processes: each checks what it got and prints what the test compares."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_kernel_that_sends_and_declares_nothing_is_refused(mesh):
     with pytest.raises(JShardError) as told:
         read(on(mesh(data=2, tensor=4), body))
     place = str(told.value).split("(")[1].split(")")[0]
-    assert place.startswith("test_declare.py:")
+    assert place.startswith("test_kernel_traffic.py:")
     assert str(told.value) == (
         f"kernel sender ({place}) sends to other devices and declares nothing, so its traffic can't be told; give its "
         "pallas_call metadata=jshard.kernels.kernel_traffic(op, mesh_axis, payload, algorithm=, wire=)"

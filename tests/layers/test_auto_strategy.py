@@ -140,7 +140,7 @@ def test_choice_and_its_price_stand_in_the_ledger_beside_its_collectives(tmp_pat
             return jshard.matmul(a, b).astype(jnp.float32)
 
     ledger = explain(jax.jit(loss), place(A, ROWS), place(B, ROWS))
-    source = f"(test_choose.py:{loss.__code__.co_firstlineno + 2})"
+    source = f"(test_auto_strategy.py:{loss.__code__.co_firstlineno + 2})"
     # fmt: off
     assert str(ledger) == "\n".join([
         "one.yaml:3  product  forward   all_gather  over w (4)  1 x 512 B  float32  384 B on the wire  (chosen row=w, redistribute)",

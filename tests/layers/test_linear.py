@@ -246,7 +246,7 @@ def _promote_dtype(arrays, *, dtype=None, **_):
     ids=lambda arguments: " ".join(arguments),
 )
 def test_arguments_of_nnx_linear_mean_the_same(arguments):
-    arguments = {"kernel_init": cases.integers, **arguments}  # drawn numbers compile slowly: see test_create.py
+    arguments = {"kernel_init": cases.integers, **arguments}  # drawn numbers compile slowly: see test_creation.py
     x = cases.numbers((8, 16))
     expected = nnx.Linear(16, 24, rngs=nnx.Rngs(0), **arguments)
     for name in ("row column", "row reduction"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sys
 
-from jshard.inspect.hlo import collectives_in
+from jshard.inspect.compiled import collectives_in
 from jshard.inspect.hlo_text import COMPUTATION, INSTRUCTION, KIND_OF, _called, _parts
 
 

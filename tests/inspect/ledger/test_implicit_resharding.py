@@ -235,7 +235,7 @@ def turned(x):
 
 
 def here(offset):
-    return f"test_decided.py:{turned.__code__.co_firstlineno + offset}"
+    return f"test_implicit_resharding.py:{turned.__code__.co_firstlineno + offset}"
 
 
 def test_ledger_tells_what_the_compiler_decides_and_counts_it_apart():
@@ -258,8 +258,8 @@ def test_times_in_a_loop_are_told_and_lines_are_one():
 
     line = f.__code__.co_firstlineno + 1
     assert [left.words for left in read(jax.make_jaxpr(f)(rows())).left] == [
-        f"3 x rev over data (test_decided.py:{line})",
-        f"? x rev over data (test_decided.py:{line + 1})",
+        f"3 x rev over data (test_implicit_resharding.py:{line})",
+        f"? x rev over data (test_implicit_resharding.py:{line + 1})",
     ]
 
 

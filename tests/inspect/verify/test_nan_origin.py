@@ -44,9 +44,9 @@ def test_birth_has_the_equation_the_device_and_the_trip_of_a_loop(mesh, sizes, r
     w = np.array([2.0, 8.0, 1.0][:: -1 if reverse else 1], np.float32)
     root, difference, joined, total = births(f, here)(x, w)
     assert (root.where.primitive, root.device.id) == ("sqrt", here.devices.size // 2)
-    assert root.told().startswith("sqrt at test_birth.py:")
+    assert root.told().startswith("sqrt at test_nan_origin.py:")
     assert (difference.where.primitive, difference.device) == ("sub", root.device)
-    assert joined.told().startswith("all_reduce at test_birth.py:")
+    assert joined.told().startswith("all_reduce at test_nan_origin.py:")
     assert total.where.primitive == "reduce_sum"
 
     x = jax.device_put(np.array([np.inf, 4.0], np.float32), jax.NamedSharding(here, P("d")))
