@@ -14,9 +14,9 @@ from jax import Array, lax
 
 from jshard.kernels import collectives
 from jshard.kernels.collectives import MeshAxis
-from jshard.kernels.deterministic_sum import JOINT, added, differing_along
-from jshard.kernels.select_algorithm import adds_in_order, decide, room
-from jshard.kernels.vmap import at_once
+from jshard.kernels.deterministic_sum import BUCKET_BYTES, ordered_psum, set_varying
+from jshard.kernels.select_algorithm import adds_in_order, resolve_algorithm, room
+from jshard.kernels.vmap import call_batched
 
 Algorithm = Literal["auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"]
 
@@ -30,30 +30,30 @@ def all_reduce(
     `kernels.choose` says and costs nothing where that is plain XLA. A kernel adds bfloat16 in float32 and rounds once. Any
     shape; the gradient is psum's. One can't be forced where it can't run: that is an error.
     """
-    mesh_axes = collectives.checked("all_reduce", mesh_axis)
+    mesh_axes = collectives.canonicalize_mesh_axes("all_reduce", mesh_axis)
     x = jnp.asarray(x)
     more = None if op in ("sum", "mean") else lambda: (f"a kernel adds, and takes no {op}", 'use algorithm="auto"')
-    taken = decide("all_reduce", algorithm, x, mesh_axes, more)
+    taken = resolve_algorithm("all_reduce", algorithm, x, mesh_axes, more)
     if taken == "xla":
         return collectives.all_reduce(x, mesh_axes, op=op)
-    total: Array = _summed(collectives.as_varying(x, mesh_axes), mesh_axes, taken)
+    total: Array = _summed(collectives.pvary(x, mesh_axes), mesh_axes, taken)
     return total / collectives.axis_size(mesh_axes) if op == "mean" else total
 
 
-def all_reduce_together(arrays: tuple[Array, ...], mesh_axis: MeshAxis, *, algorithm: Algorithm) -> tuple[Array, ...]:
+def all_reduce_coalesced(arrays: tuple[Array, ...], mesh_axis: MeshAxis, *, algorithm: Algorithm) -> tuple[Array, ...]:
     """The sum of each. In order, the smallest go as one array, as many as are small together: between processes one
     collective more costs most. XLA joins its own."""
-    mesh_axes, found = collectives.checked("all_reduce", mesh_axis), dict[int, Array]()
+    mesh_axes, found = collectives.canonicalize_mesh_axes("all_reduce", mesh_axis), dict[int, Array]()
     for numbers in _joint(arrays) if adds_in_order(algorithm) else ():
         some = [arrays[number] for number in numbers]
         varying = [jax.typeof(each).mat.varying for each in some]
         every = tuple(sorted(frozenset(mesh_axes).union(*varying)))
-        flat = jnp.concatenate([collectives.as_varying(each, every).reshape(-1) for each in some])
+        flat = jnp.concatenate([collectives.pvary(each, every).reshape(-1) for each in some])
         parts = jnp.split(
             all_reduce(flat, mesh_axes, algorithm=algorithm), [*itertools.accumulate(x.size for x in some)][:-1]
         )
         for number, part, each, differs in zip(numbers, parts, some, varying, strict=True):
-            found[number] = differing_along(part.reshape(each.shape), differs - {*mesh_axes})
+            found[number] = set_varying(part.reshape(each.shape), differs - {*mesh_axes})
     rest = {n: all_reduce(each, mesh_axes, algorithm=algorithm) for n, each in enumerate(arrays) if n not in found}
     return tuple((found | rest)[number] for number in range(len(arrays)))
 
@@ -65,20 +65,20 @@ def _joint(arrays: Sequence[Array]) -> Iterator[list[int]]:
         kinds.setdefault(arrays[number].dtype, []).append(number)
     for numbers in kinds.values():
         bytes_until = itertools.accumulate(arrays[number].size * arrays[number].dtype.itemsize for number in numbers)
-        small = [number for number, until in zip(numbers, bytes_until, strict=True) if until <= JOINT]
+        small = [number for number, until in zip(numbers, bytes_until, strict=True) if until <= BUCKET_BYTES]
         if len(small) > 1:
             yield small
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _summed(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
-    return at_once(lambda x, _: _kernel(x, mesh_axes, algorithm), x, 0)
+    return call_batched(lambda x, _: _kernel(x, mesh_axes, algorithm), x, 0)
 
 
 def _backward(mesh_axes: tuple[str, ...], algorithm: str, _: None, cotangent: Array) -> tuple[Array]:
     """psum's own: with the check on, the cotangent is one that all devices have, and nothing moves."""
-    if collectives.checks():
-        return (collectives.as_varying(cotangent, mesh_axes),)
+    if collectives.check_vma_enabled():
+        return (collectives.pvary(cotangent, mesh_axes),)
     return (_summed(cotangent, mesh_axes, algorithm),)
 
 
@@ -89,7 +89,7 @@ _summed.defvjp(lambda x, mesh_axes, algorithm: (_summed(x, mesh_axes, algorithm)
 def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     """Packed into tiles, summed by pieces that fit the chip's VMEM, unpacked. Equal calls share one trace."""
     if algorithm == "in_order":
-        return added(x, mesh_axes)
+        return ordered_psum(x, mesh_axes)
     from jshard.kernels.tiles import pack, unpack
     from jshard.kernels.tpu import all_reduce as tpu
     from jshard.kernels.tpu.dma import Group
@@ -135,14 +135,14 @@ def _torus(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     return _in_pieces(x, lambda piece: summed(piece, mesh_axes), 3 * max(x.dtype.itemsize, 4))
 
 
-def _in_pieces(x: Array, deed: Callable[[Array], Array], bytes_each: int) -> Array:
-    """`deed` on flat pieces of x, each of which needs at most the chip's room in VMEM."""
+def _in_pieces(x: Array, f: Callable[[Array], Array], bytes_each: int) -> Array:
+    """`f` on flat pieces of x, each of which needs at most the chip's room in VMEM."""
     from jshard.kernels.tiles import unpack
 
     pieces = -(-x.size * bytes_each // room())
     if pieces == 1:
-        return unpack(deed(x), x.shape)
+        return unpack(f(x), x.shape)
     size = -(-x.size // pieces)
     flat = jnp.pad(x.reshape(-1), (0, pieces * size - x.size)).reshape(pieces, size)
-    done = lax.map(lambda piece: unpack(deed(piece), (size,)), flat)
+    done = lax.map(lambda piece: unpack(f(piece), (size,)), flat)
     return done.reshape(-1)[: math.prod(x.shape)].reshape(x.shape)

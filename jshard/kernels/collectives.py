@@ -72,10 +72,10 @@ def all_reduce(x: Array, mesh_axis: MeshAxis, *, op: Literal["sum", "max", "min"
     """
     if op not in ("sum", "max", "min", "mean"):
         raise _not_a_choice("all_reduce", "op", op, ("sum", "max", "min", "mean"))
-    mesh_axes = checked("all_reduce", mesh_axis)
+    mesh_axes = canonicalize_mesh_axes("all_reduce", mesh_axis)
     if not mesh_axes:
         return jnp.asarray(x)
-    x = as_varying(x, mesh_axes)
+    x = pvary(x, mesh_axes)
     if op in ("max", "min"):
         return _extreme(mesh_axes, op, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _pick(mesh_axes, op, x)
     total = lax.psum(x, mesh_axes)
@@ -90,10 +90,10 @@ def all_gather(
     The gradient of a "varying" result is a reduce-scatter; of an "invariant" one, which says that all devices go on
     to do the same with it, only a slice. Several mesh axes go one at a time, the minor (last) one first.
     """
-    mesh_axes, x, axis = joins("all_gather", x, mesh_axis, axis, result)
+    mesh_axes, x, axis = canonicalize_gather("all_gather", x, mesh_axis, axis, result)
     for name in reversed(mesh_axes):
         to = "varying" if result == "varying" else "invarying"
-        x = lax.all_gather(as_varying(x, (name,)), name, axis=axis, tiled=True, to=to)
+        x = lax.all_gather(pvary(x, (name,)), name, axis=axis, tiled=True, to=to)
     return x
 
 
@@ -102,9 +102,9 @@ def reduce_scatter(x: Array, mesh_axis: MeshAxis, *, axis: int = 0) -> Array:
 
     Several mesh axes go one at a time, the major (first) one first: the inverse order of `all_gather`.
     """
-    mesh_axes, x, axis = splits("reduce_scatter", x, mesh_axis, axis)
+    mesh_axes, x, axis = canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
     for name in mesh_axes:
-        x = lax.psum_scatter(as_varying(x, (name,)), name, scatter_dimension=axis, tiled=True)
+        x = lax.psum_scatter(pvary(x, (name,)), name, scatter_dimension=axis, tiled=True)
     return x
 
 
@@ -114,7 +114,7 @@ def permute(
     """Each device's `x` sent on along `mesh_axis`: by `shift` places around the ring (1 unless said), or as `pairs`
     of (source, target) say. Who is sent nothing gets zeros. Several mesh axes count as one, major first.
     """
-    mesh_axes = checked("permute", mesh_axis)
+    mesh_axes = canonicalize_mesh_axes("permute", mesh_axis)
     if shift is not None and pairs is not None:
         raise JShardError("permute was given both a shift and pairs", mend="give one of them: permute(..., shift=1)")
     size = axis_size(mesh_axes)
@@ -123,26 +123,26 @@ def permute(
     _pairs_fit(pairs, mesh_axes, size)
     if not mesh_axes:
         return jnp.asarray(x)
-    return lax.ppermute(as_varying(x, mesh_axes), *_in_mesh_order(pairs, mesh_axes))
+    return lax.ppermute(pvary(x, mesh_axes), *_in_mesh_order(pairs, mesh_axes))
 
 
 def all_to_all(x: Array, mesh_axis: MeshAxis, *, split_axis: int, concat_axis: int) -> Array:
     """`x` split along array axis `split_axis`, one part to each device along `mesh_axis`; what arrives is joined
     along `concat_axis`. Several mesh axes count as one, major first.
     """
-    mesh_axes = checked("all_to_all", mesh_axis)
+    mesh_axes = canonicalize_mesh_axes("all_to_all", mesh_axis)
     x = jnp.asarray(x)
     split_axis = _axis("all_to_all", "splits", x, split_axis)
     concat_axis = _axis("all_to_all", "joins", x, concat_axis)
     _divides("all_to_all", x, split_axis, mesh_axes)
     if not mesh_axes:
         return x
-    return lax.all_to_all(as_varying(x, mesh_axes), mesh_axes, split_axis, concat_axis, tiled=True)
+    return lax.all_to_all(pvary(x, mesh_axes), mesh_axes, split_axis, concat_axis, tiled=True)
 
 
 def broadcast(x: Array, mesh_axis: MeshAxis, *, root: int = 0) -> Array:
     """The `x` of device `root` along `mesh_axis`, on every device. Costs one all-reduce; -0.0 may arrive as 0.0."""
-    mesh_axes = checked("broadcast", mesh_axis)
+    mesh_axes = canonicalize_mesh_axes("broadcast", mesh_axis)
     size = axis_size(mesh_axes)
     if not 0 <= root < size:
         raise JShardError(
@@ -151,19 +151,19 @@ def broadcast(x: Array, mesh_axis: MeshAxis, *, root: int = 0) -> Array:
         )
     if not mesh_axes:
         return jnp.asarray(x)
-    x = as_varying(x, mesh_axes)
+    x = pvary(x, mesh_axes)
     alone = jnp.where(lax.axis_index(mesh_axes) == root, x, jnp.zeros((), x.dtype))
     return lax.psum(alone, mesh_axes).astype(x.dtype)  # bool travels as int32
 
 
 def axis_size(mesh_axis: MeshAxis) -> int:
     """How many devices lie along `mesh_axis`; of several, their product."""
-    return math.prod(lax.axis_size(name) for name in checked("axis_size", mesh_axis))
+    return math.prod(lax.axis_size(name) for name in canonicalize_mesh_axes("axis_size", mesh_axis))
 
 
 def axis_index(mesh_axis: MeshAxis) -> Array:
     """Which of the devices along `mesh_axis` this one is; over several, counted major first."""
-    mesh_axes = checked("axis_index", mesh_axis)
+    mesh_axes = canonicalize_mesh_axes("axis_index", mesh_axis)
     return lax.axis_index(mesh_axes) if mesh_axes else jnp.zeros((), jnp.int32)
 
 
@@ -202,38 +202,40 @@ def _extreme_jvp(mesh_axes, op, primals, tangents):
 # -- what may be asked --
 
 
-def as_varying(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+def pvary(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     """`x` as something that may differ from device to device along all of `mesh_axes`: the primitives insist."""
     x = jnp.asarray(x)
     missing = tuple(name for name in mesh_axes if name not in jax.typeof(x).mat.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def checked(deed: str, mesh_axis: MeshAxis) -> tuple[str, ...]:
+def canonicalize_mesh_axes(op_name: str, mesh_axis: MeshAxis) -> tuple[str, ...]:
     """`mesh_axis` as a tuple of mesh axes that the surrounding shard_map has."""
     mesh_axes = (mesh_axis,) if isinstance(mesh_axis, str) else tuple(mesh_axis)
     for name in mesh_axes:
         if not _is_bound(name):
-            raise _unbound(deed, name)
+            raise _unbound(op_name, name)
         if mesh_axes.count(name) > 1:
             once = ", ".join(f'"{other}"' for other in dict.fromkeys(mesh_axes))
-            raise JShardError(f'{deed} names mesh axis "{name}" twice', mend=f"use ({once},)")
+            raise JShardError(f'{op_name} names mesh axis "{name}" twice', mend=f"use ({once},)")
     return mesh_axes
 
 
-def joins(deed: str, x: Array, mesh_axis: MeshAxis, axis: int, result: str) -> tuple[tuple[str, ...], Array, int]:
+def canonicalize_gather(
+    op_name: str, x: Array, mesh_axis: MeshAxis, axis: int, result: str
+) -> tuple[tuple[str, ...], Array, int]:
     """The mesh axes, array and axis of what joins shards, if it can be."""
     if result not in ("varying", "invariant"):
-        raise _not_a_choice(deed, "result", result, ("varying", "invariant"))
-    mesh_axes, x = checked(deed, mesh_axis), jnp.asarray(x)
-    return mesh_axes, x, _axis(deed, "joins", x, axis)
+        raise _not_a_choice(op_name, "result", result, ("varying", "invariant"))
+    mesh_axes, x = canonicalize_mesh_axes(op_name, mesh_axis), jnp.asarray(x)
+    return mesh_axes, x, _axis(op_name, "joins", x, axis)
 
 
-def splits(deed: str, x: Array, mesh_axis: MeshAxis, axis: int) -> tuple[tuple[str, ...], Array, int]:
+def canonicalize_scatter(op_name: str, x: Array, mesh_axis: MeshAxis, axis: int) -> tuple[tuple[str, ...], Array, int]:
     """The mesh axes, array and axis of what splits an array, if it can be."""
-    mesh_axes, x = checked(deed, mesh_axis), jnp.asarray(x)
-    axis = _axis(deed, "splits", x, axis)
-    _divides(deed, x, axis, mesh_axes)
+    mesh_axes, x = canonicalize_mesh_axes(op_name, mesh_axis), jnp.asarray(x)
+    axis = _axis(op_name, "splits", x, axis)
+    _divides(op_name, x, axis, mesh_axes)
     return mesh_axes, x, axis
 
 
@@ -245,22 +247,22 @@ def _is_bound(name: str) -> bool:
     return True
 
 
-def _unbound(deed: str, name: str) -> JShardError:
+def _unbound(op_name: str, name: str) -> JShardError:
     mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(mesh.manual_axes)
     if not manual:
         return JShardError(
-            f'{deed} over mesh axis "{name}" was called outside a shard_map that has that axis',
+            f'{op_name} over mesh axis "{name}" was called outside a shard_map that has that axis',
             mend="call it inside jax.shard_map(f, mesh=jshard.mesh(), in_specs=..., out_specs=...)",
         )
     if name in mesh.axis_names:
         return JShardError(
-            f'{deed} over mesh axis "{name}" inside a shard_map over {_named(manual)} only',
+            f'{op_name} over mesh axis "{name}" inside a shard_map over {_named(manual)} only',
             mend=f"use jax.shard_map(..., axis_names={{{_named((*manual, name))}}})",
         )
     close = nearest(name, manual)
     return JShardError(
-        f'{deed} over mesh axis "{name}" inside a shard_map over {_named(manual)}',
+        f'{op_name} over mesh axis "{name}" inside a shard_map over {_named(manual)}',
         mend=f'did you mean "{close}"?' if close else f"use {_named(manual, ' or ')}",
     )
 
@@ -269,26 +271,27 @@ def _named(mesh_axes: Sequence[str], joint: str = ", ") -> str:
     return joint.join(f'"{name}"' for name in mesh_axes)
 
 
-def _not_a_choice(deed: str, key: str, word: str, choices: tuple[str, ...]) -> JShardError:
+def _not_a_choice(op_name: str, key: str, word: str, choices: tuple[str, ...]) -> JShardError:
     close = nearest(str(word), choices)
     return JShardError(
-        f'{deed} has no {key} "{word}"', mend=f'did you mean "{close}"?' if close else f"use {_named(choices, ' or ')}"
+        f'{op_name} has no {key} "{word}"',
+        mend=f'did you mean "{close}"?' if close else f"use {_named(choices, ' or ')}",
     )
 
 
-def _axis(deed: str, verb: str, x: Array, axis: int) -> int:
+def _axis(op_name: str, verb: str, x: Array, axis: int) -> int:
     if -x.ndim <= axis < x.ndim:
         return axis % x.ndim
     use = {0: "give it an array with axes", 1: "use 0", 2: "use 0 or 1"}.get(x.ndim, f"use 0 to {x.ndim - 1}")
-    raise JShardError(f"{deed} {verb} axis {axis} of a rank-{x.ndim} array", mend=use)
+    raise JShardError(f"{op_name} {verb} axis {axis} of a rank-{x.ndim} array", mend=use)
 
 
-def _divides(deed: str, x: Array, axis: int, mesh_axes: tuple[str, ...]) -> None:
+def _divides(op_name: str, x: Array, axis: int, mesh_axes: tuple[str, ...]) -> None:
     group, size = axis_size(mesh_axes), x.shape[axis]
     if size % group:
         below, above = size // group * group, -(-size // group) * group
         raise JShardError(
-            f"{deed} splits axis {axis} of size {size} over mesh axis {_named(mesh_axes)} of size {group}",
+            f"{op_name} splits axis {axis} of size {size} over mesh axis {_named(mesh_axes)} of size {group}",
             mend=f"use {f'{below} or ' if below else ''}{above}, or pad",
         )
 
@@ -308,7 +311,7 @@ def _pairs_fit(pairs: Sequence[tuple[int, int]], mesh_axes: tuple[str, ...], siz
                 )
 
 
-def checks() -> bool:
+def check_vma_enabled() -> bool:
     """Whether the shard_map around checks which values vary from device to device (`check_vma`)."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return bool(manual) and bool(jax.typeof(lax.pcast(jnp.zeros(()), manual[0], to="varying")).mat.varying)

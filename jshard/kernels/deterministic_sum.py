@@ -19,8 +19,8 @@ from jshard.kernels import collectives
 from jshard.kernels.chip import present_chip
 from jshard.kernels.invariant_cast import unvary_p
 
-AT_ONCE = 4 << 20  # bytes from all devices together, up to which each gets all of them whole
-JOINT = 1 << 20  # bytes of several arrays together, up to which they are summed as one
+ONE_STEP_BYTES = 4 << 20  # bytes from all devices together, up to which each gets all of them whole
+BUCKET_BYTES = 1 << 20  # bytes of several arrays together, up to which they are summed as one
 
 
 def between_processes() -> bool:
@@ -28,11 +28,11 @@ def between_processes() -> bool:
     return jax.distributed.is_initialized() and present_chip().platform == "cpu"
 
 
-def added(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+def ordered_psum(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     """The sum of `x` over the devices along `mesh_axes`, to the same bit on each. What has 16 bits is added in float32 and
     rounded once, as XLA's own does on a CPU."""
     n, varying = collectives.axis_size(mesh_axes), jax.typeof(x).mat.varying - {*mesh_axes}
-    if n * x.size * x.dtype.itemsize <= AT_ONCE:
+    if n * x.size * x.dtype.itemsize <= ONE_STEP_BYTES:
         copies = jnp.broadcast_to(x, (n, *x.shape))
         total = _total(lax.all_to_all(copies, mesh_axes, 0, 0, tiled=True), mesh_axes)
     else:
@@ -40,17 +40,17 @@ def added(x: Array, mesh_axes: tuple[str, ...]) -> Array:
         flat = flat if n * size == x.size else jnp.pad(flat, (0, n * size - x.size))
         part = _total(lax.all_to_all(flat.reshape(n, size), mesh_axes, 0, 0, tiled=True), mesh_axes)
         total = lax.all_gather(part, mesh_axes, axis=0, tiled=True)[: x.size].reshape(x.shape)
-    return differing_along(total, varying)  # which no type can tell of an all-to-all
+    return set_varying(total, varying)  # which no type can tell of an all-to-all
 
 
-def part_of_sum(parts: Array, mesh_axis: str) -> Array:
+def ordered_psum_scatter(parts: Array, mesh_axis: str) -> Array:
     """Of `parts[n, ...]`, one for each device along `mesh_axis`, the sum of those for this one."""
     return _total(lax.all_to_all(parts, mesh_axis, 0, 0, tiled=True), (mesh_axis,))
 
 
-def differing_along(x: Array, varying: Set[str]) -> Array:
+def set_varying(x: Array, varying: Set[str]) -> Array:
     """`x`, of which is known that it is alike along all other mesh axes."""
-    if not collectives.checks() or jax.typeof(x).mat.varying == varying:
+    if not collectives.check_vma_enabled() or jax.typeof(x).mat.varying == varying:
         return x
     x = unvary_p.bind(x)
     return lax.pcast(x, tuple(sorted(varying)), to="varying") if varying else x

@@ -16,8 +16,8 @@ from jshard.kernels import collectives
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
-from jshard.kernels.select_algorithm import decide, plain, room
-from jshard.kernels.vmap import at_once
+from jshard.kernels.select_algorithm import default_algorithm, resolve_algorithm, room
+from jshard.kernels.vmap import call_batched
 
 Algorithm = Literal["auto", "fused", "xla"]
 PLAIN = 'use algorithm="auto"'
@@ -37,10 +37,10 @@ def all_gather_matmul(
     "fused" multiplies what has arrived while the rest is under way, sums in float32, and keeps the gathered x for the
     gradient of w; the gradient of x is one `matmul_reduce_scatter`.
     """
-    mesh_axes, x, axis = collectives.joins("all_gather_matmul", x, mesh_axis, axis, "varying")
+    mesh_axes, x, axis = collectives.canonicalize_gather("all_gather_matmul", x, mesh_axis, axis, "varying")
     _rows("all_gather_matmul", x, w, axis, "joins")
-    if decide("all_gather_matmul", algorithm, x, mesh_axes, lambda: _why_not(x, w, mesh_axes, 1)) == "xla":
-        whole = all_gather(x, mesh_axes, axis=axis, algorithm=plain("all_gather"))
+    if resolve_algorithm("all_gather_matmul", algorithm, x, mesh_axes, lambda: _why_not(x, w, mesh_axes, 1)) == "xla":
+        whole = all_gather(x, mesh_axes, axis=axis, algorithm=default_algorithm("all_gather"))
         return matmul(whole, w, out_dtype=out_dtype, algorithm="xla")
     return _gathered(*_alike(mesh_axes, x, w), mesh_axes, axis, _dtype(x, w, out_dtype))
 
@@ -59,12 +59,15 @@ def matmul_reduce_scatter(
     "fused" sends partial sums on while the next are multiplied, in float32 and rounded once; the gradient of x is one
     `all_gather_matmul`, whose gathered rows the gradient of w takes too.
     """
-    mesh_axes, x, axis = collectives.splits("matmul_reduce_scatter", x, mesh_axis, axis)
+    mesh_axes, x, axis = collectives.canonicalize_scatter("matmul_reduce_scatter", x, mesh_axis, axis)
     _rows("matmul_reduce_scatter", x, w, axis, "splits")
     parts = collectives.axis_size(mesh_axes)
-    if decide("matmul_reduce_scatter", algorithm, x, mesh_axes, lambda: _why_not(x, w, mesh_axes, parts)) == "xla":
+    if (
+        resolve_algorithm("matmul_reduce_scatter", algorithm, x, mesh_axes, lambda: _why_not(x, w, mesh_axes, parts))
+        == "xla"
+    ):
         partial = matmul(x, w, out_dtype=out_dtype, algorithm="xla")
-        return reduce_scatter(partial, mesh_axes, axis=axis, algorithm=plain("reduce_scatter"))
+        return reduce_scatter(partial, mesh_axes, axis=axis, algorithm=default_algorithm("reduce_scatter"))
     return _scattered(*_alike(mesh_axes, x, w), mesh_axes, axis, _dtype(x, w, out_dtype))
 
 
@@ -105,10 +108,10 @@ def _why_not(x: Array, w: Array, mesh_axes: tuple[str, ...], parts: int) -> tupl
 
 def _alike(mesh_axes: tuple[str, ...], x: Array, w: Array) -> tuple[Array, Array]:
     """Both varying over the same mesh axes, so that the types of gradients come out right."""
-    if not collectives.checks():
+    if not collectives.check_vma_enabled():
         return x, w
     names = tuple(sorted({*mesh_axes, *jax.typeof(x).mat.varying, *jax.typeof(w).mat.varying}))
-    return collectives.as_varying(x, names), collectives.as_varying(w, names)
+    return collectives.pvary(x, names), collectives.pvary(w, names)
 
 
 # -- gather, then multiply --
@@ -161,12 +164,12 @@ def _weights(x: Array, y: Array, dtype: Any) -> Array:
 
 def _gather(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> tuple[Array, Array]:
     run = lambda x, axis, w: _gather_kernel(x, w, mesh_axes, axis, out)
-    return at_once(run, x, axis, w, op="all_gather_matmul")
+    return call_batched(run, x, axis, w, op="all_gather_matmul")
 
 
 def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> Array:
     run = lambda x, axis, w: _scatter_kernel(x, w, mesh_axes, axis, out)
-    return at_once(run, x, axis, w, op="matmul_reduce_scatter")
+    return call_batched(run, x, axis, w, op="matmul_reduce_scatter")
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

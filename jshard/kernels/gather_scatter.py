@@ -13,9 +13,9 @@ from jax import Array, lax
 
 from jshard.kernels import collectives
 from jshard.kernels.collectives import MeshAxis
-from jshard.kernels.deterministic_sum import part_of_sum
-from jshard.kernels.select_algorithm import decide, room
-from jshard.kernels.vmap import at_once
+from jshard.kernels.deterministic_sum import ordered_psum_scatter
+from jshard.kernels.select_algorithm import resolve_algorithm, room
+from jshard.kernels.vmap import call_batched
 
 
 def all_gather(
@@ -32,11 +32,11 @@ def all_gather(
     reduce-scatter's ring, of an "invariant" one a slice. "in_order" is XLA's own, with a gradient summed in the order of
     devices. Several mesh axes go one at a time, the minor one first.
     """
-    mesh_axes, x, axis = collectives.joins("all_gather", x, mesh_axis, axis, result)
-    taken = decide("all_gather", algorithm, x, mesh_axes)
+    mesh_axes, x, axis = collectives.canonicalize_gather("all_gather", x, mesh_axis, axis, result)
+    taken = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
     if taken == "xla" or (taken == "in_order" and result == "invariant"):  # a slice has no sum
         return collectives.all_gather(x, mesh_axes, axis=axis, result=result)
-    return gathered(collectives.as_varying(x, mesh_axes), mesh_axes, axis, result, taken)
+    return gathered(collectives.pvary(x, mesh_axes), mesh_axes, axis, result, taken)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
@@ -46,18 +46,18 @@ def gathered(
     """By the ring, or with a gradient in order, whatever "auto" says."""
     if algorithm == "in_order":
         return collectives.all_gather(x, mesh_axes, axis=axis, result=result)
-    whole = at_once(lambda x, axis: _gather_kernel(x, mesh_axes, axis), x, axis)
-    return collectives.as_varying(whole, mesh_axes) if result == "varying" and collectives.checks() else whole
+    whole = call_batched(lambda x, axis: _gather_kernel(x, mesh_axes, axis), x, axis)
+    return collectives.pvary(whole, mesh_axes) if result == "varying" and collectives.check_vma_enabled() else whole
 
 
 def _gathered_bwd(
     mesh_axes: tuple[str, ...], axis: int, result: str, algorithm: str, _: None, cotangent: Array
 ) -> tuple[Array]:
-    if result == "varying" or not collectives.checks():
-        return (scattered(collectives.as_varying(cotangent, mesh_axes), mesh_axes, axis, algorithm),)
+    if result == "varying" or not collectives.check_vma_enabled():
+        return (scattered(collectives.pvary(cotangent, mesh_axes), mesh_axes, axis, algorithm),)
     size = cotangent.shape[axis] // collectives.axis_size(mesh_axes)
     start = collectives.axis_index(mesh_axes) * size
-    return (lax.dynamic_slice_in_dim(collectives.as_varying(cotangent, mesh_axes), start, size, axis),)
+    return (lax.dynamic_slice_in_dim(collectives.pvary(cotangent, mesh_axes), start, size, axis),)
 
 
 gathered.defvjp(lambda x, *how: (gathered(x, *how), None), _gathered_bwd)
@@ -88,17 +88,17 @@ def reduce_scatter(
     "in_order" is an all-to-all, and adds in the order of devices, bfloat16 in float32 too. Several mesh axes go one at a
     time, the major (first) one first.
     """
-    mesh_axes, x, axis = collectives.splits("reduce_scatter", x, mesh_axis, axis)
-    taken = decide("reduce_scatter", algorithm, x, mesh_axes)
+    mesh_axes, x, axis = collectives.canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
+    taken = resolve_algorithm("reduce_scatter", algorithm, x, mesh_axes)
     if taken == "xla":
         return collectives.reduce_scatter(x, mesh_axes, axis=axis)
-    return scattered(collectives.as_varying(x, mesh_axes), mesh_axes, axis, taken)
+    return scattered(collectives.pvary(x, mesh_axes), mesh_axes, axis, taken)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def scattered(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str = "ring") -> Array:
     """By the ring or in order, whatever "auto" says."""
-    return at_once(lambda x, axis: _scatter_kernel(x, mesh_axes, axis, algorithm), x, axis)
+    return call_batched(lambda x, axis: _scatter_kernel(x, mesh_axes, axis, algorithm), x, axis)
 
 
 def _scattered_bwd(mesh_axes: tuple[str, ...], axis: int, algorithm: str, _: None, cotangent: Array) -> tuple[Array]:
@@ -119,7 +119,7 @@ def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: 
             parts = whole.reshape(n, whole.shape[0] // n, *whole.shape[1:])
             last = name == mesh_axes[-1]
             whole = (
-                part_of_sum(parts, name)
+                ordered_psum_scatter(parts, name)
                 if algorithm == "in_order"
                 else _ring(parts, name, x.dtype if last else wide(x.dtype))
             )

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jshard.errors import JShardError, nearest
 from jshard.kernels import collectives
 from jshard.kernels.chip import present_chip
-from jshard.kernels.select_algorithm import decide
+from jshard.kernels.select_algorithm import resolve_algorithm
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -54,7 +54,10 @@ def matmul(
             f'matmul has no activation "{activation}"',
             mend=f'did you mean "{close}"?' if close else f"use {', '.join(ACTIVATIONS)}, or apply it to the product",
         )
-    if algorithm != "xla" and decide("matmul", algorithm, x, (), lambda: _why_not(x, w, precision)) == "pallas":
+    if (
+        algorithm != "xla"
+        and resolve_algorithm("matmul", algorithm, x, (), lambda: _why_not(x, w, precision)) == "pallas"
+    ):
         out = jnp.result_type(x, w) if out_dtype is None else out_dtype
         out = out if preferred_element_type is None else preferred_element_type
         return _by_kernel(x, w, bias, activation, jnp.dtype(out))
@@ -89,9 +92,9 @@ def _why_not(x: Array, w: Array, precision: lax.PrecisionLike) -> tuple[str, str
 def _by_kernel(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
     """Rows of x of any number of axes, and what varies over the same mesh axes: types of gradients then come out right."""
     operands = [x.reshape(-1, x.shape[-1]), w] + ([] if bias is None else [bias])
-    if collectives.checks():
+    if collectives.check_vma_enabled():
         names = sorted(frozenset().union(*(jax.typeof(each).mat.varying for each in operands)))
-        operands = [collectives.as_varying(each, tuple(names)) for each in operands]
+        operands = [collectives.pvary(each, tuple(names)) for each in operands]
     y: Array = _product(operands[0], operands[1], operands[2] if bias is not None else None, activation, out_dtype)
     return y.reshape(*x.shape[:-1], w.shape[1])
 

@@ -19,7 +19,7 @@ from jshard.errors import JShardError, nearest
 from jshard.kernels import product_times
 from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.chip import chip, chip_called, interpret
-from jshard.kernels.collectives import COLLECTIVES, as_varying
+from jshard.kernels.collectives import COLLECTIVES, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
@@ -183,7 +183,7 @@ def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool,
         else:
             expected = run(x, "xla")
         wrong = (run(x, algorithm) != expected).sum()
-        return lax.psum(as_varying(wrong, mesh.axis_names), mesh.axis_names)
+        return lax.psum(pvary(wrong, mesh.axis_names), mesh.axis_names)
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P()))
     if compiled:

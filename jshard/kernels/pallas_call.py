@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from jshard.kernels.chip import interpretation, present_chip
-from jshard.kernels.collectives import checks
+from jshard.kernels.collectives import check_vma_enabled
 from jshard.kernels.invariant_cast import unvary_p
 from jshard.kernels.kernel_traffic import Schedule, declare
 
@@ -77,7 +77,7 @@ def launch(
     `parallel` axes of the grid may run in any order; `vmem` is what the kernel needs, in bytes."""
     how = interpretation()
     varying = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
-    checked = checks()
+    checked = check_vma_enabled()
     operands = operands if here is None else (here, *operands)
     moved = sum(x.size * x.dtype.itemsize for x in operands)
     order: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)

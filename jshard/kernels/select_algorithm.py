@@ -159,7 +159,7 @@ def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str |
     return next(row.choice for row in TABLE if row.fits(op, where, asked, shape, jnp.dtype(dtype)))
 
 
-def plain(op: str) -> Any:
+def default_algorithm(op: str) -> Any:
     """The algorithm of an op of which a signal says nothing: XLA's own, but for sums between CPU processes."""
     return "in_order" if "in_order" in ALGORITHMS[op] and between_processes() else "xla"
 
@@ -169,7 +169,7 @@ def adds_in_order(algorithm: str) -> bool:
     return algorithm == "in_order" or (algorithm == "auto" and between_processes())
 
 
-def decide(op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], more: WhyNot | None = None) -> str:
+def resolve_algorithm(op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], more: WhyNot | None = None) -> str:
     """The algorithm to run here. `more` looks for a further reason, with its mend, why no kernel of
     this op can take these."""
     _known(op, algorithm)

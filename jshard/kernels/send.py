@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshard.errors import JShardError
-from jshard.kernels.collectives import MeshAxis, as_varying, axis_index, axis_size, checked, permute
+from jshard.kernels.collectives import MeshAxis, axis_index, axis_size, canonicalize_mesh_axes, permute, pvary
 
 
 def send_recv(x: Array, *, source: int, target: int, axis: MeshAxis) -> Array:
@@ -14,7 +14,7 @@ def send_recv(x: Array, *, source: int, target: int, axis: MeshAxis) -> Array:
 
     One collective-permute of one pair. The gradient goes the other way. Several mesh axes count as one, major first.
     """
-    mesh_axes = checked("send_recv", axis)
+    mesh_axes = canonicalize_mesh_axes("send_recv", axis)
     size = axis_size(mesh_axes)
     for role, place in (("source", source), ("target", target)):
         if not 0 <= place < size:
@@ -24,6 +24,6 @@ def send_recv(x: Array, *, source: int, target: int, axis: MeshAxis) -> Array:
             )
     if source == target:
         return jnp.asarray(x)
-    x = as_varying(x, mesh_axes)
+    x = pvary(x, mesh_axes)
     arrived = permute(x, mesh_axes, pairs=[(source, target)])
     return jnp.where(axis_index(mesh_axes) == target, arrived, x)

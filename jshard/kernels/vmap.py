@@ -11,7 +11,7 @@ from jax import Array
 from jshard.errors import JShardError
 
 
-def at_once(kernel: Callable[..., Any], x: Array, axis: int, *others: Array, op: str = "") -> Any:
+def call_batched(kernel: Callable[..., Any], x: Array, axis: int, *others: Array, op: str = "") -> Any:
     """`kernel(x, axis, *others)`; of a batch of x, one axis further on. `others` are weights of `op`, which have no batch."""
     run = jax.custom_batching.custom_vmap(lambda x, *others: kernel(x, axis, *others))
 
@@ -19,7 +19,7 @@ def at_once(kernel: Callable[..., Any], x: Array, axis: int, *others: Array, op:
         if any(batched[1:]):
             fault = f'{op} by "fused" is under a jax.vmap over w, and takes one w'
             raise JShardError(fault, mend='use algorithm="xla"')
-        done = at_once(kernel, x, axis + 1, *others, op=op)
+        done = call_batched(kernel, x, axis + 1, *others, op=op)
         return done, jax.tree.map(lambda _: True, done)
 
     run.def_vmap(batch)

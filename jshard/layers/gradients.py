@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.errors import JShardError, nearest
-from jshard.kernels.all_reduction import all_reduce_together
-from jshard.kernels.collectives import checks
+from jshard.kernels.all_reduction import all_reduce_coalesced
+from jshard.kernels.collectives import check_vma_enabled
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.reduce import mean
 from jshard.layers.strategy import door, strategy_of, varying
@@ -54,7 +54,7 @@ def value_and_grad(
             (value, (_, aux)), gradients = plain(model, *args, **kwargs)
             return ((value, aux) if has_aux else value), gradients
         present = configuration()
-        if present is None or not checks():
+        if present is None or not check_vma_enabled():
             raise JShardError(
                 "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on",
                 mend="call it inside jshard.step, or take nnx.value_and_grad",
@@ -134,7 +134,7 @@ def _summed(gradients: Any, parameters: Any, wide: Sequence[Any]) -> Any:
     algorithm = all_reduce_of(active(), mesh())
     for (missing, dtype), numbers in alike.items():
         arrays = tuple(leaves[number].astype(dtype) for number in numbers)
-        sums = all_reduce_together(arrays, missing, algorithm=algorithm)
+        sums = all_reduce_coalesced(arrays, missing, algorithm=algorithm)
         for number, total in zip(numbers, sums, strict=True):
             leaves[number] = total.astype(leaves[number].dtype)
     return jax.tree.unflatten(tree, leaves)

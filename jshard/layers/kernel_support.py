@@ -8,16 +8,16 @@ from typing import Any
 from jshard.chips import CHIPS
 from jshard.errors import JShardError
 from jshard.kernels.chip import chip_called, interpretation, present_chip
-from jshard.kernels.select_algorithm import GPU_GENERATIONS, plain
+from jshard.kernels.select_algorithm import GPU_GENERATIONS, default_algorithm
 from jshard.signals.signal import Signal
 
 
 def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None) -> Any:
     """The algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
     if signal is None:
-        return plain("all_reduce")
+        return default_algorithm("all_reduce")
     check_kernels(signal, mesh, lambda op: hindrance, ops=("all_reduce",))
-    return dict(signal.kernel).get("all_reduce") or plain("all_reduce")
+    return dict(signal.kernel).get("all_reduce") or default_algorithm("all_reduce")
 
 
 def check_kernels(

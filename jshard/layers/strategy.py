@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.kernels.all_reduction import all_reduce_together
-from jshard.kernels.collectives import checks
-from jshard.kernels.select_algorithm import adds_in_order, plain
+from jshard.kernels.all_reduction import all_reduce_coalesced
+from jshard.kernels.collectives import check_vma_enabled
+from jshard.kernels.select_algorithm import adds_in_order, default_algorithm
 from jshard.layouts.layout import Layout, check_divides
 from jshard.signals.active_config import mesh_for
 from jshard.signals.signal import Signal
@@ -43,12 +43,12 @@ class Strategy:
 
     def algorithm(self, op: str) -> Any:
         """How `op` is done, unless the signal says: by plain XLA, or in the order of devices between CPU processes."""
-        return dict(self.kernels).get(op) or plain(op)
+        return dict(self.kernels).get(op) or default_algorithm(op)
 
     @property
     def adds_in_order(self) -> bool:
         """Whether gradients too are summed in the order of devices: of what JAX differentiates, it adds them by a psum."""
-        return adds_in_order(self.algorithm("all_reduce")) and checks()
+        return adds_in_order(self.algorithm("all_reduce")) and check_vma_enabled()
 
     @property
     def scattered(self) -> Names:
@@ -221,7 +221,7 @@ def _spread_keeps(arrays: tuple[jax.Array, ...], names: Names) -> tuple[tuple[ja
 
 
 def _spread_pulls(names: Names, _: None, cotangents: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...]]:
-    return (all_reduce_together(cotangents, names, algorithm="in_order"),)
+    return (all_reduce_coalesced(cotangents, names, algorithm="in_order"),)
 
 
 spread.defvjp(_spread_keeps, _spread_pulls)

@@ -46,8 +46,8 @@ def first_slot(source, target, sent, arrived, to):
     return wire.send(source, target.ref.at[0] if hasattr(target, "ref") else target, sent, arrived, to)
 
 
-def too_far(rows, deed, block=256):
-    wire.in_blocks(rows, lambda r: deed(pl.ds(r.start + 8, r.size)), block)
+def too_far(rows, f, block=256):
+    wire.in_blocks(rows, lambda r: f(pl.ds(r.start + 8, r.size)), block)
 
 
 def only_once():

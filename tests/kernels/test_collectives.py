@@ -1,4 +1,4 @@
-"""The collectives against the same deed done on one device, in value and gradient; and what they say when refused."""
+"""Compare each collective with a one-device reference, in value and gradient; check the sentence of each refusal."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def by_device(body, mesh):
     return jax.shard_map(local, mesh=mesh, in_specs=P(*names), out_specs=P(*names))
 
 
-def dense(deed, sizes, mesh_axis, x):
-    """The dense spelling of `deed`, of and to [*mesh sizes, 8, 8]."""
+def dense(reference, sizes, mesh_axis, x):
+    """Apply the one-device `reference` to groups of [*mesh sizes, 8, 8]."""
     group = [mesh_axis] if isinstance(mesh_axis, str) else list(mesh_axis)
     order = [list(sizes).index(name) for name in [n for n in sizes if n not in group] + group]
     extent = [x.shape[i] for i in order]
     moved = jnp.transpose(x, (*order, len(sizes), len(sizes) + 1))
     grouped = moved.reshape(-1, int(np.prod([sizes[name] for name in group])), *x.shape[len(sizes) :])
-    y = deed(grouped)
+    y = reference(grouped)
     back = [order.index(i) for i in range(len(sizes))]
     return jnp.transpose(y.reshape(*extent, *y.shape[2:]), (*back, len(sizes), len(sizes) + 1))
 

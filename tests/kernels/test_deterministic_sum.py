@@ -31,7 +31,7 @@ from jshard.signals.active_config import unload
     ],
 )
 def test_sum_in_order_is_the_psum_of_one_process_bitwise(monkeypatch, mesh, axes, shape, dtype):
-    monkeypatch.setattr(in_order, "AT_ONCE", 1 << 20)  # the largest goes in two turns
+    monkeypatch.setattr(in_order, "ONE_STEP_BYTES", 1 << 20)  # the largest goes in two turns
     built = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Explicit,) * len(mesh))
     numbers = np.random.default_rng(0).normal(size=(*mesh.values(), *shape)).astype(np.float32)
     x = jax.device_put(jnp.asarray(numbers, dtype), jax.NamedSharding(built, P(*mesh)))

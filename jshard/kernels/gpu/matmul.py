@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from jshard.errors import JShardError
 from jshard.kernels.chip import interpretation, present_chip
-from jshard.kernels.collectives import as_varying
+from jshard.kernels.collectives import pvary
 from jshard.kernels.gpu.tile import Epilogue, Tile, tile_for
 from jshard.kernels.pallas_call import unvary_p
 from jshard.kernels.select_algorithm import GPU_GENERATIONS
@@ -62,7 +62,7 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, activation: str | None,
     with _interpreted():
         y = (run or ours)(*(unvary_p.bind(x) for x in operands))  # a kernel that knows nothing of meshes
     varying = sorted(frozenset().union(*(jax.typeof(x).mat.varying for x in operands)))
-    return as_varying(y, tuple(varying))[:m, :n].astype(out_dtype)
+    return pvary(y, tuple(varying))[:m, :n].astype(out_dtype)
 
 
 def _upstream(generation: str, m: int, n: int, tile: Tile, cores: int) -> tuple[int, int, Any]:

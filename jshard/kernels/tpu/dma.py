@@ -94,22 +94,22 @@ def send(source: Any, target: Any, sent: Any, arrived: Any, to: Any) -> Any:
     return pltpu.make_async_remote_copy(source, target, sent, arrived, device_id=to)
 
 
-def each(start: Any, stop: Any, deed: Callable[[Any], Any]) -> None:
-    """`deed(i)` for each i: a rolled loop, so that a long ring compiles as fast as a short one."""
+def each(start: Any, stop: Any, f: Callable[[Any], Any]) -> None:
+    """`f(i)` for each i: a rolled loop, so that a long ring compiles as fast as a short one."""
 
     def step(i: Any, _: None) -> None:
-        deed(i)
+        f(i)
 
     lax.fori_loop(start, stop, step, None)
 
 
-def in_blocks(rows: int, deed: Callable[[Any], Any], block: int = 256) -> None:
-    """`deed(slice)` for the rows of a buffer, a block at a time: a whole buffer would not fit the registers."""
+def in_blocks(rows: int, f: Callable[[Any], Any], block: int = 256) -> None:
+    """`f(slice)` for the rows of a buffer, a block at a time: a whole buffer would not fit the registers."""
     if rows <= block:
-        deed(pl.ds(0, rows))
+        f(pl.ds(0, rows))
         return
     assert rows % block == 0, (rows, block)
-    each(0, rows // block, lambda b: deed(pl.ds(b * block, block)))
+    each(0, rows // block, lambda b: f(pl.ds(b * block, block)))
 
 
 def wide(dtype: Any) -> Any:
