@@ -27,8 +27,8 @@ test: $(VENV)/.test-$(STAMP)  ## the whole test suite
 core: $(VENV)/.test-$(STAMP)  ## every test but the slow ones, two cases of each; what CI runs on a newer Python and JAX too
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow" --few 2 $(PYTEST_ARGS)
 
-check: lint  ## ruff, pyright, floors and the tests of what changed since origin/main; under a minute
-	@$(BIN)/python -m pytest -q -m "not slow" $$($(BIN)/python .ci/changed.py)
+check: lint  ## ruff, pyright, floors and the tests nearest to what changed since origin/main; under a minute
+	@$(BIN)/python -m pytest -q -n 2 --dist load -m "not slow" --within 25 $$($(BIN)/python .ci/changed.py)
 
 lint: $(VENV)/.dev-$(STAMP)
 	@$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from typing import Any
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -19,8 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--few", type=int, metavar="N", help="of the cases of each test only N, from the first to the last"
     )
+    parser.addoption(
+        "--within", type=float, metavar="SECONDS", help="two cases of each test first; none starts after this time"
+    )
 
 
+STARTED = pytest.StashKey[float]()
 AGAIN: list[str] = []  # tests whose process hung or died, which ran again in a new one
 
 
@@ -41,14 +46,26 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     few = config.getoption("--few")
-    if few is None:
-        return
+    within = config.getoption("--within")
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for each in cases.values() for item in _spread(each, few)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    kept = {item for each in cases.values() for item in _spread(each, few or 2)}
+    if few is not None:
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    elif within is not None:
+        items.sort(key=lambda item: item not in kept)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[STARTED] = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within = item.config.getoption("--within")
+    if within is not None and time.monotonic() - item.config.stash[STARTED] > within:
+        pytest.skip(f"{within:g} seconds were over; make test runs it")
 
 
 def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:

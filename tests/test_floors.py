@@ -4,6 +4,7 @@ and under TYPE_CHECKING too."""
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -215,3 +216,60 @@ def test_floors_configuration_needs_no_jax(name):
     program = f"import sys, jshard.{name}; print(sorted({{'jax', 'jaxlib', 'flax', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+CHECKOUT = runpy.run_path(str(PACKAGE.parent / ".ci" / "changed.py"))["Checkout"]
+
+
+def test_every_module_is_near_to_a_test():
+    checkout = CHECKOUT(PACKAGE.parent)
+    modules = [path for path in checkout.paths if path.startswith("jshard/") and path.endswith(".py")]
+    assert len(modules) > 100
+    assert [path for path in modules if not checkout.tests_of(path)] == []
+
+
+SMALL = {
+    "jshard/__init__.py": "from jshard.room import thing as thing",
+    "jshard/room/__init__.py": "from jshard.room.inner import thing as thing",
+    "jshard/room/inner.py": "from jshard.room.below import deed\ndef thing(): deed()",
+    "jshard/room/below.py": "def deed(): ...",
+    "jshard/room/forgotten.py": "import jshard.room.inner",
+    "jshard/cli/__init__.py": "import importlib\ndef main(word): importlib.import_module(f'jshard.cli.{word}')",
+    "jshard/cli/explain.py": "from jshard.room.below import deed",
+    "configs/small.yaml": "row: data",
+    "tests/cases.py": "import jshard\ndef case(): return jshard.thing()",
+    "tests/test_by_facade.py": "import jshard\ndef test_it(): jshard.thing()",
+    "tests/test_by_cases.py": "import cases, os\ndef test_it(): cases.case(), os.getcwd()",
+    "tests/test_by_words.py": "from jshard.cli import main\ndef test_it(): main('explain')",
+    "tests/test_by_child.py": "import subprocess\nPROGRAM = 'from jshard.room.below import deed'",
+    "tests/test_by_path.py": "PATH = 'configs/small.yaml'",
+    "tests/sub/test_below.py": "from jshard.cli import main",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "tests"),
+    [
+        ("jshard/room/inner.py", ["by_facade", "by_cases"]),
+        ("jshard/room/below.py", ["by_child", "below", "by_facade", "by_words", "by_cases"]),
+        ("jshard/cli/explain.py", ["by_words"]),
+        ("configs/small.yaml", ["by_path"]),
+        ("tests/cases.py", ["by_cases"]),
+        ("tests/test_by_path.py", ["by_path"]),
+        ("jshard/room/forgotten.py", []),
+    ],
+)
+def test_tests_of_a_file_are_those_whose_names_lead_to_it(small, path, tests):
+    found = [Path(test).stem.removeprefix("test_") for _, test in small.tests_of(path)]
+    assert sorted(found) == sorted(tests)
+    assert found[:1] == tests[:1]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkout")
+    for path, text in SMALL.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    subprocess.run(["git", "init", "--quiet", "."], cwd=root, check=True)
+    return CHECKOUT(root)
