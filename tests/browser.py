@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,13 @@ class Window:
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         self.browser.get(self.path.as_uri())
+
+    def picture(self, path: Path) -> bytes:
+        """The whole page as a PNG, written to `path`."""
+        asked = {"format": "png", "captureBeyondViewport": True}
+        content = base64.b64decode(self.browser.execute_cdp_cmd("Page.captureScreenshot", asked)["data"])
+        path.write_bytes(content)
+        return content
 
     def js(self, code: str, *arguments):
         return self.browser.execute_script(f"return {code}", *arguments)

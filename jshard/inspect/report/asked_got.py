@@ -7,8 +7,9 @@ from jshard.inspect.plan.estimate import MODEL, Estimate, Part, in_words
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.planning import Plan
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.markup import Markup, element
-from jshard.inspect.report.words import Colours, linked, measured, times
+from jshard.inspect.report.markup import Child, Markup, element
+from jshard.inspect.report.shell import legend, stack, table
+from jshard.inspect.report.words import Colours, linked, measured, signal_name, times
 
 HEAD = (
     "Line",
@@ -22,7 +23,6 @@ HEAD = (
     "Wire got",
     "What the compiler did",
 )
-NUMBERS = range(5, 9)
 
 
 def asked_got(facts: Facts, colours: Colours) -> Markup:
@@ -48,33 +48,20 @@ def asked_got(facts: Facts, colours: Colours) -> Markup:
 def _memory(memory: Memory) -> Markup:
     """What the program needs on each device while it runs, against what the chip has."""
     whole = max(memory.total, memory.capacity or 0) or 1
-    x, parts, legend = 0.0, [element("rect", width=1000, height=16, class_="track")], []
-    for number, (name, count) in enumerate(memory.parts.items()):
-        width = 1000 * count / whole
-        if count:
-            parts.append(element("rect", x=x, width=max(0.5, width), height=16, class_=f"m{number % 4}"))
-            legend.append(
-                element("li", element("span", class_=f"swatch m{number % 4}"), name, element("b", measured(count)))
-            )
-        x += width
+    parts = [(f"m{number % 4}", name, count) for number, (name, count) in enumerate(memory.parts.items())]
+    limit = []
     if memory.capacity is not None:
-        edge = 1000 * memory.capacity / whole
-        parts.append(element("rect", x=min(edge, 997), width=3, height=16, class_="limit"))
-    bar = element("svg", parts, viewBox="0 0 1000 16", preserveAspectRatio="none", class_="split", aria_hidden="true")
+        edge = min(1000 * memory.capacity / whole, 997)
+        limit = [element("rect", x=edge, width=3, height=16, class_="limit")]
     largest = [element("li", str(each)) for each in memory.largest]
-    biggest = (
-        element("details", element("summary", "What is biggest while it runs"), element("ol", largest))
-        if largest
-        else None
-    )
-    verdict = element("p", element("b", memory.verdict(), class_="unfit" if memory.fits is False else None))
+    biggest = element("details", element("summary", "What is biggest while it runs"), element("ol", largest))
     return element(
         "div",
         element("h3", "Memory while it runs"),
-        verdict,
-        bar,
-        element("ul", legend, class_="legend"),
-        biggest,
+        element("p", element("b", memory.verdict(), class_="unfit" if memory.fits is False else None)),
+        stack([(class_, count, None) for class_, _, count in parts], whole, *limit, track=True),
+        legend((class_, name, measured(count)) for class_, name, count in parts if count),
+        biggest if largest else None,
         class_="needs",
     )
 
@@ -83,39 +70,15 @@ def _estimate(estimate: Estimate | None) -> Markup | None:
     """The model of a step's time, each part of it visible."""
     if estimate is None:
         return None
-    rows = [
-        element(
-            "tr",
-            element("th", part.name, scope="row"),
-            element("td", part.words),
-            element("td", _rate(part), class_="n"),
-            element("td", in_words(part.seconds), class_="n"),
-        )
-        for part in estimate.parts
-    ]
-    foot = element(
-        "tr",
-        element("th", f"A model, not a measurement: {MODEL}", colspan=3, scope="row"),
-        element("td", in_words(estimate.seconds), class_="n"),
-    )
-    head = [
-        element("th", word, scope="col", class_="n" if word in ("Peak", "Time") else None)
-        for word in ("Part", "What", "Peak", "Time")
-    ]
-    table = element(
-        "table",
-        element("thead", element("tr", head)),
-        element("tbody", rows),
-        element("tfoot", foot),
-        class_="plain-table",
-    )
+    rows = [(part.name, part.words, _rate(part), in_words(part.seconds)) for part in estimate.parts]
+    foot = f"A model, not a measurement: {MODEL}", in_words(estimate.seconds)
+    shown = table("estimate", ("Part", "What", "Peak", "Time"), rows, numbers=(2, 3), foot=(3, foot))
     doubts = (
         "Some layouts can't be seen: arithmetic is counted as if whole on every device. " if estimate.at_most else ""
     )
     doubts += "A while loop is counted as one trip. " if estimate.unknown else ""
     source = element("p", f"{doubts}Peaks: {estimate.source}.", class_="quiet")
-    scroller = element("div", table, class_="scroller", tabindex=0, role="region", aria_label="estimate")
-    return element("div", element("h3", "How long it might take"), scroller, source)
+    return element("div", element("h3", "How long it might take"), shown, source)
 
 
 def _rate(part: Part) -> str:
@@ -125,56 +88,28 @@ def _rate(part: Part) -> str:
 
 def comparison_table(comparison: Comparison, facts: Facts, colours: Colours) -> Markup:
     """Both sides of every line, the totals under them, and each difference by name."""
-    sources = tuple(text.source for text in facts.texts)
-    rows = [_row(row, colours, sources) for row in comparison.rows]
-    head = [
-        element("th", word, scope="col", class_="n" if number in NUMBERS else None) for number, word in enumerate(HEAD)
-    ]
-    counts = [sum(row.asked for row in comparison.rows), sum(row.got for row in comparison.rows)]
-    foot = element(
-        "tr",
-        element("th", "Total", scope="row", colspan=5),
-        [element("td", f"{count:,}", class_="n") for count in counts],
-        element("td", measured(comparison.asked, name="asked"), class_="n"),
-        element("td", measured(comparison.got, name="got"), class_="n"),
-        element("td", _verdict(comparison)),
-    )
-    table = element(
-        "table",
-        element("thead", element("tr", head)),
-        element("tbody", rows),
-        element("tfoot", foot),
-        class_="plain-table",
-    )
-    scroller = element("div", table, class_="scroller", tabindex=0, role="region", aria_label="asked against got")
-    return element("div", element("h3", "Collective by collective"), scroller)
-
-
-def _verdict(comparison: Comparison) -> str:
+    rows = [_row(row, colours, facts.sources) for row in comparison.rows]
+    asked, got = (f"{sum(getattr(row, side) for row in comparison.rows):,}" for side in ("asked", "got"))
+    wire = measured(comparison.asked, name="asked"), measured(comparison.got, name="got")
     count = len(comparison.differences)
-    return "as asked" if not count else times(count, "difference")
+    foot = ("Total", asked, got, *wire, times(count, "difference") if count else "as asked")
+    shown = table("asked against got", HEAD, rows, numbers=range(5, 9), foot=(5, foot))
+    return element("div", element("h3", "Collective by collective"), shown)
 
 
-def _row(row: Row, colours: Colours, sources: tuple[str, ...]) -> Markup:
-    differences = [element("span", str(each), class_=f"difference {each.kind}") for each in row.differences]
-    waiting = f"{row.asynchronous:,} of {row.got:,} asynchronous" if row.asynchronous else None
-    said = [*differences, *([element("span", waiting, class_="quiet")] if waiting else [])]
-    return element(
-        "tr",
-        element("td", linked(row.place, sources)),
-        element(
-            "td",
-            element("span", row.signal, class_="name")
-            if row.signal != "-"
-            else element("span", "no signal", class_="quiet"),
-        ),
-        element("td", row.phase),
-        element("td", row.collective.replace("_", "-")),
-        element("td", [colours.chip(name) for name in row.mesh_axes]),
-        element("td", f"{row.asked:,}", class_="n"),
-        element("td", f"{row.got:,}", class_="n"),
-        element("td", measured(row.wire_asked), class_="n"),
-        element("td", measured(row.wire_got), class_="n"),
-        element("td", said or element("span", "as asked", class_="quiet"), class_="did"),
-        class_="differs" if differences else None,
-    )
+def _row(row: Row, colours: Colours, sources: tuple[str, ...]) -> list[Child]:
+    said = [element("span", str(each), class_=f"difference {each.kind}") for each in row.differences]
+    if row.asynchronous:
+        said.append(element("span", f"{row.asynchronous:,} of {row.got:,} asynchronous", class_="quiet"))
+    return [
+        linked(row.place, sources),
+        signal_name(row.signal),
+        row.phase,
+        row.collective.replace("_", "-"),
+        [colours.chip(name) for name in row.mesh_axes],
+        f"{row.asked:,}",
+        f"{row.got:,}",
+        measured(row.wire_asked),
+        measured(row.wire_got),
+        element("div", said or element("span", "as asked", class_="quiet"), class_="did"),
+    ]

@@ -11,7 +11,6 @@ from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.words import Colours
 
-MOST_DEVICES = 1024  # drawn; of a larger mesh the first ones, which is said
 MOST_LINES = 64  # within one direction of an array
 GLYPH = (34, 22)
 Split = list[tuple[str, int]]  # mesh axes and their sizes, major first

@@ -32,6 +32,10 @@ class Facts:
     settings: frozenset[Place] = frozenset()  # lines about the experiment, where no word means a mesh axis
     plan: Any = None
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(text.source for text in self.texts)
+
     def of(self, *kinds: str) -> list[Laid]:
         return [array for array in self.arrays if array.kind in kinds]
 

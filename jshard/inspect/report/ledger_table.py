@@ -8,7 +8,8 @@ import dataclasses
 from jshard.inspect.ledger.ledger import Ledger, Line
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.markup import Markup, element
-from jshard.inspect.report.words import Colours, linked, measured, size, times
+from jshard.inspect.report.shell import stack
+from jshard.inspect.report.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
 
 COLUMNS = (  # key, title, whether it sorts as a number
     ("place", "Line", False),
@@ -21,7 +22,6 @@ COLUMNS = (  # key, title, whether it sorts as a number
     ("total", "On the wire", True),
 )
 PHASES = ("forward", "backward", "update")  # in the order in which they run
-NO_SIGNAL = "no signal"
 GROUPS = (("signal", "signal"), ("axis", "mesh axis"), ("phase", "phase"), ("", "nothing"))
 
 
@@ -34,7 +34,6 @@ def ledger_table(facts: Facts, colours: Colours) -> Markup:
             element("data", "0 B", value=0, data_total="wire", class_="total"),
             class_="quiet",
         )
-    sources = tuple(text.source for text in facts.texts)
     lines = merged(ledger)
     most = max(line.total for line in lines) or 1
     head = [
@@ -50,7 +49,7 @@ def ledger_table(facts: Facts, colours: Colours) -> Markup:
         )
         for key, title, numeric in COLUMNS
     ]
-    rows = [_row(line, number, most, colours, sources) for number, line in enumerate(lines)]
+    rows = [_row(line, number, most, colours, facts.sources) for number, line in enumerate(lines)]
     exact = element("span", f"{ledger.total:,} B", class_="exact")
     foot = element(
         "tr",
@@ -97,16 +96,18 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
     name = line.collective.replace("_", "-")
     cells = (
         linked(line.place, sources),
-        element(
-            "span", line.signal if line.signal != "-" else NO_SIGNAL, class_="name" if line.signal != "-" else "quiet"
-        ),
+        signal_name(line.signal),
         element("span", line.phase),
         element(
-            "span", name, element("span", line.via, class_="via" if line.asked else "via unasked") if line.via else None
+            "span",
+            element("span", name, class_="what"),
+            [" ", element("span", line.via, class_="via" if line.asked else "via unasked")] if line.via else None,
         ),
         element("span", axes, element("span", f" of {line.group:,}", class_="quiet")),
         element("span", times_said),
-        element("span", measured(line.payload), element("span", line.dtype, class_="via"), title=line.source or None),
+        element(
+            "span", measured(line.payload), " ", element("span", line.dtype, class_="via"), title=line.source or None
+        ),
         element("span", measured(line.total), _bar(line, most, colours), class_="amount"),
     )
     keys: dict[str, object] = {
@@ -135,9 +136,7 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
 
 
 def _bar(line: Line, most: int, colours: Colours) -> Markup:
-    width = max(1.0, 100 * line.total / most) if line.total else 0
-    bar = element("rect", width=width, height=6, class_=f"fill {colours.of(line.mesh_axes[0])}")
-    return element("svg", bar, viewBox="0 0 100 6", class_="meter", preserveAspectRatio="none", aria_hidden="true")
+    return stack([(f"fill {colours.of(line.mesh_axes[0])}", line.total, None)], most)
 
 
 def by_axis(facts: Facts, colours: Colours) -> Markup | None:
@@ -146,21 +145,10 @@ def by_axis(facts: Facts, colours: Colours) -> Markup | None:
     whole = facts.ledger.total
     if not whole:
         return None
-    x, parts, legend = 0.0, [], []
+    parts, legend = [], []
     for names, total in sorted(sums.items(), key=lambda each: -each[1]):
         first, *_ = names.split(", ")
-        width = 1000 * total / whole
-        if total:
-            parts.append(
-                element(
-                    "rect",
-                    x=x,
-                    width=max(0.5, width - 2),
-                    height=14,
-                    class_=f"fill {colours.of(first)}",
-                )
-            )
-        x += width
+        parts.append((f"fill {colours.of(first)}", total, None))
         legend.append(
             element(
                 "li",
@@ -169,8 +157,7 @@ def by_axis(facts: Facts, colours: Colours) -> Markup | None:
                 element("span", times(counts[names], "collective"), class_="quiet"),
             )
         )
-    bar = element("svg", parts, viewBox="0 0 1000 14", preserveAspectRatio="none", class_="split", aria_hidden="true")
-    return element("div", bar, element("ul", legend, class_="legend"), class_="by-axis")
+    return element("div", stack(parts, whole), element("ul", legend, class_="legend"), class_="by-axis")
 
 
 def _group(facts: Facts, name: str) -> int | None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-EMPTY = frozenset("br circle col hr input line meta path rect stop".split())
+EMPTY = frozenset("br circle col hr input line meta path rect stop wbr".split())
 # Characters that no text shows: a page with them would not be the text that it claims to be.
 CONTROLS = dict.fromkeys([*range(0x00, 0x09), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0)], "\ufffd")
 

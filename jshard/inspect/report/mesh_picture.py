@@ -1,149 +1,98 @@
-"""The mesh as a picture: a cell for each device, in which the script shows what it holds."""
+"""The mesh as a picture: rows of cells, a cell for each device, in which the script shows what it holds."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping
 
-from jshard.inspect.report.drawing import Split, gradients
+import numpy as np
+
+from jshard.inspect.report.drawing import gradients
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.markup import Markup, element, joined
 from jshard.inspect.report.words import Colours
 
+ACROSS = 16  # devices side by side
 MOST_DEVICES = 1024  # drawn; of a larger mesh the first ones, which is said
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """Devices as panels of rows and columns: the last mesh axis runs right, the one before it down, all earlier ones
-    count panels. Mesh axes of size one take no room."""
+class Strip:
+    """Devices side by side along one mesh axis; `at` is where they stand: the first and last index along each axis that
+    tells rows apart."""
 
-    panels: Split
-    down: Split
-    right: Split
-    wrapped: int  # devices to a row where a single axis is too long for one
+    devices: tuple[int, ...]
+    at: tuple[tuple[str, int, int], ...]
 
-    @classmethod
-    def of(cls, sizes: Sequence[tuple[str, int]]) -> Grid:
-        real = [(name, count) for name, count in sizes if count > 1] or list(sizes[-1:])
-        *panels, right = real or [("", 1)]
-        down = [panels.pop()] if panels else []
-        wrapped = 16 if not down and right[1] > 16 else right[1]
-        return cls(panels, down, [right], wrapped)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Panels, rows and columns."""
-        count = math.prod(ways for _, ways in self.right)
-        rows = math.prod(ways for _, ways in self.down) if self.down else -(-count // self.wrapped)
-        return math.prod(ways for _, ways in self.panels), rows, min(self.wrapped, count)
+def across(sizes: Mapping[str, int]) -> str:
+    """The longest mesh axis, which runs right; of equal ones the last."""
+    return max(reversed([*sizes]), key=lambda name: sizes[name], default="")
+
+
+def strips(sizes: Mapping[str, int]) -> Iterator[Strip]:
+    """Every device once, numbered in the order of the mesh. Mesh axes of size one are left out of `at`."""
+    name = across(sizes)
+    others = [other for other in sizes if other != name]
+    numbers = np.arange(np.prod([*sizes.values()], dtype=int)).reshape(tuple(sizes.values()) or 1)
+    numbers = np.moveaxis(numbers, list(sizes).index(name), -1) if sizes else numbers
+    length = numbers.shape[-1]
+    for at in np.ndindex(numbers.shape[:-1]):
+        fixed = [(other, n, n) for other, n in zip(others, at, strict=True) if sizes[other] > 1]
+        for first in range(0, length, ACROSS):
+            last = min(first + ACROSS, length) - 1
+            part = [(name, first, last)] if length > ACROSS else []
+            yield Strip(tuple(numbers[at][first : last + 1].tolist()), (*fixed, *part))
 
 
 def mesh_picture(facts: Facts, colours: Colours) -> Markup:
-    """The mesh, a cell for each device; what a device holds of the chosen array is put in place by the script."""
-    sizes = [] if facts.mesh is None else list(facts.mesh.shape.items())
-    grid = Grid.of(sizes)
-    panels, rows, columns = grid.shape
-    cell = 88.0 if columns <= 4 else max(20.0, min(64.0, 520.0 / columns))
-    gap = max(2.0, cell * 0.1)
-    pitch = cell + gap
-    left, top = (58.0 if grid.down else 6.0), 26.0
-    across = max(1, min(panels, int(600 // (columns * pitch + left)) or 1))
-    width, height = left + columns * pitch + 14, top + rows * pitch + (20 if grid.panels else 0)
-    drawn, total = 0, facts.devices
-    parts: list[Markup] = []
-    for panel in range(panels):
-        if drawn >= min(total, MOST_DEVICES):
+    """Draw a cell for each device; the script puts in place what it holds, and folds rows of a large mesh that hold alike."""
+    sizes = {} if facts.mesh is None else dict(facts.mesh.shape)
+    name = across(sizes)
+    drawn, rows = 0, []
+    for row in strips(sizes):
+        if drawn >= MOST_DEVICES:
             break
-        ox, oy = (panel % across) * width, (panel // across) * height
-        parts += _labels(grid, panel, colours, ox + left, oy + top, pitch, gap, rows, columns)
-        for row, column in itertools.product(range(rows), range(columns)):
-            if drawn >= min(total, MOST_DEVICES):
-                break
-            parts.append(_device(facts, drawn, ox + left + column * pitch, oy + top + row * pitch, cell))
-            drawn += 1
-    whole_width = width * across
-    whole_height = height * math.ceil(panels / across)
-    said = "" if drawn == total else f"The first {drawn:,} of {total:,} devices are drawn."
-    svg = element(
-        "svg",
-        gradients(facts, colours),
-        parts,
-        class_="mesh" + " wide" * (columns > 8),
-        viewBox=f"0 0 {whole_width:.5g} {whole_height:.5g}",
-        width=whole_width,
-        height=whole_height,
-        role="img",
-        aria_label=f"{facts.devices} devices",
-        data_columns=columns,
-        data_rows=rows,
+        drawn += len(row.devices)
+        rows.append(_row(row, colours))
+    says = element("li", element("span"), element("span", name, class_=f"along ink {colours.of(name)}"), class_="head")
+    left_out = f"The first {drawn:,} of {facts.devices:,} devices are drawn." if drawn < facts.devices else ""
+    return joined(
+        [
+            element("svg", gradients(facts, colours), width=0, height=0, class_="fills", aria_hidden="true"),
+            element("ol", says if name else None, rows, class_="mesh"),
+            element("p", id="folded", class_="quiet"),
+            element("p", left_out, class_="quiet") if left_out else None,
+        ]
     )
-    return joined([svg, element("p", said, class_="quiet") if said else None])
 
 
-def _labels(
-    grid: Grid, panel: int, colours: Colours, x: float, y: float, pitch: float, gap: float, rows: int, columns: int
-) -> list[Markup]:
-    found = []
-    name, _ = grid.right[0]
-    if name:
-        end = x + columns * pitch - gap
-        found.append(_arrow(name, colours, x, y - 10, end, y - 10))
-    if grid.down:
-        name, _ = grid.down[0]
-        found.append(_arrow(name, colours, x - 12, y, x - 12, y + rows * pitch - gap))
-    if grid.panels:
-        words, rest = [], panel
-        for name, ways in reversed(grid.panels):
-            words.insert(0, (name, rest % ways))
-            rest //= ways
-        spans = [element("tspan", f"{name} {index}  ", class_=f"ink {colours.of(name)}") for name, index in words]
-        found.append(element("text", spans, x=x, y=y + rows * pitch + 8, class_="axis"))
-    return found
+def _row(row: Strip, colours: Colours) -> Markup:
+    count = len(row.devices)
+    cell = max(22.0, min(88.0, 390.0 / count))
+    gap = max(2.0, cell * 0.1)
+    where = [
+        element("span", f"{name} {first}" + (f"–{last}" if last > first else ""), class_=f"ink {colours.of(name)}")
+        for name, first, last in row.at
+    ]
+    cells = [_device(number, 1 + place * (cell + gap), cell) for place, number in enumerate(row.devices)]
+    wide, high = count * (cell + gap) + 2 - gap, cell + 2
+    svg = element("svg", cells, viewBox=f"0 0 {wide:.5g} {high:.5g}", width=wide, aria_hidden="true")
+    return element("li", element("span", where, class_="where"), svg, class_="strip", data_at=json.dumps(row.at))
 
 
-def _arrow(name: str, colours: Colours, x1: float, y1: float, x2: float, y2: float) -> Markup:
-    """A mesh axis: its name on a line that runs as it runs."""
-    colour = colours.of(name)
-    flat = y1 == y2
-    tip = (
-        f"M{x2 - 5:.5g} {y2 - 3.5:.5g} L{x2:.5g} {y2:.5g} L{x2 - 5:.5g} {y2 + 3.5:.5g}"
-        if flat
-        else (f"M{x2 - 3.5:.5g} {y2 - 5:.5g} L{x2:.5g} {y2:.5g} L{x2 + 3.5:.5g} {y2 - 5:.5g}")
-    )
-    short = name if len(name) <= 14 else name[:13] + "…"
-    if flat:
-        said = element("text", short, x=x1, y=y1 - 5, class_=f"axis ink {colour}")
-    else:
-        turned = f"rotate(-90 {x1 - 8:.5g} {y2:.5g})"
-        said = element("text", short, x=x1 - 8, y=y2, transform=turned, class_=f"axis ink {colour}")
-    line = element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=f"along {colour}")
-    return joined([line, element("path", d=tip, class_=f"along {colour}"), said])
-
-
-def _device(facts: Facts, number: int, x: float, y: float, cell: float) -> Markup:
-    label = element("text", str(number), x=x + 6, y=y + 13, class_="number") if cell >= 38 else None
+def _device(number: int, x: float, cell: float) -> Markup:
     head = 15.0 if cell >= 38 else 0.0
     pad = max(2.0, cell * 0.1)
-    box = {"x": x + pad, "y": y + head + pad * 0.4, "width": cell - 2 * pad, "height": cell - head - pad * 1.4}
-    room = " ".join(f"{value:.5g}" for value in box.values())
+    box = (x + pad, 1 + head + pad * (0.4 if head else 1), cell - 2 * pad, cell - head - pad * (1.4 if head else 2))
     return element(
         "g",
-        element(
-            "rect",
-            x=x,
-            y=y,
-            width=cell,
-            height=cell,
-            rx=max(2.0, cell * 0.08),
-            class_="cell",
-        ),
-        label,
+        element("rect", x=x, y=1, width=cell, height=cell, rx=max(2.0, cell * 0.08), class_="cell"),
+        element("text", str(number), x=x + 6, y=14, class_="number") if head else None,
         element("rect", class_="outline"),
         element("rect", class_="tile"),
         class_="device",
         data_device=number,
-        data_room=room,
+        data_room=" ".join(f"{value:.5g}" for value in box),
     )

@@ -12,7 +12,7 @@ from jshard.inspect.report.drawing import glyph
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.pictures import Pictures
-from jshard.inspect.report.words import Colours, linked, measured, times
+from jshard.inspect.report.words import Colours, breakable, linked, measured, times
 
 MOST_OPEN = 40  # arrays that are shown unfolded
 BRANCHES = (
@@ -111,7 +111,7 @@ class _Tree:
             count = f"{len(alike) + 1} alike, {count} each"
         summary = element(
             "summary",
-            element("span", name, class_="title" if top else "name"),
+            element("span", name, class_="title") if top else breakable(name),
             element("span", count, class_="count"),
             element("span", measured(held), class_="bytes"),
         )
@@ -126,23 +126,22 @@ class _Tree:
         )
 
     def row(self, name: str, array: Laid) -> Markup:
-        sources = tuple(text.source for text in self.facts.texts)
         button = element(
             "button",
             glyph(array, self.colours),
-            element("span", name, class_="name"),
+            breakable(name),
             layout(array, self.colours),
             type="button",
             class_="pick",
             data_array=self.pictures.number(array),
             aria_pressed="false",
         )
-        signal = element("span", array.signal, class_="signal") if array.signal != "-" else None
+        signal = element("span", breakable(array.signal), class_="signal") if array.signal != "-" else None
         origin = element(
             "span",
             element("span", array.note, array.dtype, class_="dtype"),
             signal,
-            linked(array.place, sources),
+            linked(array.place, self.facts.sources),
             class_="origin",
         )
         return element("div", button, origin, element("span", measured(array.bytes_each), class_="bytes"), class_="row")

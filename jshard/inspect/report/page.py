@@ -21,11 +21,11 @@ from jshard.version import __version__
 
 HERE = Path(__file__).parent
 LINKS = (
+    ("#source", "YAML"),
     ("#places", "Layout"),
     ("#ledger-section", "Wire"),
     ("#memory", "Memory"),
     ("#plan", "Plan"),
-    ("#source", "YAML"),
 )
 
 
@@ -33,6 +33,12 @@ def page(facts: Facts) -> str:
     """The whole page."""
     colours = Colours(facts.mesh_axes)
     pictures = Pictures(facts, colours)
+    priced = section(
+        "source",
+        "The configuration, priced",
+        "Each line with what it puts on the wire, per device and step, and what it keeps at rest.",
+        source(facts, colours),
+    )
     return document(
         f"{facts.title} · jshard report",
         element("a", "To the ledger", href="#ledger-section", class_="skip"),
@@ -40,6 +46,7 @@ def page(facts: Facts) -> str:
         element(
             "main",
             _opening(facts, colours),
+            priced if facts.texts else None,
             section(
                 "places",
                 "Where everything lies",
@@ -60,12 +67,7 @@ def page(facts: Facts) -> str:
                 memory_bars(facts),
             ),
             section("plan", "Asked against got", None, asked_got(facts, colours)),
-            section(
-                "source",
-                "The configuration, priced",
-                "Each line with what it puts on the wire, per device and step, and what it keeps at rest.",
-                source(facts, colours),
-            ),
+            None if facts.texts else priced,
         ),
         _footer(),
         pictures.templates(),

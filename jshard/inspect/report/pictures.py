@@ -51,7 +51,6 @@ class Pictures:
         return [element("template", drawn, id=f"sheet{number}") for number, drawn in enumerate(self.sheets)]
 
     def _sheet(self, array: Laid) -> Markup:
-        sources = tuple(text.source for text in self.facts.texts)
         says = element(
             "p",
             array.dtype,
@@ -60,7 +59,7 @@ class Pictures:
             " on each of its devices, ",
             measured(array.bytes_whole),
             " in all",
-            [" · ", linked(array.place, sources)] if array.place else None,
+            [" · ", linked(array.place, self.facts.sources)] if array.place else None,
             class_="quiet",
         )
         return joined([sheet(array, self.colours), caption(array, self.colours), says])

@@ -1,7 +1,9 @@
 "use strict";
 (() => {
+  const UNFOLDED = 8, MOST_ROWS = 16;
   const one = (selector, inside = document) => inside.querySelector(selector);
   const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
+  const breakable = (text) => text.split(/(?<=[/.:_])/).flatMap((part) => [part, document.createElement("wbr")]);
   const facts = JSON.parse(one("#facts").textContent);
 
   // -- which device holds what --
@@ -16,26 +18,59 @@
     for (const [key, value] of Object.entries({ x, y, width, height })) rectangle.setAttribute(key, value.toFixed(2));
   };
   const mesh = one("#mesh");
-  const cells = all(".device").map((cell) => ({
-    cell, outline: one(".outline", cell), tile: one(".tile", cell), room: cell.dataset.room.split(" ").map(Number),
+  const cells = [];
+  const strips = all(".strip").map((strip) => ({
+    strip, at: JSON.parse(strip.dataset.at),
+    devices: all(".device", strip).map((cell) => {
+      const number = Number(cell.dataset.device), room = cell.dataset.room.split(" ").map(Number);
+      cells[number] = { cell, outline: one(".outline", cell), tile: one(".tile", cell), room };
+      return number;
+    }),
   }));
+  let shown = strips;
   let chosen = null;
   let device = 0;
   const tileOf = (array, number) => facts.layouts[array.layout][number];
 
   function draw(array) {
     cells.forEach(({ outline, tile, room: [x, y, width, height] }, number) => {
-      const aspect = width < 30 ? Math.min(1, Math.max(0.5, array.aspect)) : array.aspect;
+      const aspect = width < 30 ? height / width : array.aspect, least = width < 30 ? 6 : 2.5;
       const w = Math.min(width, height / aspect), h = w * aspect;
       const left = x + (width - w) / 2, top = y + (height - h) / 2;
       place(outline, left, top, w, h);
       const held = tileOf(array, number);
       if (held < 0) { place(tile, left, top, 0, 0); return; }
       const row = Math.floor(held / array.columns), column = held % array.columns;
-      const wide = Math.max(2.5, w / array.columns), high = Math.max(2.5, h / array.rows);
+      const wide = Math.max(least, w / array.columns), high = Math.max(least, h / array.rows);
       place(tile, left + Math.min(w * column / array.columns, w - wide), top + Math.min(h * row / array.rows, h - high), wide, high);
       tile.setAttribute("fill", array.split ? `url(#fill${array.fill})` : "var(--soft)");
     });
+  }
+
+  // of a large mesh, rows that hold alike are one, and not more than fit are shown
+  function fold(array) {
+    const alike = new Map();
+    for (const each of strips) {
+      const key = strips.length > UNFOLDED ? each.devices.map((number) => tileOf(array, number)).join() : each.devices.join();
+      if (!alike.has(key)) alike.set(key, []);
+      alike.get(key).push(each);
+    }
+    const groups = [...alike.values()].slice(0, MOST_ROWS);
+    shown = groups.map(([first]) => first);
+    strips.forEach((each) => { each.strip.hidden = !shown.includes(each); });
+    for (const group of groups) {
+      all(".where span", group[0].strip).forEach((word, axis) => {
+        const spans = new Map(group.map(({ at }) => [at[axis][1], at[axis]]));
+        const parts = [];
+        for (const [, from, to] of [...spans.values()].sort((a, b) => a[1] - b[1])) {
+          if (parts.length && parts.at(-1)[1] === from - 1) parts.at(-1)[1] = to; else parts.push([from, to]);
+        }
+        word.textContent = `${group[0].at[axis][0]} ${parts.map(([from, to]) => (from === to ? from : `${from}–${to}`)).join(", ")}`;
+      });
+    }
+    const less = strips.length - [...alike.values()].length, more = alike.size - groups.length;
+    one("#folded").textContent = (less ? `${strips.length} rows of devices; those that hold the same are drawn once. ` : "")
+      + (more ? `${more} more rows hold other parts.` : "");
   }
 
   function range(array, held) {
@@ -79,12 +114,16 @@
     chosen = number;
     const array = facts.arrays[number];
     all(".pick").forEach((button) => button.setAttribute("aria-pressed", String(Number(button.dataset.array) === number)));
-    one("#chosen-name").textContent = array.name;
+    one("#chosen-name").replaceChildren(...breakable(array.name));
     const sheet = one(`#sheet${array.sheet}`).content.cloneNode(true);
     one("#chosen-sheet").replaceChildren(one("svg", sheet));
     one("#chosen-caption").replaceChildren(...sheet.childNodes);
+    fold(array);
     draw(array);
-    point(Math.min(device, cells.length - 1));
+    const strip = strips.find(({ devices }) => devices.includes(device));
+    const same = shown.includes(strip) ? device : shown.find(({ devices }) => tileOf(array, devices[0]) === tileOf(array, strip.devices[0]))
+      ?.devices[strip.devices.indexOf(device)];
+    point(same ?? shown[0].devices[0]);
   }
 
   all(".pick").forEach((button) => button.addEventListener("click", () => choose(Number(button.dataset.array))));
@@ -93,12 +132,16 @@
     cell.addEventListener("click", () => chosen !== null && point(number));
   });
   mesh.addEventListener("keydown", (event) => {
-    const columns = Number(one(".mesh", mesh).dataset.columns);
-    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, Home: -device, End: cells.length - 1 - device };
-    if (!(event.key in steps) || chosen === null) return;
+    if (chosen === null) return;
+    const line = shown.flatMap(({ devices }) => devices), at = line.indexOf(device);
+    const row = shown.findIndex(({ devices }) => devices.includes(device)), column = shown[row].devices.indexOf(device);
+    const next = {
+      ArrowRight: line[at + 1], ArrowLeft: line[at - 1], Home: line[0], End: line.at(-1),
+      ArrowDown: shown[row + 1]?.devices[column], ArrowUp: shown[row - 1]?.devices[column],
+    };
+    if (!(event.key in next)) return;
     event.preventDefault();
-    const next = device + steps[event.key];
-    if (next >= 0 && next < cells.length) point(next);
+    if (next[event.key] !== undefined) point(next[event.key]);
   });
   const first = facts.arrays.findIndex((array) => array.split);
   if (facts.arrays.length) choose(Math.max(0, first));
@@ -130,7 +173,8 @@
       title.scope = "rowgroup";
       const button = document.createElement("button");
       button.type = "button";
-      button.textContent = name || "–";
+      button.append(document.createElement("span"));
+      button.firstChild.append(...breakable(name || "–"));
       const isOpen = !folded.has(`${group}:${name}`);
       button.setAttribute("aria-expanded", String(isOpen));
       button.addEventListener("click", () => {

@@ -10,7 +10,8 @@ from jshard.errors import Place
 from jshard.inspect.report.array_placement import AT_REST
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.markup import Markup, element, escaped
-from jshard.inspect.report.words import Colours, anchor, measured, times
+from jshard.inspect.report.shell import stack
+from jshard.inspect.report.words import Colours, anchor, breakable, measured, times
 
 WORD = re.compile(r"""(?P<text>"[^"]*"|'[^']*')|(?P<note>(?:^|(?<=\s))\#.*)|(?P<word>[A-Za-z_][\w.*/-]*)|(?P<rest>.)""")
 
@@ -48,15 +49,14 @@ def costs(facts: Facts) -> dict[Place | None, Cost]:
 def source(facts: Facts, colours: Colours) -> Markup:
     found = costs(facts)
     most = max((cost.total for cost in found.values()), default=0) or 1
-    sources = tuple(text.source for text in facts.texts)
     blocks, told = [], set()
     for text in facts.texts:
         rows = []
         for number, line in enumerate(text.lines, 1):
             place = Place(text.source, number)
             told.add(place)
-            rows.append(_line(place, line, found.get(place), most, facts, colours, sources))
-        name = element("h3", element("span", text.source, class_="name"))
+            rows.append(_line(place, line, found.get(place), most, facts, colours))
+        name = element("h3", breakable(text.source))
         blocks.append(
             element("div", name if len(facts.texts) > 1 else None, element("ol", rows, class_="code"), class_="file")
         )
@@ -80,16 +80,14 @@ def _elsewhere(place: Place | None) -> str:
     return "no line asks for" if place is None else f"{place} asks for"
 
 
-def _line(
-    place: Place, line: str, cost: Cost | None, most: int, facts: Facts, colours: Colours, sources: tuple[str, ...]
-) -> Markup:
+def _line(place: Place, line: str, cost: Cost | None, most: int, facts: Facts, colours: Colours) -> Markup:
     margin = _margin(cost, most, colours) if cost is not None else None
     return element(
         "li",
         element("span", str(place.line), class_="no", aria_hidden="true"),
         element("code", list(_coloured(line, () if place in facts.settings else facts.mesh_axes, colours)) or " "),
         margin,
-        id=anchor(place, sources),
+        id=anchor(place, facts.sources),
         class_="costs" if margin is not None else None,
     )
 
@@ -97,12 +95,7 @@ def _line(
 def _margin(cost: Cost, most: int, colours: Colours) -> Markup | None:
     if not cost.count and not cost.rest:
         return None
-    x, parts = 0.0, []
-    for name, total in cost.wire.items():
-        width = 100 * total / most
-        parts.append(element("rect", x=x, width=max(0.8, width), height=8, class_=f"fill {colours.of(name)}"))
-        x += width
-    bar = element("svg", parts, viewBox="0 0 100 8", preserveAspectRatio="none", class_="meter", aria_hidden="true")
+    bar = stack([(f"fill {colours.of(name)}", total, None) for name, total in cost.wire.items()], most)
     wire = rest = None
     if cost.count:
         wire = element(
@@ -126,6 +119,6 @@ def _coloured(line: str, mesh_axes: tuple[str, ...], colours: Colours) -> Iterat
         elif bare in mesh_axes:
             yield element("span", text, class_=f"ink {colours.of(bare)}")
         elif line[part.end() :].lstrip().startswith(":") and part.lastgroup in ("word", "text"):
-            yield element("span", text, class_="key")
+            yield breakable(text, "key")
         else:
             yield Markup(escaped(text))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from jshard.errors import Place
 from jshard.inspect.report.markup import Markup, element
 
 PALETTE = 8  # colours of mesh axes in style.css
+NO_SIGNAL = "no signal"
 
 
 def size(count: int) -> str:
@@ -40,6 +43,17 @@ def times(count: int, noun: str) -> str:
 
 def shown(shape: tuple[int, ...]) -> str:
     return " × ".join(f"{length:,}" for length in shape) if shape else "a number"
+
+
+def breakable(text: str, class_: str = "name") -> Markup:
+    """A name, which a narrow window breaks behind a / . : or _ and not inside a word."""
+    return element(
+        "span", [[part, element("wbr")] for part in re.findall(r"[^/.:_]*[/.:_]|[^/.:_]+$", text)], class_=class_
+    )
+
+
+def signal_name(signal: str) -> Markup:
+    return breakable(signal) if signal != "-" else element("span", NO_SIGNAL, class_="quiet")
 
 
 class Colours:

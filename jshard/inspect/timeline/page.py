@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from jshard.inspect.report.markup import Child, Markup, data, element
-from jshard.inspect.report.shell import bar, document, section, tiles
-from jshard.inspect.report.words import times
+from jshard.inspect.report.shell import bar, document, section, stack, table, tiles
+from jshard.inspect.report.words import breakable, signal_name, times
 from jshard.inspect.timeline.lanes import Drawing, Lane
 from jshard.inspect.timeline.words import Sum, by_signal, share, span, sums
 from jshard.version import __version__
@@ -81,8 +81,14 @@ def _says(drawn: Drawing) -> str:
 
 
 def _picture(drawn: Drawing) -> Markup:
-    def choice(word: str, value: str, pressed: bool) -> Markup:
-        return element("button", word, type="button", data_by=value, aria_pressed="true" if pressed else "false")
+    def choice(what: str, *words: str) -> Markup:
+        chosen = [
+            element(
+                "button", f"by {word}", type="button", data_what=what, data_by=word, aria_pressed=str(not at).lower()
+            )
+            for at, word in enumerate(words)
+        ]
+        return element("div", element("span", what.capitalize(), class_="quiet"), chosen, class_="segments")
 
     def act(word: str, does: str, says: str) -> Markup:
         return element("button", word, type="button", class_="plain", data_do=does, aria_label=says, title=says)
@@ -93,13 +99,8 @@ def _picture(drawn: Drawing) -> Markup:
         "figure",
         element(
             "div",
-            element(
-                "div",
-                element("span", "Colour", class_="quiet"),
-                choice("by kind", "kind", True),
-                choice("by signal", "signal", False),
-                class_="segments",
-            ),
+            choice("colours", "kind", "signal"),
+            choice("labels", "operation", "signal"),
             element(
                 "div",
                 element("select", steps, id="step", class_="plain", aria_label="step") if drawn.steps else None,
@@ -136,39 +137,34 @@ def _picture(drawn: Drawing) -> Markup:
 
 
 def _devices(drawn: Drawing) -> Markup:
-    words = ("Computing", "Collectives", "of it beside computing", "Idle")
-    head = [element("th", word, scope="col", class_="n") for word in words]
+    def timed(time: float) -> list[Child]:
+        return [span(time), element("span", share(time, drawn.length), class_="part")]
+
     rows = [
-        element(
-            "tr",
-            element("th", lane.name, scope="row"),
-            element("td", _split(lane, drawn.length), class_="how"),
-            [
-                element("td", span(time), element("span", share(time, drawn.length), class_="part"), class_="n")
-                for time in (lane.compute, lane.collectives)
-            ],
-            element("td", _or_none(lane.both), class_="n"),
-            element("td", span(lane.idle), element("span", share(lane.idle, drawn.length), class_="part"), class_="n"),
+        (
+            lane.name,
+            element("div", _split(lane, drawn.length), class_="how"),
+            timed(lane.compute),
+            timed(lane.collectives),
+            _or_none(lane.both),
+            timed(lane.idle),
         )
         for lane in drawn.lanes
     ]
-    return _table([element("th", "Device", scope="col"), element("th", "", class_="how"), *head], rows)
+    head = ("Device", "", "Computing", "Collectives", "of it beside computing", "Idle")
+    return table("devices", head, rows, numbers=range(2, 6))
 
 
 def _split(lane: Lane, length: float) -> Markup:
     """Computing, then both at once, then collectives, then nothing."""
-    x, parts = 0.0, []
-    for class_, time in (
-        ("compute", lane.compute - lane.both),
-        ("both", lane.both),
-        ("collective", lane.collectives - lane.both),
-    ):
-        width = 100 * time / length if length else 0.0
-        parts.append(element("rect", x=x, width=width, height=8, class_=class_))
-        x += width
-    track = element("rect", width=100, height=8, class_="track")
-    return element(
-        "svg", track, parts, viewBox="0 0 100 8", preserveAspectRatio="none", class_="spent", aria_hidden="true"
+    return stack(
+        [
+            ("compute", lane.compute - lane.both, None),
+            ("both", lane.both, None),
+            ("collective", lane.collectives - lane.both, None),
+        ],
+        length,
+        track=True,
     )
 
 
@@ -177,62 +173,48 @@ def _signals(drawn: Drawing) -> Markup:
     whole = sum(compute + moving for _, compute, moving in found)
     lines = {bar.signal: bar.line for bar in drawn.bars if bar.line}
     rows = [
-        element(
-            "tr",
-            element("th", "no signal" if name == "-" else name, scope="row", class_="name"),
-            element("td", lines.get(name, "–"), class_="place"),
-            element("td", _or_none(compute), class_="n"),
-            element("td", _or_none(moving), class_="n"),
-            element("td", share(compute + moving, whole), class_="n"),
+        (
+            signal_name(signal),
+            element("span", lines.get(signal, "–"), class_="place"),
+            _or_none(compute),
+            _or_none(moving),
+            share(compute + moving, whole),
         )
-        for name, compute, moving in found
+        for signal, compute, moving in found
     ]
-    return _table(_heads("Signal", "Line", "Computing", "Collectives", "Of all"), rows)
+    return table("signals", ("Signal", "Line", "Computing", "Collectives", "Of all"), rows, numbers=range(2, 5))
 
 
 def _operations(drawn: Drawing) -> Markup:
     found = sums(drawn.bars)
     whole = sum(each.total for each in found)
-    rows = [_operation(each, number, whole) for number, each in enumerate(found[:LONGEST])]
+    rows = [_operation(each, whole) for each in found[:LONGEST]]
     more = len(found) - LONGEST
     says = "Press one to see where it ran." + (f" {times(more, 'more operation')} took less." if more > 0 else "")
-    return element(
-        "div",
-        element("p", says, class_="says"),
-        _table(_heads("Operation", "What", "Signal", "Line", "Runs", "Longest", "Mean", "In all", "Of all"), rows),
-    )
+    head = ("Operation", "What", "Signal", "Line", "Runs", "Longest", "Mean", "In all", "Of all")
+    shown = table("longest operations", head, rows, numbers=range(4, 9))
+    return element("div", element("p", says, class_="says"), shown)
 
 
-def _operation(each: Sum, number: int, whole: float) -> Markup:
+def _operation(each: Sum, whole: float) -> list[Child]:
     what = each.collective.replace("_", "-") or "computes"
     chosen = element("button", each.op, type="button", class_="name", data_op=each.op, data_program=each.program,
                      aria_pressed="false")  # fmt: skip
-    return element(
-        "tr",
-        element("th", chosen, scope="row"),
-        element("td", element("span", what, class_=f"what {each.kind}"), element("span", each.phase, class_="via")),
-        element("td", "–" if each.signal == "-" else each.signal, class_="name"),
-        element("td", each.line or "–", class_="place"),
-        element("td", f"{each.runs:,}", class_="n"),
-        element("td", span(each.longest), class_="n"),
-        element("td", span(each.total / each.runs), class_="n"),
-        element("td", span(each.total), class_="n"),
-        element("td", share(each.total, whole), class_="n"),
-    )
+    return [
+        chosen,
+        [element("span", what, class_=f"what {each.kind}"), element("span", each.phase, class_="via")],
+        "–" if each.signal == "-" else breakable(each.signal),
+        element("span", each.line or "–", class_="place"),
+        f"{each.runs:,}",
+        span(each.longest),
+        span(each.total / each.runs),
+        span(each.total),
+        share(each.total, whole),
+    ]
 
 
 def _or_none(time: float) -> str:
     return span(time) if time else "–"
-
-
-def _heads(*words: str) -> list[Markup]:
-    numbers = ("Runs", "Longest", "Mean", "In all", "Of all", "Computing", "Collectives")
-    return [element("th", word, scope="col", class_="n" if word in numbers else None) for word in words]
-
-
-def _table(heads: list[Markup], rows: list[Markup]) -> Markup:
-    table = element("table", element("thead", element("tr", heads)), element("tbody", rows), class_="plain-table")
-    return element("div", table, class_="scroller", tabindex=0)
 
 
 def _told(drawn: Drawing) -> dict[str, object]:

@@ -37,10 +37,11 @@
   };
 
   // -- colours --
-  let by = "kind", found = null;
+  const by = { colours: "kind", labels: "operation" };
+  let found = null;
   const signals = [...new Set(kinds.map((kind) => kind[SIGNAL]))].filter((name) => name !== "-");
   const variable = (kind) => {
-    if (by === "kind") return kind[KIND] === "collective" ? "--collective" : "--compute";
+    if (by.colours === "kind") return kind[KIND] === "collective" ? "--collective" : "--compute";
     const place = signals.indexOf(kind[SIGNAL]);
     return place < 0 ? "--m1" : SIGNALS[place % SIGNALS.length];
   };
@@ -53,7 +54,7 @@
   const resolve = (name) => (name === "--compute" ? colour("--ax0") : name === "--collective" ? colour("--ax1") : colour(name));
 
   function legend() {
-    const entries = by === "kind"
+    const entries = by.colours === "kind"
       ? [["computes", "--compute"], ["collective", "--collective"]]
       : [...signals.map((name, place) => [name, SIGNALS[place % SIGNALS.length]]),
         ...(kinds.some((kind) => kind[SIGNAL] === "-") ? [["no signal", "--m1"]] : [])];
@@ -151,7 +152,7 @@
     } else {
       pen.fillStyle = resolve(variable(kind));
       pen.fillRect(place, y, size, tall);
-      if (by === "signal" && kind[KIND] === "collective") {
+      if (by.colours === "signal" && kind[KIND] === "collective") {
         pen.fillStyle = colour("--ink");
         pen.fillRect(place, y + tall - 3, size, 3);
       }
@@ -159,7 +160,7 @@
     const begin = Math.max(place, left), room = Math.min(place + size, wide) - begin;
     if (room > 34) {
       pen.fillStyle = kind[KIND] === "around" ? colour("--soft") : colour("--paper");
-      const fits = Math.floor((room - 8) / 6.7), text = kind[OP];
+      const fits = Math.floor((room - 8) / 6.7), text = kind[by.labels === "signal" && kind[SIGNAL] !== "-" ? SIGNAL : OP];
       pen.fillText(text.length > fits ? `${text.slice(0, Math.max(1, fits - 1))}…` : text, begin + 4, y + tall / 2 + 0.5);
     }
     pen.globalAlpha = 1;
@@ -319,8 +320,8 @@
   });
   for (const button of all("[data-by]")) {
     button.addEventListener("click", () => {
-      by = button.dataset.by;
-      for (const other of all("[data-by]")) other.setAttribute("aria-pressed", String(other === button));
+      by[button.dataset.what] = button.dataset.by;
+      for (const other of all(`[data-what=${button.dataset.what}]`)) other.setAttribute("aria-pressed", String(other === button));
       legend();
       ask();
     });

@@ -9,8 +9,10 @@ import hashlib
 import html
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -35,7 +37,7 @@ from jshard.inspect.report.drawing import lines, picture
 from jshard.inspect.report.facts import Facts, Text
 from jshard.inspect.report.ledger_table import merged
 from jshard.inspect.report.markup import data, element
-from jshard.inspect.report.mesh_picture import MOST_DEVICES, Grid
+from jshard.inspect.report.mesh_picture import ACROSS, MOST_DEVICES, Strip, strips
 from jshard.inspect.report.page import page
 from jshard.inspect.report.source import costs
 from jshard.inspect.report.words import PALETTE, Colours, amount, size
@@ -333,19 +335,22 @@ def test_picture_runs_the_last_axis_right_and_nests_split_ones_above():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shape"),
+    ("sizes", "count", "first", "last"),
     [
-        ({}, (1, 1, 1)),
-        ({"data": 8}, (1, 1, 8)),
-        ({"data": 100}, (1, 7, 16)),
-        ({"data": 2, "tensor": 4}, (1, 2, 4)),
-        ({"data": 2, "stage": 1, "tensor": 4}, (1, 2, 4)),
-        ({"a": 3, "b": 2, "c": 2, "d": 5}, (6, 2, 5)),
+        ({}, 1, Strip((0,), ()), Strip((0,), ())),
+        ({"data": 8}, 1, Strip((*range(8),), ()), Strip((*range(8),), ())),
+        ({"data": 100}, 7, Strip((*range(16),), (("data", 0, 15),)), Strip((*range(96, 100),), (("data", 96, 99),))),
+        ({"data": 2, "tensor": 4}, 2, Strip((0, 1, 2, 3), (("data", 0, 0),)), Strip((4, 5, 6, 7), (("data", 1, 1),))),
+        ({"data": 4, "stage": 1, "tensor": 2}, 2, Strip((0, 2, 4, 6), (("tensor", 0, 0),)), Strip((1, 3, 5, 7), (("tensor", 1, 1),))),
+        ({"a": 3, "b": 32, "c": 2}, 12, Strip((*range(0, 32, 2),), (("a", 0, 0), ("c", 0, 0), ("b", 0, 15))),
+         Strip((*range(161, 192, 2),), (("a", 2, 2), ("c", 1, 1), ("b", 16, 31)))),
     ],
     ids=str,
-)
-def test_grid_has_a_place_for_each_device(sizes, shape):
-    assert Grid.of(list(sizes.items())).shape == shape
+)  # fmt: skip
+def test_rows_run_along_the_longest_axis_and_have_each_device_once(sizes, count, first, last):
+    rows = list(strips(sizes))
+    assert (len(rows), rows[0], rows[-1]) == (count, first, last)
+    assert sorted(number for row in rows for number in row.devices) == list(range(math.prod(sizes.values())))
 
 
 @pytest.mark.parametrize(
@@ -484,7 +489,7 @@ def window(browser, told):
     assert browser.get_log("browser") == []
 
 
-ENTER, SPACE, RIGHT, DOWN, TAB = "\ue007", "\ue00d", "\ue014", "\ue015", "\ue004"
+ENTER, SPACE, RIGHT, DOWN, TAB, END = "\ue007", "\ue00d", "\ue014", "\ue015", "\ue004", "\ue010"
 
 
 def test_browser_shows_the_totals_of_the_ledger(window, ledger):
@@ -634,11 +639,7 @@ def test_browser_page_is_as_wide_as_its_window(window, width):
     window.show(width=width)
     window.press(".pick", ENTER)
     assert window.js("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
-    outside = window.js(
-        "[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1"
-        " && e.offsetParent && !e.closest('.scroller')).map(e => e.outerHTML.slice(0, 80))"
-    )
-    assert outside == []
+    assert window.js(OUTSIDE) == []
 
 
 def test_browser_shows_hostile_names_as_text(browser, tmp_path):
@@ -661,3 +662,124 @@ def test_browser_shows_a_program_that_asks_for_nothing(browser, tmp_path):
         "Device 0 (the only device) holds all of it: 64 B. No other device does."
     )
     assert "The program asks for no collective." in opened.js("document.body.textContent")
+
+
+# -- of 256 devices, on a phone and on a desk --
+
+LONG = "decoder/self_attention/output_projection"
+
+
+def pod(**changes) -> Facts:
+    """What a page about 256 devices tells: arrays split by either mesh axis and by both, long names, a plan."""
+    grid, place = absent_mesh({"tensor": 2, "data": 128}), Place("configs/decoder_large.yaml", 2)
+    split = {"by_tensor": ((), ("tensor",)), "by_data": (("data",), ()), "by_both": (("data",), ("tensor",))}
+    facts = Facts(
+        title="configs/decoder_large.yaml",
+        about=("examples.decoder:Model", "adamw", "batch 8192"),
+        mesh=grid,
+        arrays=tuple(laid(path=(LONG, name), signal=LONG, place=place, shape=(8192, 4096), axes=axes, mesh=grid)
+                     for name, axes in split.items()),
+        ledger=Ledger((
+            line(place=place, signal=LONG, collective="reduce_scatter", mesh_axes=("data",), group=128, payload=2**27, via="redistribute"),
+            line(place=place, signal=LONG, phase="backward", mesh_axes=("tensor",), payload=2**26),
+            line(place=None, signal="-", phase="backward", mesh_axes=("data", "tensor"), group=256, via="no signal asked"),
+        )),
+        texts=(Text(place.source, ("jshard: {mesh: {tensor: 2, data: 128}}", f"{LONG}: {{row: data, reduction: tensor}}")),),
+        plan=planned(),
+    )  # fmt: skip
+    return dataclasses.replace(facts, **changes)
+
+
+@pytest.fixture
+def large(browser, tmp_path):
+    target = tmp_path / "large.html"
+    target.write_text(page(pod()), encoding="utf-8")
+    yield Window(browser, target)
+    assert browser.get_log("browser") == []
+
+
+BROKEN = """(() => { const found = [], range = document.createRange();
+  for (const table of document.querySelectorAll('table')) {
+    const texts = document.createTreeWalker(table, NodeFilter.SHOW_TEXT);
+    for (let node = texts.nextNode(); node; node = texts.nextNode())
+      for (const word of node.textContent.matchAll(/[A-Za-z0-9][A-Za-z0-9-]*/g)) {
+        range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) found.push(word[0]);
+      } }
+  return found; })()"""
+OUTSIDE = """[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1 && e.offsetParent
+  && !e.closest('.scroller')).map(e => e.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_browser_pictures_of_256_devices(large, tmp_path, width, scheme):
+    """JSHARD_PICTURES=DIR keeps them, to be looked at."""
+    large.show(width=width, scheme=scheme)
+    folder = Path(os.environ.get("JSHARD_PICTURES", tmp_path))
+    picture = large.picture(folder / f"report-{width}-{scheme}.png")
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(picture[16:20]) == width
+    assert large.js("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+    assert large.js(OUTSIDE) == []
+    assert large.js(BROKEN) == []
+    ratio, *which = large.js(CONTRAST)
+    assert ratio >= 4.5, which
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    ("array", "shown", "says"),
+    [
+        (0, [["tensor 0", "data 0–127"], ["tensor 1", "data 0–127"]], "16 rows of devices; those that hold the same are drawn once."),
+        (1, [["tensor 0–1", f"data {first}–{first + 15}"] for first in range(0, 128, 16)], "16 rows of devices; those that hold the same are drawn once."),
+        (2, [[f"tensor {t}", f"data {first}–{first + 15}"] for t in (0, 1) for first in range(0, 128, 16)], ""),
+    ],
+    ids=["by tensor", "by data", "by both"],
+)  # fmt: skip
+def test_browser_mesh_of_256_can_be_read(large, width, array, shown, says):
+    large.show(width=width)
+    large.press(f".pick[data-array='{array}']", ENTER)
+    rows = "[...document.querySelectorAll('.strip:not([hidden])')]"
+    assert (
+        large.js(f"{rows}.map(row => [...row.querySelectorAll('.where span')].map(word => word.textContent))") == shown
+    )
+    assert large.js("document.querySelector('#folded').textContent.trim()") == says
+    cells, tiles = (
+        large.js(
+            f"{rows}.flatMap(row => [...row.querySelectorAll('{kind}')]).map(e => e.getBoundingClientRect().toJSON())"
+        )
+        for kind in (".cell", ".tile")
+    )
+    assert len(cells) == len(tiles) == ACROSS * len(shown)
+    assert min(cell["width"] for cell in cells) >= 13 and min(min(tile["width"], tile["height"]) for tile in tiles) >= 3
+    assert large.js("document.querySelector('.mesh').getBoundingClientRect().height") <= 640
+    large.press("#mesh", END)
+    last = large.js(f"Number({rows}.at(-1).querySelector('.device:last-child').dataset.device)")
+    assert large.js("document.querySelector('#said').textContent").startswith(f"Device {last} (")
+    large.press(f".pick[data-array='{(array + 1) % 3}']", ENTER)
+    assert large.js("document.querySelectorAll('.strip:not([hidden]) .at').length") == 1
+
+
+def test_browser_rows_that_are_too_many_are_counted(browser, tmp_path):
+    grid = absent_mesh({"data": 512})
+    target = tmp_path / "rows.html"
+    target.write_text(
+        page(pod(mesh=grid, arrays=(laid(mesh=grid, shape=(512,), axes=(("data",),)),))), encoding="utf-8"
+    )
+    opened = Window(browser, target)
+    assert opened.js("document.querySelectorAll('.strip:not([hidden])').length") == 16
+    assert opened.js("document.querySelector('#folded').textContent") == "16 more rows hold other parts."
+
+
+def test_browser_bars_begin_at_zero(large):
+    ends = large.js(
+        "[...document.querySelectorAll('svg.split')].map(bar => [bar, [...bar.querySelectorAll('rect')].find(r => !r.matches('.track'))]"
+        ".map(e => e.getBoundingClientRect().left))"
+    )
+    assert len(ends) > 6 and [bar for bar, first in ends if abs(bar - first) > 0.5] == []
+
+
+def test_browser_shows_the_priced_configuration_first(window):
+    ids = "[...document.querySelectorAll('main section')].map(section => section.id)"
+    assert window.js(ids) == ["source", "places", "ledger-section", "memory", "plan"]
+    assert window.js("[...document.querySelectorAll('nav a')].map(link => link.hash.slice(1))") == window.js(ids)

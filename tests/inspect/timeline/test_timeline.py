@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from browser import Window
@@ -369,3 +371,35 @@ def test_browser_draws_every_event_and_tells_each(browser, tmp_path):
     assert 600 * 0.36 - 4 <= count <= 600 * 0.36 + 8
     assert opened.js("document.querySelectorAll('img').length") == 0
     assert browser.get_log("browser") == []
+
+
+LABELS = """const [button, done] = arguments, words = [], draw = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) { words.push(text); draw.call(this, text, ...rest); };
+document.querySelector(button).click();
+requestAnimationFrame(() => requestAnimationFrame(() => { CanvasRenderingContext2D.prototype.fillText = draw; done(words); }));"""
+
+
+def test_browser_labels_bars_by_operation_or_by_signal(browser, tmp_path):
+    target = tmp_path / "page.html"
+    target.write_text(page(timeline(four(tmp_path))), encoding="utf-8")
+    opened = Window(browser, target)
+    for by, there, not_there in (("signal", {"up", "down"}, {"dot.1"}), ("operation", {"dot.1", "psum.2"}, {"up"})):
+        words = set(browser.execute_async_script(LABELS, f"[data-what=labels][data-by={by}]"))
+        assert there <= words and not not_there & words
+        assert opened.js("[...document.querySelectorAll('[data-what][aria-pressed=true]')].map(b => b.dataset.by)") == [
+            "kind",
+            by,
+        ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_browser_pictures_of_a_timeline(browser, tmp_path, width, scheme):
+    """JSHARD_PICTURES=DIR keeps them, to be looked at."""
+    target = tmp_path / "page.html"
+    target.write_text(page(timeline(four(tmp_path))), encoding="utf-8")
+    opened = Window(browser, target)
+    opened.show(width=width, scheme=scheme)
+    picture = opened.picture(Path(os.environ.get("JSHARD_PICTURES", tmp_path)) / f"timeline-{width}-{scheme}.png")
+    assert int.from_bytes(picture[16:20]) == width
+    assert opened.js("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
