@@ -60,6 +60,11 @@ def layouts_and_roots(mesh):
         assert gathered is None or bits(gathered) == bits(whole)
         check_placement(jshard.scatter(only_on(root, whole), layout, root=root, method="broadcast"), layout, whole)
     assert bits(jshard.gather(y)) == bits(whole)
+    check_placement(
+        jshard.scatter(only_on(root, whole), jax.NamedSharding(mesh, jax.P("a", "b")), root=root), layout, whole
+    )
+    y = jshard.scatter(only_on(1, whole), jax.NamedSharding(mesh, jax.P("a")), root=1)  # the others don't know the rank
+    check_placement(y, jshard.Layout(mesh, "a", None), whole)
     with mock.patch.object(carry, "EVERYONE", ("cpu",)):  # as on TPUs
         check_placement(jshard.scatter(only_on(root, whole), layout, root=root), layout, whole)
 

@@ -30,6 +30,7 @@ class Product:
     entrance: str
     back: Product | None = None  # where the cotangents lie
     back_scope: str = ""
+    said: str = dataclasses.field(default="a layer", compare=False)  # the signal, for the log of what it moves
 
     @property
     def strategy(self) -> Strategy:
@@ -58,7 +59,7 @@ class Product:
     def bring(self, x: Any, source: Layout, target: Layout) -> Any:
         if self.entrance == "local":
             return move(x, plan_moves(source.axes, target.axes))
-        return redistribute(x, target, source=source if source.mesh == target.mesh else None)
+        return redistribute(x, target, source=source if source.mesh == target.mesh else None, said=self.said)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,7 +114,7 @@ def multiply(
         check_sizes(asked, signal, jnp.shape(x), *jnp.shape(w))
     elif features is not None:
         x = _local_input(asked, signal, x, w, features)
-    product = Product(Body(asked, arithmetic), entrance)
+    product = Product(Body(asked, arithmetic), entrance, said=str(signal))
     if signal.backward is None:
         return product(x, w, b) if entrance == "local" else _program(product)(x, w, b)
     product = _with_backward(product, signal, x, w)
@@ -143,9 +144,8 @@ def _with_backward(product: Product, signal: Signal, x: jax.Array, w: jax.Array)
         raise _elsewhere(product, other)
     if product.entrance == "global":
         check_sizes(strategy, other, jnp.shape(x), *jnp.shape(w))
-    return dataclasses.replace(
-        product, back=Product(Body(strategy, product.body.arithmetic), product.entrance), back_scope=other.name
-    )
+    back = Product(Body(strategy, product.body.arithmetic), product.entrance, said=str(other))
+    return dataclasses.replace(product, back=back, back_scope=other.name)
 
 
 def _elsewhere(product: Product, other: Signal) -> JShardError:

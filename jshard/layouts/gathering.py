@@ -12,27 +12,24 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import Partial
 
-from jshard import events
 from jshard.errors import JShardError
 from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths
 from jshard.layouts.layout import Layout
-from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, without_mesh
-from jshard.layouts.redistribution import redistribute, replicated
+from jshard.layouts.redistribution import as_array, redistribute, replicated
 from jshard.layouts.shard_buffers import taking
 from jshard.layouts.transfer_events import moved, where
 
 
-def gather(x: jax.Array, *, root: int | None = None) -> Any:
+def gather(x: Any, *, root: int | None = None) -> Any:
     """The whole array as numpy, on the host of every process; with `root`, on that process only, and `None` on the others.
 
     Every process calls it; nothing is gathered on a device, and what is not wanted is not received. Its gradient is
-    scatter. Inside jit, where there is no host, it is `redistribute` to whole.
+    scatter. Inside jit, where there is no host, it is `redistribute` to whole. What is on the host already stays as it is.
     """
+    x = as_array(x, said="jshard.gather")
     if not isinstance(x, jax.Array):
-        raise JShardError(
-            f"jshard.gather takes an array that lies on devices, and was given a {type(x).__name__}",
-            mend="give it what jshard.scatter returned, or jax.tree.map(jshard.gather, tree)",
-        )
+        check_root("jshard.gather", root)
+        return x if root in (None, jax.process_index()) else None
     if not isinstance(x, Tracer):
         return _gather(x, root)
     if root is not None and jax.process_count() > 1:
@@ -53,9 +50,8 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
     with without_mesh():
         shared = is_shared("jshard.gather", x, "" if root is None else f"root={root!r}", doors)
     check_root("jshard.gather", root)
-    if events.tell is not None:
-        whose = "every process" if root is None else f"process {root}"
-        moved("gather", x.shape, x.dtype, where(x), f"the host of {whose}")
+    whose = "every process" if root is None else f"process {root}"
+    moved("gather", x.shape, x.dtype, where(x), f"the host of {whose}")
     wanted = [root] if root is not None else list(range(jax.process_count()))
     parcels = []
     for box, having in holders(boxes_of(x.sharding, x.shape)).items():

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
+from jshard.layouts.mesh import present_mesh
 
 MeshAxes = str | Sequence[str] | None
 
@@ -116,6 +117,45 @@ class Layout:
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and isinstance(x.sharding, NamedSharding):
             return cls.from_sharding(x.sharding, x.ndim)
         return None
+
+
+Placement = Layout | NamedSharding | PartitionSpec
+
+
+def as_layout(where: Placement, rank: int | None, *, said: str, beside: Layout | None = None) -> Layout:
+    """`where` as the layout of an array of this rank, or with None of as many axes as it names.
+
+    A `PartitionSpec` is over the mesh of `jax.set_mesh`, else of the loaded configuration, else of the layout `beside`.
+    """
+    if isinstance(where, Layout):
+        return where
+    spec = where.spec if isinstance(where, NamedSharding) else where
+    if not isinstance(spec, PartitionSpec):
+        raise JShardError(
+            f"{said} was given a {type(where).__name__} as layout",
+            mend='give it a jshard.Layout, a NamedSharding or a PartitionSpec, as in jax.P("data")',
+        )
+    if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in spec:
+        raise JShardError(
+            f"{said} was given {spec}, which does not say where each axis lies",
+            mend="name a mesh axis or None for each axis",
+        )
+    mesh: Any = None
+    if isinstance(where, NamedSharding):
+        mesh = where.mesh
+        if "host" in (where.memory_kind or ""):
+            raise JShardError(
+                f"{said} was given a sharding in {where.memory_kind}, and lays arrays out in the memory of devices",
+                mend='use jshard.move(x, "host")',
+            )
+    else:
+        mesh = present_mesh() or (beside and beside.mesh)
+    if mesh is None:
+        raise JShardError(
+            f"{said} was given {spec}, and no mesh is set or loaded that it could mean",
+            mend=f"give it jax.NamedSharding(mesh, {spec}), or call jshard.load first",
+        )
+    return Layout(mesh, *spec, *(None,) * ((rank or 0) - len(spec)))
 
 
 def check_divides(size: int, mesh_axes: Sequence[str], mesh: Any, *, said: str, what: str) -> None:

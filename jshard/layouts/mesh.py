@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jshard.errors import JShardError
 
+# What gives the mesh of the loaded configuration, if there is one: set by jshard.signals, which knows configurations.
+loaded_mesh: Callable[[], Mesh | AbstractMesh | None] = lambda: None
 AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 
@@ -40,6 +42,17 @@ def build_mesh(
         )
     grid = np.array(present[:count], dtype=object).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AXIS_TYPES[axis_types],) * len(sizes))
+
+
+def present_mesh() -> Any:
+    """The mesh of `jax.set_mesh`, else of the loaded configuration, else None."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty:
+        return loaded_mesh()
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # while something is traced, where a mesh without its devices does; JAX's only way to say so
+        return here
 
 
 def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, said: str) -> tuple[Mesh, tuple[str, ...]]:

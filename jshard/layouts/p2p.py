@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import jax
@@ -124,7 +124,7 @@ def is_shared(deed: str, x: jax.Array, to: str, doors: Mesh) -> bool:
     if doors.size == 1:
         return True
     devices, me = x.sharding.device_set, jax.process_index()
-    what = f"{x.dtype}{list(x.shape)} on {listed(sorted(devices, key=lambda device: device.id))}"
+    what = f"{x.dtype}{list(x.shape)} on {listed(devices)}"
     calls = tell(doors, {"call": (what, to), "own": all(device.process_index == me for device in devices)})
     owns = all(said["own"] for said in calls)
     for process, said in enumerate(calls):
@@ -137,11 +137,16 @@ def is_shared(deed: str, x: jax.Array, to: str, doors: Mesh) -> bool:
     return not owns
 
 
+def numbers_of(devices: Iterable[Device]) -> list[int]:
+    """The numbers of devices in `jax.devices()`: of a set in ascending order, else in that given."""
+    ordered = sorted(devices, key=lambda device: device.id) if isinstance(devices, Set) else list(devices)
+    number = {device: number for number, device in enumerate(jax.devices(ordered[0].platform))}
+    return [number[device] for device in ordered]
+
+
 def listed(devices: Iterable[Device]) -> str:
-    """Devices by number in `jax.devices()`, in a few words that differ when they do."""
-    devices = list(devices)
-    number = {device: number for number, device in enumerate(jax.devices(devices[0].platform))}
-    numbers = [number[device] for device in devices]
+    """Devices by number, in a few words that differ when they do."""
+    numbers = numbers_of(devices)
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"device {numbers[0]}" if len(numbers) == 1 else f"devices {numbers[0]} to {numbers[-1]}"
     if len(numbers) <= 16:

@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
-from jshard import events
-from jshard.layouts.layout import Layout
+from jshard.errors import JShardError
+from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.mesh import is_explicit
-from jshard.layouts.transfer_events import dtype_of, lying, moved, where
+from jshard.layouts.transfer_events import moved, where
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -101,38 +101,44 @@ def move(x: jax.Array, moves: Sequence[Move]) -> jax.Array:
 
 
 def redistribute(
-    x: Any, layout: Layout, *, source: Layout | None = None, said: str = "jshard.redistribute"
+    x: Any, layout: Placement, *, source: Layout | None = None, said: str = "jshard.redistribute"
 ) -> jax.Array:  # fmt: skip
-    """`x`, lying as `layout` says. On an explicit mesh, and for arrays at hand, every byte that moves between devices is a
-    collective in the ledger; inside jit on an auto mesh the present layout can't be seen, and the partitioner moves it,
-    unless `source` says it."""
-    shape = jnp.shape(x)
-    layout.shard_shape(shape, said=said)
-    if not isinstance(x, Tracer):
-        if events.tell is not None:
-            _tell(x, layout, said)
-        return _place(x, layout)
-    return _move_traced(x, layout, source)
+    """Move an array, a list of numbers or a number to `layout`: a `Layout`, a `NamedSharding`, or a `PartitionSpec` over the
+    mesh that is set or loaded.
+
+    On an explicit mesh, and for arrays at hand, every byte that moves between devices is a collective in the ledger; inside
+    jit on an auto mesh the present layout can't be seen, and the partitioner moves it, unless `source` says it.
+    """
+    x = as_array(x, said=said)
+    target = layout if isinstance(layout, Layout) else as_layout(layout, x.ndim, said=said, beside=Layout.of(x))
+    target.shard_shape(x.shape, said=said)
+    return _move_traced(x, target, source) if isinstance(x, Tracer) else _place(x, target, said)
 
 
-def _place(x: Any, layout: Layout) -> jax.Array:
-    present = Layout.of(x) if isinstance(x, jax.Array) else None
-    if present is None or present.mesh != layout.mesh:
-        return jax.device_put(x, layout.sharding)  # from the host, or from other devices: a transfer, not a collective
-    if present.axes == layout.axes:
+def as_array(x: Any, *, said: str) -> Any:
+    """An array as it is; numbers, and lists of them, as JAX reads them."""
+    if isinstance(x, jax.Array | np.ndarray) and x.dtype != object:
         return x
-    return _compiled_move(present, layout)(x)
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise JShardError(
+            f"{said} takes an array, a list of numbers or a number, and was given a {type(x).__name__}",
+            mend="use jax.tree.map to give it each array of a tree by itself",
+        ) from error
 
 
-def _tell(x: Any, layout: Layout, by: str) -> None:
+def _place(x: Any, layout: Layout, by: str) -> jax.Array:
     present = Layout.of(x) if isinstance(x, jax.Array) else None
     if present == layout:
-        return
-    steps: list[str] = []
-    if present is not None and present.mesh == layout.mesh:
-        steps = [f"{step.kind} over {step.mesh_axis}" for step in plan_moves(present.axes, layout.axes)]
+        return x
     by = "" if by == "jshard.redistribute" else by
-    moved("redistribute", jnp.shape(x), dtype_of(x), where(x), lying(layout), by=by, moves=steps)
+    if present is None or present.mesh != layout.mesh:
+        moved("redistribute", x.shape, x.dtype, where(x), layout.sharding, by=by)
+        return jax.device_put(x, layout.sharding)  # from the host, or from other devices: a transfer, not a collective
+    steps = [f"{step.kind} over {step.mesh_axis}" for step in plan_moves(present.axes, layout.axes)]
+    moved("redistribute", x.shape, x.dtype, where(x), layout.sharding, by=by, moves=steps)
+    return _compiled_move(present, layout)(x)
 
 
 def _move_traced(x: jax.Array, layout: Layout, source: Layout | None) -> jax.Array:
@@ -142,7 +148,7 @@ def _move_traced(x: jax.Array, layout: Layout, source: Layout | None) -> jax.Arr
         return x if source.axes == layout.axes else _compiled_move(source, layout)(x)
     present = Layout.of(x)
     if present is None:
-        whole = Layout(layout.mesh, *(None,) * layout.rank)
+        whole = replicated(layout.mesh, layout.rank)
         x, present = jax.sharding.reshard(x, whole.sharding), whole
     if present.axes == layout.axes:
         return x
@@ -165,6 +171,3 @@ def _compiled_move(source: Layout, target: Layout) -> Any:
 def replicated(mesh: Any, rank: int) -> Layout:
     """Whole on every device."""
     return Layout(mesh, *(None,) * rank)
-
-
-__all__ = ["Move", "PartitionSpec", "move", "plan_moves", "redistribute", "replicated", "take_slice"]

@@ -10,25 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import Partial
 
-from jshard import events
 from jshard.errors import JShardError, nearest
 from jshard.layouts.gathering import check_root, gather
 from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths, word_count
-from jshard.layouts.layout import Layout
+from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.p2p import Parcel, carry, doors_of, listed, tell, without_mesh
 from jshard.layouts.redistribution import redistribute
 from jshard.layouts.shard_buffers import Filling
-from jshard.layouts.transfer_events import lying, moved
+from jshard.layouts.transfer_events import moved
 
 METHODS = ("scatter", "broadcast")
 NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
-def scatter(x: Any, layout: Layout, *, root: int = 0, method: str = "scatter") -> jax.Array:
-    """The array that process `root` has on its host, lying as `layout` says. The other processes pass `None`.
+def scatter(x: Any, layout: Placement, *, root: int = 0, method: str = "scatter") -> jax.Array:
+    """The array that process `root` has on its host, lying as `layout` says: a `Layout`, a `NamedSharding`, or a
+    `PartitionSpec` over the mesh that is set or loaded. The other processes pass `None`.
 
     Every process calls it; no process but the root ever holds more than its part and a few blocks of 1 MiB. A file that
     is mapped (`np.load(..., mmap_mode="r")`) is read as it is sent. `method="broadcast"` sends all of it to everyone,
@@ -36,23 +36,29 @@ def scatter(x: Any, layout: Layout, *, root: int = 0, method: str = "scatter") -
     wanted, the others pass `np.empty(0, dtype)`, not `None`, and get an empty one. Inside jit it is `redistribute`.
     """
     if isinstance(x, Tracer):
-        return _differentiable(x, layout, root, method)
+        return _differentiable(x, as_layout(layout, x.ndim, said="jshard.scatter"), root, method)
     return _scatter(x, layout, root, method)
 
 
-def _scatter(x: Any, layout: Layout, root: int, method: str) -> jax.Array:
+def _scatter(x: Any, layout: Placement, root: int, method: str) -> jax.Array:
     if isinstance(x, Tracer):
         return redistribute(x, layout)
+    if not isinstance(layout, Layout):  # of no rank yet, which only the root knows
+        layout = as_layout(layout, None, said="jshard.scatter").sharding
+    if isinstance(layout.mesh, AbstractMesh):
+        raise JShardError(
+            "jshard.scatter was given a layout over a mesh without its devices",
+            mend="give it jax.NamedSharding(mesh, spec) or jshard.Layout(mesh, ...) of a mesh of devices",
+        )
     with without_mesh():
         return _moved(x, layout, root, method)
 
 
-def _moved(x: Any, layout: Layout, root: int, method: str) -> jax.Array:
-    doors = doors_of(layout.mesh.devices.flat[0].platform)
-    shape, dtype = _agreed(x, layout, root, method, doors)
-    if events.tell is not None:
-        moved(method, shape, dtype, f"the host of process {root}", lying(layout))
-    host = np.asarray(x) if jax.process_index() == root else None
+def _moved(x: Any, where: Any, root: int, method: str) -> jax.Array:
+    doors = doors_of(where.mesh.devices.flat[0].platform)
+    layout, shape, dtype = _agreed(x, where, root, method, doors)
+    moved(method, shape, dtype, f"the host of process {root}", layout.sharding)
+    host = _on_host(x) if jax.process_index() == root else None
     if method == "broadcast":
         return _by_broadcast(host, layout, root, shape, dtype)
     filling = Filling(layout.sharding, shape, dtype)
@@ -91,9 +97,10 @@ def _by_broadcast(
 # -- what may be asked: agreed on by all processes first, so that a mistake of one is an error on all and not a hang --
 
 
-def _agreed(x: Any, layout: Layout, root: int, method: str, doors: Mesh) -> tuple[tuple[int, ...], np.dtype]:
-    devices = listed(layout.mesh.devices.flat)
-    call = f'{layout!r} of {devices}, root={root!r}, method="{method}"'
+def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[Layout, tuple[int, ...], np.dtype]:
+    """The layout of this rank, the shape and the dtype; `where` is a Layout, or a NamedSharding of any rank."""
+    devices = listed(where.mesh.devices.flat)
+    call = f'{as_layout(where, None, said="jshard.scatter")!r} of {devices}, root={root!r}, method="{method}"'
     calls = tell(doors, {"call": call[:1000], **_described(x)})
     for process, said in enumerate(calls):
         if said["call"] != calls[0]["call"]:
@@ -120,8 +127,9 @@ def _agreed(x: Any, layout: Layout, root: int, method: str, doors: Mesh) -> tupl
     said = calls[root]
     if said["kind"] != "array":
         raise JShardError(said["fault"], mend=said["mend"])
+    layout = as_layout(where, len(said["shape"]), said="jshard.scatter")
     layout.shard_shape(said["shape"], said="jshard.scatter")
-    return tuple(said["shape"]), np.dtype(said["dtype"])
+    return layout, tuple(said["shape"]), np.dtype(said["dtype"])
 
 
 def _described(x: Any) -> dict[str, Any]:
@@ -134,7 +142,7 @@ def _described(x: Any) -> dict[str, Any]:
             "fault": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes",
             "mend": "use jshard.redistribute(x, layout)",
         }
-    host = np.asarray(x)
+    host = _on_host(x)
     try:
         held = jax.dtypes.canonicalize_dtype(host.dtype)
     except TypeError:  # JAX's way to say that it has no such numbers
@@ -152,6 +160,16 @@ def _described(x: Any) -> dict[str, Any]:
             "mend": f"give it x.astype(np.{held})",
         }
     return {"kind": "array", "shape": list(host.shape), "dtype": host.dtype.name}
+
+
+def _on_host(x: Any) -> np.ndarray:
+    """Numbers, and lists of them, have the dtype that JAX gives them; what is no array has that of objects."""
+    try:
+        host = np.asarray(x)
+    except ValueError:  # a list of unequal lists
+        return np.empty(0, object)
+    is_plain = hasattr(x, "dtype") or host.dtype.kind not in "biufc"
+    return host if is_plain else host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
 
 
 # -- gradients --

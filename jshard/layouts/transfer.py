@@ -10,13 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from jshard import events
 from jshard.errors import JShardError
 from jshard.layouts.index_ranges import boxes_of, holders, overlap
-from jshard.layouts.layout import Layout
 from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, listed, without_mesh
 from jshard.layouts.shard_buffers import Filling, taking
-from jshard.layouts.transfer_events import lying, moved, where
+from jshard.layouts.transfer_events import moved, where
 
 HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach
 
@@ -27,10 +25,8 @@ def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
     me, parcels = jax.process_index(), []
     doors = doors_of(next(iter(sharding.device_set)).platform)
     with without_mesh():
-        target = sorted(sharding.device_set, key=lambda device: device.id)
-        shared = is_shared("jshard.move", x, f"to {listed(target)}", doors)
-    if events.tell is not None:
-        moved("move", x.shape, x.dtype, where(x), lying(Layout.from_sharding(sharding, x.ndim)))
+        shared = is_shared("jshard.move", x, f"to {listed(sharding.device_set)}", doors)
+    moved("move", x.shape, x.dtype, where(x), sharding)
     if sharding.memory_kind and x.sharding.memory_kind != sharding.memory_kind:
         x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))
     here, there = boxes_of(x.sharding, x.shape), boxes_of(sharding, x.shape)
@@ -62,8 +58,7 @@ def on_host(x: jax.Array) -> jax.Array:
                 f"{device.device_kind} reaches no memory of its host through JAX",
                 mend="use jax.tree.map(jshard.gather, ...) for numpy arrays",
             )
-    if events.tell is not None:
-        moved("move", x.shape, x.dtype, where(x), "the memory of its hosts")
+    moved("move", x.shape, x.dtype, where(x), "the memory of its hosts")
     return jax.device_put(x, x.sharding.with_memory_kind(HOST))
 
 

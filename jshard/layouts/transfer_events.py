@@ -1,4 +1,4 @@
-"""What has been moved outside a program, as an event: called only where somebody listens."""
+"""What has been moved outside a program, as an event: told only where somebody listens."""
 
 from __future__ import annotations
 
@@ -7,46 +7,44 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import NamedSharding, Sharding
 
 from jshard import events
+from jshard.layouts.carry import listed, numbers_of
 from jshard.layouts.layout import Layout
+
+Where = Sharding | str  # words for what is no device: the host of process 0
 
 
 def moved(
-    deed: str,
-    shape: Sequence[int],
-    dtype: Any,
-    source: str,
-    target: str,
-    *,
-    by: str = "",
-    moves: Sequence[str] = (),
-) -> None:
-    """`bytes` are those of the whole array; `moves` the collectives and slices, where it takes any."""
+    op_name: str, shape: Sequence[int], dtype: Any, source: Where, target: Where, *, by: str = "", moves: Sequence[str] = ()
+) -> None:  # fmt: skip
+    """`by` is the signal that asked, `moves` the collectives and slices, where it takes any; `bytes` are the whole array's."""
     if events.tell is not None:
-        size = math.prod(shape) * dtype.itemsize
-        fields = {"shape": list(shape), "dtype": str(dtype), "bytes": size, "from": source, "to": target}
-        events.tell("moved", deed=deed, by=by, moves=list(moves), **fields)
+        events.tell(
+            "moved", deed=op_name, by=by, moves=list(moves), shape=list(shape), dtype=str(dtype),
+            bytes=math.prod(shape) * dtype.itemsize,
+            **{"from": _words(source, len(shape)), "to": _words(target, len(shape))},
+            from_devices=_numbers(source), to_devices=_numbers(target),
+        )  # fmt: skip
 
 
-def where(x: Any) -> str:
-    """Where an array lies, in words."""
-    if not isinstance(x, jax.Array):
-        return "the host"
-    layout = Layout.of(x)
-    return in_words(x.sharding) if layout is None else lying(layout)
+def where(x: Any) -> Where:
+    """The sharding of an array on devices."""
+    return x.sharding if isinstance(x, jax.Array) else "the host"
 
 
-def lying(layout: Layout) -> str:
-    """`[data, whole] on {data: 2, tensor: 4}`"""
-    return repr(layout).removeprefix("Layout(").removesuffix(")")
+def _words(where: Where, rank: int) -> str:
+    """`[data, whole] on {data: 2, tensor: 4}`, and the devices by number unless they are all of their platform."""
+    if isinstance(where, str):
+        return where
+    devices = listed(where.device_set)
+    if not isinstance(where, NamedSharding):
+        return devices
+    words = repr(Layout.from_sharding(where, rank)).removeprefix("Layout(").removesuffix(")")
+    is_part = where.num_devices < jax.device_count(next(iter(where.device_set)).platform)
+    return f"{words}, {devices}" if is_part else words
 
 
-def in_words(sharding: jax.sharding.Sharding) -> str:
-    devices = sorted(sharding.device_set, key=lambda device: device.id)
-    return f"{devices[0]}" if len(devices) == 1 else f"{len(devices)} devices from {devices[0]}"
-
-
-def dtype_of(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+def _numbers(where: Where) -> list[int] | None:
+    return None if isinstance(where, str) else numbers_of(where.device_set)

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
+from jshard.layouts import mesh as meshes
 from jshard.layouts.mesh import build_mesh, workers_mesh
 from jshard.signals import effective_config as lines
 from jshard.signals.config import Configuration, load_configuration
@@ -83,6 +84,9 @@ def mesh() -> Mesh:
         said = f"jshard.mesh ({present.mesh.place})"
         _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, said=said)
     return _loaded.mesh
+
+
+meshes.loaded_mesh = lambda: None if (present := configuration()) is None or present.mesh is None else mesh()
 
 
 def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
-from jshard.layouts.layout import Layout
+from jshard.layouts.layout import Layout, Placement
 from jshard.layouts.mesh import is_explicit
-from jshard.layouts.redistribution import redistribute
+from jshard.layouts.redistribution import as_array, redistribute
 from jshard.signals.active_config import configuration, mesh_for
 from jshard.signals.signal import Signal
 
@@ -186,12 +186,12 @@ class SignalFunction:
         """The same scope, its cotangents lying as the signal `backward` says."""
         return Entry(*_words(name), backward=backward)
 
-    def tensor(self, x: Any, name: str | None = None) -> jax.Array:
+    def tensor(self, x: Any, name: str | Placement | None = None) -> jax.Array:
         """`x` placed as signal `name` (or the active one) says: by its `shard`, else axis 0 over `row` and the last axis
-        over `column`. Unchanged when no configuration is loaded."""
-        if name is None:
-            return _place(x)
-        with Entry(*_words(name)):
+        over `column`. Unchanged when no configuration is loaded. A layout or sharding in place of a name is taken as it is."""
+        if isinstance(name, Placement):
+            return redistribute(x, name, said="jshard.signal.tensor")
+        with contextlib.nullcontext() if name is None else Entry(*_words(name)):
             return _place(x)
 
     def enter(self, name: str) -> None:
@@ -219,18 +219,22 @@ class SignalFunction:
 
 
 def _place(x: Any) -> jax.Array:
-    signal = active()
-    if signal is None:
+    signal, present = active(), configuration()
+    if present is None:
         return x
+    if signal is None:
+        raise JShardError(
+            f"jshard.signal.tensor(x) stands under no signal of {present.source}",
+            mend=f'name one: jshard.signal.tensor(x, name="{next(iter(present.signals), "inputs")}")',
+        )
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise JShardError(
             f"{signal} is to place an array inside a shard_map, where x is one device's part already",
             mend="place it before: jshard.signal.tensor(x) outside jshard.step",
         )
-    present = configuration()
-    assert present is not None
     present.placed.add(active_path())
-    rank = jax.numpy.ndim(x)
+    x = as_array(x, said=str(signal))
+    rank = x.ndim
     layout = tensor_layout(signal, rank)
     if signal.backward is None:
         return redistribute(x, layout, said=str(signal))

@@ -161,6 +161,77 @@ def test_a_scan_of_moves_counts_by_trips():
     assert ledger.total == cases.wire_bytes(compiled)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_sharding_or_a_spec_in_place_of_a_layout(jit):
+    mesh = jshard.mesh()
+    x, target = cases.placed(cases.numbers((8, 16)), P("data")), Layout(mesh, "tensor", None)
+    for layout in (jax.NamedSharding(mesh, P("tensor")), P("tensor"), P("tensor", None)):
+        move = lambda x, layout=layout: jshard.redistribute(x, layout)
+        y, pull = jax.vjp(jax.jit(move) if jit else move, x)
+        cases.assert_lies(y, target.spec)
+        cases.assert_equal(y, x)
+        cases.assert_lies(pull(y)[0], P("data", None))
+        assert cases.collectives_got(jax.jit(move).lower(x).compile()) == {("all_gather", 2): 1}
+
+
+def test_a_spec_is_over_the_mesh_that_is_set_then_the_loaded_then_that_of_the_array():
+    loaded, rows = jshard.mesh(), jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4])
+    with jax.set_mesh(rows):
+        x = jshard.redistribute([1.0, 2.0, 3.0, 4.0], P("rows"))
+        assert jax.jit(lambda: jshard.redistribute(jnp.ones(4), P("rows")))().sharding.spec == P("rows")
+    assert x.sharding == jax.NamedSharding(rows, P("rows"))
+    assert jshard.redistribute(x, P("data")).sharding == jax.NamedSharding(loaded, P("data"))
+    jshard.unload()
+    assert jshard.redistribute(x, P()).sharding == jax.NamedSharding(rows, P(None))
+
+
+def test_lists_and_numbers_are_arrays():
+    y = jshard.redistribute([1, 2, 3, 4], Layout(jshard.mesh(), "data"))
+    assert (y.dtype, [shard.data.tolist() for shard in y.addressable_shards[::4]]) == (jnp.int32, [[1, 2], [3, 4]])
+    assert jshard.redistribute(2.0, P()).sharding.is_fully_replicated
+    stacked = jax.jit(lambda a, b: jshard.redistribute([a, b], P("data")))(1.0, 2.0)
+    cases.assert_lies(stacked, P("data"))
+
+
+TREE = "use jax.tree.map to give it each array of a tree by itself"
+KINDS = 'give it a jshard.Layout, a NamedSharding or a PartitionSpec, as in jax.P("data")'
+REFUSED = {
+    "a word": ("abc", P(), f"takes an array, a list of numbers or a number, and was given a str; {TREE}"),
+    "a tree": ({"w": 1}, P(), f"takes an array, a list of numbers or a number, and was given a dict; {TREE}"),
+    "unequal lists": ([[1], [1, 2]], P(), f"takes an array, a list of numbers or a number, and was given a list; {TREE}"),
+    "an axis": (1.0, "data", f"was given a str as layout; {KINDS}"),
+    "a device": (1.0, jax.sharding.SingleDeviceSharding(jax.devices()[0]), f"was given a SingleDeviceSharding as layout; {KINDS}"),
+    "unconstrained": ([1.0], P(P.UNCONSTRAINED), "was given P(UNCONSTRAINED,), which does not say where each axis lies; "
+                      "name a mesh axis or None for each axis"),
+    "rank": (1.0, P("data"), "lays out 1 axes, but the array () has 0; give 0 axes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_array_or_no_layout(case):
+    x, layout, sentence = REFUSED[case]
+    with pytest.raises(jshard.JShardError) as error:
+        jshard.redistribute(x, layout)
+    assert str(error.value) == f"jshard.redistribute {sentence}"
+
+
+def test_a_spec_with_no_mesh_and_a_sharding_in_memory_of_the_host():
+    host = jax.NamedSharding(jshard.mesh(), P(), memory_kind="pinned_host")
+    with pytest.raises(jshard.JShardError) as error:
+        jshard.redistribute([1.0], host)
+    assert str(error.value) == (
+        "jshard.redistribute was given a sharding in pinned_host, and lays arrays out in the memory of devices; "
+        'use jshard.move(x, "host")'
+    )
+    jshard.unload()
+    with pytest.raises(jshard.JShardError) as error:
+        jshard.redistribute([1.0], P("data"))
+    assert str(error.value) == (
+        "jshard.redistribute was given P('data',), and no mesh is set or loaded that it could mean; "
+        "give it jax.NamedSharding(mesh, P('data',)), or call jshard.load first"
+    )
+
+
 def test_a_size_that_does_not_divide():
     with pytest.raises(jshard.JShardError) as error:
         jshard.redistribute(np.ones((8, 10)), Layout(jshard.mesh(), None, ("data", "tensor")))

@@ -143,6 +143,34 @@ def test_scatter_takes_what_numpy_takes(mesh, give):
     np.testing.assert_array_equal(jshard.scatter(give(x), jshard.Layout(mesh(a=4), "a", None)), x)
 
 
+def test_scatter_takes_lists_and_numbers_and_shardings_in_place_of_a_layout(mesh):
+    grid = mesh(a=4)
+    y = jshard.scatter([1.0, 2.0, 3.0, 4.0], jax.NamedSharding(grid, jax.P("a")))
+    assert (y.dtype, y.sharding.spec, y.addressable_shards[3].data.tolist()) == (np.float32, jax.P("a"), [4.0])
+    assert jshard.scatter(2, jshard.Layout(grid)).dtype == np.int32
+    with jax.set_mesh(grid):  # a shorter spec leaves the last axis whole, as in JAX
+        y = jshard.scatter(np.ones((4, 2), np.float32), jax.P("a"))
+        rows = jax.NamedSharding(grid, jax.P("a"))
+        pulled = jax.grad(lambda x: jshard.scatter(x, rows).sum())(np.ones(4, np.float32))
+        with pytest.raises(
+            JShardError
+        ) as raised:  # JAX tells no devices of the mesh that is set while it differentiates
+            jax.grad(lambda x: jshard.scatter(x, jax.P("a")).sum())(np.ones(4, np.float32))
+    assert str(raised.value) == (
+        "jshard.scatter was given a layout over a mesh without its devices; "
+        "give it jax.NamedSharding(mesh, spec) or jshard.Layout(mesh, ...) of a mesh of devices"
+    )
+    assert (y.sharding, y.addressable_shards[0].data.shape) == (jax.NamedSharding(grid, jax.P("a", None)), (1, 2))
+    np.testing.assert_array_equal(pulled, 1)
+
+
+def test_gather_hands_back_what_is_on_the_host():
+    x = np.ones(3)
+    assert jshard.gather(x) is x
+    assert jshard.gather([1, 2], root=0).tolist() == [1, 2]
+    assert jshard.gather(2.0) == 2.0
+
+
 def test_scatter_reads_a_mapped_file_block_by_block(mesh, tmp_path, monkeypatch):
     monkeypatch.setattr(boxes, "BLOCK", 64)
     np.save(tmp_path / "x.npy", np.arange(64, dtype=np.float32).reshape(8, 8))
@@ -256,6 +284,8 @@ def test_scatter_refuses_what_it_can_not_hand_out(mesh):
          "give it numbers, for instance x.astype(np.float32)"),
         (np.zeros(4, "f4,i4"), {}, "jshard.scatter was given an array of [('f0', '<f4'), ('f1', '<i4')], which it can't "
          "hand out; give it numbers, for instance x.astype(np.float32)"),
+        ([[1], [1, 2]], {}, "jshard.scatter was given an array of object, which it can't hand out; "
+         "give it numbers, for instance x.astype(np.float32)"),
         (np.zeros(4, np.float32), {"root": 1}, "jshard.scatter names root 1, but there is one process; use 0"),
         (np.zeros(4, np.float32), {"method": "x"}, 'jshard.scatter has no method "x"; use "scatter" or "broadcast"'),
     ):  # fmt: skip
@@ -266,8 +296,8 @@ def test_scatter_refuses_what_it_can_not_hand_out(mesh):
 
 def test_gather_refuses_what_the_host_can_not_hold():
     for x, sentence in (
-        ({"w": 1}, "jshard.gather takes an array that lies on devices, and was given a dict; "
-         "give it what jshard.scatter returned, or jax.tree.map(jshard.gather, tree)"),
+        ({"w": 1}, "jshard.gather takes an array, a list of numbers or a number, and was given a dict; "
+         "use jax.tree.map to give it each array of a tree by itself"),
         (jax.random.key(0), "jshard.gather was given random keys, which the host can't hold; "
          "use jshard.gather(jax.random.key_data(x))"),
     ):  # fmt: skip

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from flax import nnx
 
 import jshard
 from jshard import events
@@ -307,13 +308,42 @@ def test_moved_tells_of_each_array_that_goes_elsewhere_and_of_no_other(heard, me
             ["slice over tensor", "all_gather over data"],
         ),
         ("gather", f"[whole, tensor] on {on}", "the host of every process", []),
-        ("move", f"[whole, tensor] on {on}", "[whole, tensor] on {data: 1, tensor: 2}", []),
-        ("redistribute", str(jax.devices()[0]), f"[data] on {on}", []),
+        ("move", f"[whole, tensor] on {on}", "[whole, tensor] on {data: 1, tensor: 2}, devices 0 to 1", []),
+        ("redistribute", "device 0", f"[data] on {on}", []),
     ]
     assert events.WORDS["moved"][1](heard[1][1]) == (
         f"redistribute  float32[8, 8], 256 B, from [data, whole] on {on} to [whole, tensor] on {on} by slice over tensor, "
         "all_gather over data"
     )
+
+
+def test_moved_tells_worker_sets_by_number_and_the_signal_that_asks(heard):
+    jshard.load(
+        {
+            "jshard": {"mesh": {"workers": 4}},
+            "a": {"shard": {"axis": 1, "workers": [0, 1]}, "backward": "b"},
+            "b": {"shard": {"axis": 1, "workers": [2, 3]}},
+        }
+    )
+    with jshard.signal("a"):
+        layer = jshard.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+    x = jshard.signal.tensor(jshard.signal.tensor(np.ones((2, 4), np.float32), name="b"), name="a")
+    heard[:] = [each for each in heard if each[0] == "moved"]
+    assert [(told["by"], told["from_devices"], told["to_devices"]) for _, told in heard] == [
+        ('signal "b" (<dict>)', None, [2, 3]),
+        ('signal "a" (<dict>)', [2, 3], [0, 1]),
+    ]
+    assert events.WORDS["moved"][1](heard[1][1]) == (
+        'redistribute  signal "a" (<dict>)  float32[2, 4], 32 B, from [whole, workers] on {workers: 2}, devices 2 to 3 to '
+        "[whole, workers] on {workers: 2}, devices 0 to 1"
+    )
+    heard.clear()
+    jax.grad(lambda x: layer(x).sum())(x)
+    forward = ('signal "a" (<dict>)', [0, 1], [0, 1])  # x is made whole
+    backward = [('signal "b" (<dict>)', source, [2, 3]) for source in ([0], [0, 1], [0, 1])]  # cotangent, x and kernel
+    assert [(told["by"], told["from_devices"], told["to_devices"]) for what, told in heard if what == "moved"] == [
+        forward, *backward
+    ]  # fmt: skip
 
 
 # -- JSHARD_LOG --
