@@ -40,7 +40,10 @@ def meaning(configuration: Configuration) -> list[tuple[str, str]]:
             if configuration.topology is not None
         ),
         *((str(configuration.train_places.get("model", "")), text) for text in _experiment(configuration)),
-        *((str(signal.place), f"{signal.name}: {'; '.join(_words(signal))}") for signal in _signals(configuration)),
+        *(
+            (str(signal.place), f"{signal.name}: {'; '.join(_words(signal, configuration))}")
+            for signal in configuration.signals.values()
+        ),
     ]
 
 
@@ -48,10 +51,6 @@ def aligned(said: list[tuple[str, str]]) -> list[str]:
     """One line for each, its place before it."""
     width = max((len(place) for place, _ in said), default=0)
     return [f"{place:{width}}  {text}" for place, text in said]
-
-
-def _signals(configuration: Configuration) -> list[Signal]:
-    return list(configuration.signals.values())
 
 
 def _devices(configuration: Configuration) -> str:
@@ -77,7 +76,7 @@ def _name(component: object) -> object:
     return component
 
 
-def _words(signal: Signal) -> Iterator[str]:
+def _words(signal: Signal, configuration: Configuration) -> Iterator[str]:
     if signal.shard is not None:
         yield _shard(signal)
     loops = {"rows": signal.row, "columns": signal.column, "reduction": signal.reduction}
@@ -103,7 +102,13 @@ def _words(signal: Signal) -> Iterator[str]:
     if signal.remat:
         yield "activations computed anew in backward"
     if signal.compile:
-        yield "compiled as one program"
+        back = signal if signal.backward is None else configuration.lookup((signal.backward,))
+        elsewhere = (back.shard and back.shard.workers) != (signal.shard and signal.shard.workers)
+        yield (
+            "not compiled as one program, as the backward is on other workers"
+            if elsewhere
+            else ("each layer compiled as one program, its backward as another")
+        )
     if signal.kernel:
         yield f"kernels: {', '.join(f'{op} {word}' for op, word in signal.kernel)}"
     for collective, count in signal.expect:

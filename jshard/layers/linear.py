@@ -13,6 +13,7 @@ from jshard.layers.body import Arithmetic
 from jshard.layers.sharded_matmul import multiply
 from jshard.layers.strategy import Strategy, check_parameters, strategy_of
 from jshard.layouts.creation import create
+from jshard.layouts.redistribution import as_array
 from jshard.signals.scope import active, active_path, resolve
 
 _kernel_init = nnx.initializers.lecun_normal()
@@ -69,7 +70,9 @@ class Linear(nnx.Linear):
             )
             bias = None if self.bias is None else self.bias[...]
             features = (self.in_features, self.out_features)
-            return multiply(jnp.asarray(inputs), self.kernel[...], bias, signal, arithmetic, features=features)
+            return multiply(
+                as_array(inputs, said=str(signal)), self.kernel[...], bias, signal, arithmetic, features=features
+            )
 
 
 class _Born:

@@ -18,7 +18,7 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import replicated
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.scope import active
+from jshard.signals.scope import active, resolve
 from jshard.signals.signal import Signal
 
 NOBODY = Signal("jshard.matmul")
@@ -27,8 +27,13 @@ NOBODY = Signal("jshard.matmul")
 def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
     """`x[..., K] @ w[K, N]`. Under a signal that names a strategy, by that; else by the one with the least wire bytes
     for where x and w lie now, which the ledger names with its price. Plain `x @ w` when no configuration is loaded."""
-    x, w = jnp.asarray(x), jnp.asarray(w)
-    signal, is_local = active(), bool(jax.sharding.get_abstract_mesh().manual_axes)
+    signal, scope = resolve(())
+    with scope:
+        return _product(jnp.asarray(x), jnp.asarray(w), signal, precision)
+
+
+def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) -> jax.Array:
+    is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
     stored_part = is_local and signal is not None and bool(signal.store or signal.shard)  # of w; the body gathers it
     if w.ndim != 2 or not x.ndim or (x.shape[-1] != w.shape[0] and not stored_part):
         raise JShardError(

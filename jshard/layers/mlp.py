@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.core import Tracer
 
 from jshard.layers.linear import Linear
 from jshard.signals.scope import Entry, active_path, resolve
@@ -28,15 +27,15 @@ class MLP(nnx.Module):
         self.signals = signals
         self.activation = activation
         self.signal_path: tuple[str, ...] = active_path()
-        with Entry(signals[0]):
+        with resolve(())[1], Entry(signals[0]):
             self.up = Linear(in_features, hidden_features, rngs=rngs, **arguments)
-        with Entry(signals[1]):
+        with resolve(())[1], Entry(signals[1]):
             self.down = Linear(hidden_features, out_features, rngs=rngs, **arguments)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         signal, scope = resolve(self.signal_path)
         with scope:
-            if signal is not None and signal.compile and not isinstance(x, Tracer):
+            if signal is not None and signal.compile:
                 graphdef, state = nnx.split(self)
                 return _program(graphdef)(state, x)
             return self._run(x)

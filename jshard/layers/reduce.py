@@ -18,7 +18,7 @@ from jshard.layers.strategy import compiled
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.scope import active, tensor_layout
+from jshard.signals.scope import active, resolve, tensor_layout
 from jshard.signals.signal import Signal
 
 Axis = int | Sequence[int] | None
@@ -81,6 +81,11 @@ def _largest_derivative(body: Body, primals: Any, tangents: Any) -> tuple[jax.Ar
 
 def _reduce(kind: str, x: Any, axis: Axis, keepdims: bool) -> jax.Array:
     x = jnp.asarray(x)
+    with resolve(())[1]:
+        return _reduced(kind, x, axis, keepdims)
+
+
+def _reduced(kind: str, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
     axes = _axes(kind, axis, x.ndim)
     if kind == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.float32)

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from jshard import events
-from jshard.layouts.carry import listed, numbers_of
 from jshard.layouts.layout import Layout
+from jshard.layouts.p2p import listed, numbers_of
 
 Where = Sharding | str  # words for what is no device: the host of process 0
 

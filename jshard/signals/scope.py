@@ -120,18 +120,18 @@ def _words(name: Any) -> list[str]:
 
 
 def active() -> Signal | None:
-    """The signal that holds here, resolved: None outside every scope, and when no configuration is loaded."""
-    scope = _context.value
-    present = configuration()
-    if present is None or not scope.path:
+    """The signal that holds here, resolved: outside every scope `jshard.default`, or None, as with no configuration."""
+    present, path, backward = configuration(), active_path(), _context.value.backward
+    if present is None or not path:
         return None
-    signal = present.lookup(scope.path)
-    return signal if scope.backward is None else dataclasses.replace(signal, backward=scope.backward)
+    signal = present.lookup(path)
+    return signal if backward is None else dataclasses.replace(signal, backward=backward)
 
 
 def active_path() -> tuple[str, ...]:
-    """The names this point is inside, outermost first."""
-    return _context.value.path
+    """The names this point is inside, outermost first; outside every scope that of `jshard.default`."""
+    path, present = _context.value.path, configuration()
+    return path if path or present is None or present.default is None else tuple(present.default.split("/"))
 
 
 def active_digest() -> Hashable:
@@ -140,13 +140,12 @@ def active_digest() -> Hashable:
 
 
 def resolve(remembered: tuple[str, ...]) -> tuple[Signal | None, contextlib.AbstractContextManager[Any]]:
-    """The signal for a layer built under `remembered`: the active one wins, else the remembered one, to be entered."""
-    here = active()
-    if here is not None or not remembered or configuration() is None:
-        return here, contextlib.nullcontext()
-    present = configuration()
-    assert present is not None
-    return present.lookup(remembered), Entry(*remembered, nested=False)
+    """The signal for a layer built under `remembered`: the active one, else the remembered one, else `jshard.default`; and
+    what enters it where it is not active."""
+    present, path = configuration(), remembered or active_path()
+    if present is None or _context.value.path or not path:
+        return active(), contextlib.nullcontext()
+    return present.lookup(path), Entry(*path, nested=False)
 
 
 def tensor_layout(signal: Signal, rank: int) -> Layout:
@@ -215,7 +214,7 @@ class SignalFunction:
 
     def current(self) -> str | None:
         """The name of the active scope, with those around it: "decoder/attn"; None outside every scope."""
-        return "/".join(active_path()) or None
+        return "/".join(_context.value.path) or None
 
 
 def _place(x: Any) -> jax.Array:

@@ -95,19 +95,22 @@ four: {shard: {axis: 1, workers: [0, 1]}}
 five: {shard: {workers: null, replicated: true}}
 six: {shard: {axis: 0, mesh: data}, expect: {psum: 1, bytes: 64MiB}}
 seven: {}
+eight: {shard: {axis: 1, workers: [2, 3]}, backward: four, compile: true}
 """)
     _, out, _ = typed(capsys, "check", str(path))  # and a sentence about `expect`, which needs an experiment
     assert [line.split("  ", 1)[1] for line in out[1:]] == [
         "one: rows over data x tensor; y stays split; kept in float32; computed in bfloat16; summed over devices in "
         "float32; activations computed anew in backward",
         "two: columns over tensor; y is gathered by an all-gather; parameters and optimizer state rest split over "
-        'data; cotangents lie as "one" says; compiled as one program',
+        'data; cotangents lie as "one" says; each layer compiled as one program, its backward as another',
         "three: reduction over tensor; y is summed and split by a reduce-scatter; activations between layers split by "
         "sequence over tensor; optimizer state rests split over data",
         "four: axis 1 of every array over workers 0, 1",
         "five: whole on all workers",
         "six: axis 0 of every array over mesh axis data; 1 all_reduce expected; at most 67108864 bytes on the wire",
         "seven: replicated",
+        'eight: axis 1 of every array over workers 2, 3; cotangents lie as "four" says; not compiled as one program, as '
+        "the backward is on other workers",
     ]
 
 

@@ -157,6 +157,26 @@ def test_blocks_under_scan_cost_that_many_times_one(name, remat):
 # -- one program --
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [{"column": "tensor"}, {"store": "tensor", "dtype": {"compute": "bfloat16", "reduce": "float32"}},
+     {"reduction": "tensor", "remat": True}, {"column": "tensor", "backward": "other"}, "mlp"], ids=str,
+)  # fmt: skip
+def test_compile_true_makes_each_layer_one_program_and_its_backward_another(keys):
+    layer = PAIR if keys == "mlp" else {"other": {"row": "tensor"}}
+    signals = layer | {"layer": {"compile": True} | ({} if keys == "mlp" else keys)}
+    with cases.loaded({"jshard": {"mesh": {"tensor": 4}}, **signals}):
+        with jshard.signal("layer"):
+            model = mlp() if keys == "mlp" else jshard.Linear(cases.INPUTS, cases.INPUTS, rngs=nnx.Rngs(0))
+        x = cases.placed(cases.numbers((8, cases.INPUTS)), P())
+        assert cases.compilations(lambda: model(x)) == 1
+        y = model(x)
+        for f, *args in ((lambda m, x: m(x), model, x), (model, x), (lambda m: m(x), model)):
+            pull = jax.vjp(f, *args)[1]
+            assert cases.compilations(lambda pull=pull: pull(y)) <= 1  # what a case before it pulled is not made again
+            assert cases.compilations(lambda pull=pull: pull(y)) == 0
+
+
 def test_compile_true_makes_a_call_one_program():
     outer = {"jshard": {"mesh": {"data": 2, "tensor": 4}}, "block": {"compile": True}, **ROWS}
     x = cases.numbers((8, 16))

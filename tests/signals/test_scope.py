@@ -262,6 +262,30 @@ def test_tensor_takes_lists_numbers_and_shardings_and_says_when_no_signal_holds(
     )
 
 
+def test_default_is_the_signal_of_what_stands_outside_every_scope():
+    load(
+        {"jshard": {**MESH, "default": "a"}, **AB, "b": {"column": "tensor"}}
+        | {"a": {"row": "data", "column": "tensor"}}
+    )
+    linear, block = Linear(8, 8, rngs=nnx.Rngs(0)), MLP(8, 16, 8, signals=("b", "z"), rngs=nnx.Rngs(0))
+    with signal("b"):
+        under_b = Linear(8, 8, rngs=nnx.Rngs(0))
+    for layer, columns in ((linear, "tensor"), (block.up, "tensor"), (block.down, "tensor")):
+        assert layer.kernel[...].sharding.spec == P(None, columns)
+    assert (linear.signal_path, block.up.signal_path, under_b.signal_path) == (("a",), ("a", "b"), ("b",))
+    x = jshard.signal.tensor(np.ones((8, 8), np.float32))
+    assert x.sharding.spec == P("data", "tensor")
+    assert linear(x).sharding.spec == P("data", "tensor")
+    assert under_b(x).sharding.spec == P(None, "tensor")  # the signal that it was built under comes first
+    assert signal.current() is None
+    whole = jnp.ones((8, 8))
+    for f, under in ((lambda x: linear(x), "a"), (lambda x: jshard.matmul(x, whole), "a"), (lambda x: jshard.mean(x), "a"),
+                     (lambda x: block(x), "a/b"), (lambda x: block(x), "a/z")):  # fmt: skip
+        assert under in jshard.explain(f, x).counts("signal")
+    unload()
+    assert linear(np.ones((8, 8), np.float32)).shape == (8, 8)
+
+
 def test_another_mesh_alone_retraces():
     traces = []
 
