@@ -263,10 +263,8 @@ def test_tensor_takes_lists_numbers_and_shardings_and_says_when_no_signal_holds(
 
 
 def test_default_is_the_signal_of_what_stands_outside_every_scope():
-    load(
-        {"jshard": {**MESH, "default": "a"}, **AB, "b": {"column": "tensor"}}
-        | {"a": {"row": "data", "column": "tensor"}}
-    )
+    signals = {"a": {"row": "data", "column": "tensor"}, "b": {"column": "tensor"}}
+    load({"jshard": {**MESH, "default": "a"}, **signals})
     linear, block = Linear(8, 8, rngs=nnx.Rngs(0)), MLP(8, 16, 8, signals=("b", "z"), rngs=nnx.Rngs(0))
     with signal("b"):
         under_b = Linear(8, 8, rngs=nnx.Rngs(0))
