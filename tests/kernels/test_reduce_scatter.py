@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
+from jshard.kernels import all_reduction, gather_scatter
 from jshard.kernels.chip import CHIPS
 
 OPS = {"reduce_scatter": kernels.reduce_scatter, "all_gather": kernels.all_gather}
@@ -87,11 +88,9 @@ def test_batch_of_vmap_moves_at_once(mesh, interpreted):
     jax.tree.map(np.testing.assert_array_equal, run("ring"), run("xla"))
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter"])
-def test_what_exceeds_fast_memory_goes_in_pieces(mesh, interpreted, monkeypatch, op):
-    import importlib
-
-    monkeypatch.setattr(importlib.import_module(f"jshard.kernels.{op}"), "room", lambda: 12_000)
+@pytest.mark.parametrize(("op", "module"), [("all_reduce", all_reduction), ("reduce_scatter", gather_scatter)])
+def test_what_exceeds_fast_memory_goes_in_pieces(mesh, interpreted, monkeypatch, op, module):
+    monkeypatch.setattr(module, "room", lambda: 12_000)
     here = mesh(t=2)
     x = jax.device_put(np.arange(2 * 2600, dtype=np.float32).reshape(2, 2600), jax.NamedSharding(here, P("t")))
 
