@@ -14,7 +14,8 @@ from jax import Array, lax
 
 from jshard.kernels import collectives
 from jshard.kernels.collectives import MeshAxis
-from jshard.kernels.deterministic_sum import BUCKET_BYTES, ordered_psum, set_varying
+from jshard.kernels.deterministic_sum import BUCKET_BYTES, ordered_psum
+from jshard.kernels.invariant_cast import set_varying
 from jshard.kernels.select_algorithm import adds_in_order, resolve_algorithm, room
 from jshard.kernels.vmap import call_batched
 
@@ -110,14 +111,14 @@ def _ring(x: Array, group: Any) -> Array:
     from jshard.kernels.tpu import all_reduce as tpu
 
     tiles = pack(x, 2 * group.size)
-    return tpu.around(tiles.reshape(group.size, 2, *tiles.shape[1:]), group, x)
+    return tpu.bidirectional_ring(tiles.reshape(group.size, 2, *tiles.shape[1:]), group, x)
 
 
 def _torus(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     """Scattered along the first mesh axis, the rest summed along the others, gathered back: each ring is short."""
     from jshard.kernels.tiles import pack, unpack
     from jshard.kernels.tpu import ring
-    from jshard.kernels.tpu.dma import Group, wide
+    from jshard.kernels.tpu.dma import Group, accumulator_dtype
 
     def summed(piece: Array, names: tuple[str, ...]) -> Array:
         group = Group.of(names[:1])
@@ -128,7 +129,7 @@ def _torus(x: Array, mesh_axes: tuple[str, ...]) -> Array:
             return unpack(_ring(piece, group), piece.shape)
         tiles = pack(piece, 2 * n)
         tiles = tiles.reshape(n, 2, *tiles.shape[1:])
-        part = ring.reduce_scatter(tiles, group, piece, out_dtype=wide(x.dtype))
+        part = ring.reduce_scatter(tiles, group, piece, out_dtype=accumulator_dtype(x.dtype))
         part = summed(part, names[1:]).astype(piece.dtype)
         return unpack(ring.all_gather(part, group, piece), piece.shape)
 

@@ -9,7 +9,7 @@ what follows may wait 40 ms for an acknowledgement (docs/design/0015-processes.m
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from jshard.kernels import collectives
 from jshard.kernels.chip import present_chip
-from jshard.kernels.invariant_cast import unvary_p
+from jshard.kernels.invariant_cast import set_varying
 
 ONE_STEP_BYTES = 4 << 20  # bytes from all devices together, up to which each gets all of them whole
 BUCKET_BYTES = 1 << 20  # bytes of several arrays together, up to which they are summed as one
@@ -46,14 +46,6 @@ def ordered_psum(x: Array, mesh_axes: tuple[str, ...]) -> Array:
 def ordered_psum_scatter(parts: Array, mesh_axis: str) -> Array:
     """Of `parts[n, ...]`, one for each device along `mesh_axis`, the sum of those for this one."""
     return _total(lax.all_to_all(parts, mesh_axis, 0, 0, tiled=True), (mesh_axis,))
-
-
-def set_varying(x: Array, varying: Set[str]) -> Array:
-    """`x`, of which is known that it is alike along all other mesh axes."""
-    if not collectives.check_vma_enabled() or jax.typeof(x).mat.varying == varying:
-        return x
-    x = unvary_p.bind(x)
-    return lax.pcast(x, tuple(sorted(varying)), to="varying") if varying else x
 
 
 def _total(parts: Array, mesh_axes: Sequence[str]) -> Array:

@@ -209,21 +209,21 @@ def _scatter_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, o
 
 def _shaped(parts: Array, w: Array) -> tuple[Array, Array, int]:
     """`[n, rows, K]` as halves of whole tiles `[n, 2, rows, K]`, w of whole tiles, and the columns of a tile."""
-    from jshard.kernels.tiles import LANES, padded, sublanes, up
+    from jshard.kernels.tiles import LANES, pad_to, round_up, sublanes
 
     n, rows, inputs = parts.shape
-    half, deep = up(-(-rows // 2), sublanes(parts.dtype)), up(inputs, LANES)
+    half, deep = round_up(-(-rows // 2), sublanes(parts.dtype)), round_up(inputs, LANES)
     tile = _tile(rows, inputs, w.shape[1], parts.dtype)
     halves = jnp.pad(parts, ((0, 0), (0, 2 * half - rows), (0, deep - inputs))).reshape(n, 2, half, deep)
-    return halves, padded(w, deep, up(w.shape[1], tile)), tile
+    return halves, pad_to(w, deep, round_up(w.shape[1], tile)), tile
 
 
 def _tile(rows: int, inputs: int, outputs: int, dtype: Any) -> int:
     """Columns of a tile, for either product: its gradient is the other, with inputs and outputs changed over."""
-    from jshard.kernels.tiles import LANES, sublanes, up
+    from jshard.kernels.tiles import LANES, round_up, sublanes
     from jshard.kernels.tpu.fused import columns
 
     dtype = jnp.dtype(dtype)
-    half = up(-(-rows // 2), sublanes(dtype))
-    there = columns(half, up(outputs, LANES), inputs, dtype.itemsize, room())
-    return columns(half, up(inputs, LANES), outputs, dtype.itemsize, room()) if there else 0
+    half = round_up(-(-rows // 2), sublanes(dtype))
+    there = columns(half, round_up(outputs, LANES), inputs, dtype.itemsize, room())
+    return columns(half, round_up(inputs, LANES), outputs, dtype.itemsize, room()) if there else 0

@@ -110,7 +110,7 @@ scattered.defvjp(lambda x, *how: (scattered(x, *how), None), _scattered_bwd)
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
-    from jshard.kernels.tpu.dma import wide
+    from jshard.kernels.tpu.dma import accumulator_dtype
 
     whole = jnp.moveaxis(x, axis, 0)
     for name in mesh_axes:
@@ -121,7 +121,7 @@ def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: 
             whole = (
                 ordered_psum_scatter(parts, name)
                 if algorithm == "in_order"
-                else _ring(parts, name, x.dtype if last else wide(x.dtype))
+                else _ring(parts, name, x.dtype if last else accumulator_dtype(x.dtype))
             )
     return jnp.moveaxis(whole.astype(x.dtype), 0, axis)
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jshard import kernels
 from jshard.kernels.tiles import pack, unpack
 from jshard.kernels.tpu import all_reduce as tpu
-from jshard.kernels.tpu import dma as wire
+from jshard.kernels.tpu import dma
 from jshard.kernels.tpu.dma import Group
 
 
@@ -42,23 +42,23 @@ class Halfway:
             self.copy.wait_recv()
 
 
-def first_slot(source, target, sent, arrived, to):
-    return wire.send(source, target.ref.at[0] if hasattr(target, "ref") else target, sent, arrived, to)
+def first_slot(source, target, semaphores, device_id):
+    return dma.remote_copy(source, target.ref.at[0] if hasattr(target, "ref") else target, semaphores, device_id)
 
 
-def too_far(rows, f, block=256):
-    wire.in_blocks(rows, lambda r: f(pl.ds(r.start + 8, r.size)), block)
+def too_far(rows, body, block=256):
+    dma.in_blocks(rows, lambda r: body(pl.ds(r.start + 8, r.size)), block)
 
 
 def only_once():
     """The entry barrier, and none at the end of a round."""
-    met = []
+    passed = []
 
-    def meet(group, rank, who):
-        if not met:
-            met.append(wire.meet(group, rank, who))
+    def barrier(group, rank, who):
+        if not passed:
+            passed.append(dma.barrier(group, rank, who))
 
-    return meet
+    return barrier
 
 
 def wrong_neighbour(self, rank, by):
@@ -66,20 +66,22 @@ def wrong_neighbour(self, rank, by):
 
 
 def one_too_many(group, rank, who):
-    wire.meet(group, rank, who)
+    dma.barrier(group, rank, who)
     pl.semaphore_wait(pltpu.get_barrier_semaphore(), 1)
 
 
 PLANTED = {
     "none": lambda: contextlib.nullcontext(),
-    "no_receive_wait": lambda: mock.patch.object(tpu, "send", lambda *a: Halfway(wire.send(*a), "receive")),
-    "no_send_wait": lambda: mock.patch.object(tpu, "send", lambda *a: Halfway(wire.send(*a), "send")),
-    "slot_written_twice": lambda: mock.patch.object(tpu, "send", first_slot),
+    "no_receive_wait": lambda: mock.patch.object(
+        tpu, "remote_copy", lambda *a: Halfway(dma.remote_copy(*a), "receive")
+    ),
+    "no_send_wait": lambda: mock.patch.object(tpu, "remote_copy", lambda *a: Halfway(dma.remote_copy(*a), "send")),
+    "slot_written_twice": lambda: mock.patch.object(tpu, "remote_copy", first_slot),
     "out_of_bounds": lambda: mock.patch.object(tpu, "in_blocks", too_far),
-    "no_end_barrier": lambda: mock.patch.object(tpu, "meet", only_once()),
-    "wrong_neighbour": lambda: mock.patch.object(Group, "after", wrong_neighbour),
-    "deadlock": lambda: mock.patch.object(tpu, "meet", one_too_many),
-    "no_entry_barrier": lambda: mock.patch.object(tpu, "meet", lambda *_: None),
+    "no_end_barrier": lambda: mock.patch.object(tpu, "barrier", only_once()),
+    "wrong_neighbour": lambda: mock.patch.object(Group, "shift", wrong_neighbour),
+    "deadlock": lambda: mock.patch.object(tpu, "barrier", one_too_many),
+    "no_entry_barrier": lambda: mock.patch.object(tpu, "barrier", lambda *_: None),
 }
 
 

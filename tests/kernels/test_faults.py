@@ -96,14 +96,14 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_every_kernel_meets_the_others_before_it_writes_to_them(mesh, name):
+def test_every_kernel_waits_at_a_barrier_before_it_writes_to_others(mesh, name):
     jaxpr = jaxpr_of(mesh, BODIES[name], t=2)
     assert remote_copies(jaxpr) > 0
     assert missing_barriers(jaxpr) == []
 
 
 def test_kernel_without_an_entry_barrier_is_found(mesh, monkeypatch):
-    monkeypatch.setattr(tpu, "meet", lambda *_: None)
+    monkeypatch.setattr(tpu, "barrier", lambda *_: None)
     tpu_kernel = jaxpr_of(mesh, lambda x: kernels.all_reduce(x[:3], "t", algorithm="one_shot"), t=2)
     assert missing_barriers(tpu_kernel) == [
         'kernel "all_reduce_one_shot" copies to another device before it has waited at a barrier; '

@@ -1,4 +1,4 @@
-"""The matrix product of one GPU, padded to whole tiles: JAX's own Mosaic kernel where it does all that is asked, which is
+"""Multiply on one GPU, padded to whole tiles: JAX's own Mosaic kernel where it does all that is asked, which is
 the bare product; ours where a bias, an activation or another dtype of the result has to come before the rounding, and
 wherever kernels are interpreted, which JAX's own are not made for."""
 
@@ -19,9 +19,9 @@ from jshard.errors import JShardError
 from jshard.kernels.chip import interpretation, present_chip
 from jshard.kernels.collectives import pvary
 from jshard.kernels.gpu.tile import Epilogue, Tile, tile_for
-from jshard.kernels.pallas_call import unvary_p
+from jshard.kernels.invariant_cast import invariant_cast_p
 from jshard.kernels.select_algorithm import GPU_GENERATIONS
-from jshard.kernels.tiles import padded, up
+from jshard.kernels.tiles import pad_to, round_up
 
 # The first operand as it is, and the operations that follow: a plan counts them, and sees into no kernel of a GPU.
 multiplied_p = Primitive("multiplied")
@@ -49,10 +49,10 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, activation: str | None,
     tile = tile_for(m, n, cores, (128, 64) if generation == "hopper" else (128,))
     bare = bias is None and activation is None and dtype == x_mk.dtype and interpretation() is None
     rows, columns, run = _upstream(generation, m, n, tile, cores) if bare else (tile.rows, tile.columns, None)
-    mm, nn, kk = up(m, rows), up(n, columns), up(k, tile.depth)
-    operands = [padded(x_mk, mm, kk), padded(w_kn, kk, nn)]
+    mm, nn, kk = round_up(m, rows), round_up(n, columns), round_up(k, tile.depth)
+    operands = [pad_to(x_mk, mm, kk), pad_to(w_kn, kk, nn)]
     if bias is not None:
-        operands.append(padded(bias.astype(jnp.float32), nn))
+        operands.append(pad_to(bias.astype(jnp.float32), nn))
 
     def ours(x: Array, w: Array, bias: Array | None = None) -> Array:
         kernel = importlib.import_module(f"jshard.kernels.gpu.{generation}").matmul
@@ -60,7 +60,7 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, activation: str | None,
 
     operands[0] = multiplied_p.bind(operands[0], flops=2 * m * n * k)
     with _interpreted():
-        y = (run or ours)(*(unvary_p.bind(x) for x in operands))  # a kernel that knows nothing of meshes
+        y = (run or ours)(*(invariant_cast_p.bind(x) for x in operands))  # a kernel that knows nothing of meshes
     varying = sorted(frozenset().union(*(jax.typeof(x).mat.varying for x in operands)))
     return pvary(y, tuple(varying))[:m, :n].astype(out_dtype)
 

@@ -1,130 +1,125 @@
-"""All-reduce on TPUs: every device's part goes straight to everyone, or by parts, or around the ring both ways.
+"""All-reduce on TPUs by three algorithms; docs/kernels.md says what each sends and when it wins.
 
-All work in VMEM on whole tiles (`jshard.kernels.tiles`). The sum is taken in float32 (int32) and rounded once.
+Everything is in VMEM, in tiles (`jshard.kernels.tiles`). Sums are taken in float32 (integers: int32) and rounded once.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.pallas_call import Shape, Told, launch
+from jshard.kernels.pallas_call import KernelCost, Result, launch
 from jshard.kernels.tpu import ring
-from jshard.kernels.tpu.dma import COPIED, HERE, SCALAR, Group, each, in_blocks, meet, send, wide
+from jshard.kernels.tpu.dma import (
+    DMA,
+    SMEM,
+    VMEM,
+    Group,
+    Semaphores,
+    accumulator_dtype,
+    barrier,
+    copy_to_everyone,
+    fori,
+    in_blocks,
+    remote_copy,
+)
 
 
 def one_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
-    """`x[rows, 128]` summed: each device pushes all of its x to all others, and adds what it has in rank order."""
+    """Sum `x[rows, 128]`: each device sends all of its x to every other one, and adds all it has in rank order.
+
+    `rounds` repeats it on the same buffers, for tests of the barrier between rounds.
+    """
     n, size = group.size, x.size * x.dtype.itemsize
-    told = Told("all_reduce", "one_shot", group.mesh_axes, payload, wire=size * (n - 1))
-    body = functools.partial(_one_shot, group=group, rounds=rounds)
-    return _launched(body, x, group, told, [pltpu.VMEM((n, *x.shape), x.dtype), COPIED, COPIED], (n + 2) * size)
+    cost = KernelCost("all_reduce", "one_shot", payload, wire=size * (n - 1), vmem=(n + 2) * size)
+    scratch = [pltpu.VMEM((n, *x.shape), x.dtype), Semaphores(DMA, DMA)]
+    return _launch(functools.partial(_one_shot, group=group, rounds=rounds), x, group, cost, scratch)
 
 
-def _launched(body: Any, x: Array, group: Group, told: Told, scratch: list[Any], vmem: int) -> Array:
-    """All of x in VMEM, and as much for the sum, which everyone has."""
-    (y,) = launch(
-        body,
-        [x],
-        [Shape(x.shape, x.dtype, group.mesh_axes)],
-        told=told,
-        here=group.here(),
-        in_specs=[SCALAR, HERE],
-        out_specs=[HERE],
-        scratch=scratch,
-        collective_id=group.collective_id,
-        vmem=vmem,
-    )
+def _launch(body: Any, x: Array, group: Group, cost: KernelCost, scratch: Sequence[Any]) -> Array:
+    """Run `body` with all of x in VMEM, and all of the sum, which is the same on every device of the group."""
+    spec = pl.GridSpec(in_specs=[SMEM, VMEM], out_specs=(VMEM,), scratch_shapes=scratch)
+    (y,) = launch(body, [x], [Result(x.shape, x.dtype, group.mesh_axes)], spec, cost=cost, group=group)
     return y
 
 
-def _one_shot(here_ref, x_ref, y_ref, slots, sent, arrived, *, group: Group, rounds: int) -> None:
-    group, rank = group.entered(here_ref)
-    n = group.size
-    meet(group, rank, "everyone")
+def _one_shot(coordinates_ref, x_ref, y_ref, slots, sems, *, group: Group, rounds: int) -> None:
+    group, rank = group.inside_kernel(coordinates_ref)
+    barrier(group, rank, "everyone")
 
-    def round_(_: Any) -> None:
+    def push(by: Any) -> Any:
+        return remote_copy(x_ref, slots.at[rank], sems, group.device_id(group.shift(rank, by)))
+
+    def run_round(_: Any) -> None:
         slots[rank] = x_ref[...]
+        copy_to_everyone(group, push)
+        in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
+        barrier(group, rank, "everyone")  # all have read their slots: the next round, or call, may overwrite them
 
-        def push(step: Any) -> Any:
-            return send(x_ref, slots.at[rank], sent, arrived, group.device(group.after(rank, step)))
-
-        each(1, n, lambda step: push(step).start())
-        each(1, n, lambda step: push(step).wait())  # copies of one size: n - 1 arrivals are all of them
-        in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, n))
-        meet(group, rank, "everyone")  # everyone has read its slots: the next round, or call, may write them
-
-    round_(0) if rounds == 1 else each(0, rounds, round_)
+    run_round(0) if rounds == 1 else fori(0, rounds, run_round)
 
 
 def _sum(slots: Any, rows: Any, y_ref: Any, n: int) -> None:
-    """In rank order, so that every device gets the same bits."""
-    first = slots[0, rows, :].astype(wide(slots.dtype))
+    """Sum the slots in rank order, so that every device gets the same bits."""
+    first = slots[0, rows, :].astype(accumulator_dtype(slots.dtype))
 
     def add(rank: Any, total: Any) -> Any:
         return total + slots[rank, rows, :].astype(total.dtype)
 
-    total = lax.fori_loop(1, n, add, first)
-    y_ref[rows, :] = total.astype(y_ref.dtype)
+    y_ref[rows, :] = lax.fori_loop(1, n, add, first).astype(y_ref.dtype)
 
 
-def two_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
-    """`x[n, rows, 128]` summed: part r of everyone goes to device r, which adds in rank order and pushes the sum to all."""
+def two_shot(x: Array, group: Group, payload: Any) -> Array:
+    """Sum `x[n, rows, 128]`: device r gets part r of everyone, adds in rank order and sends the sum to all."""
     n, size = group.size, x.size * x.dtype.itemsize
-    told = Told("all_reduce", "two_shot", group.mesh_axes, payload, wire=2 * (size // n) * (n - 1))
-    body = functools.partial(_two_shot, group=group, rounds=rounds)
-    scratch = [pltpu.VMEM(x.shape, x.dtype), COPIED, COPIED, COPIED, COPIED]
-    return _launched(body, x, group, told, scratch, 3 * size)
+    cost = KernelCost("all_reduce", "two_shot", payload, wire=2 * (size // n) * (n - 1), vmem=3 * size)
+    # Two pairs of semaphores: a second-shot copy of a device that is ahead must not count as a first-shot one.
+    scratch = [pltpu.VMEM(x.shape, x.dtype), Semaphores(DMA, DMA), Semaphores(DMA, DMA)]
+    return _launch(functools.partial(_two_shot, group=group), x, group, cost, scratch)
 
 
-def _two_shot(here_ref, x_ref, y_ref, slots, sent, arrived, sent2, arrived2, *, group: Group, rounds: int) -> None:
-    group, rank = group.entered(here_ref)
-    n = group.size
-    meet(group, rank, "everyone")
+def _two_shot(coordinates_ref, x_ref, y_ref, slots, scatter_sems, gather_sems, *, group: Group) -> None:
+    group, rank = group.inside_kernel(coordinates_ref)
+    barrier(group, rank, "everyone")
+    slots[rank] = x_ref[rank]
 
-    def round_(_: Any) -> None:
-        slots[rank] = x_ref[rank]
+    def scatter(by: Any) -> Any:
+        peer = group.shift(rank, by)
+        return remote_copy(x_ref.at[peer], slots.at[rank], scatter_sems, group.device_id(peer))
 
-        def scatter(step: Any) -> Any:
-            peer = group.after(rank, step)
-            return send(x_ref.at[peer], slots.at[rank], sent, arrived, group.device(peer))
+    def gather(by: Any) -> Any:
+        mine = y_ref.at[rank]
+        return remote_copy(mine, mine, gather_sems, group.device_id(group.shift(rank, by)))
 
-        def gather(step: Any) -> Any:
-            mine = y_ref.at[rank]
-            return send(mine, mine, sent2, arrived2, group.device(group.after(rank, step)))
-
-        each(1, n, lambda step: scatter(step).start())
-        each(1, n, lambda step: scatter(step).wait())
-        in_blocks(x_ref.shape[1], lambda rows: _sum(slots, rows, y_ref.at[rank], n))
-        each(1, n, lambda step: gather(step).start())
-        each(1, n, lambda step: gather(step).wait())
-        meet(group, rank, "everyone")
-
-    round_(0) if rounds == 1 else each(0, rounds, round_)
+    copy_to_everyone(group, scatter)
+    in_blocks(x_ref.shape[1], lambda rows: _sum(slots, rows, y_ref.at[rank], group.size))
+    copy_to_everyone(group, gather)
+    barrier(group, rank, "everyone")
 
 
-def around(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
-    """`x[n, 2, rows, 128]` summed by a reduce-scatter and an all-gather around the ring, half of each part each way."""
-    n, half = group.size, x.size // x.shape[0] // 2
-    adds = wide(x.dtype)
-    wire = 2 * (n - 1) * half * (adds.itemsize + x.dtype.itemsize)
-    told = Told("all_reduce", "ring", group.mesh_axes, payload, wire=wire)
-    body = functools.partial(_around, group=group, rounds=rounds)
-    scratch = [pltpu.VMEM(x.shape, adds), *ring.semaphores(n), *ring.semaphores(n)]
-    return _launched(body, x, group, told, scratch, x.size * (2 * x.dtype.itemsize + adds.itemsize))
+def bidirectional_ring(x: Array, group: Group, payload: Any) -> Array:
+    """Sum `x[n, 2, rows, 128]` by a reduce-scatter and an all-gather around the ring, half of each part each way."""
+    n, half, accumulator = group.size, x.size // x.shape[0] // 2, accumulator_dtype(x.dtype)
+    cost = KernelCost(
+        "all_reduce",
+        "ring",
+        payload,
+        wire=2 * (n - 1) * half * (accumulator.itemsize + x.dtype.itemsize),
+        vmem=x.size * (2 * x.dtype.itemsize + accumulator.itemsize),
+    )
+    scratch = [pltpu.VMEM(x.shape, accumulator), ring.semaphores(n), ring.semaphores(n)]
+    return _launch(functools.partial(_bidirectional_ring, group=group), x, group, cost, scratch)
 
 
-def _around(here_ref, x_ref, y_ref, slots, sent, arrived, sent2, arrived2, *, group: Group, rounds: int) -> None:
-    group, rank = group.entered(here_ref)
-    meet(group, rank, "neighbours")
-
-    def round_(_: Any) -> None:
-        ring.scatter(group, rank, x_ref, slots, sent, arrived)
-        ring.finish(group, slots, y_ref.at[rank])
-        ring.gather(group, rank, y_ref, sent2, arrived2)
-        meet(group, rank, "neighbours")
-
-    round_(0) if rounds == 1 else each(0, rounds, round_)
+def _bidirectional_ring(coordinates_ref, x_ref, y_ref, slots, scatter_sems, gather_sems, *, group: Group) -> None:
+    group, rank = group.inside_kernel(coordinates_ref)
+    barrier(group, rank, "neighbours")
+    ring.scatter(group, rank, x_ref, slots, scatter_sems)
+    ring.finish(group, slots, y_ref.at[rank])
+    ring.gather(group, rank, y_ref, gather_sems)
+    barrier(group, rank, "neighbours")

@@ -1,6 +1,6 @@
-"""Words for use inside a TPU kernel: who the others of a group are, the two barriers, and copies to another device.
+"""Write TPU kernels that talk to other devices: the group, the barrier, remote copies and rolled loops.
 
-The group's order is that of `mesh_axes`, major first. `rank` is this device's number in it, from SMEM.
+A rank counts the devices of a group in the order of `mesh_axes`, the first one major.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +16,36 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-HERE = pl.BlockSpec(memory_space=pltpu.VMEM)
-FAR = pl.BlockSpec(memory_space=pltpu.HBM)
-SCALAR = pl.BlockSpec(memory_space=pltpu.SMEM)
-COPIED = pltpu.SemaphoreType.DMA
+from jshard.kernels.tiles import BLOCK
+
+VMEM = pl.BlockSpec(memory_space=pltpu.VMEM)
+HBM = pl.BlockSpec(memory_space=pltpu.HBM)
+SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
+DMA = pltpu.SemaphoreType.DMA
+
+
+class Semaphores(NamedTuple):
+    """The DMA semaphores of remote copies: `sent` counts what has left this device, `arrived` what has come in."""
+
+    sent: Any
+    arrived: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The devices along one mesh axis or several. Inside a kernel it also knows this device's `place` along the others."""
+    """The devices along one mesh axis or several.
+
+    Inside a kernel it also knows `other_indices`, this device's index along each mesh axis that is not in the group.
+    """
 
     mesh_axes: tuple[str, ...]
     sizes: tuple[int, ...]
-    others: tuple[str, ...]
-    place: tuple[Any, ...] = ()
+    other_axes: tuple[str, ...]
+    other_indices: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, mesh_axes: tuple[str, ...]) -> Group:
-        """Named in a shard_map."""
+        """Make the group of this device along `mesh_axes`, inside a shard_map."""
         others = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name not in mesh_axes)
         return cls(mesh_axes, tuple(lax.axis_size(name) for name in mesh_axes), others)
 
@@ -41,79 +53,107 @@ class Group:
     def size(self) -> int:
         return math.prod(self.sizes)
 
-    def here(self) -> Array:
-        """This device's number in the group and its place along the other mesh axes: the operand that a kernel gets.
-        A kernel that asks by itself mixes varying numbers with others, interpreted or compiled."""
-        return jnp.stack([lax.axis_index(self.mesh_axes), *(lax.axis_index(name) for name in self.others)])
+    def coordinates(self) -> Array:
+        """Return this device's rank, then its index along each other mesh axis: the first operand of a kernel.
 
-    def entered(self, here_ref: Any) -> tuple[Group, Any]:
-        """The group inside the kernel, and this device's number in it."""
-        place = tuple(here_ref[1 + k] for k in range(len(self.others)))
-        return dataclasses.replace(self, place=place), here_ref[0]
+        A kernel that calls axis_index itself mixes varying values with invariant ones, which `check_vma` refuses.
+        """
+        return jnp.stack([lax.axis_index(self.mesh_axes), *(lax.axis_index(name) for name in self.other_axes)])
 
-    def device(self, rank: Any) -> Any:
-        """Where device number `rank` is; along the other mesh axes, where this one is."""
-        where = dict(zip(self.others, self.place, strict=True))
+    def inside_kernel(self, coordinates_ref: Any) -> tuple[Group, Any]:
+        """Read `coordinates` inside the kernel: the group with its `other_indices`, and this device's rank."""
+        indices = tuple(coordinates_ref[1 + k] for k in range(len(self.other_axes)))
+        return dataclasses.replace(self, other_indices=indices), coordinates_ref[0]
+
+    def device_id(self, rank: Any) -> Any:
+        """Return the mesh coordinates of the group's device `rank`, as Pallas's `device_id` takes them."""
+        index = dict(zip(self.other_axes, self.other_indices, strict=True))
         for name, size in zip(reversed(self.mesh_axes), reversed(self.sizes), strict=True):
-            where[name] = lax.rem(rank, size) if len(self.sizes) > 1 else rank
+            index[name] = lax.rem(rank, size) if len(self.sizes) > 1 else rank
             rank = lax.div(rank, size) if len(self.sizes) > 1 else rank
-        return where
+        return index
 
-    def after(self, rank: Any, by: Any) -> Any:
-        """The number `by` places after `rank` around the ring; `by` may be negative, to one round."""
-        return lax.rem(rank + by + self.size, self.size)
+    def shift(self, rank: Any, by: Any) -> Any:
+        """Return the rank `by` places after `rank` around the ring; `by` is at least minus the group's size."""
+        return lax.rem(
+            rank + by + self.size, self.size
+        )  # rem keeps the sign of what it divides: never give it a negative
+
+    def next_device(self, rank: Any, direction: Any) -> Any:
+        """Return the device that a ring sends to: the next rank in direction 0, the one before in direction 1."""
+        return self.device_id(self.shift(rank, 1 - 2 * direction))
 
     @property
     def collective_id(self) -> int:
-        """One barrier semaphore for each set of mesh axes. Groups that cross must not share one: a device that is
-        ahead in one group would be counted as present in the other."""
+        """Return the number of the barrier semaphore, one for each set of mesh axes.
+
+        Groups that cross must not share one: a device that is ahead in one group would count as present in the other.
+        """
         names = jax.sharding.get_abstract_mesh().axis_names
         return 64 + sum(1 << names.index(name) for name in self.mesh_axes)
 
 
-def meet(group: Group, rank: Any, who: Literal["everyone", "neighbours"]) -> None:
-    """Waits until the others are here. At the start of a kernel it says that their memory may be written to; at its end,
-    that they have read what was written, so that it may be written again."""
-    barrier = pltpu.get_barrier_semaphore()
-    if who == "neighbours":
-        for way in (1, -1):
-            pl.semaphore_signal(barrier, 1, device_id=group.device(group.after(rank, way)))
-        pl.semaphore_wait(barrier, 2)
+def barrier(group: Group, rank: Any, who: Literal["everyone", "neighbours"]) -> None:
+    """Wait until the other devices of the group are at this barrier too.
+
+    At the start of a kernel it says that their memory may be written to; before that it may belong to another program.
+    At the end it says that they have read what was written, so that the next round may overwrite it.
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    if who == "neighbours":  # a ring writes to two devices only
+        for by in (1, -1):
+            pl.semaphore_signal(semaphore, 1, device_id=group.device_id(group.shift(rank, by)))
+        pl.semaphore_wait(semaphore, 2)
         return
-
-    def signal(step: Any, _: None) -> None:
-        pl.semaphore_signal(barrier, 1, device_id=group.device(group.after(rank, step)))
-
-    lax.fori_loop(1, group.size, signal, None)
-    pl.semaphore_wait(barrier, group.size - 1)
+    fori(1, group.size, lambda by: pl.semaphore_signal(semaphore, 1, device_id=group.device_id(group.shift(rank, by))))
+    pl.semaphore_wait(semaphore, group.size - 1)
 
 
-def send(source: Any, target: Any, sent: Any, arrived: Any, to: Any) -> Any:
-    """A copy of `source` here to `target` on device `to`. Start it, then `wait_send` here; there, `wait_recv` on the same
-    words waits for the one that comes in."""
-    return pltpu.make_async_remote_copy(source, target, sent, arrived, device_id=to)
+def remote_copy(source: Any, target: Any, semaphores: Semaphores, device_id: Any) -> Any:
+    """Describe a copy of `source` on this device to `target` on another.
+
+    `start` it; `wait_send` waits until it has left. `wait_recv` waits for a copy that arrives here: as all devices run the
+    same program, the description of one's own copy fits the one that comes in.
+    """
+    return pltpu.make_async_remote_copy(source, target, *semaphores, device_id=device_id)
 
 
-def each(start: Any, stop: Any, f: Callable[[Any], Any]) -> None:
-    """`f(i)` for each i: a rolled loop, so that a long ring compiles as fast as a short one."""
+def copy_to_everyone(group: Group, copy: Callable[[Any], Any]) -> None:
+    """Start `copy(by)` to the device `by` places further for each other device, then wait for all, both ways.
+
+    Copies have one size and share one semaphore: n - 1 waits are all of them, in whatever order they arrive.
+    """
+    fori(1, group.size, lambda by: copy(by).start())
+    fori(1, group.size, lambda by: copy(by).wait())
+
+
+def copy_locally(source: Any, target: Any, semaphore: Any) -> None:
+    """Copy `source` to `target` on this device, and wait for it."""
+    copy = pltpu.make_async_copy(source, target, semaphore)
+    copy.start()
+    copy.wait()
+
+
+def fori(start: Any, stop: Any, body: Callable[[Any], Any]) -> None:
+    """Run `body(i)` for each i in a rolled loop, so that a long ring compiles as fast as a short one."""
 
     def step(i: Any, _: None) -> None:
-        f(i)
+        body(i)
 
     lax.fori_loop(start, stop, step, None)
 
 
-def in_blocks(rows: int, f: Callable[[Any], Any], block: int = 256) -> None:
-    """`f(slice)` for the rows of a buffer, a block at a time: a whole buffer would not fit the registers."""
+def in_blocks(rows: int, body: Callable[[Any], Any], block: int = BLOCK) -> None:
+    """Run `body(slice)` for the rows of a buffer, a block at a time: a full buffer would not fit the registers."""
     if rows <= block:
-        f(pl.ds(0, rows))
+        body(pl.ds(0, rows))
         return
     assert rows % block == 0, (rows, block)
-    each(0, rows // block, lambda b: f(pl.ds(b * block, block)))
+    fori(0, rows // block, lambda b: body(pl.ds(b * block, block)))
 
 
-def wide(dtype: Any) -> Any:
-    """The dtype that a sum is taken in: float32 for bfloat16, int32 for int8."""
+def accumulator_dtype(dtype: Any) -> Any:
+    """Return the dtype to sum in: float32 for bfloat16, int32 for int8, else `dtype`."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize >= 4:
         return dtype

@@ -1,14 +1,14 @@
-"""Products whose wire runs under the arithmetic: a gather before, or a scatter after, around the ring both ways.
+"""Multiply while rows or sums travel the ring, both directions at once: all-gather then matmul, matmul then reduce-scatter.
 
-The grid is (step, way, tile of columns). Way 0 passes on to the next device, way 1 to the one before, each half the rows
-of a part. Each step has a place of its own in HBM for what arrives, so nothing is written twice and nobody waits for room.
-Tiles of w stream through VMEM by Pallas's own pipeline while copies of rows are under way.
+The grid is (step, direction, tile of columns); half the rows of a part go each way. Each step has a slot of its own in HBM
+for what arrives, so nothing is overwritten and no device waits for another to make room. Pallas's own pipeline streams the
+tiles of w through VMEM while rows travel; their copies are written out below, as the pipeline knows of one device only.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -16,222 +16,269 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jshard.kernels.kernel_traffic import Schedule
-from jshard.kernels.pallas_call import Shape, Told, launch
+from jshard.kernels.pallas_call import KernelCost, Result, launch
 from jshard.kernels.tiles import LANES
-from jshard.kernels.tpu.dma import COPIED, FAR, Group, each, meet, send, wide
-from jshard.kernels.tpu.ring import semaphores
+from jshard.kernels.tpu.dma import (
+    DMA,
+    HBM,
+    Group,
+    Semaphores,
+    accumulator_dtype,
+    barrier,
+    copy_locally,
+    fori,
+    remote_copy,
+)
+from jshard.kernels.tpu.ring import ring_copy, semaphores
 
 
-def columns(rows: int, inputs: int, outputs: int, size: int, room: int) -> int:
-    """How many columns a tile has so that everything fits in `room` bytes of VMEM; 0 if nothing does."""
+def columns(rows: int, inputs: int, outputs: int, itemsize: int, budget: int) -> int:
+    """Return the widest tile of columns with which a kernel fits `budget` bytes of VMEM; 0 if none does."""
     for tile in (1024, 512, 256, LANES):
         tile = min(tile, -(-outputs // LANES) * LANES)
-        if 2 * size * (rows * inputs + inputs * tile) + 24 * rows * tile <= room:
+        # x and w twice, as the pipeline keeps two of each; 24 bytes a number for results and sums in float32
+        if 2 * itemsize * (rows * inputs + inputs * tile) + 24 * rows * tile <= budget:
             return tile
     return 0
 
 
-def _to(group: Group, rank: Any, way: Any) -> Any:
-    return group.device(group.after(rank, 1 - 2 * way))
+def _w_tile(inputs: int, tile: int) -> pl.BlockSpec:
+    return pl.BlockSpec((inputs, tile), lambda step, direction, j, coordinates: (0, j))
 
 
 # -- gather, then multiply --
 
 
+class GatherScratch(NamedTuple):
+    """`rows` that are multiplied, by direction; semaphores of their copies, of the copy of one's own part, of the ring."""
+
+    rows: Any
+    loaded: Any
+    copied: Any
+    ring: Semaphores
+
+
 def gather_matmul(
     x: Array, w_kn: Array, group: Group, payload: Any, *, tile: int, out_dtype: Any
 ) -> tuple[Array, Array]:
-    """`x[2, rows, K]` of everyone times w: `[n, 2, rows, N]`; and the gathered x, which is there anyway."""
+    """Multiply `x[2, rows, K]` of all devices by w: `[n, 2, rows, N]`; also return the gathered x, which costs nothing more."""
     n, (_, rows, inputs), outputs = group.size, x.shape, w_kn.shape[1]
-    tiles, size = outputs // tile, x.dtype.itemsize
-    # A half is sent on when its first tile is multiplied, and waited for before the last tile of the other half.
-    under = Schedule(n - 1, 2, (2 * tiles - 1) * 2 * rows * inputs * tile, str(x.dtype))
-    told = Told("all_gather_matmul", "fused", group.mesh_axes, payload, x.size * size * (n - 1), under)
+    tiles, itemsize = outputs // tile, x.dtype.itemsize
+
+    def y_block(step: Any, direction: Any, j: Any, coordinates: Any) -> tuple[Any, ...]:
+        return _part_at(group, coordinates[0], direction, step), direction, 0, j
+
     y, gathered = launch(
         functools.partial(_gather_matmul, group=group, tiles=tiles),
         [x, w_kn],
-        [Shape((n, 2, rows, outputs), out_dtype), Shape((n, *x.shape), x.dtype)],
-        told=told,
-        here=group.here(),
-        prefetched=1,
-        grid=(n, 2, tiles),
-        in_specs=[FAR, pl.BlockSpec((inputs, tile), lambda s, d, j, here: (0, j))],
-        out_specs=[
-            pl.BlockSpec(
-                (None, None, rows, tile), lambda s, d, j, here: (_gathered_part(group, here[0], d, s), d, 0, j)
-            ),
-            FAR,
-        ],
-        scratch=[pltpu.VMEM((2, rows, inputs), x.dtype), COPIED((2,)), COPIED, *semaphores(n)],
-        collective_id=group.collective_id,
-        flops=4 * n * rows * inputs * outputs,
-        vmem=2 * size * (rows * inputs + inputs * tile) + 8 * rows * tile,
+        [Result((n, 2, rows, outputs), out_dtype), Result((n, *x.shape), x.dtype)],
+        pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,  # the coordinates, which index maps read: the order of parts depends on the rank
+            grid=(n, 2, tiles),
+            in_specs=[HBM, _w_tile(inputs, tile)],
+            out_specs=(pl.BlockSpec((None, None, rows, tile), y_block), HBM),
+            scratch_shapes=[GatherScratch(pltpu.VMEM((2, rows, inputs), x.dtype), DMA((2,)), DMA, semaphores(n))],
+        ),
+        group=group,
+        cost=KernelCost(
+            "all_gather_matmul",
+            "fused",
+            payload,
+            wire=x.size * itemsize * (n - 1),
+            # A half is sent on when its first tile is multiplied, and waited for before the last tile of the other half.
+            schedule=Schedule(n - 1, 2, (2 * tiles - 1) * 2 * rows * inputs * tile, str(x.dtype)),
+            flops=4 * n * rows * inputs * outputs,
+            vmem=2 * itemsize * (rows * inputs + inputs * tile) + 8 * rows * tile,
+        ),
     )
     return y, gathered
 
 
-def _gathered_part(group: Group, rank: Any, way: Any, step: Any) -> Any:
-    """Whose rows are at hand: way 0 brings those of the devices before, way 1 of those after."""
-    return group.after(rank, step * (2 * way - 1))
+def _part_at(group: Group, rank: Any, direction: Any, step: Any) -> Any:
+    """Return whose rows are here at `step`: direction 0 brings those of the ranks before, direction 1 of those after."""
+    return group.shift(rank, step * (2 * direction - 1))
 
 
 def _gather_matmul(
-    here_ref, x_ref, w_ref, y_ref, all_ref, rows, loaded, copied, sent, arrived, *, group, tiles
+    coordinates_ref, x_ref, w_ref, y_ref, gathered_ref, scratch: GatherScratch, *, group: Group, tiles: int
 ) -> None:
-    group, rank = group.entered(here_ref)
+    group, rank = group.inside_kernel(coordinates_ref)
     n = group.size
-    step, way, tile = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    step, direction, tile = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
-    def pass_on(way: Any, step: Any) -> Any:
-        part = all_ref.at[_gathered_part(group, rank, way, step), way]
-        return send(part, part, sent.at[way], arrived.at[step, way], _to(group, rank, way))
+    def pass_on(direction: Any, step: Any) -> Any:
+        part = gathered_ref.at[_part_at(group, rank, direction, step), direction]
+        return ring_copy(group, rank, part, part, scratch.ring, step, direction)
 
-    def load(way: Any, step: Any) -> Any:
-        return pltpu.make_async_copy(
-            all_ref.at[_gathered_part(group, rank, way, step), way], rows.at[way], loaded.at[way]
-        )
+    def load(direction: Any, step: Any) -> Any:
+        part = gathered_ref.at[_part_at(group, rank, direction, step), direction]
+        return pltpu.make_async_copy(part, scratch.rows.at[direction], scratch.loaded.at[direction])
 
-    @pl.when((step == 0) & (way == 0) & (tile == 0))
+    @pl.when((step == 0) & (direction == 0) & (tile == 0))
     def _() -> None:
-        meet(group, rank, "neighbours")
-        mine = pltpu.make_async_copy(x_ref, all_ref.at[rank], copied)
-        mine.start()
-        mine.wait()
+        barrier(group, rank, "neighbours")
+        copy_locally(x_ref, gathered_ref.at[rank], scratch.copied)
         load(0, 0).start()
 
     @pl.when(tile == 0)
     def _() -> None:
-        load(way, step).wait()
+        load(direction, step).wait()
 
         @pl.when(step < n - 1)
         def _() -> None:
-            pass_on(way, step).start()
+            pass_on(direction, step).start()
 
-    @pl.when((tile == tiles - 1) & ((step < n - 1) | (way == 0)))
-    def _() -> None:  # the rows that come next, while this tile is multiplied
-        next_way, next_step = 1 - way, step + way
-
-        @pl.when(next_step > 0)
-        def _() -> None:
-            pass_on(next_way, next_step - 1).wait_recv()
-
-        load(next_way, next_step).start()
-
-    y_ref[...] = jnp.dot(rows[way], w_ref[...], preferred_element_type=wide(w_ref.dtype)).astype(y_ref.dtype)
-
-    @pl.when((step == n - 1) & (way == 1) & (tile == tiles - 1))
+    # Before the last tile: the rows that come next are loaded while it is multiplied. The last half has none after it.
+    @pl.when((tile == tiles - 1) & ((step < n - 1) | (direction == 0)))
     def _() -> None:
-        for which in (0, 1):
-            each(0, n - 1, lambda s, which=which: pass_on(which, s).wait_send())
-        meet(group, rank, "neighbours")
+        next_direction, next_step = 1 - direction, step + direction
+
+        @pl.when(next_step > 0)  # one's own rows, step 0, travel nowhere
+        def _() -> None:
+            pass_on(next_direction, next_step - 1).wait_recv()
+
+        load(next_direction, next_step).start()
+
+    product = jnp.dot(scratch.rows[direction], w_ref[...], preferred_element_type=accumulator_dtype(w_ref.dtype))
+    y_ref[...] = product.astype(y_ref.dtype)
+
+    @pl.when((step == n - 1) & (direction == 1) & (tile == tiles - 1))
+    def _() -> None:
+        for each in (0, 1):
+            fori(0, n - 1, lambda s, each=each: pass_on(each, s).wait_send())
+        barrier(group, rank, "neighbours")
 
 
 # -- multiply, then scatter --
 
 
-def matmul_scatter(x: Array, w_kn: Array, group: Group, payload: Any, *, tile: int, out_dtype: Any) -> Array:
-    """`x[n, 2, rows, K]` times w, summed over the group; of the parts this device's `[2, rows, N]`."""
-    (n, _, rows, inputs), outputs = x.shape, w_kn.shape[1]
-    tiles, size, adds = outputs // tile, x.dtype.itemsize, wide(x.dtype)
-    wire = (n - 1) * 2 * rows * outputs * adds.itemsize
-    # A tile leaves when it is multiplied. It must be gone two products later, for its buffer, and all tiles of a half must
-    # have arrived when the other half is multiplied.
-    under = Schedule(n - 1, 2, min(tiles + 1, 2 * tiles - 1) * 2 * rows * inputs * tile, str(x.dtype))
-    told = Told("matmul_reduce_scatter", "fused", group.mesh_axes, payload, wire, under)
+class ScatterScratch(NamedTuple):
+    """Buffers and semaphores of a scatter; what has a first axis of 2 takes turns, so that a copy runs beside a product.
 
-    def part(s: Any, d: Any, j: Any, here: Any) -> tuple[Any, ...]:
-        return group.after(here[0], (2 * d - 1) * (s + 1)), d, 0, 0
+    `outgoing` partial sums leave for the neighbour, an `incoming` one is added, a `result` goes to HBM.
+    """
+
+    outgoing: Any
+    incoming: Any
+    result: Any
+    loaded: Any
+    stored: Any
+    ring: Semaphores
+
+
+def matmul_scatter(x: Array, w_kn: Array, group: Group, payload: Any, *, tile: int, out_dtype: Any) -> Array:
+    """Multiply `x[n, 2, rows, K]` by w, sum over the group, return this device's part, `[2, rows, N]`."""
+    (n, _, rows, inputs), outputs = x.shape, w_kn.shape[1]
+    tiles, itemsize, accumulator = outputs // tile, x.dtype.itemsize, accumulator_dtype(x.dtype)
+
+    def x_block(step: Any, direction: Any, j: Any, coordinates: Any) -> tuple[Any, ...]:
+        # The sum of a part starts one device past its owner, and is complete when it gets there (`ring.scatter`).
+        return group.shift(coordinates[0], (2 * direction - 1) * (step + 1)), direction, 0, 0
 
     y, _ = launch(
-        functools.partial(_matmul_scatter, group=group, tiles=tiles, tile=tile),
+        functools.partial(_matmul_scatter, group=group, tile=tile),
         [x, w_kn],
-        [Shape((2, rows, outputs), out_dtype), Shape((n - 1, 2, tiles, rows, tile), adds)],
-        told=told,
-        here=group.here(),
-        prefetched=1,
-        grid=(n, 2, tiles),
-        in_specs=[
-            pl.BlockSpec((None, None, rows, inputs), part),
-            pl.BlockSpec((inputs, tile), lambda s, d, j, here: (0, j)),
-        ],
-        out_specs=[FAR, FAR],
-        scratch=[
-            pltpu.VMEM((2, rows, tile), adds),
-            pltpu.VMEM((rows, tile), adds),
-            pltpu.VMEM((2, rows, tile), out_dtype),
-            COPIED,
-            COPIED((2,)),
-            *semaphores(n),
-        ],
-        collective_id=group.collective_id,
-        flops=4 * n * rows * inputs * outputs,
-        vmem=2 * size * (rows * inputs + inputs * tile) + 20 * rows * tile,
+        # The second result is room for what arrives. Scratch would be VMEM, where it does not fit.
+        [Result((2, rows, outputs), out_dtype), Result((n - 1, 2, tiles, rows, tile), accumulator)],
+        pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(n, 2, tiles),
+            in_specs=[pl.BlockSpec((None, None, rows, inputs), x_block), _w_tile(inputs, tile)],
+            out_specs=(HBM, HBM),
+            scratch_shapes=[
+                ScatterScratch(
+                    outgoing=pltpu.VMEM((2, rows, tile), accumulator),
+                    incoming=pltpu.VMEM((rows, tile), accumulator),
+                    result=pltpu.VMEM((2, rows, tile), out_dtype),
+                    loaded=DMA,
+                    stored=DMA((2,)),
+                    ring=semaphores(n),
+                )
+            ],
+        ),
+        group=group,
+        cost=KernelCost(
+            "matmul_reduce_scatter",
+            "fused",
+            payload,
+            wire=(n - 1) * 2 * rows * outputs * accumulator.itemsize,
+            # A tile leaves when it is multiplied. It must be gone two products later, for its buffer, and all tiles of a half
+            # must have arrived when the other half is multiplied.
+            schedule=Schedule(n - 1, 2, min(tiles + 1, 2 * tiles - 1) * 2 * rows * inputs * tile, str(x.dtype)),
+            flops=4 * n * rows * inputs * outputs,
+            vmem=2 * itemsize * (rows * inputs + inputs * tile) + 20 * rows * tile,
+        ),
     )
     return y
 
 
 def _matmul_scatter(
-    here_ref, x_ref, w_ref, y_ref, partial_ref, leaving, got, whole, loaded, stored, sent, arrived, *, group, tiles, tile
-) -> None:  # fmt: skip
-    group, rank = group.entered(here_ref)
-    n = group.size
-    step, way, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    count = (step * 2 + way) * tiles + j
-    turn = lax.rem(count, 2)  # of two buffers
+    coordinates_ref, x_ref, w_ref, y_ref, partial_ref, scratch: ScatterScratch, *, group: Group, tile: int
+) -> None:
+    group, rank = group.inside_kernel(coordinates_ref)
+    n, tiles = group.size, partial_ref.shape[2]
+    step, direction, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    count = (step * 2 + direction) * tiles + j
+    turn = lax.rem(count, 2)  # which of two buffers
+    outgoing, incoming, result, ring = scratch.outgoing, scratch.incoming, scratch.result, scratch.ring
 
-    def pass_on(step: Any, way: Any, j: Any, turn: Any) -> Any:
-        slot = partial_ref.at[step, way, j]
-        return send(leaving.at[turn], slot, sent.at[turn], arrived.at[step, way], _to(group, rank, way))
+    def pass_on(step: Any, direction: Any, j: Any, turn: Any) -> Any:
+        # Sends are waited for by buffer, as that is what is written again; arrivals by step and direction.
+        sems = Semaphores(ring.sent.at[turn], ring.arrived.at[step, direction])
+        slot = partial_ref.at[step, direction, j]
+        return remote_copy(outgoing.at[turn], slot, sems, group.next_device(rank, direction))
 
-    def store(way: Any, j: Any, turn: Any) -> Any:
-        there = y_ref.at[way, :, pl.ds(j * tile, tile)]
-        return pltpu.make_async_copy(whole.at[turn], there, stored.at[turn])
+    def store(direction: Any, j: Any, turn: Any) -> Any:
+        target = y_ref.at[direction, :, pl.ds(j * tile, tile)]
+        return pltpu.make_async_copy(result.at[turn], target, scratch.stored.at[turn])
 
-    load = pltpu.make_async_copy(partial_ref.at[lax.max(step - 1, 0), way, j], got, loaded)
+    load = pltpu.make_async_copy(partial_ref.at[lax.max(step - 1, 0), direction, j], incoming, scratch.loaded)
 
     @pl.when(count == 0)
     def _() -> None:
-        meet(group, rank, "neighbours")
+        barrier(group, rank, "neighbours")
 
     @pl.when(step > 0)
     def _() -> None:
+        # One wait for all tiles of the step before: a semaphore counts bytes, and a copy of the full slot has them all.
         @pl.when(j == 0)
-        def _() -> None:  # all tiles of the step before, from the other side
-            slot = partial_ref.at[step - 1, way]
-            send(slot, slot, sent.at[0], arrived.at[step - 1, way], _to(group, rank, way)).wait_recv()
+        def _() -> None:
+            slot = partial_ref.at[step - 1, direction]
+            sems = Semaphores(ring.sent.at[0], ring.arrived.at[step - 1, direction])
+            remote_copy(slot, slot, sems, group.next_device(rank, direction)).wait_recv()
 
         load.start()
 
-    product = jnp.dot(x_ref[...], w_ref[...], preferred_element_type=leaving.dtype)
+    product = jnp.dot(x_ref[...], w_ref[...], preferred_element_type=outgoing.dtype)
 
     @pl.when(step < n - 1)
     def _() -> None:
         @pl.when(count >= 2)
         def _() -> None:
-            pass_on(step, way, j, turn).wait_send()
+            pass_on(step, direction, j, turn).wait_send()
 
-        leaving[turn] = product
+        outgoing[turn] = product
 
         @pl.when(step > 0)
         def _() -> None:
             load.wait()
-            leaving[turn] += got[...]
+            outgoing[turn] += incoming[...]
 
-        pass_on(step, way, j, turn).start()
+        pass_on(step, direction, j, turn).start()
 
     @pl.when(step == n - 1)
     def _() -> None:
         @pl.when(count >= (n - 1) * 2 * tiles + 2)
         def _() -> None:
-            store(way, j, turn).wait()
+            store(direction, j, turn).wait()
 
         load.wait()
-        whole[turn] = (product + got[...]).astype(whole.dtype)
-        store(way, j, turn).start()
+        result[turn] = (product + incoming[...]).astype(result.dtype)
+        store(direction, j, turn).start()
 
     @pl.when(count == n * 2 * tiles - 1)
     def _() -> None:
-        for which in (0, 1):
-            pass_on(step - 1, way, j, which).wait_send()
-            store(way, j, which).wait()
-        meet(group, rank, "neighbours")
+        for each in (0, 1):
+            pass_on(step - 1, direction, j, each).wait_send()
+            store(direction, j, each).wait()
+        barrier(group, rank, "neighbours")

@@ -1,4 +1,4 @@
-"""The matrix product of one TPU: tiles streamed through VMEM, summed in float32, bias and activation in the epilogue."""
+"""Multiply matrices on one TPU: tiles streamed through VMEM, sums in float32, bias and activation before the one rounding."""
 
 from __future__ import annotations
 
@@ -11,54 +11,57 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.pallas_call import Shape, Told, launch
-from jshard.kernels.tiles import LANES, padded, sublanes, up
-from jshard.kernels.tpu.dma import wide
+from jshard.kernels.pallas_call import KernelCost, Result, launch
+from jshard.kernels.tiles import LANES, pad_to, round_up, sublanes
+from jshard.kernels.tpu.dma import accumulator_dtype
 
-TILE = (512, 1024, 512)  # of m, n, k: 5 MiB of VMEM for bfloat16, two of each in flight
+TILE = (512, 1024, 512)  # of m, n, k: 5 MiB of VMEM for bfloat16, as Pallas keeps two of each tile to hide their copies
 
 
-def tiling(size: int, most: int, unit: int) -> tuple[int, int]:
-    """Tile and whole size: one tile if it fits, else tiles of `most`."""
-    tile = min(up(size, unit), most)
-    return tile, up(size, tile)
+def tiling(size: int, largest: int, unit: int) -> tuple[int, int]:
+    """Return the tile and the padded size of an axis: one tile if it fits, else tiles of `largest`."""
+    tile = min(round_up(size, unit), largest)
+    return tile, round_up(size, tile)
 
 
 def matmul(
     x_mk: Array, w_kn: Array, bias: Array | None, activation: Callable[[Array], Array] | None, out_dtype: Any
 ) -> Array:
-    """`activation(x @ w + bias)`, rounded once to `out_dtype`; any sizes, padded with zeros to whole tiles."""
+    """Compute `activation(x @ w + bias)` of any sizes, rounded once to `out_dtype`. Zeros pad operands to whole tiles."""
     (m, k), n = x_mk.shape, w_kn.shape[1]
-    (bm, mm), (bn, nn), (bk, kk) = (
-        tiling(m, TILE[0], sublanes(x_mk.dtype)),
-        tiling(n, TILE[1], LANES),
-        tiling(k, TILE[2], LANES),
-    )
-    adds = wide(jnp.result_type(x_mk.dtype, w_kn.dtype))
-    operands = [padded(x_mk, mm, kk), padded(w_kn, kk, nn)]
-    specs = [pl.BlockSpec((bm, bk), lambda i, j, s: (i, s)), pl.BlockSpec((bk, bn), lambda i, j, s: (s, j))]
+    tile_m, padded_m = tiling(m, TILE[0], sublanes(x_mk.dtype))
+    tile_n, padded_n = tiling(n, TILE[1], LANES)
+    tile_k, padded_k = tiling(k, TILE[2], LANES)
+    accumulator = accumulator_dtype(jnp.result_type(x_mk.dtype, w_kn.dtype))
+    operands = [pad_to(x_mk, padded_m, padded_k), pad_to(w_kn, padded_k, padded_n)]
+    specs = [
+        pl.BlockSpec((tile_m, tile_k), lambda i, j, s: (i, s)),
+        pl.BlockSpec((tile_k, tile_n), lambda i, j, s: (s, j)),
+    ]
     if bias is not None:
-        operands.append(jnp.pad(bias.astype(adds), (0, nn - n))[None])
-        specs.append(pl.BlockSpec((1, bn), lambda i, j, s: (0, j)))
-    size = x_mk.dtype.itemsize
+        operands.append(jnp.pad(bias.astype(accumulator), (0, padded_n - n))[None])
+        specs.append(pl.BlockSpec((1, tile_n), lambda i, j, s: (0, j)))
+    tiles = tile_m * tile_k + tile_k * tile_n + tile_m * tile_n
     (y,) = launch(
-        functools.partial(_matmul, activation=activation, biased=bias is not None, last=kk // bk - 1),
+        functools.partial(_matmul, activation=activation, biased=bias is not None, last=padded_k // tile_k - 1),
         operands,
-        [Shape((mm, nn), out_dtype)],
-        told=Told("matmul", "pallas"),
-        in_specs=specs,
-        out_specs=[pl.BlockSpec((bm, bn), lambda i, j, s: (i, j))],
-        scratch=[pltpu.VMEM((bm, bn), adds)],
-        grid=(mm // bm, nn // bn, kk // bk),
-        parallel=2,
-        flops=2 * m * n * k,
-        vmem=2 * size * (bm * bk + bk * bn + bm * bn) + 4 * bm * bn,
+        [Result((padded_m, padded_n), out_dtype)],
+        pl.GridSpec(
+            grid=(padded_m // tile_m, padded_n // tile_n, padded_k // tile_k),
+            in_specs=specs,
+            out_specs=(pl.BlockSpec((tile_m, tile_n), lambda i, j, s: (i, j)),),
+            scratch_shapes=[pltpu.VMEM((tile_m, tile_n), accumulator)],
+        ),
+        parallel=2,  # k comes last and in order: it is summed over
+        cost=KernelCost(
+            "matmul", "pallas", flops=2 * m * n * k, vmem=2 * x_mk.dtype.itemsize * tiles + 4 * tile_m * tile_n
+        ),
     )
     return y[:m, :n]
 
 
-def _matmul(x_ref, w_ref, *rest, activation: Any, biased: bool, last: int) -> None:
-    (b_ref, y_ref, total) = rest if biased else (None, *rest)
+def _matmul(x_ref, w_ref, *refs, activation: Any, biased: bool, last: int) -> None:
+    b_ref, y_ref, total = refs if biased else (None, *refs)
     step = pl.program_id(2)
 
     @pl.when(step == 0)

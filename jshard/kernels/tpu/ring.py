@@ -1,7 +1,8 @@
-"""The two halves of a ring, in both directions at once, and the ops that are one half: reduce-scatter and all-gather.
+"""Reduce-scatter and all-gather around a ring, both directions at once; an all-reduce is one after the other.
 
-Way 0 sends to the next device, way 1 to the one before. Each step has a slot and a semaphore of its own: nothing is
-written twice, so no device ever waits for another to have made room, and one that is ahead can't be mistaken.
+Arrays are `[parts, 2, rows, 128]`: half of each part goes each way, so that both links of a device are busy. Direction 0
+sends to the next rank, direction 1 to the one before. Each step has a slot and a semaphore of its own. Nothing is written
+twice, so no device waits for another to make room, and a device that is ahead can't be taken for one step behind.
 """
 
 from __future__ import annotations
@@ -13,52 +14,71 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.pallas_call import Shape, Told, launch
-from jshard.kernels.tpu.dma import COPIED, FAR, HERE, SCALAR, Group, each, in_blocks, meet, send, wide
+from jshard.kernels.pallas_call import KernelCost, Result, launch
+from jshard.kernels.tpu.dma import (
+    DMA,
+    HBM,
+    SMEM,
+    VMEM,
+    Group,
+    Semaphores,
+    accumulator_dtype,
+    barrier,
+    copy_locally,
+    fori,
+    in_blocks,
+    remote_copy,
+)
 
-LONGEST = 64  # 4 semaphores a step of about 500 that there are
+
+def semaphores(n: int) -> Semaphores:
+    """Return the semaphores of a ring of `n`: to send one for each direction, to receive one for each step and direction."""
+    return Semaphores(DMA((2,)), DMA((n - 1, 2)))
 
 
-def semaphores(n: int) -> tuple[Any, Any]:
-    """Sent, one each way; arrived, one for each step and way."""
-    return COPIED((2,)), COPIED((n - 1, 2))
+def ring_copy(group: Group, rank: Any, source: Any, target: Any, sems: Semaphores, step: Any, direction: Any) -> Any:
+    """Describe the copy of one ring step to the neighbour in `direction`."""
+    pair = Semaphores(sems.sent.at[direction], sems.arrived.at[step, direction])
+    return remote_copy(source, target, pair, group.next_device(rank, direction))
 
 
-def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sent: Any, arrived: Any) -> None:
-    """Partial sums go around `slots[step, way]`, each device adding its own; the last slot ends as this device's part.
+def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sems: Semaphores) -> None:
+    """Sum x over the group; the last slot ends as this device's part of the sum.
 
-    x is `[n, 2, rows, 128]`. A part starts one device past its owner, so that it is whole when it gets there.
+    Partial sums travel through `slots[step, direction]`, and each device adds its own numbers on the way. The sum of a part
+    starts one device past its owner: after n - 1 hops it is complete and at the owner.
     """
     n, rows = group.size, x_ref.shape[2]
 
-    def part(way: int, step: Any) -> Any:
-        return group.after(rank, -1 - step) if way == 0 else group.after(rank, 1 + step - n)
+    def part(direction: int, step: Any) -> Any:
+        """Whose sum is here at `step`: each hop brings that of the device one further back."""
+        return group.shift(rank, -1 - step if direction == 0 else 1 + step - n)
 
-    def copy(way: int, step: Any) -> Any:
-        to = group.device(group.after(rank, 1 if way == 0 else -1))
-        return send(slots.at[step, way], slots.at[step + 1, way], sent.at[way], arrived.at[step, way], to)
+    def copy(direction: int, step: Any) -> Any:
+        return ring_copy(group, rank, slots.at[step, direction], slots.at[step + 1, direction], sems, step, direction)
 
-    for way in (0, 1):
-        mine = part(way, 0)
-        in_blocks(rows, lambda r, way=way, mine=mine: _put(slots.at[0, way], r, x_ref[mine, way, r, :]))
-        copy(way, 0).start()
+    for direction in (0, 1):
+        mine = part(direction, 0)
+        in_blocks(rows, lambda r, d=direction, mine=mine: _store(slots.at[0, d], r, x_ref[mine, d, r, :]))
+        copy(direction, 0).start()
 
-    def step_(step: Any) -> None:
-        for way in (0, 1):
-            copy(way, step).wait_recv()
-            mine, slot = part(way, step + 1), slots.at[step + 1, way]
-            in_blocks(rows, lambda r, mine=mine, slot=slot, way=way: _add(slot, r, x_ref[mine, way, r, :]))
+    def add_and_pass_on(step: Any) -> None:
+        for direction in (0, 1):
+            copy(direction, step).wait_recv()
+            mine, slot = part(direction, step + 1), slots.at[step + 1, direction]
+            in_blocks(rows, lambda r, mine=mine, slot=slot, d=direction: _add(slot, r, x_ref[mine, d, r, :]))
 
             @pl.when(step + 1 < n - 1)
-            def _(way: int = way) -> None:
-                copy(way, step + 1).start()
+            def _(direction: int = direction) -> None:
+                copy(direction, step + 1).start()
 
-    each(0, n - 1, step_)
-    for way in (0, 1):
-        each(0, n - 1, lambda step, way=way: copy(way, step).wait_send())
+    fori(0, n - 1, add_and_pass_on)
+    # Only now, as no slot is written again: a wait in the loop would cost time and protect nothing.
+    for direction in (0, 1):
+        fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
 
 
-def _put(slot: Any, rows: Any, x: Array) -> None:
+def _store(slot: Any, rows: Any, x: Array) -> None:
     slot[rows, :] = x.astype(slot.dtype)
 
 
@@ -67,84 +87,81 @@ def _add(slot: Any, rows: Any, x: Array) -> None:
 
 
 def finish(group: Group, slots: Any, y_ref: Any) -> None:
-    """The whole sums of this device's part, rounded once into `y_ref[2, rows, 128]`."""
+    """Round the sums that `scatter` left in the last slot, once, into `y_ref[2, rows, 128]`."""
     last = slots.at[group.size - 1]
-    for way in (0, 1):
-        in_blocks(y_ref.shape[1], lambda r, way=way: _put(y_ref.at[way], r, last[way, r, :]))
+    for direction in (0, 1):
+        in_blocks(y_ref.shape[1], lambda r, d=direction: _store(y_ref.at[d], r, last[d, r, :]))
 
 
-def gather(group: Group, rank: Any, y_ref: Any, sent: Any, arrived: Any) -> None:
-    """`y_ref[n, 2, ...]`, of which this device has its own part, filled with everyone's."""
+def gather(group: Group, rank: Any, y_ref: Any, sems: Semaphores) -> None:
+    """Fill `y_ref[n, 2, ...]`, of which each device has its own part, with the parts of all."""
     n = group.size
 
-    def copy(way: int, step: Any) -> Any:
-        part = group.after(rank, -step if way == 0 else step - n)
-        to = group.device(group.after(rank, 1 if way == 0 else -1))
-        return send(y_ref.at[part, way], y_ref.at[part, way], sent.at[way], arrived.at[step, way], to)
+    def copy(direction: int, step: Any) -> Any:
+        part = y_ref.at[group.shift(rank, -step if direction == 0 else step - n), direction]
+        return ring_copy(group, rank, part, part, sems, step, direction)
 
-    def step_(step: Any) -> None:
-        for way in (0, 1):
-            copy(way, step).start()
-        for way in (0, 1):
-            copy(way, step).wait_recv()
+    def pass_on(step: Any) -> None:
+        for direction in (0, 1):
+            copy(direction, step).start()
+        for direction in (0, 1):  # what arrives in this step is what the next one sends
+            copy(direction, step).wait_recv()
 
-    each(0, n - 1, step_)
-    for way in (0, 1):
-        each(0, n - 1, lambda step, way=way: copy(way, step).wait_send())
+    fori(0, n - 1, pass_on)
+    for direction in (0, 1):
+        fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
 
 
 def reduce_scatter(x: Array, group: Group, payload: Any, *, out_dtype: Any = None) -> Array:
-    """`x[n, 2, rows, 128]` summed over the group; of the parts, this device's `[2, rows, 128]`."""
-    n, adds = group.size, wide(x.dtype)
-    out_dtype = x.dtype if out_dtype is None else out_dtype
-    part = x.size // n
-    told = Told("reduce_scatter", "ring", group.mesh_axes, payload, wire=part * (n - 1) * adds.itemsize)
+    """Sum `x[n, 2, rows, 128]` over the group and return this device's part, `[2, rows, 128]`.
+
+    Partial sums travel in `accumulator_dtype`, so that a bfloat16 sum is rounded once; they cost twice the bytes.
+    """
+    n, accumulator, part = group.size, accumulator_dtype(x.dtype), x.size // group.size
     (y,) = launch(
         functools.partial(_reduce_scatter, group=group),
         [x],
-        [Shape(x.shape[1:], out_dtype)],
-        told=told,
-        here=group.here(),
-        in_specs=[SCALAR, HERE],
-        out_specs=[HERE],
-        scratch=[pltpu.VMEM(x.shape, adds), *semaphores(n)],
-        collective_id=group.collective_id,
-        vmem=x.size * (x.dtype.itemsize + adds.itemsize) + part * 4,
+        [Result(x.shape[1:], x.dtype if out_dtype is None else out_dtype)],
+        pl.GridSpec(
+            in_specs=[SMEM, VMEM], out_specs=(VMEM,), scratch_shapes=[pltpu.VMEM(x.shape, accumulator), semaphores(n)]
+        ),
+        group=group,
+        cost=KernelCost(
+            "reduce_scatter",
+            "ring",
+            payload,
+            wire=part * (n - 1) * accumulator.itemsize,
+            vmem=x.size * (x.dtype.itemsize + accumulator.itemsize) + part * 4,
+        ),
     )
     return y
 
 
-def _reduce_scatter(here_ref, x_ref, y_ref, slots, sent, arrived, *, group: Group) -> None:
-    group, rank = group.entered(here_ref)
-    meet(group, rank, "neighbours")
-    scatter(group, rank, x_ref, slots, sent, arrived)
+def _reduce_scatter(coordinates_ref, x_ref, y_ref, slots, sems, *, group: Group) -> None:
+    group, rank = group.inside_kernel(coordinates_ref)
+    barrier(group, rank, "neighbours")
+    scatter(group, rank, x_ref, slots, sems)
     finish(group, slots, y_ref)
-    meet(group, rank, "neighbours")
+    barrier(group, rank, "neighbours")
 
 
 def all_gather(x: Array, group: Group, payload: Any) -> Array:
-    """`[n, 2, rows, 128]` of everyone's `x[2, rows, 128]`, without a pass through VMEM."""
-    n, size = group.size, x.size * x.dtype.itemsize
-    told = Told("all_gather", "ring", group.mesh_axes, payload, wire=size * (n - 1))
+    """Gather `x[2, rows, 128]` of all devices, `[n, 2, rows, 128]`, from HBM to HBM: nothing needs to fit VMEM."""
+    n = group.size
     (y,) = launch(
         functools.partial(_all_gather, group=group),
         [x],
-        [Shape((n, *x.shape), x.dtype, group.mesh_axes)],
-        told=told,
-        here=group.here(),
-        in_specs=[SCALAR, FAR],
-        out_specs=[FAR],
-        scratch=[COPIED, *semaphores(n)],
-        collective_id=group.collective_id,
+        [Result((n, *x.shape), x.dtype, group.mesh_axes)],
+        pl.GridSpec(in_specs=[SMEM, HBM], out_specs=(HBM,), scratch_shapes=[DMA, semaphores(n)]),
+        group=group,
+        cost=KernelCost("all_gather", "ring", payload, wire=x.size * x.dtype.itemsize * (n - 1)),
     )
     return y
 
 
-def _all_gather(here_ref, x_ref, y_ref, copied, sent, arrived, *, group: Group) -> None:
-    group, rank = group.entered(here_ref)
-    meet(group, rank, "neighbours")
-    mine = pltpu.make_async_copy(x_ref, y_ref.at[rank], copied)
-    mine.start()
-    mine.wait()
-    gather(group, rank, y_ref, sent, arrived)
-    meet(group, rank, "neighbours")
+def _all_gather(coordinates_ref, x_ref, y_ref, copied, sems, *, group: Group) -> None:
+    group, rank = group.inside_kernel(coordinates_ref)
+    barrier(group, rank, "neighbours")
+    copy_locally(x_ref, y_ref.at[rank], copied)
+    gather(group, rank, y_ref, sems)
+    barrier(group, rank, "neighbours")
