@@ -1,8 +1,8 @@
-"""The collectives, by mesh axis, for use inside a shard_map; and the one table of what each costs on the wire.
+"""Collectives by mesh axis, inside a shard_map, and the one table of what each costs on the wire.
 
-Every function takes one array and one mesh axis or several, works with `check_vma` on, and differentiates. An array
-that does not vary over the mesh axis counts as the same value on every device. No mesh axis at all, `()`, is the
-identity. Nothing is cast: a bfloat16 sum is a bfloat16 sum on the wire.
+Each takes an array and one mesh axis or several, works with `check_vma` on, and differentiates. An array that is invariant
+over a mesh axis counts as the same value on every device; over no mesh axis, `()`, a collective is the identity. Nothing is
+cast: a bfloat16 sum travels as bfloat16.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ MeshAxis = str | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One kind of collective: what JAX and XLA call it, and the bytes each device puts on the wire.
+    """A kind of collective: its names in JAX and XLA, and the bytes that each device puts on the wire.
 
-    `payload` says which array is the full one: `operand`, or `result` for a gather. `wire(payload bytes, group size)`.
+    `payload` says which array is the full one: `operand`, or `result` for a gather.
     """
 
     name: str
     primitives: frozenset[str]
     opcode: str
     payload: Literal["operand", "result"]
-    steps: Callable[[int, int], int]  # payload bytes, group -> bytes times group
+    wire_times_group: Callable[[int, int], int]  # of payload bytes and group; times group, as it is whole then
 
     def wire(self, payload: int, group: int) -> int:
-        """Bytes on the wire per device, rounded up to whole ones. A group of one costs nothing."""
-        return 0 if group <= 1 else -(-self.steps(payload, group) // group)
+        """Return the bytes that one device sends, for a payload of so many bytes; a group of one sends none."""
+        return 0 if group <= 1 else -(-self.wire_times_group(payload, group) // group)
 
 
-def _row(name: str, primitives: str, payload: Literal["operand", "result"], steps: Callable[[int, int], int]):
-    known = primitives.split()
-    spelled = frozenset(known + [f"{primitive}_start" for primitive in known])  # asynchronous halves carry the same
+def _row(
+    name: str, primitives: str, payload: Literal["operand", "result"], wire_times_group: Callable[[int, int], int]
+):
+    words = primitives.split()
+    words += [f"{word}_start" for word in words]  # the asynchronous ones; their other half, `_done`, moves nothing more
     opcode = {"permute": "collective-permute", "broadcast": "collective-broadcast"}.get(name, name.replace("_", "-"))
-    return name, Collective(name, spelled, opcode, payload, steps)
+    return name, Collective(name, frozenset(words), opcode, payload, wire_times_group)
 
 
 COLLECTIVES: dict[str, Collective] = dict(
@@ -65,10 +67,10 @@ COLLECTIVES: dict[str, Collective] = dict(
 
 
 def all_reduce(x: Array, mesh_axis: MeshAxis, *, op: Literal["sum", "max", "min", "mean"] = "sum") -> Array:
-    """The sum (or max, min, mean) of `x` over the devices along `mesh_axis`; every device gets it.
+    """Sum `x` (or take the max, min, mean) over the devices along `mesh_axis`; every device gets the result.
 
-    Several mesh axes are reduced together, in one collective. The gradient of a max or min is shared equally among the
-    devices that hold it, at the cost of one more all-reduce.
+    Several mesh axes are reduced by one collective. The gradient of a max or min is shared equally among the devices that
+    have it, at the cost of one more all-reduce.
     """
     if op not in ("sum", "max", "min", "mean"):
         raise _not_a_choice("all_reduce", "op", op, ("sum", "max", "min", "mean"))
@@ -77,7 +79,7 @@ def all_reduce(x: Array, mesh_axis: MeshAxis, *, op: Literal["sum", "max", "min"
         return jnp.asarray(x)
     x = pvary(x, mesh_axes)
     if op in ("max", "min"):
-        return _extreme(mesh_axes, op, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _pick(mesh_axes, op, x)
+        return (_pextremum if jnp.issubdtype(x.dtype, jnp.inexact) else _pmax_or_pmin)(mesh_axes, op, x)
     total = lax.psum(x, mesh_axes)
     return total / axis_size(mesh_axes) if op == "mean" else total
 
@@ -85,10 +87,10 @@ def all_reduce(x: Array, mesh_axis: MeshAxis, *, op: Literal["sum", "max", "min"
 def all_gather(
     x: Array, mesh_axis: MeshAxis, *, axis: int = 0, result: Literal["varying", "invariant"] = "varying"
 ) -> Array:
-    """The shards of all devices along `mesh_axis`, joined along array axis `axis`.
+    """Concatenate the shards of all devices along `mesh_axis`, along array axis `axis`.
 
-    The gradient of a "varying" result is a reduce-scatter; of an "invariant" one, which says that all devices go on
-    to do the same with it, only a slice. Several mesh axes go one at a time, the minor (last) one first.
+    The gradient of a "varying" result is a reduce-scatter. "invariant" says that all devices do the same with the result;
+    its gradient is a slice and moves nothing. Several mesh axes take one gather each, the minor (last) one first.
     """
     mesh_axes, x, axis = canonicalize_gather("all_gather", x, mesh_axis, axis, result)
     for name in reversed(mesh_axes):
@@ -98,9 +100,9 @@ def all_gather(
 
 
 def reduce_scatter(x: Array, mesh_axis: MeshAxis, *, axis: int = 0) -> Array:
-    """The sum of `x` over the devices along `mesh_axis`, of which each keeps its own part of array axis `axis`.
+    """Sum `x` over the devices along `mesh_axis`; each keeps its own part of array axis `axis`.
 
-    Several mesh axes go one at a time, the major (first) one first: the inverse order of `all_gather`.
+    Several mesh axes take one scatter each, the major (first) one first: the inverse order of `all_gather`.
     """
     mesh_axes, x, axis = canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
     for name in mesh_axes:
@@ -111,8 +113,9 @@ def reduce_scatter(x: Array, mesh_axis: MeshAxis, *, axis: int = 0) -> Array:
 def permute(
     x: Array, mesh_axis: MeshAxis, *, shift: int | None = None, pairs: Sequence[tuple[int, int]] | None = None
 ) -> Array:
-    """Each device's `x` sent on along `mesh_axis`: by `shift` places around the ring (1 unless said), or as `pairs`
-    of (source, target) say. Who is sent nothing gets zeros. Several mesh axes count as one, major first.
+    """Send each device's `x` along `mesh_axis`: `shift` places around the ring (default 1), or by (source, target) `pairs`.
+
+    A device that is sent nothing gets zeros. Several mesh axes count as one, major first.
     """
     mesh_axes = canonicalize_mesh_axes("permute", mesh_axis)
     if shift is not None and pairs is not None:
@@ -120,49 +123,51 @@ def permute(
     size = axis_size(mesh_axes)
     if pairs is None:
         pairs = [(source, (source + (1 if shift is None else shift)) % size) for source in range(size)]
-    _pairs_fit(pairs, mesh_axes, size)
+    _check_pairs(pairs, mesh_axes, size)
     if not mesh_axes:
         return jnp.asarray(x)
     return lax.ppermute(pvary(x, mesh_axes), *_in_mesh_order(pairs, mesh_axes))
 
 
 def all_to_all(x: Array, mesh_axis: MeshAxis, *, split_axis: int, concat_axis: int) -> Array:
-    """`x` split along array axis `split_axis`, one part to each device along `mesh_axis`; what arrives is joined
-    along `concat_axis`. Several mesh axes count as one, major first.
+    """Split `x` along `split_axis`, send a part to each device along `mesh_axis`, concatenate along `concat_axis`.
+
+    Several mesh axes count as one, major first.
     """
     mesh_axes = canonicalize_mesh_axes("all_to_all", mesh_axis)
     x = jnp.asarray(x)
     split_axis = _axis("all_to_all", "splits", x, split_axis)
     concat_axis = _axis("all_to_all", "joins", x, concat_axis)
-    _divides("all_to_all", x, split_axis, mesh_axes)
+    _check_divides("all_to_all", x, split_axis, mesh_axes)
     if not mesh_axes:
         return x
     return lax.all_to_all(pvary(x, mesh_axes), mesh_axes, split_axis, concat_axis, tiled=True)
 
 
 def broadcast(x: Array, mesh_axis: MeshAxis, *, root: int = 0) -> Array:
-    """The `x` of device `root` along `mesh_axis`, on every device. Costs one all-reduce; -0.0 may arrive as 0.0."""
+    """Give every device the `x` of device `root` along `mesh_axis`. Costs one all-reduce; -0.0 may arrive as 0.0."""
     mesh_axes = canonicalize_mesh_axes("broadcast", mesh_axis)
     size = axis_size(mesh_axes)
     if not 0 <= root < size:
         raise JShardError(
-            f"broadcast from device {root} over mesh axis {_named(mesh_axes)} of size {size}",
+            f"broadcast from device {root} over mesh axis {_quoted(mesh_axes)} of size {size}",
             mend=f"use a root from 0 to {size - 1}",
         )
     if not mesh_axes:
         return jnp.asarray(x)
     x = pvary(x, mesh_axes)
-    alone = jnp.where(lax.axis_index(mesh_axes) == root, x, jnp.zeros((), x.dtype))
-    return lax.psum(alone, mesh_axes).astype(x.dtype)  # bool travels as int32
+    # A sum in which all others are zero: its type says that every device has the same.
+    of_root = jnp.where(lax.axis_index(mesh_axes) == root, x, jnp.zeros((), x.dtype))
+    return lax.psum(of_root, mesh_axes).astype(x.dtype)  # psum of bool is int32
 
 
 def axis_size(mesh_axis: MeshAxis) -> int:
-    """How many devices lie along `mesh_axis`; of several, their product."""
+    """Return the number of devices along `mesh_axis`; along several, their product."""
     return math.prod(lax.axis_size(name) for name in canonicalize_mesh_axes("axis_size", mesh_axis))
 
 
 def axis_index(mesh_axis: MeshAxis) -> Array:
-    """Which of the devices along `mesh_axis` this one is; over several, counted major first."""
+    """Return the index of this device along `mesh_axis`; along several, counted major first."""
     mesh_axes = canonicalize_mesh_axes("axis_index", mesh_axis)
     return lax.axis_index(mesh_axes) if mesh_axes else jnp.zeros((), jnp.int32)
 
@@ -170,47 +175,68 @@ def axis_index(mesh_axis: MeshAxis) -> Array:
 def _in_mesh_order(
     pairs: Sequence[tuple[int, int]], mesh_axes: tuple[str, ...]
 ) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
-    """The mesh axes in the order of the mesh, and `pairs` numbered so. lax.ppermute counts in that order whatever it is
-    given: silently on jax 0.10.2, with an error on 0.12."""
+    """Return the mesh axes in mesh order, and `pairs` renumbered so.
+
+    lax.ppermute counts devices in mesh order whatever it is given: silently on jax 0.10.2, with an error on 0.12.
+    """
     order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in mesh_axes)
     if len(order) < len(mesh_axes):  # an axis of vmap, which no mesh orders
         return mesh_axes, list(pairs)
     numbers = np.arange(axis_size(order)).reshape([axis_size(name) for name in order])
-    place = numbers.transpose([order.index(name) for name in mesh_axes]).ravel().tolist()
-    return order, [(place[source], place[target]) for source, target in pairs]
+    rank = numbers.transpose([order.index(name) for name in mesh_axes]).ravel().tolist()
+    return order, [(rank[source], rank[target]) for source, target in pairs]
 
 
-# -- max and min: JAX has no derivative for them --
+# -- max and min: JAX has no derivative of pmax and pmin --
 
 
-def _pick(mesh_axes: tuple[str, ...], op: str, x: Array) -> Array:
+def _pmax_or_pmin(mesh_axes: tuple[str, ...], op: str, x: Array) -> Array:
     return lax.pmax(x, mesh_axes) if op == "max" else lax.pmin(x, mesh_axes)
 
 
-_extreme = jax.custom_jvp(_pick, nondiff_argnums=(0, 1))
+_pextremum = jax.custom_jvp(_pmax_or_pmin, nondiff_argnums=(0, 1))
 
 
-@_extreme.defjvp
-def _extreme_jvp(mesh_axes, op, primals, tangents):
+@_pextremum.defjvp
+def _pextremum_jvp(mesh_axes, op, primals, tangents):
     (x,), (x_dot,) = primals, tangents
-    y = _extreme(mesh_axes, op, x)
-    holds = (x == y).astype(x.dtype)
-    share = holds / lax.psum(holds, mesh_axes)
+    y = _pextremum(mesh_axes, op, x)
+    attained = (x == y).astype(x.dtype)
+    share = attained / lax.psum(attained, mesh_axes)
     return y, lax.psum(x_dot * share, mesh_axes)
 
 
-# -- what may be asked --
+# -- which values vary --
+
+
+def check_vma_enabled() -> bool:
+    """Return whether the surrounding shard_map checks over which mesh axes values vary (`check_vma`)."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    # JAX has no public way to ask; with the check off a cast leaves no trace in the type
+    return bool(manual) and bool(jax.typeof(lax.pcast(jnp.zeros(()), manual[0], to="varying")).mat.varying)
 
 
 def pvary(x: Array, mesh_axes: tuple[str, ...]) -> Array:
-    """`x` as something that may differ from device to device along all of `mesh_axes`: the primitives insist."""
+    """Mark `x` as varying over all of `mesh_axes`, as lax's collectives demand of their operands."""
     x = jnp.asarray(x)
     missing = tuple(name for name in mesh_axes if name not in jax.typeof(x).mat.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def pvary_alike(*arrays: Array, mesh_axes: tuple[str, ...] = ()) -> list[Array]:
+    """Mark arrays as varying over the mesh axes of all of them, and over `mesh_axes`.
+
+    A custom gradient gives each operand a cotangent computed from all: only so does its type fit the operand's.
+    """
+    names = tuple(sorted({*mesh_axes}.union(*(jax.typeof(x).mat.varying for x in arrays))))
+    return [pvary(x, names) for x in arrays]
+
+
+# -- arguments, and what is wrong with them --
+
+
 def canonicalize_mesh_axes(op_name: str, mesh_axis: MeshAxis) -> tuple[str, ...]:
-    """`mesh_axis` as a tuple of mesh axes that the surrounding shard_map has."""
+    """Return `mesh_axis` as a tuple, each of which the surrounding shard_map has."""
     mesh_axes = (mesh_axis,) if isinstance(mesh_axis, str) else tuple(mesh_axis)
     for name in mesh_axes:
         if not _is_bound(name):
@@ -224,7 +250,7 @@ def canonicalize_mesh_axes(op_name: str, mesh_axis: MeshAxis) -> tuple[str, ...]
 def canonicalize_gather(
     op_name: str, x: Array, mesh_axis: MeshAxis, axis: int, result: str
 ) -> tuple[tuple[str, ...], Array, int]:
-    """The mesh axes, array and axis of what joins shards, if it can be."""
+    """Return the mesh axes, the array and the axis, not negative, of an op that joins shards."""
     if result not in ("varying", "invariant"):
         raise _not_a_choice(op_name, "result", result, ("varying", "invariant"))
     mesh_axes, x = canonicalize_mesh_axes(op_name, mesh_axis), jnp.asarray(x)
@@ -232,17 +258,17 @@ def canonicalize_gather(
 
 
 def canonicalize_scatter(op_name: str, x: Array, mesh_axis: MeshAxis, axis: int) -> tuple[tuple[str, ...], Array, int]:
-    """The mesh axes, array and axis of what splits an array, if it can be."""
+    """Return the mesh axes, the array and the axis, not negative, of an op that splits an array."""
     mesh_axes, x = canonicalize_mesh_axes(op_name, mesh_axis), jnp.asarray(x)
     axis = _axis(op_name, "splits", x, axis)
-    _divides(op_name, x, axis, mesh_axes)
+    _check_divides(op_name, x, axis, mesh_axes)
     return mesh_axes, x, axis
 
 
 def _is_bound(name: str) -> bool:
     try:
         lax.axis_size(name)
-    except NameError:  # JAX's only public way to ask; it also knows the axis names of vmap
+    except NameError:  # JAX has no other public way to ask; this one knows the axis names of vmap too
         return False
     return True
 
@@ -257,17 +283,17 @@ def _unbound(op_name: str, name: str) -> JShardError:
         )
     if name in mesh.axis_names:
         return JShardError(
-            f'{op_name} over mesh axis "{name}" inside a shard_map over {_named(manual)} only',
-            mend=f"use jax.shard_map(..., axis_names={{{_named((*manual, name))}}})",
+            f'{op_name} over mesh axis "{name}" inside a shard_map over {_quoted(manual)} only',
+            mend=f"use jax.shard_map(..., axis_names={{{_quoted((*manual, name))}}})",
         )
     close = nearest(name, manual)
     return JShardError(
-        f'{op_name} over mesh axis "{name}" inside a shard_map over {_named(manual)}',
-        mend=f'did you mean "{close}"?' if close else f"use {_named(manual, ' or ')}",
+        f'{op_name} over mesh axis "{name}" inside a shard_map over {_quoted(manual)}',
+        mend=f'did you mean "{close}"?' if close else f"use {_quoted(manual, ' or ')}",
     )
 
 
-def _named(mesh_axes: Sequence[str], joint: str = ", ") -> str:
+def _quoted(mesh_axes: Sequence[str], joint: str = ", ") -> str:
     return joint.join(f'"{name}"' for name in mesh_axes)
 
 
@@ -275,7 +301,7 @@ def _not_a_choice(op_name: str, key: str, word: str, choices: tuple[str, ...]) -
     close = nearest(str(word), choices)
     return JShardError(
         f'{op_name} has no {key} "{word}"',
-        mend=f'did you mean "{close}"?' if close else f"use {_named(choices, ' or ')}",
+        mend=f'did you mean "{close}"?' if close else f"use {_quoted(choices, ' or ')}",
     )
 
 
@@ -286,32 +312,29 @@ def _axis(op_name: str, verb: str, x: Array, axis: int) -> int:
     raise JShardError(f"{op_name} {verb} axis {axis} of a rank-{x.ndim} array", mend=use)
 
 
-def _divides(op_name: str, x: Array, axis: int, mesh_axes: tuple[str, ...]) -> None:
+def _check_divides(op_name: str, x: Array, axis: int, mesh_axes: tuple[str, ...]) -> None:
     group, size = axis_size(mesh_axes), x.shape[axis]
     if size % group:
         below, above = size // group * group, -(-size // group) * group
         raise JShardError(
-            f"{op_name} splits axis {axis} of size {size} over mesh axis {_named(mesh_axes)} of size {group}",
+            f"{op_name} splits axis {axis} of size {size} over mesh axis {_quoted(mesh_axes)} of size {group}",
             mend=f"use {f'{below} or ' if below else ''}{above}, or pad",
         )
 
 
-def _pairs_fit(pairs: Sequence[tuple[int, int]], mesh_axes: tuple[str, ...], size: int) -> None:
-    for role, places in (("source", [pair[0] for pair in pairs]), ("target", [pair[1] for pair in pairs])):
-        for place in places:
-            if not 0 <= place < size:
+def _check_pairs(pairs: Sequence[tuple[int, int]], mesh_axes: tuple[str, ...], size: int) -> None:
+    for role, ranks in (("source", [pair[0] for pair in pairs]), ("target", [pair[1] for pair in pairs])):
+        for rank in ranks:
+            check_rank("permute", role, rank, mesh_axes, size)
+            if ranks.count(rank) > 1:
                 raise JShardError(
-                    f"permute names {role} {place} over mesh axis {_named(mesh_axes)} of size {size}",
-                    mend=f"use 0 to {size - 1}",
-                )
-            if places.count(place) > 1:
-                raise JShardError(
-                    f"permute names {role} {place} more than once in pairs={list(pairs)}",
+                    f"permute names {role} {rank} more than once in pairs={list(pairs)}",
                     mend=f"give each {role} one pair",
                 )
 
 
-def check_vma_enabled() -> bool:
-    """Whether the shard_map around checks which values vary from device to device (`check_vma`)."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(manual) and bool(jax.typeof(lax.pcast(jnp.zeros(()), manual[0], to="varying")).mat.varying)
+def check_rank(op_name: str, role: str, rank: int, mesh_axes: tuple[str, ...], size: int) -> None:
+    """Raise unless the device `rank`, the `role` of `op_name`, is one of `size` along `mesh_axes`."""
+    if not 0 <= rank < size:
+        fault = f"{op_name} names {role} {rank} over mesh axis {_quoted(mesh_axes)} of size {size}"
+        raise JShardError(fault, mend=f"use 0 to {size - 1}")

@@ -1,9 +1,9 @@
-"""The sum over the devices along mesh axes, added in the order of devices, out of messages that all send at once.
+"""Sum over mesh axes in device order, by all-to-all: results are bitwise those of XLA's own sum inside one process.
 
-Inside one process XLA's own all-reduce and reduce-scatter add in that order, so these are the same to the last bit. Between
-CPU processes gloo's go around a ring, in an order that differs from part to part, and wait for a neighbour 2 (n - 1) times;
-here each waits once, or twice for what is large. A reduce-scatter of gloo's also makes the buffer of its socket so small that
-what follows may wait 40 ms for an acknowledgement (docs/design/0015-processes.md).
+Between CPU processes XLA's collectives are gloo's, which go around a ring: each part is added in another order, and each
+device waits for a neighbour 2 (n - 1) times. Here all messages leave at once, and a device waits once, or twice for large
+arrays. gloo's reduce-scatter also makes the buffer of its socket so small that what follows may wait 40 ms for an
+acknowledgement (docs/design/0015-processes.md).
 """
 
 from __future__ import annotations
@@ -19,44 +19,47 @@ from jshard.kernels import collectives
 from jshard.kernels.chip import present_chip
 from jshard.kernels.invariant_cast import set_varying
 
-ONE_STEP_BYTES = 4 << 20  # bytes from all devices together, up to which each gets all of them whole
-BUCKET_BYTES = 1 << 20  # bytes of several arrays together, up to which they are summed as one
+ONE_STEP_BYTES = 4 << 20  # up to this many from all devices together, each device gets all of every array
+BUCKET_BYTES = 1 << 20  # up to this many of several arrays are summed as one
 
 
 def between_processes() -> bool:
-    """Whether the program is traced for CPU devices of processes that have joined: collectives are gloo's there."""
+    """Return whether the program is traced for CPU devices of several processes, whose collectives are gloo's."""
     return jax.distributed.is_initialized() and present_chip().platform == "cpu"
 
 
 def ordered_psum(x: Array, mesh_axes: tuple[str, ...]) -> Array:
-    """The sum of `x` over the devices along `mesh_axes`, to the same bit on each. What has 16 bits is added in float32 and
-    rounded once, as XLA's own does on a CPU."""
+    """Sum `x` over `mesh_axes` in device order, so that results are bitwise reproducible and the same on every device.
+
+    16-bit numbers are added in float32 and rounded once, as XLA does on a CPU. Costs an all-to-all of n times x, or above
+    `ONE_STEP_BYTES` an all-to-all and an all-gather of x.
+    """
     n, varying = collectives.axis_size(mesh_axes), jax.typeof(x).mat.varying - {*mesh_axes}
-    if n * x.size * x.dtype.itemsize <= ONE_STEP_BYTES:
+    if n * x.size * x.dtype.itemsize <= ONE_STEP_BYTES:  # one wait, for n / 2 times the bytes
         copies = jnp.broadcast_to(x, (n, *x.shape))
-        total = _total(lax.all_to_all(copies, mesh_axes, 0, 0, tiled=True), mesh_axes)
+        total = _sum_in_order(lax.all_to_all(copies, mesh_axes, 0, 0, tiled=True), mesh_axes)
     else:
         flat, size = x.reshape(-1), -(-x.size // n)
         flat = flat if n * size == x.size else jnp.pad(flat, (0, n * size - x.size))
-        part = _total(lax.all_to_all(flat.reshape(n, size), mesh_axes, 0, 0, tiled=True), mesh_axes)
+        part = _sum_in_order(lax.all_to_all(flat.reshape(n, size), mesh_axes, 0, 0, tiled=True), mesh_axes)
         total = lax.all_gather(part, mesh_axes, axis=0, tiled=True)[: x.size].reshape(x.shape)
-    return set_varying(total, varying)  # which no type can tell of an all-to-all
+    return set_varying(total, varying)  # to JAX the result of an all-to-all varies
 
 
 def ordered_psum_scatter(parts: Array, mesh_axis: str) -> Array:
-    """Of `parts[n, ...]`, one for each device along `mesh_axis`, the sum of those for this one."""
-    return _total(lax.all_to_all(parts, mesh_axis, 0, 0, tiled=True), (mesh_axis,))
+    """Sum `parts[n, ...]` over `mesh_axis` in device order; each device gets the sum of its own part."""
+    return _sum_in_order(lax.all_to_all(parts, mesh_axis, 0, 0, tiled=True), (mesh_axis,))
 
 
-def _total(parts: Array, mesh_axes: Sequence[str]) -> Array:
-    """Of `parts[n, ...]` the sum, from the first to the last."""
+def _sum_in_order(parts: Array, mesh_axes: Sequence[str]) -> Array:
+    """Sum `parts[n, ...]` from the first to the last."""
     wide = jnp.float32 if parts.dtype in (jnp.bfloat16, jnp.float16) else parts.dtype
 
-    def added(*parts: Array) -> Array:
+    def total(*parts: Array) -> Array:
         return functools.reduce(jnp.add, [part.astype(wide) for part in parts]).astype(parts[0].dtype)
 
-    # A branch is not fused with what follows, which compiles as it does behind a psum, and so computes to the same bit; an
-    # optimization_barrier is dropped by jax 0.10.2. The other branch is never taken, which the compiler can't know. Parts go
-    # in one by one, as a slice of what has arrived costs no copy and the whole of it does.
+    # XLA fuses additions with what follows, which may then round otherwise than behind a psum. It does not fuse across a
+    # branch, so the sum is one; the other is never taken, which the compiler can't know. (jax 0.10.2 drops an
+    # optimization_barrier.) Parts go in one by one: a slice of what has arrived costs no copy, all of it does.
     always = lax.axis_index(mesh_axes[0]) < len(parts)
-    return lax.cond(always, added, lambda *parts: parts[0], *parts)
+    return lax.cond(always, total, lambda *parts: parts[0], *parts)

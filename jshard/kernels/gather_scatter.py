@@ -1,5 +1,7 @@
-"""All-gather and reduce-scatter along mesh axes, each the other's gradient. Their specification is
-`collectives.all_gather` and `collectives.reduce_scatter`."""
+"""All-gather and reduce-scatter along mesh axes, by XLA or by a kernel, each the other's gradient.
+
+`collectives.all_gather` and `collectives.reduce_scatter` are the specification.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from jax import Array, lax
 from jshard.kernels import collectives
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.deterministic_sum import ordered_psum_scatter
-from jshard.kernels.select_algorithm import resolve_algorithm, room
+from jshard.kernels.select_algorithm import resolve_algorithm, vmem_budget
 from jshard.kernels.vmap import call_batched
 
 
@@ -26,41 +28,40 @@ def all_gather(
     result: Literal["varying", "invariant"] = "varying",
     algorithm: Literal["auto", "in_order", "ring", "xla"] = "auto",
 ) -> Array:
-    """The shards of all devices along `mesh_axis`, joined along array axis `axis`.
+    """Concatenate the shards of all devices along `mesh_axis`, along array axis `axis`.
 
-    "ring" sends half of each shard each way round, from memory to memory; the gradient of a "varying" result is the
-    reduce-scatter's ring, of an "invariant" one a slice. "in_order" is XLA's own, with a gradient summed in the order of
-    devices. Several mesh axes go one at a time, the minor one first.
+    "ring" sends half of each shard each way round, from HBM to HBM; the gradient of a "varying" result is the
+    reduce-scatter's ring, of an "invariant" one a slice. "in_order" is XLA's gather with a gradient that is summed in device
+    order. Several mesh axes take one gather each, the minor (last) one first.
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather", x, mesh_axis, axis, result)
-    taken = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
-    if taken == "xla" or (taken == "in_order" and result == "invariant"):  # a slice has no sum
+    chosen = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
+    if chosen == "xla" or (chosen == "in_order" and result == "invariant"):  # a slice has no sum
         return collectives.all_gather(x, mesh_axes, axis=axis, result=result)
-    return gathered(collectives.pvary(x, mesh_axes), mesh_axes, axis, result, taken)
+    return _all_gather(collectives.pvary(x, mesh_axes), mesh_axes, axis, result, chosen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gathered(
-    x: Array, mesh_axes: tuple[str, ...], axis: int, result: Literal["varying", "invariant"], algorithm: str = "ring"
+def _all_gather(
+    x: Array, mesh_axes: tuple[str, ...], axis: int, result: Literal["varying", "invariant"], algorithm: str
 ) -> Array:
-    """By the ring, or with a gradient in order, whatever "auto" says."""
     if algorithm == "in_order":
         return collectives.all_gather(x, mesh_axes, axis=axis, result=result)
-    whole = call_batched(lambda x, axis: _gather_kernel(x, mesh_axes, axis), x, axis)
-    return collectives.pvary(whole, mesh_axes) if result == "varying" and collectives.check_vma_enabled() else whole
+    full = call_batched(lambda x, axis: _gather_kernel(x, mesh_axes, axis), x, axis)
+    return collectives.pvary(full, mesh_axes) if result == "varying" else full
 
 
-def _gathered_bwd(
+def _all_gather_bwd(
     mesh_axes: tuple[str, ...], axis: int, result: str, algorithm: str, _: None, cotangent: Array
 ) -> tuple[Array]:
+    cotangent = collectives.pvary(cotangent, mesh_axes)
     if result == "varying" or not collectives.check_vma_enabled():
-        return (scattered(collectives.pvary(cotangent, mesh_axes), mesh_axes, axis, algorithm),)
+        return (_reduce_scatter(cotangent, mesh_axes, axis, algorithm),)
     size = cotangent.shape[axis] // collectives.axis_size(mesh_axes)
-    start = collectives.axis_index(mesh_axes) * size
-    return (lax.dynamic_slice_in_dim(collectives.pvary(cotangent, mesh_axes), start, size, axis),)
+    return (lax.dynamic_slice_in_dim(cotangent, collectives.axis_index(mesh_axes) * size, size, axis),)
 
 
-gathered.defvjp(lambda x, *how: (gathered(x, *how), None), _gathered_bwd)
+_all_gather.defvjp(lambda x, *static: (_all_gather(x, *static), None), _all_gather_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -69,78 +70,76 @@ def _gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int) -> Array:
     from jshard.kernels.tpu import ring
     from jshard.kernels.tpu.dma import Group
 
-    whole = jnp.moveaxis(x, axis, 0)
+    full = jnp.moveaxis(x, axis, 0)
     for name in reversed(mesh_axes):
         group = Group.of((name,))
         if group.size > 1:
-            payload = jax.ShapeDtypeStruct((group.size, *whole.shape), whole.dtype)
-            parts = unpack_each(ring.all_gather(pack(whole, 2), group, payload), whole.shape)
-            whole = parts.reshape(-1, *whole.shape[1:])
-    return jnp.moveaxis(whole, 0, axis)
+            payload = jax.ShapeDtypeStruct((group.size, *full.shape), full.dtype)
+            parts = unpack_each(ring.all_gather(pack(full, 2), group, payload), full.shape)
+            full = parts.reshape(-1, *full.shape[1:])
+    return jnp.moveaxis(full, 0, axis)
 
 
 def reduce_scatter(
     x: Array, mesh_axis: MeshAxis, *, axis: int = 0, algorithm: Literal["auto", "in_order", "ring", "xla"] = "auto"
 ) -> Array:
-    """The sum of `x` over the devices along `mesh_axis`, of which each keeps its own part of array axis `axis`.
+    """Sum `x` over the devices along `mesh_axis`; each keeps its own part of array axis `axis`.
 
     "ring" sends half of each part each way round and adds bfloat16 in float32; its gradient is the all-gather's ring.
-    "in_order" is an all-to-all, and adds in the order of devices, bfloat16 in float32 too. Several mesh axes go one at a
-    time, the major (first) one first.
+    "in_order" is an all-to-all, and adds in device order, bfloat16 in float32 too. Several mesh axes take one scatter each,
+    the major (first) one first.
     """
     mesh_axes, x, axis = collectives.canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
-    taken = resolve_algorithm("reduce_scatter", algorithm, x, mesh_axes)
-    if taken == "xla":
+    chosen = resolve_algorithm("reduce_scatter", algorithm, x, mesh_axes)
+    if chosen == "xla":
         return collectives.reduce_scatter(x, mesh_axes, axis=axis)
-    return scattered(collectives.pvary(x, mesh_axes), mesh_axes, axis, taken)
+    return _reduce_scatter(collectives.pvary(x, mesh_axes), mesh_axes, axis, chosen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def scattered(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str = "ring") -> Array:
-    """By the ring or in order, whatever "auto" says."""
+def _reduce_scatter(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
     return call_batched(lambda x, axis: _scatter_kernel(x, mesh_axes, axis, algorithm), x, axis)
 
 
-def _scattered_bwd(mesh_axes: tuple[str, ...], axis: int, algorithm: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (gathered(cotangent, mesh_axes, axis, "varying", algorithm),)
+def _reduce_scatter_bwd(
+    mesh_axes: tuple[str, ...], axis: int, algorithm: str, _: None, cotangent: Array
+) -> tuple[Array]:
+    return (_all_gather(cotangent, mesh_axes, axis, "varying", algorithm),)
 
 
-scattered.defvjp(lambda x, *how: (scattered(x, *how), None), _scattered_bwd)
+_reduce_scatter.defvjp(lambda x, *static: (_reduce_scatter(x, *static), None), _reduce_scatter_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
     from jshard.kernels.tpu.dma import accumulator_dtype
 
-    whole = jnp.moveaxis(x, axis, 0)
+    part = jnp.moveaxis(x, axis, 0)
     for name in mesh_axes:
         n = lax.axis_size(name)
         if n > 1:
-            parts = whole.reshape(n, whole.shape[0] // n, *whole.shape[1:])
-            last = name == mesh_axes[-1]
-            whole = (
-                ordered_psum_scatter(parts, name)
-                if algorithm == "in_order"
-                else _ring(parts, name, x.dtype if last else accumulator_dtype(x.dtype))
-            )
-    return jnp.moveaxis(whole.astype(x.dtype), 0, axis)
+            parts = part.reshape(n, part.shape[0] // n, *part.shape[1:])
+            # Between two mesh axes a ring's sums stay in the accumulator's dtype: they are rounded once, at the end.
+            dtype = x.dtype if name == mesh_axes[-1] else accumulator_dtype(x.dtype)
+            part = ordered_psum_scatter(parts, name) if algorithm == "in_order" else _ring(parts, name, dtype)
+    return jnp.moveaxis(part.astype(x.dtype), 0, axis)
 
 
 def _ring(x: Array, name: str, out_dtype) -> Array:
-    """`x[n, ...]`, by pieces of each part that fit the chip's VMEM."""
-    from jshard.kernels.tiles import pack_each, unpack
+    """Reduce-scatter `x[n, ...]`, in pieces of each part that fit the chip's VMEM."""
+    from jshard.kernels.tiles import pack_each, pad_to, unpack
     from jshard.kernels.tpu import ring
     from jshard.kernels.tpu.dma import Group
 
     group, shape, size = Group.of((name,)), x.shape[1:], math.prod(x.shape[1:])
-    pieces = max(1, -(-x.size * (x.dtype.itemsize + 8) // room()))
-    each = -(-size // pieces)
+    pieces = max(1, -(-x.size * (x.dtype.itemsize + 8) // vmem_budget()))
+    length = -(-size // pieces)
 
-    def done(piece: Array) -> Array:
-        return unpack(ring.reduce_scatter(pack_each(piece, 2), group, piece, out_dtype=out_dtype), (each,))
+    def scatter(piece: Array) -> Array:
+        return unpack(ring.reduce_scatter(pack_each(piece, 2), group, piece, out_dtype=out_dtype), (length,))
 
-    flat = jnp.pad(x.reshape(group.size, size), ((0, 0), (0, pieces * each - size)))
+    flat = pad_to(x.reshape(group.size, size), group.size, pieces * length)
     if pieces == 1:
-        return done(flat).reshape(shape)
-    parts = lax.map(done, jnp.moveaxis(flat.reshape(group.size, pieces, each), 1, 0))
+        return scatter(flat).reshape(shape)
+    parts = lax.map(scatter, jnp.moveaxis(flat.reshape(group.size, pieces, length), 1, 0))
     return parts.reshape(-1)[:size].reshape(shape)

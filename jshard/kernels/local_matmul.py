@@ -1,4 +1,4 @@
-"""The matrix product of one device. The plain XLA one is the specification of the kernel."""
+"""Multiply matrices on one device, by XLA or by a kernel. XLA's is the specification."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def matmul(
     preferred_element_type: DTypeLike | None = None,
     algorithm: Literal["auto", "pallas", "xla"] = "auto",
 ) -> Array:
-    """`x[..., K] @ w[K, ...]`: the last axis of x against the first of w; compiles to what `x @ w` compiles to.
+    """Compute `x[..., K] @ w[K, ...]`, the last axis of x against the first of w; compiles to what `x @ w` compiles to.
 
-    `preferred_element_type` is the dtype that products are summed in and handed on as; None is the operands' own. With a
-    `bias` or an `activation` the sum stays in float32 until they are done, and is rounded once to `out_dtype`. "pallas"
-    sums in float32 in any case, and takes a w of two axes.
+    `preferred_element_type` is the dtype to sum in and to return; None is the operands' own. With a `bias` or an `activation`
+    the sum stays in float32 until they are applied, and is rounded once to `out_dtype`. "pallas" always sums in float32, and
+    takes a w of two axes.
     """
     if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
         raise JShardError(
@@ -56,15 +56,15 @@ def matmul(
         )
     if (
         algorithm != "xla"
-        and resolve_algorithm("matmul", algorithm, x, (), lambda: _why_not(x, w, precision)) == "pallas"
+        and resolve_algorithm("matmul", algorithm, x, (), lambda: unsupported_operands(x, w, precision)) == "pallas"
     ):
         out = jnp.result_type(x, w) if out_dtype is None else out_dtype
         out = out if preferred_element_type is None else preferred_element_type
-        return _by_kernel(x, w, bias, activation, jnp.dtype(out))
-    return _plain(x, w, bias, activation, out_dtype, precision, preferred_element_type)
+        return _pallas(x, w, bias, activation, jnp.dtype(out))
+    return _xla(x, w, bias, activation, out_dtype, precision, preferred_element_type)
 
 
-def _plain(x, w, bias, activation, out_dtype, precision, preferred) -> Array:
+def _xla(x, w, bias, activation, out_dtype, precision, preferred) -> Array:
     out = out_dtype
     if bias is not None or activation is not None:
         out = jnp.result_type(x, w) if out is None else out
@@ -76,26 +76,24 @@ def _plain(x, w, bias, activation, out_dtype, precision, preferred) -> Array:
     return y if out is None else y.astype(out)
 
 
-def _why_not(x: Array, w: Array, precision: lax.PrecisionLike) -> tuple[str, str] | None:
-    plain = 'use algorithm="auto"'
+def unsupported_operands(x: Array, w: Array, precision: lax.PrecisionLike = None) -> tuple[str, str] | None:
+    """Say why no kernel multiplies `x` by `w`, and what to type instead; None if one does."""
+    use_auto = 'use algorithm="auto"'
     if w.ndim != 2:
-        return f"its kernel takes a w of two axes, and w is {w.shape}", plain
+        return f"its kernel takes a w of two axes, and w is {w.shape}", use_auto
     if w.dtype != x.dtype:
         return f"its kernel takes operands of one dtype, and x is {x.dtype} and w {w.dtype}", "cast one of them"
     if precision is not None:
-        return "its kernel has no precision to choose", plain
+        return "its kernel has no precision to choose", use_auto
     if not (x.size and w.size):
-        return f"x{x.shape} and w{w.shape} hold nothing to multiply", plain
+        return f"x{x.shape} and w{w.shape} hold nothing to multiply", use_auto
     return None
 
 
-def _by_kernel(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
-    """Rows of x of any number of axes, and what varies over the same mesh axes: types of gradients then come out right."""
-    operands = [x.reshape(-1, x.shape[-1]), w] + ([] if bias is None else [bias])
-    if collectives.check_vma_enabled():
-        names = sorted(frozenset().union(*(jax.typeof(each).mat.varying for each in operands)))
-        operands = [collectives.pvary(each, tuple(names)) for each in operands]
-    y: Array = _product(operands[0], operands[1], operands[2] if bias is not None else None, activation, out_dtype)
+def _pallas(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+    """Multiply x of any number of axes by the kernel."""
+    x_mk, w, *bias_ = collectives.pvary_alike(x.reshape(-1, x.shape[-1]), w, *([] if bias is None else [bias]))
+    y: Array = _product(x_mk, w, bias_[0] if bias_ else None, activation, out_dtype)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -104,12 +102,12 @@ def _product(x: Array, w: Array, bias: Array | None, activation: str | None, out
     return _kernel(x, w, bias, activation, out_dtype)
 
 
-def _backward(activation: str | None, out_dtype, kept, cotangent: Array):
-    """Two products by the same kernel, and one more where an activation has to be computed again."""
-    x, w, bias = kept
+def _product_bwd(activation: str | None, out_dtype, residuals, cotangent: Array):
+    """Differentiate by two products of the same kernel, and one more that recomputes the operand of an activation."""
+    x, w, bias = residuals
     if activation is not None:
-        before = _kernel(x, w, bias, None, jnp.dtype(jnp.float32))
-        cotangent = jax.vjp(ACTIVATIONS[activation], before)[1](cotangent.astype(jnp.float32))[0]
+        pre_activation = _kernel(x, w, bias, None, jnp.dtype(jnp.float32))
+        cotangent = jax.vjp(ACTIVATIONS[activation], pre_activation)[1](cotangent.astype(jnp.float32))[0]
     narrow = cotangent.astype(x.dtype)
     return (
         _kernel(narrow, w.T, None, None, x.dtype),
@@ -118,12 +116,10 @@ def _backward(activation: str | None, out_dtype, kept, cotangent: Array):
     )
 
 
-_product.defvjp(
-    lambda x, w, bias, activation, out_dtype: (_product(x, w, bias, activation, out_dtype), (x, w, bias)), _backward
-)
+_product.defvjp(lambda x, w, bias, *static: (_product(x, w, bias, *static), (x, w, bias)), _product_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=(3, 4))  # equal calls share one trace
 def _kernel(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
     assert math.prod(x.shape) and math.prod(w.shape)
     if present_chip().platform == "gpu":
@@ -134,7 +130,8 @@ def _kernel(x: Array, w: Array, bias: Array | None, activation: str | None, out_
 
 
 def _on_gpu(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
-    """Under vmap one product after the other, or one of more rows where only x has a batch: Mosaic has no rule for it."""
+    """Multiply on a GPU. Under vmap over x alone it is one product of more rows; else one product after the other, as
+    Mosaic has no batching rule."""
     from jshard.kernels.gpu import matmul as gpu
 
     def product(x: Array, w: Array, *bias: Array) -> Array:
@@ -146,11 +143,11 @@ def _on_gpu(x: Array, w: Array, bias: Array | None, activation: str | None, out_
         x, *others = operands
         if not any(batched[1:]):
             return run(x.reshape(-1, x.shape[-1]), *others).reshape(*x.shape[:-1], -1), True
-        whole = [
-            each if split else jnp.broadcast_to(each, (size, *each.shape))
-            for each, split in zip(operands, batched, strict=True)
+        full = [
+            operand if has_batch else jnp.broadcast_to(operand, (size, *operand.shape))
+            for operand, has_batch in zip(operands, batched, strict=True)
         ]
-        return lax.map(lambda each: run(*each), tuple(whole)), True
+        return lax.map(lambda each: run(*each), tuple(full)), True
 
     run.def_vmap(batch)
     return run(x, w) if bias is None else run(x, w, bias)

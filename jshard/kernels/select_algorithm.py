@@ -1,4 +1,4 @@
-"""Which algorithm an op takes: one table, each row with the figure it rests on; and why a forced one can't run."""
+"""Select the algorithm of an op: by one table, each row with the figure that it rests on, unless the caller names one."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ALGORITHMS = {
 DTYPES = ("float32", "bfloat16", "int32", "int8")
 GPU_DTYPES = ("bfloat16", "float16")  # what tensor cores multiply as it lies in memory
 GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability; the kernel's file
-LONGEST_RING = 64
-WhyNot = Callable[[], tuple[str, str] | None]
+LONGEST_RING = 64  # a ring takes 4 semaphores a step, and a TPU has about 500
+Unsupported = Callable[[], tuple[str, str] | None]  # why a kernel can't take its operands, and what to type instead
 KiB, MiB = 1 << 10, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What an op takes here, why in words, and the figure or text that says so."""
+    """An algorithm, why it is taken, and the measurement or text that says so."""
 
     algorithm: str
     reason: str
@@ -46,8 +46,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Applies to `ops` on `chips` for groups of `least` to `most` devices and payloads of up to `up_to` bytes, and of those to
-    arrays of which `when` is true, if it is given."""
+    """A choice for `ops` on `chips`, for groups of `least` to `most` devices, payloads of up to `up_to` bytes, and if `when`
+    is given for arrays of which it is true. The first row that applies counts."""
 
     ops: str
     chips: str
@@ -57,10 +57,10 @@ class Row:
     up_to: int = 1 << 62
     when: Callable[[Chip, Sequence[int], Any], bool] | None = None
 
-    def fits(self, op: str, chip: Chip, group: int, shape: Sequence[int], dtype: Any) -> bool:
+    def applies(self, op: str, chip: Chip, group: int, shape: Sequence[int], dtype: Any) -> bool:
         payload = math.prod(shape) * dtype.itemsize
-        here = self.chips in ("any", chip.platform) or chip.name in self.chips.split()
-        return here and (self.ops == "any" or op in self.ops.split()) and self.least <= group <= self.most and (
+        on_chip = self.chips in ("any", chip.platform) or chip.name in self.chips.split()
+        return on_chip and (self.ops == "any" or op in self.ops.split()) and self.least <= group <= self.most and (
             payload <= self.up_to and (self.when is None or self.when(chip, shape, dtype))
         )  # fmt: skip
 
@@ -142,8 +142,10 @@ TABLE = (
 
 
 def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
-    """Whether more bytes of a fused scatter wait for the wire than XLA's scatter has. For each number of four bytes there is a
-    product of as many operations as x has columns, twice, and a hop goes over one link."""
+    """Return whether more bytes of a fused scatter wait for the wire than XLA's scatter sends at all.
+
+    The kernel sends 4 bytes a number, in float32, behind 2 * columns operations of its products; a hop goes over one link.
+    """
     if not chip.link or not shape:
         return False
     hidden = (2 * shape[-1] / chip.peak(str(dtype))) / (4 * chip.devices / chip.link)
@@ -151,46 +153,51 @@ def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
 
 
 def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str | Chip | None = None) -> Choice:
-    """The algorithm that "auto" takes for an array of `shape` over `group` devices of `chip` (where it is traced)."""
-    _known(op)
-    where = chips.present_chip() if chip is None else chip if isinstance(chip, Chip) else chips.chip(chip)
-    # A matmul alone has a group of one and is still a question.
-    asked = max(group, 2) if op == "matmul" else group
-    return next(row.choice for row in TABLE if row.fits(op, where, asked, shape, jnp.dtype(dtype)))
+    """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for)."""
+    _check_known(op)
+    target = chips.present_chip() if chip is None else chip if isinstance(chip, Chip) else chips.chip(chip)
+    group = (
+        max(group, 2) if op == "matmul" else group
+    )  # the table's first row, for a group of one, is about collectives
+    return next(row.choice for row in TABLE if row.applies(op, target, group, shape, jnp.dtype(dtype)))
 
 
 def default_algorithm(op: str) -> Any:
-    """The algorithm of an op of which a signal says nothing: XLA's own, but for sums between CPU processes."""
+    """Return the algorithm of an op for which a signal names none: XLA's, except for sums between CPU processes."""
     return "in_order" if "in_order" in ALGORITHMS[op] and between_processes() else "xla"
 
 
 def adds_in_order(algorithm: str) -> bool:
-    """Whether an all-reduce by `algorithm` adds in the order of devices where the program is traced."""
+    """Return whether an all-reduce by `algorithm` adds in device order where the program is traced."""
     return algorithm == "in_order" or (algorithm == "auto" and between_processes())
 
 
-def resolve_algorithm(op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], more: WhyNot | None = None) -> str:
-    """The algorithm to run here. `more` looks for a further reason, with its mend, why no kernel of
-    this op can take these."""
-    _known(op, algorithm)
+def resolve_algorithm(
+    op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], unsupported: Unsupported | None = None
+) -> str:
+    """Return the algorithm to run: "auto" falls back to XLA where a kernel can't run, a named one that can't is an error.
+
+    `unsupported` gives further reasons, of this op alone.
+    """
+    _check_known(op, algorithm)
     if algorithm == "xla":
         return "xla"
     group = math.prod(lax.axis_size(name) for name in mesh_axes)
-    if (op, algorithm) == ("all_reduce", "in_order") and group == 2 and more is None:
-        return "xla"  # two numbers have one sum
+    if (op, algorithm) == ("all_reduce", "in_order") and group == 2 and unsupported is None:
+        return "xla"  # a + b is b + a: both orders give the same bits
     if algorithm == "auto":
         chosen = choose(op, shape=x.shape, dtype=x.dtype, group=group).algorithm
-        return chosen if chosen == "xla" or _refusal(op, chosen, x, mesh_axes, group, more) is None else "xla"
+        return chosen if chosen == "xla" or _refusal(op, chosen, x, mesh_axes, group, unsupported) is None else "xla"
     if op != "matmul" and (group == 1 or x.size == 0):
-        return "xla"  # nothing to move: what XLA does is what a kernel would
-    refusal = _refusal(op, algorithm, x, mesh_axes, group, more)
+        return "xla"  # nothing to move
+    refusal = _refusal(op, algorithm, x, mesh_axes, group, unsupported)
     if refusal is not None:
         fault, mend = refusal
         raise JShardError(f'{op} can\'t run by "{algorithm}": {fault}', mend=mend)
     return algorithm
 
 
-def _known(op: str, algorithm: str = "auto") -> None:
+def _check_known(op: str, algorithm: str = "auto") -> None:
     if op not in ALGORITHMS:
         close = nearest(op, ALGORITHMS)
         raise JShardError(
@@ -206,32 +213,32 @@ def _known(op: str, algorithm: str = "auto") -> None:
 
 
 def _refusal(
-    op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], group: int, more: WhyNot | None
+    op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], group: int, unsupported: Unsupported | None
 ) -> tuple[str, str] | None:
-    """Why not, and what to type instead."""
-    plain = 'use algorithm="auto"'
-    if algorithm == "in_order":
-        return None if more is None else more()
+    """Say why `algorithm` can't run here, and what to type instead; None if it can."""
+    use_auto = 'use algorithm="auto"'
+    if algorithm == "in_order":  # XLA's all-to-all and additions: it runs on every chip
+        return None if unsupported is None else unsupported()
     here = chips.present_chip()
     if here.platform == "gpu" and op == "matmul":
         if here.gpu.get("major") not in GPU_GENERATIONS:
             able = [chip.name for chip in chips.CHIPS.values() if chip.gpu.get("major") in GPU_GENERATIONS]
-            return f"its kernel drives {', '.join(able)}, and this is {here.name}", plain
+            return f"its kernel drives {', '.join(able)}, and this is {here.name}", use_auto
     elif here.platform == "gpu" or (here.platform != "tpu" and chips.interpretation() is None):
         drives = "a TPU or a GPU" if op == "matmul" else "a TPU"
-        return f"its kernel drives {drives}, and this is {here.name}", f"{plain}, or try it in kernels.interpret()"
+        return f"its kernel drives {drives}, and this is {here.name}", f"{use_auto}, or try it in kernels.interpret()"
     known, of = _dtypes(op, here), {"v4": " on v4"}.get(here.name, " on a GPU" if here.platform == "gpu" else "")
     if str(x.dtype) not in known:
-        return f"its kernel takes {', '.join(known)}{of}, and x is {x.dtype}", f"cast x, or {plain}"
+        return f"its kernel takes {', '.join(known)}{of}, and x is {x.dtype}", f"cast x, or {use_auto}"
     mesh = jax.sharding.get_abstract_mesh()
     for name in mesh_axes:
         if name not in mesh.axis_names:
-            return f'"{name}" is an axis of jax.vmap, and its kernel reaches along mesh axes only', plain
+            return f'"{name}" is an axis of jax.vmap, and its kernel reaches along mesh axes only', use_auto
     if mesh_axes and set(mesh.manual_axes) != set(mesh.axis_names):
         left = next(name for name in mesh.axis_names if name not in mesh.manual_axes)
         return (
             f'mesh axis "{left}" is left to the partitioner, and a kernel reaches devices by all mesh axes',
-            f"{plain}, or a shard_map over every mesh axis",
+            f"{use_auto}, or a shard_map over every mesh axis",
         )
     longest = max((lax.axis_size(name) for name in mesh_axes), default=1) if algorithm == "torus" else group
     if algorithm in ("ring", "torus", "fused") and longest > LONGEST_RING:
@@ -240,18 +247,18 @@ def _refusal(
     if algorithm == "torus" and len(mesh_axes) < 2:
         return f'a torus has several mesh axes, and "{"".join(mesh_axes)}" is one', 'use algorithm="ring"'
     if algorithm == "one_shot":
-        room, need = _vmem(here), (group + 2) * x.size * x.dtype.itemsize
-        if need > room:
+        budget, need = _vmem(here), (group + 2) * x.size * x.dtype.itemsize
+        if need > budget:
             return (
                 f"{x.size * x.dtype.itemsize:,} bytes from each of {group} devices need {need:,} bytes of VMEM, and "
-                f"there are {room:,}",
+                f"there are {budget:,}",
                 'use algorithm="two_shot" or "ring"',
             )
-    return None if more is None else more()
+    return None if unsupported is None else unsupported()
 
 
 def _dtypes(op: str, chip: Chip) -> list[str]:
-    """The matrix units multiply no int32, and v4's no int8; those of a GPU want 16 bits."""
+    """List the dtypes of a kernel. A TPU's matrix unit multiplies no int32, v4's no int8; a GPU's kernel takes 16 bits."""
     if chip.platform == "gpu":
         return list(GPU_DTYPES)
     missing = () if "matmul" not in op else ("int32", "int8") if chip.name == "v4" else ("int32",)
@@ -259,9 +266,9 @@ def _dtypes(op: str, chip: Chip) -> list[str]:
 
 
 def _vmem(chip: Chip) -> int:
-    return (chip.vmem or 16) * MiB * 3 // 4
+    return (chip.vmem or 16) * MiB * 3 // 4  # the rest is for what Mosaic adds
 
 
-def room() -> int:
-    """Bytes of VMEM that one kernel may take on the chip that is traced for."""
+def vmem_budget() -> int:
+    """Return the bytes of VMEM that one kernel may take on the chip that is traced for."""
     return _vmem(chips.present_chip())

@@ -1,27 +1,30 @@
-"""From one device to another, inside a shard_map."""
+"""Send from one device to another, inside a shard_map."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
 
-from jshard.errors import JShardError
-from jshard.kernels.collectives import MeshAxis, axis_index, axis_size, canonicalize_mesh_axes, permute, pvary
+from jshard.kernels.collectives import (
+    MeshAxis,
+    axis_index,
+    axis_size,
+    canonicalize_mesh_axes,
+    check_rank,
+    permute,
+    pvary,
+)
 
 
 def send_recv(x: Array, *, source: int, target: int, axis: MeshAxis) -> Array:
-    """The `x` of device `source` along mesh axis `axis`, on device `target`; the others keep their own.
+    """Send the `x` of device `source` along mesh axis `axis` to device `target`; the others keep their own.
 
-    One collective-permute of one pair. The gradient goes the other way. Several mesh axes count as one, major first.
+    Costs one collective-permute of one pair; so does its gradient, the other way. Several mesh axes count as one, major first.
     """
     mesh_axes = canonicalize_mesh_axes("send_recv", axis)
     size = axis_size(mesh_axes)
-    for role, place in (("source", source), ("target", target)):
-        if not 0 <= place < size:
-            named = ", ".join(f'"{name}"' for name in mesh_axes)
-            raise JShardError(
-                f"send_recv names {role} {place} over mesh axis {named} of size {size}", mend=f"use 0 to {size - 1}"
-            )
+    for role, rank in (("source", source), ("target", target)):
+        check_rank("send_recv", role, rank, mesh_axes, size)
     if source == target:
         return jnp.asarray(x)
     x = pvary(x, mesh_axes)

@@ -1,4 +1,4 @@
-"""A kernel under `jax.vmap`: run once on the whole batch, as one that copies to another device can't be repeated by a grid."""
+"""Run a kernel under `jax.vmap`: once, on the full batch. A grid can't repeat a kernel that copies to other devices."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jax import Array
 from jshard.errors import JShardError
 
 
-def call_batched(kernel: Callable[..., Any], x: Array, axis: int, *others: Array, op: str = "") -> Any:
-    """`kernel(x, axis, *others)`; of a batch of x, one axis further on. `others` are weights of `op`, which have no batch."""
-    run = jax.custom_batching.custom_vmap(lambda x, *others: kernel(x, axis, *others))
+def call_batched(kernel: Callable[..., Any], x: Array, axis: int, *weights: Array, op: str = "") -> Any:
+    """Call `kernel(x, axis, *weights)`; under vmap over x once, one axis further on. `weights` of `op` have no batch."""
+    run = jax.custom_batching.custom_vmap(lambda x, *weights: kernel(x, axis, *weights))
 
-    def batch(size: int, batched: list[bool], x: Array, *others: Array) -> tuple[Any, Any]:
+    def batch(size: int, batched: list[bool], x: Array, *weights: Array) -> tuple[Any, Any]:
         if any(batched[1:]):
             fault = f'{op} by "fused" is under a jax.vmap over w, and takes one w'
             raise JShardError(fault, mend='use algorithm="xla"')
-        done = call_batched(kernel, x, axis + 1, *others, op=op)
-        return done, jax.tree.map(lambda _: True, done)
+        y = call_batched(kernel, x, axis + 1, *weights, op=op)  # custom_vmap moves the batch to the front
+        return y, jax.tree.map(lambda _: True, y)
 
     run.def_vmap(batch)
-    return run(x, *others)
+    return run(x, *weights)

@@ -90,7 +90,7 @@ def test_batch_of_vmap_moves_at_once(mesh, interpreted):
 
 @pytest.mark.parametrize(("op", "module"), [("all_reduce", all_reduction), ("reduce_scatter", gather_scatter)])
 def test_what_exceeds_fast_memory_goes_in_pieces(mesh, interpreted, monkeypatch, op, module):
-    monkeypatch.setattr(module, "room", lambda: 12_000)
+    monkeypatch.setattr(module, "vmem_budget", lambda: 12_000)
     here = mesh(t=2)
     x = jax.device_put(np.arange(2 * 2600, dtype=np.float32).reshape(2, 2600), jax.NamedSharding(here, P("t")))
 
