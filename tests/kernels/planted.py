@@ -23,7 +23,7 @@ from jshard import kernels
 from jshard.kernels.tiles import pack, unpack
 from jshard.kernels.tpu import all_reduce as tpu
 from jshard.kernels.tpu import dma
-from jshard.kernels.tpu.dma import Group
+from jshard.kernels.tpu.dma import Group, barrier, in_blocks, remote_copy
 
 
 class Halfway:
@@ -43,22 +43,22 @@ class Halfway:
 
 
 def first_slot(source, target, semaphores, device_id):
-    return dma.remote_copy(source, target.ref.at[0] if hasattr(target, "ref") else target, semaphores, device_id)
+    return remote_copy(source, target.ref.at[0] if hasattr(target, "ref") else target, semaphores, device_id)
 
 
 def too_far(rows, body, block=256):
-    dma.in_blocks(rows, lambda r: body(pl.ds(r.start + 8, r.size)), block)
+    in_blocks(rows, lambda r: body(pl.ds(r.start + 8, r.size)), block)
 
 
 def only_once():
     """The entry barrier, and none at the end of a round."""
     passed = []
 
-    def barrier(group, rank, who):
+    def entry(group, rank, who):
         if not passed:
-            passed.append(dma.barrier(group, rank, who))
+            passed.append(barrier(group, rank, who))
 
-    return barrier
+    return entry
 
 
 def wrong_neighbour(self, rank, by):
@@ -66,22 +66,20 @@ def wrong_neighbour(self, rank, by):
 
 
 def one_too_many(group, rank, who):
-    dma.barrier(group, rank, who)
+    barrier(group, rank, who)
     pl.semaphore_wait(pltpu.get_barrier_semaphore(), 1)
 
 
 PLANTED = {
     "none": lambda: contextlib.nullcontext(),
-    "no_receive_wait": lambda: mock.patch.object(
-        tpu, "remote_copy", lambda *a: Halfway(dma.remote_copy(*a), "receive")
-    ),
-    "no_send_wait": lambda: mock.patch.object(tpu, "remote_copy", lambda *a: Halfway(dma.remote_copy(*a), "send")),
-    "slot_written_twice": lambda: mock.patch.object(tpu, "remote_copy", first_slot),
-    "out_of_bounds": lambda: mock.patch.object(tpu, "in_blocks", too_far),
-    "no_end_barrier": lambda: mock.patch.object(tpu, "barrier", only_once()),
+    "no_receive_wait": lambda: mock.patch.object(tpu, "remote_copy", lambda *a: Halfway(remote_copy(*a), "receive")),
+    "no_send_wait": lambda: mock.patch.object(dma, "remote_copy", lambda *a: Halfway(remote_copy(*a), "send")),
+    "slot_written_twice": lambda: mock.patch.object(dma, "remote_copy", first_slot),
+    "out_of_bounds": lambda: mock.patch.object(dma, "in_blocks", too_far),
+    "no_end_barrier": lambda: mock.patch.object(dma, "barrier", only_once()),
     "wrong_neighbour": lambda: mock.patch.object(Group, "shift", wrong_neighbour),
-    "deadlock": lambda: mock.patch.object(tpu, "barrier", one_too_many),
-    "no_entry_barrier": lambda: mock.patch.object(tpu, "barrier", lambda *_: None),
+    "deadlock": lambda: mock.patch.object(dma, "barrier", one_too_many),
+    "no_entry_barrier": lambda: mock.patch.object(dma, "barrier", lambda *_: None),
 }
 
 

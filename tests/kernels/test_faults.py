@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
 from jshard.kernels.lint import missing_barriers, remote_copies
-from jshard.kernels.tpu import all_reduce as tpu
+from jshard.kernels.tpu import dma
 
 HERE = Path(__file__).parent
 IN_PROCESS = ["none", "no_receive_wait", "no_send_wait", "slot_written_twice", "wrong_neighbour", "out_of_bounds"]
@@ -103,7 +103,7 @@ def test_every_kernel_waits_at_a_barrier_before_it_writes_to_others(mesh, name):
 
 
 def test_kernel_without_an_entry_barrier_is_found(mesh, monkeypatch):
-    monkeypatch.setattr(tpu, "barrier", lambda *_: None)
+    monkeypatch.setattr(dma, "barrier", lambda *_: None)
     tpu_kernel = jaxpr_of(mesh, lambda x: kernels.all_reduce(x[:3], "t", algorithm="one_shot"), t=2)
     assert missing_barriers(tpu_kernel) == [
         'kernel "all_reduce_one_shot" copies to another device before it has waited at a barrier; '

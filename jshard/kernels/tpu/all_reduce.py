@@ -14,20 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jshard.kernels.pallas_call import KernelCost, Result, launch
-from jshard.kernels.tpu import ring
-from jshard.kernels.tpu.dma import (
-    DMA,
-    SMEM,
-    VMEM,
-    Group,
-    Semaphores,
-    accumulator_dtype,
-    barrier,
-    copy_to_everyone,
-    fori,
-    in_blocks,
-    remote_copy,
-)
+from jshard.kernels.tpu import dma, ring
+from jshard.kernels.tpu.dma import DMA, SMEM, VMEM, Group, Semaphores
 
 
 def one_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
@@ -50,23 +38,23 @@ def _launch(body: Any, x: Array, group: Group, cost: KernelCost, scratch: Sequen
 
 def _one_shot(coordinates_ref, x_ref, y_ref, slots, sems, *, group: Group, rounds: int) -> None:
     group, rank = group.inside_kernel(coordinates_ref)
-    barrier(group, rank, "everyone")
+    dma.barrier(group, rank, "everyone")
 
     def push(by: Any) -> Any:
-        return remote_copy(x_ref, slots.at[rank], sems, group.device_id(group.shift(rank, by)))
+        return dma.remote_copy(x_ref, slots.at[rank], sems, group.device_id(group.shift(rank, by)))
 
     def run_round(_: Any) -> None:
         slots[rank] = x_ref[...]
-        copy_to_everyone(group, push)
-        in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
-        barrier(group, rank, "everyone")  # all have read their slots: the next round, or call, may overwrite them
+        dma.copy_to_everyone(group, push)
+        dma.in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
+        dma.barrier(group, rank, "everyone")  # all have read their slots: the next round, or call, may overwrite them
 
-    run_round(0) if rounds == 1 else fori(0, rounds, run_round)
+    run_round(0) if rounds == 1 else dma.fori(0, rounds, run_round)
 
 
 def _sum(slots: Any, rows: Any, y_ref: Any, n: int) -> None:
     """Sum the slots in rank order, so that every device gets the same bits."""
-    first = slots[0, rows, :].astype(accumulator_dtype(slots.dtype))
+    first = slots[0, rows, :].astype(dma.accumulator_dtype(slots.dtype))
 
     def add(rank: Any, total: Any) -> Any:
         return total + slots[rank, rows, :].astype(total.dtype)
@@ -85,26 +73,26 @@ def two_shot(x: Array, group: Group, payload: Any) -> Array:
 
 def _two_shot(coordinates_ref, x_ref, y_ref, slots, scatter_sems, gather_sems, *, group: Group) -> None:
     group, rank = group.inside_kernel(coordinates_ref)
-    barrier(group, rank, "everyone")
+    dma.barrier(group, rank, "everyone")
     slots[rank] = x_ref[rank]
 
     def scatter(by: Any) -> Any:
         peer = group.shift(rank, by)
-        return remote_copy(x_ref.at[peer], slots.at[rank], scatter_sems, group.device_id(peer))
+        return dma.remote_copy(x_ref.at[peer], slots.at[rank], scatter_sems, group.device_id(peer))
 
     def gather(by: Any) -> Any:
         mine = y_ref.at[rank]
-        return remote_copy(mine, mine, gather_sems, group.device_id(group.shift(rank, by)))
+        return dma.remote_copy(mine, mine, gather_sems, group.device_id(group.shift(rank, by)))
 
-    copy_to_everyone(group, scatter)
-    in_blocks(x_ref.shape[1], lambda rows: _sum(slots, rows, y_ref.at[rank], group.size))
-    copy_to_everyone(group, gather)
-    barrier(group, rank, "everyone")
+    dma.copy_to_everyone(group, scatter)
+    dma.in_blocks(x_ref.shape[1], lambda rows: _sum(slots, rows, y_ref.at[rank], group.size))
+    dma.copy_to_everyone(group, gather)
+    dma.barrier(group, rank, "everyone")
 
 
 def bidirectional_ring(x: Array, group: Group, payload: Any) -> Array:
     """Sum `x[n, 2, rows, 128]` by a reduce-scatter and an all-gather around the ring, half of each part each way."""
-    n, half, accumulator = group.size, x.size // x.shape[0] // 2, accumulator_dtype(x.dtype)
+    n, half, accumulator = group.size, x.size // x.shape[0] // 2, dma.accumulator_dtype(x.dtype)
     cost = KernelCost(
         "all_reduce",
         "ring",
@@ -118,8 +106,8 @@ def bidirectional_ring(x: Array, group: Group, payload: Any) -> Array:
 
 def _bidirectional_ring(coordinates_ref, x_ref, y_ref, slots, scatter_sems, gather_sems, *, group: Group) -> None:
     group, rank = group.inside_kernel(coordinates_ref)
-    barrier(group, rank, "neighbours")
+    dma.barrier(group, rank, "neighbours")
     ring.scatter(group, rank, x_ref, slots, scatter_sems)
     ring.finish(group, slots, y_ref.at[rank])
     ring.gather(group, rank, y_ref, gather_sems)
-    barrier(group, rank, "neighbours")
+    dma.barrier(group, rank, "neighbours")

@@ -18,17 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jshard.kernels.kernel_traffic import Schedule
 from jshard.kernels.pallas_call import KernelCost, Result, launch
 from jshard.kernels.tiles import LANES
-from jshard.kernels.tpu.dma import (
-    DMA,
-    HBM,
-    Group,
-    Semaphores,
-    accumulator_dtype,
-    barrier,
-    copy_locally,
-    fori,
-    remote_copy,
-)
+from jshard.kernels.tpu import dma
+from jshard.kernels.tpu.dma import DMA, HBM, Group, Semaphores
 from jshard.kernels.tpu.ring import ring_copy, semaphores
 
 
@@ -116,8 +107,8 @@ def _gather_matmul(
 
     @pl.when((step == 0) & (direction == 0) & (tile == 0))
     def _() -> None:
-        barrier(group, rank, "neighbours")
-        copy_locally(x_ref, gathered_ref.at[rank], scratch.copied)
+        dma.barrier(group, rank, "neighbours")
+        dma.copy_locally(x_ref, gathered_ref.at[rank], scratch.copied)
         load(0, 0).start()
 
     @pl.when(tile == 0)
@@ -139,14 +130,14 @@ def _gather_matmul(
 
         load(next_direction, next_step).start()
 
-    product = jnp.dot(scratch.rows[direction], w_ref[...], preferred_element_type=accumulator_dtype(w_ref.dtype))
+    product = jnp.dot(scratch.rows[direction], w_ref[...], preferred_element_type=dma.accumulator_dtype(w_ref.dtype))
     y_ref[...] = product.astype(y_ref.dtype)
 
     @pl.when((step == n - 1) & (direction == 1) & (tile == tiles - 1))
     def _() -> None:
         for each in (0, 1):
-            fori(0, n - 1, lambda s, each=each: pass_on(each, s).wait_send())
-        barrier(group, rank, "neighbours")
+            dma.fori(0, n - 1, lambda s, each=each: pass_on(each, s).wait_send())
+        dma.barrier(group, rank, "neighbours")
 
 
 # -- multiply, then scatter --
@@ -169,7 +160,7 @@ class ScatterScratch(NamedTuple):
 def matmul_scatter(x: Array, w_kn: Array, group: Group, payload: Any, *, tile: int, out_dtype: Any) -> Array:
     """Multiply `x[n, 2, rows, K]` by w, sum over the group, return this device's part, `[2, rows, N]`."""
     (n, _, rows, inputs), outputs = x.shape, w_kn.shape[1]
-    tiles, itemsize, accumulator = outputs // tile, x.dtype.itemsize, accumulator_dtype(x.dtype)
+    tiles, itemsize, accumulator = outputs // tile, x.dtype.itemsize, dma.accumulator_dtype(x.dtype)
 
     def x_block(step: Any, direction: Any, j: Any, coordinates: Any) -> tuple[Any, ...]:
         # The sum of a part starts one device past its owner, and is complete when it gets there (`ring.scatter`).
@@ -226,7 +217,7 @@ def _matmul_scatter(
         # Sends are waited for by buffer, as that is what is written again; arrivals by step and direction.
         sems = Semaphores(ring.sent.at[turn], ring.arrived.at[step, direction])
         slot = partial_ref.at[step, direction, j]
-        return remote_copy(outgoing.at[turn], slot, sems, group.next_device(rank, direction))
+        return dma.remote_copy(outgoing.at[turn], slot, sems, group.next_device(rank, direction))
 
     def store(direction: Any, j: Any, turn: Any) -> Any:
         target = y_ref.at[direction, :, pl.ds(j * tile, tile)]
@@ -236,7 +227,7 @@ def _matmul_scatter(
 
     @pl.when(count == 0)
     def _() -> None:
-        barrier(group, rank, "neighbours")
+        dma.barrier(group, rank, "neighbours")
 
     @pl.when(step > 0)
     def _() -> None:
@@ -245,7 +236,7 @@ def _matmul_scatter(
         def _() -> None:
             slot = partial_ref.at[step - 1, direction]
             sems = Semaphores(ring.sent.at[0], ring.arrived.at[step - 1, direction])
-            remote_copy(slot, slot, sems, group.next_device(rank, direction)).wait_recv()
+            dma.remote_copy(slot, slot, sems, group.next_device(rank, direction)).wait_recv()
 
         load.start()
 
@@ -281,4 +272,4 @@ def _matmul_scatter(
         for each in (0, 1):
             pass_on(step - 1, direction, j, each).wait_send()
             store(direction, j, each).wait()
-        barrier(group, rank, "neighbours")
+        dma.barrier(group, rank, "neighbours")

@@ -15,20 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jshard.kernels.pallas_call import KernelCost, Result, launch
-from jshard.kernels.tpu.dma import (
-    DMA,
-    HBM,
-    SMEM,
-    VMEM,
-    Group,
-    Semaphores,
-    accumulator_dtype,
-    barrier,
-    copy_locally,
-    fori,
-    in_blocks,
-    remote_copy,
-)
+from jshard.kernels.tpu import dma
+from jshard.kernels.tpu.dma import DMA, HBM, SMEM, VMEM, Group, Semaphores
 
 
 def semaphores(n: int) -> Semaphores:
@@ -39,7 +27,7 @@ def semaphores(n: int) -> Semaphores:
 def ring_copy(group: Group, rank: Any, source: Any, target: Any, sems: Semaphores, step: Any, direction: Any) -> Any:
     """Describe the copy of one ring step to the neighbour in `direction`."""
     pair = Semaphores(sems.sent.at[direction], sems.arrived.at[step, direction])
-    return remote_copy(source, target, pair, group.next_device(rank, direction))
+    return dma.remote_copy(source, target, pair, group.next_device(rank, direction))
 
 
 def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sems: Semaphores) -> None:
@@ -59,23 +47,23 @@ def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sems: Semaphores) -
 
     for direction in (0, 1):
         mine = part(direction, 0)
-        in_blocks(rows, lambda r, d=direction, mine=mine: _store(slots.at[0, d], r, x_ref[mine, d, r, :]))
+        dma.in_blocks(rows, lambda r, d=direction, mine=mine: _store(slots.at[0, d], r, x_ref[mine, d, r, :]))
         copy(direction, 0).start()
 
     def add_and_pass_on(step: Any) -> None:
         for direction in (0, 1):
             copy(direction, step).wait_recv()
             mine, slot = part(direction, step + 1), slots.at[step + 1, direction]
-            in_blocks(rows, lambda r, mine=mine, slot=slot, d=direction: _add(slot, r, x_ref[mine, d, r, :]))
+            dma.in_blocks(rows, lambda r, mine=mine, slot=slot, d=direction: _add(slot, r, x_ref[mine, d, r, :]))
 
             @pl.when(step + 1 < n - 1)
             def _(direction: int = direction) -> None:
                 copy(direction, step + 1).start()
 
-    fori(0, n - 1, add_and_pass_on)
+    dma.fori(0, n - 1, add_and_pass_on)
     # Only now, as no slot is written again: a wait in the loop would cost time and protect nothing.
     for direction in (0, 1):
-        fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
+        dma.fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
 
 
 def _store(slot: Any, rows: Any, x: Array) -> None:
@@ -90,7 +78,7 @@ def finish(group: Group, slots: Any, y_ref: Any) -> None:
     """Round the sums that `scatter` left in the last slot, once, into `y_ref[2, rows, 128]`."""
     last = slots.at[group.size - 1]
     for direction in (0, 1):
-        in_blocks(y_ref.shape[1], lambda r, d=direction: _store(y_ref.at[d], r, last[d, r, :]))
+        dma.in_blocks(y_ref.shape[1], lambda r, d=direction: _store(y_ref.at[d], r, last[d, r, :]))
 
 
 def gather(group: Group, rank: Any, y_ref: Any, sems: Semaphores) -> None:
@@ -107,9 +95,9 @@ def gather(group: Group, rank: Any, y_ref: Any, sems: Semaphores) -> None:
         for direction in (0, 1):  # what arrives in this step is what the next one sends
             copy(direction, step).wait_recv()
 
-    fori(0, n - 1, pass_on)
+    dma.fori(0, n - 1, pass_on)
     for direction in (0, 1):
-        fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
+        dma.fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
 
 
 def reduce_scatter(x: Array, group: Group, payload: Any, *, out_dtype: Any = None) -> Array:
@@ -117,7 +105,7 @@ def reduce_scatter(x: Array, group: Group, payload: Any, *, out_dtype: Any = Non
 
     Partial sums travel in `accumulator_dtype`, so that a bfloat16 sum is rounded once; they cost twice the bytes.
     """
-    n, accumulator, part = group.size, accumulator_dtype(x.dtype), x.size // group.size
+    n, accumulator, part = group.size, dma.accumulator_dtype(x.dtype), x.size // group.size
     (y,) = launch(
         functools.partial(_reduce_scatter, group=group),
         [x],
@@ -139,10 +127,10 @@ def reduce_scatter(x: Array, group: Group, payload: Any, *, out_dtype: Any = Non
 
 def _reduce_scatter(coordinates_ref, x_ref, y_ref, slots, sems, *, group: Group) -> None:
     group, rank = group.inside_kernel(coordinates_ref)
-    barrier(group, rank, "neighbours")
+    dma.barrier(group, rank, "neighbours")
     scatter(group, rank, x_ref, slots, sems)
     finish(group, slots, y_ref)
-    barrier(group, rank, "neighbours")
+    dma.barrier(group, rank, "neighbours")
 
 
 def all_gather(x: Array, group: Group, payload: Any) -> Array:
@@ -161,7 +149,7 @@ def all_gather(x: Array, group: Group, payload: Any) -> Array:
 
 def _all_gather(coordinates_ref, x_ref, y_ref, copied, sems, *, group: Group) -> None:
     group, rank = group.inside_kernel(coordinates_ref)
-    barrier(group, rank, "neighbours")
-    copy_locally(x_ref, y_ref.at[rank], copied)
+    dma.barrier(group, rank, "neighbours")
+    dma.copy_locally(x_ref, y_ref.at[rank], copied)
     gather(group, rank, y_ref, sems)
-    barrier(group, rank, "neighbours")
+    dma.barrier(group, rank, "neighbours")
