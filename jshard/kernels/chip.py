@@ -1,4 +1,4 @@
-"""Which chip a program is being traced for, known without touching a device, and whether kernels are interpreted."""
+"""Tell which chip a program is traced for, without touching a device, and whether kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jshard.errors import JShardError, nearest
 
 
 def chip(name: str) -> Chip:
-    """The chip called `name`, a name of ours or what JAX calls it."""
+    """Return the chip called `name`: a name of `CHIPS`, or what JAX calls it."""
     low = name.lower()
     if low in CHIPS:
         return CHIPS[low]
@@ -30,35 +30,34 @@ def chip(name: str) -> Chip:
 
 
 def present_chip() -> Chip:
-    """The chip that the surrounding program is traced for: the pretended one, that of the mesh if it says, else of the
-    default backend."""
-    how = interpretation()
-    if how is not None and how.chip is not None:
-        return CHIPS[how.chip]
+    """Return the chip that the surrounding program is traced for: the pretended one, else the mesh's, else the backend's."""
+    mode = interpretation()
+    if mode is not None and mode.chip is not None:
+        return CHIPS[mode.chip]
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        there = chip_called(jax.devices()[0].device_kind, jax.default_backend())
+        found = chip_called(jax.devices()[0].device_kind, jax.default_backend())
     else:
-        there = chip_called(device.device_kind, device.platform)
-    return CHIPS["cpu"] if how is not None and there.platform == "gpu" else there  # pretend TPUs, whatever is at hand
+        found = chip_called(device.device_kind, device.platform)
+    # Interpreted kernels are those for TPUs unless a GPU is named, also on a machine that has one.
+    return CHIPS["cpu"] if mode is not None and found.platform == "gpu" else found
 
 
 def chip_called(kind: str, platform: str) -> Chip:
-    """The chip that JAX calls so."""
+    """Return the chip that JAX calls `kind`; one that is not in `CHIPS` still has its platform."""
     try:
         return chip(kind)
-    except JShardError:  # a chip without a row still has a platform, and "auto" is plain XLA there
-        known = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
-        return Chip(kind, cast(Platform, known))  # or another, of which no row of a table speaks
+    except JShardError:  # "auto" is XLA there
+        return Chip(kind, cast(Platform, {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)))
 
 
-def _named(name: str) -> str:
+def _chip_name(name: str) -> str:
     return chip(name).name
 
 
 @dataclasses.dataclass(frozen=True)
 class Interpretation:
-    """How interpreted kernels run: with a race detector or without, when copies happen, and on which pretended chip."""
+    """How kernels are interpreted: with a race detector or without, when copies happen, and on which pretended chip."""
 
     races: bool = True
     copies: Literal["on_wait", "eager"] = "on_wait"
@@ -72,30 +71,36 @@ _interpretation = jax.make_user_context(None)  # part of JAX's trace cache key
 def interpret(
     *, races: bool = True, copies: Literal["on_wait", "eager"] = "on_wait", chip: str | None = None
 ) -> Iterator[None]:
-    """Within it a kernel asked for by name runs on pretend TPUs of the CPU, slowly and with a race detector: for tests.
+    """Interpret kernels that are asked for by name, on pretend TPUs of the CPU with a race detector: slow, for tests.
 
-    `chip` names the one to pretend: of GPUs "h100", "h200" or "b200", whose collectives are not interpreted. What it takes
-    says nothing about speed. A race raises nothing by itself: `jshard bench kernels --self-test` looks.
+    `chip` names the one to pretend: of GPUs "h100", "h200" or "b200", whose collectives are not interpreted. The time it
+    takes says nothing about speed. A race raises nothing by itself: `jshard bench kernels --self-test` looks.
     """
-    with _interpretation(Interpretation(races, copies, None if chip is None else _named(chip))), _under_checkpoint():
+    with (
+        _interpretation(Interpretation(races, copies, None if chip is None else _chip_name(chip))),
+        _allowed_in_checkpoint(),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def _under_checkpoint() -> Iterator[None]:
-    """Lets jax.checkpoint take interpreted kernels. The interpreter's callbacks are effects, which it refuses as they might
-    happen twice; twice is what a kernel is computed there. Compiled kernels have none, and JAX no public name for this."""
+def _allowed_in_checkpoint() -> Iterator[None]:
+    """Let jax.checkpoint take interpreted kernels; JAX has no public name for this.
+
+    It refuses effects, as they might happen twice, and the interpreter's callbacks have some. Twice is what a kernel is
+    computed under checkpoint. Compiled kernels have no such effect.
+    """
     from jax._src import callback, effects
 
     allowed = effects.remat_allowed_effects._effect_types
-    added = {callback.OrderedIOEffect, callback.IOEffect} - allowed
-    allowed |= added
+    new = {callback.OrderedIOEffect, callback.IOEffect} - allowed
+    allowed |= new
     try:
         yield
     finally:
-        allowed -= added
+        allowed -= new
 
 
 def interpretation() -> Interpretation | None:
-    """How kernels are interpreted here; None where they are compiled."""
+    """Return how kernels are interpreted here; None where they are compiled."""
     return _interpretation.value

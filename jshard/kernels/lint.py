@@ -1,6 +1,6 @@
-"""What interpret mode can't see: a kernel that writes to another device before it knows that the other is there.
+"""Find kernels that write to another device before they know that it is there.
 
-Interpreted devices enter a kernel together, so a missing entry barrier never shows there. It shows in the jaxpr.
+Interpret mode can't: its devices enter a kernel together, so a missing entry barrier never shows. The jaxpr shows it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,31 @@ import jax
 
 
 def missing_barriers(jaxpr: Any) -> list[str]:
-    """A sentence for each Pallas kernel in `jaxpr` that copies to another device with no barrier waited for before."""
+    """Return a sentence for each Pallas kernel in `jaxpr` that copies to another device before it waits at a barrier."""
     return [
         f'kernel "{_name(eqn)}" copies to another device before it has waited at a barrier; '
         "begin it with a signal to everyone whom it will write to, and a wait for as many"
-        for eqn in _pallas_calls(getattr(jaxpr, "jaxpr", jaxpr))
+        for eqn in _kernels(jaxpr)
         if _copies_too_soon(eqn.params["jaxpr"])
     ]
 
 
 def remote_copies(jaxpr: Any) -> int:
-    """How many equations of kernels in `jaxpr` start a copy to another device."""
-    kernels = (every_equation(eqn.params["jaxpr"]) for eqn in _pallas_calls(getattr(jaxpr, "jaxpr", jaxpr)))
-    return sum(_is_remote(eqn) for kernel in kernels for eqn in kernel)
+    """Count the equations of kernels in `jaxpr` that start a copy to another device."""
+    return sum(_is_remote(eqn) for kernel in _kernels(jaxpr) for eqn in every_equation(kernel.params["jaxpr"]))
+
+
+def every_equation(jaxpr: Any) -> Iterator[Any]:
+    """Yield equations in program order, each followed by those of the loops, branches and kernels in it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: not isinstance(x, (list, tuple))):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                yield from every_equation(inner)
+
+
+def _kernels(jaxpr: Any) -> Iterator[Any]:
+    return (eqn for eqn in every_equation(jaxpr) if eqn.primitive.name == "pallas_call")
 
 
 def _copies_too_soon(kernel: Any) -> bool:
@@ -32,39 +44,15 @@ def _copies_too_soon(kernel: Any) -> bool:
     for eqn in every_equation(kernel):
         name = eqn.primitive.name
         barrier |= name == "get_barrier_semaphore"
-        waited |= barrier and name == "semaphore_wait"
+        waited |= barrier and name == "semaphore_wait"  # whatever it waits for
         if not waited and _is_remote(eqn):
             return True
     return False
 
 
 def _is_remote(eqn: Any) -> bool:
+    # the last operand of a copy is the other device, None for one that stays here
     return eqn.primitive.name == "dma_start" and jax.tree.unflatten(eqn.params["tree"], eqn.invars)[-1] is not None
-
-
-def _pallas_calls(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            yield eqn
-            continue
-        for inner in _inner(eqn):
-            yield from _pallas_calls(inner)
-
-
-def every_equation(jaxpr: Any) -> Iterator[Any]:
-    """The equations in program order, those of loops and branches where they stand."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for inner in _inner(eqn):
-            yield from every_equation(inner)
-
-
-def _inner(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            bare = getattr(each, "jaxpr", each)
-            if hasattr(bare, "eqns"):
-                yield bare
 
 
 def _name(eqn: Any) -> str:

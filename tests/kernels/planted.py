@@ -72,7 +72,7 @@ def one_too_many(group, rank, who):
 
 PLANTED = {
     "none": lambda: contextlib.nullcontext(),
-    "no_receive_wait": lambda: mock.patch.object(tpu, "remote_copy", lambda *a: Halfway(remote_copy(*a), "receive")),
+    "no_receive_wait": lambda: mock.patch.object(dma, "remote_copy", lambda *a: Halfway(remote_copy(*a), "receive")),
     "no_send_wait": lambda: mock.patch.object(dma, "remote_copy", lambda *a: Halfway(remote_copy(*a), "send")),
     "slot_written_twice": lambda: mock.patch.object(dma, "remote_copy", first_slot),
     "out_of_bounds": lambda: mock.patch.object(dma, "in_blocks", too_far),

@@ -1,7 +1,7 @@
-"""The matrix product of one Blackwell GPU (sm_100), with bias and activation before the one rounding.
+"""Multiply matrices on one Blackwell GPU (sm_100), with bias and activation before the one rounding.
 
-A block has one tile of the result, whose sums stay in tensor memory, and two warpgroups: one brings tiles of x and w to
-shared memory, the other feeds them to the tensor core and, when all are summed, carries the result out.
+A block has one tile of the result, whose sums stay in tensor memory, and two warpgroups: one loads tiles of x and w to
+shared memory, the other feeds them to the tensor core and, when all are summed, writes the result out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, row, swizzled
+from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, swizzled, write_out
 
 
 def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out: Any, tile: Tile, cores: int) -> Array:
-    """`epilogue(x @ w + bias)`, rounded once to `out.dtype`. Sizes are whole tiles; `bias` is float32."""
+    """Compute `epilogue(x @ w + bias)`, rounded once to `out.dtype`. Sizes are whole tiles; `bias` is float32."""
     del cores  # as many blocks as tiles: the GPU hands them out
     m, n = out.shape
     wide, pieces = chunk(out.dtype), swizzled(tile.depth, x_mk.dtype)
@@ -43,27 +43,26 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out
     return run(x_mk, w_kn) if bias is None else run(x_mk, w_kn, bias)
 
 
-def _matmul(x_ref, w_ref, *rest, epilogue: Epilogue, biased: bool, tile: Tile) -> None:
-    b_ref, y_ref, xs, ws, total, leaving, arrived, read, done = rest if biased else (None, *rest)
+def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -> None:
+    b_ref, y_ref, xs, ws, total, outgoing, arrived, read, done = refs if biased else (None, *refs)
     (m, k), n = x_ref.shape, w_ref.shape[1]
     steps, wide = k // tile.depth, chunk(y_ref.dtype)
-    turn = lax.axis_index("tile")
-    i, j = plgpu.planar_snake(turn, (m // tile.rows, n // tile.columns), 1, tile.band)
+    i, j = plgpu.planar_snake(lax.axis_index("tile"), (m // tile.rows, n // tile.columns), 1, tile.band)
     rows, columns = pl.ds(i * tile.rows, tile.rows), pl.ds(j * tile.columns, tile.columns)
 
     @pl.when(lax.axis_index("group") == 0)
     def _() -> None:
-        def bring(step: Any, _: None) -> None:
+        def load(step: Any, _: None) -> None:
             slot, depth = lax.rem(step, tile.stages), pl.ds(step * tile.depth, tile.depth)
 
-            @pl.when(step >= tile.stages)
+            @pl.when(step >= tile.stages)  # the slot has a tile that the tensor core may still read
             def _() -> None:
                 plgpu.barrier_wait(read.at[slot])
 
             plgpu.copy_gmem_to_smem(x_ref.at[rows, depth], xs.at[slot], arrived.at[slot])
             plgpu.copy_gmem_to_smem(w_ref.at[depth, columns], ws.at[slot], arrived.at[slot])
 
-        lax.fori_loop(0, steps, bring, None)
+        lax.fori_loop(0, steps, load, None)
 
     @pl.when(lax.axis_index("group") == 1)
     def _() -> None:
@@ -76,13 +75,6 @@ def _matmul(x_ref, w_ref, *rest, epilogue: Epilogue, biased: bool, tile: Tile) -
         plgpu.tcgen05_commit_arrive(done)
         plgpu.barrier_wait(done)
         for piece in range(tile.columns // wide):
-            part = plgpu.async_load_tmem(total.at[:, pl.ds(piece * wide, wide)])
-            start = j * tile.columns + piece * wide
-            if b_ref is not None:
-                part += lax.broadcast_in_dim(row(b_ref, start, wide), part.shape, (1,))
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            slot = leaving.at[piece % 2]
-            slot[...] = epilogue(part).astype(y_ref.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(slot, y_ref.at[rows, pl.ds(start, wide)])
+            sums = plgpu.async_load_tmem(total.at[:, pl.ds(piece * wide, wide)])
+            write_out(sums, b_ref, epilogue, outgoing.at[piece % 2], y_ref, rows, j * tile.columns + piece * wide)
         plgpu.wait_smem_to_gmem(0)

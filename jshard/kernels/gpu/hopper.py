@@ -1,7 +1,7 @@
-"""The matrix product of one Hopper GPU (sm_90), with bias and activation before the one rounding.
+"""Multiply matrices on one Hopper GPU (sm_90), with bias and activation before the one rounding.
 
-A block has three warpgroups: one brings tiles of x and w to shared memory, two multiply, each its half of the columns.
-Blocks stay for as long as there are tiles of the result, neighbours first, so that what two tiles share is still in cache.
+A block has three warpgroups: one loads tiles of x and w to shared memory, two multiply, each its half of the columns.
+Blocks are persistent: each core goes on to the next tile of the result, neighbours first, as the cache has what they share.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, row, swizzled
+from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, swizzled, write_out
 
 
 def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out: Any, tile: Tile, cores: int) -> Array:
-    """`epilogue(x @ w + bias)`, rounded once to `out.dtype`. Sizes are whole tiles; `bias` is float32."""
+    """Compute `epilogue(x @ w + bias)`, rounded once to `out.dtype`. Sizes are whole tiles; `bias` is float32."""
     cores = min(cores, out.shape[0] // tile.rows * (out.shape[1] // tile.columns))
     run = plgpu.kernel(
         functools.partial(_matmul, epilogue=epilogue, biased=bias is not None, tile=tile),
@@ -35,32 +35,33 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out
     return run(x_mk, w_kn) if bias is None else run(x_mk, w_kn, bias)
 
 
-def _matmul(x_ref, w_ref, *rest, epilogue: Epilogue, biased: bool, tile: Tile) -> None:
-    b_ref, y_ref, leaving = rest if biased else (None, *rest)
+def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -> None:
+    b_ref, y_ref, outgoing = refs if biased else (None, *refs)
     (m, k), n = x_ref.shape, w_ref.shape[1]
     half, wide = tile.columns // 2, chunk(y_ref.dtype)
-    pieces: Any = {"transforms": swizzled(tile.depth, x_ref.dtype), "memory_space": plgpu.SMEM}
+    in_shared: Any = {"transforms": swizzled(tile.depth, x_ref.dtype), "memory_space": plgpu.SMEM}
 
-    def pipeline(step: Any, around: Any) -> Any:
+    def pipeline(step: Any, context: Any) -> Any:
         return plgpu.emit_pipeline_warp_specialized(
             step,
             grid=(k // tile.depth,),
             in_specs=[
-                plgpu.BlockSpec((tile.rows, tile.depth), lambda s: (0, s), **pieces),
-                plgpu.BlockSpec((tile.depth, tile.columns), lambda s: (s, 0), **pieces),
+                plgpu.BlockSpec((tile.rows, tile.depth), lambda s: (0, s), **in_shared),
+                plgpu.BlockSpec((tile.depth, tile.columns), lambda s: (s, 0), **in_shared),
             ],
             memory_registers=40,
             max_concurrent_steps=tile.stages,
             num_compute_wgs=2,
             wg_axis="group",
-            compute_context=around,
+            compute_context=context,
         )
 
+    # The pipeline's buffers are allocated once, outside the loop over tiles. What it computes makes no difference to them.
     nothing = lambda *_, **__: None
-    room = pipeline(nothing, nothing).get_allocations(x_ref, w_ref)
+    buffers = pipeline(nothing, nothing).get_allocations(x_ref, w_ref)
 
-    @functools.partial(pl.run_scoped, room=room, collective_axes="group")
-    def _(room: Any) -> None:
+    @functools.partial(pl.run_scoped, buffers=buffers, collective_axes="group")
+    def _(buffers: Any) -> None:
         group = lax.axis_index("group")
 
         @plgpu.nd_loop((m // tile.rows * (n // tile.columns),), collective_axes="core")
@@ -74,23 +75,16 @@ def _matmul(x_ref, w_ref, *rest, epilogue: Epilogue, biased: bool, tile: Tile) -
                 plgpu.wgmma_wait(0)
                 return total
 
-            def around(products: Any) -> None:
+            def sum_and_write(products: Any) -> None:
                 @functools.partial(pl.run_scoped, total=plgpu.WGMMAAccumulatorRef((tile.rows, half), jnp.float32))
                 def _(total: Any) -> None:
                     products(total)
                     y = total[...]
                     for piece in range(half // wide):
-                        here = slice(piece * wide, (piece + 1) * wide)
+                        sums = y[:, piece * wide : (piece + 1) * wide]
                         start = j * tile.columns + group * half + piece * wide
-                        part = y[:, here]
-                        if b_ref is not None:
-                            part += lax.broadcast_in_dim(row(b_ref, start, wide), part.shape, (1,))
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        slot = leaving.at[group, piece % 2]
-                        slot[...] = epilogue(part).astype(y_ref.dtype)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(slot, y_ref.at[rows, pl.ds(start, wide)])
+                        write_out(sums, b_ref, epilogue, outgoing.at[group, piece % 2], y_ref, rows, start)
 
-            pipeline(multiply, around)(x_ref.at[rows, :], w_ref.at[:, columns], allocations=room)
+            pipeline(multiply, sum_and_write)(x_ref.at[rows, :], w_ref.at[:, columns], allocations=buffers)
 
     plgpu.wait_smem_to_gmem(0)

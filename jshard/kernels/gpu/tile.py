@@ -1,4 +1,4 @@
-"""How a product is cut for a GPU, and the few words that its kernels share."""
+"""Choose the tiles of a matrix product on a GPU, and write them out: what the kernels of both families share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,8 +17,10 @@ Epilogue = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What one block multiplies at a time: `rows` x `depth` of x by `depth` x `columns` of w, `stages` of them on the way.
-    Blocks go through the result in bands of `band` tiles, so that neighbours find in cache what they share."""
+    """What one block multiplies at a time: `rows` x `depth` of x by `depth` x `columns` of w, `stages` of them in flight.
+
+    Blocks go through the result in bands of `band` tiles, so that what two neighbours share is still in cache.
+    """
 
     rows: int
     columns: int
@@ -28,27 +30,39 @@ class Tile:
 
 
 def tile_for(m: int, n: int, cores: int, rows: tuple[int, ...]) -> Tile:
-    """The largest tile, of at most `rows`, that still gives every core one; of a small product the smallest. Not tuned: no
-    GPU was at hand."""
-    tiles = [Tile(most, columns) for most in rows for columns in (256, 128) if columns >= most]
+    """Return the largest tile with one of `rows` that still gives every core one, for a small product the smallest.
+
+    Not tuned: no GPU was at hand.
+    """
+    tiles = [Tile(height, columns) for height in rows for columns in (256, 128) if columns >= height]
     busy = [tile for tile in tiles if -(-m // tile.rows) * -(-n // tile.columns) >= cores]
     return (busy or tiles[-1:])[0]
 
 
 def chunk(dtype: Any) -> int:
-    """Columns of the result that leave together: 64 bytes."""
+    """Return how many columns of the result are written out together: 64 bytes."""
     return 64 // jnp.dtype(dtype).itemsize
 
 
 def swizzled(columns: int, dtype: Any) -> tuple[Any, Any]:
-    """How a tile lies in shared memory, for copies and tensor cores to read it without conflicts."""
+    """Return the layout of a tile in shared memory that copies and tensor cores read without bank conflicts."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * size * 8)
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
-def row(ref: Any, start: Any, size: int) -> Array:
-    """So many numbers of a vector in the GPU's memory."""
+def write_out(sums: Array, bias_ref: Any, epilogue: Epilogue, slot: Any, y_ref: Any, rows: Any, start: Any) -> None:
+    """Add the bias to `sums`, apply `epilogue`, round, and copy to `y_ref` by way of `slot`, one of two in shared memory."""
+    size = sums.shape[1]
+    if bias_ref is not None:
+        sums += lax.broadcast_in_dim(_load(bias_ref, start, size), sums.shape, (1,))
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before last is done: it was from this slot
+    slot[...] = epilogue(sums).astype(y_ref.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(slot, y_ref.at[rows, pl.ds(start, size)])
+
+
+def _load(ref: Any, start: Any, size: int) -> Array:
     load: Any = plgpu.load
     if "idx" in inspect.signature(load).parameters:  # until jax 0.11
         return load(ref, pl.ds(start, size), optimized=False)
