@@ -33,37 +33,33 @@ class Collective:
     primitives: frozenset[str]
     opcode: str
     payload: Literal["operand", "result"]
-    wire_times_group: Callable[[int, int], int]  # of payload bytes and group; times group, as it is whole then
+    parts: Callable[[int], int]  # of the group: how many n-ths of the payload a device sends
 
     def wire(self, payload: int, group: int) -> int:
-        """Return the bytes that one device sends, for a payload of so many bytes; a group of one sends none."""
-        return 0 if group <= 1 else -(-self.wire_times_group(payload, group) // group)
+        """Return the bytes that one device sends, rounded up; a group of one sends none."""
+        return 0 if group <= 1 else -(-payload * self.parts(group) // group)
 
 
-def _row(
-    name: str, primitives: str, payload: Literal["operand", "result"], wire_times_group: Callable[[int, int], int]
-):
-    words = primitives.split()
-    words += [f"{word}_start" for word in words]  # the asynchronous ones; their other half, `_done`, moves nothing more
-    opcode = {"permute": "collective-permute", "broadcast": "collective-broadcast"}.get(name, name.replace("_", "-"))
-    return name, Collective(name, frozenset(words), opcode, payload, wire_times_group)
+def _primitives(words: str) -> frozenset[str]:
+    """List JAX's primitives, and the asynchronous ones; their other halves, `_done`, move nothing more."""
+    return frozenset(word + half for word in words.split() for half in ("", "_start"))
 
 
-COLLECTIVES: dict[str, Collective] = dict(
-    [
-        _row(
-            "all_reduce",
-            "psum psum_invariant pmax pmin unreduced_psum unreduced_pmax unreduced_pmin",
-            "operand",
-            lambda b, n: 2 * b * (n - 1),
-        ),
-        _row("all_gather", "all_gather all_gather_invariant all_gather_reduced", "result", lambda b, n: b * (n - 1)),
-        _row("reduce_scatter", "reduce_scatter unreduced_reduce_scatter", "operand", lambda b, n: b * (n - 1)),
-        _row("all_to_all", "all_to_all", "operand", lambda b, n: b * (n - 1)),
-        _row("permute", "ppermute", "operand", lambda b, n: b * n),
-        _row("broadcast", "pbroadcast pbroadcast_dynamic", "operand", lambda b, n: b * n),
-    ]
-)
+_PSUM = _primitives("psum psum_invariant pmax pmin unreduced_psum unreduced_pmax unreduced_pmin")
+_GATHER = _primitives("all_gather all_gather_invariant all_gather_reduced")
+_SCATTER = _primitives("reduce_scatter unreduced_reduce_scatter")
+_BROADCAST = _primitives("pbroadcast pbroadcast_dynamic")
+COLLECTIVES: dict[str, Collective] = {
+    row.name: row
+    for row in (
+        Collective("all_reduce", _PSUM, "all-reduce", "operand", lambda n: 2 * (n - 1)),
+        Collective("all_gather", _GATHER, "all-gather", "result", lambda n: n - 1),
+        Collective("reduce_scatter", _SCATTER, "reduce-scatter", "operand", lambda n: n - 1),
+        Collective("all_to_all", _primitives("all_to_all"), "all-to-all", "operand", lambda n: n - 1),
+        Collective("permute", _primitives("ppermute"), "collective-permute", "operand", lambda n: n),
+        Collective("broadcast", _BROADCAST, "collective-broadcast", "operand", lambda n: n),
+    )
+}
 
 
 def all_reduce(x: Array, mesh_axis: MeshAxis, *, op: Literal["sum", "max", "min", "mean"] = "sum") -> Array:
