@@ -36,6 +36,12 @@ class JShardError(ValueError):
         return joined
 
 
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a hint: the known word that `word` was most likely meant to be, or `otherwise`."""
+    close = nearest(str(word), known)
+    return f'did you mean "{close}"?' if close else otherwise
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was most likely meant to be."""
     close = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.6)

@@ -12,7 +12,7 @@ import jax
 from jshard.chips import CHIPS as CHIPS
 from jshard.chips import Chip as Chip
 from jshard.chips import Platform
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 
 
 def chip(name: str) -> Chip:
@@ -23,10 +23,8 @@ def chip(name: str) -> Chip:
     for known in CHIPS.values():
         if low in (known.kind.lower(), *known.others) or (known.platform == "gpu" and low.startswith(known.others)):
             return known
-    close = nearest(low, CHIPS)
-    raise JShardError(
-        f'jshard knows no chip "{name}"', mend=f'did you mean "{close}"?' if close else f"use one of {', '.join(CHIPS)}"
-    )
+    mend = did_you_mean(low, CHIPS, f"use one of {', '.join(CHIPS)}")
+    raise JShardError(f'jshard knows no chip "{name}"', mend=mend)
 
 
 def present_chip() -> Chip:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 
 MeshAxis = str | Sequence[str]
 
@@ -282,10 +282,9 @@ def _unbound(op_name: str, name: str) -> JShardError:
             f'{op_name} over mesh axis "{name}" inside a shard_map over {_quoted(manual)} only',
             mend=f"use jax.shard_map(..., axis_names={{{_quoted((*manual, name))}}})",
         )
-    close = nearest(name, manual)
     return JShardError(
         f'{op_name} over mesh axis "{name}" inside a shard_map over {_quoted(manual)}',
-        mend=f'did you mean "{close}"?' if close else f"use {_quoted(manual, ' or ')}",
+        mend=did_you_mean(name, manual, f"use {_quoted(manual, ' or ')}"),
     )
 
 
@@ -294,11 +293,8 @@ def _quoted(mesh_axes: Sequence[str], joint: str = ", ") -> str:
 
 
 def _not_a_choice(op_name: str, key: str, word: str, choices: tuple[str, ...]) -> JShardError:
-    close = nearest(str(word), choices)
-    return JShardError(
-        f'{op_name} has no {key} "{word}"',
-        mend=f'did you mean "{close}"?' if close else f"use {_quoted(choices, ' or ')}",
-    )
+    mend = did_you_mean(word, choices, f"use {_quoted(choices, ' or ')}")
+    return JShardError(f'{op_name} has no {key} "{word}"', mend=mend)
 
 
 def _axis(op_name: str, verb: str, x: Array, axis: int) -> int:

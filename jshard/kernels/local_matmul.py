@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 from jshard.kernels import collectives
 from jshard.kernels.chip import present_chip
 from jshard.kernels.select_algorithm import resolve_algorithm
@@ -49,11 +49,8 @@ def matmul(
             mend="use a w with as many rows as x has columns",
         )
     if activation is not None and activation not in ACTIVATIONS:
-        close = nearest(str(activation), ACTIVATIONS)
-        raise JShardError(
-            f'matmul has no activation "{activation}"',
-            mend=f'did you mean "{close}"?' if close else f"use {', '.join(ACTIVATIONS)}, or apply it to the product",
-        )
+        use = f"use {', '.join(ACTIVATIONS)}, or apply it to the product"
+        raise JShardError(f'matmul has no activation "{activation}"', mend=did_you_mean(activation, ACTIVATIONS, use))
     if (
         algorithm != "xla"
         and resolve_algorithm("matmul", algorithm, x, (), lambda: unsupported_operands(x, w, precision)) == "pallas"

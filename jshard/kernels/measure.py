@@ -1,10 +1,9 @@
-"""How long the collectives take on the devices at hand, algorithm beside algorithm; and whether they are right there."""
+"""Time the collectives on the devices at hand, algorithm beside algorithm, and test them there against XLA's."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 from jshard.kernels import product_times
 from jshard.kernels.all_reduction import all_reduce
-from jshard.kernels.chip import chip, chip_called, interpret
+from jshard.kernels.chip import chip_called, interpret
 from jshard.kernels.collectives import COLLECTIVES, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
@@ -31,7 +30,7 @@ PRODUCTS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": mat
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One op by one algorithm: seconds of a call, by the median, the lowest and the highest of `repeats`."""
+    """Seconds of one op by one algorithm: median, lowest and highest of `repeats` calls."""
 
     op: str
     algorithm: str
@@ -41,16 +40,16 @@ class Timing:
     low: float
     high: float
     repeats: int
-    limit: float  # GB/s that the links of a device carry one way, 0 if unknown
+    limit: float  # GB/s that the links of a device carry one way; 0 if unknown
 
     @property
     def bandwidth(self) -> float:
-        """GB/s that each device puts on the wire, if it sends no more than it must."""
+        """Return GB/s that each device puts on the wire, if it sends no more than the collective must."""
         return COLLECTIVES[self.op].wire(self.payload, self.group) / self.median / 1e9
 
 
 def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
-    """Those of `op` that can be compiled for the devices at hand. What is only interpreted is never timed."""
+    """List the algorithms of `op` that compile for the devices at hand. What is only interpreted is never timed."""
     words = [word for word in ALGORITHMS[op] if word not in ("auto", "in_order", "torus")]
     if platform != "tpu":
         return ["xla"]
@@ -60,38 +59,22 @@ def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
 def measure(
     mesh: Mesh, mesh_axis: str, sizes: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20
 ) -> list[Timing]:
-    """Each collective at each of `sizes` (bytes of its payload), the algorithms taking turns so that what else the machine
-    does falls on all alike. Every call is waited for."""
-    _known(mesh, mesh_axis)
-    group = mesh.shape[mesh_axis]
-    device = mesh.devices.flat[0]
-    limit = _limit(device)
+    """Time each collective at each of `sizes`, bytes of its payload, by each algorithm that compiles here."""
+    _check_mesh_axis(mesh, mesh_axis)
+    group, device = mesh.shape[mesh_axis], mesh.devices.flat[0]
+    limit = chip_called(device.device_kind, device.platform).link / 1e9
     found = []
     for op, size in ((op, size) for op in MOVES for size in sizes):
         runs = {}
         for algorithm in algorithms_at_hand(op, group, device.platform):
             try:
                 runs[algorithm] = _prepared(mesh, mesh_axis, op, algorithm, size, dtype)
-            except JShardError:  # one shot of what does not fit: the others still can be timed
+            except JShardError:  # one_shot of what does not fit VMEM: the others can still be timed
                 continue
-        took: dict[str, list[float]] = {algorithm: [] for algorithm in runs}
-        for _ in range(repeats):
-            for algorithm, run in runs.items():
-                begun = time.perf_counter()
-                run()
-                took[algorithm].append(time.perf_counter() - begun)
         payload = _elements(op, size, group, dtype) * jnp.dtype(dtype).itemsize
-        for algorithm, seconds in took.items():
-            middle = statistics.median(seconds)
-            found.append(Timing(op, algorithm, group, payload, middle, min(seconds), max(seconds), repeats, limit))
+        for algorithm, seconds in product_times.time_in_turns(runs, repeats).items():
+            found.append(Timing(op, algorithm, group, payload, *seconds, repeats, limit))
     return found
-
-
-def _limit(device: Any) -> float:
-    try:
-        return chip(device.device_kind).link / 1e9
-    except JShardError:
-        return 0.0
 
 
 def _elements(op: str, size: int, group: int, dtype: Any) -> int:
@@ -99,11 +82,12 @@ def _elements(op: str, size: int, group: int, dtype: Any) -> int:
 
 
 def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dtype: Any) -> Callable[[], None]:
-    """A call that is compiled and has run once."""
-    group, whole = mesh.shape[mesh_axis], _elements(op, size, mesh.shape[mesh_axis], dtype)
-    local = whole // group if op == "all_gather" else whole
-    place = jax.NamedSharding(mesh, P(mesh_axis))
-    x = jax.make_array_from_callback((group * local,), place, lambda index: np.ones(local, jnp.dtype(dtype)))
+    """Compile a collective and run it once."""
+    group = mesh.shape[mesh_axis]
+    full = _elements(op, size, group, dtype)
+    local = full // group if op == "all_gather" else full
+    sharding = jax.NamedSharding(mesh, P(mesh_axis))
+    x = jax.make_array_from_callback((group * local,), sharding, lambda index: np.ones(local, jnp.dtype(dtype)))
 
     def body(x: Array) -> Array:
         y = MOVES[op](x, mesh_axis, algorithm=algorithm)
@@ -118,12 +102,12 @@ def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dt
     return call
 
 
-# -- are they right here? --
+# -- the test against XLA --
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """One op by one algorithm, held against XLA's on integers: how many numbers differ, on all devices together."""
+    """One op by one algorithm compared with XLA's on integers: how many numbers differ, on all devices together."""
 
     op: str
     algorithm: str
@@ -139,11 +123,11 @@ class Proof:
 
 
 def self_test(mesh: Mesh, mesh_axis: str) -> Iterator[Proof]:
-    """Every op by every algorithm against XLA's, on integers, where it is called: on one process or on many.
+    """Compare every op by every algorithm with XLA's, on integers, on the devices of one process or of many.
 
-    On CPUs the kernels for TPUs are interpreted, which needs all devices in one process. On GPUs the product's is tried.
+    On CPUs the kernels for TPUs are interpreted, which needs all devices in one process. On GPUs only the product has one.
     """
-    _known(mesh, mesh_axis)
+    _check_mesh_axis(mesh, mesh_axis)
     device = mesh.devices.flat[0]
     compiled = device.platform != "cpu"
     on_gpu = device.platform == "gpu"
@@ -154,11 +138,11 @@ def self_test(mesh: Mesh, mesh_axis: str) -> Iterator[Proof]:
                 if algorithm not in ("auto", "in_order", "xla", "torus") and (
                     not on_gpu or (op == "matmul" and has_product)
                 ):
-                    yield _proved(mesh, mesh_axis, op, algorithm, compiled, "bfloat16" if on_gpu else "float32")
-    yield _proved(mesh, mesh_axis, "all_reduce", "xla", True)
+                    yield _compare(mesh, mesh_axis, op, algorithm, compiled, "bfloat16" if on_gpu else "float32")
+    yield _compare(mesh, mesh_axis, "all_reduce", "xla", True)
 
 
-def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool, dtype: str = "float32") -> Proof:
+def _compare(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool, dtype: str = "float32") -> Proof:
     group = mesh.shape[mesh_axis]
     local = (2 * group, 5) if op in PRODUCTS or op == "matmul" else (group, 7)
     numbers = (
@@ -166,8 +150,8 @@ def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool,
         .reshape(group * local[0], local[1])
         .astype(jnp.dtype(dtype))
     )
-    place = jax.NamedSharding(mesh, P(mesh_axis))
-    x = jax.make_array_from_callback(numbers.shape, place, lambda index: numbers[index])
+    sharding = jax.NamedSharding(mesh, P(mesh_axis))
+    x = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
     def run(x: Array, algorithm: Any) -> Array:
         if op == "matmul":
@@ -178,7 +162,7 @@ def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool,
         return lax.pcast(y, mesh_axis, to="varying") if op == "all_reduce" else y
 
     def body(x: Array) -> Array:
-        if op == "all_reduce" and algorithm == "xla":  # the one thing there is to hold XLA's own against: a gather
+        if op == "all_reduce" and algorithm == "xla":  # XLA's own is compared with a gather and a sum
             expected = lax.all_gather(x, mesh_axis).sum(0)
         else:
             expected = run(x, "xla")
@@ -186,18 +170,12 @@ def _proved(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool,
         return lax.psum(pvary(wrong, mesh.axis_names), mesh.axis_names)
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P()))
-    if compiled:
+    with contextlib.nullcontext() if compiled else interpret(races=False):
         wrong = int(program(x))
-    else:
-        with interpret(races=False):
-            wrong = int(program(x))
     return Proof(op, algorithm, local, dtype, wrong, not compiled)
 
 
-def _known(mesh: Mesh, mesh_axis: str) -> None:
+def _check_mesh_axis(mesh: Mesh, mesh_axis: str) -> None:
     if mesh_axis not in mesh.axis_names:
-        close = nearest(mesh_axis, mesh.axis_names)
-        raise JShardError(
-            f'the mesh has no mesh axis "{mesh_axis}"',
-            mend=f'did you mean "{close}"?' if close else f"use {' or '.join(mesh.axis_names)}",
-        )
+        mend = did_you_mean(mesh_axis, mesh.axis_names, f"use {' or '.join(mesh.axis_names)}")
+        raise JShardError(f'the mesh has no mesh axis "{mesh_axis}"', mend=mend)

@@ -1,4 +1,4 @@
-"""How long the product of one device takes by its kernel and by XLA, bare and with bias and GELU, side by side."""
+"""Time the matrix product of one device by its kernel and by XLA, bare and with bias and GELU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from jshard.kernels.local_matmul import matmul
 from jshard.kernels.select_algorithm import GPU_GENERATIONS
 
 EPILOGUES: dict[str, dict[str, Any]] = {"bare": {}, "bias and gelu": {"activation": "gelu"}}
-LONG_ENOUGH = 2e-3  # seconds that one call should take, or what is timed is its beginning
+CALL_SECONDS = 2e-3  # that one call should take: of a shorter one its dispatch is timed
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductTime:
-    """A product of square matrices: seconds of one, by the median, the lowest and the highest of `repeats` calls, each of
-    `chained` products one after the other."""
+    """Seconds of one product of square matrices: median, lowest and highest of `repeats` calls of `chained` products each."""
 
     side: int
     epilogue: str
@@ -34,45 +33,52 @@ class ProductTime:
     high: float
     repeats: int
     chained: int
-    peak: float  # floating-point operations a second that the chip's maker states, 0 if unknown
+    peak: float  # floating-point operations a second that the chip's maker states; 0 if unknown
 
     @property
     def rate(self) -> float:
-        """Floating-point operations a second."""
+        """Return floating-point operations a second."""
         return 2 * self.side**3 / self.median
 
 
 def algorithms_at_hand(chip: Chip) -> list[str]:
-    """Those that compile for the device at hand. What is only interpreted is never timed."""
-    able = chip.platform == "tpu" or chip.gpu.get("major") in GPU_GENERATIONS
-    return ["pallas", "xla"] if able else ["xla"]
+    """List the algorithms that compile for `chip`. What is only interpreted is never timed."""
+    compiles = chip.platform == "tpu" or chip.gpu.get("major") in GPU_GENERATIONS
+    return ["pallas", "xla"] if compiles else ["xla"]
+
+
+def time_in_turns(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, tuple[float, float, float]]:
+    """Time each of `runs`: median, lowest and highest seconds of `repeats` calls, each of which waits for its result.
+
+    The runs take turns, so that other load, and a clock that slows with heat, fall on all alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: (statistics.median(each), min(each), max(each)) for name, each in seconds.items()}
 
 
 def measure(sides: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20) -> list[ProductTime]:
-    """Each product at each of `sides`, the algorithms taking turns so that what else the machine does, and what heat does
-    to its clock, falls on all alike. Every call is waited for."""
+    """Time each product at each of `sides`, by each algorithm that compiles here."""
     device = jax.devices()[0]
     chip = chip_called(device.device_kind, device.platform)
     peak = chip.peak(str(jnp.dtype(dtype))) if chip.flops else 0.0
     found = []
     for side in sides:
-        chained = max(1, min(32, round(LONG_ENOUGH * (peak or 1e11) / (2 * side**3))))
+        chained = max(1, min(32, round(CALL_SECONDS * (peak or 1e11) / (2 * side**3))))
         for epilogue in EPILOGUES:
             runs = {word: _prepared(side, epilogue, word, dtype, chained) for word in algorithms_at_hand(chip)}
-            took: dict[str, list[float]] = {word: [] for word in runs}
-            for _ in range(repeats):
-                for word, run in runs.items():
-                    begun = time.perf_counter()
-                    run()
-                    took[word].append((time.perf_counter() - begun) / chained)
-            for word, seconds in took.items():
-                middle, low, high = statistics.median(seconds), min(seconds), max(seconds)
-                found.append(ProductTime(side, epilogue, word, middle, low, high, repeats, chained, peak))
+            for word, seconds in time_in_turns(runs, repeats).items():
+                median, low, high = (each / chained for each in seconds)
+                found.append(ProductTime(side, epilogue, word, median, low, high, repeats, chained, peak))
     return found
 
 
 def _prepared(side: int, epilogue: str, algorithm: Any, dtype: Any, chained: int) -> Callable[[], None]:
-    """A call that is compiled and has run once, on numbers that neither vanish nor overflow along the chain."""
+    """Compile a chain of products and run it once, on numbers that neither vanish nor overflow along it."""
     random = np.random.default_rng(0)
     x, w = (random.standard_normal((side, side), np.float32) for _ in range(2))
     x, w = jnp.asarray(x, dtype), jnp.asarray(w / side**0.5, dtype)

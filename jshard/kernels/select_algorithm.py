@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 from jshard.kernels import chip as chips
 from jshard.kernels.chip import Chip
 from jshard.kernels.deterministic_sum import between_processes
@@ -199,17 +199,12 @@ def resolve_algorithm(
 
 def _check_known(op: str, algorithm: str = "auto") -> None:
     if op not in ALGORITHMS:
-        close = nearest(op, ALGORITHMS)
-        raise JShardError(
-            f'jshard has no kernel "{op}"',
-            mend=f'did you mean "{close}"?' if close else f"use one of {', '.join(ALGORITHMS)}",
-        )
+        mend = did_you_mean(op, ALGORITHMS, f"use one of {', '.join(ALGORITHMS)}")
+        raise JShardError(f'jshard has no kernel "{op}"', mend=mend)
     if algorithm not in ALGORITHMS[op]:
-        close = nearest(str(algorithm), ALGORITHMS[op])
         words = ", ".join(f'"{word}"' for word in ALGORITHMS[op])
-        raise JShardError(
-            f'{op} has no algorithm "{algorithm}"', mend=f'did you mean "{close}"?' if close else f"use one of {words}"
-        )
+        mend = did_you_mean(algorithm, ALGORITHMS[op], f"use one of {words}")
+        raise JShardError(f'{op} has no algorithm "{algorithm}"', mend=mend)
 
 
 def _refusal(

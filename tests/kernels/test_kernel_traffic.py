@@ -108,7 +108,7 @@ def test_kernel_that_sends_and_declares_nothing_is_refused(mesh):
     assert place.startswith("test_kernel_traffic.py:")
     assert str(told.value) == (
         f"kernel sender ({place}) sends to other devices and declares nothing, so its traffic can't be told; give its "
-        "pallas_call metadata=jshard.kernels.kernel_traffic(op, mesh_axis, payload, algorithm=, wire=)"
+        "pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)"
     )
 
 

@@ -215,7 +215,7 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Asked]:
     elif said is None and any(map(_sends, _inner(eqn.params.values()))):
         raise JShardError(
             f"kernel {name} ({source_of(eqn)}) sends to other devices and declares nothing, so its traffic can't be told",
-            mend="give its pallas_call metadata=jshard.kernels.kernel_traffic(op, mesh_axis, payload, algorithm=, wire=)",
+            mend="give its pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)",
         )
 
 
