@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jshard.kernels import send_recv as send_recv
     from jshard.launch.initialize import init as init
     from jshard.layers import MLP as MLP
+    from jshard.layers import Layer as Layer
     from jshard.layers import Linear as Linear
     from jshard.layers import matmul as matmul
     from jshard.layers import max as max
@@ -55,7 +56,7 @@ _ROOMS = {
     "jshard.inspect.verify": ("verify",),
     "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "send_recv"),
     "jshard.launch.initialize": ("init",),
-    "jshard.layers": ("Linear", "MLP", "matmul", "max", "mean", "move", "step", "sum", "value_and_grad"),
+    "jshard.layers": ("Layer", "Linear", "MLP", "matmul", "max", "mean", "move", "step", "sum", "value_and_grad"),
     "jshard.layouts": ("Layout", "gather", "redistribute", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
     "jshard.signals.active_config": ("load", "mesh", "unload"),

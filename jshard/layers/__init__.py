@@ -1,6 +1,7 @@
 """Floor 3: Flax NNX modules and functions whose collectives are written out."""
 
 from jshard.layers.gradients import value_and_grad as value_and_grad
+from jshard.layers.layer import Layer as Layer
 from jshard.layers.linear import Linear as Linear
 from jshard.layers.matrix_product import choose as choose
 from jshard.layers.matrix_product import matmul as matmul

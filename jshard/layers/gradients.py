@@ -15,9 +15,10 @@ from jshard.errors import JShardError, nearest
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled
 from jshard.layers.kernel_support import all_reduce_of
+from jshard.layers.layer import placements
 from jshard.layers.reduce import mean
-from jshard.layers.strategy import door, strategy_of, varying
-from jshard.layouts.paths import words_of
+from jshard.layers.strategy import door, varying
+from jshard.layouts.paths import keys_of
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration
 from jshard.signals.scope import BACKWARD, active
@@ -67,7 +68,7 @@ def value_and_grad(
         if not rank:
             _check_summed(value, names)
         with jax.named_scope(BACKWARD):
-            wide = [value.dtype, *_wide(apart, gradients, present)]
+            wide = [value.dtype, *_wide(apart, gradients)]
             value, gradients = _summed((value, gradients), (0 if rank else value, parameters), wide)
             return ((value, aux) if has_aux else value), gradients
 
@@ -107,20 +108,13 @@ def _check_summed(value: jax.Array, names: Names) -> None:
         )
 
 
-def _wide(model: Any, gradients: Any, present: Configuration) -> list[Any]:
+def _wide(model: Any, gradients: Any) -> list[Any]:
     """For each gradient the dtype that its layer's signal sums in."""
-    asked: dict[tuple[Any, ...], Any] = {}
-    for path, module in nnx.iter_modules(model):
-        under = getattr(module, "signal_path", ())
-        dtype = strategy_of(present.lookup(under)).reduce_dtype if under and isinstance(module, nnx.Linear) else None
-        if dtype is not None:
-            asked[tuple(map(str, path))] = jnp.dtype(dtype)
-    found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
-        words = words_of(path)
-        inside = (tuple(words[:end]) for end in range(len(words), 0, -1))
-        found.append(next((asked[each] for each in inside if each in asked), leaf.dtype))
-    return found
+    placed = placements(model)
+    return [
+        jnp.dtype(placed[keys_of(path)].reduce_dtype or leaf.dtype)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]
+    ]
 
 
 def _summed(gradients: Any, parameters: Any, wide: Sequence[Any]) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +11,18 @@ from flax import nnx
 
 from jshard.errors import JShardError
 from jshard.layers.body import Arithmetic
+from jshard.layers.layer import Layer
 from jshard.layers.sharded_matmul import multiply
-from jshard.layers.strategy import Strategy, check_parameters, strategy_of
+from jshard.layers.strategy import check_parameters, strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.redistribution import as_array
-from jshard.signals.scope import active, active_path, resolve
+from jshard.signals.scope import active, resolve
 
 _kernel_init = nnx.initializers.lecun_normal()
 _bias_init = nnx.initializers.zeros_init()
 
 
-class Linear(nnx.Linear):
+class Linear(nnx.Linear, Layer):
     """`nnx.Linear(in_features, out_features, ...)` with the same arguments and, from the same seed, the same numbers.
 
     It remembers the signal it was built under; a signal that is active at the call wins. With no configuration loaded,
@@ -30,21 +32,23 @@ class Linear(nnx.Linear):
             self.up = jshard.Linear(784, 1024, rngs=rngs)
     """
 
+    parameter_axes: ClassVar = {"kernel": ("reduction", "column"), "bias": ("column",)}
+
     def __init__(
         self, in_features: int, out_features: int, *, use_bias: bool = True, param_dtype: Any = jnp.float32,
         kernel_init: Any = _kernel_init, bias_init: Any = _bias_init, rngs: nnx.Rngs, **arguments: Any,
     ):  # fmt: skip
+        Layer.__init__(self)
         signal = active()
         if signal is not None:
-            strategy = strategy_of(signal)
-            check_parameters(strategy, signal, in_features, out_features, use_bias=use_bias)
-            param_dtype = signal.dtype.param or param_dtype
-            kernel_init, bias_init = _Born(kernel_init, strategy, "kernel"), _Born(bias_init, strategy, "bias")
-        super().__init__(
-            in_features, out_features, use_bias=use_bias, param_dtype=param_dtype,
+            check_parameters(strategy_of(signal), signal, in_features, out_features, use_bias=use_bias)
+            param_dtype, layouts = signal.dtype.param or param_dtype, self.parameter_layouts()
+            kernel_init = functools.partial(create, kernel_init, layout=layouts["kernel"])
+            bias_init = functools.partial(create, bias_init, layout=layouts["bias"])
+        nnx.Linear.__init__(
+            self, in_features, out_features, use_bias=use_bias, param_dtype=param_dtype,
             kernel_init=kernel_init, bias_init=bias_init, rngs=rngs, **arguments,
         )  # fmt: skip
-        self.signal_path: tuple[str, ...] = active_path()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """`inputs[..., in_features]` to `[..., out_features]`, lying as the signal says."""
@@ -73,14 +77,3 @@ class Linear(nnx.Linear):
             return multiply(
                 as_array(inputs, said=str(signal)), self.kernel[...], bias, signal, arithmetic, features=features
             )
-
-
-class _Born:
-    """An initializer whose array comes into being split over the mesh."""
-
-    def __init__(self, initializer: Any, strategy: Strategy, parameter: str):
-        self.initializer, self.strategy, self.parameter = initializer, strategy, parameter
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        layout = self.strategy.kernel() if self.parameter == "kernel" else self.strategy.bias()
-        return create(self.initializer, key, shape, dtype, layout)

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jshard.layers.layer import Layer
 from jshard.layers.linear import Linear
-from jshard.signals.scope import Entry, active_path, resolve
+from jshard.signals.scope import Entry, resolve
 
 
-class MLP(nnx.Module):
+class MLP(Layer):
     """`down(activation(up(x)))`. `up` is built and called under signal `signals[0]`, `down` under `signals[1]`, both nested
     in the signal that the MLP itself is under. With `up: {column: t}` and `down: {reduction: t}` it costs one all-reduce.
 
@@ -24,9 +25,9 @@ class MLP(nnx.Module):
         self, in_features: int, hidden_features: int, out_features: int, *, activation: Callable[..., Any] = nnx.relu,
         signals: tuple[str, str] = ("up", "down"), rngs: nnx.Rngs, **arguments: Any,
     ):  # fmt: skip
+        super().__init__()
         self.signals = signals
         self.activation = activation
-        self.signal_path: tuple[str, ...] = active_path()
         with resolve(())[1], Entry(signals[0]):
             self.up = Linear(in_features, hidden_features, rngs=rngs, **arguments)
         with resolve(())[1], Entry(signals[1]):

@@ -102,22 +102,25 @@ class Strategy:
         axes[-1] = (*axes[-1], *(() if self.output == "gather" else self.column))
         return Layout(self.mesh, *axes)
 
+    def parameter(self, *words: str | None) -> Layout:
+        """Where a parameter rests whose axes these loops run over, split over `store` as well."""
+        return self._whole(*words).also_over(self.store)
+
+    def kernel(self) -> Layout:
+        """Where w rests."""
+        return self.parameter("reduction", "column")
+
+    def bias(self) -> Layout:
+        """Where the bias rests: as the columns do."""
+        return self.parameter("column")
+
     @property
     def kernel_store_axis(self) -> int:
-        """The axis of the kernel that `store` splits: one that the strategy leaves whole, if there is one."""
-        return 1 if self.reduction and not self.column else 0
+        """The axis of the kernel that `store` splits."""
+        return self._whole("reduction", "column").spare_axis
 
-    def kernel(self, *, at_rest: bool = True) -> Layout:
-        """Where w lies; at rest it is split over `store` as well."""
-        whole = Layout(self.mesh, self.reduction, self.column)
-        if not at_rest or not self.store:
-            return whole
-        axis = self.kernel_store_axis
-        return whole.with_axis(axis, (*whole.axes[axis], *self.store))
-
-    def bias(self, *, at_rest: bool = True) -> Layout:
-        """Where the bias lies: as the columns do."""
-        return Layout(self.mesh, (*self.column, *(self.store if at_rest else ())))
+    def _whole(self, *words: str | None) -> Layout:
+        return Layout(self.mesh, *(() if word is None else getattr(self, word) for word in words))
 
 
 def strategy_of(signal: Signal) -> Strategy:

@@ -84,6 +84,16 @@ class Layout:
         axes[axis] = as_axes(mesh_axes)
         return Layout(self.mesh, *axes)
 
+    @property
+    def spare_axis(self) -> int:
+        """The axis to split further: the first that is whole, else the first."""
+        return next((axis for axis, names in enumerate(self.axes) if not names), 0)
+
+    def also_over(self, mesh_axes: MeshAxes) -> Layout:
+        """The same, split over these mesh axes too, along the spare axis. A number by itself stays whole."""
+        names, axis = as_axes(mesh_axes), self.spare_axis
+        return self.with_axis(axis, (*self.axes[axis], *names)) if names and self.rank else self
+
     def shard_shape(self, shape: Sequence[int], *, said: str = "a layout") -> tuple[int, ...]:
         """The shape of one device's part; an error when the rank is another or a size does not divide."""
         if len(shape) != self.rank:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jshard.errors import JShardError
-from jshard.layers.strategy import strategy_of
+from jshard.layers.layer import placements
 from jshard.layouts.creation import typed_as
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import explicit_twin
@@ -53,9 +53,7 @@ def optimizer(
     are sliced, and the updates all-gathered."""
     if configuration() is None:
         return tx
-    at_rest = _parameter_axes(model, wrt)
-    elsewhere, signals = _optimizer_axes(model)
-    in_state = at_rest | elsewhere
+    at_rest, in_state, signals = _places(model, wrt)
     found: dict[Any, _Update] = {}
 
     def whole_update(params: Any) -> _Update:
@@ -90,36 +88,26 @@ def optimizer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _parameter_axes(model: nnx.Module, wrt: Any) -> dict[Path, Axes]:
-    found: dict[Path, Axes] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(model, wrt))[0]:
-        layout = Layout.of(leaf)
-        found[keys_of(path)] = ((),) * jnp.ndim(leaf) if layout is None else layout.axes
-    return found
-
-
-def _optimizer_axes(model: nnx.Module) -> tuple[dict[Path, Axes], dict[Path, tuple[str, ...]]]:
-    """Where optimizer state lies for the layers whose signal says `store: {optimizer: ...}`, and the signals."""
-    present = configuration()
-    assert present is not None
-    found: dict[Path, Axes] = {}
+def _places(
+    model: nnx.Module, wrt: Any
+) -> tuple[dict[Path, Axes], dict[Path, Axes], dict[Path, tuple[str, ...]]]:  # fmt: skip
+    """Of each parameter: how it lies, how its optimizer state lies, and its signal where `store: {optimizer: ...}` makes the
+    two differ."""
+    at_rest: dict[Path, Axes] = {}
+    in_state: dict[Path, Axes] = {}
     signals: dict[Path, tuple[str, ...]] = {}
-    for path, layer in nnx.iter_modules(model):
-        under = getattr(layer, "signal_path", ())
-        if not under or not isinstance(layer, nnx.Linear):
-            continue
-        signal = present.lookup(under)
-        if not signal.store_optimizer:
-            continue
-        said = f'signal "{signal.name}" ({signal.at("store.optimizer")})'
-        split = dataclasses.replace(strategy_of(signal), store=signal.store_optimizer)
-        for name, layout in (("kernel", split.kernel()), ("bias", split.bias())):
-            parameter = getattr(layer, name)
-            if parameter is not None:
-                layout.shard_shape(parameter.shape, said=said)
-                found[(*path, name)] = layout.axes
-                signals[(*path, name)] = under
-    return found, signals
+    placed = placements(model)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(model, wrt))[0]:
+        path, layout = keys_of(path), Layout.of(leaf)
+        at_rest[path] = in_state[path] = ((),) * jnp.ndim(leaf) if layout is None else layout.axes
+        here = placed[path]
+        if here.layout is not None and here.signal is not None and here.signal.store_optimizer:
+            split = here.layout.also_over(here.signal.store_optimizer)
+            split.shard_shape(
+                jnp.shape(leaf), said=f'signal "{here.signal.name}" ({here.signal.at("store.optimizer")})'
+            )
+            in_state[path], signals[path] = split.axes, here.signal_path
+    return at_rest, in_state, signals
 
 
 def _bring(

@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jshard.errors import Place
+from jshard.layers.layer import Path, parameter_of, placements
 from jshard.signals.active_config import configuration
 
 KINDS = ("parameters", "gradients", "optimizer", "other")
-Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +47,9 @@ def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
         kinds[kind] += bytes_
 
     for model in (node for node in nodes if isinstance(node, nnx.Module)):
-        signals: dict[Path, tuple[str, ...]] = {
-            path: names for path, layer in nnx.iter_modules(model) if (names := getattr(layer, "signal_path", ()))
-        }
+        placed = placements(model)
         for path, variable in nnx.to_flat_state(nnx.state(model)):
-            signal = _nearest(path, signals)
+            signal = "/".join(placed[path].signal_path) or "-"
             for leaf in jax.tree.leaves(variable):
                 add(signal, "parameters" if isinstance(variable, nnx.Param) else "other", on_a_device(leaf))
             if isinstance(variable, nnx.Param):
@@ -61,7 +59,8 @@ def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
                     add(signal, "gradients", sum(map(on_a_device, jax.tree.leaves(variable))))
     for optimizer in optimizers:
         for path, variable in nnx.to_flat_state(nnx.state(optimizer)):
-            signal = next((under[path[start:]] for start in range(len(path)) if path[start:] in under), "-")
+            of = parameter_of(path, under)
+            signal = "-" if of is None else under[of]
             for leaf in jax.tree.leaves(variable):
                 add(signal, "optimizer", on_a_device(leaf))
     found = [Rest(_place(signal), signal, **kinds) for signal, kinds in sums.items()]
@@ -78,14 +77,6 @@ def on_a_device(array: Any) -> int:
     shape, sharding = tuple(array.shape), getattr(array, "sharding", None)
     part = sharding.shard_shape(shape) if isinstance(sharding, NamedSharding) else shape
     return math.prod(part) * array.dtype.itemsize
-
-
-def _nearest(path: Path, signals: dict[Path, tuple[str, ...]]) -> str:
-    """The signal of the innermost layer around a parameter that has one."""
-    for end in range(len(path), -1, -1):
-        if path[:end] in signals:
-            return "/".join(signals[path[:end]])
-    return "-"
 
 
 def _is_trained(optimizer: nnx.Optimizer, path: Path, variable: Any) -> bool:

@@ -18,6 +18,7 @@ from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
 from jshard.inspect.ledger.ledger import Ledger, Unused, read
 from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.user_code_errors import told
+from jshard.layers.layer import placements
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import explicit_twin
 from jshard.signals.active_config import mesh, on_mesh
@@ -41,20 +42,13 @@ def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **k
         with on_mesh(twin):
             jaxpr = _jaxpr(whole.typed_on(twin), backward)
     ledger = read(jaxpr, place_of, is_asked_for=is_asked_for)
+    built_under = {each.signal_path for each in placements(whole.nodes).values()}
     trains = any(isinstance(node, nnx.Optimizer) for node in whole.nodes)
     return dataclasses.replace(
         ledger,
-        unused=tuple(
-            Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *_built_under(whole.nodes)})
-        ),
+        unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *built_under})),
         memory=at_rest(whole.nodes) if trains else (),
     )
-
-
-def _built_under(nodes: list[Any]) -> set[tuple[str, ...]]:
-    """The scopes that the layers of these modules were built in."""
-    modules = (each for node in nodes if isinstance(node, nnx.Module) for _, each in nnx.iter_modules(node))
-    return {getattr(each, "signal_path", ()) for each in modules}
 
 
 def _jaxpr(whole: Traced, backward: bool | None) -> Any:

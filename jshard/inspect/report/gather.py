@@ -17,8 +17,9 @@ from jshard.inspect.ledger.tracing import Traced, explain
 from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.between import Between, between
 from jshard.inspect.report.facts import Facts, Text
+from jshard.layers.layer import parameter_of, placements
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import words_of
+from jshard.layouts.paths import keys_of, words_of
 from jshard.signals import active_config as current
 from jshard.signals.config import Configuration
 
@@ -144,31 +145,16 @@ def _place(signals: tuple[str, ...]) -> Place | None:
     return present.lookup(signals).place
 
 
-def _signals_of(model: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """For each module of a model, by its path, the signals it was built under."""
-    return {
-        tuple(map(str, path)): tuple(getattr(module, "signal_path", ()))
-        for path, module in (nnx.iter_modules(model) if model is not None else ())
-    }
-
-
-def _around(signals: dict[tuple[str, ...], tuple[str, ...]], path: tuple[str, ...]) -> tuple[str, ...]:
-    for end in range(len(path), -1, -1):
-        if signals.get(path[:end]):
-            return signals[path[:end]]
-    return ()
-
-
 def _model(model: Any, before: tuple[str, ...]) -> list[Laid]:
     """In the order of the configuration's lines, which is more often the program's than that of the alphabet is."""
-    signals = _signals_of(model)
+    placed = placements(model)
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        names = tuple(map(str, path))
         kind = PARAMETER if isinstance(variable, nnx.Param) else OTHER
         value = variable.get_value()
         if hasattr(value, "shape"):
-            found.append(_laid(kind, (*before, *names), value, _around(signals, names), variable=variable))
+            names = (*before, *map(str, path))
+            found.append(_laid(kind, names, value, placed[path].signal_path, variable=variable))
     return sorted(found, key=_in_the_text)
 
 
@@ -181,13 +167,12 @@ def _in_the_text(array: Laid) -> tuple[str, int, int]:
 
 def _optimizer(optimizer: Any, model: Any) -> Iterator[Laid]:
     """The state of an optimizer; each array of it under the signal of the parameter that it is about."""
-    signals = _signals_of(model)
-    parameters = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))} if model is not None else ()
+    placed = {} if model is None else placements(model)
     for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(optimizer))[0]:
-        names = tuple(words_of(path))
-        names = names[1:] if names[:1] == ("opt_state",) else names
-        about = next((names[start:] for start in range(len(names)) if names[start:] in parameters), ())
-        yield _laid(OPTIMIZER, names, leaf, _around(signals, about))
+        path = keys_of(path)
+        path = path[1:] if path[:1] == ("opt_state",) else path
+        about = parameter_of(path, placed)
+        yield _laid(OPTIMIZER, tuple(map(str, path)), leaf, () if about is None else placed[about].signal_path)
 
 
 def _gradients(laid: list[Laid], optimizers: list[Any]) -> list[Laid]:

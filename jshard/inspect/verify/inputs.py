@@ -19,8 +19,9 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.jaxpr_walk import _bare, has_transposed
 from jshard.inspect.ledger.tracing import Traced, _is_array, _is_inexact, _is_node
 from jshard.inspect.verify.exact_surrogates import mixed
+from jshard.layers.layer import Path, parameter_of, placements
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import key_of, words_of
+from jshard.layouts.paths import key_of, keys_of, words_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,31 +129,20 @@ class Program:
         return names + [label for label, kind in zip(labels, kinds, strict=True) if kind == "array"]
 
     def _signals(self) -> dict[str, tuple[str, ...]]:
-        """The signal that each parameter's module was built under, by the name of the parameter."""
+        """The signal that each parameter's layer was built under, by the name of the parameter."""
         found: dict[str, tuple[str, ...]] = {}
+        of_models: dict[Path, tuple[str, ...]] = {}
         state = jax.tree_util.tree_flatten_with_path(nnx.split(self.traced.nodes)[1])[0]
-        remembered: dict[tuple[Any, ...], tuple[str, ...]] = {
-            (number, *map(str, path)): module.signal_path
-            for number, node in enumerate(self.traced.nodes)
-            for path, module in nnx.iter_graph(node)
-            if getattr(module, "signal_path", None)
-        }
-        of_models: dict[tuple[str, ...], tuple[str, ...]] = {}
-        for name, (path, _) in zip(self.names, state, strict=False):
-            number, *words = words_of(path)
-            key: tuple[Any, ...] = (int(number), *words)
-            for end in range(len(key), 0, -1):
-                if key[:end] in remembered:
-                    found[name] = of_models[tuple(words)] = remembered[key[:end]]
-                    break
-        for name, (path, _) in zip(self.names, state, strict=False):  # an optimizer's, by the parameters it belongs to
-            number, *words = words_of(path)
-            if isinstance(self.traced.nodes[int(number)], nnx.Optimizer):
+        paths = dict(zip(self.names, (keys_of(path) for path, _ in state), strict=False))
+        placed = placements(self.traced.nodes)
+        for name, path in paths.items():
+            if under := placed[path].signal_path:
+                found[name] = of_models[path[1:]] = under
+        for name, (number, *rest) in paths.items():  # an optimizer's, by the parameters it belongs to
+            if isinstance(self.traced.nodes[number], nnx.Optimizer):
                 self.of_optimizers.add(name)
-                ends = (tuple(words[start:]) for start in range(len(words)))
-                end = next((end for end in ends if end in of_models), None)
-                if end is not None:
-                    found[name] = of_models[end]
+                if (of := parameter_of(tuple(rest), of_models)) is not None:
+                    found[name] = of_models[of]
         return found
 
     # -- its arrays --

@@ -1,0 +1,113 @@
+"""What every layer is: a module that remembers the signal it was built under and says where its parameters rest; and the one
+walk over the layers of a model that optimizers, gradients, memory and verify ask."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jshard.errors import JShardError
+from jshard.layers.strategy import strategy_of
+from jshard.layouts.creation import create
+from jshard.layouts.layout import Layout
+from jshard.signals.active_config import configuration
+from jshard.signals.scope import active_path, resolve
+from jshard.signals.signal import Signal
+
+Path = tuple[Any, ...]  # of an array in the state of a model
+
+
+class Layer(nnx.Module):
+    """A module whose parameters lie as a signal says.
+
+    `parameter_axes` has for each parameter a word for each of its axes: the loop of the product that runs over it ("row",
+    "column", "reduction"), or None. From them, and `store`, follows `parameter_layouts`, which a layer may define instead.
+    `docs/layers.md` has an example.
+    """
+
+    parameter_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
+
+    def __init__(self) -> None:
+        """Remember the signal that is active here."""
+        self.signal_path: tuple[str, ...] = active_path()
+
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Say where each parameter rests between steps. Empty outside every signal: parameters lie where Flax puts them."""
+        signal = _signal_at(self.signal_path)
+        if signal is None:
+            return {}
+        strategy = strategy_of(signal)
+        return {name: strategy.parameter(*words) for name, words in self.parameter_axes.items()}
+
+    def parameter(
+        self, name: str, initializer: Any, shape: tuple[int, ...], rngs: nnx.Rngs, dtype: Any = jnp.float32
+    ) -> nnx.Param[Any]:
+        """Draw a parameter where it rests, each device its part: the numbers that Flax draws, on every mesh."""
+        key, signal, layouts = rngs.params(), _signal_at(self.signal_path), self.parameter_layouts()
+        if signal is None:
+            return nnx.Param(initializer(key, shape, dtype))
+        kind = type(self).__name__
+        if name not in layouts:
+            raise JShardError(
+                f"{signal} has a {kind} that does not say where its parameter {name} lies",
+                mend=f'name it in {kind}.parameter_axes: {{"{name}": ("reduction", "column")}}',
+            )
+        layouts[name].shard_shape(shape, said=f"{signal}, in {name} of a {kind},")
+        return nnx.Param(create(initializer, key, shape, signal.dtype.param or dtype, layouts[name]))
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Enter the signal that holds for a call: the active one, else the remembered one."""
+        return resolve(self.signal_path)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What is known of one array of a model: the scope that the innermost layer around it was built in, the signal that means,
+    and where the layer says that the array rests; None where none says so."""
+
+    signal_path: tuple[str, ...] = ()
+    signal: Signal | None = None
+    layout: Layout | None = None
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        """The dtype that gradients of a layer's parameter are summed in; None: their own."""
+        return None if self.layout is None or self.signal is None else self.signal.dtype.reduce
+
+
+class Placements(dict[Path, Placement]):
+    """By path. What lies inside a variable, which may hold a tree, is placed as the variable is."""
+
+    def __missing__(self, path: Path) -> Placement:
+        return self[path[:-1]] if path else Placement()
+
+
+def placements(model: Any) -> Placements:
+    """For every variable in the state of a model, or of modules in a list, by its path there."""
+    found = Placements()
+    layers = {path: each for path, each in nnx.iter_modules(model) if isinstance(each, Layer) and each.signal_path}
+    layouts = {path: layer.parameter_layouts() for path, layer in layers.items()}
+    for path, _ in nnx.to_flat_state(nnx.split(model)[1]):
+        around = next((path[:end] for end in range(len(path) - 1, -1, -1) if path[:end] in layers), None)
+        if around is None:
+            found[path] = Placement()
+            continue
+        under, name = layers[around].signal_path, path[len(around) :]
+        layout = layouts[around].get(name[0]) if len(name) == 1 else None
+        found[path] = Placement(under, _signal_at(under), layout)
+    return found
+
+
+def parameter_of(path: Path, parameters: Iterable[Path]) -> Path | None:
+    """The parameter that an array of an optimizer's state belongs to: whose path is the longest end of the array's."""
+    return next((path[start:] for start in range(len(path)) if path[start:] in parameters), None)
+
+
+def _signal_at(path: tuple[str, ...]) -> Signal | None:
+    present = configuration()
+    return present.lookup(path) if present is not None and path else None
