@@ -1,4 +1,4 @@
-"""Choosing a strategy by itself: of all ways to split a product, the one with the fewest bytes on the wire."""
+"""Choosing a strategy by itself: of all ways to split a product, the one that forward and backward take least time by."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import plan_moves
 
 Split = dict[str, tuple[str, ...]]
+# What a chip multiplies in the time that a byte takes to leave it: 400 on v5p, 500 on v5e, 1,100 on v6e and H100 (chips.py).
+MULTIPLICATIONS_A_BYTE = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,47 +27,58 @@ class Operand:
     shape: tuple[int, ...]
     itemsize: int
 
-    def moved(self, target: Layout) -> tuple[int, int]:
-        """What `redistribute` to `target` costs: wire bytes per device, and how many collectives."""
+    def moved(self, target: Layout) -> tuple[int, int, int]:
+        """What `redistribute` to `target` costs: wire bytes per device, those of its gradient's way back, and in how many
+        steps."""
         mesh, axes = target.mesh, [list(names) for names in self.layout.axes]
-        wire = collectives = 0
+        forward = backward = collectives = 0
         for step in plan_moves(self.layout.axes, target.axes):
             group = mesh.shape[step.mesh_axis]
             part = self.itemsize * math.prod(
                 size // _ways(mesh, names) for size, names in zip(self.shape, axes, strict=True)
             )
-            if step.kind == "slice":
+            if step.kind == "slice":  # a slice that every device has is of a gradient that must be gathered
                 axes[step.axis].append(step.mesh_axis)
-                continue
-            if step.kind == "all_gather":
+                backward += COLLECTIVES["all_gather"].wire(part, group)
+            elif step.kind == "all_gather":  # and what all devices gather, of a gradient that is only sliced
                 axes[step.axis].pop()
-                part *= group
+                forward += COLLECTIVES["all_gather"].wire(part * group, group)
             else:
                 axes[step.axis].append(axes[step.source].pop())
-            wire += COLLECTIVES[step.kind].wire(part, group)
+                forward += COLLECTIVES["all_to_all"].wire(part, group)
+                backward += COLLECTIVES["all_to_all"].wire(part, group)
             collectives += 1
-        return wire, collectives
+        return forward, backward, collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One way to run a product: its strategy, what its forward moves, per device, and its share of the arithmetic."""
+    """One way to run a product: its strategy, what it moves per device, forward and for the gradients of both operands, and its
+    share of the arithmetic."""
 
     strategy: Strategy
     wire: int
+    backward: int
     collectives: int
     multiplications: int
+
+    @property
+    def cost(self) -> float:
+        """Bytes on the wire per device, and the arithmetic of both passes as the bytes that pass in its time."""
+        return self.wire + self.backward + 3 * self.multiplications / MULTIPLICATIONS_A_BYTE
 
     def __str__(self) -> str:
         loops = ("row", "sequence", "column", "reduction")
         words = [f"{loop}={'+'.join(names)}" for loop in loops if (names := getattr(self.strategy, loop))]
         words += ["output=scatter"] if self.strategy.scattered else []
-        return f"{' '.join(words) or 'replicated'}, {self.wire:,} B on the wire per device"
+        way = " ".join(words) or "replicated"
+        return f"{way}, {self.wire:,} B on the wire per device forward, {self.backward:,} B backward"
 
 
-def choices(x: Operand, w: Operand, itemsize: int) -> list[Choice]:
-    """Every way that divides, cheapest first: by wire bytes, then by arithmetic per device, then by the number of
-    collectives, then row before column before reduction. `itemsize` is that of the numbers that are summed."""
+def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice]:
+    """Every way that divides, cheapest first: by what forward and backward cost, then by forward's wire bytes, then by the
+    number of steps, then row before column before reduction. Nothing tells here whether a backward will follow: both operands
+    are taken to want their gradients. `itemsize` is that of the numbers that are summed; sizes divide on `runs_on` too."""
     mesh, rank = x.layout.mesh, len(x.shape)
     present = dict.fromkeys((*x.layout.mesh_axes, *w.layout.mesh_axes, *mesh.axis_names))  # in the order they lie in
     names = [name for name in present if mesh.shape[name] > 1]
@@ -77,26 +90,36 @@ def choices(x: Operand, w: Operand, itemsize: int) -> list[Choice]:
         split.pop("none")
         outputs = (None, "scatter") if split["reduction"] and rank > 1 else (None,)
         for output in outputs:
-            if _divides(mesh, split, x.shape, w.shape, scatters=output == "scatter"):
+            if all(_divides(on, split, x.shape, w.shape, scatters=output == "scatter") for on in (mesh, runs_on)):
                 found.append(_priced(x, w, Strategy(mesh, **split, output=output), itemsize))
-    return sorted(found, key=lambda choice: (choice.wire, choice.multiplications, choice.collectives))
+    return sorted(found, key=lambda choice: (choice.cost, choice.wire, choice.collectives))
 
 
 def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Choice:
     mesh, rank = strategy.mesh, len(x.shape)
-    wire, collectives = map(sum, zip(x.moved(strategy.x(rank)), w.moved(strategy.kernel()), strict=True))
+    kernel = strategy.kernel()
+    forward, backward, collectives = map(
+        sum, zip(x.moved(strategy.x(rank)), w.moved(kernel), strict=True)
+    )  # fmt: skip
     rows = math.prod(x.shape[:-1]) // _ways(mesh, strategy.batch)
     part = itemsize * rows * w.shape[1] // _ways(mesh, strategy.column)
-    if strategy.scattered:  # one mesh axis at a time, each of what the one before has left
+    if strategy.scattered:  # one mesh axis at a time, each of what the one before has left; gathered again backward
         for name in strategy.scattered:
-            wire += COLLECTIVES["reduce_scatter"].wire(part, mesh.shape[name])
+            forward += COLLECTIVES["reduce_scatter"].wire(part, mesh.shape[name])
+            backward += COLLECTIVES["all_gather"].wire(part, mesh.shape[name])
             part //= mesh.shape[name]
             collectives += 1
     elif strategy.reduction:
-        wire += COLLECTIVES["all_reduce"].wire(part, _ways(mesh, strategy.reduction))
+        forward += COLLECTIVES["all_reduce"].wire(part, _ways(mesh, strategy.reduction))
         collectives += 1
+    # What devices multiplied by different parts of the other operand has its gradient summed.
+    for size, summed in (
+        (math.prod(strategy.x(rank).shard_shape(x.shape)), strategy.column),
+        (math.prod(kernel.shard_shape(w.shape)), strategy.batch),
+    ):
+        backward += COLLECTIVES["all_reduce"].wire(itemsize * size, _ways(mesh, summed))
     ways = _ways(mesh, (*strategy.batch, *strategy.column, *strategy.reduction))
-    return Choice(strategy, wire, collectives, math.prod((*x.shape, w.shape[1])) // ways)
+    return Choice(strategy, forward, backward, collectives, math.prod((*x.shape, w.shape[1])) // ways)
 
 
 def _divides(mesh: Mesh, split: Split, x: tuple[int, ...], w: tuple[int, ...], *, scatters: bool) -> bool:

@@ -17,7 +17,7 @@ from jshard.layers.sharded_matmul import multiply
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import replicated
-from jshard.signals.active_config import configuration, mesh
+from jshard.signals.active_config import configuration, mesh, mesh_to_choose_for
 from jshard.signals.scope import active, resolve
 from jshard.signals.signal import Signal
 
@@ -25,8 +25,8 @@ NOBODY = Signal("jshard.matmul")
 
 
 def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
-    """`x[..., K] @ w[K, N]`. Under a signal that names a strategy, by that; else by the one with the least wire bytes
-    for where x and w lie now, which the ledger names with its price. Plain `x @ w` when no configuration is loaded."""
+    """`x[..., K] @ w[K, N]`. Under a signal that names a strategy, by that; else by the one that costs least from where x and w
+    lie now, forward and backward, which the ledger names with both prices. Plain `x @ w` when no configuration is loaded."""
     signal, scope = resolve(())
     with scope:
         return _product(jnp.asarray(x), jnp.asarray(w), signal, precision)
@@ -50,24 +50,29 @@ def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) 
     best = choose(x, w)[0]
     more = {"reduce_dtype": said.dtype.reduce, "remat": said.remat, "kernels": said.kernel}
     strategy = dataclasses.replace(best.strategy, **more)
-    with jax.named_scope(f"chosen:{best}{_unless_seen(x, w, best)}"):
+    unless_seen = ", if x and w are whole (an auto mesh does not tell)" if _is_hidden(x, w, strategy.mesh) else ""
+    with jax.named_scope(f"chosen:{best}{unless_seen}"):
         return multiply(x, w, None, said, arithmetic, strategy=strategy)
 
 
 def choose(x: Any, w: Any) -> list[Choice]:
-    """Every way to run `matmul(x, w)` from where x and w lie now, cheapest first, each with its price."""
+    """Every way to run `matmul(x, w)` from where x and w lie now, cheapest first, each with its prices."""
     whole = _mesh_of(x, w)
+    sizes = mesh_to_choose_for() if whole == mesh() else whole
     signal = active() or NOBODY
     summed = signal.dtype.reduce or signal.dtype.compute or jnp.result_type(x, w)
     left, right = (
         Operand(
-            Layout(whole, *(Layout.of(each) or replicated(whole, jnp.ndim(each))).axes),
+            Layout(sizes, *(Layout.of(each) or replicated(whole, jnp.ndim(each))).axes),
             jnp.shape(each),
             jnp.result_type(each).itemsize,
         )
         for each in (x, w)
     )
-    return choices(left, right, jnp.dtype(summed).itemsize)
+    found = choices(left, right, jnp.dtype(summed).itemsize, whole)
+    if _is_hidden(x, w, whole):  # work that is not divided would gather what may lie split
+        found.sort(key=lambda choice: (choice.multiplications, choice.cost))
+    return [dataclasses.replace(each, strategy=dataclasses.replace(each.strategy, mesh=whole)) for each in found]
 
 
 def _names_a_strategy(signal: Signal) -> bool:
@@ -89,10 +94,9 @@ def _devices(mesh: Mesh) -> str:
     return ", ".join(str(device.id) for device in mesh.devices.flat)
 
 
-def _unless_seen(x: Any, w: Any, best: Choice) -> str:
-    """Inside jit on an auto mesh no array tells where it lies."""
-    hidden = not is_explicit(best.strategy.mesh) and any(isinstance(each, Tracer) for each in (x, w))
-    return ", if x and w are whole (an auto mesh does not tell)" if hidden else ""
+def _is_hidden(x: Any, w: Any, mesh: Any) -> bool:
+    """Whether an operand does not tell where it lies: inside jit on an auto mesh."""
+    return not is_explicit(mesh) and any(isinstance(each, Tracer) for each in (x, w))
 
 
 def _promoted(operands: tuple[Any, ...], *, dtype: Any = None) -> tuple[Any, ...]:

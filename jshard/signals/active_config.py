@@ -25,6 +25,7 @@ class _Loaded:
     def __init__(self) -> None:
         self.configuration: Configuration | None = None
         self.mesh: Mesh | None = None
+        self.stands_for: Mesh | None = None
         self.environment_read = False
         self.lock = threading.RLock()
 
@@ -33,9 +34,10 @@ _loaded = _Loaded()
 _fingerprint = jax.make_user_context(None)
 
 
-def _become(configuration: Configuration | None, mesh: Mesh | None = None) -> None:
+def _become(configuration: Configuration | None, mesh: Mesh | None = None, stands_for: Mesh | None = None) -> None:
     _loaded.configuration, _loaded.mesh, _loaded.environment_read = configuration, mesh, True
-    placed = None if configuration is None else (configuration.fingerprint, mesh)
+    _loaded.stands_for = stands_for
+    placed = None if configuration is None else (configuration.fingerprint, mesh, stands_for)
     if _fingerprint.get_global() != placed:
         _fingerprint.set_global(placed)
 
@@ -89,6 +91,11 @@ def mesh() -> Mesh:
 meshes.loaded_mesh = lambda: None if (present := configuration()) is None or present.mesh is None else mesh()
 
 
+def mesh_to_choose_for() -> Mesh:
+    """The mesh whose sizes decide how a product without a strategy runs: the loaded one, also while another stands for it."""
+    return _loaded.stands_for or mesh()
+
+
 def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh that a signal's arrays lie on, and the axes of it that its `shard` names (all, unless it names some)."""
     whole = mesh()
@@ -100,12 +107,13 @@ def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def on_mesh(replacement: Mesh) -> Iterator[None]:
-    """The loaded configuration on another mesh of the same axes (verify's mesh of ones)."""
+def on_mesh(replacement: Mesh, stands_for: Mesh | None = None) -> Iterator[None]:
+    """The loaded configuration on another mesh of the same axes. Where that stands for one of other sizes (verify's mesh of
+    ones), what is chosen by size is chosen as on that one, so that it is the same program."""
     present = configuration()
     with _loaded.lock:
         before = _loaded.mesh
-        _become(present, replacement)
+        _become(present, replacement, stands_for)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Where no signal names a strategy: the one with the least wire bytes is taken, shown with its price, and really split."""
+"""Where no signal names a strategy: the one that costs least forward and backward is taken, shown with both prices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jshard
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import explain
 from jshard.layers import choose
+from jshard.layers.auto_strategy import Operand, choices
 from jshard.signals.active_config import unload
 
 WHOLE, ROWS, COLUMNS = (None, None), ("w", None), (None, "w")
@@ -54,8 +55,21 @@ def under(name):
     return product
 
 
-def compiled_bytes(f, *args):
-    return wire_bytes(jax.jit(f).lower(*args).compile())
+def compiled_bytes(f, a, b):
+    """What the compiled program moves forward, and what it moves more with the gradients of both operands."""
+
+    def both(a, b, cotangent):
+        y, pull = jax.vjp(f, a, b)
+        return y, pull(cotangent)
+
+    forward = jax.jit(f).lower(a, b).compile()
+    cotangent = jax.device_put(np.ones((len(A), B.shape[1]), np.float32), forward.output_shardings)
+    moved = wire_bytes(forward)
+    return moved, wire_bytes(jax.jit(both).lower(a, b, cotangent).compile()) - moved
+
+
+def by_both_passes(moved):
+    return sum(moved), moved[0]
 
 
 PLACES = [
@@ -72,14 +86,19 @@ def test_choice_is_the_least_of_all_by_what_compiled_programs_move(mesh, a, b):
     with jshard.signal("nothing"):
         best = choose(*placed)[0]
     measured = {way: compiled_bytes(under(way), *placed) for way in ways}
-    assert best.wire == min(measured.values()) == compiled_bytes(under("nothing"), *placed)
+    assert (
+        (best.wire, best.backward)
+        == min(measured.values(), key=by_both_passes)
+        == compiled_bytes(under("nothing"), *placed)
+    )
 
     result = jax.jit(under("nothing"))(*placed)
     np.testing.assert_array_equal(result, A @ B)
     assert result.sharding == best.strategy.y(2).sharding
 
-    ledger = explain(under("nothing"), *placed, backward=False)
-    assert ledger.total == best.wire
+    ledger = explain(under("nothing"), *placed)
+    assert ledger.only(phase="forward").total == best.wire
+    assert ledger.total == best.wire + best.backward
     (told,) = ledger.choices
     assert (told.signal, told.words) == ("nothing", str(best))
 
@@ -100,34 +119,59 @@ def test_every_price_is_what_the_compiled_program_moves():
             for key, value in keys.items()
         }
         jshard.load({"jshard": {"mesh": {"w": 2, "v": 2}}, "way": keys})
-        assert compiled_bytes(under("way"), place(A, ("w", "v")), place(B, ("v", "w"))) == choice.wire, words
+        assert compiled_bytes(under("way"), place(A, ("w", "v")), place(B, ("v", "w"))) == (
+            choice.wire,
+            choice.backward,
+        ), words
 
 
-def test_choice_among_equal_prices_divides_the_arithmetic_and_takes_one_collective():
+def test_choice_among_equal_prices_moves_less_forward():
+    """A sum over devices costs all of its bytes forward, a scatter half of them and the rest backward; which may not come."""
     load({"w": 4})
-    words = [str(choice) for choice in choose(A, B)]
-    assert words[0] == "row=w, 0 B on the wire per device"  # as cheap as replicated, at a quarter of the work
-    assert "replicated, 0 B on the wire per device" in words
+    split = place(A, ROWS), place(B, WHOLE)
+    assert str(choose(*split)[0]) == "row=w, 0 B on the wire per device forward, 768 B backward"
     split = place(A, COLUMNS), place(B, ROWS)
-    assert str(choose(*split)[0]) == "reduction=w output=scatter, 768 B on the wire per device"
+    first, second = choose(*split)[:2]
+    assert str(first) == "reduction=w output=scatter, 768 B on the wire per device forward, 768 B backward"
+    assert str(second) == "reduction=w, 1,536 B on the wire per device forward, 0 B backward"
+
+
+def test_choice_counts_the_backward_too():
+    """By rows it moves as little forward, and 52,224 B backward: the gradients of the whole A are gathered, those of B summed."""
+    load({"w": 4})
+    a, b = place(np.ones((1024, 16), np.float32), WHOLE), place(np.ones((16, 32), np.float32), ROWS)
+    prices = {str(choice).partition(",")[0]: (choice.wire, choice.backward) for choice in choose(a, b)}
+    assert prices["row=w"] == (1536, 49152 + 3072)
+    assert str(choose(a, b)[0]) == "replicated, 1,536 B on the wire per device forward, 0 B backward"
+    ledger = explain(lambda a, b: jshard.matmul(a, b).sum(), a, b)
+    assert ledger.total == 1536
+    assert [told.words for told in ledger.choices] == [str(choose(a, b)[0])]
+
+
+def test_choice_divides_work_that_takes_longer_than_the_wire():
+    load({"w": 4})
+
+    def first(size):
+        whole = [Operand(jshard.Layout(jshard.mesh(), *WHOLE), (size, size), 4) for _ in "xw"]
+        return str(choices(*whole, 4, jshard.mesh())[0]).partition(",")[0]
+
+    assert [first(size) for size in (16, 1024, 4096, 65536)] == ["replicated", "replicated", "row=w", "row=w"]
 
 
 def test_choice_without_any_signal_really_splits_the_work_of_whole_arrays():
     """G55: no YAML but the mesh, operands whole on every device."""
     jshard.load({"jshard": {"mesh": {"w": 4}}})
-    whole = place(A, WHOLE), place(B, WHOLE)
-    compiled = jax.jit(jshard.matmul).lower(*whole).compile()
+    whole = jax.ShapeDtypeStruct((4096, 4096), np.float32, sharding=jshard.Layout(jshard.mesh(), *WHOLE).sharding)
+    compiled = jax.jit(jshard.matmul).lower(whole, whole).compile()
     assert wire_bytes(compiled) == 0
-    dense = jax.jit(jnp.matmul).lower(A, B).compile().cost_analysis()["flops"]
-    assert compiled.cost_analysis()["flops"] < dense / 4 + 16  # and a few to find its own rows
+    dense = jax.jit(jnp.matmul).lower(*[jax.ShapeDtypeStruct((4096, 4096), np.float32)] * 2).compile()
+    assert compiled.cost_analysis()["flops"] < dense.cost_analysis()["flops"] / 4 + 16  # and a few to find its own rows
+    assert compiled.output_shardings.shard_shape((4096, 4096)) == (1024, 4096)
     (dot,) = [line for line in compiled.as_text().splitlines() if " dot(" in line]
-    assert "f32[8,8]" in dot
-    result = compiled(*whole)
-    assert {shard.data.shape for shard in result.addressable_shards} == {(8, 8)}
-    np.testing.assert_array_equal(result, A @ B)
-    table = str(explain(jshard.matmul, *whole, backward=False)).splitlines()
+    assert "f32[1024,4096]" in dot
+    table = str(explain(jshard.matmul, whole, whole, backward=False)).splitlines()
     assert len(table) == 2 and table[1] == "total: no collectives"
-    assert table[0].startswith("-  -  chosen: row=w, 0 B on the wire per device")
+    assert table[0].startswith("-  -  chosen: row=w, 0 B on the wire per device forward, 150,994,944 B backward")
 
 
 def test_choice_and_its_price_stand_in_the_ledger_beside_its_collectives(tmp_path, monkeypatch):
@@ -145,11 +189,11 @@ def test_choice_and_its_price_stand_in_the_ledger_beside_its_collectives(tmp_pat
     assert str(ledger) == "\n".join([
         "one.yaml:3  product  forward   all_gather  over w (4)  1 x 512 B  float32  384 B on the wire  (chosen row=w, redistribute)",
         "one.yaml:3  product  backward  all_reduce  over w (4)  1 x 512 B  float32  768 B on the wire  (chosen row=w)",
-        f"one.yaml:3  product  chosen: row=w, 384 B on the wire per device  {source}",
+        f"one.yaml:3  product  chosen: row=w, 384 B on the wire per device forward, 768 B backward  {source}",
         "total: 2 collectives, 1,152 B on the wire per device (forward 384 B, backward 768 B)",
     ])
     # fmt: on
-    assert '"words": "row=w, 384 B on the wire per device"' in ledger.to_json()
+    assert '"words": "row=w, 384 B on the wire per device forward, 768 B backward"' in ledger.to_json()
     assert ledger.only(phase="backward").choices == ()
 
 
@@ -163,7 +207,9 @@ def test_choice_in_a_scan_and_a_remat_is_told_once():
 
     rows = jshard.Layout(jshard.mesh(), *ROWS)
     ledger = explain(jax.grad(f), place(A, ROWS), place(square, WHOLE))
-    assert [choice.words for choice in ledger.choices] == ["row=w, 0 B on the wire per device"]
+    assert [choice.words for choice in ledger.choices] == [
+        "row=w, 0 B on the wire per device forward, 1,536 B backward"
+    ]
 
 
 def test_choice_of_a_sequence_that_is_split_leaves_it_split():
@@ -180,20 +226,26 @@ def test_choice_of_a_sequence_that_is_split_leaves_it_split():
 
 def test_choice_of_sizes_that_do_not_divide_is_replicated():
     load({"w": 4})
-    assert [str(choice) for choice in choose(A[:3, :5], B[:5, :7])] == ["replicated, 0 B on the wire per device"]
+    assert [str(choice) for choice in choose(A[:3, :5], B[:5, :7])] == [
+        "replicated, 0 B on the wire per device forward, 0 B backward"
+    ]
     np.testing.assert_array_equal(jshard.matmul(A[:3, :5], B[:5, :7]), A[:3, :5] @ B[:5, :7])
 
 
 def test_choice_takes_fewer_bytes_before_less_arithmetic():
     load({"w": 4})
     words = [str(choice) for choice in choose(A[:3], B[:, :7])]  # only the inner dimension divides
-    assert words == ["replicated, 0 B on the wire per device", "reduction=w, 126 B on the wire per device"]
+    assert words == [
+        "replicated, 0 B on the wire per device forward, 0 B backward",
+        "reduction=w, 126 B on the wire per device forward, 480 B backward",
+    ]
 
 
 def test_choice_of_a_vector_is_by_columns():
     load({"w": 4})
-    assert str(choose(A[0], B)[0]) == "column=w, 0 B on the wire per device"
-    result = jshard.matmul(A[0], B)
+    b = place(B, COLUMNS)
+    assert str(choose(A[0], b)[0]) == "column=w, 0 B on the wire per device forward, 96 B backward"
+    result = jshard.matmul(A[0], b)
     assert result.sharding.spec == jax.P("w")
     np.testing.assert_array_equal(result, A[0] @ B)
 
@@ -201,7 +253,11 @@ def test_choice_of_a_vector_is_by_columns():
 def test_choice_on_an_auto_mesh_says_what_it_can_not_see():
     jshard.load({"jshard": {"mesh": {"w": 4}, "axis_types": "auto"}})
     placed = place(A, ROWS), place(B, ROWS)
-    assert str(choose(*placed)[0]) == "row=w, 384 B on the wire per device"  # arrays at hand tell where they lie
+    assert (
+        str(choose(*placed)[0]) == "row=w, 384 B on the wire per device forward, 768 B backward"
+    )  # arrays at hand tell where they lie
     (told,) = explain(jshard.matmul, *placed, backward=False).choices
-    assert told.words == "row=w, 0 B on the wire per device, if x and w are whole (an auto mesh does not tell)"
+    assert told.words == (
+        "row=w, 0 B on the wire per device forward, 2,304 B backward, if x and w are whole (an auto mesh does not tell)"
+    )
     np.testing.assert_array_equal(jax.jit(jshard.matmul)(*placed), A @ B)

@@ -43,15 +43,15 @@ def verify(
     """
     configured = mesh()
     program = Program(f, args, kwargs, backward)
-    sides = [_Side(program, configured)]
+    sides = [_Side(program, configured, configured)]
     try:
         sides[0].trace()
     except Untyped:  # a jshard.step on an auto mesh: the same, where types say how arrays lie
         configured = explicit_twin(configured)
-        sides = [_Side(program, configured)]
+        sides = [_Side(program, configured, configured)]
     _check_own(program, sides[0].trace()[0])
-    trial = _Trial(program, _Side(program, _of_ones(configured)), tolerance)
-    sides += [_Side(program, _resized(configured, sizes)) for sizes in meshes]
+    trial = _Trial(program, _Side(program, _of_ones(configured), configured), tolerance)
+    sides += [_Side(program, _resized(configured, sizes), configured) for sizes in meshes]
     for side in (trial.reference, *sides[1:]):
         _traced_elsewhere(side)
     findings: list[Finding] = []
@@ -125,8 +125,8 @@ def _resized(whole: Mesh, sizes: Mapping[str, int]) -> Mesh:
 class _Side:
     """The program on one mesh."""
 
-    def __init__(self, program: Program, mesh: Mesh):
-        self.program, self.mesh = program, mesh
+    def __init__(self, program: Program, mesh: Mesh, configured: Mesh):
+        self.program, self.mesh, self.configured = program, mesh, configured
         self.traced: tuple[Any, list[str], list[int]] | None = None
         self.compiled: dict[Evaluation, Any] = {}
 
@@ -144,7 +144,7 @@ class _Side:
     @contextlib.contextmanager
     def here(self) -> Any:
         with contextlib.ExitStack() as exits:
-            exits.enter_context(on_mesh(self.mesh))
+            exits.enter_context(on_mesh(self.mesh, stands_for=self.configured))
             if not jax.sharding.get_abstract_mesh().empty:  # the caller's jax.set_mesh
                 exits.enter_context(jax.set_mesh(self.mesh))
             yield

@@ -159,6 +159,23 @@ def test_verify_of_results_that_are_no_scalars_and_lie_otherwise_on_one_device(a
     assert all_bitwise(verify(lambda x, w: {"rows": jshard.matmul(x, w), "one": jshard.matmul(x[0], w)}, x, w))
 
 
+def test_verify_lets_one_device_choose_as_the_mesh_does():
+    """A product that its signal does not split is split by its rows, and gradients are summed in bfloat16, as the signal asks:
+    on one device there is nothing to choose, and it would be another program."""
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "layer": {"dtype": {"reduce": "bfloat16"}}})
+
+    def f(x, w):
+        with jshard.signal("layer"):
+            return jshard.matmul(x, w)
+
+    x, w = put((16, 8), "data"), put((8, 8))
+    assert [told.words for told in jshard.explain(f, x, w).choices] == [
+        "row=data, 0 B on the wire per device forward, 224 B backward"
+    ]
+    verification = verify(f, x, w, meshes=[{"data": 2}])
+    assert verification.ok, str(verification)
+
+
 def test_verify_on_an_auto_mesh():
     jshard.load("mlp.yaml", ["jshard.axis_types=auto"])
     assert all_bitwise(verify(loss, MLP(nnx.Rngs(0)), put((8, 8), "data")))
