@@ -15,7 +15,7 @@ from jshard.errors import JShardError, nearest
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled
 from jshard.layers.kernel_support import all_reduce_of
-from jshard.layers.layer import placements
+from jshard.layers.layer import model_arrays
 from jshard.layers.reduce import mean
 from jshard.layers.strategy import door, varying
 from jshard.layouts.paths import keys_of
@@ -110,7 +110,7 @@ def _check_summed(value: jax.Array, names: Names) -> None:
 
 def _wide(model: Any, gradients: Any) -> list[Any]:
     """For each gradient the dtype that its layer's signal sums in."""
-    placed = placements(model)
+    placed = model_arrays(model)
     return [
         jnp.dtype(placed[keys_of(path)].reduce_dtype or leaf.dtype)
         for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]

@@ -66,7 +66,7 @@ class Layer(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ModelArray:
     """What is known of one array of a model: the scope that the innermost layer around it was built in, the signal that means,
     and where the layer says that the array rests; None where none says so."""
 
@@ -80,26 +80,26 @@ class Placement:
         return None if self.layout is None or self.signal is None else self.signal.dtype.reduce
 
 
-class Placements(dict[Path, Placement]):
+class ModelArrays(dict[Path, ModelArray]):
     """By path. What lies inside a variable, which may hold a tree, is placed as the variable is."""
 
-    def __missing__(self, path: Path) -> Placement:
-        return self[path[:-1]] if path else Placement()
+    def __missing__(self, path: Path) -> ModelArray:
+        return self[path[:-1]] if path else ModelArray()
 
 
-def placements(model: Any) -> Placements:
+def model_arrays(model: Any) -> ModelArrays:
     """For every variable in the state of a model, or of modules in a list, by its path there."""
-    found = Placements()
+    found = ModelArrays()
     layers = {path: each for path, each in nnx.iter_modules(model) if isinstance(each, Layer) and each.signal_path}
     layouts = {path: layer.parameter_layouts() for path, layer in layers.items()}
     for path, _ in nnx.to_flat_state(nnx.split(model)[1]):
         around = next((path[:end] for end in range(len(path) - 1, -1, -1) if path[:end] in layers), None)
         if around is None:
-            found[path] = Placement()
+            found[path] = ModelArray()
             continue
         under, name = layers[around].signal_path, path[len(around) :]
         layout = layouts[around].get(name[0]) if len(name) == 1 else None
-        found[path] = Placement(under, _signal_at(under), layout)
+        found[path] = ModelArray(under, _signal_at(under), layout)
     return found
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jshard.errors import JShardError
-from jshard.layers.layer import placements
+from jshard.layers.layer import model_arrays
 from jshard.layouts.creation import typed_as
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import explicit_twin
@@ -96,7 +96,7 @@ def _places(
     at_rest: dict[Path, Axes] = {}
     in_state: dict[Path, Axes] = {}
     signals: dict[Path, tuple[str, ...]] = {}
-    placed = placements(model)
+    placed = model_arrays(model)
     for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(model, wrt))[0]:
         path, layout = keys_of(path), Layout.of(leaf)
         at_rest[path] = in_state[path] = ((),) * jnp.ndim(leaf) if layout is None else layout.axes

@@ -17,7 +17,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.report.array_placement import GRADIENT, OPTIMIZER, PARAMETER
 from jshard.inspect.report.gather import facts_of_function
-from jshard.layers.layer import placements
+from jshard.layers.layer import model_arrays
 
 P = jax.P
 ROOT = Path(__file__).parent.parent.parent
@@ -178,10 +178,10 @@ def test_layers_say_where_their_parameters_rest_only_under_a_signal():
         assert {name: layout.spec for name, layout in layouts.items()} == dict.fromkeys(
             ("gate", "up", "down"), P("data", None)
         )
-        found = placements(model)
+        found = model_arrays(model)
         assert found["blocks", 1, "up"].layout == layouts["up"]
         assert found["blocks", 1, "up"].signal.name == "gated"
-        assert found["scale", "kernel"] == placements(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))["kernel",]
+        assert found["scale", "kernel"] == model_arrays(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))["kernel",]
 
 
 def refused(sentence, shapes, **keys):

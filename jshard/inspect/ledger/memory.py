@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jshard.errors import Place
-from jshard.layers.layer import Path, parameter_of, placements
+from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.signals.active_config import configuration
 
 KINDS = ("parameters", "gradients", "optimizer", "other")
@@ -47,7 +47,7 @@ def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
         kinds[kind] += bytes_
 
     for model in (node for node in nodes if isinstance(node, nnx.Module)):
-        placed = placements(model)
+        placed = model_arrays(model)
         for path, variable in nnx.to_flat_state(nnx.state(model)):
             signal = "/".join(placed[path].signal_path) or "-"
             for leaf in jax.tree.leaves(variable):

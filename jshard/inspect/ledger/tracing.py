@@ -18,7 +18,7 @@ from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
 from jshard.inspect.ledger.ledger import Ledger, Unused, read
 from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.user_code_errors import told
-from jshard.layers.layer import placements
+from jshard.layers.layer import model_arrays
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import explicit_twin
 from jshard.signals.active_config import mesh, on_mesh
@@ -42,7 +42,7 @@ def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **k
         with on_mesh(twin):
             jaxpr = _jaxpr(whole.typed_on(twin), backward)
     ledger = read(jaxpr, place_of, is_asked_for=is_asked_for)
-    built_under = {each.signal_path for each in placements(whole.nodes).values()}
+    built_under = {each.signal_path for each in model_arrays(whole.nodes).values()}
     trains = any(isinstance(node, nnx.Optimizer) for node in whole.nodes)
     return dataclasses.replace(
         ledger,

@@ -17,7 +17,7 @@ from jshard.inspect.ledger.tracing import Traced, explain
 from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.between import Between, between
 from jshard.inspect.report.facts import Facts, Text
-from jshard.layers.layer import parameter_of, placements
+from jshard.layers.layer import model_arrays, parameter_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import keys_of, words_of
 from jshard.signals import active_config as current
@@ -147,7 +147,7 @@ def _place(signals: tuple[str, ...]) -> Place | None:
 
 def _model(model: Any, before: tuple[str, ...]) -> list[Laid]:
     """In the order of the configuration's lines, which is more often the program's than that of the alphabet is."""
-    placed = placements(model)
+    placed = model_arrays(model)
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         kind = PARAMETER if isinstance(variable, nnx.Param) else OTHER
@@ -167,7 +167,7 @@ def _in_the_text(array: Laid) -> tuple[str, int, int]:
 
 def _optimizer(optimizer: Any, model: Any) -> Iterator[Laid]:
     """The state of an optimizer; each array of it under the signal of the parameter that it is about."""
-    placed = {} if model is None else placements(model)
+    placed = {} if model is None else model_arrays(model)
     for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(optimizer))[0]:
         path = keys_of(path)
         path = path[1:] if path[:1] == ("opt_state",) else path

@@ -19,7 +19,7 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.jaxpr_walk import _bare, has_transposed
 from jshard.inspect.ledger.tracing import Traced, _is_array, _is_inexact, _is_node
 from jshard.inspect.verify.exact_surrogates import mixed
-from jshard.layers.layer import Path, parameter_of, placements
+from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, keys_of, words_of
 
@@ -134,7 +134,7 @@ class Program:
         of_models: dict[Path, tuple[str, ...]] = {}
         state = jax.tree_util.tree_flatten_with_path(nnx.split(self.traced.nodes)[1])[0]
         paths = dict(zip(self.names, (keys_of(path) for path, _ in state), strict=False))
-        placed = placements(self.traced.nodes)
+        placed = model_arrays(self.traced.nodes)
         for name, path in paths.items():
             if under := placed[path].signal_path:
                 found[name] = of_models[path[1:]] = under
