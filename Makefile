@@ -13,7 +13,7 @@ STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 
-.PHONY: help demo test core check lint fuzz verify-random kernel-product bench hang-test soak wheel clean
+.PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak wheel clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +26,12 @@ test: $(VENV)/.test-$(STAMP)  ## the whole test suite
 
 core: $(VENV)/.test-$(STAMP)  ## every test but the slow ones, two cases of each; what CI runs on a newer Python and JAX too
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow" --few 2 $(PYTEST_ARGS)
+
+extras:  ## the tests that need libtpu, NVIDIA's compiler, grain, Pillow or TensorBoard, in an environment that has all
+	@$(MAKE) VENV=$(VENV)-extras tests-with-extras
+
+tests-with-extras: $(VENV)/.extras-$(STAMP)
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal --extras $(PYTEST_ARGS)
 
 check: lint  ## ruff, pyright, floors and the tests nearest to what changed since origin/main; under a minute
 	@$(BIN)/python -m pytest -q -n 2 --dist load -m "not slow" --within 25 $$($(BIN)/python .ci/changed.py)
@@ -58,12 +64,13 @@ wheel: $(VENV)/.test-$(STAMP)  ## a wheel in dist/
 	@$(BIN)/python -m build --wheel --outdir dist .
 
 clean:  ## removes the environment and what was built
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-extras dist build .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.dev-$(STAMP): EXTRA := dev
 $(VENV)/.test-$(STAMP): EXTRA := test
 $(VENV)/.digits-$(STAMP): EXTRA := digits
-$(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits)):
+$(VENV)/.extras-$(STAMP): EXTRA := extras
+$(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras)):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jshard needs Python 3.11 or newer and $(PYTHON) is $$($(PYTHON) --version 2>&1); type: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@[ -e $(VENV)/.made-$(STAMP) ] || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); touch $(VENV)/.made-$(STAMP); }
 	@echo "installing jshard[$(EXTRA)] into $(VENV)"

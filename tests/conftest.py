@@ -14,11 +14,17 @@ os.environ.setdefault("PJRT_NPROC", "32")  # at the default, pretend devices on 
 import jax
 import pytest
 from browser import browser as browser  # a fixture of those that open a page
+from outside import extra as extra
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--few", type=int, metavar="N", help="of the cases of each test only N, from the first to the last"
+    )
+    parser.addoption(
+        "--extras",
+        action="store_true",
+        help="only tests that need one of jshard's extras, none of which may be skipped",
     )
     parser.addoption(
         "--within", type=float, metavar="SECONDS", help="two cases of each test first; none starts after this time"
@@ -45,6 +51,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--extras"):
+        config.hook.pytest_deselected(items=[item for item in items if not _needs_an_extra(item)])
+        items[:] = [item for item in items if _needs_an_extra(item)]
     few = config.getoption("--few")
     within = config.getoption("--within")
     cases: dict[str, list[pytest.Item]] = {}
@@ -56,6 +65,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
     elif within is not None:
         items.sort(key=lambda item: item not in kept)
+
+
+def _needs_an_extra(item: pytest.Item) -> bool:
+    return "extra" in getattr(item, "fixturenames", ())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.skipped and item.config.getoption("--extras"):
+        report.outcome, report.longrepr = "failed", f"skipped where every extra is installed: {report.longrepr[2]}"
+    return report
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

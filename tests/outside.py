@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,9 +21,15 @@ def users_environment(*without: str, **more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in (*OURS, *without)} | more
 
 
-def needs_compiler(topology: str) -> None:
-    """Skips a test that compiles for chips that are not here where their compiler is not installed."""
-    try:
-        check_installed(Topology.of(topology))
-    except JShardError as error:
-        pytest.skip(f"an extra: {error}")
+@pytest.fixture
+def extra() -> Callable[[str], Any]:
+    """`extra("grain")` is the module, `extra("v5e:4x4")` asks for the compiler of a topology. Where it is not installed the
+    test is skipped; `make extras` installs all and runs every test with this fixture."""
+
+    def needed(name: str) -> Any:
+        try:
+            return check_installed(Topology.of(name)) if ":" in name else importlib.import_module(name)
+        except (ImportError, JShardError) as error:
+            pytest.skip(f"an extra: {error}")
+
+    return needed

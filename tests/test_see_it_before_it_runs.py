@@ -17,7 +17,6 @@ import yaml
 
 from jshard.cli import main
 from jshard.signals.active_config import unload
-from tests.outside import needs_compiler
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/see-it-before-it-runs.md").read_text()
@@ -40,12 +39,12 @@ def test_page_shows_every_command():
     ]  # fmt: skip
 
 
-def needs(command: str) -> None:
+def needs(extra, command: str) -> None:
     """Skips what is compiled for chips by a compiler that is not here, or that is not the one of the page."""
     name = re.search(r"--topology (\S+)", command)
     if name is None:
         return
-    needs_compiler(name[1])
+    extra(name[1])
     shown, here = COMPILERS[0], (jax.__version__, importlib.metadata.version("libtpu"))
     if shown != here:
         pytest.skip(f"the page shows jax {shown[0]} and libtpu {shown[1]}, and here are {here[0]} and {here[1]}")
@@ -53,8 +52,8 @@ def needs(command: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "says"), SHOWN, ids=[command[:60] for command, _ in SHOWN])
-def test_page_prints_what_the_command_prints(capsys, tmp_path, command, says):
-    needs(command)
+def test_page_prints_what_the_command_prints(capsys, tmp_path, extra, command, says):
+    needs(extra, command)
     name, *words = shlex.split(command)
     assert name == "jshard"
     if "-o" in words:  # the page is not left here

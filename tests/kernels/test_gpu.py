@@ -253,17 +253,11 @@ def test_planted_faults_are_found():
 # -- compiled --
 
 
-def has_compiler() -> bool:
-    tried = "import jax_plugins.xla_cuda13, nvidia.cu13"
-    return subprocess.run([sys.executable, "-c", tried], capture_output=True).returncode == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", GPUS)
-def test_product_compiles_for_an_absent_gpu_and_spills_nothing(chip):
+def test_product_compiles_for_an_absent_gpu_and_spills_nothing(chip, extra):
     """In a process of its own: a kernel for the wrong chip may abort it."""
-    if not has_compiler():
-        pytest.skip('JAX\'s CUDA plugin and compiler are not installed; type: pip install "jshard[plan]"')
+    extra(f"{chip}:8")
     here = Path(__file__)
     done = subprocess.run(
         [sys.executable, str(here.with_name("compile_absent_gpu.py")), chip],

@@ -103,16 +103,11 @@ def test_ring_of_64_is_no_longer_a_program_than_one_of_8(name):
     assert equations[64] <= equations[8]
 
 
-def have_libtpu() -> bool:
-    return subprocess.run([sys.executable, "-c", "import libtpu"], capture_output=True).returncode == 0
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_kernels_compile_for_absent_chips():
+def test_kernels_compile_for_absent_chips(extra):
     """With libtpu beside jax (pip install libtpu), each kernel for each chip for real."""
-    if not have_libtpu():
-        pytest.skip('libtpu is not installed; type: pip install "jshard[tpu]"')
+    extra("v5e:2x4")
     begun = time.monotonic()
     here = Path(__file__)
     environment = {

@@ -354,8 +354,8 @@ def test_data_that_can_not_be_read_so_is_told(lossy, words, sentence):
 # -- grain --
 
 
-def test_grain_comes_through_the_same_door():
-    grain = pytest.importorskip("grain", reason='needs grain: pip install "jshard[data]"')
+def test_grain_comes_through_the_same_door(extra):
+    grain = extra("grain")
     numbers = grain.MapDataset.source(np.arange(12)).map(lambda n: (np.full(2, n), n))
     by_number, _ = drawn(shuffled(Indexed("grain", numbers)), 3)
     assert by_number == drawn(shuffled(Examples(np.zeros(12), np.arange(12))), 3)[0]

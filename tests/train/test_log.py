@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,6 @@ from jshard.train.train import train
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/watching.md").read_text()
-NO_BOARD = 'tensorboardX is not installed: pip install "jshard[tensorboard]"'
 
 
 @pytest.fixture(autouse=True)
@@ -463,9 +463,8 @@ def test_log_without_a_folder_is_told(said, sentence):
 # -- TensorBoard --
 
 
-def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def board(proto: Any, folder: Path) -> dict[str, list[tuple[int, float]]]:
     """The scalars of the newest file of a folder: records of length, checksum, event, checksum."""
-    proto = pytest.importorskip("tensorboardX.proto.event_pb2", reason=NO_BOARD)
     found: dict[str, list[tuple[int, float]]] = {}
     read = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).read_bytes()
     while read:
@@ -476,14 +475,17 @@ def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def test_record_writes_figures_for_tensorboard(tmp_path):
-    pytest.importorskip("tensorboardX", reason=NO_BOARD)
+def test_record_writes_figures_for_tensorboard(tmp_path, extra):
+    proto = extra("tensorboardX.proto.event_pb2")
     loaded = load_configuration({"jshard": {"train": {"output": str(tmp_path), "log": {"tensorboard": True}}}})
     record = Record(str(tmp_path), loaded, tensorboard=True)
     record.write(step=10, loss=0.5, examples_per_second=100)
     record.write(step=20, loss=0.25)
     record.close()
-    assert board(tmp_path / "tensorboard") == {"loss": [(10, 0.5), (20, 0.25)], "examples_per_second": [(10, 100.0)]}
+    assert board(proto, tmp_path / "tensorboard") == {
+        "loss": [(10, 0.5), (20, 0.25)],
+        "examples_per_second": [(10, 100.0)],
+    }
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 

@@ -15,7 +15,6 @@ from jshard.inspect.plan import plan
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.inspect.plan.topology import Topology
 from jshard.signals.active_config import configuration, unload
-from tests.outside import needs_compiler
 
 TOPOLOGIES = ["v4:2x2x1", "v5e:4x4", "v5p:8x8x16", "v6e:16x16", "tpu7x:2x2x2", "h100:8", "h200:8", "b200:8"]
 
@@ -32,8 +31,8 @@ def loss(model, x):
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_every_topology_compiles(name):
-    needs_compiler(name)
+def test_every_topology_compiles(extra, name):
+    extra(name)
     devices = Topology.of(name).devices
     jshard.load(
         {
@@ -54,14 +53,14 @@ def test_every_topology_compiles(name):
     assert "(a model, nothing was measured)" in str(made)
 
 
-def test_single_chip_compiles():
-    needs_compiler("v5e:1x1")
+def test_single_chip_compiles(extra):
+    extra("v5e:1x1")
     made = plan(lambda x: x @ x.T, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16), topology="v5e:1x1")
     assert (made.comparison.asked, made.comparison.got) == (0, 0)
 
 
-def test_program_that_is_too_large_for_a_chip_is_a_verdict_and_not_a_failure():
-    needs_compiler("v5e:1x1")
+def test_program_that_is_too_large_for_a_chip_is_a_verdict_and_not_a_failure(extra):
+    extra("v5e:1x1")
 
     def f(x):
         return (jnp.sort(x @ x.T, axis=0) * 2).sum()
@@ -72,15 +71,15 @@ def test_program_that_is_too_large_for_a_chip_is_a_verdict_and_not_a_failure():
     assert "memory: does not fit: " in str(made)
 
 
-def test_gathers_hide_behind_products_on_a_tpu():
-    needs_compiler("v5e:2x4")
+def test_gathers_hide_behind_products_on_a_tpu(extra):
+    extra("v5e:2x4")
     made = plan_decoder("v5e:2x4", decoder.TINY, data=2, tensor=4)
     assert sum(row.asynchronous for row in made.comparison.rows) > 0
     assert not [each for _, each in made.comparison.differences if each.kind in ("added", "dropped", "split")]
 
 
-def test_gpu_joins_gathers_and_adds_up_before_it_reduces():
-    needs_compiler("h100:8")
+def test_gpu_joins_gathers_and_adds_up_before_it_reduces(extra):
+    extra("h100:8")
     made = plan_decoder("h100:8", decoder.TINY, data=2, tensor=4)
     assert {each.kind for _, each in made.comparison.differences} >= {"merged", "dropped"}
     assert made.comparison.got < made.comparison.asked
@@ -88,8 +87,8 @@ def test_gpu_joins_gathers_and_adds_up_before_it_reduces():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_seven_billion_parameters_on_256_chips_and_again_from_the_cache():
-    needs_compiler("v5e:16x16")
+def test_seven_billion_parameters_on_256_chips_and_again_from_the_cache(extra):
+    extra("v5e:16x16")
     began = time.perf_counter()
     first = plan_decoder("v5e:16x16", decoder.SEVEN_BILLION, data=16, tensor=16)
     took = time.perf_counter() - began

@@ -21,7 +21,7 @@ from jshard.inspect.plan import Topology, plan
 from jshard.inspect.plan.difference import Outcome, Runs, compare_plans
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.signals.active_config import configuration, unload
-from tests.outside import needs_compiler, users_environment
+from tests.outside import users_environment
 
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}
@@ -258,8 +258,8 @@ def test_compiler_that_is_not_installed_is_the_same_sentence_for_every_command(c
 
 
 @pytest.mark.parametrize("name", ["v5e:2x4", "h100:8"])
-def test_wrong_axis_in_one_weight_shows_in_what_runs(name):
-    needs_compiler(name)
+def test_wrong_axis_in_one_weight_shows_in_what_runs(extra, name):
+    extra(name)
 
     def of_decoder(**signals):
         jshard.load({**decoder.configured(2, 4), **signals})
@@ -280,8 +280,8 @@ def test_wrong_axis_in_one_weight_shows_in_what_runs(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v5e:2x4", "h100:8"])
-def test_noise_of_compilers_does_not_reach_the_user(name):
-    needs_compiler(name)
+def test_noise_of_compilers_does_not_reach_the_user(extra, name):
+    extra(name)
     clean = users_environment(PYTHONPATH=str(Path(jshard.__file__).parent.parent))
     for command in ("plan", "report"):
         words = [sys.executable, "-m", "jshard", command, "planned:loss", *ARGS, "--topology", name]

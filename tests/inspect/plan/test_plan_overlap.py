@@ -21,7 +21,6 @@ from jshard.inspect.plan.flops import arithmetic_of
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
 from jshard.kernels.kernel_traffic import Schedule, declare, declared
-from tests.outside import needs_compiler
 
 MESH = {"data": 4, "tensor": 4}
 HALF = {"row": "data", "sequence": "tensor", "dtype": {"compute": "bfloat16"}}
@@ -89,8 +88,10 @@ def test_estimate_counts_the_wire_of_kernels_on_both_sides():
     assert made.seconds_of("wire that can't hide") == pytest.approx((comparison.got - comparison.hidden) / 100e9)
 
 
-def test_fused_kernels_leave_at_most_a_quarter_of_what_waits_in_the_partitioners_program(tmp_path, monkeypatch, capsys):
-    needs_compiler("v5e:4x4")
+def test_fused_kernels_leave_at_most_a_quarter_of_what_waits_in_the_partitioners_program(
+    tmp_path, monkeypatch, capsys, extra
+):
+    extra("v5e:4x4")
     monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
     overlap.main(["--features", "512", "--tokens", "16384"])
     last = capsys.readouterr().out.splitlines()[-1]

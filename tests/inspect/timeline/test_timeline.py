@@ -260,8 +260,8 @@ def test_page_tells_sums_and_the_longest_operations(tmp_path):
     assert "|psum.2|all-reduce|forward|down|–|4|180 ns|135 ns|540 ns|54.0 %|" in words
 
 
-def test_picture_has_a_bar_for_every_event(tmp_path):
-    image_module = pytest.importorskip("PIL.Image", reason="no Pillow here; type: pip install 'jshard[timeline]'")
+def test_picture_has_a_bar_for_every_event(tmp_path, extra):
+    image_module = extra("PIL.Image")
     from jshard.inspect.timeline.picture import AXIS, COLOURS, HEAD, ROW, drawn
 
     content, count = drawn(many(40, name="a"))
