@@ -85,12 +85,12 @@ def pretend_where_none(configuration: Configuration) -> None:
     count = pretended(configuration)
     if count is None or found() is not None:  # one of several processes has pretended its part
         return
+    why = "JAX_PLATFORMS=cpu" if "cpu" in os.environ.get("JAX_PLATFORMS", "") else "no accelerator here"
     pretend(count, platforms=None)
     import jax
 
     logging.getLogger("jax._src.xla_bridge").addFilter(_is_of_use)
     if jax.default_backend() == "cpu":
-        why = "no accelerator here" if "cpu" not in os.environ.get("JAX_PLATFORMS", "") else "JAX_PLATFORMS=cpu"
         here = len(jax.devices())
         print(f"{why}: pretending {here} CPU devices for mesh {mesh_in_words(configuration)}", file=sys.stderr)
 

@@ -69,7 +69,8 @@ def joined(asked: Asked) -> Experiment:
     membership = found()
     assert membership is not None
     if (count := pretended(configuration)) is not None:
-        pretend_part(count, membership.processes)
+        said = f"the {count} devices of jshard.mesh ({configuration.mesh.place})"
+        pretend_part(count, membership.processes, None, said)
     init(facts={"configuration": facts_of(configuration)}, preemption=True, **configuration.train.get("watchdog", {}))
     agree("devices", {"devices of a process": str(jax.local_device_count()), "kind": jax.devices()[0].device_kind},
           mend="give each process as many, of one kind")  # fmt: skip

@@ -103,18 +103,21 @@ def pulse() -> Pulse:
     return _Joined.pulse
 
 
-def pretend_part(devices: int, processes: int) -> None:
-    """This process's part of so many CPU devices. Every process has the threads of all, so that none computes otherwise."""
+def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", said: str = "") -> None:
+    """Pretend this process's part of so many CPU devices, as `pretend` does; `said` names them in an error. Every process
+    has the threads of all, so that none computes otherwise."""
     if devices % processes:
+        counts = [count for count in range(1, devices + 1) if devices % count == 0]
+        near = [*[count for count in counts if count < processes][-1:], *[each for each in counts if each > processes][:1]]
         raise JShardError(
-            f"{devices} devices can't be shared out evenly to {processes} processes",
-            mend=f"use {devices // processes * processes or processes} or {-(-devices // processes) * processes} devices",
+            f"{said or f'{devices} devices'} can't be shared out evenly to {processes} processes",
+            mend=f"start {' or '.join(map(str, near))}, as by jshard launch -n {near[-1]}",
         )
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
     if asked.isdecimal() and int(asked) > devices // processes:  # pretended for one process, in the environment
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices // processes)
-    pretend(devices // processes, platforms=None)
+    pretend(devices // processes, platforms)
 
 
 def _software() -> Facts:

@@ -6,6 +6,7 @@ import os
 import sys
 
 from jshard.errors import JShardError
+from jshard.host import computes_on_cpus
 from jshard.layouts.host_malloc import keep_freed
 
 # Each pretend device blocks a thread of XLA's pool while it waits for the others in a collective, and steps dispatched
@@ -16,14 +17,16 @@ THREADS_PER_DEVICE = 4
 def pretend(count: int, platforms: str | None = "cpu") -> None:
     """Makes JAX start with `count` CPU devices. Call it before JAX does anything.
 
-    With `platforms=None` accelerators stay the default where there are some, and the CPU devices are there beside them.
-    What the user has set in the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. A
-    process that computes on CPUs keeps the memory that it frees.
+    With `platforms=None` accelerators stay the default where there are some, and the CPU devices are there beside them;
+    where there are none, no other backend starts: libtpu would look for a TPU on the network, and say so. What the user has set in the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. A process that computes on
+    CPUs keeps the memory that it frees.
     """
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
     count = max(count, int(asked) if asked.isdecimal() else 0)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+    if platforms is None and computes_on_cpus():
+        platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
     if platforms is not None:
         os.environ["JAX_PLATFORMS"] = platforms
     keep_freed()
