@@ -27,7 +27,8 @@ def computes_on_cpus(environment: Mapping[str, str] = os.environ) -> bool:
     if platforms := environment.get("JAX_PLATFORMS"):
         return platforms.startswith("cpu")
     return not nvidia_cards(environment) and not any(
-        [*Path("/dev").glob(name)] for name in ("accel[0-9]*", "vfio/[0-9]*", "kfd")  # two of TPUs, and AMD's
+        [*Path("/dev").glob(name)]
+        for name in ("accel[0-9]*", "vfio/[0-9]*", "kfd")  # two of TPUs, and AMD's
     )
 
 

@@ -14,8 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from jshard.cli.launch import COMMANDS
 from jshard.cli.terminal import show, tell, width
 from jshard.errors import JShardError, nearest
+from jshard.launch.cluster_env import found
 from jshard.version import __version__
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -33,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             importlib.import_module("jshard.events")  # a mistake in JSHARD_LOG is told here
             chosen = parse(words)
-            return chosen.command(chosen)
+            if chosen.name not in COMMANDS or found() is None:
+                return chosen.command(chosen)
+            from jshard.cli.rank_main import as_member
+
+            return as_member(lambda: chosen.command(chosen))
         finally:
             sys.stdout.flush()  # a reader that has gone, or a full disk, is noticed here, and not at exit
     except JShardError as error:
@@ -140,7 +146,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 def train(chosen: argparse.Namespace) -> int:
     from jshard.cli.experiment import opened
     from jshard.cli.target import Asked
-    from jshard.launch.cluster_env import found
 
     if found() is not None:
         from jshard.cli.rank_main import train_as_member
@@ -158,7 +163,11 @@ def train(chosen: argparse.Namespace) -> int:
 
 def run_bench(chosen: argparse.Namespace) -> int:
     from jshard.cli.bench import run
+    from jshard.launch.initialize import init
+    from jshard.layouts.pretend import pretend
 
+    pretend(1, platforms=None)
+    init()
     sizes = {"sizes": chosen.size} if chosen.size else {}
     files = {"csv_file": chosen.csv, "plot": chosen.plot}
     return run(**sizes, sides=chosen.side, axis=chosen.axis, self_test=chosen.self_test, **files)

@@ -27,11 +27,14 @@ def run(chosen: argparse.Namespace) -> int:
     asked = Asked.of(chosen)
     if chosen.program:
         from jshard.inspect.compiled.program_text import normalised
+        from jshard.inspect.user_code_errors import told
 
-        print(normalised(compilable(asked).compiled()))
+        with told("it is compiled"):
+            compiled = compilable(asked).lowered().compile()
+        print(normalised(compiled))
         return 0
-    with sketched(asked) as told:
-        ledger = told.explain()
+    with sketched(asked) as program:
+        ledger = program.explain()
     if chosen.phase is not None:
         ledger = ledger.only(phase=chosen.phase)
     if chosen.json:

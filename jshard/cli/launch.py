@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    command = command_of(chosen.program)
+    command = command_of(chosen.program, chosen.count or 4)
     members = None if chosen.count is not None else [member(chosen)]
     if chosen.count is not None and chosen.count < 1:
         raise JShardError(f"jshard launch can't start {chosen.count} processes", mend="type: jshard launch -n 4")
@@ -81,13 +83,18 @@ def member(chosen: argparse.Namespace) -> Membership:
     return Membership(chosen.coordinator, chosen.processes, chosen.process_id, "jshard launch")
 
 
-def command_of(words: list[str]) -> list[str]:
-    """What each process runs."""
+def command_of(words: list[str], count: int = 4) -> list[str]:
+    """What each of `count` processes runs."""
     if not words or words == ["-m"]:
         raise JShardError(
             "jshard launch names no program", mend="type: jshard launch -n 4 train configs/digits.yaml, or a script"
         )
     first = words[0]
+    if re.fullmatch(r"python[\d.]*", Path(first).name) and words[1:]:
+        raise JShardError(
+            f'"{first}" is what jshard launch runs each program by',
+            mend=f"type: jshard launch -n {count} {shlex.join(words[1:])}",
+        )
     if first == "-m":
         return [sys.executable, *words]
     if first in COMMANDS:

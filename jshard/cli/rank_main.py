@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,22 +23,27 @@ from jshard.launch.cluster_env import found
 from jshard.launch.heartbeat import BAR
 from jshard.launch.initialize import fail, init, pretend_part, pulse
 from jshard.launch.mismatch import Facts
+from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration, load_configuration
 from jshard.train.checkpoint import Checkpoint
 from jshard.train.experiment import Experiment
-from jshard.train.loop import Step
+from jshard.train.function import Function
 from jshard.train.metrics import written
 from jshard.train.preemption import Preempted
 from jshard.train.progress import Bar
 from jshard.train.train import train
 
-SAME_YAML = "start all of them with the same YAML and the same key=value"
-SAME_PROGRAM = "start all of them with the same code and data"
-
 
 def train_as_member(asked: Asked, resume: Callable[[], Checkpoint] | None = None) -> int:
     """`resume` finds what to go on from, once all have joined."""
-    return as_member(lambda: _train(asked, resume))
+    experiment = joined_experiment(asked)
+    leads = jax.process_index() == 0
+    bar = MemberBar(experiment.steps, experiment.batch, speaks=leads)
+    accuracy = train(experiment, bar, resume=None if resume is None else resume())
+    pulse().at("ended")
+    if leads:
+        print(f"test accuracy {100 * accuracy:.1f} %")
+    return 0
 
 
 def as_member(run: Callable[[], int]) -> int:
@@ -52,36 +58,37 @@ def as_member(run: Callable[[], int]) -> int:
         raise
 
 
-def _train(asked: Asked, resume: Callable[[], Checkpoint] | None) -> int:
-    experiment = joined(asked)
-    leads = jax.process_index() == 0
-    bar = MemberBar(experiment.steps, experiment.batch, speaks=leads)
-    accuracy = train(experiment, bar, resume=None if resume is None else resume())
-    pulse().at("ended")
-    if leads:
-        print(f"test accuracy {100 * accuracy:.1f} %")
-    return 0
-
-
-def joined(asked: Asked) -> Experiment:
-    """The experiment, built, when all processes have agreed that it is the same one."""
+def joined(
+    asked: Asked, meshes: Mapping[str, Mapping[str, int]] | None = None, *, preemption: bool = False
+) -> Experiment | Function:
+    """Join the other processes and build the experiment or function, when all have the same one and as many devices of one
+    kind, and work on its mesh and on these further ones, by what they are called."""
     configuration = load_configuration(asked.path, asked.overrides)
-    membership = found()
+    membership, asked_mesh = found(), configuration.mesh
     assert membership is not None
-    if (count := pretended(configuration)) is not None:
-        said = f"the {count} devices of jshard.mesh ({configuration.mesh.place})"
-        pretend_part(count, membership.processes, None, said)
-    init(facts={"configuration": facts_of(configuration)}, preemption=True, **configuration.train.get("watchdog", {}))
+    if (count := pretended(configuration)) is not None and asked_mesh is not None:
+        pretend_part(count, membership.processes, None, f"the {count} devices of jshard.mesh ({asked_mesh.place})")
+    facts = {"configuration": facts_of(configuration)}
+    init(facts=facts, preemption=preemption, **configuration.train.get("watchdog", {}))
     agree("devices", {"devices of a process": str(jax.local_device_count()), "kind": jax.devices()[0].device_kind},
           mend="give each process as many, of one kind")  # fmt: skip
-    check_all_have_devices(configuration)
-    experiment = opened(asked)
+    if asked_mesh is not None:
+        for said, sizes in {f"jshard.mesh ({asked_mesh.place})": {}, **(meshes or {})}.items():
+            whole = dict(zip(asked_mesh.names, asked_mesh.sizes, strict=True)) | dict(sizes)
+            check_all_have_devices(said, whole)
+    program = opened(asked)
+    ledger = program.explain()
+    agree("program", program_of(program, str(ledger)), mend="start all of them with the same code and data")
+    pulse().stands(first_between_processes(ledger, None if asked_mesh is None else mesh()))
+    return program
+
+
+def joined_experiment(asked: Asked) -> Experiment:
+    """The same of an experiment; the first process says what its step asks for."""
+    experiment = joined(asked, preemption=True)
     assert isinstance(experiment, Experiment)
-    ledger = experiment.explain()
-    if membership.rank == 0:
-        print(ledger)
-    agree("program", program_of(experiment, str(ledger)), mend=SAME_PROGRAM)
-    pulse().stands(first_between_processes(ledger, experiment.placement.mesh))
+    if jax.process_index() == 0:
+        print(experiment.explain())
     return experiment
 
 
@@ -96,25 +103,24 @@ def _flat(value: Any, name: str) -> list[tuple[str, str]]:
     return [pair for key, each in value.items() for pair in _flat(each, f"{name}.{key}" if name else str(key))]
 
 
-def program_of(experiment: Experiment, ledger: str) -> Facts:
+def program_of(program: Experiment | Function, ledger: str) -> Facts:
     """The collectives of a step, each a fact, and the fingerprint of what the compiler is given."""
-    step = Step(experiment.model, experiment.optimizer, experiment.loss)
-    text = step.program.lower(step.state, *experiment.first_batch()).as_text()
+    text = program.lowered().as_text()
     lines = {f"line {number} of its ledger": line for number, line in enumerate(ledger.splitlines(), 1)}
     return {**lines, "its fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def check_all_have_devices(configuration: Configuration) -> None:
-    """An error when the mesh leaves a process without work: it would be waited for at the end, for nothing."""
-    mesh, count = configuration.mesh, configuration.devices
-    if mesh is None or count is None or -1 in mesh.sizes:
+def check_all_have_devices(said: str, sizes: Mapping[str, int]) -> None:
+    """An error when a mesh leaves a process without work: it would be waited for at the end, for nothing."""
+    if -1 in sizes.values():
         return
+    count = math.prod(sizes.values())
     busy = {device.process_index for device in jax.devices()[:count]}
     idle = [rank for rank in range(jax.process_count()) if rank not in busy]
     if idle:
         raise JShardError(
-            f"jshard.mesh ({mesh.place}) takes {count} of {len(jax.devices())} devices, and rank {idle[0]} has none of them",
-            mend=f"start {len(busy)} processes, or make the mesh larger",
+            f"{said} takes {count} of {len(jax.devices())} devices, and rank {idle[0]} has none of them",
+            mend=f"start {len(busy)} process{'es' * (len(busy) > 1)}, or make the mesh larger",
         )
 
 

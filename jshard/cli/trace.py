@@ -51,9 +51,9 @@ def run(chosen: argparse.Namespace) -> int:
 
     asked = Asked(chosen.path, tuple(chosen.overrides))
     if found() is not None:
-        from jshard.cli.rank_main import as_member, joined
+        from jshard.cli.rank_main import joined_experiment
 
-        return as_member(lambda: _of_experiment(joined(asked), chosen))
+        return _of_experiment(joined_experiment(asked), chosen)
     from jshard.cli.experiment import opened
     from jshard.train.experiment import Experiment
 

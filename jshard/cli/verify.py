@@ -7,6 +7,7 @@ import argparse
 from jshard.cli.target import Asked, function_arguments
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
+from jshard.launch.cluster_env import found as membership
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,12 +20,22 @@ def run(chosen: argparse.Namespace) -> int:
     """Prints what was found; 0 when they are equal, 1 when they are not."""
     from jshard.cli.experiment import opened
 
-    meshes = [sizes_of(words) for words in chosen.mesh]
-    program = opened(Asked.of(chosen))
+    meshes = {words: sizes_of(words) for words in chosen.mesh}
+    asked = Asked.of(chosen)
+    if membership() is None:
+        program = opened(asked)
+    else:
+        from jshard.cli.rank_main import joined
+
+        program = joined(asked, {f"--mesh {words}": sizes for words, sizes in meshes.items()})
+    import jax
+
     from jshard.inspect.user_code_errors import told
 
     with told("it is traced"):
-        found = program.verify(meshes)
+        found = program.verify([*meshes.values()])
+    if jax.process_index() != 0:  # the first speaks for all
+        return 0
     if chosen.json:
         print(found.to_json())
     else:

@@ -69,6 +69,7 @@ def init(
     answer(membership, {"installation": _software(), **(facts or {})}, seconds)
     _start_jax(membership, seconds, preemption)
     _Joined.membership = membership
+    _Joined.pulse.tell(joined=True)
     from jshard.launch.watchdog import watch  # reads JAX's service, which is there from here on
 
     limit = step_timeout or float(os.environ.get("JSHARD_STEP_TIMEOUT", STEP_TIMEOUT))
@@ -108,10 +109,13 @@ def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", sa
     has the threads of all, so that none computes otherwise."""
     if devices % processes:
         counts = [count for count in range(1, devices + 1) if devices % count == 0]
-        near = [*[count for count in counts if count < processes][-1:], *[each for each in counts if each > processes][:1]]
+        near = [
+            *[count for count in counts if count < processes][-1:],
+            *[each for each in counts if each > processes][:1],
+        ]
         raise JShardError(
             f"{said or f'{devices} devices'} can't be shared out evenly to {processes} processes",
-            mend=f"start {' or '.join(map(str, near))}, as by jshard launch -n {near[-1]}",
+            mend=f"start {' or '.join(map(str, near))} of them: jshard launch -n {near[-1]}",
         )
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")

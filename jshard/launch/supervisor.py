@@ -20,6 +20,7 @@ from jshard.launch.local_gpus import cards_of
 from jshard.launch.peer_loss import is_gone, rank_0_is_gone
 from jshard.launch.worker import Worker
 
+ALONE = 60.0  # seconds in which no process has joined, when it is said; at their end in any case
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
 HELD = 0.3  # seconds that a line waits, as another process may turn out to have failed before it
 ENDING = 10.0  # the same behind an error in JAX's own log, where rank 0 has another launcher: the process may be about to end
@@ -49,6 +50,7 @@ class Supervisor:
         self.abroad: Membership | None = None  # whose rank 0 has another launcher
         self.sees_all = True  # no process has another launcher
         self.lost = False  # the first that failed had lost a process of another launcher
+        self.alone_at: float | None = None  # when it is told that no process has joined, unless one does
         self.held: collections.deque[tuple[float, Worker, str, str]] = collections.deque()
 
     def run(self) -> int:
@@ -65,6 +67,7 @@ class Supervisor:
     def _once(self, attempt: int) -> tuple[int, str | None]:
         memberships = self.memberships()
         self.kill_at, self.lost = float("inf"), False
+        self.alone_at = time.monotonic() + ALONE if memberships[0].processes > 1 else None
         self.events = queue.SimpleQueue()
         variables: dict[str, str] = {} if attempt == 0 else {"JSHARD_RESTART": str(attempt)}
         self.sees_all = len(memberships) == memberships[0].processes
@@ -96,6 +99,7 @@ class Supervisor:
         loud = set(workers)
         while loud:
             self._press_on(workers)
+            self._tell_alone(time.monotonic())
             self._print_held(first)
             try:
                 kind, worker, *rest = self.events.get(timeout=HELD / 2)
@@ -110,6 +114,7 @@ class Supervisor:
                 if first is not None and _knows_better(worker, first):
                     first = worker
                 self.lost |= worker is first and "gone" in worker.facts
+                self.alone_at = None if "joined" in rest[0] else self.alone_at
                 if self.bar is not None and worker is workers[0]:
                     self.bar.show(worker.facts)
             elif kind == "end":
@@ -128,7 +133,18 @@ class Supervisor:
             elif kind == "quiet":
                 loud.discard(worker)
         self._print_held(first, at_once=True)
+        if first is None and self.asked is None:
+            self._tell_alone(float("inf"))
         return first
+
+    def _tell_alone(self, now: float) -> None:
+        """Say once that no process has joined the others."""
+        if self.alone_at is None or now < self.alone_at:
+            return
+        self.alone_at = None
+        program = " ".join(self.command[1:3] if self.command[1] == "-m" else self.command[1:2])
+        text = f"no process of {program} has called jshard.init(), so that each works alone; call it before JAX does anything"
+        (self.bar.say if self.bar is not None else self._say)(text)
 
     def _print_held(self, first: Worker | None, *, at_once: bool = False) -> None:
         """Prints the lines that are old enough. When a process fails the others fail after it, in many words: what they

@@ -18,8 +18,9 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
     """Makes JAX start with `count` CPU devices. Call it before JAX does anything.
 
     With `platforms=None` accelerators stay the default where there are some, and the CPU devices are there beside them;
-    where there are none, no other backend starts: libtpu would look for a TPU on the network, and say so. What the user has set in the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. A process that computes on
-    CPUs keeps the memory that it frees.
+    where there are none, no other backend starts: libtpu would look for a TPU on the network. What the user has set in
+    the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. A process that computes on CPUs keeps the
+    memory that it frees.
     """
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from jshard.layouts.put import raw
 
 
 def prepare() -> None:
@@ -39,26 +39,7 @@ def _told_elsewhere(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def raw(array: Any) -> Any:
-    """A key of random numbers as the numbers that it is made of; other arrays as they are."""
-    return jax.random.key_data(array) if is_key(array) else array
-
-
 def like_raw(array: jax.Array) -> jax.ShapeDtypeStruct:
     """The shape, dtype and place of `raw(array)`."""
     plain = raw(array)
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=plain.sharding)
-
-
-def kind(array: jax.Array) -> str | None:
-    """How a key of random numbers makes them; None for other arrays."""
-    return str(jax.random.key_impl(array)) if is_key(array) else None
-
-
-def typed(plain: jax.Array, kind: str | None) -> jax.Array:
-    """The array that `raw` was made of."""
-    return plain if kind is None else jax.random.wrap_key_data(plain, impl=kind)
-
-
-def is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)

@@ -25,7 +25,8 @@ from jax.experimental import multihost_utils
 
 from jshard.errors import JShardError
 from jshard.layouts.paths import keys_of
-from jshard.train.arrays import kind, like_raw, load, prepare, raw, save, typed
+from jshard.layouts.put import kind, raw, typed
+from jshard.train.arrays import like_raw, load, prepare, save
 from jshard.train.data_position import positions
 from jshard.train.manifest import Damaged, Manifest, flush
 

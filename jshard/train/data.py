@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jshard.errors import JShardError, Place
 from jshard.layouts.layout import Layout
+from jshard.layouts.put import canonical, put
 from jshard.signals.signal import Signal
-from jshard.train.arrays import kind, raw, typed
 from jshard.train.sources import Examples, Indexed, Shuffled, Source, Stream
 
 PAIR = 'return {"train": (x, y), "test": (x, y)}'
@@ -104,7 +104,7 @@ class Placement:
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """The arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""
         where = self._sharding
-        return jax.tree.map(lambda array: jax.device_put(array) if where is None else placed(array, where), arrays)
+        return jax.tree.map(lambda array: jax.device_put(array) if where is None else put(array, where), arrays)
 
     def rows(self, batch: int) -> np.ndarray:
         """The rows of a batch of so many that the devices of this process hold. Which they are is said by where the
@@ -124,7 +124,7 @@ class Placement:
             return self(*arrays)
 
         def place(array: np.ndarray) -> jax.Array:
-            host = _canonical(array)
+            host = canonical(array)
 
             def part(index: Any) -> np.ndarray:
                 start, stop, _ = index[0].indices(size)
@@ -150,20 +150,6 @@ class Placement:
         return jax.tree.map(shape, arrays)
 
 
-def placed(array: Any, where: NamedSharding) -> jax.Array:
-    """`array`, which every process has, on devices of one process or of several: each gives its own devices their part."""
-    if where.is_fully_addressable:
-        return jax.device_put(array, where)
-    if (keys := kind(array)) is not None:
-        return typed(placed(raw(array), where), keys)
-    host = _canonical(np.asarray(array))
-    return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
-
-
-def _canonical(array: np.ndarray) -> np.ndarray:
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
 def settle(module: Any, mesh: Mesh | None) -> Any:
     """The same module with every array of it on the mesh: those that no signal has placed lie whole on every device."""
     if mesh is None:
@@ -171,7 +157,7 @@ def settle(module: Any, mesh: Mesh | None) -> Any:
     everywhere = Layout(mesh).sharding
 
     def place(array: jax.Array) -> jax.Array:
-        return placed(array, everywhere) if isinstance(array.sharding, SingleDeviceSharding) else array
+        return put(array, everywhere) if isinstance(array.sharding, SingleDeviceSharding) else array
 
     nnx.update(module, jax.tree.map(place, nnx.state(module)))
     return module

@@ -125,10 +125,10 @@ class Experiment:
         asked = explain(step.program, step.state, *self.first_batch())
         return dataclasses.replace(asked, memory=at_rest([self.model, self.optimizer]))
 
-    def compiled(self) -> Any:
-        """The training step, compiled for the devices of its mesh."""
+    def lowered(self) -> Any:
+        """Lower the training step for the devices of its mesh."""
         step = Step(self.model, self.optimizer, self.loss)
-        return step.program.lower(step.state, *self.first_batch()).compile()
+        return step.program.lower(step.state, *self.first_batch())
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
         """One whole training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and

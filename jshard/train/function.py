@@ -196,11 +196,10 @@ class Function:
         """Every collective of it and of its gradients; with an optimizer among the arguments, what is held too."""
         return explain(self.f, *self.args)
 
-    def compiled(self) -> Any:
-        """It, compiled for the devices of the mesh."""
-        with told("it is compiled"):
-            program, args, kwargs = program_of(self.f, self.args, {}, None)
-            return program.lower(*args, **kwargs).compile()
+    def lowered(self) -> Any:
+        """Lower it for the devices of the mesh."""
+        program, args, kwargs = program_of(self.f, self.args, {}, None)
+        return program.lower(*args, **kwargs)
 
     def plan(self, topology: Topology, *, limit: float = LIMIT, cache: bool = True) -> Plan:
         """It, compiled for devices that are not there."""

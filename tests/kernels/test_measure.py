@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 from jshard.cli import bench
 from jshard.errors import JShardError
-from jshard.host import free_port
 from jshard.kernels import measure, product_times
 from jshard.kernels.chip import CHIPS
 
@@ -115,27 +115,14 @@ def test_self_test_finds_a_kernel_that_is_wrong(monkeypatch, capsys):
     assert "reduce_scatter by ring of float32[2, 7]: 14 numbers are WRONG (interpreted)" in capsys.readouterr().out
 
 
-def test_self_test_runs_on_two_processes():
-    program = (
-        "import sys, jax\n"
-        "jax.config.update('jax_cpu_collectives_implementation', 'gloo')\n"
-        f"jax.distributed.initialize('localhost:{free_port()}', 2, int(sys.argv[1]))\n"
-        "from jshard.cli import bench\n"
-        "sys.exit(bench.run(self_test=True))"
-    )
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PJRT_NPROC": "32", "PATH": "/usr/bin:/bin"}
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    out = [each.communicate(timeout=120) for each in both]
-    assert [each.returncode for each in both] == [0, 0], out
-    assert "all_reduce by xla of float32[4, 7]: exact on every device\n" in out[0][0]
-    assert "2 process(es)" in out[0][0] and "all_reduce" not in out[1][0]
+def test_launched_self_test_joins_two_processes_of_which_the_first_speaks():
+    command = [sys.executable, "-m", "jshard", "launch", "-n", "2", "bench", "kernels", "--self-test"]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert (done.returncode, done.stdout.splitlines()) == (
+        0,
+        [
+            "[0] all_reduce by xla of float32[4, 7]: exact on every device",
+            f"[0] all right on 4 x cpu, jax {jax.__version__}, 2 process(es)",
+        ],
+    ), done.stderr

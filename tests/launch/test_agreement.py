@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from jshard.cli import rank_main as member
+from jshard.cli.target import Asked
 from jshard.errors import JShardError
 from jshard.launch import agreement
 from jshard.launch import kv_store as board
@@ -78,17 +79,41 @@ def test_a_mesh_that_leaves_a_process_without_work_is_told(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(JShardError) as told:
-        member.check_all_have_devices(load_configuration({"jshard": {"mesh": {"data": 4}}}))
+        member.check_all_have_devices("jshard.mesh (a.yaml:4)", {"data": 4})
     assert str(told.value) == (
-        "jshard.mesh (<dict>) takes 4 of 8 devices, and rank 2 has none of them; start 2 processes, or make the mesh larger"
+        "jshard.mesh (a.yaml:4) takes 4 of 8 devices, and rank 2 has none of them; start 2 processes, or make the mesh larger"
     )
-    member.check_all_have_devices(load_configuration({"jshard": {"mesh": {"data": 8}}}))
-
-
-def test_devices_that_can_not_be_shared_out_are_told():
     with pytest.raises(JShardError) as told:
-        pretend_part(8, 3)
-    assert str(told.value) == "8 devices can't be shared out evenly to 3 processes; use 6 or 9 devices"
+        member.check_all_have_devices("--mesh data=1", {"data": 1, "tensor": 2})
+    assert str(told.value) == (
+        "--mesh data=1 takes 2 of 8 devices, and rank 1 has none of them; start 1 process, or make the mesh larger"
+    )
+    member.check_all_have_devices("jshard.mesh (a.yaml:4)", {"data": 8})
+    member.check_all_have_devices("jshard.mesh (a.yaml:4)", {"data": -1})
+
+
+@pytest.mark.parametrize(
+    ("devices", "processes", "mend"),
+    [
+        (8, 3, "start 2 or 4 of them: jshard launch -n 4"),
+        (8, 9, "start 8 of them: jshard launch -n 8"),
+        (12, 5, "start 4 or 6 of them: jshard launch -n 6"),
+    ],
+)
+def test_devices_that_can_not_be_shared_out_are_told_with_counts_that_divide_them(devices, processes, mend):
+    with pytest.raises(JShardError) as told:
+        pretend_part(devices, processes)
+    assert str(told.value) == f"{devices} devices can't be shared out evenly to {processes} processes; {mend}"
+
+
+def test_a_mesh_that_can_not_be_shared_out_is_named(monkeypatch):
+    monkeypatch.setattr(member, "found", lambda: Membership("127.0.0.1:1", 3, 0, "test"))
+    with pytest.raises(JShardError) as told:
+        member.joined(Asked("configs/xor.yaml", ()))
+    assert str(told.value) == (
+        "the 4 devices of jshard.mesh (configs/xor.yaml:5) can't be shared out evenly to 3 processes; start 2 or 4 of them: "
+        "jshard launch -n 4"
+    )
 
 
 def test_facts_of_a_configuration_are_its_keys_and_values():

@@ -195,6 +195,22 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     assert (status, end) == (2, f"all were stopped: rank {nan[1]} says why, above")
 
 
+def test_launched_verify_joins_two_processes_of_which_the_first_speaks_and_tells_where_only_one_is_wrong():
+    words = ["--config", "tests/launch/verified.yaml", "--args", "float32[8,4]@data"]
+    right, torn = (start("-n", "2", "verify", f"tests.launch.verified:{name}", *words) for name in ("right", "torn"))
+    status, out, err = finished(right)
+    assert (status, err, out[-1]) == (0, [], "[0] EQUAL on {data: 4} and on one device: 2 arrays, all bitwise")
+    assert all(line.startswith("[0] ") for line in out)
+    status, out, err = finished(torn)
+    assert (status, out[-1]) == (1, "[0] NOT EQUAL: 1 of 2 arrays differs on {data: 4} and on one device")
+    assert re.fullmatch(
+        r"\[0\] on {data: 4} it begins in the part outside every signal \(torn\), forward: off by \S+ of the largest; another "
+        "process has a copy that is off, and this one has not",
+        out[-2],
+    )
+    assert err == ["rank 0 ended with status 1 before its first step; all were stopped; its last lines begin with [0]"]
+
+
 def test_launcher_tells_that_the_host_of_rank_0_is_gone():
     where = f"127.0.0.1:{free_port()}"
     first, other = (

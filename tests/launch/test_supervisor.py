@@ -66,10 +66,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_launch_puts_the_rank_before_each_line_and_hands_words_on(launch):
+def test_launch_puts_the_rank_before_each_line_hands_words_on_and_tells_who_never_joined(launch, tmp_path):
     program = "print(rank, sys.argv[1:], os.environ['JAX_NUM_PROCESSES']); print('to stderr', file=sys.stderr)"
     status, out, err = finished(launch(program, "-n", "2"))
-    assert (status, sorted(err)) == (0, ["[0] to stderr", "[1] to stderr"])
+    assert (status, sorted(err[:2])) == (0, ["[0] to stderr", "[1] to stderr"])
+    assert err[2:] == [
+        f"no process of {tmp_path}/program.py has called jshard.init(), so that each works alone; call it before JAX does "
+        "anything"
+    ]
     assert out == [f"[{rank}] {rank} ['word', '--option', '3'] 2" for rank in (0, 1)]
 
 
@@ -238,6 +242,10 @@ def test_launch_that_is_killed_takes_its_processes_along(launch, tmp_path):
             '"trian" is neither a script nor a command that can be launched; type: jshard launch -n 4 train',
         ),
         (
+            ["-n", "3", "python3.12", "x.py", "--name", "two words"],
+            "\"python3.12\" is what jshard launch runs each program by; type: jshard launch -n 3 x.py --name 'two words'",
+        ),
+        (
             ["--coordinator", "a:1", "train", "x"],
             "jshard launch has no --processes and no --process-id; type: jshard launch --coordinator host:port --processes "
             "16 --process-id 3",
@@ -289,6 +297,18 @@ def test_supervisor_believes_who_names_the_fault_and_not_who_broke_off_behind_it
     first = one._follow([broken, knowing])
     assert (first, fault_of(first)) == (knowing, "rank 2 was at fault, as rank 3 says above; all were stopped")
     assert capsys.readouterr().err == "[3] rank 2 keeps the others waiting\n"
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_supervisor_tells_once_while_they_run_that_no_process_has_joined(joined, capsys, monkeypatch):
+    one, alone = Supervisor(["python", "-m", "package.train", "--rate", "3"], list), Told(0)
+    one.alone_at = float("inf") if joined else 0.0
+    one.events.put(("status", alone, {"step": 1, **({"joined": True} if joined else {})}))
+    one.events.put(("end", alone, 0))
+    one.events.put(("quiet", alone))
+    assert one._follow([alone]) is None
+    said = "no process of -m package.train has called jshard.init(), so that each works alone; call it before JAX does anything\n"
+    assert capsys.readouterr().err == ("" if joined else said)
 
 
 def test_supervisor_keeps_what_a_process_said_of_the_fault_when_a_beat_comes_behind_it():

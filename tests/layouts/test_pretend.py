@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jshard.host import free_port
 from tests.outside import users_environment
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,51 @@ except jshard.JShardError as error:
         "8 devices can't be pretended: JAX has already started with 1 CPU device; call jshard.pretend(8) before "
         "anything that makes an array, or start Python with JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32"
     )
+
+
+PLUGIN = """
+import sys
+from jax._src import xla_bridge
+
+def start():
+    print("another backend starts", file=sys.stderr)
+    raise RuntimeError
+
+def initialize():
+    xla_bridge.register_backend_factory("another", start, priority=500, fail_quietly=True)
+"""
+MEMBER = {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
+OPENED = "from jshard.cli.target import Asked; from jshard.cli.experiment import opened; opened(Asked('configs/xor.yaml', ()))"
+
+
+@pytest.mark.parametrize(
+    ("program", "variables", "starts"),
+    [
+        ("import jax; jax.devices()", {}, True),
+        ("import jshard; jshard.pretend(2); import jax; jax.devices()", {}, False),
+        ("import jax, jshard; jshard.init(devices=2); jax.devices()", {}, False),
+        ("import jax, jshard; jshard.init(devices=2); jax.devices()", MEMBER, False),
+        (OPENED, {}, False),
+        ("from jshard.cli import main; main(['verify', 'configs/xor.yaml'])", MEMBER, False),
+        (
+            "from jshard.cli import main; main(['plan', 'configs/xor.yaml', '--topology', 'cpu:4', '--no-cache'])",
+            {},
+            False,
+        ),
+        ("from jshard.cli import main; main(['bench', 'kernels', '--size', '8B'])", {}, False),
+    ],
+)
+def test_pretend_starts_no_other_backend(program, variables, starts, tmp_path):
+    (tmp_path / "jax_plugins" / "another").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "another" / "__init__.py").write_text(PLUGIN)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    if variables:
+        variables = {**variables, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=120, cwd=ROOT, env=users_environment(PYTHONPATH=path, **variables),
+    )  # fmt: skip
+    assert (done.returncode, "another backend starts" in done.stderr) == (0, starts), done.stderr
 
 
 UNWAITED = """

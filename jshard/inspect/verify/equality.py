@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
@@ -22,6 +23,7 @@ from jshard.inspect.verify.records import Note, excess
 from jshard.inspect.verify.verification import Finding, Verification, in_words
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import build_mesh, explicit_twin
+from jshard.layouts.put import on_host
 from jshard.signals.active_config import configuration, mesh, on_mesh
 
 SEEDS = (0, 1, 2)
@@ -107,7 +109,8 @@ def _with_workers() -> JShardError | None:
 
 
 def _of_ones(whole: Mesh) -> Mesh:
-    grid = whole.devices.reshape(-1)[:1].reshape((1,) * whole.devices.ndim)
+    here = [device for device in whole.devices.flat if device.process_index == jax.process_index()]
+    grid = np.array(here[:1], object).reshape((1,) * whole.devices.ndim)  # each process has a reference of its own
     return Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
 
 
@@ -161,7 +164,7 @@ class _Side:
             self.compiled[how] = jax.jit(evaluated, compiler_options=quickly(self.mesh.devices.flat[0]))
         with self.here():
             results, notes = self.compiled[how](self.program.placed(numbers, self.mesh))
-        return [np.asarray(each) for each in results], jax.tree.map(np.asarray, notes)
+        return [on_host(each) for each in results], jax.tree.map(on_host, notes)
 
 
 def _numbers(result: Any) -> Any:
@@ -238,11 +241,10 @@ class _Trial:
         for seed, reference in found.items():
             assert rung is not None
             results, _ = side.run(Evaluation(asked=_asked), self.program.probes(rung, seed))
-            for name, one, two in zip(names, reference, results, strict=True):
+            for name, one, far in zip(names, reference, _offs(reference, results), strict=True):
                 seen[name] |= bool(np.any(one))
-                if one.shape != two.shape or not np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"):
-                    failed = seed if failed is None else failed
-                    off[name] = max(off[name], _off(one, two))
+                off[name] = max(off[name], far)
+            failed = seed if failed is None and any(off.values()) else failed
         verdicts = {name: ("differs" if off[name] else "bitwise", off[name], 0.0, "") for name in names}
         loose = rung is None or (failed is not None and bool(self.stood_in))
         if loose:
@@ -251,9 +253,8 @@ class _Trial:
                 dataclasses.replace(self.certified, stand_ins=False, certify=False), self.program.natural()
             )
             because = why or f"{', '.join(self.stood_in)} had stand-ins that do not hold here"
-            for name, one, two, most in zip(names, reference, results, allowed, strict=True):
+            for name, far, most in zip(names, _offs(reference, results), allowed, strict=True):
                 if rung is None or off[name]:
-                    far = _off(one, two)
                     verdicts[name] = ("differs" if not far <= most else "within", max(far, off[name]), most, because)
                     seen[name] = True
         findings = [
@@ -306,7 +307,8 @@ class _Trial:
                 likeness = compared(*self._changes(finding.name, one, two, numbers), side.sizes, allowed)
                 place = key_place(finding.signal, likeness.mesh_axes)
                 phase = self._phase(finding.name)
-                return Beginning(side.sizes, finding.signal, phase, place, finding.name, finding.off, likeness.cause)
+                cause = likeness.cause or "another process has a copy that is off, and this one has not"
+                return Beginning(side.sizes, finding.signal, phase, place, finding.name, finding.off, cause)
         raise AssertionError("something differed, and then nothing did")
 
 
@@ -319,9 +321,17 @@ def _shaken(numbers: list[Any], size: float, seed: int) -> list[Any]:
     ]
 
 
+def _offs(reference: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> list[float]:
+    """How far each result is off on any process, so that all go on alike: each has read its own copy of what is replicated."""
+    offs = [_off(*pair) for pair in zip(reference, results, strict=True)]
+    return offs if jax.process_count() == 1 else process_allgather(np.array(offs)).max(0).tolist()
+
+
 def _off(one: np.ndarray, two: np.ndarray) -> float:
     if one.shape != two.shape:
         return float("inf")
+    if np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"):
+        return 0.0
     one, two = one.astype(np.float64), two.astype(np.float64)
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         return 0.0 if np.array_equal(one, two, equal_nan=True) else float("inf")

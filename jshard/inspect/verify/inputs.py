@@ -22,6 +22,7 @@ from jshard.inspect.verify.exact_surrogates import mixed
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, keys_of, words_of
+from jshard.layouts.put import kind, on_host, put, raw, typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ def near(name: str, given: Any, *, parameter: bool) -> np.ndarray:
     random = np.random.default_rng(zlib.crc32(name.encode()))
     if isinstance(given, jax.ShapeDtypeStruct):
         return random.normal(0, 0.3, given.shape)
-    values = np.asarray(given).astype(np.float64)
+    values = on_host(given).astype(np.float64)
     moved = values * random.uniform(0.7, 1.3, values.shape)
     return random.normal(0, 0.1, values.shape) if parameter and not values.any() else moved
 
@@ -272,6 +273,5 @@ def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
     layout = Layout.from_sharding(NamedSharding(mesh, sharding.spec), len(given.shape))
     layout.shard_shape(given.shape, said=name)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        bits = jnp.asarray(np.asarray(jax.random.key_data(numbers)))
-        return jax.device_put(jax.random.wrap_key_data(bits, impl=jax.random.key_impl(numbers)), layout.sharding)
-    return jax.device_put(np.asarray(numbers).astype(dtype), layout.sharding)
+        return typed(put(on_host(raw(numbers)), layout.sharding), kind(numbers))
+    return put(on_host(numbers).astype(dtype), layout.sharding)
