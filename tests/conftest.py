@@ -14,6 +14,8 @@ os.environ.setdefault("PJRT_NPROC", "32")  # at the default, pretend devices on 
 import jax
 import pytest
 from browser import browser as browser  # a fixture of those that open a page
+from hung import pytest_handlecrashitem as pytest_handlecrashitem
+from hung import pytest_terminal_summary as pytest_terminal_summary
 from outside import extra as extra
 
 
@@ -32,22 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 STARTED = pytest.StashKey[float]()
-AGAIN: list[str] = []  # tests whose process hung or died, which ran again in a new one
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
-    """Once: after thousands of programs in one process XLA for CPU may lose one, and wait for it with all threads idle
-    (docs/design/0003-pretend-devices.md). The time limit ends such a process; a test that fails is not tried again."""
-    if crashitem not in AGAIN:
-        AGAIN.append(crashitem)
-        sched.mark_test_pending(crashitem)
-        report.outcome = "rerun"  # the word that xdist has for it
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for test in AGAIN:
-        terminalreporter.write_line(f"ran again, as its process hung or died: {test}", yellow=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
