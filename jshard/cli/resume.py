@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.target import Asked
 from jshard.errors import JShardError
+from jshard.run_names import CHECKPOINTS, CONFIGURATION, MANIFEST
 from jshard.signals.config import load_configuration
 
 if TYPE_CHECKING:
     from jshard.train.checkpoint import Checkpoint
-
-CONFIGURATION = "configuration.yaml"
-CHECKPOINTS = "checkpoints"
-MANIFEST = "checkpoint.json"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

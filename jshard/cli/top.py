@@ -9,6 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from jshard.units import size
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 SCHEMA = "jshard.top/1"
 EVERY = 1.0  # seconds between two looks
 WIDE = 200  # columns where nothing says how many there are
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,23 +100,13 @@ def table(name: str, rows: list[Standing]) -> Table:
             "-" if row.step is None else f"{row.step}{of}",
             "-" if row.steps_per_second is None else f"{row.steps_per_second:,.1f}",
             f"{row.loss:.4f}" if isinstance(row.loss, float) else str(row.loss or "-"),
-            _size(row.rss),
-            _size(row.device_memory),
+            "-" if row.rss is None else size(row.rss),
+            "-" if row.device_memory is None else size(row.device_memory),
             "-" if row.seen is None else _ago(row.seen),
             Text("; ".join((row.state, *row.why))),
             style="yellow" if row.why else None,
         )
     return drawn
-
-
-def _size(number: float | None) -> str:
-    if number is None:
-        return "-"
-    for unit in UNITS:
-        if number < 1024 or unit == UNITS[-1]:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    raise AssertionError("the last unit takes all")
 
 
 def _ago(seconds: float) -> str:

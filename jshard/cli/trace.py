@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from jshard.cli.target import Asked
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
+from jshard.run_names import CAPTURED, CONFIGURATION, TRACE, WANTED
 
 if TYPE_CHECKING:
     from jshard.inspect.timeline.capture import Capture
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 STEPS = 3
 WAIT = 60.0  # seconds for a run to take a step
 LATER = 30.0  # and for the other processes of it, behind the first
-FOLDER, FILE, WANTED = "trace", "trace.json", "wanted.json"  # as inspect.timeline.capture has them, which imports JAX
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def _of_experiment(experiment: Experiment, chosen: argparse.Namespace) -> int:
         clear(whole)
     _all_here("cleared")
     first = 1 if chosen.with_first else 2
-    capture = trace_steps(experiment, whole / FOLDER, chosen.steps, first=first, title=chosen.path)
+    capture = trace_steps(experiment, whole / TRACE, chosen.steps, first=first, title=chosen.path)
     _all_here("captured")
     if leads:
         _say(capture, whole)
@@ -95,7 +95,7 @@ def _say(capture: Capture, whole: Path) -> None:
     devices = len({event.device for event in capture.read.events})
     others = f" of process 0 ({capture.processes - 1} more captured their own)" if capture.processes > 1 else ""
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no whole step"
-    show(f"captured {when}: {count:,} operations on {devices} device{'s' * (devices > 1)}{others}, in {whole / FOLDER}")
+    show(f"captured {when}: {count:,} operations on {devices} device{'s' * (devices > 1)}{others}, in {whole / TRACE}")
     show(f"to see them, type: jshard timeline {whole} -o timeline.html")
 
 
@@ -112,7 +112,7 @@ def _of_run(whole: Path, chosen: argparse.Namespace) -> int:
             )
     identity = secrets.token_hex(8)
     clear(whole)
-    wanted = whole / FOLDER / WANTED
+    wanted = whole / TRACE / WANTED
     unfinished = wanted.with_suffix(".new")
     unfinished.parent.mkdir(exist_ok=True)
     unfinished.write_text(json.dumps({"id": identity, "steps": chosen.steps, "until": time.time() + chosen.wait}))
@@ -146,12 +146,12 @@ def _of_run(whole: Path, chosen: argparse.Namespace) -> int:
 
 
 def _configuration(whole: Path) -> Path:
-    return whole / "configuration.yaml"
+    return whole / CONFIGURATION
 
 
 def _waited(whole: Path, identity: str, rank: int, seconds: float) -> dict | None:
     """What a process told of the capture that was asked for; None when time is up."""
-    file, end = whole / FOLDER / f"rank{rank}" / FILE, time.monotonic() + seconds
+    file, end = whole / TRACE / f"rank{rank}" / CAPTURED, time.monotonic() + seconds
     while True:
         if file.exists() and (told := json.loads(file.read_text())).get("asked") == identity:
             return told
@@ -162,5 +162,5 @@ def _waited(whole: Path, identity: str, rank: int, seconds: float) -> dict | Non
 
 def clear(whole: Path) -> None:
     """Removes an earlier capture, of as many processes as it was: only folders that jshard wrote."""
-    for told in (whole / FOLDER).glob(f"rank*/{FILE}"):
+    for told in (whole / TRACE).glob(f"rank*/{CAPTURED}"):
         shutil.rmtree(told.parent)

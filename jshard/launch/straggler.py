@@ -11,9 +11,8 @@ from typing import Any
 from jshard.launch import kv_store as board
 from jshard.launch.cluster_env import Membership
 from jshard.launch.status_table import table
+from jshard.stragglers import is_slow
 
-SLOW = 2.0  # times as late as the rank in the middle
-MATTERS = 0.25  # part of a step that the others must wait for a slow rank
 JUDGE = 5.0  # seconds between two looks; the second that finds the same rank tells
 
 
@@ -51,9 +50,8 @@ def slow_one(notes: Mapping[int, Mapping[str, Any]]) -> int | None:
     if len(late) < 2 or len(late) < len(notes):
         return None
     rank = max(sorted(late), key=lambda each: late[each])
-    middle = statistics.median(value for each, value in late.items() if each != rank)
-    stands_out = late[rank] >= SLOW * middle and late[rank] - middle >= MATTERS * notes[rank]["took"]
-    return rank if stands_out and late[rank] > 0 else None
+    others = [value for each, value in late.items() if each != rank]
+    return rank if is_slow(late[rank], others, notes[rank]["took"]) else None
 
 
 def slow_in_words(rank: int, notes: Mapping[int, Mapping[str, Any]]) -> str:

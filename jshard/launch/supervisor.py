@@ -19,6 +19,7 @@ from jshard.launch.heartbeat import ALL, BAR
 from jshard.launch.local_gpus import cards_of
 from jshard.launch.peer_loss import is_gone, rank_0_is_gone
 from jshard.launch.worker import Worker
+from jshard.run_names import RESTART
 
 ALONE = 60.0  # seconds in which no process has joined, when it is said; at their end in any case
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
@@ -69,7 +70,7 @@ class Supervisor:
         self.kill_at, self.lost = float("inf"), False
         self.alone_at = time.monotonic() + ALONE if memberships[0].processes > 1 else None
         self.events = queue.SimpleQueue()
-        variables: dict[str, str] = {} if attempt == 0 else {"JSHARD_RESTART": str(attempt)}
+        variables: dict[str, str] = {} if attempt == 0 else {RESTART: str(attempt)}
         self.sees_all = len(memberships) == memberships[0].processes
         variables |= {ALL: "1" if self.sees_all else "", BAR: "" if self.bar is None else "1"}
         self.abroad = None if self.sees_all or memberships[0].rank == 0 else memberships[0]

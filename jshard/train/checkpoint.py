@@ -26,11 +26,11 @@ from jax.experimental import multihost_utils
 from jshard.errors import JShardError
 from jshard.layouts.paths import keys_of
 from jshard.layouts.put import kind, raw, typed
+from jshard.run_names import CONFIGURATION
 from jshard.train.arrays import like_raw, load, prepare, save
 from jshard.train.data_position import positions
 from jshard.train.manifest import Damaged, Manifest, flush
 
-CONFIGURATION = "configuration.yaml"
 ARRAYS = "arrays"
 KEEP = 3
 SHOWN = 3  # faults of a checkpoint that does not fit; the others are counted

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard import run_names
 from jshard.errors import JShardError, Place
 from jshard.inspect.ledger import Ledger, explain
 from jshard.inspect.ledger.memory import at_rest
@@ -37,7 +38,6 @@ DEFAULTS: Mapping[str, Any] = {
 }
 LEARNING_RATE = 1e-3
 LOG = 100
-LOG_FOLDER = "log"  # in the output folder
 READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -199,7 +199,7 @@ class Said:
                 f"jshard.train.checkpoint ({self.place('checkpoint')}) has no folder to save to",
                 mend="write output: runs/mine beside it, or folder: in it",
             )
-        where = Path(folder or Path(output) / "checkpoints")
+        where = Path(folder or Path(output) / run_names.CHECKPOINTS)
         text = f'jshard.train.{key} ({self.place(key)}) saves to "{where}", which'
         return Policy(said["every"], said.get("keep", KEEP), where, text, str(output or where))
 
@@ -211,7 +211,7 @@ class Said:
             return None
         if "folder" not in said:
             self._require_output("log", "write output: runs/mine beside it, or folder: in it")
-        return Path(said.get("folder") or Path(self["output"]) / LOG_FOLDER)
+        return Path(said.get("folder") or Path(self["output"]) / run_names.LOG)
 
     def tensorboard(self) -> bool:
         """Whether figures are written for TensorBoard too."""

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jshard.errors import JShardError
+from jshard.run_names import CONFIGURATION, LOG
 
 Line = Mapping[str, Any]
-FOLDER = "log"
-CONFIGURATION = "configuration.yaml"
 HEAD, TAIL = 64 * 1024, 1024 * 1024  # of a long file, what says how it began and what it did last
 JUMP = 1.0  # seconds by which a clock that runs well does not differ from what has passed
 
@@ -26,7 +25,7 @@ def path_of(folder: Path, rank: int) -> Path:
 def folder_of(run: str | Path) -> Path:
     """The folder of logs of a run: of its output folder, or itself."""
     run = Path(run)
-    for folder in (run, run / FOLDER, _named(run)):
+    for folder in (run, run / LOG, _named(run)):
         if folder is not None and any(folder.glob("rank-*.jsonl")):
             return folder
     why = "it has no log" if run.is_dir() else "there is no such folder"

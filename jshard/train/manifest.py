@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-NAME = "checkpoint.json"
+from jshard.run_names import MANIFEST
+
 FORMAT = 1
 
 
@@ -33,7 +34,7 @@ class Manifest:
         files = {str(path.relative_to(folder)): _digest(path, flush=True) for path in _files(folder)}
         said = {**dataclasses.asdict(dataclasses.replace(self, files=files)), "format": FORMAT}
         said["sha256"] = _own(said)
-        with (folder / NAME).open("w") as file:
+        with (folder / MANIFEST).open("w") as file:
             json.dump(said, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
@@ -44,14 +45,14 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Checks the file itself, and not yet the others."""
         try:
-            said = json.loads((folder / NAME).read_bytes())
+            said = json.loads((folder / MANIFEST).read_bytes())
             own = said.pop("sha256")
         except FileNotFoundError:
-            raise Damaged(f"is half-written: it has no {NAME}") from None
+            raise Damaged(f"is half-written: it has no {MANIFEST}") from None
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise Damaged(f"is damaged: {NAME} is cut off or changed") from None
+            raise Damaged(f"is damaged: {MANIFEST} is cut off or changed") from None
         if own != _own(said):
-            raise Damaged(f"is damaged: {NAME} is cut off or changed")
+            raise Damaged(f"is damaged: {MANIFEST} is cut off or changed")
         if said.pop("format") != FORMAT:
             raise Damaged("was written by another release of jshard, whose format this one does not know")
         arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in said.pop("arrays").items()}
@@ -80,7 +81,7 @@ def flush(folder: Path) -> None:
 
 
 def _files(folder: Path) -> Iterable[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
 
 
 def _digest(path: Path, *, flush: bool = False) -> tuple[int, str]:

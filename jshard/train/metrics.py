@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from jshard.errors import JShardError, Place
+from jshard.run_names import CONFIGURATION
 from jshard.signals.config import Configuration
 from jshard.signals.signal import Signal
 
@@ -32,7 +33,7 @@ class Record:
         writer = _board_writer(configuration.train_places["log.tensorboard"]) if tensorboard else None
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / "configuration.yaml").write_text(written(configuration))
+            (Path(folder) / CONFIGURATION).write_text(written(configuration))
             self.metrics = Path(folder) / "metrics.jsonl"
             kept = _until(done, self.metrics) if done and self.metrics.exists() else []
             self.metrics.write_text("".join(kept))

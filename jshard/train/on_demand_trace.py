@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
-from jshard.inspect.timeline.capture import FOLDER, WANTED, refuse
+from jshard.inspect.timeline.capture import refuse
+from jshard.run_names import TRACE, WANTED
 from jshard.train.trace import Numbered, Tracing, trace
 
 LOOK = 0.25  # seconds between two looks, which cost some microseconds here and a millisecond on a far disk
@@ -43,7 +44,7 @@ class Asked(Numbered):
 
     def __init__(self, step: Callable[..., jax.Array], output: str | None, done: int = 0):
         super().__init__(step, done)
-        self.folder = None if output is None else Path(output) / FOLDER
+        self.folder = None if output is None else Path(output) / TRACE
         self.next_look = 0.0
         self.wish: Wish | None = None  # the last one
         self.until = 0  # the last step to capture

@@ -7,13 +7,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jshard.stragglers import is_slow
 from jshard.train.log_reader import Logs, Rank
 
 LATEST = 20  # steps that speed is told of
-SLOW = 1.5  # times the median step of the other ranks
 BEHIND = 20  # steps: the loop sends out at most 16 that are not done
 SILENT = 10.0  # seconds without a line, or ten steps where these are longer
-OWN = 0.2  # part of a step that a process waits for its data, beyond what the others do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +117,11 @@ def _why(row: Standing, rows: Sequence[Standing], pace: dict[int, _Pace]) -> Ite
         yield f"silent for {row.seen:.0f} s"
     others = [each for rank, each in pace.items() if rank != row.rank and each.step]
     if mine.step and others:
-        step, fed = (
-            statistics.median(each.step or 0.0 for each in others),
-            statistics.median(each.fed for each in others),
-        )
-        if mine.step > SLOW * step:
-            yield f"slow: {mine.step / step:.1f}x the median step of the others"
-        if mine.fed - fed > OWN * mine.step:
-            yield f"slow: waits {mine.fed:.2f} s of each step for its data, the others {fed:.2f} s"
+        steps, feds = [each.step or 0.0 for each in others], [each.fed for each in others]
+        if is_slow(mine.step, steps, mine.step):
+            yield f"slow: {mine.step / statistics.median(steps):.1f}x the median step of the others"
+        if is_slow(mine.fed, feds, mine.step):
+            yield f"slow: waits {mine.fed:.2f} s of each step for its data, the others {statistics.median(feds):.2f} s"
     furthest = max(other.step or 0 for other in rows)
     if furthest - (row.step or 0) > BEHIND:
         yield f"{furthest - (row.step or 0)} steps behind"

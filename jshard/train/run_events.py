@@ -11,12 +11,12 @@ import numpy as np
 
 from jshard import events
 from jshard.inspect.ledger import explain
+from jshard.run_names import RESTART
 from jshard.train.experiment import Experiment
 from jshard.train.log import Log, how, tell_program
 from jshard.train.loop import Step, Taken
 from jshard.train.run_metadata import facts
 
-RESTART = "JSHARD_RESTART"  # set by the launcher when it has started all again
 PROGRAM, EVALUATION = "the training step", "the evaluation"
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
-from jshard.inspect.timeline.capture import FILE, Capture, describe
+from jshard.inspect.timeline.capture import Capture, describe
+from jshard.run_names import CAPTURED
 from jshard.train.experiment import Experiment
 from jshard.train.loop import NotANumber, Step, run
 
@@ -63,7 +64,7 @@ def settle() -> None:
 def _make_room(own: Path) -> None:
     """An earlier capture gives way."""
     try:
-        (own / FILE).unlink(missing_ok=True)
+        (own / CAPTURED).unlink(missing_ok=True)
         if (own / "plugins").is_dir():
             shutil.rmtree(own / "plugins")
         own.mkdir(parents=True, exist_ok=True)

@@ -20,9 +20,8 @@ from xplanes import write
 
 import jshard
 from jshard.cli import main
-from jshard.cli import trace as command
 from jshard.errors import JShardError
-from jshard.inspect.timeline import capture, timeline
+from jshard.inspect.timeline import timeline
 from jshard.inspect.timeline.capture import captures
 from jshard.signals import active_config as current
 from jshard.train.on_demand_trace import LOOK, Asked
@@ -192,10 +191,6 @@ def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
 
 
 # -- a run that goes on --
-
-
-def test_trace_command_looks_where_captures_are_written():
-    assert (command.FOLDER, command.FILE, command.WANTED) == (capture.FOLDER, capture.FILE, capture.WANTED)
 
 
 class Run:

@@ -6,21 +6,10 @@ import re
 
 from jshard.errors import Place
 from jshard.inspect.report.markup import Markup, element
+from jshard.units import size
 
 PALETTE = 8  # colours of mesh axes in style.css
 NO_SIGNAL = "no signal"
-
-
-def size(count: int) -> str:
-    """`516 B`, `16.6 KiB`, `1.25 GiB`: three digits."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1023.5 or unit == "PiB":
-            break
-        value /= 1024
-    if unit == "B":
-        return f"{count:,} B"
-    return f"{value:.2f} {unit}" if value < 9.995 else f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
 
 
 def amount(count: int) -> str:

@@ -18,12 +18,10 @@ from jshard.inspect.ledger.jaxpr_walk import Asked
 from jshard.inspect.timeline.event import Event, Read, read
 from jshard.inspect.timeline.programs import Operation
 from jshard.inspect.timeline.wire import Unreadable
+from jshard.run_names import CAPTURED, TRACE
 from jshard.signals.active_config import configuration
 from jshard.version import __version__
 
-FOLDER = "trace"  # in the folder of a run
-FILE = "trace.json"  # beside each process's capture
-WANTED = "wanted.json"  # in FOLDER of a run that goes on: someone asks for a capture
 SCHEMA = "jshard.trace/1"
 
 
@@ -90,11 +88,11 @@ def keys(operation: Operation) -> list[tuple[str, str, str]]:
 
 def captures(folder: Path) -> list[Capture]:
     """Those of each process, by rank: of a run's folder, or of any that the profiler wrote into."""
-    for place in (folder / FOLDER, folder):
-        found = [Capture(each.parent, _told(each)) for each in sorted(place.glob(f"rank*/{FILE}"))]
+    for place in (folder / TRACE, folder):
+        found = [Capture(each.parent, _told(each)) for each in sorted(place.glob(f"rank*/{CAPTURED}"))]
         if found:
             return sorted(found, key=lambda each: each.rank)
-    alone = Capture(folder, _told(folder / FILE) if (folder / FILE).is_file() else {})
+    alone = Capture(folder, _told(folder / CAPTURED) if (folder / CAPTURED).is_file() else {})
     if alone.file() is None:
         why = "holds no capture" if folder.is_dir() else "is not there"
         raise JShardError(f"{folder} {why}", mend=f"capture one by: jshard trace configs/digits.yaml -o {folder}")
@@ -143,9 +141,9 @@ def refuse(folder: Path, asked: str, fault: str) -> None:
 
 
 def _write(folder: Path, told: Mapping[str, Any]) -> None:
-    unfinished = folder / f"{FILE}.new"
+    unfinished = folder / f"{CAPTURED}.new"
     unfinished.write_text(json.dumps(told), encoding="utf-8")
-    unfinished.replace(folder / FILE)  # who waits for it finds it whole
+    unfinished.replace(folder / CAPTURED)  # who waits for it finds it whole
 
 
 def _known_as(device: Any) -> str:
