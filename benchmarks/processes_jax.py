@@ -36,25 +36,14 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
     from jax.flatten_util import ravel_pytree
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+    from benchmarks.two_layers import Model, by_layers, losses, threaded
+
     jshard.load({"jshard": {"mesh": {AXIS: jax.device_count()}}, **LAYOUTS[layout]})
     mesh, tx = jshard.mesh(), {"adamw": optax.adamw, "sgd": optax.sgd}[optimizer](RATE)
-    features = [len(weights[0][0]), *(len(bias) for _, bias in weights)]
+    features = (len(weights[0][0]), len(weights[0][1]), len(weights[1][1]))
     batch = len(x)
 
-    def losses(outputs: jax.Array, y: jax.Array) -> jax.Array:
-        return -jnp.sum(jax.nn.one_hot(y, features[-1]) * jax.nn.log_softmax(outputs), axis=-1)
-
     # -- jshard: the model says nothing of processes, and the same step goes through both doors --
-
-    class Model(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            with jshard.signal("up"):
-                self.up = jshard.Linear(features[0], features[1], rngs=rngs)
-            with jshard.signal("down"):
-                self.down = jshard.Linear(features[1], features[2], rngs=rngs)
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return self.down(jax.nn.relu(self.up(x)))
 
     def train(
         differentiate: Any, reduce: Any, model: Model, optimizer: jshard.Optimizer, x: jax.Array, y: jax.Array
@@ -64,7 +53,7 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         return value
 
     def made() -> tuple[Model, jshard.Optimizer]:
-        model = Model(nnx.Rngs(0))
+        model = Model(features, nnx.Rngs(0))
         for layer, (kernel, bias) in zip((model.up, model.down), weights, strict=True):
             variables: tuple[Any, Any] = (layer.kernel, layer.bias)
             for variable, numbers in zip(variables, (kernel, bias), strict=True):
@@ -74,30 +63,12 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
     def laid(numbers: Any, sharding: Any) -> jax.Array:
         return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
-    def by_layers() -> Step:
-        graph, state = nnx.split(made())
-
-        def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-            model, optimizer = nnx.merge(graph, state)
-            value = train(nnx.value_and_grad, jshard.mean, model, optimizer, x, y)
-            return nnx.state((model, optimizer)), value
-
-        return threaded(jax.jit(step, donate_argnums=0), state, rows)
-
     def by_step(differentiate: Any, reduce: Any) -> Step:
         model, optimizer = made()
         step = jshard.step(functools.partial(train, differentiate, reduce), donate=True)
         return lambda: step(model, optimizer, *rows)
 
     # -- bare JAX --
-
-    def threaded(program: Any, state: Any, batch: Any) -> Step:
-        def step() -> jax.Array:
-            nonlocal state
-            state, value = program(state, *batch)
-            return value
-
-        return step
 
     whole, split = PartitionSpec(), PartitionSpec(AXIS)
     if layout == "tensor":
@@ -144,7 +115,7 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
 
         out = (state_specs, whole)
         mapped = jax.shard_map(step, mesh=mesh, in_specs=(state_specs, batch_spec, batch_spec), out_specs=out)
-        return threaded(jax.jit(mapped, donate_argnums=0), placed(mesh), rows)
+        return threaded(jax.jit(mapped, donate_argnums=0), placed(mesh), *rows)
 
     def by_partitioner() -> Step:
         auto = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,))
@@ -158,12 +129,12 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
 
         lies = jax.tree.map(lambda array: array.sharding, state)
         batch = laid(x, NamedSharding(auto, batch_spec)), laid(y, NamedSharding(auto, batch_spec))
-        return threaded(jax.jit(step, donate_argnums=0, out_shardings=(lies, None)), state, batch)
+        return threaded(jax.jit(step, donate_argnums=0, out_shardings=(lies, None)), state, *batch)
 
     found = {
         HAND: by_hand(),
         "the same, again": by_hand(),
-        JSHARD: by_layers(),
+        JSHARD: by_layers(functools.partial(train, nnx.value_and_grad, jshard.mean), made(), *rows),
         "jshard.step": by_step(nnx.value_and_grad, jshard.mean),
     }
     found["jit with NamedShardings"] = by_partitioner()

@@ -34,24 +34,13 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
     from flax import nnx
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+    from benchmarks.two_layers import Model, by_layers, losses, threaded
+
     mesh = jshard.mesh()
     tx = {"adamw": optax.adamw, "sgd": optax.sgd}[optimizer](1e-3)
     draw = np.random.default_rng(0)
     x = draw.normal(size=(batch, features[0])).astype(np.float32)
     y = draw.integers(0, features[2], size=batch).astype(np.int32)
-
-    class Model(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            with jshard.signal("up"):
-                self.up = jshard.Linear(features[0], features[1], rngs=rngs)
-            with jshard.signal("down"):
-                self.down = jshard.Linear(features[1], features[2], rngs=rngs)
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return self.down(jax.nn.relu(self.up(x)))
-
-    def losses(outputs: jax.Array, y: jax.Array) -> jax.Array:
-        return -jnp.sum(jax.nn.one_hot(y, features[2]) * jax.nn.log_softmax(outputs), axis=-1)
 
     # -- jshard: the model says nothing of the mesh, and the same step goes through both doors --
 
@@ -61,20 +50,10 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
         return value
 
     def made() -> tuple[Model, jshard.Optimizer]:
-        model = Model(nnx.Rngs(0))
+        model = Model(features, nnx.Rngs(0))
         return model, jshard.Optimizer(model, tx)
 
     rows = jshard.signal.tensor(x, name="rows"), jshard.signal.tensor(y, name="rows")
-
-    def by_layers() -> Callable[[], Any]:
-        graph, state = nnx.split(made())
-
-        def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-            model, optimizer = nnx.merge(graph, state)
-            value = train(model, optimizer, x, y)
-            return nnx.state((model, optimizer)), value
-
-        return threaded(jax.jit(step, donate_argnums=0), state, *rows)
 
     def by_step() -> Callable[[], Any]:
         model, optimizer = made()
@@ -92,15 +71,7 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
         updates, moments = tx.update(gradients, state[1], state[0])
         return (optax.apply_updates(state[0], updates), moments), value
 
-    def threaded(program: Any, state: Any, *batch: jax.Array) -> Callable[[], Any]:
-        def step() -> Any:
-            nonlocal state
-            state, value = program(state, *batch)
-            return value
-
-        return step
-
-    model = Model(nnx.Rngs(0))
+    model = Model(features, nnx.Rngs(0))
     parameters = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     column, row, whole = PartitionSpec(None, "tensor"), PartitionSpec("tensor"), PartitionSpec()
     specs = {"up": {"kernel": column, "bias": row}, "down": {"kernel": PartitionSpec("tensor", None), "bias": whole}}
@@ -144,7 +115,7 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
     return {
         HAND: by_hand(),
         "shard_map by hand, again": by_hand(),
-        "jshard by layers": by_layers(),
+        "jshard by layers": by_layers(train, made(), *rows),
         "jshard.step": by_step(),
         "jit with NamedShardings": by_partitioner(auto_mesh(mesh.devices)),
         "one device": by_partitioner(auto_mesh(mesh.devices[:1, :1])),
