@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import jshard
+from jshard.launch import straggler, watchdog
 from jshard.launch.initialize import pulse
 
 
@@ -18,8 +19,6 @@ def commit(fault: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        case "term":
-            os.kill(os.getpid(), signal.SIGTERM)
         case "raise":
             raise RuntimeError("the model is broken")
         case "exit":
@@ -52,6 +51,8 @@ def listening() -> set[str]:
 
 
 def main(fault: str, rank: int, steps: int = 20) -> None:
+    if fault == "slow":  # looked for more often, so that it is found in fewer steps
+        watchdog.BEAT, straggler.JUDGE = 0.1, 1.0
     member = jshard.init(devices=4)
     import jax
     import numpy as np

@@ -27,8 +27,6 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent.parent
 YAML = "tests/launch/soak.yaml"
-RANKS = 4
-PAUSE = 0.5  # seconds between two steps
 SETTLED = 4  # steps of an attempt behind which a fault may come
 KINDS = {
     "kill": signal.SIGKILL,
@@ -37,14 +35,14 @@ KINDS = {
     "term": signal.SIGTERM,
     "raise": None,
 }
+WAITED = r"\d+, and the others waited for it in all_reduce of \w+ over \w+ \(tests/launch/soak.yaml:\d+\); all were stopped; "
 SENTENCES = {
-    "kill": "rank {rank} was ended by SIGKILL in step ",
-    "kill rank 0": "rank 0 was ended by SIGKILL in step ",
+    "kill": f"^rank {{rank}} was ended by SIGKILL in step {WAITED}",
+    "kill rank 0": f"^rank 0 was ended by SIGKILL in step {WAITED}",
     "stop": "rank {rank} has not answered for ",
     "term": "was sent SIGTERM, or heard of one, in step ",
-    "raise": "rank {rank} ended with status 1 in step ",
+    "raise": f"^rank {{rank}} ended with status 1 in step {WAITED}",
 }
-FEWEST = 2  # faults, however slow the machine is
 WITHIN = 240.0  # seconds that a restart may take, on a machine as slow as any
 LAUNCHER_GROWS = 8  # MiB at most, from its first count on
 RANK_GROWS = 48  # MiB at most, above the most that a rank held before the first fault
@@ -55,6 +53,7 @@ class Soaked:
     """What was seen."""
 
     steps: int
+    fewest: int
     faults: list[str] = dataclasses.field(default_factory=list)
     untold: list[str] = dataclasses.field(default_factory=list)  # faults whose sentence did not come
     undisturbed: list[float] = dataclasses.field(default_factory=list)
@@ -70,7 +69,7 @@ class Soaked:
 
     def check(self) -> None:
         """An AssertionError that says which promise is broken."""
-        assert len(self.faults) >= FEWEST, self.faults
+        assert len(self.faults) >= self.fewest, self.faults
         assert not self.untold, self.untold
         assert len(self.undisturbed) == self.steps
         assert self.losses == self.undisturbed, _difference(self.losses, self.undisturbed)
@@ -103,35 +102,50 @@ def _difference(losses: Sequence[float], others: Sequence[float]) -> str:
     return f"{len(losses)} and {len(others)} losses, which differ from step {at + 1} on"
 
 
-def soak(
-    minutes: float, seed: int, *, every: float = 60.0, alone: bool = False, say: Callable[[str], None] = print
-) -> Soaked:
-    """`alone` takes the undisturbed loss from one process, which costs less and is bitwise the same."""
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a soak is done. `alone` takes the undisturbed loss from one process, which costs less and is bitwise the same."""
+
+    minutes: float
+    seed: int = 0
+    every: float = 60.0  # seconds between two faults, more or less
+    ranks: int = 4
+    pause: float = 0.5  # seconds between two steps
+    fewest: int = 2  # faults, however slow the machine is
+    words: tuple[str, ...] = ()  # changes to the configuration
+    alone: bool = False
+
+
+# One fault of each kind, in two processes.
+SHORT = Form(0.25, every=0.5, ranks=2, pause=0.1, fewest=5, words=("watchdog.step_timeout=8",), alone=True)
+
+
+def soak(form: Form, say: Callable[[str], None] = print) -> Soaked:
     with tempfile.TemporaryDirectory() as folder:
-        return _Soak(Path(folder), minutes, seed, every, alone, say).run()
+        return _Soak(Path(folder), form, say).run()
 
 
 class _Soak:
-    def __init__(self, here: Path, minutes: float, seed: int, every: float, alone: bool, say: Callable[[str], None]):
-        self.here, self.chance, self.every, self.alone, self.say = here, random.Random(seed), every, alone, say
-        self.seconds = 60 * minutes
-        self.steps = round(self.seconds / PAUSE)
+    def __init__(self, here: Path, form: Form, say: Callable[[str], None]):
+        self.here, self.form, self.chance, self.say = here, form, random.Random(form.seed), say
+        self.every, self.seconds = form.every, 60 * form.minutes
+        self.steps = round(self.seconds / form.pause)
         self.listeners: list[threading.Thread] = []
         self.said: list[str] = []  # what the launcher and its processes said, but for steps
         self.step, self.restarts = 0, 0  # the last step of this attempt, 0 before its first
-        self.found = Soaked(self.steps)
+        self.found = Soaked(self.steps, form.fewest)
 
     def run(self) -> Soaked:
         began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
         (self.here / "hurry").touch()
-        peaceful = self._start("peaceful", "-n", "1" if self.alone else str(RANKS))
+        peaceful = self._start("peaceful", "-n", "1" if self.form.alone else str(self.form.ranks))
         assert peaceful.wait() == 0, self.said
         self.found.undisturbed = losses(self.here / "peaceful")
         (self.here / "hurry").unlink()
         self.say(f"{self.steps} steps in peace took {time.monotonic() - began:.0f} s")
         self.began = time.monotonic()
         self.step = 0
-        launcher = self._start("disturbed", "-n", str(RANKS), "--restarts", "1000")
+        launcher = self._start("disturbed", "-n", str(self.form.ranks), "--restarts", "1000")
         try:
             self._disturb(launcher)
         finally:
@@ -154,17 +168,17 @@ class _Soak:
             if not pids:
                 self.began = time.monotonic()  # a slow machine takes long to start, and gets as many faults
             before, pids = pids, processes_of(launcher.pid)
-            assert sorted(pids) == list(range(RANKS)), pids
+            assert sorted(pids) == list(range(self.form.ranks)), pids
             self.found.left += [pid for pid in before.values() if alive(pid)]
             self.found.peaks.append({})
             first = self.step
             self._wait(launcher, lambda first=first: self.step >= first + SETTLED, "more steps")
-            self._watch(launcher, pids, due if len(self.found.faults) < FEWEST else min(due, self.seconds))
+            self._watch(launcher, pids, due if len(self.found.faults) < self.form.fewest else min(due, self.seconds))
             over = max(due, time.monotonic() - self.began) > self.seconds - self.every / 4
-            if over and len(self.found.faults) >= FEWEST:
+            if over and len(self.found.faults) >= self.form.fewest:
                 break
             kinds = kinds or self.chance.sample(sorted(KINDS), len(KINDS))
-            kind, rank = kinds.pop(), self.chance.randrange(RANKS)
+            kind, rank = kinds.pop(), self.chance.randrange(self.form.ranks)
             self._commit(launcher, kind, 0 if kind == "kill rank 0" else rank, pids)
             behind = time.monotonic() - self.began + self.every / 3  # a slow machine gets fewer faults
             due = max(due + self.every * self.chance.uniform(0.8, 1.2), behind)
@@ -199,7 +213,7 @@ class _Soak:
             (self.here / f"raise.{rank}").touch()
         self._wait(launcher, lambda: self.restarts > restarts and self.step > 0, what)
         sentence = SENTENCES[kind].format(rank=rank)
-        told = [line for line in self.said[lines:] if sentence in line]
+        told = [line for line in self.said[lines:] if re.search(sentence, line)]
         if not told:
             self.found.untold.append(f"{what}: {self.said[lines:]}")
         resumed = [line for line in self.said[lines:] if "resumed from step" in line]
@@ -221,10 +235,10 @@ class _Soak:
 
     def _start(self, name: str, *words: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "SOAK_HERE": str(self.here), "JAX_PLATFORMS": "cpu"}
-        environment["SOAK_PAUSE"] = str(PAUSE)
+        environment["SOAK_PAUSE"] = str(self.form.pause)
         started = subprocess.Popen(
             [sys.executable, "-m", "jshard", "launch", *words]
-            + ["train", YAML, f"steps={self.steps}", f"output={self.here / name}"],
+            + ["train", YAML, f"steps={self.steps}", f"output={self.here / name}", *self.form.words],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -289,7 +303,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=60, metavar="SECONDS", help="between two faults, more or less")
     chosen = parser.parse_args(words)
-    found = soak(chosen.minutes, chosen.seed, every=chosen.every, say=lambda text: print(text, flush=True))
+    found = soak(Form(chosen.minutes, chosen.seed, chosen.every), lambda text: print(text, flush=True))
     print(found)
     found.check()
     return 0

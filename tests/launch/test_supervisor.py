@@ -86,7 +86,14 @@ def test_launch_ends_as_the_first_that_failed_and_stops_the_others(launch):
     assert time.monotonic() - began < 30
 
 
-def test_launch_names_the_signal_and_the_step_that_it_came_in(launch):
+@pytest.mark.parametrize(
+    ("number", "end"),
+    [
+        (signal.SIGKILL, "if nobody killed it, memory may have run out: type dmesg"),
+        (signal.SIGTERM, "its last lines begin with [0]"),
+    ],
+)
+def test_launch_names_the_signal_and_the_step_that_it_came_in(launch, number, end):
     program = """
 from jshard.launch.heartbeat import Pulse
 pulse = Pulse()
@@ -94,14 +101,13 @@ pulse.stands("all_reduce of loss")
 for step in range(1, 10):
     pulse.at("step", step)
     if rank == 0 and step == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), NUMBER)
 time.sleep(60)
 """
-    status, _, err = finished(launch(program, "-n", "2"))  # which has no time for a beat
-    said = (
-        "rank 0 was ended by SIGKILL in step 7, and the others waited for it in all_reduce of loss; all were stopped; "
-    )
-    assert (status, err) == (137, [said + "if nobody killed it, memory may have run out: type dmesg"])
+    started = launch(program.replace("NUMBER", str(int(number))), "-n", "2")  # which has no time for a beat
+    status, _, err = finished(started)
+    said = f"rank 0 was ended by {number.name} in step 7, and the others waited for it in all_reduce of loss; all were stopped; "
+    assert (status, err) == (128 + number, [said + end])
 
 
 def test_launch_leaves_out_what_the_others_say_of_the_fault(launch):
