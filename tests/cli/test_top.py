@@ -172,8 +172,8 @@ def test_top_prints_one_table_where_nobody_watches(capsys, tmp_path):
     assert (status, err) == (0, [])
     told = [line.split() for line in out if line]
     assert told[1] == "rank host step steps/s loss memory on device seen state".split()
-    assert told[3][:10] == ["0", "node0", "30/30", "1.0", "0.0333", "1", "MiB", "-", *told[3][8:10]]
-    assert told[4][:9] == ["1", "node1", "30/30", "1.0", "0.0333", "1", "MiB", "5", "GiB"]
+    assert told[3][:10] == ["0", "node0", "30/30", "1.0", "0.0333", "1.00", "MiB", "-", *told[3][8:10]]
+    assert told[4][:9] == ["1", "node1", "30/30", "1.0", "0.0333", "1.00", "MiB", "5.00", "GiB"]
     assert out[-1] == "the last line of rank-0001.jsonl is half: its process was killed, or is writing"
     assert all(line.endswith("ended: finished") for line in out if "node" in line)
     assert typed(capsys, "top", f"{tmp_path}/log", "--once")[0] == 0
