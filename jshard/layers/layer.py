@@ -98,7 +98,7 @@ def model_arrays(model: Any) -> ModelArrays:
             found[path] = ModelArray()
             continue
         under, name = layers[around].signal_path, path[len(around) :]
-        layout = layouts[around].get(name[0]) if len(name) == 1 else None
+        layout = layouts[around].get(str(name[0])) if len(name) == 1 else None
         found[path] = ModelArray(under, _signal_at(under), layout)
     return found
 

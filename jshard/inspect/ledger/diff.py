@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from jshard.inspect.ledger.ledger import Ledger, Left, Line
 from jshard.inspect.table import folded, size, table
@@ -16,11 +16,26 @@ Kind = Literal["added", "gone", "moved", "grown", "shrunk"]
 SIGNS = {"added": "+", "gone": "-", "moved": "~", "grown": "~", "shrunk": "~"}
 
 
+class Side(Protocol):
+    """Collectives of one kind as one of two programs has them: a line of a ledger, or what a plan runs."""
+
+    @property
+    def collective(self) -> str: ...
+    @property
+    def via(self) -> str: ...
+    @property
+    def total(self) -> int: ...
+    def cells(self) -> tuple[str, ...]: ...  # place, signal, phase, collective, axes, how many
+
+
+Sided = TypeVar("Sided", bound=Side)
+
+
 @dataclasses.dataclass(frozen=True)
-class Change:
+class Change(Generic[Sided]):
     kind: Kind
-    old: Line | None
-    new: Line | None
+    old: Sided | None
+    new: Sided | None
 
     @property
     def wire(self) -> int:
@@ -28,20 +43,17 @@ class Change:
         return (self.new.total if self.new else 0) - (self.old.total if self.old else 0)
 
     @property
-    def told(self) -> Line:
+    def told(self) -> Sided:
         """The side to speak of: the new one where it is there."""
         told = self.new or self.old
         assert told is not None
         return told
 
     def cells(self) -> tuple[str, ...]:
+        places, *words = zip(*(side.cells()[:6] for side in (self.old, self.new) if side is not None), strict=True)
         return (
-            f"{SIGNS[self.kind]} {_both(self, lambda line: line.line, always=True)}",
-            _both(self, lambda line: line.signal),
-            _both(self, lambda line: line.phase),
-            _both(self, lambda line: line.collective),
-            _both(self, lambda line: f"over {line.axis} ({line.group})"),
-            _both(self, lambda line: f"{line.count:,} x {line.payload:,} B"),
+            f"{SIGNS[self.kind]} {' -> '.join(places)}",
+            *(" -> ".join(dict.fromkeys(each)) for each in words),
             f"{self.wire:+,} B on the wire",
             f"({', '.join(filter(None, (self.kind, self.told.via)))})",
         )
@@ -55,7 +67,7 @@ class Difference:
     new: str
     before: Ledger
     after: Ledger
-    changes: tuple[Change, ...]
+    changes: tuple[Change[Line], ...]
     memory: dict[str, tuple[int, int]]  # signal -> bytes at rest before and after, where they differ
     left: tuple[tuple[Literal["added", "gone"], Left], ...] = ()  # what the compiler decides, by one side only
     program: str = ""  # what the comparison of the compiled texts found
@@ -153,7 +165,7 @@ def might_be_one_program(before: Ledger, after: Ledger) -> bool:
     return moved(before) == moved(after) and before.held == after.held
 
 
-def _changes(before: Ledger, after: Ledger) -> Iterator[Change]:
+def _changes(before: Ledger, after: Ledger) -> Iterator[Change[Line]]:
     old, new = (_joined(ledger.lines, place=None, source="") for ledger in (before, after))
     for key in [key for key in old if key in new]:
         was, now = old.pop(key), new.pop(key)
@@ -234,11 +246,6 @@ def _memory(before: Ledger, after: Ledger) -> dict[str, tuple[int, int]]:
         for rest in ledger.memory:
             sums.setdefault(rest.signal, [0, 0])[side] += rest.total
     return {signal: (was, now) for signal, (was, now) in sums.items() if was != now}
-
-
-def _both(change: Change, word: Callable[[Line], str], *, always: bool = False) -> str:
-    words = [word(line) for line in (change.old, change.new) if line is not None]
-    return " -> ".join(words if always else dict.fromkeys(words))
 
 
 def from_to(before: int, after: int) -> str:

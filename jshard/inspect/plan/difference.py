@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from jshard.inspect.compiled.program_text import normalised
-from jshard.inspect.ledger.diff import SIGNS, Kind, counted, from_to, pairs
+from jshard.inspect.ledger.diff import Change, counted, from_to, pairs
 from jshard.inspect.plan.estimate import in_words
 from jshard.inspect.table import folded, size, table
 
@@ -38,8 +38,12 @@ class Runs:
     wire: int
 
     @property
-    def axis(self) -> str:
-        return ", ".join(self.mesh_axes) or "?"
+    def total(self) -> int:
+        return self.wire
+
+    def cells(self) -> tuple[str, ...]:
+        axes = ", ".join(self.mesh_axes) or "?"
+        return self.place, self.signal, self.phase, self.collective, f"over {axes}", f"runs {self.times:,}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,47 +90,12 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    kind: Kind
-    old: Runs | None
-    new: Runs | None
-
-    @property
-    def wire(self) -> int:
-        """Bytes on the wire per device that it adds."""
-        return (self.new.wire if self.new else 0) - (self.old.wire if self.old else 0)
-
-    @property
-    def told(self) -> Runs:
-        """The side to speak of: the new one where it is there."""
-        told = self.new or self.old
-        assert told is not None
-        return told
-
-    def cells(self) -> tuple[str, ...]:
-        return (
-            f"{SIGNS[self.kind]} {self._both(lambda runs: runs.place, always=True)}",
-            self._both(lambda runs: runs.signal),
-            self._both(lambda runs: runs.phase),
-            self.told.collective,
-            self._both(lambda runs: f"over {runs.axis}"),
-            self._both(lambda runs: f"runs {runs.times:,}"),
-            f"{self.wire:+,} B on the wire",
-            f"({', '.join(filter(None, (self.kind, self.told.via)))})",
-        )
-
-    def _both(self, word: Callable[[Runs], str], *, always: bool = False) -> str:
-        words = [word(runs) for runs in (self.old, self.new) if runs is not None]
-        return " -> ".join(words if always else dict.fromkeys(words))
-
-
-@dataclasses.dataclass(frozen=True)
 class PlanDifference:
     """What lies between two compiled programs. `str()` is what `jshard diff --topology` prints."""
 
     old: Outcome
     new: Outcome
-    changes: tuple[Change, ...]
+    changes: tuple[Change[Runs], ...]
     first: tuple[int, str, str] | None = None  # lines of the text that differ, and the first of them on both sides
 
     @property
@@ -217,7 +186,7 @@ def compare_plans(old: Outcome, new: Outcome, first: tuple[int, str, str] | None
     return PlanDifference(old, new, tuple(_changes(old, new)), first)
 
 
-def _changes(old: Outcome, new: Outcome) -> Iterator[Change]:
+def _changes(old: Outcome, new: Outcome) -> Iterator[Change[Runs]]:
     lost, found = list(old.runs), list(new.runs)
     for was, now in pairs(
         lost, found, lambda runs: (runs.signal, runs.phase, runs.collective, runs.mesh_axes, runs.via)
