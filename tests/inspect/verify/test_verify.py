@@ -150,9 +150,16 @@ def test_verify_of_a_jshard_step():
     assert all_bitwise(verify(train, model, jshard.Optimizer(model, optax.adam(1e-3)), put((8, 8), "data")))
 
 
+def test_verify_of_a_result_that_lies_otherwise_on_one_device():
+    def f(x, w):
+        split = "data" if jshard.mesh().size > 1 else None
+        return jshard.redistribute(x @ w, jshard.Layout(jshard.mesh(), split, None))
+
+    assert all_bitwise(verify(f, put((8, 16)), put((16, 8))))
+
+
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
-def test_verify_of_results_that_are_no_scalars_and_lie_otherwise_on_one_device(axis_types):
-    """No signal says how the product runs: on four devices its rows are split, on one nothing is."""
+def test_verify_of_results_that_are_no_scalars_of_products_that_no_signal_splits(axis_types):
     jshard.load({"jshard": {"mesh": {"x": 4}, "axis_types": axis_types}, "a": {"row": "x"}})
     x, w = np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)
     assert all_bitwise(verify(lambda x, w: jshard.matmul(x, w), x, w))

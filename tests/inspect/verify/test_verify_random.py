@@ -174,7 +174,7 @@ FLIPS = Random(
     (("Linear", {"row": "d", "store": "d"}), ("MLP", {"reduction": "t", "output": "scatter", "dtype": {"compute": "bfloat16"}})),
     "relu", True, 3, "sum of maxima", "loss",
 )  # fmt: skip
-# A result that is no scalar, whose rows are split on eight devices and whole on one: the cotangents must be the same.
+# A result that is no scalar, of a product that no signal splits: it was NOT EQUAL.
 UNSIGNED = Random({"data": 8}, "explicit", (("unsigned", {"column": "d"}),), "none", False, 2, "rows", "loss")
 
 
