@@ -11,6 +11,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_NPROC", "32")  # at the default, pretend devices on few cores can wait for ever
 
+import compiled_before
 import jax
 import pytest
 from browser import browser as browser  # a fixture of those that open a page
@@ -34,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 STARTED = pytest.StashKey[float]()
+BEGAN = pytest.StashKey[tuple[float, int]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -94,6 +96,25 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"the tests need eight CPU devices and got {len(jax.devices())}; run them by `make test`"
         )
+    compiled_before.write_in_one_move()
+    if not hasattr(config, "workerinput"):  # once, not in each worker
+        config.stash[BEGAN] = time.monotonic(), compiled_before.sweep()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or BEGAN not in config.stash:
+        return
+    began, before = config.stash[BEGAN]
+    cases = sum(len(reporter.getreports(outcome)) for outcome in ("passed", "failed", "skipped", "error"))
+    compiled, minutes = compiled_before.programs() - before, (time.monotonic() - began) / 60
+    state = (
+        f"warm: {before:,} programs were compiled before, {compiled:,} now"
+        if before
+        else f"cold: {compiled:,} programs compiled"
+    )
+    reporter.write_line(f"{cases:,} cases in {minutes:.1f} minutes, {state}")
 
 
 @pytest.fixture

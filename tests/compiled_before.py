@@ -1,0 +1,64 @@
+"""What tests compile is kept outside the checkout: a second run compiles only what changed.
+
+Import this before JAX. Processes that a test starts read and write there too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard-tests")
+PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1]}"
+SWEPT = PLACE / "swept"
+WEEK = 7 * 24 * 3600
+
+os.environ |= {
+    "JAX_COMPILATION_CACHE_DIR": str(PLACE),
+    # Names and lines are part of a program: two that differ by them only would share the causes of one.
+    "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
+
+def write_in_one_move() -> None:
+    """JAX writes an entry in place, where another worker can read half of it."""
+    from jax._src.lru_cache import LRUCache
+
+    def put(self: LRUCache, key: str, value: bytes) -> None:
+        entry = PLACE / f"{key}-cache"
+        if not entry.exists():
+            written = PLACE / f"{os.getpid()}-{time.monotonic_ns()}-part"
+            written.write_bytes(value)
+            written.replace(entry)
+
+    LRUCache.put = put
+
+
+def sweep() -> int:
+    """Remove what is a week old, and what a process that was killed has left half written. How many programs stay?"""
+    from jax._src.compilation_cache import decompress_executable
+
+    PLACE.mkdir(parents=True, exist_ok=True)
+    now, last = time.time(), SWEPT.stat().st_mtime if SWEPT.exists() else 0
+    for entry in [*PLACE.iterdir()]:
+        written = entry.stat().st_mtime
+        torn = False
+        if entry.name.endswith("-cache") and last < written:
+            try:
+                decompress_executable(entry.read_bytes())
+            except Exception:  # zlib and zstandard have each their own
+                torn = True
+        stale = WEEK if entry.name.endswith("-cache") else 3600
+        if torn or written < now - stale:
+            entry.unlink(missing_ok=True)
+    SWEPT.touch()
+    return programs()
+
+
+def programs() -> int:
+    return sum(entry.name.endswith("-cache") for entry in PLACE.iterdir())

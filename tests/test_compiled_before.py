@@ -1,0 +1,38 @@
+"""The cache of compiled programs may save time, and change nothing that a test sees."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import compiled_before
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_program_keeps_its_own_names(name):
+    """Two programs that differ by a scope alone."""
+
+    def program(x):
+        with jax.named_scope(name):
+            return jnp.sin(x) * 3.25
+
+    for _ in range(2):  # compiled, and read
+        assert f"{name}/sin" in jax.jit(program).lower(jnp.ones(7)).compile().as_text()
+        jax.clear_caches()
+
+
+def test_sweep_removes_what_is_torn_or_old_and_counts_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled_before, "PLACE", tmp_path)
+    monkeypatch.setattr(compiled_before, "SWEPT", tmp_path / "swept")
+    from jax._src.compilation_cache import compress_executable
+
+    whole = compress_executable(b"program" * 100)
+    (tmp_path / "whole-cache").write_bytes(whole)
+    (tmp_path / "torn-cache").write_bytes(whole[:-4])
+    (tmp_path / "old-cache").write_bytes(whole)
+    os.utime(tmp_path / "old-cache", (0, time.time() - 8 * 24 * 3600))
+    assert compiled_before.sweep() == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["swept", "whole-cache"]
