@@ -16,7 +16,7 @@ PROGRAMS = {
     "... and jshard": "import jax, flax.nnx, optax, jshard",
     "... and every name of it": "import jax, flax.nnx, optax, jshard; [getattr(jshard, name) for name in dir(jshard)]",
     "jshard alone": "import jshard",
-    "jshard check of pure YAML": "from jshard.cli import main; main(['check', 'configs/digits.yaml'])",
+    "jshard check of pure YAML": "from jshard.cli import main; main(['check', 'configs/mlp.yaml'])",
 }
 
 

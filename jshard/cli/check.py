@@ -79,9 +79,10 @@ def _check(checked: Checked, configuration: Configuration, against: str | None, 
         fitted(sizes, configuration.mesh.place, configuration.topology, configuration.topology_place)
     baseline = against or _beside(asked)
     reason = _needs_a_step(configuration, baseline, update or against is not None)
-    if reason is None and asked.function is None:
+    has_a_step = "model" in configuration.train or asked.function is not None
+    if reason is None and not has_a_step:
         return
-    if "model" not in configuration.train and asked.function is None:
+    if not has_a_step:
         raise JShardError(
             f"{reason} what can only be read from a training step, and {configuration.source} names none",
             mend="write model and data under jshard.train, or remove it",
@@ -114,7 +115,7 @@ def _hold(checked: Checked, configuration: Configuration, name: str, update: boo
     asked = checked.asked
     with sketched(asked) as told:
         ledger = told.explain()
-    checked.holds += map(str, ledger.left)
+    checked.holds += map(str, (*ledger.left, *ledger.unsplit))
     try:
         if kept := hold(ledger, configuration):
             checked.holds.append(f"{kept} of {kept} expectations hold")

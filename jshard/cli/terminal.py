@@ -65,6 +65,6 @@ def coloured(text: str) -> str:
 
 def _painted(line: str) -> str:
     marked = line[:1] if line[1:2] == " " != line[2:3] else ""
-    remark = any(words in line for words in ("no signal asked", "decided by the compiler", "unused:"))
+    remark = any(words in line for words in ("no signal asked", "decided by the compiler", "unused:", "unsplit:"))
     colour = "33" if remark else COLOURS.get(marked, "")
     return f"\x1b[{colour}m{line}\x1b[0m" if colour else line

@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 
 from jshard import run_names
 from jshard.errors import JShardError, Place
-from jshard.inspect.ledger import Ledger, explain
-from jshard.inspect.ledger.memory import at_rest
+from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.user_code_errors import told
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract
@@ -122,8 +121,8 @@ class Experiment:
     @functools.cached_property
     def _ledger(self) -> Ledger:
         step = Step(self.model, self.optimizer, self.loss)
-        asked = explain(step.program, step.state, *self.first_batch())
-        return dataclasses.replace(asked, memory=at_rest([self.model, self.optimizer]))
+        traced = Traced(step.program, (step.state, *self.first_batch()), {})
+        return ledger_of(traced, [self.model, self.optimizer])
 
     def lowered(self) -> Any:
         """Lower the training step for the devices of its mesh."""

@@ -24,6 +24,22 @@ from tests.outside import users_environment
 
 ROOT = Path(__file__).parents[2]
 DIGITS = "configs/digits.yaml"
+WHOLE = """\
+import jax.numpy as jnp, numpy as np, jshard
+from flax import nnx
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(4, 8, rngs=rngs)
+
+    def __call__(self, x):
+        with jshard.signal("layer"):
+            return self.layer(x)
+
+def data():
+    both = np.ones((16, 4), np.float32), np.zeros(16, np.int32)
+    return {"train": both, "test": both}
+"""
 OPENED = "from jshard.cli.target import Asked; from jshard.cli.experiment import opened; opened(Asked({!r}, {!r}))"
 
 
@@ -47,7 +63,9 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, env=clean)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["schema"], ["check", DIGITS]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["--version"], ["schema"], ["check", "configs/mlp.yaml"]]
+)
 def test_cli_answers_without_importing_jax(words):
     program = (
         "import sys\nfrom jshard.cli import main\n"
@@ -130,6 +148,26 @@ def test_cli_check_holds_what_signals_expect(capsys, tmp_path):
             "asked for; write bytes: 4520, or see jshard explain",
         ],
     )
+
+
+def test_cli_check_tells_parameters_that_lie_whole(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("whole.py").write_text(WHOLE)
+    Path("whole.yaml").write_text(
+        "jshard:\n  mesh: {data: 2, tensor: 4}\n  train: {model: whole:Model, data: whole:data, batch: 8, steps: 1}\n"
+        "layer: {column: tensor, store: data}\n"
+    )
+    told = (
+        "whole.yaml:4  layer  unsplit: layer.bias, layer.kernel whole on each device (160 B), not split by column: tensor, "
+        "store: data; use jshard.Linear for nnx.Linear"
+    )
+    status, out, err = typed(capsys, "check", "whole.yaml")
+    assert (status, out[-1], err) == (0, told, [])
+    status, out, err = typed(capsys, "explain", "whole.yaml")
+    assert (status, out[0], err) == (0, told, [])
+    assert typed(capsys, "report", "whole.yaml")[0] == 0
+    assert "layer.bias, layer.kernel whole on each device" in Path("report.html").read_text()
 
 
 def test_cli_check_tells_all_faults_on_stderr(capsys, tmp_path):

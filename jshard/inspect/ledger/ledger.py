@@ -13,6 +13,7 @@ from jshard.errors import JShardError, Place
 from jshard.inspect.ledger.jaxpr_walk import Asked, Chosen, Decided, choices_in, walk
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.ledger.serialize import document_of, entry_of, line_document
+from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.inspect.table import folded, size, table
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule
@@ -150,6 +151,8 @@ class Ledger:
     unused: tuple[Unused, ...] = ()
     left: tuple[Left, ...] = ()  # what the compiler moves and nobody asked for; not in the sums
     memory: tuple[Rest, ...] = ()  # what a training step holds between steps; empty where there is no optimizer
+    unsplit: tuple[Unsplit, ...] = ()  # parameters that lie whole under a signal that would split them
+    is_auto: bool = False  # whether arrays lie on Auto axes, where the compiler adds collectives of its own
 
     @property
     def total(self) -> int:
@@ -188,7 +191,7 @@ class Ledger:
         def alike(entry: Line | Left) -> bool:
             return all(getattr(entry, name, None) == value for name, value in columns.items())
 
-        return Ledger(tuple(filter(alike, self.lines)), left=tuple(filter(alike, self.left)))
+        return Ledger(tuple(filter(alike, self.lines)), left=tuple(filter(alike, self.left)), is_auto=self.is_auto)
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)
@@ -202,7 +205,7 @@ class Ledger:
     def text(self, width: int | None = None) -> str:
         """The table, folded to `width`."""
         told = table([line.cells() for line in self.lines], right=NUMBERS, width=width)
-        for remark in (*self.left, *self.choices, *self.unused):
+        for remark in (*self.left, *self.choices, *self.unused, *self.unsplit):
             told += folded(str(remark), width)
         if self.memory:
             told += table([_memory_cells(rest) for rest in self.memory], right=range(3, 8), width=width)
@@ -231,6 +234,8 @@ class Ledger:
     def summary(self) -> str:
         """The last line of the table."""
         uncounted = f"; not counted: {len(self.left)} that the compiler decides" if self.left else ""
+        if self.is_auto:
+            uncounted += "; on axis_types: auto the compiler adds collectives of its own, which jshard plan counts"
         if not self.lines:
             return f"total: no collectives{uncounted}"
         phases = ", ".join(f"{phase} {total:,} B" for phase, total in self.by("phase").items())
@@ -252,13 +257,14 @@ class Ledger:
         return f"memory: {size(self.held)} at rest per device ({parts})"
 
     def to_json(self) -> str:
-        """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `memory`
-        and `total`."""
+        """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `unsplit`,
+        `is_auto`, `memory` and `total`."""
         totals = {key: self.by(key) for key in ("phase", "signal", "axis", "line")}
         document = {
             "schema": SCHEMA,
             "lines": list(map(line_document, self.lines)),
-            **{key: list(map(document_of, getattr(self, key))) for key in ("left", "choices", "unused")},
+            **{key: list(map(document_of, getattr(self, key))) for key in ("left", "choices", "unused", "unsplit")},
+            "is_auto": self.is_auto,
             "memory": [{**document_of(rest), "total": rest.total} for rest in self.memory],
             "total": {"wire": self.total, "count": self.count, "memory": self.held, **totals},
         }
@@ -273,10 +279,13 @@ class Ledger:
                 f'{label} has the schema "{document.get("schema")}", and this jshard reads "{SCHEMA}"',
                 mend="write it anew: jshard explain --json",
             )
-        kinds = {"lines": Line, "choices": Choice, "unused": Unused, "left": Left, "memory": Rest}
-        # "left" is newer than the others
+        kinds = {
+            "lines": Line, "choices": Choice, "unused": Unused, "left": Left, "memory": Rest, "unsplit": Unsplit
+        }  # fmt: skip
+        # "left", "unsplit" and "is_auto" are newer than the others
         return cls(
-            **{key: tuple(entry_of(kind, each) for each in document.get(key, ())) for key, kind in kinds.items()}
+            **{key: tuple(entry_of(kind, each) for each in document.get(key, ())) for key, kind in kinds.items()},
+            is_auto=document.get("is_auto", False),
         )
 
 

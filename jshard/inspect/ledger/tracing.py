@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ from jshard.inspect.ledger.blame import is_asked_for, place_of, unused
 from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
 from jshard.inspect.ledger.ledger import Ledger, Unused, read
 from jshard.inspect.ledger.memory import at_rest
+from jshard.inspect.ledger.unsplit import unsplit
 from jshard.inspect.user_code_errors import told
 from jshard.layers.layer import model_arrays
 from jshard.layers.training_step import Untyped
-from jshard.layouts.mesh import explicit_twin
+from jshard.layouts.mesh import explicit_twin, is_explicit
+from jshard.layouts.paths import words_of
 from jshard.signals.active_config import mesh, on_mesh
 
 
@@ -35,19 +38,28 @@ def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **k
         print(jshard.explain(loss, model, x))
     """
     whole = Traced(f, args, kwargs)
+    return ledger_of(whole, whole.nodes, backward=backward)
+
+
+def ledger_of(whole: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
+    """The ledger of a function whose arrays are those of these modules and optimizers, or of what they were split into."""
+    is_auto = any(not is_explicit(each) for each in whole.meshes)
     try:
         jaxpr = _jaxpr(whole, backward)
     except Untyped:  # the same, where types say how arrays lie
-        twin = explicit_twin(mesh())
+        twin, is_auto = explicit_twin(mesh()), False
         with on_mesh(twin):
             jaxpr = _jaxpr(whole.typed_on(twin), backward)
     ledger = read(jaxpr, place_of, is_asked_for=is_asked_for)
-    built_under = {each.signal_path for each in model_arrays(whole.nodes).values()}
-    trains = any(isinstance(node, nnx.Optimizer) for node in whole.nodes)
+    models = [node for node in nodes if isinstance(node, nnx.Module)]
+    modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
+    built_under = {each.signal_path for each in model_arrays(nodes).values()}
     return dataclasses.replace(
         ledger,
         unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *built_under})),
-        memory=at_rest(whole.nodes) if trains else (),
+        memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
+        unsplit=unsplit(jaxpr, whole.arrays, whole.names, modules),
+        is_auto=is_auto,
     )
 
 
@@ -62,7 +74,8 @@ class Traced:
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.given = (f, args, kwargs)
-        leaves, self.tree = jax.tree.flatten(self.given, is_leaf=_is_node)
+        paths_and_leaves, self.tree = jax.tree_util.tree_flatten_with_path(self.given, is_leaf=_is_node)
+        leaves = [leaf for _, leaf in paths_and_leaves]
         self.nodes = [leaf for leaf in leaves if _is_node(leaf)]
         self.graph, state = nnx.split(self.nodes)
         node_arrays, self.state_tree = jax.tree.flatten(state)
@@ -70,6 +83,14 @@ class Traced:
         self.kinds = ["node" if _is_node(leaf) else "array" if _is_array(leaf) else "static" for leaf in leaves]
         self._forward: Any = None
         self.arrays = [*node_arrays, *(leaf for leaf, kind in zip(leaves, self.kinds, strict=True) if kind == "array")]
+        outer = [path[2:] for path, leaf in paths_and_leaves if _is_node(leaf)]
+        self.names = [*_parameter_names(outer, state), *(None for _ in self.arrays[len(node_arrays) :])]
+
+    @property
+    def meshes(self) -> set[Any]:
+        """The meshes of more than one device that its arrays lie on."""
+        shardings = (getattr(array, "sharding", None) for array in self.arrays)
+        return {each.mesh for each in shardings if isinstance(each, NamedSharding) and each.mesh.size > 1}
 
     def typed_on(self, mesh: Mesh) -> Traced:
         """The same function of arrays that lie alike on `mesh`; they are only described."""
@@ -129,6 +150,15 @@ class Traced:
 
         smooth, pull, rest = jax.vjp(of_inexact, [a for a in arrays if _is_inexact(a)], has_aux=True)
         return pull([jnp.ones_like(leaf) for leaf in smooth]), rest
+
+
+def _parameter_names(outer: Sequence[Any], state: Any) -> Iterator[tuple[str, ...] | None]:
+    """For each array of the nodes at the paths `outer`: the path in its model if it is a parameter, else None."""
+    is_variable = lambda each: isinstance(each, nnx.Variable)
+    for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
+        words = words_of((*outer[int(words_of(path)[0])], *path[1:]))
+        name = tuple(itertools.dropwhile(str.isdecimal, words))  # the place of the model in a tuple
+        yield from [name if isinstance(variable, nnx.Param) else None] * len(jax.tree.leaves(variable))
 
 
 def _lying_on(mesh: Mesh, array: Any) -> Any:

@@ -28,12 +28,9 @@ GROUPS = (("signal", "signal"), ("axis", "mesh axis"), ("phase", "phase"), ("", 
 def ledger_table(facts: Facts, colours: Colours) -> Markup:
     ledger = facts.ledger
     if not ledger.lines:
-        return element(
-            "p",
-            "The program asks for no collective.",
-            element("data", "0 B", value=0, data_total="wire", class_="total"),
-            class_="quiet",
-        )
+        nothing = element("data", "0 B", value=0, data_total="wire", class_="total")
+        quiet = element("p", "The program asks for no collective.", nothing, class_="quiet")
+        return element("div", quiet, _notes(facts), class_="ledger")
     lines = merged(ledger)
     most = max(line.total for line in lines) or 1
     head = [
@@ -180,6 +177,11 @@ def _notes(facts: Facts) -> Markup | None:
         )
     for idle in ledger.unused:
         said.append(f"Signal {idle.signal} ({idle.place}) is unused: nothing in this program is under it.")
+    for each in ledger.unsplit:
+        lies = f"{each.parameter} whole on each device ({size(each.bytes)}), not split by {each.keys}"
+        said.append(f"Signal {each.signal} ({each.place}): {lies}; {each.mend}.")
+    if ledger.is_auto:
+        said.append("On axis_types: auto the compiler adds collectives of its own, which jshard plan counts.")
     for choice in ledger.choices:
         said.append(f"{choice.signal}: no signal names a strategy here; jshard chose {choice.words}.")
     return element("ul", [element("li", words) for words in said], class_="notes") if said else None

@@ -1,0 +1,119 @@
+"""Parameters that lie whole on every device although the signal that they are used under splits such parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding
+
+from jshard.errors import Place
+from jshard.inspect.ledger.around import said_by
+from jshard.inspect.ledger.implicit_resharding import CALLS
+from jshard.inspect.ledger.memory import on_a_device
+from jshard.layers.linear import Linear
+from jshard.signals.active_config import configuration
+from jshard.signals.signal import Signal
+
+Path = tuple[str, ...]
+ALIGNED = CALLS | {"shard_map": "jaxpr", "scan": "jaxpr"}  # they hand on their operands one by one
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsplit:
+    """Parameters that lie whole, the keys of their signal that would split them, and what to type."""
+
+    place: Place | None
+    signal: str
+    parameter: str  # up.kernel, up.bias
+    bytes: int  # of all of them, on each device
+    keys: str  # column: tensor, store: data
+    mend: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.place or '-'}  {self.signal}  unsplit: {self.parameter} whole on each device ({self.bytes:,} B), not split "
+            f"by {self.keys}; {self.mend}"
+        )
+
+
+def unsplit(
+    jaxpr: Any, arrays: Sequence[Any], names: Sequence[Path | None], modules: Mapping[Path, Any]
+) -> tuple[Unsplit, ...]:
+    """Find them among the operands of `jaxpr`, which are `arrays`: those with a name, that of a parameter in its model.
+
+    Those of one signal to which the same may be done are told together.
+    """
+    present = configuration()
+    if present is None:
+        return ()
+    found: dict[Any, list[tuple[str, int]]] = {}
+    uses = _first_uses(jaxpr, {})
+    for number, (array, name) in enumerate(zip(arrays, names, strict=True)):
+        path, rank = uses.get(number, ((), 0))
+        if name is None or not path or _is_split(array):
+            continue
+        signal = present.lookup(path)
+        if keys := tuple(_splitting(signal, rank)):
+            words = ", ".join(f"{key}: {' x '.join(axes)}" for key, axes in keys)
+            mend = _mend(modules.get(name[:-1]))
+            told = (signal.at(keys[0][0]), "/".join(path), words, mend)
+            found.setdefault(told, []).append((".".join(name), on_a_device(array)))
+    return tuple(
+        Unsplit(place, signal, _listed([name for name, _ in each]), sum(size for _, size in each), words, mend)
+        for (place, signal, words, mend), each in found.items()
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _is_split(array: Any) -> bool:
+    sharding = getattr(array, "sharding", None)
+    return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
+
+
+def _splitting(signal: Signal, rank: int) -> Iterator[tuple[str, Path]]:
+    """The keys by which a signal splits a parameter of this rank, with their mesh axes."""
+    if signal.shard is not None and signal.shard.axis is not None and -rank <= signal.shard.axis < rank:
+        yield "shard", signal.shard.mesh or ("workers",)
+    for key in ("column", "reduction", "store") if rank > 1 else ("column", "store") if rank else ():
+        if axes := getattr(signal, key):
+            yield key, axes
+
+
+def _mend(module: Any) -> str:
+    if isinstance(module, Linear):
+        return "build the layer under this signal"
+    if isinstance(module, nnx.Linear):
+        return "use jshard.Linear for nnx.Linear"
+    return "lay it out where it is made: jshard.redistribute(x, jax.P(...))"
+
+
+Use = tuple[Path, int]  # the signals around an equation, and the rank that an operand has there
+
+
+def _first_uses(jaxpr: Any, known: dict[int, dict[int, Use]]) -> dict[int, Use]:
+    """For operands by number: the first equation that takes it, one under a signal where there is one."""
+    if id(jaxpr) in known:  # equal layers share one
+        return known[id(jaxpr)]
+    numbers = {variable: number for number, variable in enumerate(jaxpr.invars)}
+    found: dict[int, Use] = {}
+    for eqn in jaxpr.eqns:
+        path = said_by(eqn.source_info.name_stack.stack).path
+        inner = eqn.params.get(ALIGNED.get(eqn.primitive.name, ""))
+        inside = None if inner is None else _first_uses(getattr(inner, "jaxpr", inner), known)
+        for at, variable in enumerate(eqn.invars):
+            number = None if isinstance(variable, Literal) else numbers.get(variable)
+            if number is None or (number in found and found[number][0]) or (inside is not None and at not in inside):
+                continue
+            aval: Any = variable.aval
+            below, rank = ((), len(aval.shape)) if inside is None else inside[at]
+            if path or below or number not in found:
+                found[number] = (*path, *below), rank
+    known[id(jaxpr)] = found
+    return found

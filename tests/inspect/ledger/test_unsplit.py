@@ -1,0 +1,111 @@
+"""Parameters that lie whole under a signal that would split them are told; no other is."""
+
+from __future__ import annotations
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.inspect.ledger import Ledger
+
+AUTO = {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}
+SIGNALS = {"up": {"row": "data", "column": "tensor", "store": "data"}, "down": {"row": "data", "reduction": "tensor"}}
+P = jax.P
+LINEAR = "use jshard.Linear for nnx.Linear"
+OTHER = "lay it out where it is made: jshard.redistribute(x, jax.P(...))"
+
+
+class Model(nnx.Module):
+    def __init__(self, layer, rngs):
+        with jshard.signal("up"):
+            self.up, self.norm = layer(8, 16, rngs=rngs), nnx.LayerNorm(16, use_bias=False, rngs=rngs)
+        with jshard.signal("down"):
+            self.down = layer(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        with jshard.signal("up"):
+            x = self.norm(self.up(x))
+        with jshard.signal("down"):
+            return self.down(x)
+
+
+def unsplit(f, *args):
+    return [
+        (each.signal, each.parameter, each.bytes, each.keys, each.mend) for each in jshard.explain(f, *args).unsplit
+    ]
+
+
+X = np.ones((8, 8), np.float32)
+NORM = ("up", "norm.scale", 64, "column: tensor, store: data", OTHER)
+WHOLE = [
+    NORM,
+    ("up", "up.bias, up.kernel", 576, "column: tensor, store: data", LINEAR),
+    ("down", "down.kernel", 512, "reduction: tensor", LINEAR),  # the bias is whole in a jshard.Linear too
+]
+
+
+def step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda model: model(x).sum())(model))
+
+
+def scanned(model, x):
+    return jax.lax.scan(lambda x, _: (model(x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("f", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), nnx.remat(lambda m, x: m(x)), scanned],
+                         ids=["plain", "jit", "remat", "scan"])  # fmt: skip
+def test_parameters_of_plain_layers_are_told_through_every_call(f):
+    with cases.loaded({"jshard": AUTO, **SIGNALS}):
+        assert sorted(unsplit(f, Model(nnx.Linear, nnx.Rngs(0)), X)) == sorted(WHOLE)
+
+
+def test_those_of_a_training_step_and_of_modules_taken_apart():
+    with cases.loaded({"jshard": AUTO, **SIGNALS}):
+        model = Model(nnx.Linear, nnx.Rngs(0))
+        assert sorted(unsplit(step, model, jshard.Optimizer(model, optax.sgd(0.1)), X)) == sorted(WHOLE)
+        graph, state = nnx.split(model)
+        names = [each[1] for each in unsplit(lambda state, x: nnx.merge(graph, state)(x), state, X)]
+        assert names == ["norm.scale and 2 more", "down.kernel"]  # of no module that is known
+
+
+def test_parameters_that_their_signal_splits_are_not_told():
+    with cases.loaded({"jshard": AUTO, **SIGNALS}):
+        assert unsplit(lambda m, x: m(x), Model(jshard.Linear, nnx.Rngs(0)), X) == [NORM]
+        blocks = nnx.vmap(lambda rngs: jshard.MLP(8, 16, 8, rngs=rngs))(nnx.Rngs(0).split(3))
+        run = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        assert unsplit(run, blocks, X) == []
+        plain = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        assert unsplit(lambda m, x: m(x), plain, X) == []  # outside every signal
+    with cases.loaded({"jshard": AUTO, "up": {"row": "data"}, "down": {"store": {"optimizer": "data"}}}):
+        assert unsplit(lambda m, x: m(x), Model(nnx.Linear, nnx.Rngs(0)), X) == []
+
+
+def test_a_layer_built_under_another_signal_and_an_array_cut_by_workers():
+    with cases.loaded({"jshard": AUTO, **SIGNALS, "whole": {}, "cut": {"shard": {"axis": 1, "mesh": "tensor"}}}):
+        with jshard.signal("whole"):
+            layer = jshard.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(0))
+
+        def f(layer, x):
+            with jshard.signal("up"):
+                return layer(x)
+
+        keys = "column: tensor, store: data"
+        assert unsplit(f, layer, X) == [("up", "kernel", 512, keys, "build the layer under this signal")]
+        with jshard.signal("cut"):
+            found = unsplit(jshard.signal("cut")(lambda m, x: m(x)), nnx.Linear(8, 16, rngs=nnx.Rngs(0)), X)
+        assert found == [("cut", "kernel", 512, "shard: tensor", LINEAR)]
+
+
+def test_the_last_line_says_that_the_compiler_adds_collectives_on_an_auto_mesh():
+    added = "on axis_types: auto the compiler adds collectives of its own, which jshard plan counts"
+    for axis_types, told in (("auto", f"; {added}"), ("explicit", "")):
+        with cases.loaded({"jshard": {"mesh": {"data": 2}, "axis_types": axis_types}}):
+            x = cases.placed(X, P("data"))
+            ledger = jshard.explain(jnp.sin, x, backward=False)
+            assert str(ledger) == f"total: no collectives{told}"
+            assert Ledger.from_json(ledger.to_json()) == ledger
