@@ -106,16 +106,10 @@ class Layout:
         return tuple(size // self.ways(axis) for axis, size in enumerate(shape))
 
     @classmethod
-    def from_sharding(cls, sharding: jax.sharding.Sharding, rank: int) -> Layout:
-        """The layout that a `NamedSharding` gives to an array of this rank."""
-        if not isinstance(sharding, NamedSharding):
-            raise JShardError(
-                f"a {type(sharding).__name__} has no mesh axes to lay an array over",
-                mend="place the array with jshard.redistribute(x, layout) first",
-            )
-        mesh = sharding.mesh
-        spec = tuple(sharding.spec) + (None,) * (rank - len(sharding.spec))
-        return cls(mesh, *spec)  # type: ignore[arg-type]  # an AbstractMesh has the same shape and names
+    def from_sharding(cls, sharding: NamedSharding, rank: int) -> Layout:
+        """The layout that it gives to an array of this rank."""
+        mesh: Any = sharding.mesh
+        return cls(mesh, *sharding.spec, *(None,) * (rank - len(sharding.spec)))
 
     @classmethod
     def of(cls, x: Any) -> Layout | None:
@@ -139,7 +133,7 @@ def as_layout(where: Placement, rank: int | None, *, said: str, beside: Layout |
     """
     if isinstance(where, Layout):
         return where
-    spec = where.spec if isinstance(where, NamedSharding) else where
+    spec, mesh = getattr(where, "spec", where), getattr(where, "mesh", None)
     if not isinstance(spec, PartitionSpec):
         raise JShardError(
             f"{said} was given a {type(where).__name__} as layout",
@@ -150,16 +144,12 @@ def as_layout(where: Placement, rank: int | None, *, said: str, beside: Layout |
             f"{said} was given {spec}, which does not say where each axis lies",
             mend="name a mesh axis or None for each axis",
         )
-    mesh: Any = None
-    if isinstance(where, NamedSharding):
-        mesh = where.mesh
-        if "host" in (where.memory_kind or ""):
-            raise JShardError(
-                f"{said} was given a sharding in {where.memory_kind}, and lays arrays out in the memory of devices",
-                mend='use jshard.move(x, "host")',
-            )
-    else:
-        mesh = present_mesh() or (beside and beside.mesh)
+    if "host" in (kind := getattr(where, "memory_kind", None) or ""):
+        raise JShardError(
+            f"{said} was given a sharding in {kind}, and lays arrays out in the memory of devices",
+            mend='use jshard.move(x, "host")',
+        )
+    mesh = mesh or present_mesh() or (beside and beside.mesh)
     if mesh is None:
         raise JShardError(
             f"{said} was given {spec}, and no mesh is set or loaded that it could mean",

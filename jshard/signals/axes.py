@@ -17,32 +17,19 @@ class Axes(Names):
 
     wants: str = "a mesh axis or a list of them"
     example: str = "data"
+    noun: str = "mesh axis "
 
-    def read(self, node: Node, path: Path, reading: Reading) -> tuple[str, ...] | None:
-        found: list[str] = []
-        for each in node.value if isinstance(node.value, list) else [node]:
-            if not isinstance(each.value, str) or not each.value:
-                return reading.wrong(self, each, path)
-            if each.value in found:
-                fault = f"{subject(path, each.place)} lists mesh axis {quoted(each.value)} twice in {dotted(path[1:])}"
-                reading.faults.add(each.place, fault, "keep one")
-            elif self._is_there(each.value, each.place, path, reading):
-                found.append(each.value)
-        return tuple(found)
-
-    def _is_there(self, mesh_axis: str, place: Place, path: Path, reading: Reading) -> bool:
-        if reading.mesh_is_broken or mesh_axis in (reading.mesh_axes or ()):
+    def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
+        if reading.mesh_is_broken or name in (reading.mesh_axes or ()):
             return True
-        fault = f"{subject(path, place)} names mesh axis {quoted(mesh_axis)}"
+        fault = f"{subject(path, place)} names {self.noun}{quoted(name)}"
         if reading.mesh_axes is None:
-            name = dotted([mesh_axis])
-            reading.faults.add(
-                place, f"{fault}, but there is no jshard.mesh", f"write jshard: {{mesh: {{{name}: -1}}}}"
-            )
+            mend = f"write jshard: {{mesh: {{{dotted([name])}: -1}}}}"
+            reading.faults.add(place, f"{fault}, but there is no jshard.mesh", mend)
         else:
             there = f"({reading.mesh_place}: {listed(reading.mesh_axes, 'and')})".replace(" and ", ", ")
             fault = f"{fault}, which is not in jshard.mesh {there}"
-            reading.faults.add(place, fault, choose(mesh_axis, reading.mesh_axes))
+            reading.faults.add(place, fault, choose(name, reading.mesh_axes))
         return False
 
 

@@ -34,11 +34,9 @@ class Scope:
     def __init__(self, path: tuple[str, ...], backward: str | None = None):
         self.path = path
         self.backward = backward
-        present = configuration()
-        self.digest: Hashable = (
-            None if present is None or not path
-            else (present.digest(path), None if backward is None else present.lookup((backward,)))
-        )  # fmt: skip
+        self.digest: Hashable = None
+        if path and (present := configuration()) is not None:
+            self.digest = present.digest(path), None if backward is None else present.lookup((backward,))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scope) and self.digest == other.digest
@@ -47,12 +45,7 @@ class Scope:
         return hash(self.digest)
 
 
-class _NoScope(Scope):
-    def __init__(self) -> None:
-        self.path, self.backward, self.digest = (), None, None
-
-
-_context = jax.make_user_context(_NoScope())
+_context = jax.make_user_context(Scope(()))
 
 
 class _Entered(threading.local):

@@ -163,18 +163,25 @@ class Names:
 
     wants: str
     example: str
+    noun: str = ""  # before a name in a fault
 
     def read(self, node: Node, path: Path, reading: Reading) -> tuple[str, ...] | None:
-        found = []
+        found: list[str] = []
         for each in node.value if isinstance(node.value, list) else [node]:
             if not isinstance(each.value, str) or not each.value:
                 return reading.wrong(self, each, path)
             if each.value in found:
-                fault = f"{subject(path, each.place)} lists {quoted(each.value)} twice in {dotted(path[1:])}"
-                reading.faults.add(each.place, fault, "keep one")
-            else:
+                name = f"{self.noun}{quoted(each.value)}"
+                reading.faults.add(
+                    each.place, f"{subject(path, each.place)} lists {name} twice in {dotted(path[1:])}", "keep one"
+                )
+            elif self.is_there(each.value, each.place, path, reading):
                 found.append(each.value)
         return tuple(found)
+
+    def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
+        """Whether the name means something, with a fault noted where it does not."""
+        return True
 
     def json(self) -> dict[str, Any]:
         word = {"type": "string", "minLength": 1}

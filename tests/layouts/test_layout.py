@@ -146,13 +146,6 @@ def test_sizes_that_do_not_divide(grid):
     )
 
 
-def test_a_sharding_without_mesh_axes():
-    assert sentence(Layout.from_sharding, jnp.ones(3).sharding, 1) == (
-        "a SingleDeviceSharding has no mesh axes to lay an array over; "
-        "place the array with jshard.redistribute(x, layout) first"
-    )
-
-
 def test_a_mesh_that_does_not_fit_the_machine():
     assert sentence(build_mesh, {"data": 4, "tensor": 4}) == (
         "the mesh asks for data 4 x tensor 4 = 16 devices, but 8 are here; "

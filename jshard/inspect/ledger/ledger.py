@@ -235,7 +235,9 @@ class Ledger:
         """The last line of the table."""
         uncounted = f"; not counted: {len(self.left)} that the compiler decides" if self.left else ""
         if self.is_auto:
-            uncounted += "; on axis_types: auto the compiler adds collectives of its own, which jshard plan counts"
+            uncounted += (
+                "; on axis_types: auto the compiler adds collectives of its own where it needs them: see jshard plan"
+            )
         if not self.lines:
             return f"total: no collectives{uncounted}"
         phases = ", ".join(f"{phase} {total:,} B" for phase, total in self.by("phase").items())

@@ -22,7 +22,7 @@ from jshard.inspect.ledger.unsplit import unsplit
 from jshard.inspect.user_code_errors import told
 from jshard.layers.layer import model_arrays
 from jshard.layers.training_step import Untyped
-from jshard.layouts.mesh import explicit_twin, is_explicit
+from jshard.layouts.mesh import explicit_twin, is_explicit, present_mesh
 from jshard.layouts.paths import words_of
 from jshard.signals.active_config import mesh, on_mesh
 
@@ -43,11 +43,11 @@ def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **k
 
 def ledger_of(whole: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
     """The ledger of a function whose arrays are those of these modules and optimizers, or of what they were split into."""
-    is_auto = any(not is_explicit(each) for each in whole.meshes)
+    loaded, is_typed = present_mesh(), False
     try:
         jaxpr = _jaxpr(whole, backward)
     except Untyped:  # the same, where types say how arrays lie
-        twin, is_auto = explicit_twin(mesh()), False
+        twin, is_typed = explicit_twin(mesh()), True
         with on_mesh(twin):
             jaxpr = _jaxpr(whole.typed_on(twin), backward)
     ledger = read(jaxpr, place_of, is_asked_for=is_asked_for)
@@ -59,7 +59,8 @@ def ledger_of(whole: Traced, nodes: Sequence[Any], *, backward: bool | None = No
         unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *built_under})),
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
         unsplit=unsplit(jaxpr, whole.arrays, whole.names, modules),
-        is_auto=is_auto,
+        is_auto=bool(ledger.lines or whole.meshes)
+        and not (is_typed or all(map(is_explicit, whole.meshes if loaded is None else [loaded]))),
     )
 
 

@@ -181,7 +181,9 @@ def _notes(facts: Facts) -> Markup | None:
         lies = f"{each.parameter} whole on each device ({size(each.bytes)}), not split by {each.keys}"
         said.append(f"Signal {each.signal} ({each.place}): {lies}; {each.mend}.")
     if ledger.is_auto:
-        said.append("On axis_types: auto the compiler adds collectives of its own, which jshard plan counts.")
+        said.append(
+            "On axis_types: auto the compiler adds collectives of its own where it needs them: see jshard plan."
+        )
     for choice in ledger.choices:
         said.append(f"{choice.signal}: no signal names a strategy here; jshard chose {choice.words}.")
     return element("ul", [element("li", words) for words in said], class_="notes") if said else None

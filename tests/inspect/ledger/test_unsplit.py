@@ -102,7 +102,7 @@ def test_a_layer_built_under_another_signal_and_an_array_cut_by_workers():
 
 
 def test_the_last_line_says_that_the_compiler_adds_collectives_on_an_auto_mesh():
-    added = "on axis_types: auto the compiler adds collectives of its own, which jshard plan counts"
+    added = "on axis_types: auto the compiler adds collectives of its own where it needs them: see jshard plan"
     for axis_types, told in (("auto", f"; {added}"), ("explicit", "")):
         with cases.loaded({"jshard": {"mesh": {"data": 2}, "axis_types": axis_types}}):
             x = cases.placed(X, P("data"))
