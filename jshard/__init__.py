@@ -78,6 +78,8 @@ def __getattr__(name: str) -> Any:
 
         close = nearest(name, _ROOM_OF)
         raise AttributeError(f"jshard has no {name!r}" + (f"; did you mean jshard.{close}?" if close else ""))
+    if _ROOM_OF[name] == "jshard.layouts":  # it tells them the mesh that a PartitionSpec means, JSHARD_CONFIG's too
+        importlib.import_module("jshard.signals.active_config")
     value = getattr(importlib.import_module(_ROOM_OF[name]), name)
     globals()[name] = value
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,19 @@ def test_facade_imports_nothing_before_a_name_is_used():
         "import sys, jshard; print([name for name in sys.modules if name.startswith('jshard.')], 'jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[] False\n"
+
+
+def test_facade_finds_the_mesh_of_the_configuration_in_the_environment_for_a_spec():
+    program = (
+        "import jshard, jax\njshard.pretend(8)\n"
+        "print(jshard.redistribute([1.0, 2.0], jax.P('data')).sharding.mesh.shape_tuple)"
+    )
+    environment = {**os.environ, "JSHARD_CONFIG": "configs/mlp.yaml"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(jshard.__file__).parents[1],
+    )
+    assert done.stdout == "(('data', 2), ('tensor', 4))\n", done.stderr

@@ -49,7 +49,9 @@ def test_readme_python_runs():
     printed = run(sys.executable, "-W", "error", "-c", blocks("python")[0])
     assert "Traceback" not in printed
     assert "configs/mlp.yaml:7  layer2" in printed
-    assert not any(warning in printed for warning in ("unused", "unsplit", "no signal asked", "decided by the compiler"))
+    assert not any(
+        warning in printed for warning in ("unused", "unsplit", "no signal asked", "decided by the compiler")
+    )
 
 
 def test_readme_yaml_is_the_file_it_names(tmp_path):
