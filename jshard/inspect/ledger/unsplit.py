@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -15,7 +15,7 @@ from jshard.inspect.ledger.around import said_by
 from jshard.inspect.ledger.implicit_resharding import CALLS
 from jshard.inspect.ledger.memory import on_a_device
 from jshard.layers.linear import Linear
-from jshard.signals.active_config import configuration
+from jshard.signals.active_config import configuration, mesh
 from jshard.signals.signal import Signal
 
 Path = tuple[str, ...]
@@ -57,7 +57,7 @@ def unsplit(
         if name is None or not path or _is_split(array):
             continue
         signal = present.lookup(path)
-        if keys := tuple(_splitting(signal, rank)):
+        if keys := _splitting(signal, rank, mesh().shape):
             words = ", ".join(f"{key}: {' x '.join(axes)}" for key, axes in keys)
             mend = _mend(modules.get(name[:-1]))
             told = (signal.at(keys[0][0]), "/".join(path), words, mend)
@@ -77,13 +77,13 @@ def _is_split(array: Any) -> bool:
     return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
 
 
-def _splitting(signal: Signal, rank: int) -> Iterator[tuple[str, Path]]:
+def _splitting(signal: Signal, rank: int, sizes: Mapping[str, int]) -> list[tuple[str, Path]]:
     """The keys by which a signal splits a parameter of this rank, with their mesh axes."""
+    keys = ("column", "reduction", "store") if rank > 1 else ("column", "store") if rank else ()
+    found = [(key, getattr(signal, key)) for key in keys]
     if signal.shard is not None and signal.shard.axis is not None and -rank <= signal.shard.axis < rank:
-        yield "shard", signal.shard.mesh or ("workers",)
-    for key in ("column", "reduction", "store") if rank > 1 else ("column", "store") if rank else ():
-        if axes := getattr(signal, key):
-            yield key, axes
+        found = [("shard", signal.shard.mesh or ("workers",))]
+    return [(key, axes) for key, axes in found if any(sizes.get(name, 2) > 1 for name in axes)]
 
 
 def _mend(module: Any) -> str:
@@ -104,16 +104,17 @@ def _first_uses(jaxpr: Any, known: dict[int, dict[int, Use]]) -> dict[int, Use]:
     numbers = {variable: number for number, variable in enumerate(jaxpr.invars)}
     found: dict[int, Use] = {}
     for eqn in jaxpr.eqns:
+        taken = {at: each for at, each in enumerate(eqn.invars) if not isinstance(each, Literal) and each in numbers}
+        if all(found.get(numbers[each], ((), 0))[0] for each in taken.values()):
+            continue
         path = said_by(eqn.source_info.name_stack.stack).path
         inner = eqn.params.get(ALIGNED.get(eqn.primitive.name, ""))
-        inside = None if inner is None else _first_uses(getattr(inner, "jaxpr", inner), known)
-        for at, variable in enumerate(eqn.invars):
-            number = None if isinstance(variable, Literal) else numbers.get(variable)
-            if number is None or (number in found and found[number][0]) or (inside is not None and at not in inside):
-                continue
-            aval: Any = variable.aval
-            below, rank = ((), len(aval.shape)) if inside is None else inside[at]
-            if path or below or number not in found:
+        uses = {at: ((), len(each.aval.shape)) for at, each in taken.items()}
+        if inner is not None:
+            uses = _first_uses(getattr(inner, "jaxpr", inner), known)
+        for at, (below, rank) in ((at, use) for at, use in uses.items() if at in taken):
+            number = numbers[taken[at]]
+            if not found.get(number, ((), 0))[0] and (path or below or number not in found):
                 found[number] = (*path, *below), rank
     known[id(jaxpr)] = found
     return found

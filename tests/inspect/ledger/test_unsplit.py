@@ -81,6 +81,9 @@ def test_parameters_that_their_signal_splits_are_not_told():
         assert unsplit(run, blocks, X) == []
         plain = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
         assert unsplit(lambda m, x: m(x), plain, X) == []  # outside every signal
+    alone = AUTO | {"mesh": {"data": 1, "tensor": 1}}  # nothing is split over one device
+    with cases.loaded({"jshard": alone, **SIGNALS}):
+        assert unsplit(lambda m, x: m(x), Model(nnx.Linear, nnx.Rngs(0)), X) == []
     with cases.loaded({"jshard": AUTO, "up": {"row": "data"}, "down": {"store": {"optimizer": "data"}}}):
         assert unsplit(lambda m, x: m(x), Model(nnx.Linear, nnx.Rngs(0)), X) == []
 
