@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax import nnx
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
@@ -14,7 +13,7 @@ from jshard.errors import Place
 from jshard.inspect.ledger.around import said_by
 from jshard.inspect.ledger.implicit_resharding import CALLS
 from jshard.inspect.ledger.memory import on_a_device
-from jshard.layers.linear import Linear
+from jshard.layers.layer import Layer
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.signal import Signal
 
@@ -87,10 +86,11 @@ def _splitting(signal: Signal, rank: int, sizes: Mapping[str, int]) -> list[tupl
 
 
 def _mend(module: Any) -> str:
-    if isinstance(module, Linear):
+    if isinstance(module, Layer):
         return "build the layer under this signal"
-    if isinstance(module, nnx.Linear):
-        return "use jshard.Linear for nnx.Linear"
+    for layer in Layer.__subclasses__():
+        if type(module) in layer.__mro__:
+            return f"use jshard.{layer.__name__} for nnx.{type(module).__name__}"
     return "lay it out where it is made: jshard.redistribute(x, jax.P(...))"
 
 

@@ -150,9 +150,10 @@ def test_check_of_an_old_or_broken_baseline_is_one_sentence(check, text, sentenc
     assert (status, err) == (2, [f"{sentence}; type: jshard check digits.yaml --update"])
 
 
-def test_check_without_a_baseline_budget_or_promise_needs_no_jax(check):
+def test_check_of_a_file_without_a_model_baseline_budget_or_promise_needs_no_jax(check):
+    Path("bare.yaml").write_text("jshard: {mesh: {data: 2}}\nlayer: {row: data}\n")
     program = (
-        "import sys\nfrom jshard.cli import main\nstatus = main(['check', 'digits.yaml'])\n"
+        "import sys\nfrom jshard.cli import main\nstatus = main(['check', 'bare.yaml'])\n"
         "print(status, sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(
