@@ -80,7 +80,7 @@ def _check(checked: Checked, configuration: Configuration, against: str | None, 
     baseline = against or _beside(asked)
     reason = _needs_a_step(configuration, baseline, update or against is not None)
     has_a_step = "model" in configuration.train or asked.function is not None
-    if reason is None and not has_a_step:
+    if reason is None and not (has_a_step and configuration.signals):  # a file for others to include names no signal
         return
     if not has_a_step:
         raise JShardError(
