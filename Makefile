@@ -11,9 +11,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # An environment is made again when pyproject.toml or the Python changes, and not otherwise.
 STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut -d' ' -f1)
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
+MUTATED := $(wildcard jshard/provenance*) jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 
-.PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak wheel clean
+.PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants nightly wheel clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +58,12 @@ bench: $(VENV)/.test-$(STAMP)  ## training steps against hand-written shard_map,
 hang-test: $(VENV)/.test-$(STAMP)  ## 1,000 steps dispatched without waiting on 8 pretend devices, 20 times over
 	@JSHARD_HANG_RUNS=20 JSHARD_HANG_STEPS=1000 $(BIN)/python -m pytest tests/layouts/test_pretend.py -q -k waiting --timeout 7200
 
+mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the rooms that place, ask and count: which does no test notice
+	@$(BIN)/python .ci/mutants.py --of $${JSHARD_MUTANTS_OF:-10} $${JSHARD_MUTANTS:-$(MUTATED)}
+
+nightly:  ## fuzz, verify-random, kernel-product, hang-test, soak and mutants, one after another; goes on after one that fails
+	@$(MAKE) --keep-going fuzz verify-random kernel-product hang-test soak mutants
+
 soak: $(VENV)/.test-$(STAMP)  ## half an hour of four processes, a random fault every minute: the loss of an undisturbed run
 	@$(BIN)/python -m tests.launch.soak --minutes $${JSHARD_SOAK_MINUTES:-30} --seed $${JSHARD_SOAK_SEED:-0}
 
@@ -70,7 +77,8 @@ $(VENV)/.dev-$(STAMP): EXTRA := dev
 $(VENV)/.test-$(STAMP): EXTRA := test
 $(VENV)/.digits-$(STAMP): EXTRA := digits
 $(VENV)/.extras-$(STAMP): EXTRA := extras
-$(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras)):
+$(VENV)/.mutants-$(STAMP): EXTRA := mutants
+$(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras mutants)):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jshard needs Python 3.11 or newer and $(PYTHON) is $$($(PYTHON) --version 2>&1); type: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@[ -e $(VENV)/.made-$(STAMP) ] || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); touch $(VENV)/.made-$(STAMP); }
 	@echo "installing jshard[$(EXTRA)] into $(VENV)"

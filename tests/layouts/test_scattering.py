@@ -18,7 +18,7 @@ from benchmarks import scatter as benchmark
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in
 from jshard.layouts import index_ranges as boxes
-from jshard.layouts.index_ranges import blocks, word_count
+from jshard.layouts.index_ranges import blocks, overlap, word_count
 
 SCRIPT = Path(__file__).parents[1] / "scatter_in_processes.py"
 LAYOUTS = {"replicated": (None, None), "rows": ("a", None), "columns": (None, ("a", "b")), "both": ("b", "a")}
@@ -177,6 +177,11 @@ def test_scatter_reads_a_mapped_file_block_by_block(mesh, tmp_path, monkeypatch)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     y = jshard.scatter(mapped, jshard.Layout(mesh(a=2), None, "a"))
     np.testing.assert_array_equal(y, np.arange(64).reshape(8, 8))
+
+
+def test_parts_that_only_touch_share_nothing():
+    assert overlap(((0, 2), (0, 4)), ((1, 3), (2, 6))) == ((1, 2), (2, 4))
+    assert overlap(((0, 2), (0, 4)), ((2, 4), (0, 4))) is None
 
 
 def test_blocks_cover_a_part_and_are_of_one_shape(monkeypatch):
