@@ -97,7 +97,7 @@ def test_a_mesh_that_leaves_a_process_without_work_is_told(monkeypatch):
     [
         (8, 3, "start 2 or 4 of them: jshard launch -n 4"),
         (8, 9, "start 8 of them: jshard launch -n 8"),
-        (12, 5, "start 4 or 6 of them: jshard launch -n 6"),
+        (12, 7, "start 6 or 12 of them: jshard launch -n 12"),
     ],
 )
 def test_devices_that_can_not_be_shared_out_are_told_with_counts_that_divide_them(devices, processes, mend):
