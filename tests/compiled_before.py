@@ -5,6 +5,7 @@ Import this before JAX. Processes that a test starts read and write there too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -41,23 +42,27 @@ def write_in_one_move() -> None:
 
 def sweep() -> int:
     """Remove what is a week old, and what a process that was killed has left half written. How many programs stay?"""
-    from jax._src.compilation_cache import decompress_executable
-
     PLACE.mkdir(parents=True, exist_ok=True)
     now, last = time.time(), SWEPT.stat().st_mtime if SWEPT.exists() else 0
-    for entry in [*PLACE.iterdir()]:
-        written = entry.stat().st_mtime
-        torn = False
-        if entry.name.endswith("-cache") and last < written:
-            try:
-                decompress_executable(entry.read_bytes())
-            except Exception:  # zlib and zstandard have each their own
-                torn = True
-        stale = WEEK if entry.name.endswith("-cache") else 3600
-        if torn or written < now - stale:
-            entry.unlink(missing_ok=True)
+    for entry in {*PLACE.iterdir()} - {SWEPT}:
+        with contextlib.suppress(FileNotFoundError):  # another run has just moved or removed it
+            written = entry.stat().st_mtime
+            stale = WEEK if entry.name.endswith("-cache") else 3600
+            if written < now - stale or (last < written and entry.name.endswith("-cache") and _is_torn(entry)):
+                entry.unlink()
     SWEPT.touch()
     return programs()
+
+
+def _is_torn(entry: Path) -> bool:
+    from jax._src.compilation_cache import decompress_executable
+
+    content = entry.read_bytes()
+    try:
+        decompress_executable(content)
+    except Exception:  # zlib and zstandard have each their own
+        return True
+    return False
 
 
 def programs() -> int:

@@ -33,6 +33,7 @@ def test_sweep_removes_what_is_torn_or_old_and_counts_the_rest(tmp_path, monkeyp
     (tmp_path / "whole-cache").write_bytes(whole)
     (tmp_path / "torn-cache").write_bytes(whole[:-4])
     (tmp_path / "old-cache").write_bytes(whole)
+    (tmp_path / "gone-cache").symlink_to(tmp_path / "moved")  # as if another run had moved it just now
     os.utime(tmp_path / "old-cache", (0, time.time() - 8 * 24 * 3600))
-    assert compiled_before.sweep() == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["swept", "whole-cache"]
+    assert compiled_before.sweep() == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gone-cache", "swept", "whole-cache"]
