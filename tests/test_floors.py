@@ -21,6 +21,8 @@ FLOORS = {
     "run_names": 0,
     "stragglers": 0,
     "units": 0,
+    "jaxprs": 0,
+    "provenance": 0,
     "version": 0,
     "layouts": 1,
     "kernels": 1,
@@ -52,8 +54,10 @@ WITHOUT = {
     "run_names": "jax flax",
     "stragglers": "jax flax",
     "units": "jax flax",
+    "jaxprs": "jax flax",
     "kernels": "flax",
     "layouts": "flax",
+    "provenance": "flax",
     "signals": "flax",
 }
 WITHOUT_JAX = (

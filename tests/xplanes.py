@@ -80,6 +80,7 @@ class Instruction:
     opcode: str
     stack: str = ""
     calls: tuple[int, ...] = ()  # computations by their numbers
+    groups: tuple[Field, ...] = ()  # of the devices that a collective joins, as fields of the instruction
 
 
 def programs(**modules: Mapping[int, Iterable[Instruction]]) -> bytes:
@@ -103,7 +104,7 @@ def programs(**modules: Mapping[int, Iterable[Instruction]]) -> bytes:
 def _instruction(each: Instruction) -> bytes:
     called = [(38, b"".join(map(digits, each.calls)))] if each.calls else []
     unused = [(99, struct.pack("<d", 1.0))]  # a field that nobody reads
-    return message((1, each.name), (2, each.opcode), (7, message((2, each.stack))), *called, *unused)
+    return message((1, each.name), (2, each.opcode), (7, message((2, each.stack))), *called, *each.groups, *unused)
 
 
 def write(folder: Path, *planes: bytes) -> Path:

@@ -18,6 +18,7 @@ from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
 from jshard.layers.strategy import Names, Strategy, spread, varying
 from jshard.layouts.redistribution import take_slice
+from jshard.provenance import scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +71,12 @@ class Body:
         if s.reduction:
             summed = tuple(name for name in s.reduction if name not in s.scattered)
             if not self._fuses_scatter:
-                y_mn = reduce_scatter(
-                    y_mn, s.scattered, axis=self._scatters_to(t), algorithm=s.algorithm("reduce_scatter")
-                )
-            y_mn = all_reduce(y_mn, summed, algorithm=s.algorithm("all_reduce"))
+                with scope(key=self._scatter_key):
+                    y_mn = reduce_scatter(
+                        y_mn, s.scattered, axis=self._scatters_to(t), algorithm=s.algorithm("reduce_scatter")
+                    )
+            with scope(key="output" if s.output == "sum" else "reduction"):
+                y_mn = all_reduce(y_mn, summed, algorithm=s.algorithm("all_reduce"))
             if reduce_dtype is not None:
                 y_mn = y_mn.astype(self.arithmetic.preferred_element_type or x_mk.dtype)
         if b_n is not None:
@@ -81,7 +84,8 @@ class Body:
                 y_mn = y_mn + b_n
         if s.output == "gather":
             how = s.algorithm("all_gather")
-            y_mn = all_gather(y_mn, s.column, axis=rank - 1, result="invariant", algorithm=how)
+            with scope(key="output"):
+                y_mn = all_gather(y_mn, s.column, axis=rank - 1, result="invariant", algorithm=how)
         return y_mn
 
     @property
@@ -95,6 +99,10 @@ class Body:
         s = self.strategy
         return bool(s.scattered) and s.algorithm("matmul_reduce_scatter") != "xla" and self.arithmetic.is_plain
 
+    @property
+    def _scatter_key(self) -> str:
+        return "output" if self.strategy.output == "scatter" else "sequence"
+
     def _scatters_to(self, t: int) -> int:
         return t if any(name in self.strategy.sequence for name in self.strategy.scattered) else 0
 
@@ -104,10 +112,12 @@ class Body:
         out = self.arithmetic.preferred_element_type if preferred is None else preferred
         if self._fuses_gather:
             how = s.algorithm("all_gather_matmul")
-            return all_gather_matmul(x, w, s.gathered, axis=t, out_dtype=out, algorithm=how)
+            with scope(key="sequence"):
+                return all_gather_matmul(x, w, s.gathered, axis=t, out_dtype=out, algorithm=how)
         if self._fuses_scatter:
             how = s.algorithm("matmul_reduce_scatter")
-            return matmul_reduce_scatter(x, w, s.scattered, axis=self._scatters_to(t), out_dtype=out, algorithm=how)
+            with scope(key=self._scatter_key):
+                return matmul_reduce_scatter(x, w, s.scattered, axis=self._scatters_to(t), out_dtype=out, algorithm=how)
         return self.arithmetic.product(x, w, preferred, s.algorithm("matmul"))
 
     def _in_place(self, x: Any, w: Any, b: Any) -> tuple[Any, Any, Any]:
@@ -125,11 +135,14 @@ class Body:
             each = _differing(each, None if wide is None else jnp.dtype(wide))
         compute = self.arithmetic.dtype or jnp.result_type(*(array for array, *_ in each))
         found = []
-        for array, differs, names, axis in each:
+        for key, (array, differs, names, axis) in zip(("sequence", "store", "store"), each, strict=False):
             if names or (differs and wide is not None):
                 array = varying(array.astype(wide or array.dtype), differs)
             sums = tuple(name for name in names if name in s.batch)
-            found.append(_gathered(array, names, axis, sums, jnp.dtype(array.dtype if wide is None else compute), s))
+            with scope(key=key):
+                found.append(
+                    _gathered(array, names, axis, sums, jnp.dtype(array.dtype if wide is None else compute), s)
+                )
         x, w, b = (*found, None)[:3]
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
 

@@ -19,9 +19,10 @@ from jshard.layers.layer import model_arrays
 from jshard.layers.reduce import mean
 from jshard.layers.strategy import door, varying
 from jshard.layouts.paths import keys_of
+from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration
-from jshard.signals.scope import BACKWARD, active
+from jshard.signals.scope import active
 
 Names = tuple[str, ...]
 
@@ -67,7 +68,7 @@ def value_and_grad(
         (value, (rank, aux)), gradients = plain(apart, *args, **kwargs)
         if not rank:
             _check_summed(value, names)
-        with jax.named_scope(BACKWARD):
+        with scope(phase="backward"):
             wide = [value.dtype, *_wide(apart, gradients)]
             value, gradients = _summed((value, gradients), (0 if rank else value, parameters), wide)
             return ((value, aux) if has_aux else value), gradients

@@ -17,6 +17,7 @@ from jshard.layers.sharded_matmul import multiply
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import replicated
+from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh, mesh_to_choose_for
 from jshard.signals.scope import active, resolve
 from jshard.signals.signal import Signal
@@ -51,7 +52,7 @@ def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) 
     more = {"reduce_dtype": said.dtype.reduce, "remat": said.remat, "kernels": said.kernel}
     strategy = dataclasses.replace(best.strategy, **more)
     unless_seen = ", if x and w are whole (an auto mesh does not tell)" if _is_hidden(x, w, strategy.mesh) else ""
-    with jax.named_scope(f"chosen:{best}{unless_seen}"):
+    with scope(chosen=f"{best}{unless_seen}"):
         return multiply(x, w, None, said, arithmetic, strategy=strategy)
 
 

@@ -17,6 +17,7 @@ from jshard.layers.kernel_support import check_kernels
 from jshard.layers.strategy import Strategy, check_sizes, door, strategy_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import move, plan_moves, redistribute
+from jshard.provenance import scope
 from jshard.signals.active_config import configuration
 from jshard.signals.signal import Signal
 
@@ -78,17 +79,24 @@ def _back_pulls(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[An
     assert back is not None
     rank = jnp.ndim(kept[0])
     elsewhere = back.strategy.mesh != product.strategy.mesh
-    with jax.named_scope(f"signal:{product.back_scope}"):
+
+    def there(*operands: Any) -> tuple[Any, ...]:
+        with scope(key="backward"):
+            return back.placed(*operands, lying_as=product)
+
+    def forward(*operands: Any) -> jax.Array:
+        with scope(signal=product.back_scope):
+            return back.forward(*operands)
+
+    with scope(key="backward"):
         y_cotangent = back.bring(y_cotangent, product.strategy.y(rank), back.strategy.y(rank))
-        if elsewhere:
-            if any(isinstance(each, Tracer) for each in (*kept, y_cotangent)):
-                present = configuration()
-                assert present is not None
-                raise _elsewhere(product, present.lookup((product.back_scope,)))
-            _, pull = jax.vjp(back.forward, *back.placed(*kept, lying_as=product))
-            return pull(y_cotangent)
-        _, pull = jax.vjp(lambda *operands: back.forward(*back.placed(*operands, lying_as=product)), *kept)
-        return pull(y_cotangent)
+    if not elsewhere:
+        return jax.vjp(lambda *operands: forward(*there(*operands)), *kept)[1](y_cotangent)
+    if any(isinstance(each, Tracer) for each in (*kept, y_cotangent)):
+        present = configuration()
+        assert present is not None
+        raise _elsewhere(product, present.lookup((product.back_scope,)))
+    return jax.vjp(forward, *there(*kept))[1](y_cotangent)
 
 
 _with_back.defvjp(_back_keeps, _back_pulls)

@@ -17,6 +17,7 @@ from jshard.errors import JShardError
 from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.transfer_events import moved, where
+from jshard.provenance import scope
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -160,7 +161,7 @@ def _compiled_move(source: Layout, target: Layout) -> Any:
     moves = plan_moves(source.axes, target.axes)
 
     def redistribution(x: jax.Array) -> jax.Array:
-        with jax.named_scope("redistribute"):
+        with scope(reason="redistribute"):
             return jax.shard_map(
                 functools.partial(move, moves=moves), mesh=target.mesh, in_specs=source.spec, out_specs=target.spec
             )(x)

@@ -22,7 +22,7 @@ _ARRAYS = [
 def check_axes(signal: Signal, faults: Faults) -> None:
     """No array is split twice over one mesh axis."""
     for first, second, array in _ARRAYS:
-        both = set(_axes(signal, first)) & set(_axes(signal, second))
+        both = set(signal.axes(first)) & set(signal.axes(second))
         for mesh_axis in sorted(both):
             early, late = sorted((first, second), key=lambda key: _line(signal.at(key)))
             place = signal.at(late)
@@ -31,10 +31,6 @@ def check_axes(signal: Signal, faults: Faults) -> None:
                 f"({signal.at(early)}), which would split {array} over it twice"
             )
             faults.add(place, fault, "use another mesh axis for one of them")
-
-
-def _axes(signal: Signal, key: str) -> tuple[str, ...]:
-    return signal.store_optimizer if key == "store.optimizer" else getattr(signal, key)
 
 
 def _line(place: Place) -> tuple[int, int]:

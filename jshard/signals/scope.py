@@ -19,11 +19,9 @@ from jshard.errors import JShardError
 from jshard.layouts.layout import Layout, Placement
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import as_array, redistribute
+from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh_for
 from jshard.signals.signal import Signal
-
-# The scopes of the phases that no transformation of JAX marks.
-BACKWARD, UPDATE = "phase:backward", "phase:update"
 
 
 class Scope:
@@ -85,8 +83,7 @@ class Entry(contextlib.ContextDecorator):
                 present.lookup((self.backward,))
         with contextlib.ExitStack() as exits:
             exits.enter_context(_context(Scope(path, self.backward)))
-            for name in self.names:
-                exits.enter_context(jax.named_scope(f"signal:{name}"))
+            exits.enter_context(scope(signal="/".join(self.names)))
             self._exits = exits.pop_all()
         _entered.stack.append(self)
         return self
@@ -231,7 +228,7 @@ def _place(x: Any) -> jax.Array:
     if signal.backward is None:
         return redistribute(x, layout, said=str(signal))
     back = tensor_layout(present.lookup((signal.backward,)), rank)
-    return _two_ways(_Ways(layout, back, Layout.of(x), f"signal:{signal.backward}", str(signal)), x)
+    return _two_ways(_Ways(layout, back, Layout.of(x), str(signal)), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +238,6 @@ class _Ways:
     there: Layout
     back: Layout
     origin: Layout | None
-    scope: str
     said: str
 
 
@@ -251,7 +247,7 @@ def _two_ways(ways: _Ways, x: Any) -> jax.Array:
 
 
 def _two_ways_pulls(ways: _Ways, _: None, cotangent: Any) -> tuple[Any]:
-    with jax.named_scope(ways.scope):
+    with scope(key="backward"):
         cotangent = redistribute(cotangent, ways.back, said=ways.said)
         if ways.origin is not None and is_explicit(ways.back.mesh) and ways.origin.axes != ways.back.axes:
             cotangent = redistribute(

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from jshard.errors import Place
 
 NOWHERE = Place("no configuration")
+# The keys that name mesh axes. Of two that may name the same one, `row` and `sequence` are the ones that sums are over.
+BATCH_KEYS = frozenset(("row", "sequence"))
+AXIS_KEYS = BATCH_KEYS | {"column", "reduction", "store", "store.optimizer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Signal:
     def at(self, key: str) -> Place:
         """Where `key` was written; the signal's own place when it was not."""
         return self.places.get(key, self.place)
+
+    def axes(self, key: str) -> tuple[str, ...]:
+        """The mesh axes that one of AXIS_KEYS names."""
+        return self.store_optimizer if key == "store.optimizer" else getattr(self, key)
 
     def __str__(self) -> str:
         return f'signal "{self.name}" ({self.place})'

@@ -19,6 +19,7 @@ from typing import Any
 from jshard.errors import JShardError, Place
 from jshard.inspect.compiled.program_text import first_difference, normalised
 from jshard.inspect.ledger.diff import Difference, compare, might_be_one_program
+from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan import Plan, Topology
 from jshard.inspect.plan.aot import check_installed
@@ -246,6 +247,8 @@ def _relabelled(ledger: Ledger, side: _Side) -> Ledger:
         return ledger
 
     def relabel(entry: Any) -> Any:
+        if isinstance(entry, Line):
+            return dataclasses.replace(entry, cause=relabel(entry.cause))
         place = entry.place
         named = None if place is None else Place(f"{side.revision}:{place.source}", place.line)
         return dataclasses.replace(entry, place=named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -14,14 +13,15 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jshard.errors import JShardError
+from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
 from jshard.layouts.creation import typed_as
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import explicit_twin
 from jshard.layouts.paths import keys_of, words_of
 from jshard.layouts.redistribution import move, plan_moves, redistribute
+from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh, on_mesh
-from jshard.signals.scope import UPDATE
 
 Path = tuple[Any, ...]
 Axes = tuple[tuple[str, ...], ...]
@@ -41,7 +41,7 @@ class Optimizer(nnx.Optimizer):
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
         """Update `model` by its gradients; the ledger's phase of it is "update"."""
-        with jax.named_scope(UPDATE):
+        with scope(phase="update"):
             return super().update(model, grads, **kwargs)
 
 
@@ -69,7 +69,7 @@ def optimizer(
         where = jax.tree.unflatten(tree, shardings)
         return jax.tree.map(typed_as, jax.jit(tx.init, out_shardings=where)(params), where)
 
-    @jax.named_scope(UPDATE)
+    @scope(phase="update")
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         local = bool(jax.sharding.get_abstract_mesh().manual_axes)
         updates = _bring(updates, at_rest, in_state, signals, local)
@@ -119,9 +119,7 @@ def _bring(
         here, there = source.get(keys_of(path)), target.get(keys_of(path))
         if here is None or there is None or here == there:
             return leaf
-        with contextlib.ExitStack() as scopes:
-            for name in signals[keys_of(path)]:
-                scopes.enter_context(jax.named_scope(f"signal:{name}"))
+        with scope(signal="/".join(signals[keys_of(path)]), key="store.optimizer"):
             if local:
                 return move(leaf, plan_moves(here, there))
             return redistribute(leaf, Layout(mesh(), *there), source=Layout(mesh(), *here))
@@ -192,13 +190,6 @@ def _check_elementwise(known: Iterable[_Update], transform: Any, operands: Any, 
 
 
 def _first_reduction(jaxpr: Any) -> str | None:
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name.startswith(("reduce_", "arg", "cum")) or name in ("dot_general", "sort", "top_k"):
-            return name
-        for parameter in equation.params.values():
-            inner = getattr(parameter, "jaxpr", parameter)
-            found = _first_reduction(inner) if hasattr(inner, "eqns") else None
-            if found is not None:
-                return found
-    return None
+    names = (equation.primitive.name for equation in equations(jaxpr))
+    reductions = "dot_general", "sort", "top_k"
+    return next((name for name in names if name.startswith(("reduce_", "arg", "cum")) or name in reductions), None)

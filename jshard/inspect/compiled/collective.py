@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jshard.kernels.collectives import COLLECTIVES
+from jshard.provenance import Cause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +23,7 @@ class Got:
     dtypes: tuple[str, ...]
     count: int
     count_known: bool  # False inside a loop whose trips XLA does not know: then count is that of one trip
-    op_name: str  # the name stack of the program, as XLA kept it
-    op_names: tuple[str, ...] = ()  # that of each payload, where XLA kept them apart
+    causes: tuple[Cause, ...]  # of each payload, as far as XLA kept its name stack
     asynchronous: bool = False  # started, and waited for later
     members: tuple[int, ...] = ()  # the devices of its first group, by their number in the mesh
 
@@ -34,8 +34,13 @@ class Got:
 
     def mesh_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh of these sizes that it runs over; () when its group is not made of whole axes."""
-        if not self.members or max(self.members) >= math.prod(sizes.values()):
-            return ()
-        places = [np.unravel_index(member, tuple(sizes.values())) for member in self.members]
-        axes = tuple(name for axis, name in enumerate(sizes) if len({place[axis] for place in places}) > 1)
-        return axes if math.prod(sizes[name] for name in axes) == len(self.members) else ()
+        return axes_of(self.members, sizes)
+
+
+def axes_of(members: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh of these sizes that a group of its devices lies along; () when it is not made of whole axes."""
+    if not members or max(members) >= math.prod(sizes.values()):
+        return ()
+    places = [np.unravel_index(member, tuple(sizes.values())) for member in members]
+    axes = tuple(name for axis, name in enumerate(sizes) if len({place[axis] for place in places}) > 1)
+    return axes if math.prod(sizes[name] for name in axes) == len(members) else ()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from jshard.inspect.compiled.collective import Got
 from jshard.inspect.compiled.replica_groups import members
 from jshard.kernels.collectives import COLLECTIVES, Collective
+from jshard.provenance import cause, split
 
 KIND_OF = {collective.opcode: collective for collective in COLLECTIVES.values()}
 
@@ -161,7 +162,7 @@ class Program:
             ]  # a TPU's, which it writes as an all-reduce and a slice of its own padding
             arrays, is_start = self._parameters(name), True
         grown = group if kind.name == "reduce_scatter" and not is_start else 1  # its result is one part
-        names = self._names(name, instruction, rest, around, len(arrays))
+        names = self._names(name, instruction, rest, around, 1 if kind.name == "all_to_all" else len(arrays))
         return Got(
             collective=kind.name,
             opcode=opcode,
@@ -174,8 +175,7 @@ class Program:
             dtypes=tuple(dtype for dtype, _ in arrays),
             count=count,
             count_known=known,
-            op_name=names[0] if names else "",
-            op_names=names,
+            causes=tuple(map(cause, names)),
             asynchronous=(is_async or opcode.endswith("-start")) and '"is_sync":true' not in rest,
             members=joined,
         )
@@ -189,9 +189,9 @@ class Program:
         those who take the results apart still carry theirs; of a rewritten one the fusion around it, or the
         computation that adds two numbers, may have what is left."""
         own = _op_name(rest) or _op_name(around)
-        parts = apart(own)
+        parts = split(own)
         if len(parts) == arrays:
-            return tuple(parts)
+            return parts
         taken: dict[int, str] = {}
         if arrays > 1:
             holders = {instruction}
@@ -241,15 +241,6 @@ def _called(rest: str) -> list[str]:
 def _op_name(text: str) -> str:
     found = OP_NAME.search(text)
     return found[1] if found else ""
-
-
-def apart(op_name: str) -> list[str]:
-    """The name stacks that XLA joined into one: `what/is/(common:of:them)`."""
-    start = next((at for at in range(len(op_name)) if op_name[at] == "(" and (at == 0 or op_name[at - 1] == "/")), -1)
-    if start < 0 or not op_name.endswith(")"):
-        return [op_name]
-    parts = re.split(r"(?<!signal)(?<!chosen):", op_name[start + 1 : -1])
-    return [op_name[:start] + part for part in parts]
 
 
 def _payload_arrays(result: str, opcode: str) -> list[tuple[str, int]]:

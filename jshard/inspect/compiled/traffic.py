@@ -6,6 +6,7 @@ from typing import Any
 
 from jshard.inspect.compiled.collective import Got as Got
 from jshard.inspect.compiled.hlo_text import Program
+from jshard.provenance import cause
 
 
 def collectives_in(compiled: Any) -> list[Got]:
@@ -24,11 +25,11 @@ def wire_bytes(compiled: Any) -> int:
 
 
 def largest_results(text: str, count: int) -> list[tuple[int, str, str]]:
-    """The largest arrays that a compiled program puts into memory while it runs: bytes, `f32[8,4]`, name stack. Of those
-    of one shape only one is named: they may well take each other's place."""
+    """The largest arrays that a compiled program puts into memory while it runs: bytes, `f32[8,4]`, signal. Of those of one
+    shape only one is named: they may well take each other's place."""
     program = Program(text)
     found: dict[str, tuple[int, str, str]] = {}
     for size, shape, op_name in program.results(program.entry):
-        if shape not in found or (op_name and "signal:" not in found[shape][2]):
-            found[shape] = (size, shape, op_name)
+        if shape not in found or found[shape][2] == "-":
+            found[shape] = (size, shape, cause(op_name).signal)
     return sorted(found.values(), key=lambda each: -each[0])[:count]

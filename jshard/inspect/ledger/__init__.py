@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jshard.inspect.ledger.entries import Line as Line
 from jshard.inspect.ledger.ledger import Ledger as Ledger
-from jshard.inspect.ledger.ledger import Line as Line
 from jshard.inspect.ledger.ledger import read as read
 from jshard.inspect.ledger.tracing import Traced as Traced
 from jshard.inspect.ledger.tracing import explain as explain

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from jshard.errors import JShardError, Place
-from jshard.inspect.ledger.ledger import Ledger, Left, Line
+from jshard.inspect.ledger.entries import Left, Line
+from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.table import table
 
 VERSION = 1

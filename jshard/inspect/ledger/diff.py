@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, Literal, Protocol, TypeVar
 
-from jshard.inspect.ledger.ledger import Ledger, Left, Line
+from jshard.inspect.ledger.entries import Left, Line
+from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.table import folded, size, table
 
 SCHEMA = "jshard.diff/1"
@@ -166,7 +167,7 @@ def might_be_one_program(before: Ledger, after: Ledger) -> bool:
 
 
 def _changes(before: Ledger, after: Ledger) -> Iterator[Change[Line]]:
-    old, new = (_joined(ledger.lines, place=None, source="") for ledger in (before, after))
+    old, new = (_joined(ledger.lines) for ledger in (before, after))
     for key in [key for key in old if key in new]:
         was, now = old.pop(key), new.pop(key)
         if was.count != now.count:
@@ -217,14 +218,14 @@ def _left(before: Ledger, after: Ledger) -> tuple[tuple[Literal["added", "gone"]
 
 def _left_by_kind(ledger: Ledger) -> dict[Left, Left]:
     """Those of one place, and how often: where they stand in a file does not matter."""
-    return {dataclasses.replace(key, count=left.count): left for key, left in _joined(ledger.left, place=None).items()}
+    return {dataclasses.replace(key, count=left.count): left for key, left in _joined(ledger.left).items()}
 
 
-def _joined(entries: Iterable[Listed], **place: object) -> dict[Listed, Listed]:
-    """Those that differ in nothing but where they stand, as one with the count of all."""
+def _joined(entries: Iterable[Listed]) -> dict[Listed, Listed]:
+    """Those that differ in nothing but where they stand and which key asked, as one with the count of all."""
     found: dict[Listed, Listed] = {}
     for each in entries:
-        key = dataclasses.replace(each, **place, count=0)
+        key = dataclasses.replace(each, cause=dataclasses.replace(each.cause, place=None, key=""), count=0)
         held = found.get(key)
         found[key] = each if held is None else dataclasses.replace(held, count=held.count + each.count)
     return found

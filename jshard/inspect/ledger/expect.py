@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.ledger import Ledger, Left, Line
+from jshard.inspect.ledger.entries import Left, Line
+from jshard.inspect.ledger.ledger import Ledger
 from jshard.signals.config import Configuration
 from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal

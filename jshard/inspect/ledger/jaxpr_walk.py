@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,86 +13,65 @@ import jax
 from jax.extend import source_info_util
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.around import Around, said_by
+from jshard.inspect.ledger.entries import Choice, Left, Line
 from jshard.inspect.ledger.explicit_sharding import typed_collectives
 from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
+from jshard.jaxprs import bare, equations, inner
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
+from jshard.kernels.lint import is_remote
+from jshard.provenance import Cause
+from jshard.signals.keys import blamed
 
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}
 # They name mesh axes and move nothing: casts, questions, and the second halves of asynchronous collectives.
 FREE = frozenset("axis_index pvary preduced vary_unreduced_cast vary_unreduced_cast_p".split())
+CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """One collective where it stands in the program. `path` is the nesting of signals around it."""
+class Around:
+    """What holds at one equation by all that it is nested in."""
 
-    path: tuple[str, ...]
-    phase: str
-    collective: str
-    primitive: str
-    mesh_axes: tuple[str, ...]
-    group: int
-    count: int
-    count_known: bool
-    payload: int
-    dtype: str
-    shape: tuple[int, ...]
-    via: str
-    source: str
-    declared: int | None = (
-        None  # bytes on the wire that a kernel says of itself, where the table's price is not its own
-    )
-    schedule: Schedule | None = None  # and what it computes meanwhile
+    cause: Cause = Cause()
+    count: int = 1
+    count_known: bool = True
+    branches: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of the mesh axes of the shard_maps around
+    checkpoint: bool = False  # whether a jax.checkpoint is the equation directly around
+    named: Any = None  # the outermost equation that stands in a signal: its line is the user's, inner ones are shared
 
+    def entering(self, eqn: Any) -> Around:
+        """With what the equation's own name stack adds."""
+        cause = self.cause.inside(eqn.source_info.name_stack.stack, checkpoint=self.checkpoint)
+        if cause is self.cause:
+            return self
+        return dataclasses.replace(self, cause=cause, named=eqn if cause.path and self.named is None else self.named)
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """A strategy that nobody named and jshard took by itself: `words` say which, and its price."""
+    def within(self, **changes: Any) -> Around:
+        """Inside the equation that was entered."""
+        return dataclasses.replace(self, **{"checkpoint": False, **changes})
 
-    path: tuple[str, ...]
-    words: str
-    source: str
-    phase: str = "forward"
-    collective: str = ""
-    mesh_axes: tuple[str, ...] = ()
+    def blamed(self, eqn: Any, mesh_axes: tuple[str, ...] = ()) -> Cause:
+        """The cause of `eqn`, with the lines of the program and of the configuration behind it."""
+        return dataclasses.replace(blamed(self.cause, mesh_axes), source=source_of(self.named or eqn))
 
 
-@dataclasses.dataclass(frozen=True)
-class Decided:
-    """An operation that nobody asked to move anything and whose types say that something has to: the compiler decides
-    how. It stands outside every shard_map, on arrays that lie split on an explicit mesh."""
-
-    path: tuple[str, ...]
-    phase: str
-    primitive: str
-    mesh_axes: tuple[str, ...]
-    count: int
-    count_known: bool
-    via: str
-    source: str
-    collective: str = ""
-
-
-def walk(jaxpr: Any) -> Iterator[Asked | Decided]:
+def walk(jaxpr: Any) -> Iterator[Line | Left]:
     """The collectives of `jaxpr`, and what else its compiler has to move, in program order."""
     yield from _walk(jaxpr, Around())
 
 
-def choices_in(jaxpr: Any) -> Iterator[Chosen]:
+def choices_in(jaxpr: Any, outside: Around = Around()) -> Iterator[Choice]:
     """The strategies that `jaxpr` runs by and nobody named, with a collective or without."""
-    yield from dict.fromkeys(_choices(jaxpr, Around()))
-
-
-def _choices(jaxpr: Any, outside: Around) -> Iterator[Chosen]:
     for eqn in jaxpr.eqns:
         around = outside.entering(eqn)
-        if around.chosen:
-            yield Chosen(around.path, around.chosen, source_of(around.named or eqn))
+        if around.cause.chosen:
+            cause = around.blamed(eqn)
+            yield Choice(cause.place, cause.signal, cause.chosen, cause.source)
             continue
-        for inner in _inner(eqn.params.values()):
-            yield from _choices(inner, around)
+        for each in inner(eqn):
+            yield from choices_in(each, around)
 
 
 def scopes_in(jaxpr: Any) -> set[tuple[str, ...]]:
@@ -100,77 +79,62 @@ def scopes_in(jaxpr: Any) -> set[tuple[str, ...]]:
     found: set[tuple[str, ...]] = set()
     seen: set[tuple[int, tuple[str, ...]]] = set()
 
-    def collect(jaxpr: Any, outer: tuple[str, ...]) -> None:
-        if (id(jaxpr), outer) in seen:  # equal layers share one
+    def collect(jaxpr: Any, outer: Cause) -> None:
+        if (id(jaxpr), outer.path) in seen:  # equal layers share one
             return
-        seen.add((id(jaxpr), outer))
+        seen.add((id(jaxpr), outer.path))
         for eqn in jaxpr.eqns:
-            path = (*outer, *said_by(eqn.source_info.name_stack.stack).path)
-            found.add(path)
-            for inner in _inner(eqn.params.values()):
-                collect(inner, path)
+            cause = outer.inside(eqn.source_info.name_stack.stack)
+            found.add(cause.path)
+            for each in inner(eqn):
+                collect(each, cause)
 
-    collect(_bare(jaxpr), ())
+    collect(bare(jaxpr), Cause())
     return found
 
 
 def has_transposed(jaxpr: Any) -> bool:
     """Whether some of it came out of a transposition: whether it holds a backward pass."""
-    for eqn in jaxpr.eqns:
-        stack = eqn.source_info.name_stack.stack
-        if any(type(part).__name__ == "Transform" and part.name == "transpose" for part in stack):
-            return True
-        if any(has_transposed(inner) for inner in _inner(eqn.params.values())):
-            return True
-    return False
+    stacks = (eqn.source_info.name_stack.stack for eqn in equations(jaxpr))
+    return any(type(part).__name__ == "Transform" and part.name == "transpose" for stack in stacks for part in stack)
 
 
-def _walk(jaxpr: Any, outside: Around) -> Iterator[Asked | Decided]:
+def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left]:
     for eqn in jaxpr.eqns:
         around = outside.entering(eqn)
         name = eqn.primitive.name
         if mesh_axes := decided_by_compiler(eqn):
-            yield _decided(eqn, around, mesh_axes)
+            cause = around.blamed(eqn, mesh_axes)
+            yield Left(cause, name, mesh_axes, around.count, around.count_known, around.branches)
         if name in KIND_OF:
             yield from _collective(eqn, around)
         elif name == "shard_map":
             sizes = {**around.sizes, **eqn.params["mesh"].shape}
-            yield from _walk(_bare(eqn.params["jaxpr"]), around.within(sizes=sizes))
+            yield from _walk(bare(eqn.params["jaxpr"]), around.within(sizes=sizes))
         elif name == "scan":
             count = around.count * eqn.params["length"]
             if count:
-                yield from _walk(_bare(eqn.params["jaxpr"]), around.within(count=count))
+                yield from _walk(bare(eqn.params["jaxpr"]), around.within(count=count))
         elif name == "while":
-            for inner in _inner([eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]):
-                yield from _walk(inner, around.within(count_known=False))
+            for each in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]):
+                yield from _walk(bare(each), around.within(count_known=False))
         elif name == "cond":
             branches = eqn.params["branches"]
             for number, branch in enumerate(branches, 1):
-                via = (*around.via, f"branch {number} of {len(branches)}")
-                yield from _walk(_bare(branch), around.within(via=via))
+                told = (*around.branches, f"branch {number} of {len(branches)}")
+                yield from _walk(bare(branch), around.within(branches=told))
         elif name == "pallas_call":  # its refs and semaphores are not collectives of JAX
             yield from _kernel(eqn, around)
         else:
             if not around.sizes:
-                for name, mesh_axes, shape, dtype in typed_collectives(eqn):
+                for collective, mesh_axes, shape, dtype in typed_collectives(eqn):
                     sizes = eqn.outvars[0].aval.sharding.mesh.shape
                     group = math.prod(sizes[mesh_axis] for mesh_axis in mesh_axes)
-                    yield _asked(name, eqn, around, mesh_axes, group, shape, dtype, via="sharding in types")
+                    yield _line(collective, eqn, around, mesh_axes, group, shape, dtype, typed=True)
             elif name not in FREE and not name.endswith("_done"):
                 _refuse_unknown(eqn, around)
-            for inner in _inner(eqn.params.values()):
-                yield from _walk(inner, around)
-
-
-def _bare(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _inner(values: Any) -> Iterator[Any]:
-    for value in values:
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(_bare(each), "eqns"):
-                yield _bare(each)
+            for each in inner(eqn):
+                yield from _walk(each, around.within(checkpoint=name in CHECKPOINTS))
 
 
 def _mesh_axes(eqn: Any) -> tuple[str, ...]:
@@ -178,7 +142,7 @@ def _mesh_axes(eqn: Any) -> tuple[str, ...]:
     return tuple(name for name in (names if isinstance(names, (tuple, list)) else (names,)) if isinstance(name, str))
 
 
-def _collective(eqn: Any, around: Around) -> Iterator[Asked]:
+def _collective(eqn: Any, around: Around) -> Iterator[Line]:
     kind = KIND_OF[eqn.primitive.name]
     mesh_axes = _mesh_axes(eqn)
     if not mesh_axes:
@@ -188,10 +152,10 @@ def _collective(eqn: Any, around: Around) -> Iterator[Asked]:
     for operand, result in zip(eqn.invars, eqn.outvars, strict=False):  # pbroadcast_dynamic has a second operand
         aval = result.aval if kind.payload == "result" else operand.aval
         aval = getattr(aval, "inner_aval", aval)  # of an asynchronous start
-        yield _asked(kind.name, eqn, around, mesh_axes, group, aval.shape, aval.dtype)
+        yield _line(kind.name, eqn, around, mesh_axes, group, aval.shape, aval.dtype)
 
 
-def _kernel(eqn: Any, around: Around) -> Iterator[Asked]:
+def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
     """What a Pallas kernel declares; one that sends to another device has to."""
     name = eqn.params.get("name") or "without a name"
     said = declared(eqn.params)
@@ -208,31 +172,19 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Asked]:
         group = math.prod(around.sizes[mesh_axis] for mesh_axis in said["mesh_axes"])
         result = eqn.outvars[0].aval
         shape, dtype = said.get("shape", result.shape), jax.numpy.dtype(said.get("dtype", result.dtype))
-        via = f"kernel {said['algorithm']}, as it declares"
-        asked = _asked(collective, eqn, around, said["mesh_axes"], group, shape, dtype, via=via)
         under = Schedule(**said["schedule"]) if "schedule" in said else None
-        yield dataclasses.replace(asked, payload=said["payload"], declared=said["wire"], schedule=under)
-    elif said is None and any(map(_sends, _inner(eqn.params.values()))):
+        line = _line(collective, eqn, around, said["mesh_axes"], group, shape, dtype, kernel=said["algorithm"])
+        yield dataclasses.replace(line, payload=said["payload"], declared=said["wire"], schedule=under)
+    elif said is None and any(is_remote(each) for body in inner(eqn) for each in equations(body)):
         raise JShardError(
             f"kernel {name} ({source_of(eqn)}) sends to other devices and declares nothing, so its traffic can't be told",
             mend="give its pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)",
         )
 
 
-def _sends(jaxpr: Any) -> bool:
-    """Whether a kernel copies to another device."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dma_start" and jax.tree.unflatten(eqn.params["tree"], eqn.invars)[-1] is not None:
-            return True  # the last operand is the number of the device it goes to
-        if any(map(_sends, _inner(eqn.params.values()))):
-            return True
-    return False
-
-
-def _asked(collective: str, eqn: Any, around: Around, mesh_axes, group, shape, dtype, via: str = "") -> Asked:
-    return Asked(
-        path=around.path,
-        phase=around.phase,
+def _line(collective: str, eqn: Any, around: Around, mesh_axes, group, shape, dtype, **more: Any) -> Line:
+    return Line(
+        cause=around.blamed(eqn, tuple(mesh_axes)),
         collective=collective,
         primitive=eqn.primitive.name,
         mesh_axes=tuple(mesh_axes),
@@ -242,16 +194,8 @@ def _asked(collective: str, eqn: Any, around: Around, mesh_axes, group, shape, d
         payload=math.prod(shape) * dtype.itemsize,
         dtype=str(dtype),
         shape=tuple(shape),
-        via=", ".join((*around.via, *([via] if via else ()))),
-        source=source_of(around.named or eqn),
-    )
-
-
-def _decided(eqn: Any, around: Around, mesh_axes: tuple[str, ...]) -> Decided:
-    source = source_of(around.named or eqn)
-    via = ", ".join(around.via)
-    return Decided(
-        around.path, around.phase, eqn.primitive.name, mesh_axes, around.count, around.count_known, via, source
+        branches=around.branches,
+        **more,
     )
 
 

@@ -4,140 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.interpreters import partial_eval
 
-from jshard.errors import JShardError, Place
-from jshard.inspect.ledger.jaxpr_walk import Asked, Chosen, Decided, choices_in, walk
+from jshard.errors import JShardError
+from jshard.inspect.ledger.entries import Choice, Left, Line, Unused
+from jshard.inspect.ledger.jaxpr_walk import choices_in, walk
 from jshard.inspect.ledger.memory import Rest
-from jshard.inspect.ledger.serialize import document_of, entry_of, line_document
+from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.inspect.table import folded, size, table
-from jshard.kernels.collectives import COLLECTIVES
-from jshard.kernels.kernel_traffic import Schedule
+from jshard.jaxprs import bare
 
-PlaceOf = Callable[[Asked | Chosen | Decided], Place | None]
 SCHEMA = "jshard.explain/1"
-UNASKED = "no signal asked"
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One collective, `count` times. `payload` and `wire` are bytes of once; `total` of all times, on each device."""
-
-    place: Place | None
-    signal: str  # "decoder/attn"; "-" when it stands under none
-    phase: str  # forward, backward, update
-    collective: str  # a name in COLLECTIVES
-    primitive: str
-    mesh_axes: tuple[str, ...]
-    group: int
-    count: int
-    count_known: bool  # False inside a while loop, whose trips no program text tells: then count is that of one trip
-    payload: int
-    dtype: str
-    shape: tuple[int, ...]
-    via: str = ""  # redistribute, remat, branch 1 of 2, sharding in types, no signal asked
-    source: str = dataclasses.field(default="", compare=False)  # the line of the program: model.py:12
-    declared: int | None = None  # bytes on the wire that a kernel says of itself, once
-    schedule: Schedule | None = None  # what such a kernel computes meanwhile
-
-    @property
-    def wire(self) -> int:
-        """Bytes on the wire per device, once."""
-        return COLLECTIVES[self.collective].wire(self.payload, self.group) if self.declared is None else self.declared
-
-    @property
-    def total(self) -> int:
-        """Bytes on the wire per device, all times."""
-        return self.count * self.wire
-
-    @property
-    def asked(self) -> bool:
-        """Whether a signal asked for it, as far as that is known."""
-        return UNASKED not in self.via
-
-    @property
-    def axis(self) -> str:
-        return ", ".join(self.mesh_axes)
-
-    @property
-    def line(self) -> str:
-        return str(self.place or "-")
-
-    def cells(self) -> tuple[str, ...]:
-        """The line as the words of a table."""
-        times = "" if self.count_known else "? x "
-        return (
-            self.line,
-            self.signal,
-            self.phase,
-            self.collective,
-            f"over {self.axis} ({self.group})",
-            f"{times}{self.count:,} x {self.payload:,} B",
-            self.dtype,
-            f"{times}{self.total:,} B on the wire",
-            f"({self.via})" if self.via else "",
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A strategy that jshard took by itself where no signal names one, and what its forward puts on the wire."""
-
-    place: Place | None
-    signal: str
-    words: str  # row=data, 0 B on the wire per device
-    source: str = dataclasses.field(default="", compare=False)
-
-    def __str__(self) -> str:
-        asked = f"{self.place or '-'}  {self.signal}  chosen: {self.words}"
-        return f"{asked}  ({self.source})" if self.source else asked
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """An operation that is left to the compiler: it can't be done without moving something over these mesh axes, nobody
-    asked for it, and how many bytes it takes no program text tells. Compile it, and it can be read: `jshard plan`."""
-
-    place: Place | None
-    signal: str
-    phase: str
-    primitive: str  # rev, concatenate, slice
-    mesh_axes: tuple[str, ...]
-    count: int
-    count_known: bool
-    via: str = ""
-    source: str = dataclasses.field(default="", compare=False)
-
-    @property
-    def axis(self) -> str:
-        return ", ".join(self.mesh_axes)
-
-    @property
-    def words(self) -> str:
-        """`2 x concatenate over data (model.py:12)`"""
-        times = f"{self.count:,} x " if self.count > 1 else ""
-        times = times if self.count_known else f"? x {times}"
-        around = ", ".join(filter(None, (self.source, self.via)))
-        return f"{times}{self.primitive} over {self.axis}" + (f" ({around})" if around else "")
-
-    def __str__(self) -> str:
-        return f"{self.place or '-'}  {self.signal}  {self.phase}  {self.words}: not asked for, decided by the compiler"
-
-
-@dataclasses.dataclass(frozen=True)
-class Unused:
-    """A signal of the configuration that nothing in the program stands under."""
-
-    place: Place | None
-    signal: str
-
-    def __str__(self) -> str:
-        return f"{self.place or '-'}  {self.signal}  unused: nothing in this program is under it"
-
 
 NUMBERS = (5, 7)  # the columns of `cells` that stand to the right
 
@@ -244,7 +125,7 @@ class Ledger:
         told = f"total: {_counted(self.count)}, {size(self.total)} on the wire per device ({phases})"
         if not all(line.count_known for line in self.lines):
             told += "; a line with ? is one trip of a while loop"
-        if any("branch" in line.via for line in self.lines):
+        if any(line.branches for line in self.lines):
             told += "; every branch of a cond is counted"
         return told + uncounted
 
@@ -265,7 +146,8 @@ class Ledger:
         document = {
             "schema": SCHEMA,
             "lines": list(map(line_document, self.lines)),
-            **{key: list(map(document_of, getattr(self, key))) for key in ("left", "choices", "unused", "unsplit")},
+            "left": list(map(caused_document, self.left)),
+            **{key: list(map(document_of, getattr(self, key))) for key in ("choices", "unused", "unsplit")},
             "is_auto": self.is_auto,
             "memory": [{**document_of(rest), "total": rest.total} for rest in self.memory],
             "total": {"wire": self.total, "count": self.count, "memory": self.held, **totals},
@@ -312,47 +194,23 @@ def _memory_cells(rest: Rest) -> tuple[str, ...]:
     )
 
 
-def read(jaxpr: Any, place_of: PlaceOf | None = None, *, is_asked_for: Callable[[Asked], bool] | None = None) -> Ledger:
+def read(jaxpr: Any) -> Ledger:
     """The ledger of a (closed) jaxpr. What no result depends on is left out, as the compiler leaves it out."""
-    bare = getattr(jaxpr, "jaxpr", jaxpr)
-    live, _ = partial_eval.dce_jaxpr(bare, [True] * len(bare.outvars), instantiate=True)
+    whole = bare(jaxpr)
+    live, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
     found = list(walk(live))
-    asked = [each for each in found if isinstance(each, Asked)]
     return Ledger(
-        tuple(_merged(_line(each, place_of, is_asked_for) for each in asked)),
-        tuple(dict.fromkeys(_choice(chosen, place_of) for chosen in choices_in(live))),
-        left=tuple(_together(_left(each, place_of) for each in found if isinstance(each, Decided))),
+        tuple(_merged(each for each in found if isinstance(each, Line))),
+        tuple(dict.fromkeys(choices_in(live))),
+        left=tuple(_together(each for each in found if isinstance(each, Left))),
     )
-
-
-def _line(asked: Asked, place_of: PlaceOf | None, is_asked_for: Callable[[Asked], bool] | None) -> Line:
-    fields = {field.name: getattr(asked, field.name) for field in dataclasses.fields(Asked) if field.name != "path"}
-    if is_asked_for is not None and not is_asked_for(asked):
-        fields["via"] = ", ".join(filter(None, (asked.via, UNASKED)))
-    return Line(
-        place=place_of(asked) if place_of is not None and asked.path else None,
-        signal="/".join(asked.path) or "-",
-        **fields,
-    )
-
-
-def _choice(chosen: Chosen, place_of: PlaceOf | None) -> Choice:
-    place = place_of(chosen) if place_of is not None and chosen.path else None
-    return Choice(place, "/".join(chosen.path) or "-", chosen.words, chosen.source)
-
-
-def _left(decided: Decided, place_of: PlaceOf | None) -> Left:
-    names = [field.name for field in dataclasses.fields(Left) if field.name not in ("place", "signal")]
-    place = place_of(decided) if place_of is not None and decided.path else None
-    said: dict[str, Any] = {name: getattr(decided, name) for name in names}
-    return Left(place=place, signal="/".join(decided.path) or "-", **said)
 
 
 def _together(remarks: Iterable[Left]) -> list[Left]:
     """One for each line of the program, wherever it stands: its times added up."""
     counts: dict[Any, Left] = {}
     for remark in remarks:
-        key = dataclasses.replace(remark, count=0), remark.source
+        key = dataclasses.replace(remark, count=0), remark.cause.source
         held = counts.get(key)
         counts[key] = remark if held is None else dataclasses.replace(held, count=held.count + remark.count)
     return list(counts.values())

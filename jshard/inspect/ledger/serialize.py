@@ -8,18 +8,26 @@ from typing import Any
 
 from jshard.errors import Place
 from jshard.kernels.kernel_traffic import Schedule
+from jshard.provenance import Cause
 
 
 def line_document(line: Any) -> dict[str, Any]:
     return {
-        **document_of(line),
+        **caused_document(line),
         "schedule": None if line.schedule is None else dataclasses.asdict(line.schedule),
-        "mesh_axes": list(line.mesh_axes),
         "shape": list(line.shape),
         "asked": line.asked,
         "wire": line.wire,
         "total": line.total,
     }
+
+
+def caused_document(entry: Any) -> dict[str, Any]:
+    """The columns of an entry that has a cause, and the facts of the cause."""
+    fields, facts = document_of(entry), document_of(entry.cause)
+    del fields["cause"], facts["path"], facts["asked"]
+    more = {"signal": entry.signal, "via": entry.via}
+    return {**facts, **fields, **more, "mesh_axes": list(entry.mesh_axes), "branches": list(entry.branches)}
 
 
 def document_of(entry: Any) -> dict[str, Any]:
@@ -29,6 +37,9 @@ def document_of(entry: Any) -> dict[str, Any]:
 
 def entry_of(kind: Any, document: dict[str, Any]) -> Any:
     fields = {field.name: document[field.name] for field in dataclasses.fields(kind) if field.name in document}
+    if "cause" in kind.__dataclass_fields__:
+        path = () if document["signal"] == "-" else tuple(document["signal"].split("/"))
+        fields["cause"] = dataclasses.replace(entry_of(Cause, document), path=path)
     for name, value in fields.items():
         if name == "place":
             fields[name] = _place(value)

@@ -14,9 +14,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.blame import is_asked_for, place_of, unused
+from jshard.inspect.ledger.entries import Unused
 from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
-from jshard.inspect.ledger.ledger import Ledger, Unused, read
+from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
 from jshard.inspect.user_code_errors import told
@@ -25,6 +25,7 @@ from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import explicit_twin, is_explicit, present_mesh
 from jshard.layouts.paths import words_of
 from jshard.signals.active_config import mesh, on_mesh
+from jshard.signals.keys import unused
 
 
 def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **kwargs: Any) -> Ledger:
@@ -50,7 +51,9 @@ def ledger_of(whole: Traced, nodes: Sequence[Any], *, backward: bool | None = No
         twin, is_typed = explicit_twin(mesh()), True
         with on_mesh(twin):
             jaxpr = _jaxpr(whole.typed_on(twin), backward)
-    ledger = read(jaxpr, place_of, is_asked_for=is_asked_for)
+    ledger = read(jaxpr)
+    built_under = {each.signal_path for each in model_arrays(whole.nodes).values()}
+    trains = any(isinstance(node, nnx.Optimizer) for node in whole.nodes)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
     built_under = {each.signal_path for each in model_arrays(nodes).values()}

@@ -10,10 +10,11 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
 from jshard.errors import Place
-from jshard.inspect.ledger.around import said_by
 from jshard.inspect.ledger.implicit_resharding import CALLS
 from jshard.inspect.ledger.memory import on_a_device
+from jshard.jaxprs import bare
 from jshard.layers.layer import Layer
+from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.signal import Signal
 
@@ -107,11 +108,11 @@ def _first_uses(jaxpr: Any, known: dict[int, dict[int, Use]]) -> dict[int, Use]:
         taken = {at: each for at, each in enumerate(eqn.invars) if not isinstance(each, Literal) and each in numbers}
         if all(found.get(numbers[each], ((), 0))[0] for each in taken.values()):
             continue
-        path = said_by(eqn.source_info.name_stack.stack).path
+        path = Cause().inside(eqn.source_info.name_stack.stack).path
         inner = eqn.params.get(ALIGNED.get(eqn.primitive.name, ""))
         uses = {at: ((), len(each.aval.shape)) for at, each in taken.items()}
         if inner is not None:
-            uses = _first_uses(getattr(inner, "jaxpr", inner), known)
+            uses = _first_uses(bare(inner), known)
         for at, (below, rank) in ((at, use) for at, use in uses.items() if at in taken):
             number = numbers[taken[at]]
             if not found.get(number, ((), 0))[0] and (path or below or number not in found):

@@ -26,6 +26,7 @@ import jax.export
 from jshard.errors import JShardError
 from jshard.inspect.ledger.jaxpr_walk import source_of
 from jshard.inspect.plan.topology import Topology
+from jshard.jaxprs import equations
 
 LIMIT = 600  # seconds that a compilation may take
 ENVIRONMENT = {
@@ -171,18 +172,13 @@ KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call", "Allocate
 
 def check_stays_on_devices(jaxpr: Any) -> None:
     """An error for a program that calls Python while it runs: no process of absent devices could be called."""
-    for eqn in jaxpr.eqns:
+    for eqn in equations(jaxpr):
         if eqn.primitive.name.endswith(("callback", "debug_print")):
             place = source_of(eqn)
             raise JShardError(
                 f"{place or 'the program'} calls Python while it runs ({eqn.primitive.name}), which can't be planned",
                 mend="take jax.debug.print and other callbacks out",
             )
-        for value in eqn.params.values():
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(each, "jaxpr", each)
-                if hasattr(inner, "eqns"):
-                    check_stays_on_devices(inner)
 
 
 def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT) -> Compiled:

@@ -9,7 +9,8 @@ from typing import Any
 from jshard.chips import CHIPS, Chip
 from jshard.errors import Place
 from jshard.inspect.compiled.traffic import Got
-from jshard.inspect.ledger.ledger import Ledger, Line
+from jshard.inspect.ledger.entries import Line
+from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.match import Ask, Pair, Pairs, Run, itemsize, paired
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "pred": "bool"}
@@ -188,7 +189,7 @@ def _added(got: list[Run]) -> list[Row]:
     found: dict[Any, list[Run]] = {}
     for run in got:
         if run.left and run.got.group > 1:
-            key = ("/".join(run.path) or "-", "backward" if run.backward else "forward", run.got.collective, run.axes)
+            key = (run.cause.signal, run.cause.phase, run.got.collective, run.axes)
             found.setdefault(key, []).append(run)
     rows = []
     for (signal, phase, collective, axes), runs in found.items():

@@ -8,6 +8,8 @@ from typing import Any
 
 from jax.sharding import AxisType
 
+from jshard.jaxprs import bare, inner
+
 
 @dataclasses.dataclass
 class Arithmetic:
@@ -26,7 +28,7 @@ class Arithmetic:
 def arithmetic_of(jaxpr: Any) -> Arithmetic:
     """Of products and convolutions; of a kernel what it declares."""
     found = Arithmetic()
-    _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, found, manual=False)
+    _walk(bare(jaxpr), 1, found, manual=False)
     return found
 
 
@@ -49,18 +51,16 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
         elif name == "multiplied":  # said beside a kernel of a GPU
             _add(found, eqn, float(times * eqn.params["flops"]))
         elif name == "scan":
-            _walk(_bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual)
+            _walk(bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual)
         elif name == "while":
             found.unknown = True
-            _walk(_bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
+            _walk(bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
         elif name == "cond":
-            branches = [_branch(_bare(branch), times, manual) for branch in eqn.params["branches"]]
+            branches = [_branch(bare(branch), times, manual) for branch in eqn.params["branches"]]
             _most(found, branches)
         else:
-            for value in eqn.params.values():
-                for each in value if isinstance(value, (tuple, list)) else (value,):
-                    if hasattr(_bare(each), "eqns"):
-                        _walk(_bare(each), times, found, manual=manual or name == "shard_map")
+            for each in inner(eqn):
+                _walk(each, times, found, manual=manual or name == "shard_map")
 
 
 def _branch(jaxpr: Any, times: int, manual: bool) -> Arithmetic:
@@ -94,7 +94,3 @@ def _shape(aval: Any, found: Arithmetic, manual: bool) -> tuple[int, ...]:
         found.at_most |= math.prod(sharding.mesh.axis_sizes) > 1
         return aval.shape
     return sharding.shard_shape(aval.shape)
-
-
-def _bare(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)

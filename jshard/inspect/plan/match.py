@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from jshard.inspect.compiled.traffic import Got
-from jshard.inspect.ledger.ledger import Ledger, Line
+from jshard.inspect.ledger.entries import Line
+from jshard.inspect.ledger.ledger import Ledger
 from jshard.kernels.collectives import COLLECTIVES
-from jshard.signals.scope import BACKWARD
 
 
 def paired(ledger: Ledger, found: Iterable[Got], sizes: Mapping[str, int]) -> tuple[list[Ask], list[Run], Pairs]:
@@ -43,10 +43,7 @@ class Ask:
     def __init__(self, line: Line):
         self.line = line
         self.left = line.count
-        self.path = () if line.signal == "-" else tuple(line.signal.split("/"))
-        self.backward = line.phase == "backward"
         self.elements = math.prod(line.shape)
-        self.remat = "remat" in line.via.split(", ")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -60,25 +57,11 @@ class Run:
         self.got = got
         self.left = got.count
         self.payload, self.dtype = got.payloads[number], got.dtypes[min(number, len(got.dtypes) - 1)]
-        name = got.op_names[number] if number < len(got.op_names) else got.op_name
-        self.path, self.backward, self.remat = path_of(name)
-        self.is_named = "/" in name
+        self.cause = got.causes[number]
         self.is_joined = len(got.payloads) > 1
         self.elements = self.payload // itemsize(self.dtype)
         self.axes = tuple(axis for axis in got.mesh_axes(sizes))
         self.wire = COLLECTIVES[got.collective].wire(self.payload, got.group)
-
-
-def path_of(op_name: str) -> tuple[tuple[str, ...], bool, bool]:
-    """The signals that a name stack is nested in, whether it is of a backward pass, and whether of one that computes the
-    forward anew."""
-    stacks = re.split(r"(?<=\))/", op_name)
-    path: list[str] = []
-    for part in stacks:
-        names = re.findall(r"signal:([^/()]+)", part)
-        if names and names != path[-len(names) :]:  # a transposed remat repeats the stack it was called under
-            path += names
-    return tuple(path), "transpose(" in op_name or BACKWARD in op_name, "rematted_computation" in op_name
 
 
 def itemsize(dtype: str) -> int:
@@ -108,16 +91,16 @@ def _numbers(ask: Ask, run: Run) -> bool:
 
 
 def _signal(ask: Ask, run: Run) -> bool:
-    return ask.path == run.path and ask.backward == run.backward
+    return ask.line.cause.is_like(run.cause)
 
 
 def _unsigned(ask: Ask, run: Run) -> bool:
     """XLA has lost the name, or kept one of several."""
-    return not run.is_named or run.is_joined or not run.path
+    return run.is_joined or not run.cause.path
 
 
 def _remat(ask: Ask, run: Run) -> bool:
-    return ask.remat == run.remat
+    return ask.line.cause.remat == run.cause.remat
 
 
 REWRITTEN = {("reduce_scatter", "all_reduce"), ("all_gather", "all_reduce"), ("all_reduce", "reduce_scatter")}
@@ -200,7 +183,7 @@ def _split(ask: Ask, got: list[Run], pairs: Pairs) -> None:
 
 def _in_other_words(ask: Ask, got: list[Run], pairs: Pairs) -> None:
     """One that the compiler does by others of another kind under the same signal: a gather by permutes around a ring."""
-    others = [run for run in got if run.left and _signal(ask, run) and _axes(ask, run) and run.path]
+    others = [run for run in got if run.left and _signal(ask, run) and _axes(ask, run) and run.cause.path]
     if others:
         kinds = sorted({run.got.collective for run in others})
         wire = sum(run.left * run.wire for run in others)

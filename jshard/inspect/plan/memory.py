@@ -9,8 +9,8 @@ from jshard.errors import Place
 from jshard.inspect.compiled.traffic import largest_results
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.plan.aot import Compiled
-from jshard.inspect.plan.match import path_of
 from jshard.inspect.plan.topology import Topology
+from jshard.provenance import cause
 from jshard.signals.config import Configuration
 
 SHOWN = 5  # of the largest arrays
@@ -69,7 +69,7 @@ def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], pr
     """From the compiler's own sums, or from what it said when it had too little; with the budget of what is loaded."""
     budget = {} if present is None else {"budget": present.budget, "budget_place": present.budget_place}
     if compiled.needed is not None:
-        largest = tuple(Large(each.size, each.shape, _signal(each.op_name)) for each in compiled.largest[:SHOWN])
+        largest = tuple(Large(each.size, each.shape, cause(each.op_name).signal) for each in compiled.largest[:SHOWN])
         return Memory({}, compiled.needed, compiled.available, rest, largest, **budget)
     told = compiled.memory
     parts = {
@@ -78,14 +78,8 @@ def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], pr
         "temporaries": told["temp"],
         "program": told["generated_code"],
     }
-    largest = tuple(
-        Large(bytes_, shape, _signal(name)) for bytes_, shape, name in largest_results(compiled.text, SHOWN)
-    )
+    largest = tuple(Large(*each) for each in largest_results(compiled.text, SHOWN))
     return Memory(parts, sum(parts.values()), topology.chip.device_memory or None, rest, largest, **budget)
-
-
-def _signal(op_name: str) -> str:
-    return "/".join(path_of(op_name)[0]) or "-"
 
 
 def size(number: int) -> str:

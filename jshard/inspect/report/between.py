@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jshard.jaxprs import inner
 from jshard.layouts.layout import Layout
+from jshard.provenance import Cause
 
 Path = tuple[str, ...]
 
@@ -27,35 +29,23 @@ class Between:
 def between(jaxpr: Any) -> Iterator[Between]:
     """In program order. A program that is differentiated already shows none: its results are mixed with what the
     backward keeps."""
-    yield from _walk(jaxpr, ())
+    yield from _walk(jaxpr, Cause())
 
 
-def _walk(jaxpr: Any, outside: tuple[str, ...]) -> Iterator[Between]:
+def _walk(jaxpr: Any, outside: Cause) -> Iterator[Between]:
     for equation in jaxpr.eqns:
         stack = equation.source_info.name_stack.stack
         if any(type(part).__name__ == "Transform" for part in stack):
             continue
-        names = (*outside, *(part.name for part in stack))
+        cause = outside.inside(stack)
         if equation.primitive.name != "shard_map":
-            for inner in _inner(equation.params.values()):
-                yield from _walk(inner, names)
-            continue
-        signals = tuple(name.removeprefix("signal:") for name in names if name.startswith("signal:"))
-        if not signals:
-            continue
-        role = "redistributed" if "redistribute" in names else "result"
-        for variable, spec in zip(equation.outvars, equation.params["out_specs"], strict=True):
-            aval = variable.aval
-            if aval.ndim:
-                spec = (*spec, *(None,) * (aval.ndim - len(spec)))
-                layout = Layout(equation.params["mesh"], *spec)
-                dtype = aval.dtype
-                yield Between(signals, role, tuple(aval.shape), str(dtype), dtype.itemsize, layout.axes, layout.mesh)
-
-
-def _inner(values: Any) -> Iterator[Any]:
-    for value in values:
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            bare = getattr(each, "jaxpr", each)
-            if hasattr(bare, "eqns"):
-                yield bare
+            for each in inner(equation):
+                yield from _walk(each, cause)
+        elif cause.path:
+            role = "redistributed" if cause.redistributed else "result"
+            for variable, spec in zip(equation.outvars, equation.params["out_specs"], strict=True):
+                aval = variable.aval
+                if aval.ndim:
+                    layout = Layout(equation.params["mesh"], *spec, *(None,) * (aval.ndim - len(spec)))
+                    shape, dtype = tuple(aval.shape), aval.dtype
+                    yield Between(cause.path, role, shape, str(dtype), dtype.itemsize, layout.axes, layout.mesh)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from jshard.inspect.ledger.ledger import Ledger, Line
+from jshard.inspect.ledger.entries import Line
+from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.shell import stack
 from jshard.inspect.report.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
+from jshard.provenance import PHASES
 
 COLUMNS = (  # key, title, whether it sorts as a number
     ("place", "Line", False),
@@ -21,7 +23,6 @@ COLUMNS = (  # key, title, whether it sorts as a number
     ("payload", "Payload", True),
     ("total", "On the wire", True),
 )
-PHASES = ("forward", "backward", "update")  # in the order in which they run
 GROUPS = (("signal", "signal"), ("axis", "mesh axis"), ("phase", "phase"), ("", "nothing"))
 
 
@@ -110,7 +111,7 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
     keys: dict[str, object] = {
         "place": f"{line.place.source}:{line.place.line or 0:07d}" if line.place is not None else "",
         "signal": line.signal,
-        "phase": f"{PHASES.index(line.phase) if line.phase in PHASES else len(PHASES)} {line.phase}",
+        "phase": f"{PHASES.index(line.phase)} {line.phase}",
         "collective": line.collective,
         "axis": where,
         "count": line.count,
@@ -165,7 +166,7 @@ def _notes(facts: Facts) -> Markup | None:
     ledger, said = facts.ledger, []
     if not all(line.count_known for line in ledger):
         said.append("A number of times with ? is one trip of a while loop, whose trips no program text tells.")
-    if any("branch" in line.via for line in ledger):
+    if any(line.branches for line in ledger):
         said.append("Every branch of a cond is counted.")
     if unasked := [line for line in ledger if not line.asked]:
         total = sum(line.total for line in unasked)

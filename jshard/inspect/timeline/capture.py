@@ -13,16 +13,17 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.blame import place_of
-from jshard.inspect.ledger.jaxpr_walk import Asked
+from jshard.inspect.compiled.collective import axes_of
 from jshard.inspect.timeline.event import Event, Read, read
 from jshard.inspect.timeline.programs import Operation
 from jshard.inspect.timeline.wire import Unreadable
+from jshard.provenance import Cause
 from jshard.run_names import CAPTURED, TRACE
-from jshard.signals.active_config import configuration
+from jshard.signals.active_config import configuration, mesh
+from jshard.signals.keys import blamed
 from jshard.version import __version__
 
-SCHEMA = "jshard.trace/1"
+SCHEMA = "jshard.trace/2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +82,17 @@ class Capture:
         return found
 
 
-def keys(operation: Operation) -> list[tuple[str, str, str]]:
+Key = tuple[str, str, str, str, str, str]
+
+
+def keys(operation: Operation) -> dict[Key, Cause]:
     """What decides which line of the configuration asked for an operation, for each signal that it stands under."""
-    return [("/".join(path), operation.phase, operation.collective) for path in operation.paths]
+    collective, members = operation.collective, ",".join(map(str, operation.members))
+    return {
+        (each.signal, each.phase, each.key, "remat" * each.remat, collective, members): each
+        for each in operation.causes
+        if each.path
+    }
 
 
 def captures(folder: Path) -> list[Capture]:
@@ -156,20 +165,22 @@ def _own(device: Any) -> bool:
 
 
 def _lines(events: Iterable[Event]) -> list[list[str]]:
-    """The line behind every signal that stands in the programs, by phase and collective."""
-    found = {each for operation in {event.operation for event in events} for each in keys(operation)}
-    told = [(*words, _line(*words)) for words in sorted(found)]
-    return [list(words) for words in told if words[-1]]
+    """The line behind every operation that stands under a signal."""
+    found = {}
+    for operation in dict.fromkeys(event.operation for event in events):
+        for key, cause in keys(operation).items():
+            if key not in found and (line := _line(cause, operation)):
+                found[key] = line
+    return [[*key, line] for key, line in sorted(found.items())]
 
 
-def _line(name: str, phase: str, collective: str) -> str:
-    present, path = configuration(), tuple(name.split("/"))
+def _line(cause: Cause, operation: Operation) -> str:
+    present = configuration()
     if present is None:
         return ""
+    sizes = {} if present.mesh is None else mesh().shape
+    mesh_axes = axes_of(operation.members, sizes) if operation.collective else ()
     try:
-        if not collective or present.mesh is None:
-            return str(present.lookup(path).place or "")
-        asked = Asked(path, phase, collective, "", present.mesh.names, 1, 1, True, 0, "", (), "", "")
-        return str(place_of(asked) or "")
+        return str(blamed(cause, mesh_axes).place or "")
     except JShardError:  # a signal of another configuration, or a scope that only holds others
         return ""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jshard.inspect.timeline.programs import Operation, Programs
 from jshard.inspect.timeline.xplane import PICO, Mark, Plane, planes
+from jshard.provenance import causes
 
 NOT_NAMED = Operation()
 DEVICE = re.compile(r"/device:(?:TPU|GPU|\w+):(\d+)")
@@ -56,7 +57,7 @@ def read(file: Path) -> Read:
         operation = programs.operation(mark.stats.get("program_id"), program, op)
         if operation is None:
             stack = _text(mark, "tf_op").rstrip(":")
-            operation = Operation(_text(mark, "hlo_category"), stack) if stack else NOT_NAMED
+            operation = Operation(_text(mark, "hlo_category"), causes(stack)) if stack else NOT_NAMED
         start, duration = (mark.start - begin) / PICO, mark.duration / PICO
         events.append(Event(device, line, op, program, operation, steps.of(plane, mark), start, duration))
     jax = next((str(plane.stats["jax_version"]) for plane in found if "jax_version" in plane.stats), "")

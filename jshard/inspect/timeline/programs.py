@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 
-from jshard.inspect.compiled.hlo_text import KIND_OF, apart
-from jshard.inspect.plan.match import path_of
-from jshard.inspect.timeline.wire import fields, inside, numbers, text, whole
+import numpy as np
+
+from jshard.inspect.compiled.hlo_text import KIND_OF
+from jshard.inspect.timeline.wire import Value, fields, inside, numbers, text, whole
 from jshard.inspect.timeline.xplane import Plane
-from jshard.signals.scope import UPDATE
+from jshard.provenance import Cause, causes, latest
 
 AROUND = frozenset(("while", "call", "conditional"))  # they run others, whose events lie inside theirs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Operation:
-    """One instruction of a compiled program. `stack` is the name stack that it was written under."""
+    """One instruction of a compiled program."""
 
     opcode: str = ""
-    stack: str = ""
+    causes: tuple[Cause, ...] = ()  # several where XLA made one instruction of several
     within: str = ""  # the collective of a fusion, or of an asynchronous computation
+    members: tuple[int, ...] = ()  # the devices of its first group, by their number in the mesh
 
     @property
     def collective(self) -> str:
@@ -33,25 +35,13 @@ class Operation:
         return "collective" if self.collective else "around" if self.opcode in AROUND else "compute"
 
     @property
-    def paths(self) -> tuple[tuple[str, ...], ...]:
-        """The nesting of signals around it; several where XLA made one of several."""
-        return _paths(self.stack)
-
-    @property
     def signal(self) -> str:
         """`decoder/attn`, `layer1 + layer2`, or "-" when it stands under none."""
-        return " + ".join("/".join(path) for path in self.paths) or "-"
+        return " + ".join(dict.fromkeys(each.signal for each in self.causes if each.path)) or "-"
 
     @property
     def phase(self) -> str:
-        if UPDATE in self.stack:
-            return "update"
-        return "backward" if path_of(self.stack)[1] else "forward"
-
-
-@functools.cache
-def _paths(stack: str) -> tuple[tuple[str, ...], ...]:
-    return tuple(dict.fromkeys(path for each in apart(stack) if (path := path_of(each)[0])))
+        return latest(each.phase for each in self.causes)
 
 
 Operations = dict[str, Operation]
@@ -114,6 +104,7 @@ def _module(message: memoryview) -> tuple[str, Operations]:
 def _instruction(message: memoryview) -> tuple[str, Operation, list[int]]:
     name = opcode = stack = ""
     called: list[int] = []
+    members: tuple[int, ...] = ()
     for number, value in fields(message):
         if number == 1:
             name = text(value)
@@ -123,4 +114,34 @@ def _instruction(message: memoryview) -> tuple[str, Operation, list[int]]:
             stack = text(dict(fields(inside(value))).get(2, memoryview(b"")))
         elif number == 38:
             called += numbers(value)
-    return name, Operation(opcode, stack), called
+        elif number in (LISTED, MESHED):
+            members = _listed(inside(value)) if number == LISTED else _along(inside(value))
+    return name, Operation(opcode, causes(stack), members=members), called
+
+
+# -- the devices of a collective's first group; () for the spellings that XLA has for other hardware --
+
+LISTED, MESHED = 87, 93  # fields of an instruction: groups one by one, or the axes of a mesh that they lie along
+
+
+def _listed(message: memoryview) -> tuple[int, ...]:
+    first = next((inside(value) for number, value in fields(message) if number == 1), memoryview(b""))
+    return tuple(each for number, value in fields(first) if number == 1 for each in numbers(value))
+
+
+def _along(message: memoryview) -> tuple[int, ...]:
+    found: dict[int, list[dict[int, Value]]] = {1: [], 2: []}
+    for number, value in fields(message):
+        parts = fields(inside(value))
+        if number == 1:  # the mesh: its axes, each a name and a size
+            found[1] += [dict(fields(inside(axis))) for _, axis in parts]
+        elif number == 2:
+            found[2].append(dict(parts))
+    if any(each.keys() - {1} for each in found[2]) or any(2 not in each for each in found[1]):
+        return ()  # a part of an axis, or devices in an order of their own
+    sizes = [whole(axis[2]) for axis in found[1]]
+    axes = {whole(each.get(1, 0)) for each in found[2]}
+    places = np.arange(math.prod(sizes)).reshape(sizes)[
+        tuple(slice(None) if n in axes else 0 for n in range(len(sizes)))
+    ]
+    return tuple(places.ravel().tolist())

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jshard.inspect.ledger.implicit_resharding import CALLS
-from jshard.inspect.ledger.jaxpr_walk import _bare
 from jshard.inspect.verify.exact_surrogates import COLLECTIVE_SUMS, NONLINEAR, OPAQUE, POSITIVE, SIGNED, SUMS, is_float
+from jshard.jaxprs import bare, equations, inner
 
 
 def inexact_operations(jaxpr: Any) -> list[str]:
     """The names of the operations of a jaxpr that run by a stand-in."""
-    return sorted({name for eqn in _equations(_bare(jaxpr)) for name in _stood_in(eqn)})
+    return sorted({name for eqn in equations(jaxpr) for name in _stood_in(eqn)})
 
 
 Names = frozenset[str]
@@ -24,8 +24,7 @@ NONE: Names = frozenset()
 
 def inexact_on_the_way(jaxpr: Any) -> list[Names]:
     """The same for each result by itself: the operations that it is computed by, near or far."""
-    bare = _bare(jaxpr)
-    return _reached(bare, [NONE] * len(bare.invars))
+    return _reached(bare(jaxpr), [NONE] * len(bare(jaxpr).invars))
 
 
 def _stood_in(eqn: Any) -> Names:
@@ -48,26 +47,26 @@ def _reached(jaxpr: Any, given: Sequence[Names]) -> list[Names]:
 
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, [of(variable) for variable in eqn.invars]
-        if name in CALLS and hasattr(_bare(eqn.params[CALLS[name]]), "eqns"):
-            results = _reached(_bare(eqn.params[CALLS[name]]), operands)
+        if name in CALLS and hasattr(bare(eqn.params[CALLS[name]]), "eqns"):
+            results = _reached(bare(eqn.params[CALLS[name]]), operands)
         elif name == "shard_map":
-            results = _reached(_bare(eqn.params["jaxpr"]), operands)
+            results = _reached(bare(eqn.params["jaxpr"]), operands)
         elif name == "cond":
-            branches = [_reached(_bare(branch), operands[1:]) for branch in eqn.params["branches"]]
+            branches = [_reached(bare(branch), operands[1:]) for branch in eqn.params["branches"]]
             results = [operands[0].union(*each) for each in zip(*branches, strict=True)]
         elif name == "scan":
             results = _reached_in_loop(eqn, operands)
         else:  # a while loop among them: each of its results by all that is in it
-            inside = [each for inner in _jaxprs(eqn) for each in inexact_operations(inner)]
+            inside = [each for body in inner(eqn) for each in inexact_operations(body)]
             results = [_stood_in(eqn).union(inside, *operands)] * len(eqn.outvars)
         known |= zip(eqn.outvars, results, strict=True)
     return [of(variable) for variable in jaxpr.outvars]
 
 
 def _reached_in_loop(eqn: Any, operands: list[Names]) -> list[Names]:
-    inner, (consts, carried) = _bare(eqn.params["jaxpr"]), scanned(eqn)
+    body, (consts, carried) = bare(eqn.params["jaxpr"]), scanned(eqn)
     while True:
-        results = _reached(inner, operands)
+        results = _reached(body, operands)
         carry = [one | other for one, other in zip(operands[consts:], results[:carried], strict=False)]
         if carry == operands[consts : consts + carried]:
             return results
@@ -85,25 +84,11 @@ def scanned(eqn: Any) -> tuple[int, int]:
 
 def meshes_in(jaxpr: Any) -> list[Any]:
     """The meshes of the shard_maps of a jaxpr."""
-    return [eqn.params["mesh"] for eqn in _equations(_bare(jaxpr)) if eqn.primitive.name == "shard_map"]
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _jaxprs(eqn):
-            yield from _equations(inner)
-
-
-def _jaxprs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(_bare(each), "eqns"):
-                yield _bare(each)
+    return [eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
 
 
 def sums_in(jaxpr: Any) -> bool:
-    return any(eqn.primitive.name in SUMS | OPAQUE and is_float(eqn.outvars[0].aval) for eqn in _equations(jaxpr))
+    return any(eqn.primitive.name in SUMS | OPAQUE and is_float(eqn.outvars[0].aval) for eqn in equations(jaxpr))
 
 
 def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:
@@ -148,9 +133,9 @@ def needed_whole(jaxpr: Any) -> set[Any]:
         name = eqn.primitive.name
         if name in NONLINEAR:
             found |= {variable for variable in eqn.invars if not isinstance(variable, Literal)}
-        elif name in CALLS and hasattr(_bare(eqn.params[CALLS[name]]), "eqns"):
-            inner = _bare(eqn.params[CALLS[name]])
-            needed = needed_whole(inner)
-            pairs = zip(eqn.invars, inner.invars, strict=True)
+        elif name in CALLS and hasattr(bare(eqn.params[CALLS[name]]), "eqns"):
+            body = bare(eqn.params[CALLS[name]])
+            needed = needed_whole(body)
+            pairs = zip(eqn.invars, body.invars, strict=True)
             found |= {outer for outer, given in pairs if given in needed and not isinstance(outer, Literal)}
     return found

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.inspect.verify.dataflow import inexact_on_the_way, inexact_operations, meshes_in
-from jshard.inspect.verify.first_divergence import Beginning, beginning, compared, key_place, relative
+from jshard.inspect.verify.first_divergence import Beginning, beginning, compared, relative
 from jshard.inspect.verify.inputs import LADDER, Program, Rung
 from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.records import Note, excess
@@ -24,7 +24,9 @@ from jshard.inspect.verify.verification import Finding, Verification, in_words
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import build_mesh, explicit_twin
 from jshard.layouts.put import on_host
+from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh, on_mesh
+from jshard.signals.keys import blamed
 
 SEEDS = (0, 1, 2)
 SHAKES = 6
@@ -259,7 +261,7 @@ class _Trial:
                     seen[name] = True
         findings = [
             Finding(
-                side.sizes, name, *verdicts[name], not seen[name], path := self._signal(name), key_place(path, ()),
+                side.sizes, name, *verdicts[name], not seen[name], blamed(self._cause(name), ()),
                 stand_ins if verdicts[name][0] == "bitwise" else (), self._kind(name),
             )
             for name, stand_ins in zip(names, self.on_the_way, strict=True)
@@ -268,8 +270,9 @@ class _Trial:
             return findings, None
         return findings, self._begin(side, findings, rung, failed)
 
-    def _signal(self, name: str) -> tuple[str, ...]:
-        return self.program.signals.get(name.removeprefix("gradient of ").removesuffix(" after"), ())
+    def _cause(self, name: str) -> Cause:
+        path = self.program.signals.get(name.removeprefix("gradient of ").removesuffix(" after"), ())
+        return Cause(path, self._phase(name), source=name)
 
     def _kind(self, name: str) -> str:
         return "optimizer state" if name.removesuffix(" after") in self.program.of_optimizers else ""
@@ -305,10 +308,9 @@ class _Trial:
             if finding.verdict == "differs":
                 allowed = 0.0 if exact else finding.tolerance
                 likeness = compared(*self._changes(finding.name, one, two, numbers), side.sizes, allowed)
-                place = key_place(finding.signal, likeness.mesh_axes)
-                phase = self._phase(finding.name)
-                cause = likeness.cause or "another process has a copy that is off, and this one has not"
-                return Beginning(side.sizes, finding.signal, phase, place, finding.name, finding.off, cause)
+                cause = blamed(finding.cause, likeness.mesh_axes)
+                looks = likeness.cause or "another process has a copy that is off, and this one has not"
+                return Beginning(side.sizes, cause, finding.off, looks)
         raise AssertionError("something differed, and then nothing did")
 
 
@@ -343,8 +345,8 @@ def _why_inexact(notes: list[Note]) -> str:
     worst = max(notes, key=lambda note: float(np.max(excess(note))), default=None)
     if worst is None or float(np.max(excess(worst))) <= 0:
         return ""
-    where = worst.where
-    at = f' in signal "{"/".join(where.path)}"' if where.path else f" at {where.source}" if where.source else ""
+    where, cause = worst.where, worst.where.cause
+    at = f' in signal "{cause.signal}"' if cause.path else f" at {cause.source}" if cause.source else ""
     if where.kind == "opaque":
         return f"{where.primitive}{at} has no exact stand-in"
     if where.kind == "narrowing":

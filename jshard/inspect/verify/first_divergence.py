@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jshard.errors import Place
 from jshard.inspect.verify.exact_surrogates import as_power_of_two
 from jshard.inspect.verify.records import Note
-from jshard.signals.active_config import configuration
+from jshard.provenance import Cause
+from jshard.signals.keys import blamed
 
 LOW_BITS = 2.0**-6
 
@@ -24,23 +24,15 @@ class Beginning:
     """The first place whose output differs. `off` is relative to the largest magnitude there."""
 
     mesh: Mapping[str, int]
-    path: tuple[str, ...]
-    phase: str
-    place: Place | None
-    source: str
+    cause: Cause
     off: float
-    cause: str
-
-    @property
-    def signal(self) -> str:
-        return "/".join(self.path) or "-"
+    looks: str  # like what kind of mistake
 
     def __str__(self) -> str:
-        who = f'signal "{self.signal}"' if self.path else "the part outside every signal"
-        where = ", ".join(str(each) for each in (self.place, self.source) if each)
-        return (
-            f"{who}{f' ({where})' if where else ''}, {self.phase}: off by {self.off:.2g} of the largest; {self.cause}"
-        )
+        who = f'signal "{self.cause.signal}"' if self.cause.path else "the part outside every signal"
+        where = ", ".join(str(each) for each in (self.cause.place, self.cause.source) if each)
+        where = f" ({where})" if where else ""
+        return f"{who}{where}, {self.cause.phase}: off by {self.off:.2g} of the largest; {self.looks}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,31 +69,15 @@ def beginning(
 def _told(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) -> Beginning:
     """It begins under the signal of the first suspect. What it looks like is told by the first of that signal's values
     that says something, else by the last that is only terms of a sum: that one went on without being summed."""
-    where = suspects[0][0].where
-    there = [
-        likeness for note, likeness in suspects if (note.where.path, note.where.phase) == (where.path, where.phase)
-    ]
+    cause = suspects[0][0].where.cause
+    there = [likeness for note, likeness in suspects if note.where.cause.is_like(cause)]
     telling = [
         likeness for likeness in there if likeness.kind == "differs" and likeness.cause not in (DIFFER, DISAGREE)
     ]
     partial = [likeness for likeness in there if likeness.kind == "partial"]
     chosen = [*telling[:1], *partial[-1:], there[-1]][0]
     off = chosen.off if telling else max(likeness.off for likeness in there)
-    return Beginning(
-        mesh, where.path, where.phase, key_place(where.path, chosen.mesh_axes), where.source, off, chosen.cause
-    )
-
-
-def key_place(path: tuple[str, ...], mesh_axes: tuple[str, ...]) -> Place | None:
-    """The line of the key that names one of the mesh axes, else of the signal."""
-    present = configuration()
-    if present is None or not path:
-        return None
-    signal = present.lookup(path)
-    for key in ("reduction", "column", "row", "sequence", "store"):
-        if set(mesh_axes) & set(getattr(signal, key)):
-            return signal.at(key)
-    return signal.place
+    return Beginning(mesh, blamed(cause, chosen.mesh_axes), off, chosen.cause)
 
 
 def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[Note, Note]]:
@@ -117,7 +93,8 @@ def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[N
 
 def _at(note: Note) -> Any:
     where = note.where
-    return where.path, where.phase, where.source, where.primitive, where.lead
+    cause = where.cause
+    return cause.path, cause.phase, cause.source, where.primitive, where.lead
 
 
 def _likeness(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float) -> Likeness:

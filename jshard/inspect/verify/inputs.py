@@ -16,9 +16,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.jaxpr_walk import _bare, has_transposed
+from jshard.inspect.ledger.jaxpr_walk import has_transposed
 from jshard.inspect.ledger.tracing import Traced, _is_array, _is_inexact, _is_node
 from jshard.inspect.verify.exact_surrogates import mixed
+from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, keys_of, words_of
@@ -184,10 +185,10 @@ class Program:
         if self.backward:
             inexact = [name for name, array in zip(self.names, self.given, strict=True) if _is_inexact(array)]
             names += [f"gradient of {name}" for name in inexact]
-        bare = _bare(jaxpr)
-        assert len(names) == len(bare.outvars)
-        through = set(bare.invars)
-        made = [n for n, variable in enumerate(bare.outvars) if not _is_literal(variable) and variable not in through]
+        whole = bare(jaxpr)
+        assert len(names) == len(whole.outvars)
+        through = set(whole.invars)
+        made = [n for n, variable in enumerate(whole.outvars) if not _is_literal(variable) and variable not in through]
         return jaxpr, names, made
 
     def _forward(self, arrays: list[Any]) -> Any:

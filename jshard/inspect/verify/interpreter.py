@@ -15,9 +15,8 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from jshard.inspect.ledger.around import Around
 from jshard.inspect.ledger.implicit_resharding import CALLS
-from jshard.inspect.ledger.jaxpr_walk import _bare, source_of
+from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.verify.dataflow import is_identity, narrowed_for_a_sum, needed_whole, scanned, sums_in
 from jshard.inspect.verify.exact_surrogates import (
     COLLECTIVE_SUMS,
@@ -33,6 +32,7 @@ from jshard.inspect.verify.exact_surrogates import (
     stand_in,
 )
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later, worst
+from jshard.jaxprs import bare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,7 @@ class Evaluation:
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
         """The results of a closed jaxpr, and the notes, in program order."""
-        bare = _bare(jaxpr)
-        return _Level(self, bare, Around(), whole=False).run(jaxpr.consts, arrays, [None] * len(arrays))
+        return _Level(self, bare(jaxpr), Around(), whole=False).run(jaxpr.consts, arrays, [None] * len(arrays))
 
 
 def quickly(device: Any) -> dict[str, Any] | None:
@@ -152,7 +151,7 @@ class _Level:
             self._note(needed, "sum", eqn, here)
         elif name == "convert_element_type" and is_float(result) and is_float(eqn.invars[0].aval):
             narrower = jnp.finfo(result.dtype).nmant < jnp.finfo(eqn.invars[0].aval.dtype).nmant
-            asked = str(result.dtype) in self.how.asked(here.path)
+            asked = str(result.dtype) in self.how.asked(here.cause.path)
             if narrower and (asked or eqn.outvars[0] not in self.summed_narrow):
                 kept = is_kept(jnp.asarray(x[0], eqn.invars[0].aval.dtype), result.dtype)
                 self._note(jnp.where(kept, 0.0, 1000.0).astype(jnp.float32), "narrowing", eqn, here)
@@ -174,17 +173,14 @@ class _Level:
         self.turns += level.turns
 
     def _note(self, value: Any, kind: str, eqn: Any, here: Around) -> None:
-        where = Where(
-            kind, here.path, here.phase, source_of(here.named or eqn),
-            eqn.primitive.name, str(eqn.outvars[0].aval.dtype),
-        )  # fmt: skip
+        where = Where(kind, here.blamed(eqn), eqn.primitive.name, str(eqn.outvars[0].aval.dtype))
         self.notes.append(Note(value, where))
 
     # -- equations that hold jaxprs --
 
     def _call(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
         inner = eqn.params[CALLS[eqn.primitive.name]]
-        level = _Level(self.how, _bare(inner), here, whole=False)
+        level = _Level(self.how, bare(inner), here, whole=False)
         known = [self._number(variable) for variable in eqn.invars]
         complete = [self._is_complete(variable) for variable in eqn.invars]
         results, notes = level.run(getattr(inner, "consts", ()), x, known, complete)
@@ -222,7 +218,7 @@ class _Level:
         levels: list[_Level] = []
 
         def body(carry: list[Any], each: list[Any]) -> tuple[list[Any], Any]:
-            levels.append(level := _Level(self.how, _bare(inner), here, whole=True))
+            levels.append(level := _Level(self.how, bare(inner), here, whole=True))
             results, notes = level.run(
                 getattr(inner, "consts", ()), [*x[:consts], *carry, *each], [*known, *rest], complete
             )
@@ -246,13 +242,13 @@ class _Level:
         asked = eqn.params
         held, kept = asked["cond_nconsts"], asked["body_nconsts"]
         parts = x[:held], x[held : held + kept]
-        if self.how.certify and sums_in(_bare(asked["body_jaxpr"])):
+        if self.how.certify and sums_in(bare(asked["body_jaxpr"])):
             self._note(jnp.float32(0), "opaque", eqn, here)
         quiet = dataclasses.replace(self.how, certify=False, listen=False, births=False)
 
         def run(inner: Any, constants: list[Any], carry: Any) -> list[Any]:
             arrays = [*constants, *carry]
-            return _Level(quiet, _bare(inner), here, whole=False).run(
+            return _Level(quiet, bare(inner), here, whole=False).run(
                 getattr(inner, "consts", ()), arrays, [None] * len(arrays)
             )[0]
 
@@ -273,7 +269,7 @@ class _Level:
 
         def branch(inner: Any) -> Callable[..., tuple[list[Any], Any]]:
             def run(*arrays: Any) -> tuple[list[Any], Any]:
-                level = _Level(how, _bare(inner), here, whole=False)
+                level = _Level(how, bare(inner), here, whole=False)
                 results, notes = level.run(getattr(inner, "consts", ()), arrays, known)
                 results = [
                     jnp.asarray(each, variable.aval.dtype) for each, variable in zip(results, eqn.outvars, strict=True)
@@ -298,12 +294,12 @@ class _Level:
         for eqn, here in zip(self.jaxpr.eqns, self.inside, strict=True):
             for variable in eqn.invars:
                 if not isinstance(variable, Literal) and variable in made:
-                    source = self.inside[made[variable]]
-                    if source.path != self.around.path and (source.path, source.phase) != (here.path, here.phase):
+                    made_in = self.inside[made[variable]].cause
+                    if made_in.path != self.around.cause.path and not made_in.is_like(here.cause):
                         leaving[variable] = None
         for variable in self.jaxpr.outvars:
             if not isinstance(variable, Literal) and variable in made:
-                if self.whole or self.inside[made[variable]].path != self.around.path:
+                if self.whole or self.inside[made[variable]].cause.path != self.around.cause.path:
                     leaving[variable] = None
         by_number: dict[int, list[Any]] = {}
         for variable in leaving:
@@ -334,7 +330,7 @@ def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
 def _holds_noted(eqn: Any) -> bool:
     """Whether its inner equations are noted one by one."""
     name = eqn.primitive.name
-    return name in ("shard_map", "scan") or (name in CALLS and hasattr(_bare(eqn.params[CALLS[name]]), "eqns"))
+    return name in ("shard_map", "scan") or (name in CALLS and hasattr(bare(eqn.params[CALLS[name]]), "eqns"))
 
 
 def _scalar(value: Any) -> float | None:

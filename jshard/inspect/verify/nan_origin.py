@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.inspect.ledger.jaxpr_walk import KIND_OF
-from jshard.inspect.verify.first_divergence import key_place
 from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.records import NEVER, Note, Where
 
@@ -28,13 +27,14 @@ class Birth:
     def told(self, step: str = "") -> str:
         """`log at model.py:12 makes it in the forward pass, under signal "head" (mine.yaml:9)`; `step` is put behind the
         pass."""
-        where = self.where
-        kind = KIND_OF.get(where.primitive)
-        at = f" at {where.source}" if where.source else ""
-        place = key_place(where.path, ())
-        signal = f', under signal "{".".join(where.path)}"' + (f" ({place})" if place else "") if where.path else ""
-        phase = "update" if where.phase == "update" else f"{where.phase} pass"
-        return f"{where.primitive if kind is None else kind.name}{at} makes it in the {phase}{step}{signal}"
+        cause, primitive = self.where.cause, self.where.primitive
+        kind = KIND_OF.get(primitive)
+        at = f" at {cause.source}" if cause.source else ""
+        signal = (
+            f', under signal "{".".join(cause.path)}"' + f" ({cause.place})" * bool(cause.place) if cause.path else ""
+        )
+        phase = "update" if cause.phase == "update" else f"{cause.phase} pass"
+        return f"{primitive if kind is None else kind.name}{at} makes it in the {phase}{step}{signal}"
 
 
 def births(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[Birth]]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.inspect.verify.exact_surrogates import precision
+from jshard.provenance import Cause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +20,7 @@ class Where:
     axes of a shard_map, whose devices are stacked."""
 
     kind: str  # sum, narrowing, opaque; value; birth
-    path: tuple[str, ...]
-    phase: str
-    source: str
+    cause: Cause
     primitive: str
     dtype: str
     lead: tuple[tuple[str, ...], ...] = ()  # () is a scan; a shard_map has its mesh axes

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.errors import Place
 from jshard.inspect.verify.first_divergence import Beginning
+from jshard.provenance import Cause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Finding:
     tolerance: float  # 0 for bitwise
     because: str  # why not bitwise
     zero: bool  # it was zero all over: nothing could be seen
-    signal: tuple[str, ...]
-    place: Place | None
+    cause: Cause
     stand_ins: tuple[str, ...] = ()  # the operations on its way that ran by exact stand-ins
     kind: str = ""  # optimizer state; else the name says it
 
@@ -55,7 +54,7 @@ class Verification:
     def __str__(self) -> str:
         rows = [
             (
-                in_words(finding.mesh), str(finding.place or "-"), "/".join(finding.signal) or "-",
+                in_words(finding.mesh), str(finding.cause.place or "-"), finding.cause.signal,
                 finding.name if count == 1 else f"{finding.kind} after, {count} arrays", finding.words,
             )
             for finding, count in self._told()
@@ -76,7 +75,7 @@ class Verification:
         counts: dict[Any, tuple[Finding, int]] = {}
         for number, finding in enumerate(self.findings):
             bare = dataclasses.replace(finding, stand_ins=())
-            alike = finding.kind and (in_words(finding.mesh), finding.kind, finding.signal, bare.words)
+            alike = finding.kind and (in_words(finding.mesh), finding.kind, finding.cause.path, bare.words)
             first, count = counts.get(alike or number, (finding, 0))
             stand_ins = tuple(sorted({*first.stand_ins, *finding.stand_ins}))
             counts[alike or number] = dataclasses.replace(first, stand_ins=stand_ins), count + 1
@@ -101,16 +100,19 @@ class Verification:
         """The same as one document, `"schema": "jshard.verify/1"`."""
         findings = [
             {
-                **dataclasses.asdict(each),
-                "place": each.place and str(each.place),
-                "signal": "/".join(each.signal) or None,
+                **_plain(each),
+                "place": each.cause.place and str(each.cause.place),
+                "signal": "/".join(each.cause.path) or None,
             }
             for each in self.findings
         ]
         begins = [
-            {**dataclasses.asdict(each), "place": each.place and str(each.place), "path": each.signal}
+            {
+                **_plain(each), "cause": each.looks, "place": each.cause.place and str(each.cause.place),
+                "path": each.cause.signal, "phase": each.cause.phase, "source": each.cause.source,
+            }
             for each in self.beginnings
-        ]
+        ]  # fmt: skip
         return json.dumps(
             {
                 "schema": "jshard.verify/1",
@@ -122,6 +124,11 @@ class Verification:
             },
             indent=2,
         )
+
+
+def _plain(entry: Finding | Beginning) -> dict[str, Any]:
+    left_out = "cause", "looks"
+    return {name: value for name, value in vars(entry).items() if name not in left_out}
 
 
 def in_words(mesh: Mapping[str, int]) -> str:

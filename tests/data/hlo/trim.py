@@ -7,7 +7,7 @@ import re
 import sys
 
 from jshard.inspect.compiled import collectives_in
-from jshard.inspect.hlo_text import COMPUTATION, INSTRUCTION, KIND_OF, _called, _parts
+from jshard.inspect.compiled.hlo_text import COMPUTATION, INSTRUCTION, KIND_OF, _called, _parts
 
 
 def trimmed(text: str) -> str:

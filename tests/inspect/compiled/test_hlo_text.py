@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.ledger import read
+from jshard.provenance import Cause
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
 
@@ -47,13 +48,13 @@ def test_combined_all_reduce_is_one_instruction_of_several_payloads():
     got = only(
         program(
             "%ar = (f32[], bf16[4,2]{1,0:T(8,128)(2,1)}, /*index=2*/pred[3]{0}) all-reduce(%a, %b, %c), "
-            'replica_groups={{0,1}}, to_apply=%add, metadata={op_name="jit(f)/signal:up/psum"}'
+            'replica_groups={{0,1}}, to_apply=%add, metadata={op_name="jit(f)/jshard[signal=up]/psum"}'
         )
     )
     assert got.payloads == (4, 16, 3)
     assert got.dtypes == ("f32", "bf16", "pred")
     assert got.total == 4 + 16 + 3
-    assert got.op_name == "jit(f)/signal:up/psum"
+    assert got.causes == (Cause(("up",)),) * 3
 
 
 def test_start_and_done_count_once():

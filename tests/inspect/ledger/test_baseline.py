@@ -14,6 +14,7 @@ from jshard.errors import JShardError, Place
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.baseline import Baseline, added, removed
 from jshard.inspect.ledger.memory import Rest
+from jshard.provenance import Cause
 from jshard.signals.active_config import unload
 
 ROOT = Path(__file__).parents[3]
@@ -167,8 +168,8 @@ def test_check_of_a_file_without_a_model_baseline_budget_or_promise_needs_no_jax
 
 def line(signal="mlp", count=1, payload=1024, place=7, phase="forward") -> Line:
     return Line(
-        Place("a.yaml", place), signal, phase, "all_reduce", "psum", ("tensor",), 4, count, True, payload, "float32", (256,),
-        source="model.py:3",
+        Cause(() if signal == "-" else (signal,), phase, place=Place("a.yaml", place), source="model.py:3"),
+        "all_reduce", "psum", ("tensor",), 4, count, True, payload, "float32", (256,),
     )  # fmt: skip
 
 

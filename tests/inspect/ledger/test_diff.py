@@ -17,9 +17,10 @@ from jshard.errors import JShardError, Place
 from jshard.inspect.compiled.program_text import first_difference, normalised
 from jshard.inspect.ledger import Ledger, Line, explain
 from jshard.inspect.ledger.diff import compare, might_be_one_program
-from jshard.inspect.ledger.ledger import Left
+from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.memory import Rest
 from jshard.layouts.mesh import absent_mesh
+from jshard.provenance import Cause, scope
 from jshard.signals.active_config import on_mesh, unload
 
 ROOT = Path(__file__).parents[3]
@@ -28,9 +29,7 @@ DIGITS = "configs/digits.yaml"
 
 def line(signal="mlp", collective="all_reduce", count=1, payload=1024, place=7, phase="forward", axis="tensor") -> Line:
     return Line(
-        Place("a.yaml", place),
-        signal,
-        phase,
+        Cause((signal,), phase, place=Place("a.yaml", place)),
         collective,
         "p",
         (axis,),
@@ -100,7 +99,8 @@ def test_diff_is_a_table_of_changes_and_totals():
 
 
 def left(count=1, place=7, primitive="concatenate") -> Left:
-    return Left(Place("a.yaml", place), "mlp", "forward", primitive, ("data",), count, True, source="model.py:3")
+    cause = Cause(("mlp",), place=Place("a.yaml", place), source="model.py:3")
+    return Left(cause, primitive, ("data",), count, True)
 
 
 def test_diff_tells_what_one_side_leaves_to_the_compiler():
@@ -183,7 +183,7 @@ def test_diff_of_one_wrong_axis_in_seven_billion_parameters_says_an_all_gather_m
 
 def test_program_has_no_names_of_functions_scopes_or_lines():
     def first(x):
-        with jax.named_scope("signal:a"):
+        with scope(signal="a"):
             return jax.numpy.sin(x) * 2
 
     def second(y):

@@ -17,6 +17,7 @@ from jshard.errors import JShardError
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger, explain
 from jshard.kernels import all_reduce
+from jshard.provenance import scope
 from jshard.signals.active_config import unload
 
 YAML = """\
@@ -187,7 +188,7 @@ def test_explain_without_a_configuration_names_no_place(mesh):
     grid = mesh(data=8)
 
     def f(x):
-        with jax.named_scope("signal:out"):
+        with scope(signal="out"):
             return jax.shard_map(lambda x: all_reduce(x, "data"), mesh=grid, in_specs=P("data"), out_specs=P())(x)
 
     (line,) = explain(f, jax.device_put(jnp.ones(8), jax.NamedSharding(grid, P("data"))))
@@ -212,7 +213,7 @@ def test_explain_counts_a_module_that_is_shared_once(model, x):
         (
             "row: data\n  column: tensor\n  output: gather",
             {
-                ("forward", "all_gather", ("tensor",)): "column",
+                ("forward", "all_gather", ("tensor",)): "output",
                 ("backward", "all_reduce", ("data",)): "row",
                 ("backward", "all_reduce", ("tensor",)): "column",
             },

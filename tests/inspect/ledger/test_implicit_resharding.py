@@ -19,10 +19,12 @@ import jshard
 from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
-from jshard.inspect.ledger import Ledger, explain
+from jshard.inspect.ledger import explain
 from jshard.inspect.ledger.baseline import Baseline, added
+from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.expect import hold
-from jshard.inspect.ledger.ledger import Left, read
+from jshard.inspect.ledger.ledger import Ledger, read
+from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, unload
 
 YAML = """\
@@ -273,7 +275,8 @@ def test_document_holds_what_is_left_and_comes_back():
     told = json.loads(ledger.to_json())
     assert told["left"][0] == {
         "place": "some.yaml:3", "signal": "layer1", "phase": "forward", "primitive": "rev", "mesh_axes": ["data"],
-        "count": 1, "count_known": True, "via": "", "source": here(2),
+        "count": 1, "count_known": True, "via": "", "source": here(2), "key": "row",
+        "redistributed": False, "remat": False, "chosen": "", "branches": [],
     }  # fmt: skip
     assert list(map(str, Ledger.from_json(ledger.to_json()).left)) == list(map(str, ledger.left))
     del told["left"]  # as it was before
@@ -341,5 +344,5 @@ def test_check_tells_what_the_compiler_decides(tmp_path, monkeypatch, capsys):
 
 
 def test_left_is_compared_by_what_it_is_and_not_by_where_it_is_written():
-    one = Left(None, "-", "forward", "rev", ("data",), 1, True, source="a.py:1")
-    assert one == Left(None, "-", "forward", "rev", ("data",), 1, True, source="b.py:2")
+    one = Left(Cause(source="a.py:1"), "rev", ("data",), 1, True)
+    assert one == Left(Cause(source="b.py:2"), "rev", ("data",), 1, True)

@@ -11,10 +11,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger, Line, read
 from jshard.kernels import all_gather, all_reduce, all_to_all, permute, reduce_scatter
+from jshard.provenance import Cause, scope
+from jshard.signals.active_config import load, unload
 
 DATA_TENSOR = {"data": 2, "tensor": 4}
 
@@ -192,7 +194,7 @@ def test_ledger_lists_what_the_program_asks_for(grid, program):
 
 def read_in_shard_maps(f, args):
     """Without what the types of the explicit mesh add around the shard_maps."""
-    return Ledger(tuple(line for line in ledger_of(f, *args) if "types" not in line.via))
+    return Ledger(tuple(line for line in ledger_of(f, *args) if not line.typed))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -241,9 +243,9 @@ def test_signals_name_collectives_through_one_shared_trace(grid):
         return grid.stored(x, w)
 
     def f(ws, x):
-        with jax.named_scope("signal:decoder"):
+        with scope(signal="decoder"):
             for name, w in zip(["attn", "mlp"], ws, strict=True):
-                with jax.named_scope(f"signal:{name}"):
+                with scope(signal=name):
                     x = layer(x, w)
         return x
 
@@ -263,7 +265,7 @@ def test_signals_name_collectives_through_one_shared_trace(grid):
 @pytest.mark.parametrize("wrap", ["checkpoint", "scan", "custom_vjp", "vmap", "while", "cond"])
 def test_signal_is_named_once_however_deep_it_lies(grid, wrap):
     def block(x, w):
-        with jax.named_scope("signal:attn"):
+        with scope(signal="attn"):
             return jnp.sin(grid.stored(x, w))
 
     def by_custom_vjp():
@@ -281,7 +283,7 @@ def test_signal_is_named_once_however_deep_it_lies(grid, wrap):
     }[wrap]()
 
     def f(w, x):
-        with jax.named_scope("signal:decoder"):
+        with scope(signal="decoder"):
             return wrapped(x, w)
 
     args = grid.put((8, 8), "data"), grid.put((4, 8), "data")
@@ -324,7 +326,7 @@ def test_what_nothing_depends_on_is_not_listed(grid):
 
 def test_redistribution_is_named(grid):
     def f(x):
-        with jax.named_scope("signal:out"), jax.named_scope("redistribute"):
+        with scope(signal="out"), scope(reason="redistribute"):
             return grid.over(lambda x: all_gather(x, "data", result="invariant"), P("data"), P())(x)
 
     (line,) = ledger_of(f, grid.put((4, 8), "data"))
@@ -342,19 +344,23 @@ def test_equal_neighbours_are_one_line(grid):
     assert line.total == 3 * line.wire
 
 
-def test_place_of_a_line_is_asked_for_its_signal_and_mesh_axes(grid):
+def test_place_of_a_line_is_asked_for_its_signal_and_mesh_axes(grid, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlp.yaml").write_text("jshard: {mesh: {data: 2, tensor: 4}}\nout:\n  row: data\n  column: tensor\n")
+
     def f(x):
-        with jax.named_scope("signal:out"):
+        with scope(signal="out"):
             x = grid.over(lambda x: all_reduce(x, "tensor"), P("data"), P("data"))(x)
         return grid.over(lambda x: all_reduce(x, "data"), P("data"), P())(x)
 
-    places = {("out", T): Place("configs/mlp.yaml", 4)}
-    ledger = read(
-        jax.make_jaxpr(f)(grid.put((4, 8), "data")), lambda asked: places["/".join(asked.path), asked.mesh_axes]
-    )
+    load("mlp.yaml")
+    try:
+        ledger = ledger_of(f, grid.put((4, 8), "data"))
+    finally:
+        unload()
     assert str(ledger) == (
-        "configs/mlp.yaml:4  out  forward  all_reduce  over tensor (4)  1 x 64 B  float32  96 B on the wire\n"
-        "-                   -    forward  all_reduce  over data (2)    1 x 64 B  float32  64 B on the wire\n"
+        "mlp.yaml:4  out  forward  all_reduce  over tensor (4)  1 x 64 B  float32  96 B on the wire\n"
+        "-           -    forward  all_reduce  over data (2)    1 x 64 B  float32  64 B on the wire  (no signal asked)\n"
         "total: 2 collectives, 160 B on the wire per device (forward 160 B)"
     )
 
@@ -376,7 +382,8 @@ def test_ledger_sums_selects_and_becomes_json(grid):
         "place": None, "signal": "-", "phase": "forward", "collective": AR, "primitive": "psum_invariant",
         "mesh_axes": ["tensor"], "group": 4, "count": 1, "count_known": True, "payload": 64, "dtype": "float32",
         "shape": [2, 8], "via": "", "source": told["lines"][0]["source"], "wire": 96, "total": 96,
-        "declared": None, "schedule": None, "asked": True,
+        "declared": None, "schedule": None, "asked": True, "key": "", "redistributed": False, "remat": False,
+        "chosen": "", "branches": [], "typed": False, "kernel": "",
     }  # fmt: skip
 
 
@@ -466,5 +473,5 @@ def test_types_of_an_explicit_mesh_are_read_and_equal_the_compiled_bytes(mesh, p
 
 
 def test_line_compares_by_what_it_costs_and_not_by_where_it_is_written():
-    line = Line(None, "-", "forward", AR, "psum", D, 2, 1, True, 4, "float32", (), source="a.py:1")
-    assert line == Line(None, "-", "forward", AR, "psum", D, 2, 1, True, 4, "float32", (), source="b.py:2")
+    line = Line(Cause(source="a.py:1"), AR, "psum", D, 2, 1, True, 4, "float32", ())
+    assert line == Line(Cause(source="b.py:2"), AR, "psum", D, 2, 1, True, 4, "float32", ())

@@ -208,7 +208,7 @@ Total hbm usage >= 19.25G:
 Largest program allocations in hbm:
 
   1. Size: 3.00G
-     Operator: op_name="jit(f)/signal:mlp/signal:up/dot_general"
+     Operator: op_name="jit(f)/jshard[signal=mlp]/jshard[signal=up]/dot_general"
      Shape: f32[16,50331648]{1,0:T(8,128)}
      Unpadded size: 3.00G
      ==========================
@@ -225,7 +225,7 @@ def test_program_that_is_too_large_is_a_verdict(monkeypatch, tmp_path):
     compiled = deviceless.compile_absent(NOTHING, Topology.of("v5e:4x4"))
     assert (compiled.text, compiled.needed, compiled.available) == ("", int(19.25 * 2**30), int(15.75 * 2**30))
     assert compiled.largest == (
-        Largest(3 * 2**30, "f32[16,50331648]", "jit(f)/signal:mlp/signal:up/dot_general"),
+        Largest(3 * 2**30, "f32[16,50331648]", "jit(f)/jshard[signal=mlp]/jshard[signal=up]/dot_general"),
         Largest(512 * 2**20, "bf16[4096,65536]", ""),
     )
     assert Compiled.from_json(compiled.to_json()) == compiled

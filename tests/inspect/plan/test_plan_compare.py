@@ -10,11 +10,12 @@ import pytest
 import jshard
 from jshard.inspect.compiled.collective import Got
 from jshard.inspect.compiled.traffic import collectives_in
-from jshard.inspect.ledger.ledger import Ledger, Line
+from jshard.inspect.ledger.entries import Line
+from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.tracing import explain
 from jshard.inspect.plan.comparison import compare
-from jshard.inspect.plan.match import path_of
 from jshard.layouts.mesh import absent_mesh
+from jshard.provenance import Cause, cause
 from jshard.signals.active_config import on_mesh, unload
 
 HLO = Path(__file__).parents[2] / "data" / "hlo"
@@ -102,23 +103,22 @@ def test_asynchronous_runs_are_told_apart(ledger):
 
 def line(collective="all_reduce", elements=8, count=1, dtype="float32", signal="up", **more) -> Line:
     fields = {
-        "place": None,
-        "phase": "forward",
+        "cause": Cause((signal,)),
         "primitive": "psum",
         "mesh_axes": ("tensor",),
         "group": 4,
         "count_known": True,
     }
     return Line(
-        signal=signal, collective=collective, count=count, payload=4 * elements, dtype=dtype, shape=(elements,), **{**fields, **more}
+        collective=collective, count=count, payload=4 * elements, dtype=dtype, shape=(elements,), **{**fields, **more}
     )  # fmt: skip
 
 
 def run(collective="all_reduce", elements=(8,), count=1, signal="up", members=(0, 1, 2, 3), **more) -> Got:
-    name = f"jit(f)/signal:{signal}/shard_map/psum" if signal else ""
+    name = f"jit(f)/jshard[signal={signal}]/shard_map/psum" if signal else ""
     return Got(
-        collective, collective, len(members), tuple(4 * each for each in elements), ("f32",) * len(elements), count, True, name,
-        (name,) * len(elements), members=members, **more,
+        collective, collective, len(members), tuple(4 * each for each in elements), ("f32",) * len(elements), count, True,
+        (cause(name),) * len(elements), members=members, **more,
     )  # fmt: skip
 
 
@@ -173,10 +173,3 @@ def test_what_a_kernel_declares_is_taken_at_its_word():
     kernel = line("all_reduce", count=2, declared=100)
     assert words([kernel], []) == [("up", 2, 2, "2 inside a kernel, by its own word")]
     assert compare(Ledger((kernel,)), [], SIZES).got == 200
-
-
-def test_signals_are_read_from_name_stacks():
-    assert path_of("jit(f)/signal:attn/signal:out/jit(layer)/shard_map/psum") == (("attn", "out"), False, False)
-    assert path_of("jit(f)/transpose(jvp(signal:up))/jvp(signal:up)/psum") == (("up",), True, False)
-    assert path_of("jit(f)/transpose(jvp())/checkpoint/rematted_computation/signal:up/psum") == (("up",), True, True)
-    assert path_of("") == ((), False, False)

@@ -53,7 +53,7 @@ def test_pieces_of_an_asynchronous_fusion_are_one_collective():
     written = sum(" all-gather(" in line for line in text.splitlines())
     found = [got for got in collectives_in(text) if got.collective == "all_gather"]
     assert (written, len(found)) == (34, 16)
-    assert [got.op_name.rpartition("/")[2] for got in found if got.asynchronous] == ["all_gather"] * 5
+    assert [len(got.causes[0].path) for got in found if got.asynchronous] == [2] * 5  # mlp/up
 
 
 def test_all_reduce_scatter_fusion_is_a_reduce_scatter_of_what_goes_in():
@@ -63,10 +63,9 @@ def test_all_reduce_scatter_fusion_is_a_reduce_scatter_of_what_goes_in():
 
 def test_combined_collective_keeps_the_name_of_each_array():
     (got,) = [got for got in read("decoder-v5e") if got.payloads == (8192, 128)]
-    assert ["signal:head" in name for name in got.op_names] == [True, False]
+    assert [each.signal for each in got.causes] == ["head", "-"]
     (joined, _) = [got for got in read("decoder-h200") if len(got.payloads) == 7 and got.collective == "reduce_scatter"]
-    assert [name.count("signal:") for name in joined.op_names] == [2] * 7
-    assert len(set(joined.op_names)) == 4  # down, up, qkv, out
+    assert sorted(each.signal for each in joined.causes) == ["attn/out", *["attn/qkv"] * 3, "mlp/down", *["mlp/up"] * 2]
 
 
 def test_collective_that_nobody_is_seen_to_call_is_an_assertion():

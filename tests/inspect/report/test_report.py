@@ -43,6 +43,7 @@ from jshard.inspect.report.source import costs
 from jshard.inspect.report.words import PALETTE, Colours, amount, size
 from jshard.kernels import all_reduce
 from jshard.layouts.mesh import absent_mesh
+from jshard.provenance import Cause
 from jshard.signals.active_config import unload
 
 YAML = """\
@@ -385,7 +386,7 @@ def laid(**changes) -> Laid:
 
 def line(**changes) -> Line:
     plain = {
-        "place": None, "signal": "s", "phase": "forward", "collective": "all_reduce", "primitive": "psum", "mesh_axes": ("data",),
+        "cause": Cause(("s",)), "collective": "all_reduce", "primitive": "psum", "mesh_axes": ("data",),
         "group": 2, "count": 1, "count_known": True, "payload": 64, "dtype": "float32", "shape": (16,),
     }  # fmt: skip
     return Line(**{**plain, **changes})
@@ -399,7 +400,9 @@ def hostile() -> Facts:
         about=(word,),
         mesh=grid,
         arrays=(laid(path=(word, word), signal=word, place=place, axes=((word,), ()), mesh=grid, note=word),),
-        ledger=Ledger((line(place=place, signal=word, mesh_axes=(word,), via=word, source=word),)),
+        ledger=Ledger(
+            (line(cause=Cause((word,), chosen=word, place=place, source=word), mesh_axes=(word,), branches=(word,)),)
+        ),
         texts=(Text(word, (word, f"{word}: {word} # {word}")),),
     )
 

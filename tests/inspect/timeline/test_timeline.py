@@ -27,15 +27,17 @@ from jshard.inspect.timeline.words import by_signal, span, sums
 PROGRAM = programs(
     jit_train={
         1: [
-            Instruction("dot.1", "dot", "jit(train)/jvp(signal:up)/dot_general"),
-            Instruction("psum.2", "all-reduce", "jit(train)/jvp(signal:down)/psum_invariant"),
-            Instruction("start.3", "all-reduce-start", "jit(train)/transpose(jvp(signal:up))/psum"),
-            Instruction("done.3", "all-reduce-done", "jit(train)/transpose(jvp(signal:up))/psum"),
+            Instruction("dot.1", "dot", "jit(train)/jvp(jshard[signal=up])/dot_general"),
+            Instruction("psum.2", "all-reduce", "jit(train)/jvp(jshard[signal=down])/psum_invariant"),
+            Instruction("start.3", "all-reduce-start", "jit(train)/transpose(jvp(jshard[signal=up]))/psum"),
+            Instruction("done.3", "all-reduce-done", "jit(train)/transpose(jvp(jshard[signal=up]))/psum"),
             Instruction(
-                "both.4", "all-reduce", "jit(train)/(transpose(jvp(signal:up))/psum:transpose(jvp(signal:down))/psum)"
+                "both.4",
+                "all-reduce",
+                "jit(train)/(transpose(jvp(jshard[signal=up]))/psum:transpose(jvp(jshard[signal=down]))/psum)",
             ),
-            Instruction("fusion.5", "fusion", "jit(train)/signal:net/signal:up/add", (2,)),
-            Instruction("fusion.6", "fusion", "jit(train)/phase:update/mul", (3,)),
+            Instruction("fusion.5", "fusion", "jit(train)/jshard[signal=net]/jshard[signal=up]/add", (2,)),
+            Instruction("fusion.6", "fusion", "jit(train)/jshard[phase=update]/mul", (3,)),
             Instruction("while.7", "while", "jit(train)/while"),
         ],
         2: [Instruction("inner.8", "reduce-scatter")],
@@ -183,7 +185,7 @@ def process(folder, rank, *, begin, steps, lines=()):
     ops = [ran("dot.1", begin + 1000 * place, 100, 8 + rank, run) for place, run in enumerate(steps.values())]
     write(own, PROGRAM, cpu(*ops, steps=steps))
     told = {
-        "schema": "jshard.trace/1",
+        "schema": "jshard.trace/2",
         "title": "mine.yaml",
         "rank": rank,
         "processes": 3,
@@ -193,7 +195,7 @@ def process(folder, rank, *, begin, steps, lines=()):
 
 
 def test_timeline_of_processes_begins_where_each_begins_the_first_step_that_all_have(tmp_path):
-    process(tmp_path, 0, begin=5000, steps={3: -3, 4: -4}, lines=[["up", "forward", "", "mine.yaml:4"]])
+    process(tmp_path, 0, begin=5000, steps={3: -3, 4: -4}, lines=[["up", "forward", "", "", "", "", "mine.yaml:4"]])
     process(tmp_path, 1, begin=90_000, steps={4: -4, 5: -5})
     drawn = timeline(tmp_path)
     assert [(drawn.lanes[bar.lane].name, bar.step, bar.start, bar.line) for bar in drawn.bars] == [
@@ -220,7 +222,10 @@ def test_timeline_of_processes_without_a_common_step_says_how_they_lie(tmp_path)
 
 
 def test_timeline_line_of_an_operation_made_of_several_names_each(tmp_path):
-    lines = [["up", "backward", "all_reduce", "mine.yaml:4"], ["down", "backward", "all_reduce", "mine.yaml:7"]]
+    lines = [
+        ["up", "backward", "", "", "all_reduce", "0,1", "mine.yaml:4"],
+        ["down", "backward", "", "", "all_reduce", "0,1", "mine.yaml:7"],
+    ]
     process(tmp_path, 0, begin=0, steps={1: -1}, lines=lines)
     (capture,) = captures(tmp_path)
     both = timeline(write(tmp_path / "other", PROGRAM, cpu(ran("both.4", 0, 5)))).bars[0]

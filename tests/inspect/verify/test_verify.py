@@ -277,10 +277,12 @@ def caught(verification, signal, line, words, phase="forward"):
     """It differs, begins under `signal` at `line` of the YAML, and looks like `words`."""
     assert not verification.ok and not verification, str(verification)
     (begin,) = verification.beginnings
-    assert (begin.signal, str(begin.place), begin.phase) == (signal, f"mlp.yaml:{line}", phase), str(verification)
-    assert words in begin.cause, str(verification)
+    assert (begin.cause.signal, str(begin.cause.place), begin.cause.phase) == (signal, f"mlp.yaml:{line}", phase), str(
+        verification
+    )
+    assert words in begin.looks, str(verification)
     assert str(verification).splitlines()[-1].startswith("NOT EQUAL: ")
-    assert begin.source.startswith("test_verify.py:")
+    assert begin.cause.source.startswith("test_verify.py:")
     return True
 
 
@@ -442,7 +444,7 @@ def test_fault_gradient_inside_shard_map_unchecked():
     found = verify(f, put((8, 4), "data"), put((4,)))
     assert not found.ok
     (begin,) = found.beginnings
-    assert (begin.signal, str(begin.place)) == ("layer3", "mlp.yaml:8"), str(found)
+    assert (begin.cause.signal, str(begin.cause.place)) == ("layer3", "mlp.yaml:8"), str(found)
 
 
 def test_fault_all_gather_in_the_wrong_order():
@@ -486,7 +488,7 @@ def test_fault_outside_every_signal_names_the_users_line():
     (begin,) = found.beginnings
     line = f.__code__.co_firstlineno + 1
     assert str(begin).startswith(f"the part outside every signal (test_verify.py:{line}), forward: off by ")
-    assert begin.cause == 'a sum over mesh axis "data" is missing'
+    assert begin.looks == 'a sum over mesh axis "data" is missing'
 
 
 def test_fault_in_one_mesh_only_is_told_of_that_mesh():

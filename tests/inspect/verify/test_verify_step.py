@@ -120,7 +120,7 @@ def test_step_of_adamw_tells_which_lines_stand_ins_prove():
     }
     assert told["optimizer.opt_state.0.mu.up.kernel after"].stand_ins == ()
     assert told["optimizer.opt_state.0.nu.up.kernel after"].stand_ins == ("integer_pow",)
-    assert (told["optimizer.opt_state.0.nu.up.kernel after"].signal, told["loss"].signal) == (("layer1",), ())
+    assert (told["optimizer.opt_state.0.nu.up.kernel after"].cause.path, told["loss"].cause.path) == (("layer1",), ())
     assert str(verification).splitlines()[-4:-1] == [
         "-             -       optimizer state after, 2 arrays  bitwise",
         "steps.yaml:6  layer2  optimizer state after, 4 arrays  bitwise (stand-ins: integer_pow)",
@@ -240,12 +240,15 @@ def test_fault_in_the_update_is_caught_and_gradients_are_right(change, cause):
     assert {verdicts[f"gradient of model.{name}"] for name in PARAMETERS} == {"bitwise"} == {verdicts["loss"]}
     assert "differs" in {verdicts[f"model.{name} after"] for name in PARAMETERS}
     (begin,) = verification.beginnings
-    assert begin.phase == "update" and cause in begin.cause, str(begin)
+    assert begin.cause.phase == "update" and cause in begin.looks, str(begin)
     if change is half_as_many:  # outside every shard_map: told by the parameter that it leaves behind
-        assert (begin.signal, str(begin.place)) == ("layer2", "steps.yaml:6")
+        assert (begin.cause.signal, str(begin.cause.place)) == ("layer2", "steps.yaml:6")
     else:
         line = change.__code__.co_firstlineno
-        assert begin.source.startswith("test_verify_step.py:") and abs(int(begin.source.split(":")[1]) - line) < 130
+        assert (
+            begin.cause.source.startswith("test_verify_step.py:")
+            and abs(int(begin.cause.source.split(":")[1]) - line) < 130
+        )
 
 
 def test_fault_gradient_that_is_not_summed_is_caught_in_gradient_and_parameter():
@@ -269,7 +272,7 @@ def test_fault_gradient_that_is_not_summed_is_caught_in_gradient_and_parameter()
     assert not verification.ok
     assert by_name(verification)["model.kernel after"].verdict == "differs"
     (begin,) = verification.beginnings
-    assert 'a sum over mesh axis "data" is missing' in begin.cause, str(verification)
+    assert 'a sum over mesh axis "data" is missing' in begin.looks, str(verification)
 
 
 # -- which results stand-ins are behind --

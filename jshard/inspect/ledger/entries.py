@@ -1,0 +1,161 @@
+"""The entries of a ledger: what one collective, one choice, one signal comes to, and why it is there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jshard.errors import Place
+from jshard.kernels.collectives import COLLECTIVES
+from jshard.kernels.kernel_traffic import Schedule
+from jshard.provenance import Cause
+
+
+class Caused:
+    """What an entry says of its cause, as columns."""
+
+    cause: Cause
+    branches: tuple[str, ...]
+
+    @property
+    def place(self) -> Place | None:
+        """The line of the configuration that asked."""
+        return self.cause.place
+
+    @property
+    def signal(self) -> str:
+        """`decoder/attn`; "-" when it stands under none."""
+        return self.cause.signal
+
+    @property
+    def phase(self) -> str:
+        """forward, backward or update."""
+        return self.cause.phase
+
+    @property
+    def source(self) -> str:
+        """The line of the program: `model.py:12`."""
+        return self.cause.source
+
+    @property
+    def via(self) -> str:
+        """How it got here, in words: redistribute, remat, branch 1 of 2."""
+        return ", ".join((*self.cause.words, *self.branches))
+
+
+@dataclasses.dataclass(frozen=True)
+class Line(Caused):
+    """One collective, `count` times. `payload` and `wire` are bytes of once; `total` of all times, on each device."""
+
+    cause: Cause
+    collective: str  # a name in COLLECTIVES
+    primitive: str
+    mesh_axes: tuple[str, ...]
+    group: int
+    count: int
+    count_known: bool  # False inside a while loop, whose trips no program text tells: then count is that of one trip
+    payload: int
+    dtype: str
+    shape: tuple[int, ...]
+    branches: tuple[str, ...] = ()  # of the conds around: branch 1 of 2
+    typed: bool = False  # the types of an explicit mesh ask for it
+    kernel: str = ""  # the algorithm of a kernel that declares it
+    declared: int | None = None  # bytes on the wire that such a kernel says of itself, once
+    schedule: Schedule | None = None  # what it computes meanwhile
+
+    @property
+    def wire(self) -> int:
+        """Bytes on the wire per device, once."""
+        return COLLECTIVES[self.collective].wire(self.payload, self.group) if self.declared is None else self.declared
+
+    @property
+    def total(self) -> int:
+        """Bytes on the wire per device, all times."""
+        return self.count * self.wire
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal asked for it, as far as that is known."""
+        return self.cause.asked
+
+    @property
+    def via(self) -> str:
+        """How it got here, in words: redistribute, remat, branch 1 of 2, sharding in types, no signal asked."""
+        kernel = f"kernel {self.kernel}, as it declares" if self.kernel else ""
+        more = "sharding in types" * self.typed, kernel, "no signal asked" * (not self.asked)
+        return ", ".join(filter(None, (super().via, *more)))
+
+    @property
+    def axis(self) -> str:
+        return ", ".join(self.mesh_axes)
+
+    @property
+    def line(self) -> str:
+        return str(self.place or "-")
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as the words of a table."""
+        times = "" if self.count_known else "? x "
+        return (
+            self.line,
+            self.signal,
+            self.phase,
+            self.collective,
+            f"over {self.axis} ({self.group})",
+            f"{times}{self.count:,} x {self.payload:,} B",
+            self.dtype,
+            f"{times}{self.total:,} B on the wire",
+            f"({self.via})" if self.via else "",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Left(Caused):
+    """An operation that is left to the compiler: it can't be done without moving something over these mesh axes, nobody
+    asked for it, and how many bytes it takes no program text tells. Compile it, and it can be read: `jshard plan`."""
+
+    cause: Cause
+    primitive: str  # rev, concatenate, slice
+    mesh_axes: tuple[str, ...]
+    count: int
+    count_known: bool
+    branches: tuple[str, ...] = ()
+
+    @property
+    def axis(self) -> str:
+        return ", ".join(self.mesh_axes)
+
+    @property
+    def words(self) -> str:
+        """`2 x concatenate over data (model.py:12)`"""
+        times = f"{self.count:,} x " if self.count > 1 else ""
+        times = times if self.count_known else f"? x {times}"
+        around = ", ".join(filter(None, (self.source, self.via)))
+        return f"{times}{self.primitive} over {self.axis}" + (f" ({around})" if around else "")
+
+    def __str__(self) -> str:
+        return f"{self.place or '-'}  {self.signal}  {self.phase}  {self.words}: not asked for, decided by the compiler"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A strategy that jshard took by itself where no signal names one, and what its forward puts on the wire."""
+
+    place: Place | None
+    signal: str
+    words: str  # row=data, 0 B on the wire per device
+    source: str = dataclasses.field(default="", compare=False)
+
+    def __str__(self) -> str:
+        asked = f"{self.place or '-'}  {self.signal}  chosen: {self.words}"
+        return f"{asked}  ({self.source})" if self.source else asked
+
+
+@dataclasses.dataclass(frozen=True)
+class Unused:
+    """A signal of the configuration that nothing in the program stands under."""
+
+    place: Place | None
+    signal: str
+
+    def __str__(self) -> str:
+        return f"{self.place or '-'}  {self.signal}  unused: nothing in this program is under it"

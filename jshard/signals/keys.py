@@ -1,0 +1,70 @@
+"""Which key of a signal asks for a collective, and the line that it is written on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from jshard.errors import JShardError
+from jshard.provenance import Cause
+from jshard.signals.active_config import configuration
+from jshard.signals.config import Configuration
+from jshard.signals.signal import AXIS_KEYS, BATCH_KEYS, Signal
+
+
+def blamed(cause: Cause, mesh_axes: Sequence[str]) -> Cause:
+    """Find the key and the line behind a collective over `mesh_axes`, and whether a signal asked for it."""
+    present = configuration()
+    if present is None:
+        return cause
+    if not cause.path:
+        return dataclasses.replace(cause, asked=bool(cause.chosen))
+    signal = present.lookup(cause.path)
+    key = _key(signal, cause, mesh_axes)
+    asked = bool(cause.key or cause.chosen or cause.redistributed or set(mesh_axes) & _named(signal, present))
+    return dataclasses.replace(cause, key=key, place=signal.at(key), asked=asked)
+
+
+def _key(signal: Signal, cause: Cause, mesh_axes: Sequence[str]) -> str:
+    """Of the signal: `remat` for what runs again because of it, the key that the layer wrote around the collective, else the
+    key that names the mesh axis. JAX adds sums of gradients where a value starts to vary, which no layer writes. Where
+    two keys name the axis, `row` and `sequence` go first: devices that hold other rows are what a sum is for. But x is
+    brought to where `reduction` splits it, as the sequence is scattered to later."""
+    if cause.remat and signal.remat:
+        return "remat"
+    if cause.key and not (signal.shard and cause.key in AXIS_KEYS):
+        return cause.key
+    if signal.shard is not None:
+        return "shard"
+    named = [key for name in mesh_axes for key in AXIS_KEYS if name in signal.axes(key)]
+    first = [frozenset({"reduction"})] * cause.redistributed
+    return next((key for keys in (*first, BATCH_KEYS, AXIS_KEYS) for key in named if key in keys), "")
+
+
+def _named(signal: Signal, present: Configuration) -> set[str]:
+    """The mesh axes that a signal names, and the signal where its cotangents lie."""
+    names = {name for key in AXIS_KEYS for name in signal.axes(key)}
+    if signal.shard is not None:
+        every = present.mesh.names if present.mesh is not None else ()
+        names |= set(signal.shard.mesh or (*every, "workers"))
+    if signal.backward is not None:
+        other = present.lookup((signal.backward,))
+        names |= _named(other, present) if other.backward is None else set()
+    return names
+
+
+def unused(scopes: Iterable[tuple[str, ...]]) -> tuple[Signal, ...]:
+    """The signals of the configuration that no scope of these means, and no array has been placed under."""
+    present = configuration()
+    if present is None:
+        return ()
+    used: set[int] = set()  # a name that a glob matches gets a signal of its own, which keeps the glob's places
+    for path in {whole[:end] for whole in (*scopes, *present.placed) for end in range(1, len(whole) + 1)}:
+        try:
+            signal = present.lookup(path)
+        except JShardError:  # the scope "mlp/up" is entered at once, and there need be no signal "mlp"
+            continue
+        used.add(id(signal.places))
+        if signal.backward is not None:
+            used.add(id(present.lookup((signal.backward,)).places))
+    return tuple(signal for signal in present.signals.values() if id(signal.places) not in used)
