@@ -127,7 +127,7 @@ def _read(parts: tuple[Part, ...]) -> Cause:
 def _fields(name: str) -> dict[str, str]:
     found = GUARD.fullmatch(name)
     pairs = (pair.partition("=") for pair in found[1].split(",")) if found else ()
-    return {field: unquote(word) for field, _, word in pairs if field in FIELDS}
+    return {field: unquote(word) for field, _, word in pairs if field in FIELDS and word}
 
 
 # -- what XLA keeps of it --

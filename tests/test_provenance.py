@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jshard
+from jshard.inspect.compiled import collectives_in
 from jshard.inspect.ledger import explain
+from jshard.kernels import all_reduce
+from jshard.provenance import Cause, cause, causes, scope
 from jshard.signals.active_config import load, unload
+from jshard.signals.keys import blamed
 
 D, T = "data", "tensor"
 AR, AG, RS, A2A = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
@@ -123,3 +130,116 @@ KEYS: dict[str, tuple[str, set[tuple[str, str, str, str]]]] = {
 def test_collective_names_the_line_of_the_key_that_asks(name):
     keys, expected = KEYS[name]
     assert named(keys) == expected
+
+
+@pytest.mark.parametrize("name", ["row and column", "sequence of a reduction", "store of the optimizer"])
+def test_compiled_collective_carries_the_cause_of_the_line_that_asked(name):
+    lines = configured(KEYS[name][0])
+    with jshard.signal("only"):
+        layer = jshard.Linear(8, 16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split((layer, jshard.Optimizer(layer, optax.sgd(0.1))))
+
+    def whole(state, x):
+        layer, optimizer = nnx.merge(graph, state)
+        return step(layer, optimizer, x), nnx.split((layer, optimizer))[1]
+
+    compiled = jax.jit(whole).lower(state, jnp.ones((8, 8, 8))).compile()
+    found = set()
+    for got in collectives_in(compiled):
+        mesh_axes = got.mesh_axes({D: 2, T: 4})
+        for each in (blamed(each, mesh_axes) for each in got.causes):
+            found.add((each.phase, got.collective, ", ".join(mesh_axes), lines[each.place.line]))
+    assert found == named(KEYS[name][0])
+
+
+@pytest.mark.parametrize("column", ["", "\ncolumn: tensor"])
+def test_sum_under_a_signal_is_asked_by_the_key_that_splits_what_is_summed(column):
+    """Two keys may name one mesh axis: a sum is over the devices that hold other rows."""
+    lines = configured(f"store: data\nrow: data{column}")
+
+    def summed(x):
+        with jshard.signal("only"):
+            return jshard.sum(x, 0)
+
+    (line,) = explain(summed, jnp.ones((8, 8)), backward=False).lines
+    assert (line.collective, line.axis, lines[line.place.line]) == (AR, D, "row")
+
+
+def test_cotangent_of_a_tensor_is_moved_by_the_key_backward():
+    lines = configured("column: tensor\nbackward: other", OTHER)
+
+    def placed(x):
+        with jshard.signal("only"):
+            return jnp.sin(jshard.signal.tensor(x))
+
+    x = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(jshard.mesh(), P()))
+    ledger = explain(lambda x: placed(x).sum(), x)
+    told = {(line.phase, line.signal, lines[line.place.line]) for line in ledger if line.via == "redistribute"}
+    assert told == {(B, "only", "backward")}
+
+
+# -- a user's own scopes --
+
+FAKES = ("redistribute", "signal:only", "phase:update", "key:store", "chosen:row", "transpose", "rematted_computation",
+         "checkpoint", "jshard", "jshard[]", "jshard[only]", "jshard[signal]", "jshard[phase=never]", "jshard[word=only]", "store")  # fmt: skip
+
+
+@pytest.mark.parametrize("fake", FAKES)
+def test_scope_of_the_users_neither_fakes_nor_silences_a_cause(fake):
+    """The first collective stands under no signal, the second under one that does not name its axis, the third is asked for."""
+    configured("row: data")
+
+    def body(x):
+        first = all_reduce(x, "tensor")
+        with jshard.signal("only"):
+            return first + all_reduce(x * 2, "tensor"), all_reduce(x * 3, "data")
+
+    def told(x):
+        mapped = jax.shard_map(body, mesh=jshard.mesh(), in_specs=P(D, T), out_specs=(P(D), P(None, T)))
+        return [(line.cause, line.via) for line in explain(mapped, x, backward=False)]
+
+    x = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(jshard.mesh(), P(D, T)))
+    plain = told(x)
+    with jax.named_scope(fake):
+        assert told(x) == plain
+    assert [via for _, via in plain] == ["no signal asked", "no signal asked", ""]
+    stack = f"jit(f)/{fake}/jshard[signal=only]/{fake}/psum"
+    assert cause(stack) == cause("jit(f)/jshard[signal=only]/psum") == Cause(("only",))
+
+
+def test_name_may_hold_what_name_stacks_and_hlo_are_written_with():
+    name = 'a (b):c[d]=e,f%"g"'
+
+    def f(x):
+        with scope(signal=f"{name}/inner", key="row"):
+            return lax.psum(x, D)
+
+    mesh = jax.make_mesh((8,), (D,))
+    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(D), out_specs=P()))
+    x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, P(D)))
+    (got,) = collectives_in(mapped.lower(x).compile())
+    (line,) = explain(mapped, x, backward=False)
+    assert got.causes == (Cause((name, "inner"), key="row"),)
+    assert line.cause.path == (name, "inner")
+
+
+# -- readers --
+
+
+def test_causes_are_read_from_what_xla_keeps():
+    up = "jshard[signal=up]"
+    assert cause(f"jit(f)/jshard[signal=attn]/{up}/jit(layer)/shard_map/psum") == Cause(("attn", "up"))
+    assert cause(f"jit(f)/transpose(jvp({up}))/jvp({up})/psum") == Cause(("up",), B)
+    again = f"jit(f)/transpose(jvp())/checkpoint/rematted_computation/{up}/jshard[key=store]/all_gather"
+    assert cause(again) == Cause(("up",), B, "store", remat=True)
+    assert cause(f"{up}/jshard[reason=redistribute]/all_gather") == Cause(("up",), redistributed=True)
+    assert cause(f"jshard[phase=update]/{up}/mul") == Cause(("up",), U)
+    assert cause(f"{up}/jshard[key=store]/jshard[signal=in]/psum") == Cause(("up", "in"))  # a key is of its own signal
+    assert cause("") == Cause()
+
+
+def test_instruction_that_xla_made_of_several_has_the_cause_of_each():
+    joined = "jit(f)/(transpose(jvp(jshard[signal=up]))/psum:transpose(jvp(jshard[signal=down]))/psum)"
+    assert causes(joined) == (Cause(("up",), B), Cause(("down",), B))
+    assert cause(joined) == Cause()
+    assert cause(joined.replace("down", "up")) == Cause(("up",), B)

@@ -107,7 +107,7 @@ class Difference:
 
     def to_json(self) -> str:
         """One document, `"schema": "jshard.diff/1"`."""
-        from jshard.inspect.ledger.serialize import document_of, line_document
+        from jshard.inspect.ledger.serialize import caused_document, line_document
 
         return json.dumps(
             {
@@ -124,7 +124,7 @@ class Difference:
                     }
                     for change in self.changes
                 ],
-                "left": [{"kind": kind, **document_of(left)} for kind, left in self.left],
+                "left": [{"kind": kind, **caused_document(left)} for kind, left in self.left],
                 "wire": {"before": self.before.total, "after": self.after.total},
                 "memory": {
                     "before": self.before.held,

@@ -27,6 +27,8 @@ def paired(ledger: Ledger, found: Iterable[Got], sizes: Mapping[str, int]) -> tu
                 pairs.add(ask, run, how)
     for run in got:
         if run.left:
+            _across(run, asked, pairs)
+        if run.left:
             _joined(run, asked, pairs)
     for ask in asked:
         if ask.left:
@@ -142,6 +144,27 @@ class Pairs(list[Pair]):
         ask.left -= times
         run.left -= times
         self.append(Pair(ask, run, times, how, run.wire))
+
+
+def _across(run: Run, asked: list[Ask], pairs: Pairs) -> None:
+    """One all-reduce over several mesh axes, where one was asked for along each: a sum of a sum."""
+    parts: list[Ask] = []
+    missing = set(run.axes)
+    for ask in asked:
+        alike = ask.line.collective == run.got.collective == "all_reduce" and ask.elements == run.elements
+        if alike and ask.left and set(ask.axes) <= missing and (_unsigned(ask, run) or _signal(ask, run)):
+            parts.append(ask)
+            missing -= set(ask.axes)
+    if missing or not parts:
+        return
+    times = min(run.left, *(part.left for part in parts))
+    run.left -= times
+    whole, rest = sum(part.line.wire for part in parts), run.wire
+    for part in parts:
+        part.left -= times
+        share = rest if part is parts[-1] else run.wire * part.line.wire // max(1, whole)
+        rest -= share
+        pairs.append(Pair(part, run, times, "merged", share))
 
 
 def _joined(run: Run, asked: list[Ask], pairs: Pairs) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import decoder
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jshard
 from jshard.inspect.compiled.collective import Got
@@ -167,6 +171,37 @@ def test_one_array_behind_the_other_is_merged():
         ("up", 1, 1, "1 merged with others"),
         ("down", 1, 1, "1 merged with others"),
     ]
+
+
+def test_one_sum_over_two_axes_runs_for_one_along_each():
+    asked = [line(elements=1, signal="-"), line(elements=1, signal="-", mesh_axes=("data",), group=2)]
+    both = run(elements=(1,), signal="", members=tuple(range(8)))
+    assert words(asked, [both]) == [("-", 1, 1, "1 merged with others"), ("-", 1, 1, "1 merged with others")]
+    assert compare(Ledger(tuple(asked)), [both], SIZES).got == both.total
+    assert words(asked[:1], [both]) == [("-", 1, 0, "1 dropped"), ("-", 0, 1, "1 that nobody asked for")]
+
+
+def test_sequence_parallel_layout_has_no_red_word():
+    """The loss is summed over both axes at once, as compilers for accelerators do: here they are joined by hand."""
+    keys = {"row": "data", "sequence": "tensor"}
+    signals = {"up": {**keys, "column": "tensor"}, "down": {**keys, "reduction": "tensor"}}
+    jshard.load({"jshard": {"mesh": SIZES}, **signals})
+    try:
+        model = jshard.MLP(8, 16, 8, rngs=nnx.Rngs(0))
+        x = jax.device_put(jnp.ones((4, 8, 8)), jax.NamedSharding(jshard.mesh(), jax.P("data", "tensor")))
+        loss = jax.jit(lambda state, x: jnp.square(nnx.merge(graph, state)(x)).sum())
+        graph, state = nnx.split(model)
+        ledger = explain(loss, state, x, backward=False)
+        found = collectives_in(loss.lower(state, x).compile())
+    finally:
+        unload()
+    scalars = [each for each in found if each.payloads == (4,)]
+    assert len(scalars) == 2
+    one = dataclasses.replace(scalars[0], group=8, members=tuple(range(8)))
+    for got in (found, [each for each in found if each not in scalars] + [one]):
+        comparison = compare(ledger, got, SIZES)
+        assert not {each.kind for _, each in comparison.differences} & {"dropped", "added"}
+        assert {row.collective for row in comparison.rows} == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
 def test_what_a_kernel_declares_is_taken_at_its_word():
