@@ -17,6 +17,7 @@ from jshard.errors import Place
 PHASES = ("forward", "backward", "update")  # in the order of a training step
 FIELDS = frozenset(("signal", "phase", "key", "reason", "chosen"))
 GUARD = re.compile(r"jshard\[([^\]]*)\]")  # `jshard[signal=up]`; what a user types in a scope is left alone
+OP_NAME = re.compile(r'op_name="([^"]*)"')
 Part = tuple[str, str]  # what JAX put on the name stack, a "scope" or a "transform", and its name
 
 
@@ -131,6 +132,12 @@ def _fields(name: str) -> dict[str, str]:
 
 
 # -- what XLA keeps of it --
+
+
+def op_name(text: str) -> str:
+    """Where in the program an instruction comes from, as the metadata in its text says."""
+    found = OP_NAME.search(text)
+    return found[1] if found else ""
 
 
 def causes(op_name: str) -> tuple[Cause, ...]:

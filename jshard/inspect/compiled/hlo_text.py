@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jshard.inspect.compiled.collective import Got
 from jshard.inspect.compiled.replica_groups import members
 from jshard.kernels.collectives import COLLECTIVES, Collective
-from jshard.provenance import cause, split
+from jshard.provenance import cause, op_name, split
 
 KIND_OF = {collective.opcode: collective for collective in COLLECTIVES.values()}
 
@@ -21,7 +21,6 @@ CALLED = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_co
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 CALLED_MANY = re.compile(r"\bcalled_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-OP_NAME = re.compile(r'op_name="([^"]*)"')
 NO_RESULT = frozenset(
     "parameter constant get-tuple-element tuple bitcast broadcast iota partition-id after-all".split()
 )
@@ -116,7 +115,7 @@ class Program:
                 opcode not in NO_RESULT and ARRAY.match(result) and "S(" not in result
             ):  # S(1): a fast memory of its own
                 dtype, shape = ARRAY.findall(result)[0]
-                yield _bytes(dtype, shape), f"{dtype}[{shape}]", _op_name(rest)
+                yield _bytes(dtype, shape), f"{dtype}[{shape}]", op_name(rest)
 
     def check_all_read(self) -> None:
         """No collective may stand where nobody was seen to call it."""
@@ -188,7 +187,7 @@ class Program:
         """The name stack of each array that a collective carries. Of a combined one XLA keeps one, or joins them, but
         those who take the results apart still carry theirs; of a rewritten one the fusion around it, or the
         computation that adds two numbers, may have what is left."""
-        own = _op_name(rest) or _op_name(around)
+        own = op_name(rest) or op_name(around)
         parts = split(own)
         if len(parts) == arrays:
             return parts
@@ -197,15 +196,15 @@ class Program:
             holders = {instruction}
             for other, text in self.computations[name].items():
                 _, opcode, after = _parts(text)
-                if opcode == "get-tuple-element" and _operands(after)[0] in holders and _op_name(after):
+                if opcode == "get-tuple-element" and _operands(after)[0] in holders and op_name(after):
                     index = re.search(r"\), index=(\d+)", after)
                     assert index, text
-                    taken.setdefault(int(index[1]), _op_name(after))
+                    taken.setdefault(int(index[1]), op_name(after))
                 elif opcode.endswith("-done") and _operands(after)[0] in holders:
                     holders.add(other)
         if not own and not taken:
             adds = re.search(r"\bto_apply=%?([\w.\-]+)", rest)
-            inside = map(_op_name, self.computations.get(adds[1], {}).values()) if adds else ()
+            inside = map(op_name, self.computations.get(adds[1], {}).values()) if adds else ()
             own = next((told for told in inside if "/" in told), "")
         return tuple(taken.get(number, own) for number in range(arrays))
 
@@ -236,11 +235,6 @@ def _called(rest: str) -> list[str]:
     for found in (*BRANCHES.findall(rest), *CALLED_MANY.findall(rest)):
         names += [name.strip().lstrip("%") for name in found.split(",")]
     return names
-
-
-def _op_name(text: str) -> str:
-    found = OP_NAME.search(text)
-    return found[1] if found else ""
 
 
 def _payload_arrays(result: str, opcode: str) -> list[tuple[str, int]]:

@@ -27,6 +27,7 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.jaxpr_walk import source_of
 from jshard.inspect.plan.topology import Topology
 from jshard.jaxprs import equations
+from jshard.provenance import op_name
 
 LIMIT = 600  # seconds that a compilation may take
 ENVIRONMENT = {
@@ -280,7 +281,6 @@ def _out_of_memory(said: str) -> tuple[int, int, tuple[Largest, ...]] | None:
     for each in re.split(r"\n\s*\d+\. Size: ", said[found.end() :])[1:]:
         size = re.match(r"[\d.]+[BKMGT]?", each)
         shape = re.search(r"Shape: (\S+?)(?:\{|\s|$)", each)
-        named = re.search(r'op_name="([^"]*)"', each)
         assert size, each
-        largest.append(Largest(_bytes(size[0]), shape[1] if shape else "", named[1] if named else ""))
+        largest.append(Largest(_bytes(size[0]), shape[1] if shape else "", op_name(each)))
     return _bytes(found[1]), _bytes(found[2]), tuple(largest)
