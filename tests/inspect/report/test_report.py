@@ -472,7 +472,7 @@ def test_report_of_a_deep_model_on_a_large_mesh_stays_small():
         for number in range(48)
         for weight in range(16)
     ]  # fmt: skip
-    asked = [line(signal=f"block/w{w}", phase=phase, mesh_axes=(axis,), payload=64 * w)
+    asked = [line(cause=Cause((f"block/w{w}",), phase), mesh_axes=(axis,), payload=64 * w)
              for phase in ("forward", "backward") for _ in range(48) for w in range(16) for axis in sizes]  # fmt: skip
     text = page(Facts("deep", (), grid, tuple(arrays), Ledger(tuple(asked)), ()))
     assert len(text.encode()) < 2_000_000
@@ -683,9 +683,9 @@ def pod(**changes) -> Facts:
         arrays=tuple(laid(path=(LONG, name), signal=LONG, place=place, shape=(8192, 4096), axes=axes, mesh=grid)
                      for name, axes in split.items()),
         ledger=Ledger((
-            line(place=place, signal=LONG, collective="reduce_scatter", mesh_axes=("data",), group=128, payload=2**27, via="redistribute"),
-            line(place=place, signal=LONG, phase="backward", mesh_axes=("tensor",), payload=2**26),
-            line(place=None, signal="-", phase="backward", mesh_axes=("data", "tensor"), group=256, via="no signal asked"),
+            line(cause=Cause((LONG,), place=place, redistributed=True), collective="reduce_scatter", mesh_axes=("data",), group=128, payload=2**27),
+            line(cause=Cause((LONG,), "backward", place=place), mesh_axes=("tensor",), payload=2**26),
+            line(cause=Cause(phase="backward", asked=False), mesh_axes=("data", "tensor"), group=256),
         )),
         texts=(Text(place.source, ("jshard: {mesh: {tensor: 2, data: 128}}", f"{LONG}: {{row: data, reduction: tensor}}")),),
         plan=planned(),
