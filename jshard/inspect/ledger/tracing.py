@@ -52,8 +52,6 @@ def ledger_of(whole: Traced, nodes: Sequence[Any], *, backward: bool | None = No
         with on_mesh(twin):
             jaxpr = _jaxpr(whole.typed_on(twin), backward)
     ledger = read(jaxpr)
-    built_under = {each.signal_path for each in model_arrays(whole.nodes).values()}
-    trains = any(isinstance(node, nnx.Optimizer) for node in whole.nodes)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
     built_under = {each.signal_path for each in model_arrays(nodes).values()}
