@@ -11,6 +11,7 @@ from jshard.kernels.collectives import axis_index as axis_index
 from jshard.kernels.collectives import axis_size as axis_size
 from jshard.kernels.collectives import broadcast as broadcast
 from jshard.kernels.collectives import permute as permute
+from jshard.kernels.collectives import send_recv as send_recv
 from jshard.kernels.fused import all_gather_matmul as all_gather_matmul
 from jshard.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather as all_gather
@@ -18,4 +19,3 @@ from jshard.kernels.gather_scatter import reduce_scatter as reduce_scatter
 from jshard.kernels.kernel_traffic import declare as declare
 from jshard.kernels.local_matmul import matmul as matmul
 from jshard.kernels.select_algorithm import choose as choose
-from jshard.kernels.send import send_recv as send_recv

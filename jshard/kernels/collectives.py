@@ -125,6 +125,22 @@ def permute(
     return lax.ppermute(pvary(x, mesh_axes), *_in_mesh_order(pairs, mesh_axes))
 
 
+def send_recv(x: Array, *, source: int, target: int, axis: MeshAxis) -> Array:
+    """Send the `x` of device `source` along mesh axis `axis` to device `target`; the others keep their own.
+
+    Costs one collective-permute of one pair; so does its gradient, the other way. Several mesh axes count as one, major first.
+    """
+    mesh_axes = canonicalize_mesh_axes("send_recv", axis)
+    size = axis_size(mesh_axes)
+    for role, rank in (("source", source), ("target", target)):
+        _check_rank("send_recv", role, rank, mesh_axes, size)
+    if source == target:
+        return jnp.asarray(x)
+    x = pvary(x, mesh_axes)
+    arrived = permute(x, mesh_axes, pairs=[(source, target)])
+    return jnp.where(axis_index(mesh_axes) == target, arrived, x)
+
+
 def all_to_all(x: Array, mesh_axis: MeshAxis, *, split_axis: int, concat_axis: int) -> Array:
     """Split `x` along `split_axis`, send a part to each device along `mesh_axis`, concatenate along `concat_axis`.
 
@@ -317,7 +333,7 @@ def _check_divides(op_name: str, x: Array, axis: int, mesh_axes: tuple[str, ...]
 def _check_pairs(pairs: Sequence[tuple[int, int]], mesh_axes: tuple[str, ...], size: int) -> None:
     for role, ranks in (("source", [pair[0] for pair in pairs]), ("target", [pair[1] for pair in pairs])):
         for rank in ranks:
-            check_rank("permute", role, rank, mesh_axes, size)
+            _check_rank("permute", role, rank, mesh_axes, size)
             if ranks.count(rank) > 1:
                 raise JShardError(
                     f"permute names {role} {rank} more than once in pairs={list(pairs)}",
@@ -325,8 +341,7 @@ def _check_pairs(pairs: Sequence[tuple[int, int]], mesh_axes: tuple[str, ...], s
                 )
 
 
-def check_rank(op_name: str, role: str, rank: int, mesh_axes: tuple[str, ...], size: int) -> None:
-    """Raise unless the device `rank`, the `role` of `op_name`, is one of `size` along `mesh_axes`."""
+def _check_rank(op_name: str, role: str, rank: int, mesh_axes: tuple[str, ...], size: int) -> None:
     if not 0 <= rank < size:
         fault = f"{op_name} names {role} {rank} over mesh axis {_quoted(mesh_axes)} of size {size}"
         raise JShardError(fault, mend=f"use 0 to {size - 1}")

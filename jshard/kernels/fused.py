@@ -18,12 +18,11 @@ from jshard.errors import JShardError
 from jshard.kernels import collectives
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
-from jshard.kernels.local_matmul import matmul, unsupported_operands
+from jshard.kernels.local_matmul import check_contraction, matmul, unsupported_operands
 from jshard.kernels.select_algorithm import default_algorithm, resolve_algorithm, vmem_budget
 from jshard.kernels.vmap import call_batched
 
 Algorithm = Literal["auto", "fused", "xla"]
-USE_AUTO = 'use algorithm="auto"'
 
 
 def all_gather_matmul(
@@ -42,15 +41,12 @@ def all_gather_matmul(
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather_matmul", x, mesh_axis, axis, "varying")
     _check_operands("all_gather_matmul", x, w, axis, "joins")
-    if (
-        resolve_algorithm("all_gather_matmul", algorithm, x, mesh_axes, lambda: _unsupported(x, w, mesh_axes, 1))
-        == "xla"
-    ):
+    unsupported = lambda: _unsupported(x, w, mesh_axes, 1)
+    if resolve_algorithm("all_gather_matmul", algorithm, x, mesh_axes, unsupported) == "xla":
         full = all_gather(x, mesh_axes, axis=axis, algorithm=default_algorithm("all_gather"))
         return matmul(full, w, out_dtype=out_dtype, algorithm="xla")
-    return _all_gather_matmul(
-        *collectives.pvary_alike(x, w, mesh_axes=mesh_axes), mesh_axes, axis, _dtype(x, w, out_dtype)
-    )
+    x, w = collectives.pvary_alike(x, w, mesh_axes=mesh_axes)
+    return _all_gather_matmul(x, w, mesh_axes, axis, _dtype(x, w, out_dtype))
 
 
 def matmul_reduce_scatter(
@@ -69,18 +65,12 @@ def matmul_reduce_scatter(
     """
     mesh_axes, x, axis = collectives.canonicalize_scatter("matmul_reduce_scatter", x, mesh_axis, axis)
     _check_operands("matmul_reduce_scatter", x, w, axis, "splits")
-    parts = collectives.axis_size(mesh_axes)
-    if (
-        resolve_algorithm(
-            "matmul_reduce_scatter", algorithm, x, mesh_axes, lambda: _unsupported(x, w, mesh_axes, parts)
-        )
-        == "xla"
-    ):
+    unsupported = lambda: _unsupported(x, w, mesh_axes, collectives.axis_size(mesh_axes))
+    if resolve_algorithm("matmul_reduce_scatter", algorithm, x, mesh_axes, unsupported) == "xla":
         partial = matmul(x, w, out_dtype=out_dtype, algorithm="xla")
         return reduce_scatter(partial, mesh_axes, axis=axis, algorithm=default_algorithm("reduce_scatter"))
-    return _matmul_reduce_scatter(
-        *collectives.pvary_alike(x, w, mesh_axes=mesh_axes), mesh_axes, axis, _dtype(x, w, out_dtype)
-    )
+    x, w = collectives.pvary_alike(x, w, mesh_axes=mesh_axes)
+    return _matmul_reduce_scatter(x, w, mesh_axes, axis, _dtype(x, w, out_dtype))
 
 
 def _dtype(x: Array, w: Array, out_dtype: DTypeLike | None) -> Any:
@@ -92,21 +82,17 @@ def _check_operands(op: str, x: Array, w: Array, axis: int, verb: str) -> None:
         raise JShardError(
             f"{op} {verb} axis {axis} of x{x.shape}, which is the one that is multiplied", mend="use axis=0"
         )
-    if not w.ndim or x.shape[-1] != w.shape[0]:
-        raise JShardError(
-            f"{op} of x{x.shape} and w{w.shape}: the last axis of x does not match the first of w",
-            mend="use a w with as many rows as x has columns",
-        )
+    check_contraction(op, x, w)
 
 
 def _unsupported(x: Array, w: Array, mesh_axes: tuple[str, ...], parts: int) -> tuple[str, str] | None:
     """Say why the kernels can't take the operands, and what to type instead. Rows of x are made of `parts` devices' here."""
     rows = math.prod(x.shape[:-1]) // parts
-    if (reason := unsupported_operands(x, w)) is not None:
-        return reason
+    if (found := unsupported_operands(x, w)) is not None:
+        return found
     if collectives.axis_size(mesh_axes) > 1 and not _tile(rows, w.shape[0], w.shape[1], x.dtype):
         fault = f"{rows} rows of {x.shape[-1]} numbers from each device do not fit {vmem_budget():,} bytes of VMEM"
-        return fault, f"split the rows further, or {USE_AUTO}"
+        return fault, 'split the rows further, or use algorithm="auto"'
     return None
 
 
@@ -126,10 +112,8 @@ def _all_gather_matmul_fwd(x, w, mesh_axes, axis, out):
 def _all_gather_matmul_bwd(mesh_axes, axis, out, residuals, cotangent):
     gathered, w = residuals
     cotangent = cotangent.astype(gathered.dtype)
-    return (
-        _scatter(cotangent, w.T, mesh_axes, axis, gathered.dtype),
-        _gradient_of_w(gathered, cotangent, w.dtype),
-    )
+    gradient_of_x = _scatter(cotangent, w.T, mesh_axes, axis, gathered.dtype)
+    return gradient_of_x, _gradient_of_w(gathered, cotangent, w.dtype)
 
 
 _all_gather_matmul.defvjp(_all_gather_matmul_fwd, _all_gather_matmul_bwd)
@@ -155,7 +139,7 @@ _matmul_reduce_scatter.defvjp(
 
 
 def _gradient_of_w(x: Array, y: Array, dtype: Any) -> Array:
-    rows = tuple(range(x.ndim - 1))
+    rows = tuple(range(x.ndim - 1))  # contracted; both operands have all of them here, so nothing moves
     accumulator = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else None
     return jax.lax.dot_general(x, y, ((rows, rows), ((), ())), preferred_element_type=accumulator).astype(dtype)
 
@@ -220,12 +204,10 @@ def _pad_to_tiles(parts: Array, w: Array) -> tuple[Array, Array, int]:
 
 
 def _tile(rows: int, inputs: int, outputs: int, dtype: Any) -> int:
-    """Return the columns of a tile; 0 if either kernel has none that fits, as its gradient is the other kernel."""
+    """Return the columns of a tile; 0 if none fits, or none for the gradient, which is the other kernel with w.T."""
     from jshard.kernels.tiles import LANES, round_up, sublanes
     from jshard.kernels.tpu.fused import columns
 
     half, itemsize = round_up(-(-rows // 2), sublanes(dtype)), jnp.dtype(dtype).itemsize
-    of_gradient = columns(
-        half, round_up(outputs, LANES), inputs, itemsize, vmem_budget()
-    )  # inputs and outputs change over
-    return columns(half, round_up(inputs, LANES), outputs, itemsize, vmem_budget()) if of_gradient else 0
+    fits = lambda k, n: columns(half, round_up(k, LANES), n, itemsize, vmem_budget())
+    return fits(inputs, outputs) if fits(outputs, inputs) else 0

@@ -43,11 +43,7 @@ def matmul(
     the sum stays in float32 until they are applied, and is rounded once to `out_dtype`. "pallas" always sums in float32, and
     takes a w of two axes.
     """
-    if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
-        raise JShardError(
-            f"matmul of x{x.shape} and w{w.shape}: the last axis of x does not match the first of w",
-            mend="use a w with as many rows as x has columns",
-        )
+    check_contraction("matmul", x, w)
     if activation is not None and activation not in ACTIVATIONS:
         use = f"use {', '.join(ACTIVATIONS)}, or apply it to the product"
         raise JShardError(f'matmul has no activation "{activation}"', mend=did_you_mean(activation, ACTIVATIONS, use))
@@ -59,6 +55,15 @@ def matmul(
         out = out if preferred_element_type is None else preferred_element_type
         return _pallas(x, w, bias, activation, jnp.dtype(out))
     return _xla(x, w, bias, activation, out_dtype, precision, preferred_element_type)
+
+
+def check_contraction(op_name: str, x: Array, w: Array) -> None:
+    """Raise unless the last axis of `x` and the first of `w` have one size."""
+    if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
+        raise JShardError(
+            f"{op_name} of x{x.shape} and w{w.shape}: the last axis of x does not match the first of w",
+            mend="use a w with as many rows as x has columns",
+        )
 
 
 def _xla(x, w, bias, activation, out_dtype, precision, preferred) -> Array:
