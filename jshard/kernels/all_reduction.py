@@ -62,6 +62,7 @@ def all_reduce_coalesced(arrays: tuple[Array, ...], mesh_axis: MeshAxis, *, algo
 def _buckets(arrays: Sequence[Array]) -> Iterator[list[int]]:
     """Group the numbers of small arrays by dtype, the smallest first, up to `BUCKET_BYTES` each."""
     by_dtype: dict[Any, list[int]] = {}
+    # The smallest first: most collectives are saved for the fewest bytes that are copied into one array.
     for number in sorted(range(len(arrays)), key=lambda number: arrays[number].size):
         by_dtype.setdefault(arrays[number].dtype, []).append(number)
     for numbers in by_dtype.values():
@@ -73,7 +74,7 @@ def _buckets(arrays: Sequence[Array]) -> Iterator[list[int]]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _all_reduce(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
-    return call_batched(lambda x, _: _kernel(x, mesh_axes, algorithm), x, 0)
+    return call_batched(lambda x, _: _kernel(x, mesh_axes, algorithm), x, 0)  # a batch is summed like any array
 
 
 def _all_reduce_bwd(mesh_axes: tuple[str, ...], algorithm: str, _: None, cotangent: Array) -> tuple[Array]:

@@ -33,7 +33,7 @@ class Collective:
     primitives: frozenset[str]
     opcode: str
     payload: Literal["operand", "result"]
-    parts: Callable[[int], int]  # of the group: how many n-ths of the payload a device sends
+    parts: Callable[[int], int]  # of n devices: how many n-ths of the payload each sends
 
     def wire(self, payload: int, group: int) -> int:
         """Return the bytes that one device sends, rounded up; a group of one sends none."""
@@ -89,7 +89,7 @@ def all_gather(
     its gradient is a slice and moves nothing. Several mesh axes take one gather each, the minor (last) one first.
     """
     mesh_axes, x, axis = canonicalize_gather("all_gather", x, mesh_axis, axis, result)
-    for name in reversed(mesh_axes):
+    for name in reversed(mesh_axes):  # the minor one first: its shards are next to each other in the result
         to = "varying" if result == "varying" else "invarying"
         x = lax.all_gather(pvary(x, (name,)), name, axis=axis, tiled=True, to=to)
     return x
@@ -138,7 +138,7 @@ def send_recv(x: Array, *, source: int, target: int, axis: MeshAxis) -> Array:
         return jnp.asarray(x)
     x = pvary(x, mesh_axes)
     arrived = permute(x, mesh_axes, pairs=[(source, target)])
-    return jnp.where(axis_index(mesh_axes) == target, arrived, x)
+    return jnp.where(axis_index(mesh_axes) == target, arrived, x)  # permute gave the others zeros
 
 
 def all_to_all(x: Array, mesh_axis: MeshAxis, *, split_axis: int, concat_axis: int) -> Array:
@@ -238,7 +238,7 @@ def pvary(x: Array, mesh_axes: tuple[str, ...]) -> Array:
 def pvary_alike(*arrays: Array, mesh_axes: tuple[str, ...] = ()) -> list[Array]:
     """Mark arrays as varying over the mesh axes of all of them, and over `mesh_axes`.
 
-    A custom gradient gives each operand a cotangent computed from all: only so does its type fit the operand's.
+    A custom gradient computes each operand's cotangent from all operands: only so does it have the operand's type.
     """
     names = tuple(sorted({*mesh_axes}.union(*(jax.typeof(x).mat.varying for x in arrays))))
     return [pvary(x, names) for x in arrays]

@@ -71,7 +71,7 @@ def _gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int) -> Array:
     from jshard.kernels.tpu.dma import Group
 
     full = jnp.moveaxis(x, axis, 0)
-    for name in reversed(mesh_axes):
+    for name in reversed(mesh_axes):  # the minor one first: its shards are next to each other in the result
         group = Group.of((name,))
         if group.size > 1:
             payload = jax.ShapeDtypeStruct((group.size, *full.shape), full.dtype)

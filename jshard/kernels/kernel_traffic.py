@@ -19,7 +19,7 @@ from jshard.chips import Chip
 from jshard.errors import JShardError
 from jshard.kernels.collectives import COLLECTIVES
 
-KEY = "jshard"
+KEY = "jshard"  # of pallas_call's metadata, which other tools may write to as well
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,7 @@ def _product_bwd(activation: str | None, out_dtype, residuals, cotangent: Array)
     if activation is not None:
         pre_activation = _kernel(x, w, bias, None, jnp.dtype(jnp.float32))
         cotangent = jax.vjp(ACTIVATIONS[activation], pre_activation)[1](cotangent.astype(jnp.float32))[0]
-    narrow = cotangent.astype(x.dtype)
+    narrow = cotangent.astype(x.dtype)  # the kernel takes operands of one dtype
     return (
         _kernel(narrow, w.T, None, None, x.dtype),
         _kernel(x.T, narrow, None, None, w.dtype),
@@ -143,7 +143,7 @@ def _on_gpu(x: Array, w: Array, bias: Array | None, activation: str | None, out_
 
     def batch(size: int, batched: list[bool], *operands: Array) -> tuple[Array, bool]:
         x, *others = operands
-        if not any(batched[1:]):
+        if not any(batched[1:]):  # only x has a batch: its examples are more rows
             return run(x.reshape(-1, x.shape[-1]), *others).reshape(*x.shape[:-1], -1), True
         full = [
             operand if has_batch else jnp.broadcast_to(operand, (size, *operand.shape))

@@ -1,4 +1,4 @@
-"""Select the algorithm of an op: by one table, each row with the figure that it rests on, unless the caller names one."""
+"""Select the algorithm of an op: the one that the caller names, or "auto" by one table, each row with its source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Choice:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A choice for `ops` on `chips`, for groups of `least` to `most` devices, payloads of up to `up_to` bytes, and if `when`
-    is given for arrays of which it is true. The first row that applies counts."""
+    is given for arrays of which it is true."""
 
     ops: str
     chips: str
@@ -93,7 +93,7 @@ def _own(group: int, one: int, two: int) -> tuple[Row, ...]:
     return rows
 
 
-TABLE = (
+TABLE = (  # the first row that applies counts
     Row("any", "any", _xla("a group of one moves nothing", "arithmetic"), 0, 1),
     Row(
         "all_reduce",
@@ -214,15 +214,15 @@ def _refusal(
     use_auto = 'use algorithm="auto"'
     if algorithm == "in_order":  # XLA's all-to-all and additions: it runs on every chip
         return None if unsupported is None else unsupported()
-    here = chips.present_chip()
-    if here.platform == "gpu" and op == "matmul":
-        if here.gpu.get("major") not in GPU_GENERATIONS:
-            able = [chip.name for chip in chips.CHIPS.values() if chip.gpu.get("major") in GPU_GENERATIONS]
-            return f"its kernel drives {', '.join(able)}, and this is {here.name}", use_auto
-    elif here.platform == "gpu" or (here.platform != "tpu" and chips.interpretation() is None):
+    chip = chips.present_chip()
+    if chip.platform == "gpu" and op == "matmul":
+        if chip.gpu.get("major") not in GPU_GENERATIONS:
+            able = [each.name for each in chips.CHIPS.values() if each.gpu.get("major") in GPU_GENERATIONS]
+            return f"its kernel drives {', '.join(able)}, and this is {chip.name}", use_auto
+    elif chip.platform == "gpu" or (chip.platform != "tpu" and chips.interpretation() is None):
         drives = "a TPU or a GPU" if op == "matmul" else "a TPU"
-        return f"its kernel drives {drives}, and this is {here.name}", f"{use_auto}, or try it in kernels.interpret()"
-    known, of = _dtypes(op, here), {"v4": " on v4"}.get(here.name, " on a GPU" if here.platform == "gpu" else "")
+        return f"its kernel drives {drives}, and this is {chip.name}", f"{use_auto}, or try it in kernels.interpret()"
+    known, of = _dtypes(op, chip), {"v4": " on v4"}.get(chip.name, " on a GPU" if chip.platform == "gpu" else "")
     if str(x.dtype) not in known:
         return f"its kernel takes {', '.join(known)}{of}, and x is {x.dtype}", f"cast x, or {use_auto}"
     mesh = jax.sharding.get_abstract_mesh()
@@ -242,7 +242,7 @@ def _refusal(
     if algorithm == "torus" and len(mesh_axes) < 2:
         return f'a torus has several mesh axes, and "{"".join(mesh_axes)}" is one', 'use algorithm="ring"'
     if algorithm == "one_shot":
-        budget, need = _vmem(here), (group + 2) * x.size * x.dtype.itemsize
+        budget, need = _vmem(chip), (group + 2) * x.size * x.dtype.itemsize
         if need > budget:
             return (
                 f"{x.size * x.dtype.itemsize:,} bytes from each of {group} devices need {need:,} bytes of VMEM, and "

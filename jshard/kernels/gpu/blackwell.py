@@ -34,9 +34,9 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out
             plgpu.SMEM((tile.stages, tile.depth, tile.columns), x_mk.dtype, transforms=pieces),
             plgpu.TMEM((tile.rows, tile.columns), jnp.float32),
             plgpu.SMEM((2, tile.rows, wide), out.dtype, transforms=swizzled(wide, out.dtype)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-            plgpu.Barrier(num_barriers=tile.stages, orders_tensor_core=True),
-            plgpu.Barrier(orders_tensor_core=True),
+            plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),  # arrived: a tile of x and one of w
+            plgpu.Barrier(num_barriers=tile.stages, orders_tensor_core=True),  # read: the slot may be loaded again
+            plgpu.Barrier(orders_tensor_core=True),  # done: all is summed
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
@@ -69,6 +69,7 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
         def multiply(step: Any, _: None) -> None:
             slot = lax.rem(step, tile.stages)
             plgpu.barrier_wait(arrived.at[slot])
+            # the first product overwrites what tensor memory held
             plgpu.tcgen05_mma(total, xs.at[slot], ws.at[slot], read.at[slot], accumulate=step > 0)
 
         lax.fori_loop(0, steps, multiply, None)
@@ -77,4 +78,4 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
         for piece in range(tile.columns // wide):
             sums = plgpu.async_load_tmem(total.at[:, pl.ds(piece * wide, wide)])
             write_out(sums, b_ref, epilogue, outgoing.at[piece % 2], y_ref, rows, j * tile.columns + piece * wide)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0)  # a block that ends gives up its shared memory

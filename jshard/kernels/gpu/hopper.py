@@ -49,7 +49,7 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
                 plgpu.BlockSpec((tile.rows, tile.depth), lambda s: (0, s), **in_shared),
                 plgpu.BlockSpec((tile.depth, tile.columns), lambda s: (s, 0), **in_shared),
             ],
-            memory_registers=40,
+            memory_registers=40,  # the warpgroup that loads computes nothing: the others get its registers
             max_concurrent_steps=tile.stages,
             num_compute_wgs=2,
             wg_axis="group",
@@ -72,7 +72,7 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
 
             def multiply(_: Any, x_tile: Any, w_tile: Any, total: Any) -> Any:
                 plgpu.wgmma(total, x_tile, w_tile.at[:, mine])
-                plgpu.wgmma_wait(0)
+                plgpu.wgmma_wait(0)  # the pipeline refills the slot that was read
                 return total
 
             def sum_and_write(products: Any) -> None:
@@ -87,4 +87,4 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
 
             pipeline(multiply, sum_and_write)(x_ref.at[rows, :], w_ref.at[:, columns], allocations=buffers)
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0)  # a block that ends gives up its shared memory

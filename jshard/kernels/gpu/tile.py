@@ -58,7 +58,7 @@ def write_out(sums: Array, bias_ref: Any, epilogue: Epilogue, slot: Any, y_ref: 
         sums += lax.broadcast_in_dim(_load(bias_ref, start, size), sums.shape, (1,))
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before last is done: it was from this slot
     slot[...] = epilogue(sums).astype(y_ref.dtype)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # what threads wrote is visible to the copy
     plgpu.copy_smem_to_gmem(slot, y_ref.at[rows, pl.ds(start, size)])
 
 

@@ -44,7 +44,7 @@ def _one_shot(coordinates_ref, x_ref, y_ref, slots, sems, *, group: Group, round
         return dma.remote_copy(x_ref, slots.at[rank], sems, group.device_id(group.shift(rank, by)))
 
     def run_round(_: Any) -> None:
-        slots[rank] = x_ref[...]
+        slots[rank] = x_ref[...]  # one's own takes its turn in the sum
         dma.copy_to_everyone(group, push)
         dma.in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
         dma.barrier(group, rank, "everyone")  # all have read their slots: the next round, or call, may overwrite them
@@ -74,14 +74,14 @@ def two_shot(x: Array, group: Group, payload: Any) -> Array:
 def _two_shot(coordinates_ref, x_ref, y_ref, slots, scatter_sems, gather_sems, *, group: Group) -> None:
     group, rank = group.inside_kernel(coordinates_ref)
     dma.barrier(group, rank, "everyone")
-    slots[rank] = x_ref[rank]
+    slots[rank] = x_ref[rank]  # one's own takes its turn in the sum
 
     def scatter(by: Any) -> Any:
         peer = group.shift(rank, by)
         return dma.remote_copy(x_ref.at[peer], slots.at[rank], scatter_sems, group.device_id(peer))
 
     def gather(by: Any) -> Any:
-        mine = y_ref.at[rank]
+        mine = y_ref.at[rank]  # the sum has the same place on all devices
         return dma.remote_copy(mine, mine, gather_sems, group.device_id(group.shift(rank, by)))
 
     dma.copy_to_everyone(group, scatter)
@@ -100,6 +100,7 @@ def bidirectional_ring(x: Array, group: Group, payload: Any) -> Array:
         wire=2 * (n - 1) * half * (accumulator.itemsize + x.dtype.itemsize),
         vmem=x.size * (2 * x.dtype.itemsize + accumulator.itemsize),
     )
+    # The two halves have semaphores of their own: a neighbour that is ahead may gather while this device still scatters.
     scratch = [pltpu.VMEM(x.shape, accumulator), ring.semaphores(n), ring.semaphores(n)]
     return _launch(functools.partial(_bidirectional_ring, group=group), x, group, cost, scratch)
 

@@ -67,7 +67,7 @@ class Group:
 
     def device_id(self, rank: Any) -> Any:
         """Return the mesh coordinates of the group's device `rank`, as Pallas's `device_id` takes them."""
-        index = dict(zip(self.other_axes, self.other_indices, strict=True))
+        index = dict(zip(self.other_axes, self.other_indices, strict=True))  # the group shares these
         for name, size in zip(reversed(self.mesh_axes), reversed(self.sizes), strict=True):
             index[name] = lax.rem(rank, size) if len(self.sizes) > 1 else rank
             rank = lax.div(rank, size) if len(self.sizes) > 1 else rank
@@ -75,9 +75,8 @@ class Group:
 
     def shift(self, rank: Any, by: Any) -> Any:
         """Return the rank `by` places after `rank` around the ring; `by` is at least minus the group's size."""
-        return lax.rem(
-            rank + by + self.size, self.size
-        )  # rem keeps the sign of what it divides: never give it a negative
+        # rem has the sign of its first operand, which must therefore not be negative
+        return lax.rem(rank + by + self.size, self.size)
 
     def next_device(self, rank: Any, direction: Any) -> Any:
         """Return the device that a ring sends to: the next rank in direction 0, the one before in direction 1."""
@@ -103,7 +102,7 @@ def barrier(group: Group, rank: Any, who: Literal["everyone", "neighbours"]) -> 
     if who == "neighbours":  # a ring writes to two devices only
         for by in (1, -1):
             pl.semaphore_signal(semaphore, 1, device_id=group.device_id(group.shift(rank, by)))
-        pl.semaphore_wait(semaphore, 2)
+        pl.semaphore_wait(semaphore, 2)  # of two devices both neighbours are the other one, which signals twice
         return
     fori(1, group.size, lambda by: pl.semaphore_signal(semaphore, 1, device_id=group.device_id(group.shift(rank, by))))
     pl.semaphore_wait(semaphore, group.size - 1)

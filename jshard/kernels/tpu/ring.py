@@ -45,18 +45,18 @@ def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sems: Semaphores) -
     def copy(direction: int, step: Any) -> Any:
         return ring_copy(group, rank, slots.at[step, direction], slots.at[step + 1, direction], sems, step, direction)
 
-    for direction in (0, 1):
+    for direction in (0, 1):  # slot 0 is what this device sends first, slot s + 1 what arrives in step s
         mine = part(direction, 0)
         dma.in_blocks(rows, lambda r, d=direction, mine=mine: _store(slots.at[0, d], r, x_ref[mine, d, r, :]))
         copy(direction, 0).start()
 
     def add_and_pass_on(step: Any) -> None:
-        for direction in (0, 1):
+        for direction in (0, 1):  # while one direction is added, the other one's numbers travel
             copy(direction, step).wait_recv()
             mine, slot = part(direction, step + 1), slots.at[step + 1, direction]
             dma.in_blocks(rows, lambda r, mine=mine, slot=slot, d=direction: _add(slot, r, x_ref[mine, d, r, :]))
 
-            @pl.when(step + 1 < n - 1)
+            @pl.when(step + 1 < n - 1)  # in the last step the sum is this device's own
             def _(direction: int = direction) -> None:
                 copy(direction, step + 1).start()
 
@@ -150,6 +150,6 @@ def all_gather(x: Array, group: Group, payload: Any) -> Array:
 def _all_gather(coordinates_ref, x_ref, y_ref, copied, sems, *, group: Group) -> None:
     group, rank = group.inside_kernel(coordinates_ref)
     dma.barrier(group, rank, "neighbours")
-    dma.copy_locally(x_ref, y_ref.at[rank], copied)
+    dma.copy_locally(x_ref, y_ref.at[rank], copied)  # a part has one place on all devices, and is sent from there
     gather(group, rank, y_ref, sems)
     dma.barrier(group, rank, "neighbours")
