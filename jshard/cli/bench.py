@@ -1,4 +1,4 @@
-"""jshard bench kernels: the collectives or products timed on the devices at hand, or held against XLA's there."""
+"""jshard bench kernels: time the collectives or products on the devices at hand, or test them there against XLA's."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ def run(
     sides: Sequence[int] | None = None,
     axis: str | None = None,
     mesh: dict[str, int] | None = None,
-    dtype: str = "bfloat16",
     repeats: int = 20,
     csv_file: str | None = None,
     plot: str | None = None,
     self_test: bool = False,
 ) -> int:
-    """Times all-reduce, reduce-scatter and all-gather by every algorithm that compiles for the devices at hand; with
-    `sides`, or where there is one device, the product instead. With `self_test` holds each kernel against XLA's. The exit
-    status is 1 when something is wrong."""
+    """Time all-reduce, reduce-scatter and all-gather by every algorithm that compiles for the devices at hand.
+
+    With `sides`, or on one accelerator, time the matrix product instead. With `self_test` compare each kernel with XLA's, and
+    return 1 if a number differs.
+    """
     import jax
 
     from jshard.kernels import measure, product_times
@@ -84,12 +85,12 @@ def run(
         for side in sides:
             if side < 1:
                 raise JShardError(f"a square matrix of {side} rows holds nothing to multiply", mend="use --side 1024")
-        said = f"{kind}, jax {jax.__version__}; products of {dtype}"
-        found = product_times.measure(sides, dtype=dtype, repeats=repeats)
+        said = f"{kind}, jax {jax.__version__}; products of bfloat16"
+        found = product_times.measure(sides, repeats=repeats)
         columns, cells = PRODUCT_COLUMNS, product_rows(found)
         lines = points((f"{t.epilogue} {t.algorithm}", t.side, t.median) for t in found)
     else:
-        timings = measure.measure(devices, axis, amounts, dtype=dtype, repeats=repeats)
+        timings = measure.measure(devices, axis, amounts, repeats=repeats)
         columns, cells = COLUMNS, rows(timings)
         lines = points((f"{t.op} {t.algorithm}", t.payload, t.median) for t in timings)
     if not first:

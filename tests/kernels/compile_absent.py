@@ -22,7 +22,7 @@ MANY = [
 ]
 
 
-def compile_for(topology, sizes, body, shape, dtype, said):
+def compile_for(topology, sizes, body, shape, dtype, label):
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     explicit = (AxisType.Explicit,) * len(sizes)
     mesh = jax.sharding.Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=explicit)
@@ -32,7 +32,7 @@ def compile_for(topology, sizes, body, shape, dtype, said):
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
     compiled = run.lower(x).compile()
     assert "tpu_custom_call" in compiled.as_text()
-    print(f"compiled {said} for {topology} in {time.monotonic() - begun:.1f} s", flush=True)
+    print(f"compiled {label} for {topology} in {time.monotonic() - begun:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def product(bias, activation, out_dtype):
     return run
 
 
-def said(compile_):
-    """What a compilation writes to standard output and error, whoever writes it."""
+def output_of(compile_):
+    """Return what a compilation writes to standard output and error, its child processes too."""
     with tempfile.TemporaryFile() as file:
         kept = [os.dup(1), os.dup(2)]
         try:
@@ -77,7 +77,7 @@ def compiled(chip, name):
     square = operand((SIZE, SIZE), jnp.bfloat16)
     run = jax.jit(jax.shard_map(product(*PRODUCTS[name]), mesh=mesh, in_specs=P(), out_specs=P()))
     lowered = run.lower(square, square, operand((SIZE,), jnp.bfloat16))
-    text = said(lowered.compile)
+    text = output_of(lowered.compile)
     used = max(int(each) for each in re.findall(r"Used (\d+) registers", text))
     spilled = sum(int(each) for each in re.findall(r"(\d+) bytes spill", text))
     products = re.findall(r"wgmma\.mma_async|tcgen05\.mma", text)

@@ -87,9 +87,9 @@ class Contract:
 
     def check_value(self, mesh, case):
         sizes, axes, shape, dtype = case
-        whole = parts(sizes, axes, shape, dtype)
+        numbers = parts(sizes, axes, shape, dtype)
         here = mesh(**sizes)
-        x = placed(whole.astype(jnp.dtype(dtype)), here, axes)
+        x = placed(numbers.astype(jnp.dtype(dtype)), here, axes)
 
         def body(x):
             y = self.summed(x[0], axes)
@@ -99,7 +99,7 @@ class Contract:
         specs = (P(), P(axes), P(axes))
         run = jax.jit(jax.shard_map(body, mesh=here, in_specs=P(axes), out_specs=specs))
         y, every, unchanged = run(x)
-        expected = whole.sum(0).astype(jnp.dtype(dtype))
+        expected = numbers.sum(0).astype(jnp.dtype(dtype))
         assert y.dtype == jnp.dtype(dtype) and y.shape == shape
         np.testing.assert_array_equal(y, expected)
         for each in np.asarray(every):
@@ -322,7 +322,7 @@ def test_equal_calls_share_one_trace(mesh, interpreted):
     [
         ("one_shot", 3 * 8 * 128 * 4),  # one padded tile to each of three
         ("two_shot", 2 * 3 * 8 * 128 * 4),  # a tile for each part
-        ("ring", 2 * 3 * 2 * 8 * 128 * 4),  # a tile for each part and way
+        ("ring", 2 * 3 * 2 * 8 * 128 * 4),  # a tile for each part and direction
     ],
 )
 def test_ledger_has_the_algorithm_and_the_bytes(mesh, algorithm, wire):

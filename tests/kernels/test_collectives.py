@@ -202,8 +202,8 @@ def test_all_gather_invariant_has_a_slice_for_its_gradient(mesh):
     for result in ("varying", "invariant"):
 
         def local(x, w, result=result):
-            whole = kernels.all_gather(x, "tensor", axis=1, result=result)
-            y = (whole * w).sum()
+            full = kernels.all_gather(x, "tensor", axis=1, result=result)
+            y = (full * w).sum()
             return y if result == "invariant" else kernels.all_reduce(y, "tensor", op="mean")
 
         f = jax.shard_map(

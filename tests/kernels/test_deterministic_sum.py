@@ -66,10 +66,10 @@ def test_scatter_in_order_and_the_gradient_of_a_gather_are_those_of_one_process_
     def moved(algorithm):
         def f(x):
             part = kernels.reduce_scatter(x, axes, axis=0, algorithm=algorithm)
-            whole, pull = jax.vjp(lambda x: kernels.all_gather(x, axes, axis=1, algorithm=algorithm), x)
-            (gradient,) = pull(whole * jax.lax.pcast(jnp.asarray(1.5, dtype), axes, to="varying"))
+            full, vjp = jax.vjp(lambda x: kernels.all_gather(x, axes, axis=1, algorithm=algorithm), x)
+            (gradient,) = vjp(full * jax.lax.pcast(jnp.asarray(1.5, dtype), axes, to="varying"))
             (back,) = jax.vjp(lambda x: kernels.reduce_scatter(x, axes, axis=0, algorithm=algorithm), x)[1](part)
-            return part, whole, gradient, back
+            return part, full, gradient, back
 
         return jax.jit(jax.shard_map(f, mesh=built, in_specs=P(axes), out_specs=P(axes)))
 
@@ -128,11 +128,11 @@ def test_layers_that_sum_in_order_learn_bitwise_the_same_and_sum_small_gradients
 def test_sums_between_processes_are_taken_in_order(monkeypatch):
     monkeypatch.setattr(sys.modules["jshard.kernels.select_algorithm"], "between_processes", lambda: True)
 
-    def taken(op):
+    def resolved(op):
         return [kernels.choose(op, shape=(8,), dtype="float32", group=n, chip="cpu").algorithm for n in (2, 3)]
 
-    assert taken("all_reduce") == ["xla", "in_order"]
-    assert taken("reduce_scatter") == taken("all_gather") == ["in_order", "in_order"]
+    assert resolved("all_reduce") == ["xla", "in_order"]
+    assert resolved("reduce_scatter") == resolved("all_gather") == ["in_order", "in_order"]
     _, lines = learned("auto")
     assert [each[1] for each in lines].count("all_to_all") == 3
     with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}}, **STORED}):
@@ -159,8 +159,8 @@ def test_sum_in_order_takes_no_max():
     f = jax.shard_map(
         lambda x: kernels.all_reduce(x, "t", op="max", algorithm="in_order"), mesh=mesh, in_specs=P("t"), out_specs=P()
     )
-    with pytest.raises(JShardError) as told:
+    with pytest.raises(JShardError) as error:
         f(x)
     assert (
-        str(told.value) == 'all_reduce can\'t run by "in_order": a kernel adds, and takes no max; use algorithm="auto"'
+        str(error.value) == 'all_reduce can\'t run by "in_order": a kernel adds, and takes no max; use algorithm="auto"'
     )

@@ -127,7 +127,7 @@ def test_gradient_of_each_is_the_other(mesh):
         body = jax.shard_map(jax.grad(loss, (0, 1)), mesh=here, in_specs=P("t"), out_specs=P("t"))
         with kernels.interpret():
             jaxpr = jax.make_jaxpr(body)(split, split)
-        assert [told["op"] for told in pallas_calls(jaxpr)] == [name, dual]
+        assert [entry["op"] for entry in pallas_calls(jaxpr)] == [name, dual]
 
 
 def test_batch_of_vmap_is_one_kernel_and_several_kernels_are_refused(mesh, interpreted):

@@ -40,9 +40,9 @@ def copied(x_ref, o_ref, done):
     copy.wait()
 
 
-whole = pl.BlockSpec(memory_space=pl.ANY)
+in_any_memory = pl.BlockSpec(memory_space=pl.ANY)
 # check_vma is off around these: a bare pallas_call has no type of what varies.
-moved = functools.partial(kernel, in_specs=[whole], out_specs=whole)
+moved = functools.partial(kernel, in_specs=[in_any_memory], out_specs=in_any_memory)
 
 
 def on(mesh, body):
@@ -102,11 +102,11 @@ def test_declared_traffic_has_its_signal_and_yaml_line(tmp_path, monkeypatch):
 
 def test_kernel_that_sends_and_declares_nothing_is_refused(mesh):
     body = functools.partial(moved, body=sent_to_the_next, scratch_shapes=[pltpu.SemaphoreType.DMA] * 2, name="sender")
-    with pytest.raises(JShardError) as told:
+    with pytest.raises(JShardError) as error:
         read(on(mesh(data=2, tensor=4), body))
-    place = str(told.value).split("(")[1].split(")")[0]
+    place = str(error.value).split("(")[1].split(")")[0]
     assert place.startswith("test_kernel_traffic.py:")
-    assert str(told.value) == (
+    assert str(error.value) == (
         f"kernel sender ({place}) sends to other devices and declares nothing, so its traffic can't be told; give its "
         "pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)"
     )
@@ -121,19 +121,19 @@ def test_declaration_over_a_mesh_axis_that_is_not_there_is_refused(mesh):
     def body(x):
         return kernel(x, name="summer", metadata=declare("all_reduce", "model", x, algorithm="ring", wire=96))
 
-    with pytest.raises(JShardError) as told:
+    with pytest.raises(JShardError) as error:
         read(on(mesh(data=2, tensor=4), body))
-    place = str(told.value).split("(")[1].split(")")[0]
-    assert str(told.value) == (
+    place = str(error.value).split("(")[1].split(")")[0]
+    assert str(error.value) == (
         f'kernel summer ({place}) declares traffic over mesh axis "model", which is not one of the shard_map around it; use '
         "data or tensor"
     )
 
 
 def test_declaration_of_an_unknown_collective_is_refused():
-    with pytest.raises(JShardError) as told:
+    with pytest.raises(JShardError) as error:
         declare("sum", "tensor", jnp.ones(4), algorithm="ring", wire=0)
-    assert str(told.value) == (
+    assert str(error.value) == (
         'a kernel declares "sum", which names no collective of the ledger; use one of all_reduce, all_gather, '
         "reduce_scatter, all_to_all, permute, broadcast"
     )

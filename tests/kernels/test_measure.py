@@ -90,7 +90,7 @@ def test_bandwidth_counts_what_must_travel():
         ),
     ],
 )
-def test_what_can_not_be_measured_is_told(call, sentence):
+def test_what_can_not_be_measured_is_refused(call, sentence):
     with pytest.raises(JShardError) as error:
         call()
     assert str(error.value) == sentence

@@ -1,4 +1,4 @@
-"""Which algorithm is taken, why, and what is said of one that can't be."""
+"""The algorithm that is selected, why, and the sentence of one that can't run."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_choice_is_that_of_the_table(op, kib, group, chip, algorithm, reason):
     ("chip", "columns"), [("v4", 5500), ("v5e", 3940), ("v5p", 4590), ("v6e", 9180), ("tpu7x", 23_070)]
 )
 def test_fused_scatter_is_taken_where_its_products_hide_what_float32_adds(chip, columns):
-    def taken(columns, dtype):
+    def selected(columns, dtype):
         return kernels.choose("matmul_reduce_scatter", shape=(64, columns), dtype=dtype, group=4, chip=chip).algorithm
 
-    assert [taken(columns + more, "bfloat16") for more in (-10, 10)] == ["xla", "fused"]
-    assert taken(64, "float32") == "fused"  # as many bytes as XLA's
+    assert [selected(columns + more, "bfloat16") for more in (-10, 10)] == ["xla", "fused"]
+    assert selected(64, "float32") == "fused"  # as many bytes as XLA's
 
 
 def test_every_row_of_the_table_has_a_source_and_some_use(monkeypatch):
@@ -208,18 +208,18 @@ def test_products_that_a_kernel_can_not_take_are_refused(mesh):
     def gather(w, **more):
         return lambda x: kernels.all_gather_matmul(x, jnp.ones(*w), "t", algorithm="fused", **more)
 
-    said = 'all_gather_matmul can\'t run by "fused": '
+    prefix = 'all_gather_matmul can\'t run by "fused": '
     assert refused(mesh, gather(((8, 3, 2),))) == (
-        f'{said}its kernel takes a w of two axes, and w is (8, 3, 2); use algorithm="auto"'
+        f'{prefix}its kernel takes a w of two axes, and w is (8, 3, 2); use algorithm="auto"'
     )
     assert refused(mesh, gather(((8, 3), jnp.bfloat16))) == (
-        f"{said}its kernel takes operands of one dtype, and x is float32 and w bfloat16; cast one of them"
+        f"{prefix}its kernel takes operands of one dtype, and x is float32 and w bfloat16; cast one of them"
     )
     assert refused(mesh, gather(((8, 3), jnp.int32)), dtype="int32") == (
-        f'{said}its kernel takes float32, bfloat16, int8, and x is int32; cast x, or use algorithm="auto"'
+        f'{prefix}its kernel takes float32, bfloat16, int8, and x is int32; cast x, or use algorithm="auto"'
     )
     assert refused(mesh, gather(((1 << 20, 3),)), shape=(8, 1 << 20)) == (
-        f"{said}1 rows of 1048576 numbers from each device do not fit 12,582,912 bytes of VMEM; "
+        f"{prefix}1 rows of 1048576 numbers from each device do not fit 12,582,912 bytes of VMEM; "
         'split the rows further, or use algorithm="auto"'
     )
     assert refused(mesh, gather(((8, 3),), axis=1)) == (
