@@ -14,7 +14,7 @@ STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut
 MUTATED := $(wildcard jshard/provenance*) jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 
-.PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants nightly wheel clean
+.PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants nightly wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -70,15 +70,19 @@ soak: $(VENV)/.test-$(STAMP)  ## half an hour of four processes, a random fault 
 wheel: $(VENV)/.test-$(STAMP)  ## a wheel in dist/
 	@$(BIN)/python -m build --wheel --outdir dist .
 
+docs: $(VENV)/.docs-$(STAMP)  ## a site of docs/ in site/, with the API; a link to nowhere fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # its --quiet takes warnings for none
+
 clean:  ## removes the environment and what was built
-	rm -rf $(VENV) $(VENV)-extras dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-extras dist build site .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.dev-$(STAMP): EXTRA := dev
 $(VENV)/.test-$(STAMP): EXTRA := test
 $(VENV)/.digits-$(STAMP): EXTRA := digits
 $(VENV)/.extras-$(STAMP): EXTRA := extras
 $(VENV)/.mutants-$(STAMP): EXTRA := mutants
-$(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras mutants)):
+$(VENV)/.docs-$(STAMP): EXTRA := docs
+$(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras mutants docs)):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jshard needs Python 3.11 or newer and $(PYTHON) is $$($(PYTHON) --version 2>&1); type: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@[ -e $(VENV)/.made-$(STAMP) ] || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); touch $(VENV)/.made-$(STAMP); }
 	@echo "installing jshard[$(EXTRA)] into $(VENV)"

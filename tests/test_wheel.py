@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import email
+import re
 import subprocess
 import sys
 import tomllib
@@ -51,7 +53,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"jshard", f"jshard-{__version__}.dist-info"}
     tree = {str(path.relative_to(ROOT)) for path in (ROOT / "jshard").rglob("*.py")}
-    assert tree | {"jshard/py.typed"} <= set(names)
+    template = {f"jshard/cli/project/{name}" for name in ("README.md", "data.py.txt", "model.py.txt", "train.yaml")}
+    assert tree | template | {"jshard/py.typed"} <= set(names)
 
 
 @pytest.mark.slow
@@ -65,6 +68,33 @@ def test_wheel_trains_a_users_own_model_outside_the_tree(installed, tmp_path):
     assert run(jshard, "--version", cwd=tmp_path, PYTHONPATH=str(installed)) == f"jshard {__version__}\n"
     out = run(jshard, "train", "mine.yaml", cwd=tmp_path, PYTHONPATH=str(installed))
     assert out.splitlines()[-1] == "test accuracy 100.0 %"
+
+
+@pytest.mark.slow
+def test_wheel_makes_a_project_that_trains(installed, tmp_path):
+    jshard = installed / "bin/jshard"
+    out = run(jshard, "new", "mine", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert out == "mine: README.md, data.py, model.py, train.yaml\ntype: cd mine && jshard train train.yaml\n"
+    out = run(jshard, "train", "train.yaml", "steps=2", cwd=tmp_path / "mine", PYTHONPATH=str(installed))
+    assert re.fullmatch(r"test accuracy [\d.]+ %", out.splitlines()[-1])
+    said = set(re.findall(r"`jshard (\w+)", (tmp_path / "mine/README.md").read_text()))
+    assert said == {"train", "check", "explain", "verify", "report"}
+
+
+def test_wheel_tells_an_index_what_it_is(wheel):
+    archive = zipfile.ZipFile(wheel)
+    told = email.message_from_bytes(archive.read(f"jshard-{__version__}.dist-info/METADATA"))
+    pythons = [each.rpartition(" ")[2] for each in told.get_all("Classifier") if "Python :: 3." in each]
+    assert pythons == ["3.11", "3.12", "3.13", "3.14"] and told["Requires-Python"] == f">={pythons[0]}"
+    assert told.get_all("Project-URL") is None and told["Home-page"] is None  # there is none
+    assert told["Description-Content-Type"] == "text/markdown"
+    readme = told.get_payload()
+    links = re.findall(r"\]\(([^)]+)\)", readme)
+    assert [link for link in links if not re.match("https?:|#", link)] == []
+    assert (
+        "[CONTRIBUTING](CONTRIBUTING.md)" in (ROOT / "README.md").read_text()
+        and "CONTRIBUTING (CONTRIBUTING.md)" in readme
+    )
 
 
 def test_wheel_asks_for_versions_from_a_floor_and_one_ceiling():

@@ -1,4 +1,4 @@
-"""The command line: jshard train, explain, plan, report, diff, check, verify, bench, schema.
+"""The command line: a parser for each command, and what it does.
 
 Nothing here imports JAX before a command needs it, so that `--help`, `check` and `schema` answer at once.
 """
@@ -120,6 +120,18 @@ def parse(words: list[str]) -> argparse.Namespace:
         command("bench", run_bench, "time the collectives and products on the devices here")
     )
     command("schema", schema, "print the JSON Schema of a configuration, for editors").epilog = None
+    new = importlib.import_module("jshard.cli.new")
+    new.arguments(command("new", new.run, "make a small project that trains: a model, data, a configuration"))
+    completion = importlib.import_module("jshard.cli.completion")
+
+    def complete(chosen: argparse.Namespace) -> int:
+        found = (
+            completion.complete(parser, chosen.words) if chosen.words else [completion.SCRIPTS[chosen.shell].strip()]
+        )
+        print("\n".join(found))
+        return 0
+
+    completion.arguments(command("completion", complete, "print a script that completes words at Tab in a shell"))
 
     first = next((word for word in words if not word.startswith("-")), None)
     if first is not None and first not in commands.choices:
@@ -129,9 +141,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.print_help()
         raise SystemExit(2)
     words, program = launch.split(words) if first == "launch" else (words, [])
+    words, typed = (words[:2], words[2:]) if first == "completion" else (words, [])
     chosen, rest = parser.parse_known_args(words)
     if first == "launch":
         chosen.program = program
+    if typed:
+        chosen.words = typed
     late = [word for word in rest if not word.startswith("-") and hasattr(chosen, "overrides")]
     if late != rest:
         parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in late)}")

@@ -1,0 +1,33 @@
+"""`jshard new`: a small project that trains, for whoever has nothing but the package."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from jshard.cli.terminal import show
+from jshard.errors import JShardError
+
+PROJECT = Path(__file__).parent / "project"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", metavar="DIR", help="the folder to make")
+    parser.set_defaults(needs=("a folder to make", "mine"))
+
+
+def run(chosen: argparse.Namespace) -> int:
+    target = Path(chosen.path)
+    files = {source.name.removesuffix(".txt"): source for source in sorted(PROJECT.iterdir()) if source.is_file()}
+    try:
+        if target.is_dir() and any(target.iterdir()):
+            raise JShardError(f"{target} is not empty", mend=f"type: jshard new {shlex.quote(f'{target}-2')}")
+        target.mkdir(parents=True, exist_ok=True)
+        for name, source in files.items():
+            (target / name).write_bytes(source.read_bytes())
+    except OSError as error:
+        reason = (error.strerror or "unknown reason").lower()
+        raise JShardError(f"{target} can't be made: {reason}", mend="name another folder") from error
+    show(f"{target}: {', '.join(files)}\ntype: cd {shlex.quote(str(target))} && jshard train train.yaml")
+    return 0
