@@ -75,10 +75,10 @@ def experiment(features: int, hidden: int, batch: int, devices: int) -> Any:
 
 def bare(made: Any) -> Iterator[Any]:
     """The loop without timing and telling: what `jshard.train.loop.run` would be if there were no log."""
-    from jshard.train.loop import IN_FLIGHT, Step
+    from jshard.train.loop import IN_FLIGHT
     from jshard.train.prefetch import read_ahead
 
-    step = Step(made.model, made.optimizer, made.loss)
+    step = made.step()
     waiting: collections.deque[Any] = collections.deque()
     batches = (made.placement.place(each.size, each.x, each.y) for each in made.data.read(None, made.placement.rows))
     with read_ahead(batches, made.ahead) as read:
@@ -93,11 +93,11 @@ def bare(made: Any) -> Iterator[Any]:
 
 def told(made: Any) -> Iterator[Any]:
     """The loop as it is, and each step told as training does."""
-    from jshard.train.loop import Step, run
+    from jshard.train.loop import run
     from jshard.train.run_events import Course
 
     course = Course(made)
-    step = Step(made.model, made.optimizer, made.loss)
+    step = made.step()
     for taken in run(step, made.data, made.placement, steps=made.steps, ahead=made.ahead):
         course.step(taken)
         yield taken.loss

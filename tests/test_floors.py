@@ -74,6 +74,7 @@ WITHOUT_JAX = (
     "signals.schema",
     "signals.source",
     "launch.supervisor",
+    "train.settings",
     "cli",
 )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jshard.cli.launch import COMMANDS
-from jshard.cli.terminal import show, tell, width
+from jshard.cli.terminal import tell
 from jshard.errors import JShardError, nearest
 from jshard.launch.cluster_env import found
 from jshard.version import __version__
@@ -147,6 +147,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         chosen.program = program
     if typed:
         chosen.words = typed
+    if first is not None and hasattr(chosen, "overrides"):
+        _check_dashes(first, rest, words)
     late = [word for word in rest if not word.startswith("-") and hasattr(chosen, "overrides")]
     if late != rest:
         parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in late)}")
@@ -158,22 +160,23 @@ def parse(words: list[str]) -> argparse.Namespace:
     return chosen
 
 
+def _check_dashes(command: str, rest: list[str], words: list[str]) -> None:
+    """An error for `--steps 10`, where steps is a key and no option."""
+    from jshard.signals.compose import whole_key
+
+    for word in rest:
+        option, equals, value = word.partition("=")
+        key = whole_key(option.removeprefix("--")) if option.startswith("--") else None
+        if key is not None:
+            value = value if equals else next(iter(words[words.index(word) + 1 :]), "...")
+            raise JShardError(f"jshard {command} has no option {option}", mend=f"write {key}={value}")
+
+
 def train(chosen: argparse.Namespace) -> int:
-    from jshard.cli.experiment import opened
+    from jshard.cli.resume import trained
     from jshard.cli.target import Asked
 
-    if found() is not None:
-        from jshard.cli.rank_main import train_as_member
-
-        return train_as_member(Asked(chosen.path, tuple(chosen.overrides)))
-    from jshard.train.experiment import Experiment
-    from jshard.train.train import train
-
-    experiment = opened(Asked(chosen.path, tuple(chosen.overrides)))
-    assert isinstance(experiment, Experiment)
-    show(experiment.explain().text(width()))
-    print(f"test accuracy {100 * train(experiment):.1f} %")
-    return 0
+    return trained(Asked(chosen.path, tuple(chosen.overrides)), None)
 
 
 def run_bench(chosen: argparse.Namespace) -> int:

@@ -8,11 +8,12 @@ import json
 import os
 
 from jshard.cli.describe import aligned, meaning, mesh_in_words
-from jshard.cli.target import Asked, function_arguments
+from jshard.cli.target import Asked, find_modules_here, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.topologies import fitted
+from jshard.train.settings import LEARNING_RATE, Settings
 
 SCHEMA = "jshard.check/1"
 
@@ -77,6 +78,7 @@ def _check(checked: Checked, configuration: Configuration, against: str | None, 
     if configuration.topology is not None and configuration.mesh is not None:
         sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
         fitted(sizes, configuration.mesh.place, configuration.topology, configuration.topology_place)
+    _check_experiment(configuration)
     baseline = against or _beside(asked)
     reason = _needs_a_step(configuration, baseline, update or against is not None)
     has_a_step = "model" in configuration.train or asked.function is not None
@@ -87,7 +89,25 @@ def _check(checked: Checked, configuration: Configuration, against: str | None, 
             f"{reason} what can only be read from a training step, and {configuration.source} names none",
             mend="write model and data under jshard.train, or remove it",
         )
-    _hold(checked, configuration, baseline, update)
+    _hold(checked, configuration, baseline, update, promised=reason is not None)
+
+
+def _check_experiment(configuration: Configuration) -> None:
+    """An error for what can't be trained. JAX is imported only where a model, data, a loss or an optimizer is not in the
+    source of its module."""
+    if "model" not in configuration.train:
+        return
+    find_modules_here()
+    missing = Settings(configuration).check()
+    if not missing:
+        return
+    from jshard.train.components import found, transformation
+
+    for key, path in missing:
+        if key == "optimizer":
+            transformation(configuration.train[key], configuration.train_places, LEARNING_RATE)
+        else:
+            found(key, path, configuration.train_places[key])
 
 
 def _beside(asked: Asked) -> str:
@@ -106,14 +126,18 @@ def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> 
     return f"the baseline {baseline} holds" if wanted or os.path.exists(baseline) else None
 
 
-def _hold(checked: Checked, configuration: Configuration, name: str, update: bool) -> None:
+def _hold(checked: Checked, configuration: Configuration, name: str, update: bool, *, promised: bool) -> None:
     from jshard.cli.experiment import sketched
     from jshard.inspect.ledger.baseline import Baseline, added, removed
     from jshard.inspect.ledger.budget import over_budget
     from jshard.inspect.ledger.expect import hold
+    from jshard.train.experiment import Experiment
 
     asked = checked.asked
     with sketched(asked) as told:
+        if isinstance(told, Experiment) and told.apart and not promised:
+            checked.holds.append(told.apart)
+            return
         ledger = told.explain()
     checked.holds += map(str, (*ledger.left, *ledger.unsplit))
     try:

@@ -30,7 +30,7 @@ from jshard.train.experiment import Experiment
 from jshard.train.function import Function
 from jshard.train.metrics import written
 from jshard.train.preemption import Preempted
-from jshard.train.progress import Bar
+from jshard.train.progress import Bar, say_result
 from jshard.train.train import train
 
 
@@ -42,7 +42,7 @@ def train_as_member(asked: Asked, resume: Callable[[], Checkpoint] | None = None
     accuracy = train(experiment, bar, resume=None if resume is None else resume())
     pulse().at("ended")
     if leads:
-        print(f"test accuracy {100 * accuracy:.1f} %")
+        say_result(accuracy)
     return 0
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jshard.cli.target import Asked
+from jshard.cli.terminal import show, width
 from jshard.errors import JShardError
 from jshard.run_names import CHECKPOINTS, CONFIGURATION, MANIFEST
 from jshard.signals.config import load_configuration
@@ -24,26 +26,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from jshard.launch.cluster_env import found as membership
-
     run = Path(chosen.path)
     folder, own, which = found(run, chosen.which)
     path, overrides = str(own) if chosen.config is None else chosen.config, chosen.overrides
     says_output = "output" in load_configuration(path, overrides).train
     if says_output if chosen.config is None and own == run / CONFIGURATION else not says_output:
         overrides = [f"output={run}", *overrides]  # the run may have been moved, and another file may name none
-    asked = Asked(path, tuple(overrides))
+    return trained(Asked(path, tuple(overrides)), lambda: _checkpoint(folder, which, run))
+
+
+def trained(asked: Asked, resume: Callable[[], Checkpoint] | None) -> int:
+    """Trains an experiment, from its beginning or from what `resume` finds, in this process or as one of several."""
+    from jshard.launch.cluster_env import found as membership
+
     if membership() is not None:
         from jshard.cli.rank_main import train_as_member
 
-        return train_as_member(asked, lambda: _checkpoint(folder, which, run))
+        return train_as_member(asked, resume)
     from jshard.cli.experiment import opened
     from jshard.train.experiment import Experiment
+    from jshard.train.progress import say_result
     from jshard.train.train import train
 
     experiment = opened(asked)
     assert isinstance(experiment, Experiment)
-    print(f"test accuracy {100 * train(experiment, resume=_checkpoint(folder, which, run)):.1f} %")
+    if resume is None:
+        show(experiment.apart or experiment.explain().text(width()))
+    say_result(train(experiment, resume=resume() if resume else None))
     return 0
 
 

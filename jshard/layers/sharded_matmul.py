@@ -19,6 +19,7 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import move, plan_moves, redistribute
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration
+from jshard.signals.device_sets import check_reach, is_elsewhere
 from jshard.signals.signal import Signal
 
 
@@ -120,6 +121,9 @@ def multiply(
     entrance = door(asked.mesh, (*asked.batch, *asked.column, *asked.reduction, *asked.store), str(signal))
     if entrance == "global":
         check_sizes(asked, signal, jnp.shape(x), *jnp.shape(w))
+        check_reach(x, asked.mesh, signal)
+        if signal.backward is None and is_elsewhere(x, asked.mesh):
+            x = redistribute(x, asked.x(jnp.ndim(x)), said=str(signal))
     elif features is not None:
         x = _local_input(asked, signal, x, w, features)
     product = Product(Body(asked, arithmetic), entrance, said=str(signal))

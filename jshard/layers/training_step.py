@@ -141,8 +141,31 @@ def _program(f: Any, graphdef: Any, given: Any, specs: Any, outputs: Any, *, don
 
     in_specs = tuple(map(jax.tree.leaves, specs))
     results = _found_outputs(f, run, given, specs) if outputs is None else outputs
-    mapped = jax.shard_map(run, mesh=mesh(), in_specs=in_specs, out_specs=(results, in_specs[0]))
+
+    def checked(variables: list[Any], arrays: list[Any]) -> Any:
+        result, numbers = run(variables, arrays)
+        _check_alike(f, result, results)
+        return result, numbers
+
+    mapped = jax.shard_map(checked, mesh=mesh(), in_specs=in_specs, out_specs=(results, in_specs[0]))
     return jax.jit(mapped, donate_argnums=(0,) if donate else ())
+
+
+def _check_alike(f: Any, result: Any, specs: Any) -> None:
+    """An error for a result that differs between devices where its spec says that it is the same."""
+    try:
+        pairs = zip(jax.tree.leaves(result), jax.tree.leaves(jax.tree.broadcast(specs, result)), strict=True)
+    except ValueError:  # of another form, which shard_map tells
+        return
+    for leaf, spec in pairs:
+        split = {name for names in _trimmed(spec) if names for name in names}
+        apart = sorted(jax.typeof(leaf).mat.varying - split)
+        if apart:
+            raise JShardError(
+                f'{_name(f)} returns an array of shape {leaf.shape} that differs along mesh axis "{apart[0]}": each device has '
+                "that of its part",
+                mend="reduce over all devices: jshard.mean(x) in place of jnp.mean(x), as jshard.sum and jshard.max",
+            )
 
 
 def _found_outputs(f: Any, run: Any, given: Any, specs: Any) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jshard.errors import JShardError
 
@@ -74,6 +75,18 @@ def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, said: str) -> tup
         )
     grid = np.array([flat[worker] for worker in workers], dtype=object)
     return Mesh(grid, ("workers",), axis_types=(AxisType.Auto,)), ("workers",)
+
+
+def homes_of(arrays: Iterable[Any], whole: Any) -> list[Any]:
+    """A mesh for each set of devices that some of the arrays lie on: `whole` for its own, and where nothing places any."""
+    known = {tuple(whole.devices.flat): whole} if isinstance(whole, Mesh) else {}
+    found: dict[Any, Any] = {}
+    for array in arrays:
+        lies = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+        if isinstance(lies, NamedSharding) and isinstance(lies.mesh, Mesh):
+            devices = tuple(lies.mesh.devices.flat)
+            found.setdefault(devices, known.get(devices, lies.mesh))
+    return list(found.values()) if known and found else [whole]
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:

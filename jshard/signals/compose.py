@@ -14,6 +14,9 @@ from jshard.signals.schema import JSHARD_TABLE, SIGNAL_TABLE, TRAIN
 from jshard.signals.source import read_text, read_word
 from jshard.signals.value_types import Key, Table
 
+# Arguments of optimizers that are looked for beside `optimizer`.
+OF_OPTIMIZER = {"lr": "learning_rate"} | {name: name for name in ("learning_rate", "weight_decay", "momentum")}
+
 
 def compose(source: Any, overrides: Sequence[str], faults: Faults) -> tuple[str, Node | None]:
     """The name to call `source` by, and all that it says with its includes and the overrides laid over it."""
@@ -191,6 +194,8 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
         first = key.split(".")[0]
         near = difflib.get_close_matches(first, known, n=1) or difflib.get_close_matches(key, known, n=1)
         mend = f"did you mean {quoted(near[0])}?" if near else choose("", [*Table(TRAIN).known, "a signal"])
+        whole = whole_key(key)
+        mend = mend if whole is None else f"write {whole}={text}"
         faults.add(place, f"{said} names no signal and no key of jshard.train", mend)
         return root
     if len(path) >= DEEPEST:
@@ -215,6 +220,17 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
             return root
     table = JSHARD_TABLE if path[0] == "jshard" else SIGNAL_TABLE
     return _placed(root, path, value, place, Table({path[0]: Key(table, "")}))
+
+
+def whole_key(key: str) -> str | None:
+    """`jshard.mesh.data` for `mesh.data`, `optimizer.learning_rate` for `lr`, a key of the experiment for itself; None for what
+    may be a signal's."""
+    first = key.split(".")[0]
+    if first in TRAIN:
+        return key
+    if first in JSHARD_TABLE.keys:
+        return f"jshard.{key}"
+    return f"optimizer.{OF_OPTIMIZER[key]}" if key in OF_OPTIMIZER else None
 
 
 def _placed(node: Node | None, path: list[str], value: Node, place: Place, table: Any) -> Node:

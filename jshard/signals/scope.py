@@ -21,6 +21,7 @@ from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import as_array, redistribute
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh_for
+from jshard.signals.device_sets import check_reach
 from jshard.signals.signal import Signal
 
 
@@ -225,6 +226,7 @@ def _place(x: Any) -> jax.Array:
     x = as_array(x, said=str(signal))
     rank = x.ndim
     layout = tensor_layout(signal, rank)
+    check_reach(x, layout.mesh, signal)
     if signal.backward is None:
         return redistribute(x, layout, said=str(signal))
     back = tensor_layout(present.lookup((signal.backward,)), rank)

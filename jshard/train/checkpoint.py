@@ -30,21 +30,10 @@ from jshard.run_names import CONFIGURATION
 from jshard.train.arrays import like_raw, load, prepare, save
 from jshard.train.data_position import positions
 from jshard.train.manifest import Damaged, Manifest, flush
+from jshard.train.settings import Policy
 
 ARRAYS = "arrays"
-KEEP = 3
 SHOWN = 3  # faults of a checkpoint that does not fit; the others are counted
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """What `jshard.train.checkpoint` says; `said` opens a sentence about it."""
-
-    every: int
-    keep: int
-    folder: Path
-    said: str
-    run: str  # what `jshard resume` is given
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -87,7 +87,15 @@ def check_arguments(
 ) -> None:
     """An error for an argument in `given` that is not there or is missing, with the nearest that is. `ours` is what
     jshard gives by name, after `positional` arguments without one."""
-    parameters = list(parameters_of(function).values())[positional:]
+    every = list(parameters_of(function).values())
+    takes = [each for each in every if each.kind <= each.POSITIONAL_OR_KEYWORD]
+    if len(takes) < positional and not any(each.kind is each.VAR_POSITIONAL for each in every):
+        names = ", ".join(each.name for each in takes) or "nothing"
+        raise JShardError(
+            f"{said}, which takes {names}, and is called with {positional} arguments",
+            mend="write loss(outputs, targets)",
+        )
+    parameters = every[positional:]
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     free = [name for name in named if name not in ours]

@@ -11,11 +11,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError
 from jshard.layouts.layout import Layout
 from jshard.layouts.put import canonical, put
 from jshard.signals.signal import Signal
-from jshard.train.sources import Examples, Indexed, Shuffled, Source, Stream
+from jshard.train.settings import rows_over
+from jshard.train.sources import Examples, Indexed, Shuffled, Source, Stream, numbers
 
 PAIR = 'return {"train": (x, y), "test": (x, y)}'
 
@@ -23,10 +24,10 @@ PAIR = 'return {"train": (x, y), "test": (x, y)}'
 def examples(said: str, data: Any, part: str) -> Examples:
     """`data["train"]` or `data.train`, a pair of arrays, or of trees of arrays, of as many rows; `said` opens the error
     when it is not."""
-    pair = _part(data, part)
+    pair = part_of(data, part)
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise JShardError(f'{said} returns no pair of arrays named "{part}"', mend=PAIR)
-    found = Examples(*jax.tree.map(np.asarray, pair))
+    found = Examples(*numbers(f"{said} returns", pair, f' for "{part}"'))
     x, y = (_counts(tree) for tree in (found.x, found.y))
     if len({*x, *y}) != 1 or {*x, *y} <= {None, 0}:
         raise JShardError(
@@ -39,7 +40,7 @@ def examples(said: str, data: Any, part: str) -> Examples:
 def source(said: str, data: Any, *, batch: int, seed: int, shuffle: bool | None, last: str | None) -> Source:
     """What `data["train"]` is read by: a pair of arrays in memory, anything with a length that gives a pair for a number,
     an iterable of batches, or a function that returns one."""
-    train = _part(data, "train")
+    train = part_of(data, "train")
     what = f'{said} "train"'
     if isinstance(train, tuple):
         rows: Examples | Indexed = examples(said, data, "train")
@@ -57,7 +58,20 @@ def source(said: str, data: Any, *, batch: int, seed: int, shuffle: bool | None,
     return Shuffled(what, rows, batch, seed, shuffle is not False, last or "drop")
 
 
-def _part(data: Any, part: str) -> Any:
+def in_memory(data: Source, test: Examples | None) -> dict[str, Examples]:
+    """The parts of the data that are there before they are read."""
+    train = data.examples if isinstance(data, Shuffled) else None
+    return {part: each for part, each in (("train", train), ("test", test)) if isinstance(each, Examples)}
+
+
+def numbers_of(y: Any) -> tuple[int, int] | None:
+    """The least and the largest of whole numbers."""
+    if not isinstance(y, np.ndarray) or not np.issubdtype(y.dtype, np.integer) or not y.size:
+        return None
+    return int(y.min()), int(y.max())
+
+
+def part_of(data: Any, part: str) -> Any:
     return data.get(part) if isinstance(data, Mapping) else getattr(data, part, None)
 
 
@@ -83,23 +97,12 @@ class Placement:
     gather its input; whole on every device when there are none."""
 
     def __init__(self, mesh: Mesh | None, signals: Mapping[str, Signal]):
-        rows = [signal.row for signal in signals.values() if signal.row]
         self.mesh = mesh
-        self.mesh_axes = tuple(name for name in rows[0] if all(name in row for row in rows)) if rows else ()
+        self.mesh_axes = rows_over(signals)
 
     @property
     def ways(self) -> int:
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in self.mesh_axes)
-
-    def check(self, batch: int, place: Place) -> None:
-        """An error when `batch` rows can't be split evenly."""
-        if batch % self.ways:
-            below, above = batch // self.ways * self.ways, -(-batch // self.ways) * self.ways
-            names = " x ".join(f'"{name}"' for name in self.mesh_axes)
-            raise JShardError(
-                f"jshard.train.batch ({place}) splits {batch} rows over mesh axis {names} of size {self.ways}",
-                mend=f"use {above}" if below == 0 else f"use {below} or {above}",
-            )
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """The arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""

@@ -1,5 +1,4 @@
-"""`module:function` and its arguments, as the command line names them: what explain, plan, verify and report read in place
-of an experiment."""
+"""`module:function` and its arguments, as the command line names them: what a command reads in place of an experiment."""
 
 from __future__ import annotations
 

@@ -28,9 +28,18 @@ AHEAD = 2
 
 
 class Step:
-    """One training step. `state` is all that changes; it is donated at each call, so that it is held once."""
+    """One training step. `state` is all that changes; it is donated at each call, so that it is held once. Layers on several
+    sets of devices are `apart`: no program spans them, so each operation runs by itself."""
 
-    def __init__(self, model: Any, optimizer: nnx.Optimizer, loss: Callable[[jax.Array, jax.Array], jax.Array]):
+    def __init__(
+        self,
+        model: Any,
+        optimizer: nnx.Optimizer,
+        loss: Callable[[jax.Array, jax.Array], jax.Array],
+        *,
+        apart: bool = False,
+    ):
+        compiled: Any = (lambda f, **how: f) if apart else jax.jit
         graph, self.state = nnx.split((model, optimizer))
         where = jax.tree.map(lambda array: array.sharding, self.state)
 
@@ -40,12 +49,15 @@ class Step:
             optimizer.update(model, gradients)
             return nnx.state((model, optimizer)), value
 
-        def predict(state: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        def predict(state: Any, x: Any) -> Any:
             model, _ = nnx.merge(graph, state)
-            return correct(model(x), y)
+            model = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
+            model.eval()  # modules of the user's that have these attributes, and no view
+            return model(x)
 
-        self.program = jax.jit(train, donate_argnums=0, out_shardings=(where, None))
-        self.hits = jax.jit(predict, out_shardings=_read_by_all(where))
+        self.program = compiled(train, donate_argnums=0, out_shardings=(where, None))
+        self.predict = predict
+        self.hits = compiled(lambda state, x, y: correct(predict(state, x), y), out_shardings=_read_by_all(where))
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Trains on one batch and returns its loss, which may not be computed yet."""
@@ -89,10 +101,11 @@ def run(
     done: int = 0,
     position: Position | None = None,
     begins: Callable[[int], None] = lambda number: None,
+    check: Callable[[Any], None] = lambda y: None,
 ) -> Generator[Taken]:
     """Dispatches the steps behind the first `done`, up to `steps`; `ahead` batches are read and on their way to the
-    devices before they are asked for. `begins` hears of each step before it is dispatched. A loss that is no number ends it,
-    at most a few steps later."""
+    devices before they are asked for. `begins` hears of each step before it is dispatched, `check` of the targets that are
+    read. A loss that is no number ends it, at most a few steps later."""
     waiting: collections.deque[tuple[int, jax.Array, Position | None]] = collections.deque()
     numbers = range(done + 1, steps + 1)
 
@@ -102,7 +115,7 @@ def run(
             if math.isnan(float(loss)):
                 raise NotANumber(number, read=(before,))
 
-    with read_ahead(placed(source, placement, position, len(numbers)), ahead) as batches:
+    with read_ahead(placed(source, placement, position, len(numbers), check), ahead) as batches:
         asked = time.perf_counter()
         for number, (batch, behind) in zip(numbers, batches, strict=True):
             fed = time.perf_counter()
@@ -118,11 +131,16 @@ def run(
 
 
 def placed(
-    source: Source, placement: Placement, position: Position | None, count: int
+    source: Source,
+    placement: Placement,
+    position: Position | None,
+    count: int,
+    check: Callable[[Any], None] = lambda y: None,
 ) -> Generator[tuple[tuple[Any, ...], Position]]:
     """So many batches on the devices, and the position behind each."""
     with told("data is read"):
         for batch in itertools.islice(source.read(position, placement.rows), count):
+            check(batch.y)
             yield placement.place(batch.size, batch.x, batch.y), batch.position
 
 
@@ -155,9 +173,9 @@ class NotANumber(Exception):
 
 
 def evaluate(step: Step, data: Examples, placement: Placement, batch: int) -> float:
-    """The part of `data` that the model gets right."""
-    hits = sum(
-        float(np.dot(np.asarray(step.hits(step.state, *placement(chosen.x, chosen.y))), weights))
-        for chosen, weights in padded(data, batch)
-    )
-    return hits / len(data)
+    """The part of the targets in `data` that the model gets right, of which a row may have several."""
+    right = 0.0
+    for chosen, weights in padded(data, batch):
+        hits = np.asarray(step.hits(step.state, *placement(chosen.x, chosen.y)))
+        right += float(np.dot(hits.reshape(len(weights), -1).mean(axis=1), weights))
+    return right / len(data)

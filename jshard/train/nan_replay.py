@@ -12,7 +12,7 @@ from jshard.inspect.verify.nan_origin import Birth, births, first
 from jshard.train.checkpoint import Checkpoint
 from jshard.train.data_position import own_position
 from jshard.train.experiment import Experiment
-from jshard.train.loop import Step, holds_nan, placed
+from jshard.train.loop import holds_nan, placed
 
 MOST = 1000  # steps that are run again
 LOOKS = 3  # the last so many are looked into, as a NaN made by an update shows later; the first for what is harmless
@@ -45,7 +45,7 @@ def _again(
 ) -> tuple[int, Birth | None] | None:
     """The step that first ends with a NaN, and what makes it, if that step was looked into."""
     fresh = Experiment.build(failed.configuration, failed.placement.mesh)
-    step, done, position = Step(fresh.model, fresh.optimizer, fresh.loss), 0, None
+    step, done, position = fresh.step(), 0, None
     if since is not None:
         step.state, manifest = since.restore(step.state, fresh.configuration.source)
         done, position = manifest.step, own_position(manifest.position, since)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,11 +18,12 @@ from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
 from jshard.layouts.creation import typed_as
 from jshard.layouts.layout import Layout
-from jshard.layouts.mesh import explicit_twin
+from jshard.layouts.mesh import explicit_twin, homes_of
 from jshard.layouts.paths import keys_of, words_of
 from jshard.layouts.redistribution import move, plan_moves, redistribute
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh, on_mesh
+from jshard.signals.device_sets import is_elsewhere
 
 Path = tuple[Any, ...]
 Axes = tuple[tuple[str, ...], ...]
@@ -36,7 +38,7 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
         super().__init__(model, optimizer(tx, model, wrt), wrt=wrt)
-        if configuration() is not None:
+        if configuration() is not None and not _is_on_workers(nnx.state(model, wrt)):
             self.step[...] = redistribute(self.step[...], Layout(mesh()))
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
@@ -53,6 +55,8 @@ def optimizer(
     are sliced, and the updates all-gathered."""
     if configuration() is None:
         return tx
+    if _is_on_workers(parameters := nnx.state(model, wrt)):
+        return _beside(tx, parameters)
     at_rest, in_state, signals = _places(model, wrt)
     found: dict[Any, _Update] = {}
 
@@ -86,6 +90,47 @@ def optimizer(
         return _bring(updates, in_state, at_rest, signals, local), after
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_on_workers(parameters: Any) -> bool:
+    return homes_of(jax.tree.leaves(parameters), mesh()) != [mesh()]
+
+
+def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.GradientTransformation:
+    """`tx` for parameters on slices of the mesh: its state is born where each parameter lies, and gradients are brought
+    there from where a `backward` has left them."""
+    lies = {keys_of(path): Layout.of(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]}
+    homes = homes_of(jax.tree.leaves(parameters), mesh())
+    if len(homes) > 1:  # optax compiles parts of an update for all parameters at once, which no program does here
+        like = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, parameters))
+        reduction = _first_reduction(jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like).jaxpr)
+        if reduction is not None:
+            raise JShardError(
+                f"the optimizer reduces over whole parameters ({reduction}), which lie on several sets of workers",
+                mend="use one that treats each element by itself, such as adamw",
+            )
+        tx = optax.chain(*(optax.masked(tx, functools.partial(_on, lies, home)) for home in homes))
+
+    def brought(path: Path, leaf: Any) -> Any:
+        layout = lies.get(keys_of(path))
+        return redistribute(leaf, layout) if layout is not None and is_elsewhere(leaf, layout.mesh) else leaf
+
+    @scope(phase="update")
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates = jax.tree_util.tree_map_with_path(brought, updates)
+        return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _on(lies: dict[Path, Layout | None], home: Any, tree: Any) -> Any:
+    """Which leaves belong to parameters on `home`."""
+    found = {
+        path
+        for path, layout in lies.items()
+        if layout is not None and {*layout.mesh.devices.flat} == {*home.devices.flat}
+    }
+    return jax.tree_util.tree_map_with_path(lambda path, _: keys_of(path) in found, tree)
 
 
 def _places(

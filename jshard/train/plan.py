@@ -12,7 +12,6 @@ from jshard.inspect.plan.planning import mesh_on, moved_to, planned
 from jshard.signals.config import Configuration
 from jshard.train.experiment import Experiment
 from jshard.train.function import Call, Function
-from jshard.train.loop import Step
 
 
 @contextlib.contextmanager
@@ -39,7 +38,7 @@ def planned_on(
             yield function, function.plan(topology, limit=limit, cache=cache)
             return
         experiment = Experiment.build(configuration, mesh, only_shapes=True)
-        step = Step(experiment.model, experiment.optimizer, experiment.loss)
+        step = experiment.step()
         args = (step.state, *experiment.first_batch())
         told = planned(step.program, args, {}, experiment.explain(), topology, mesh, limit=limit, cache=cache)
         yield experiment, told

@@ -72,5 +72,15 @@ def silent() -> Console:
     return Console(quiet=True, force_terminal=False)
 
 
+def in_words(accuracy: float) -> str:
+    return f"test accuracy {100 * accuracy:.1f} %"
+
+
+def say_result(accuracy: float | None) -> None:
+    """The last line of a training; why there is none was said when it began."""
+    if accuracy is not None:
+        print(in_words(accuracy))
+
+
 def figures(loss: float, rate: float) -> str:
     return f"loss {loss:.4f}   {rate:,.0f} examples/s"

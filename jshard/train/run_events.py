@@ -12,6 +12,7 @@ import numpy as np
 from jshard import events
 from jshard.inspect.ledger import explain
 from jshard.run_names import RESTART
+from jshard.train.data import Examples
 from jshard.train.experiment import Experiment
 from jshard.train.log import Log, how, tell_program
 from jshard.train.loop import Step, Taken
@@ -33,7 +34,8 @@ def course(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
         told = Course(experiment)
         if events.tell is not None:
             events.tell("begin", **facts(steps=experiment.steps, batch=experiment.batch))
-            tell_program(PROGRAM, experiment.explain())
+            if experiment.apart is None:
+                tell_program(PROGRAM, experiment.explain())
         try:
             yield told
         except BaseException as error:
@@ -65,11 +67,11 @@ class Course:
             events.tell("step", seconds=seconds, examples_per_second=round(self.batch / seconds, 1), **figures)
         self.since = now
 
-    def evaluates(self, step: Step) -> None:
+    def evaluates(self, step: Step, test: Examples) -> None:
         """An evaluation begins: the first tells what its program runs."""
         if events.tell is not None and not self.has_evaluated:
             self.has_evaluated, made = True, self.experiment
-            batch = made.placement.shapes(made.batch, *made.test.take(np.arange(1)))
+            batch = made.placement.shapes(made.batch, *test.take(np.arange(1)))
             tell_program(EVALUATION, explain(step.hits, step.state, *batch, backward=False))
 
     def restart(self) -> None:

@@ -207,8 +207,23 @@ def pair(said: str, value: Any) -> Batch:
     """The value as a pair of trees of numpy arrays."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise JShardError(f"{said} gives a {type(value).__name__} and not a pair (x, y)", mend="give (x, y)")
-    x, y = value
-    return jax.tree.map(np.asarray, (x, y))
+    return numbers(f"{said} gives", value)
+
+
+def numbers(said: str, pair: Any, where: str = "") -> Batch:
+    """Inputs and targets as trees of numpy arrays; an error for what is text, or has no shape of its own."""
+    found = jax.tree.map(np.asarray, tuple(pair))
+    for what, tree in zip(("inputs", "targets"), found, strict=True):
+        for array in jax.tree.leaves(tree):
+            if array.dtype.kind in "OSUTmM":
+                kind = "text" if array.dtype.kind in "SUT" else f"{array.dtype}"
+                raise JShardError(
+                    f"{said} {what} of {kind}{where}, and devices take numbers",
+                    mend="number the classes: np.unique(y, return_inverse=True)[1]"
+                    if what == "targets"
+                    else "give arrays of numbers",
+                )
+    return found
 
 
 def _state(iterator: Any) -> Any:

@@ -15,7 +15,7 @@ from jshard.errors import JShardError
 from jshard.inspect.timeline.capture import Capture, describe
 from jshard.run_names import CAPTURED
 from jshard.train.experiment import Experiment
-from jshard.train.loop import NotANumber, Step, run
+from jshard.train.loop import NotANumber, run
 
 
 class Tracing:
@@ -77,7 +77,7 @@ def _make_room(own: Path) -> None:
 
 def trace_steps(experiment: Experiment, folder: Path, steps: int, *, first: int, title: str) -> Capture:
     """Trains from step 1, and captures so many steps from step `first` on. Nothing is evaluated, recorded or saved."""
-    step = Step(experiment.model, experiment.optimizer, experiment.loss)
+    step = experiment.step()
     numbered = Numbered(step)
     taken = run(numbered, experiment.data, experiment.placement, steps=first - 1 + steps, ahead=experiment.ahead)
     try:

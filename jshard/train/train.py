@@ -12,20 +12,21 @@ import jax
 from jshard.errors import JShardError
 from jshard.train.checkpoint import Checkpoint, Saver, steps_in
 from jshard.train.data_position import own_position
-from jshard.train.experiment import LEARNING_RATE, Experiment
-from jshard.train.loop import NotANumber, Step, Taken, check_parameters, evaluate, run
+from jshard.train.experiment import Experiment
+from jshard.train.loop import NotANumber, Taken, check_parameters, evaluate, run
 from jshard.train.metrics import Record, written
 from jshard.train.nan_batch import suspect
 from jshard.train.nan_replay import maker
 from jshard.train.on_demand_trace import Asked
 from jshard.train.preemption import Notice, Preempted
-from jshard.train.progress import Bar, Rate, figures, silent
+from jshard.train.progress import Bar, Rate, figures, in_words, silent
 from jshard.train.run_events import RESTART, Course, course
+from jshard.train.settings import LEARNING_RATE
 
 
-def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float:
-    """Trains, with a progress bar, and returns the test accuracy. What each figure was goes into the output folder. Of
-    several processes the first speaks and writes.
+def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float | None:
+    """Trains, with a progress bar, and returns the test accuracy, if there are test data. What each figure was goes into
+    the output folder. Of several processes the first speaks and writes.
 
     With `resume` it goes on from there; started again by `jshard launch --restarts`, from the last checkpoint that there
     is by now. SIGTERM ends it behind a step that all processes agree on: it saves, if the
@@ -49,7 +50,7 @@ def last_saved(experiment: Experiment) -> Checkpoint | None:
 class _Training:
     def __init__(self, experiment: Experiment, bar: Bar, resume: Checkpoint | None, told: Course):
         self.experiment, self.bar, self.told, self.resumed = experiment, bar, told, resume
-        self.step = Step(experiment.model, experiment.optimizer, experiment.loss)
+        self.step = experiment.step()
         self.done, self.position = 0, None
         if resume is not None:
             self._go_on_from(resume)
@@ -61,7 +62,8 @@ class _Training:
         self.record = Record(
             experiment.output if leads else None, configuration, self.done, tensorboard=experiment.tensorboard
         )
-        self.rate, self.accuracy = Rate(experiment.batch), 0.0
+        self.test = experiment.evaluated_on(self.step, bar.say)
+        self.rate, self.accuracy = Rate(experiment.batch), None
 
     def _go_on_from(self, resume: Checkpoint) -> None:
         steps = self.experiment.steps
@@ -75,7 +77,7 @@ class _Training:
         self.told.resumed(self.done, resume.folder)
         self.bar.say(f"resumed from step {self.done}: {resume.folder}")
 
-    def run(self) -> float:
+    def run(self) -> float | None:
         experiment, first = self.experiment, self.done + 1
         stepped = Asked(self.step, experiment.output, self.done)
         taken = run(
@@ -87,6 +89,7 @@ class _Training:
             done=self.done,
             position=self.position,
             begins=self.bar.begin,
+            check=experiment.check_read(self.step),
         )
         record = contextlib.closing(self.record)
         with (
@@ -102,7 +105,8 @@ class _Training:
                         each.loss.block_until_ready()
                         self.rate.restart(first)
                     self._show(each)
-                    self._save(each)
+                    self._save(each)  # first, so that nothing is lost by what goes wrong in an evaluation
+                    self._evaluate(each.number)
                     if notice is not None and notice.reached(each.number) and each.number != experiment.steps:
                         self._stop(each)
         self.step.into(experiment.model, experiment.optimizer)
@@ -118,14 +122,18 @@ class _Training:
             bar.show_figures(number, figures(value, speed))
             if not bar.draws:
                 bar.say(f"step {number}/{steps}   {figures(value, speed)}")
-        if number % experiment.evaluation == 0 or number == steps:
-            self.told.evaluates(self.step)
-            self.accuracy = evaluate(self.step, experiment.test, experiment.placement, experiment.batch)
-            self.record.write(step=number, test_accuracy=self.accuracy)
-            self.told.evaluated(number, self.accuracy)
-            if number != steps:
-                bar.say(f"step {number}/{steps}   test accuracy {100 * self.accuracy:.1f} %")
-            self.rate.restart(number)
+
+    def _evaluate(self, number: int) -> None:
+        experiment, steps = self.experiment, self.experiment.steps
+        if self.test is None or (number % experiment.evaluation and number != steps):
+            return
+        self.told.evaluates(self.step, self.test)
+        self.accuracy = evaluate(self.step, self.test, experiment.placement, experiment.batch)
+        self.record.write(step=number, test_accuracy=self.accuracy)
+        self.told.evaluated(number, self.accuracy)
+        if number != steps:
+            self.bar.say(f"step {number}/{steps}   {in_words(self.accuracy)}")
+        self.rate.restart(number)
 
     # -- saving, and stopping --
 

@@ -298,6 +298,31 @@ SENTENCES = [
         ["check", DIGITS, "--against", "old.txt"],
         "old.txt is not there; write it: jshard check configs/digits.yaml --against old.txt --update",
     ),
+    (
+        ["check", DIGITS, "batch=15"],
+        'jshard.train.batch (the command line) splits 15 rows over mesh axis "data" of size 2; use 14 or 16',
+    ),
+    (
+        ["check", DIGITS, "model=examples.digits:Modle"],
+        'jshard.train.model (the command line) is "examples.digits:Modle", but examples.digits has no "Modle"; did you '
+        'mean "examples.digits:Model"?',
+    ),
+    (
+        ["check", DIGITS, "data=example.digits:data"],
+        'jshard.train.data (the command line) is "example.digits:data", but there is no module "example" in this '
+        "folder or among the installed packages; write example/digits.py, or start from the folder that holds it",
+    ),
+    (
+        ["check", DIGITS, "loss=examples.digits:lost"],
+        'jshard.train.loss (the command line) is "examples.digits:lost", but examples.digits has no "lost"; define lost '
+        f"in {ROOT}/examples/digits.py",
+    ),
+    (
+        ["check", DIGITS, "optimizer=adamx"],
+        'jshard.train.optimizer (the command line) is "adamx", which is no optimizer of optax; did you mean "adamax"?',
+    ),
+    (["train", DIGITS, "--steps", "10"], "jshard train has no option --steps; write steps=10"),
+    (["train", "--lr=1e-3", DIGITS], "jshard train has no option --lr; write optimizer.learning_rate=1e-3"),
     (["trian", DIGITS], '"trian" is not a command of jshard; type: jshard train'),
     (["frobnicate"], '"frobnicate" is not a command of jshard; type: jshard --help'),
     (["check"], "jshard check needs a configuration; type: jshard check configs/digits.yaml"),

@@ -142,7 +142,7 @@ def test_layer_of_ones_own_verifies(layout):
         model = Model(nnx.Rngs(0))
         verification = jshard.verify(train, model, jshard.Optimizer(model, optax.adam(1e-2)), X)
     assert verification.ok, str(verification)
-    signals = {finding.name: finding.signal for finding in verification.findings}
+    signals = {finding.name: finding.cause.path for finding in verification.findings}
     assert {signals[f"model.{name} after"] for name in NAMES} == {("gated",)}
     assert {signals[f"optimizer.opt_state.0.mu.{name} after"] for name in NAMES} == {("gated",)}
     assert signals["model.scale.kernel after"] == ()

@@ -175,6 +175,19 @@ def test_step_that_moves_a_parameter(mesh):
     )
 
 
+@pytest.mark.parametrize("returns", [lambda mean: mean, lambda mean: {"loss": mean, "rate": 0.1}], ids=["loss", "tree"])
+def test_step_that_returns_the_mean_of_a_part(mesh, returns):
+    def losses(x):
+        return returns(jnp.mean(x))
+
+    with pytest.raises(jshard.JShardError) as error:
+        jshard.step(losses)(batch()[0])
+    assert str(error.value) == (
+        'losses returns an array of shape () that differs along mesh axis "data": each device has that of its part; reduce '
+        "over all devices: jshard.mean(x) in place of jnp.mean(x), as jshard.sum and jshard.max"
+    )
+
+
 def test_step_inside_jit_on_an_auto_mesh_tells_that_nothing_says_how_arrays_lie():
     with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}}):
         x = cases.placed(cases.numbers((8, 8)), P("data"))

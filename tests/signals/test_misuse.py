@@ -774,6 +774,16 @@ ON_THE_COMMAND_LINE = {
         '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, batch, steps, '
         "seed, optimizer, evaluation, output, log, checkpoint, watchdog or a signal"
     ],
+    "mesh.data=4": [
+        '"mesh.data=4" (the command line) names no signal and no key of jshard.train; write jshard.mesh.data=4'
+    ],
+    "lr=1e-3": [
+        '"lr=1e-3" (the command line) names no signal and no key of jshard.train; write optimizer.learning_rate=1e-3'
+    ],
+    "learning_rate=1e-3": [
+        '"learning_rate=1e-3" (the command line) names no signal and no key of jshard.train; write '
+        "optimizer.learning_rate=1e-3"
+    ],
     "layer1.row=dta": [
         'signal "layer1" (the command line) names mesh axis "dta", which is not in jshard.mesh '
         '(configs/mlp.yaml:2: data, tensor); did you mean "data"?'

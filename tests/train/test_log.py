@@ -26,12 +26,13 @@ from jshard.signals import active_config as current
 from jshard.signals.config import load_configuration
 from jshard.signals.effective_config import lines
 from jshard.train import log as writing
-from jshard.train.experiment import Experiment, Said
+from jshard.train.experiment import Experiment
 from jshard.train.log import Log
 from jshard.train.log_reader import Logs, read
 from jshard.train.metrics import Record
 from jshard.train.process_status import standings
 from jshard.train.progress import Bar, silent
+from jshard.train.settings import Settings
 from jshard.train.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -442,7 +443,7 @@ def test_configuration_is_told_key_by_key_with_the_line_of_each(heard):
     ],
 )
 def test_log_keys_say_what_is_written_where(said, every, folder, board):
-    asked = Said(load_configuration({"jshard": {"train": {"output": "runs/x", **said}}}))
+    asked = Settings(load_configuration({"jshard": {"train": {"output": "runs/x", **said}}}))
     assert (asked.every("log", 100), asked.ran(), asked.tensorboard()) == (every, folder and Path(folder), board)
 
 
@@ -454,7 +455,7 @@ def test_log_keys_say_what_is_written_where(said, every, folder, board):
     ],
 )
 def test_log_without_a_folder_is_told(said, sentence):
-    asked = Said(load_configuration({"jshard": {"train": {"log": said}}}))
+    asked = Settings(load_configuration({"jshard": {"train": {"log": said}}}))
     with pytest.raises(JShardError) as told:
         print(asked.ran(), asked.tensorboard())
     assert str(told.value) == f"jshard.train.{sentence}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -238,20 +237,6 @@ def _reason(topology: Topology, status: int, said: str) -> str:
         last_words = f": {last}" if fatal else ""
         return f"the compiler for {topology.name} aborted ({signal.Signals(-status).name}){last_words}"
     return f"the compiler for {topology.name} refused the program: {last}"
-
-
-def _mend(topology: Topology) -> str:
-    """Another version of libtpu than the one that this JAX is made for fails now and then, with no word of it."""
-    if topology.chip.platform == "tpu":
-        wanted = next((each for each in importlib.metadata.requires("jax") or () if each.startswith("libtpu")), "")
-        version = re.search(r"==([\d.]+)\.\*", wanted)
-        present = importlib.metadata.version("libtpu")
-        if version and not f"{present}.".startswith(f"{version[1]}."):
-            return (
-                f"it is libtpu {present}, and jax {jax.__version__} is made for {version[1]}: "
-                f'pip install "jax[tpu]=={jax.__version__}"'
-            )
-    return "plan a smaller part of the program to find what it can't take"
 
 
 SIZE = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

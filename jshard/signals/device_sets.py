@@ -1,0 +1,68 @@
+"""One compiled program, and one gradient, spans one set of devices: what would reach another is told with both YAML lines."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jshard.errors import JShardError
+from jshard.signals.active_config import configuration, mesh_for
+from jshard.signals.signal import Signal
+
+_first: weakref.WeakKeyDictionary[Any, tuple[Mesh, Signal]] = (
+    weakref.WeakKeyDictionary()
+)  # of each program being traced
+
+
+def check_reach(x: Any, mesh: Any, signal: Signal) -> None:
+    """An error where `x` can't be brought to `mesh`, as `signal` asks: it is differentiated on other devices, or the program
+    that is traced has arrays on others already. JAX itself says so only when the program is compiled."""
+    if not isinstance(x, Tracer) or not isinstance(mesh, Mesh):
+        return
+    value: Any = x.to_concrete_value()
+    if value is not None and not isinstance(value, Tracer):
+        if is_elsewhere(value, mesh) and signal.backward is None:  # which brings cotangents back by itself
+            raise apart(signal, mesh, _asked_by(value.sharding.mesh) or "its input", value.sharding.mesh)
+        return
+    trace: Any = x._trace
+    while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":  # JAX keeps the class to itself
+        trace = getattr(trace, "parent_trace", None)
+    if trace is None:
+        return
+    there, other = _first.setdefault(trace, (mesh, signal))
+    if list(there.devices.flat) != list(mesh.devices.flat):
+        raise apart(signal, mesh, other, there)
+
+
+def is_elsewhere(x: Any, mesh: Any) -> bool:
+    """Whether `x` lies on other devices than those of `mesh`, by somebody's wish."""
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array) or not isinstance(mesh, Mesh):
+        return False
+    return x.committed and x.sharding.device_set != {*mesh.devices.flat}
+
+
+def apart(signal: Signal, mesh: Mesh, other: Signal | str, there: Any) -> JShardError:
+    """For two places that no program spans."""
+    return JShardError(
+        f"{signal} lies on {devices_in_words(mesh)} and {other} on {devices_in_words(there)}, and one program or gradient "
+        "can't span both",
+        mend="name the same workers for both, or mesh axes",
+    )
+
+
+def devices_in_words(mesh: Mesh) -> str:
+    """`workers 2, 3`"""
+    return "workers " + ", ".join(str(device.id) for device in mesh.devices.flat)
+
+
+def _asked_by(mesh: Mesh) -> Signal | None:
+    """The signal that lies on exactly these devices, if there is one."""
+    present = configuration()
+    for signal in present.signals.values() if present is not None else ():
+        if signal.shard is not None and [*mesh_for(signal)[0].devices.flat] == [*mesh.devices.flat]:
+            return signal
+    return None
