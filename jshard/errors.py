@@ -26,6 +26,10 @@ class JShardError(ValueError):
         self.faults: tuple[str, ...] = (f"{fault}; {mend}",)
         super().__init__(self.faults[0])
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the sentence, and no stack of frames."""
+        return [f"{type(self).__name__}: {fault}" for fault in self.faults]
+
     @classmethod
     def of(cls, errors: Iterable[JShardError]) -> JShardError:
         """One error for several, a line each, in the order given and without repeats."""

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "jshard"
 FLOORS = {
     "chips": 0,
     "errors": -1,  # the cellar, which events stand on too
+    "markup": -1,
     "events": 0,
     "host": 0,
     "run_names": 0,
@@ -23,6 +24,7 @@ FLOORS = {
     "units": 0,
     "jaxprs": 0,
     "provenance": 0,
+    "table": 0,
     "version": 0,
     "layouts": 1,
     "kernels": 1,
@@ -37,7 +39,6 @@ FLOORS = {
 }
 # The rooms inside inspect/, as they build on each other.
 INSPECT = {
-    "table": 0,
     "user_code_errors": 0,
     "compiled": 1,
     "ledger": 1,
@@ -55,6 +56,8 @@ WITHOUT = {
     "stragglers": "jax flax",
     "units": "jax flax",
     "jaxprs": "jax flax",
+    "markup": "jax flax",
+    "table": "jax flax",
     "kernels": "flax",
     "layouts": "flax",
     "provenance": "flax",
@@ -68,6 +71,7 @@ WITHOUT_JAX = (
     "run_names",
     "stragglers",
     "units",
+    "table",
     "version",
     "signals.signal",
     "signals.config",

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 
-from jshard.cli.describe import aligned, meaning, mesh_in_words
 from jshard.cli.target import Asked, find_modules_here, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
@@ -37,9 +36,9 @@ def run(chosen: argparse.Namespace) -> int:
     checked = []
     for asked in (first, *(Asked(path, first.overrides) for path in more)):
         configuration = load_configuration(asked.path, asked.overrides)
-        found = Checked(asked, meaning(configuration))
+        found = Checked(asked, configuration.meaning())
         if not chosen.json:
-            show("\n".join(aligned(found.meaning)))
+            show(configuration.text())
         _check(found, configuration, chosen.against, chosen.update)
         if not chosen.json:
             found.print()
@@ -157,7 +156,7 @@ def _hold(checked: Checked, configuration: Configuration, name: str, update: boo
     is_named = name != _beside(asked)
     unchanged = dataclasses.replace(asked, overrides=())
     command = " ".join([f"jshard check {unchanged}", *(["--against", name] if is_named else [])])
-    mesh = mesh_in_words(configuration)[1:-1] if configuration.mesh is not None else ""
+    mesh = str(configuration.mesh)[1:-1] if configuration.mesh is not None else ""
     if update:
         with open(name, "w") as file:
             file.write(Baseline.of(ledger, mesh).text(command))

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jshard.cli.describe import mesh_in_words
 from jshard.cli.target import Asked
 from jshard.launch.cluster_env import found
 from jshard.layouts.pretend import pretend
@@ -92,7 +91,7 @@ def pretend_where_none(configuration: Configuration) -> None:
     logging.getLogger("jax._src.xla_bridge").addFilter(_is_of_use)
     if jax.default_backend() == "cpu":
         here = len(jax.devices())
-        print(f"{why}: pretending {here} CPU devices for mesh {mesh_in_words(configuration)}", file=sys.stderr)
+        print(f"{why}: pretending {here} CPU devices for mesh {configuration.mesh}", file=sys.stderr)
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from typing import TextIO
+
+from jshard.table import folded_row
 
 COLOURS = {"+": "32", "-": "31", "~": "33"}  # green, red, yellow
 STANDARD = 80  # columns of a terminal that does not say
@@ -34,8 +35,7 @@ def tell(text: str) -> None:
 
 
 def fitted(text: str, columns: int | None) -> str:
-    """Text in which no line is longer than the window. A row of a table is folded between its cells; `inspect.table` does
-    the same to rows that it makes, but can't be had without JAX."""
+    """Text in which no line is longer than the window. A row of a table is folded between its cells."""
     if columns is None:
         return text
     return "\n".join(part for line in text.split("\n") for part in _fold(line, columns))
@@ -45,15 +45,8 @@ def _fold(line: str, columns: int) -> list[str]:
     if len(line) <= columns:
         return [line]
     begin = line[: len(line) - len(line.lstrip())]
-    lines = [begin]
-    for cell in re.split(r" {2,}", line.strip()):
-        longer = f"{lines[-1]}{'  ' if lines[-1].strip() else ''}{cell}"
-        if len(longer) <= columns or not lines[-1].strip():
-            lines[-1] = longer
-        else:
-            lines.append(f"{begin}    {cell}")
-    wrapped = textwrap.TextWrapper(max(columns, 12), subsequent_indent=f"{begin}    ", break_on_hyphens=False)
-    return [part for each in lines for part in (wrapped.wrap(each) if len(each) > columns else [each])]
+    cells = re.split(r" {2,}", line.strip())
+    return [begin + part for part in folded_row(cells, columns - len(begin))]
 
 
 def coloured(text: str) -> str:

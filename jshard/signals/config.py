@@ -6,16 +6,18 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from jshard.errors import JShardError, Place, nearest
 from jshard.signals.compose import compose
+from jshard.signals.describe import signal_words
 from jshard.signals.faults import Faults, listed, quoted
 from jshard.signals.match import Matcher
 from jshard.signals.resolve import Resolved, is_template, resolve
 from jshard.signals.signal import Signal
+from jshard.table import Block, Rows, Shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +29,15 @@ class MeshPlan:
     place: Place = dataclasses.field(compare=False)
     places: Mapping[str, Place] = dataclasses.field(default_factory=dict, compare=False)  # mesh axis -> where written
 
+    def __str__(self) -> str:
+        """`{data: 2, tensor: 4}`, as it is written."""
+        return "{" + ", ".join(f"{name}: {size}" for name, size in zip(self.names, self.sizes, strict=True)) + "}"
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Configuration:
-    """What a configuration says. Immutable; equal only to itself: `fingerprint` tells whether two place alike."""
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Configuration(Shown):
+    """What a configuration says, and in words where it is printed. Immutable; equal only to itself: `fingerprint` tells
+    whether two place alike."""
 
     source: str
     mesh: MeshPlan | None  # None when neither jshard.mesh nor a `shard` over workers is written
@@ -44,6 +51,31 @@ class Configuration:
     budget_place: Place | None = None
     topology: str | None = None  # v5e:4x4
     topology_place: Place | None = None
+
+    def blocks(self) -> Iterator[Block]:
+        yield Rows(self.meaning())
+
+    def meaning(self) -> list[tuple[str, str]]:
+        """One line for the mesh, one for the experiment, one for each signal: its place, and what it means."""
+        mesh, train, lines = self.mesh, self.train, list[tuple[object, str]]()
+        if mesh is not None:
+            count = math.prod(mesh.sizes)
+            devices = "all devices" if -1 in mesh.sizes else "1 device" if count == 1 else f"{count} devices"
+            lines.append((mesh.place, f"mesh {mesh} of {devices}, {self.axis_types}"))
+        if self.budget is not None:
+            lines.append((self.budget_place, f"at most {self.budget:,} B on each device"))
+        if self.topology is not None:
+            lines.append((self.topology_place, f"plans are made for {self.topology}"))
+        if "model" in train:
+            named = {key: train[key] for key in ("model", "data", "optimizer") if key in train}
+            named = {key: it.get("path", it.get("name")) if isinstance(it, dict) else it for key, it in named.items()}
+            named |= {key: train[key] for key in ("batch", "steps", "seed") if key in train}
+            words = ", ".join(f"{key} {value}" for key, value in named.items())
+            lines.append((self.train_places["model"], f"experiment {words}"))
+        for signal in self.signals.values():
+            backward = signal if signal.backward is None else self.lookup((signal.backward,))
+            lines.append((signal.place, f"{signal.name}: {'; '.join(signal_words(signal, backward))}"))
+        return [(str(place), says) for place, says in lines]
 
     @functools.cached_property
     def fingerprint(self) -> Hashable:

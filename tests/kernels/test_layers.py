@@ -10,7 +10,6 @@ from flax import nnx
 
 import jshard
 from jshard import kernels
-from jshard.cli.describe import meaning
 from jshard.errors import JShardError
 from jshard.inspect.ledger import explain
 from jshard.kernels.select_algorithm import ALGORITHMS
@@ -189,7 +188,7 @@ def test_check_says_which_kernels_a_signal_takes():
             "layer": {"reduction": "t", "kernel": {"all_reduce": "ring"}},
         }
     )
-    assert meaning(configuration())[-1] == (
+    assert configuration().meaning()[-1] == (
         "<dict>", "layer: reduction over t; y is summed by an all-reduce; kernels: all_reduce ring, matmul auto"
     )  # fmt: skip
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.table import size
 from jshard.signals.config import Configuration
+from jshard.table import size
 
 
 def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:

@@ -10,7 +10,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from jshard.inspect.ledger.entries import Left, Line
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.table import folded, size, table
+from jshard.table import Block, Rows, Shown, size
 
 SCHEMA = "jshard.diff/1"
 Kind = Literal["added", "gone", "moved", "grown", "shrunk"]
@@ -60,9 +60,9 @@ class Change(Generic[Sided]):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """What lies between two training steps. `str()` is what `jshard diff` prints."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Difference(Shown):
+    """What lies between two training steps. It prints as what `jshard diff` prints."""
 
     old: str
     new: str
@@ -79,24 +79,17 @@ class Difference:
         """Whether it is one program: by its compiled text where that was compared, else by collectives and memory."""
         return not (self.changes or self.memory or self.left) if self.proven_same is None else self.proven_same
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int | None = None) -> str:
+    def blocks(self) -> Iterator[Block]:
         if self.same:
-            return "\n".join(folded(self.program or "the same collectives and memory", width))
-        wire = f"wire: {from_to(self.before.total, self.after.total)} per device"
-        memory = f"memory: {from_to(self.before.held, self.after.held)} at rest per device"
-        return "\n".join(
-            [
-                *table([change.cells() for change in self.changes], right=(6,), width=width),
-                *table([_cells_of_left(kind, left) for kind, left in self.left], width=width),
-                *table([self._memory_cells(signal) for signal in self.memory], right=(3,), width=width),
-                *folded(wire, width),
-                *(folded(memory, width) if self.before.memory or self.after.memory else []),
-                *folded(self.summary(), width),
-            ]
-        )
+            yield self.program or "the same collectives and memory"
+            return
+        yield Rows([change.cells() for change in self.changes], (6,))
+        yield Rows([_cells_of_left(kind, left) for kind, left in self.left])
+        yield Rows([self._memory_cells(signal) for signal in self.memory], (3,))
+        yield f"wire: {from_to(self.before.total, self.after.total)} per device"
+        if self.before.memory or self.after.memory:
+            yield f"memory: {from_to(self.before.held, self.after.held)} at rest per device"
+        yield self.summary()
 
     def summary(self) -> str:
         parts = counted((each.kind, each.told.collective, each.wire) for each in self.changes)

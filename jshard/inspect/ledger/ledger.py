@@ -15,17 +15,17 @@ from jshard.inspect.ledger.jaxpr_walk import choices_in, walk
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
-from jshard.inspect.table import folded, size, table
 from jshard.jaxprs import bare
+from jshard.table import Block, Rows, Shown, as_text, size
 
 SCHEMA = "jshard.explain/1"
 
 NUMBERS = (5, 7)  # the columns of `cells` that stand to the right
 
 
-@dataclasses.dataclass(frozen=True)
-class Ledger:
-    """All collectives of a program, in its order. `str()` is a table; sums are bytes on the wire per device."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ledger(Shown):
+    """All collectives of a program, in its order. It prints as a table; sums are bytes on the wire per device."""
 
     lines: tuple[Line, ...]
     choices: tuple[Choice, ...] = ()
@@ -80,18 +80,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int | None = None) -> str:
-        """The table, folded to `width`."""
-        told = table([line.cells() for line in self.lines], right=NUMBERS, width=width)
-        for remark in (*self.left, *self.choices, *self.unused, *self.unsplit):
-            told += folded(str(remark), width)
+    def blocks(self) -> Iterator[Block]:
+        yield Rows([line.cells() for line in self.lines], NUMBERS)
+        yield from map(str, (*self.left, *self.choices, *self.unused, *self.unsplit))
         if self.memory:
-            told += table([_memory_cells(rest) for rest in self.memory], right=range(3, 8), width=width)
-            told += folded(self.memory_summary(), width)
-        return "\n".join([*told, *folded(self.summary(), width)])
+            yield Rows([_memory_cells(rest) for rest in self.memory], range(3, 8))
+            yield self.memory_summary()
+        yield self.summary()
 
     def text_by(self, key: str, width: int | None = None) -> str:
         """One row for each `signal`, mesh `axis` or YAML `line`: collectives, wire and, but by axis, memory."""
@@ -108,9 +103,7 @@ class Ledger:
             )
             for word in dict.fromkeys((*wire, *memory))
         ]
-        told = table(rows, right=(1, 2, 3), width=width)
-        told += folded(self.memory_summary(), width) if memory else []
-        return "\n".join([*told, *folded(self.summary(), width)])
+        return as_text([Rows(rows, (1, 2, 3)), *([self.memory_summary()] if memory else []), self.summary()], width)
 
     def summary(self) -> str:
         """The last line of the table."""

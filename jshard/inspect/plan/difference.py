@@ -11,7 +11,7 @@ from typing import Any
 from jshard.inspect.compiled.program_text import normalised
 from jshard.inspect.ledger.diff import Change, counted, from_to, pairs
 from jshard.inspect.plan.estimate import in_words
-from jshard.inspect.table import folded, size, table
+from jshard.table import Block, Rows, Shown, size
 
 SCHEMA = "jshard.diff-plan/1"
 
@@ -89,9 +89,9 @@ class Outcome:
         return "" if self.capacity is None else "fits" if self.memory <= self.capacity else "does not fit"
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanDifference:
-    """What lies between two compiled programs. `str()` is what `jshard diff --topology` prints."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class PlanDifference(Shown):
+    """What lies between two compiled programs. It prints as what `jshard diff --topology` prints."""
 
     old: Outcome
     new: Outcome
@@ -113,28 +113,22 @@ class PlanDifference:
         """Whether nothing but the compiled text tells them apart."""
         return self.compiled and not (self.same or self.changes or self.old.memory != self.new.memory)
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int | None = None) -> str:
+    def blocks(self) -> Iterator[Block]:
         where = _both(self.old.topology, self.new.topology)
         if self.same:
             assert self.new.program is not None
             lines = f"{self.new.program['lines']:,} lines"
-            return "\n".join(folded(f"same program on {where}: the compiled text is the same, {lines}", width))
+            yield f"same program on {where}: the compiled text is the same, {lines}"
+            return
         parts = [
             (f"~ {name}", f"{after - before:+,} B", f"({before:,} B -> {after:,} B)")
             for name, before, after in self._parts()
             if before != after
         ]
-        return "\n".join(
-            [
-                *table([change.cells() for change in self.changes], right=(6,), width=width),
-                *table(parts, right=(1,), width=width),
-                *(line for says in self._totals() for line in folded(says, width)),
-                *folded(f"{self.summary()}, on {where}", width),
-            ]
-        )
+        yield Rows([change.cells() for change in self.changes], (6,))
+        yield Rows(parts, (1,))
+        yield from self._totals()
+        yield f"{self.summary()}, on {where}"
 
     def _parts(self) -> Iterator[tuple[str, int, int]]:
         if self.compiled:

@@ -31,18 +31,15 @@ from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import configuration, on_mesh
 from jshard.signals.config import Configuration
 from jshard.signals.topologies import fitted, mend_of
+from jshard.table import Block, Shown
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan(Result):
-    """What was asked, what the compiler made of it, what memory it needs and what time a model gives. `str()` is a page."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Shown, Result):
+    """What was asked, what the compiler made of it, what memory it needs and what time a model gives. It prints as a page."""
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int | None = None) -> str:
-        """The page, folded to `width`."""
-        return page(self, width)
+    def blocks(self) -> Iterator[Block]:
+        return page(self)
 
     def to_json(self) -> str:
         """One document, its schema named in it."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jshard.inspect.plan.comparison import Row
 from jshard.inspect.plan.estimate import MODEL, Part, in_words
 from jshard.inspect.plan.memory import size
 from jshard.inspect.plan.result import Result
-from jshard.inspect.table import folded, table
+from jshard.table import Block, Rows
 
 NUMBERS = (5, 6, 7, 8)  # the columns of a row that stand to the right
 
 
-def page(plan: Result, width: int | None) -> str:
+def page(plan: Result) -> Iterator[Block]:
     """One section for each question, the answer to it last."""
-    sections = [folded(heading(plan), width), _wire(plan, width), _memory(plan, width), _time(plan, width)]
-    return "\n\n".join("\n".join(section) for section in sections if section)
+    yield heading(plan)
+    for section in (_wire, _memory, _time):
+        yield ""
+        yield from section(plan)
 
 
 def heading(plan: Result) -> str:
@@ -26,12 +30,13 @@ def heading(plan: Result) -> str:
 # -- what is asked and what runs --
 
 
-def _wire(plan: Result, width: int | None) -> list[str]:
+def _wire(plan: Result) -> Iterator[Block]:
     if plan.comparison is None:
         asked = f"{size(plan.asked.total)} on the wire per device asked"
-        return folded(f"wire: {asked}; what would run is not known, as the program was not compiled to its end", width)
-    rows = [_cells(row) for row in plan.comparison.rows]
-    return [*table(rows, right=NUMBERS, width=width), *folded(wire_summary(plan), width)]
+        yield f"wire: {asked}; what would run is not known, as the program was not compiled to its end"
+        return
+    yield Rows([_cells(row) for row in plan.comparison.rows], NUMBERS)
+    yield wire_summary(plan)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -69,7 +74,7 @@ def wire_summary(plan: Result) -> str:
 # -- memory --
 
 
-def _memory(plan: Result, width: int | None) -> list[str]:
+def _memory(plan: Result) -> Iterator[Block]:
     memory = plan.memory
     rows = [
         (
@@ -83,40 +88,33 @@ def _memory(plan: Result, width: int | None) -> list[str]:
         for rest in memory.rest
         if rest.parameters or rest.optimizer
     ]
-    told = table(rows, right=(2, 4), width=width)
-    told += table([(size(bytes_), name) for name, bytes_ in memory.parts.items()], right=(0,), width=width)
+    yield Rows(rows, (2, 4))
+    yield Rows([(size(bytes_), name) for name, bytes_ in memory.parts.items()], (0,))
     named = "asked for" if not memory.parts else "put into memory"
-    told += [
-        line
-        for large in memory.largest
-        for line in folded(
-            f"largest {named}: {size(large.size)}, {large.shape}"
-            + (f", under {large.signal}" if large.signal != "-" else ""),
-            width,
-        )
-    ]
-    told += folded(f"memory: {memory.verdict()}", width)
-    too_much = memory.over_budget()
-    return [*told, *(folded(f"memory: {too_much}", width) if too_much else [])]
+    for large in memory.largest:
+        under = f", under {large.signal}" if large.signal != "-" else ""
+        yield f"largest {named}: {size(large.size)}, {large.shape}{under}"
+    yield f"memory: {memory.verdict()}"
+    if too_much := memory.over_budget():
+        yield f"memory: {too_much}"
 
 
 # -- time --
 
 
-def _time(plan: Result, width: int | None) -> list[str]:
+def _time(plan: Result) -> Iterator[Block]:
     told = plan.estimate
     if told is None:
         why = "there are no figures for it" if plan.memory.parts else "nothing was compiled"
-        return folded(f"time: no estimate for {plan.topology.name}, {why}", width)
+        yield f"time: no estimate for {plan.topology.name}, {why}"
+        return
     rows = [(part.name, part.words, f"at {_rate(part)}", in_words(part.seconds)) for part in told.parts]
     remarks = ["a model, nothing was measured"]
     remarks += ["arithmetic at most, where layouts can't be seen"] * told.at_most
     remarks += ["a while loop counts one trip"] * told.unknown
-    return [
-        *table(rows, right=(3,), width=width),
-        *folded(f"figures: {told.source}", width),
-        *folded(f"time: {in_words(told.seconds)} a step = {MODEL} ({'; '.join(remarks)})", width),
-    ]
+    yield Rows(rows, (3,))
+    yield f"figures: {told.source}"
+    yield f"time: {in_words(told.seconds)} a step = {MODEL} ({'; '.join(remarks)})"
 
 
 def _rate(part: Part) -> str:

@@ -13,14 +13,15 @@ from jshard.errors import JShardError
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.gather import Experiment, facts_of_experiment, facts_of_function
 from jshard.inspect.report.page import page
+from jshard.inspect.report.shell import framed
 from jshard.inspect.report.words import size
 
 SCHEMA = "jshard.report/1"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """A page and the facts it tells. `str()` is one line about it; `save` writes it."""
+    """A page and the facts it tells. It prints as one line about it; `save` writes it."""
 
     facts: Facts
     html: str
@@ -64,6 +65,11 @@ class Report:
             f"{self.facts.title}: {ledger.count:,} collectives, {ledger.total:,} B on the wire per device, "
             f"a page of {size(len(self.html.encode()))}"
         )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return framed(self.html)
 
 
 def report(f: Experiment | Callable[..., Any], *args: Any, plan: Any = None, **kwargs: Any) -> Report:

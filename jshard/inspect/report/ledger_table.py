@@ -8,9 +8,9 @@ import dataclasses
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.shell import stack
 from jshard.inspect.report.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
+from jshard.markup import Markup, element
 from jshard.provenance import PHASES
 
 COLUMNS = (  # key, title, whether it sorts as a number

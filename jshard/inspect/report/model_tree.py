@@ -10,9 +10,9 @@ from typing import Any
 from jshard.inspect.report.array_placement import ACTIVATION, BATCH, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.drawing import glyph
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.markup import Markup, element
 from jshard.inspect.report.pictures import Pictures
 from jshard.inspect.report.words import Colours, breakable, linked, measured, times
+from jshard.markup import Markup, element
 
 MOST_OPEN = 40  # arrays that are shown unfolded
 BRANCHES = (

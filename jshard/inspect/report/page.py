@@ -9,7 +9,6 @@ from jshard.inspect.report.array_placement import PARAMETER
 from jshard.inspect.report.asked_got import asked_got
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.ledger_table import by_axis, ledger_table
-from jshard.inspect.report.markup import Child, Markup, data, element
 from jshard.inspect.report.memory_bars import memory_bars
 from jshard.inspect.report.mesh_picture import mesh_picture
 from jshard.inspect.report.model_tree import model_tree
@@ -17,6 +16,7 @@ from jshard.inspect.report.pictures import Pictures
 from jshard.inspect.report.shell import bar, document, section, tiles
 from jshard.inspect.report.source import source
 from jshard.inspect.report.words import Colours, amount, measured, size, times
+from jshard.markup import Child, Markup, data, element
 from jshard.version import __version__
 
 HERE = Path(__file__).parent

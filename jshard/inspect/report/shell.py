@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from jshard.inspect.report.markup import Child, Markup, element
+from jshard.markup import Child, Markup, element
 from jshard.version import __version__
 
 HERE = Path(__file__).parent
@@ -33,6 +33,12 @@ def document(title: str, *content: Child, styles: Iterable[Path] = (), scripts: 
     )
     body = element("body", content, element("script", Markup(script)))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def framed(page: str) -> Markup:
+    """A whole page as a part of a notebook, apart from the notebook's own scripts and styles."""
+    style = "width: 100%; height: 80vh; border: 0"
+    return element("iframe", srcdoc=page, sandbox="allow-scripts", style=style)
 
 
 def _joined(files: Iterable[Path]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from jshard.errors import Place
-from jshard.inspect.report.markup import Markup, element
+from jshard.markup import Markup, element
 from jshard.units import size
 
 PALETTE = 8  # colours of mesh axes in style.css

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jshard.inspect.report.markup import Child, Markup, data, element
 from jshard.inspect.report.shell import bar, document, section, stack, table, tiles
 from jshard.inspect.report.words import breakable, signal_name, times
 from jshard.inspect.timeline.lanes import Drawing, Lane
 from jshard.inspect.timeline.words import Sum, by_signal, share, span, sums
+from jshard.markup import Child, Markup, data, element
 from jshard.version import __version__
 
 HERE = Path(__file__).parent

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jshard.errors import JShardError
+from jshard.inspect.report.shell import framed
 from jshard.inspect.report.words import times
 from jshard.inspect.timeline.capture import Capture, captures
 from jshard.inspect.timeline.event import Event
@@ -20,7 +21,7 @@ from jshard.inspect.timeline.picture import drawn
 SCHEMA = "jshard.timeline/1"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Timeline(Drawing):
     """Every event of a capture as a bar, as a page, a picture or JSON."""
 
@@ -48,6 +49,11 @@ class Timeline(Drawing):
             f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}" if steps else "no marked step"
         )
         return f"{self.title}: {when}, {len(self.bars):,} operations on {times(len(self.lanes), 'device')}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return framed(self.html())
 
 
 def _write(target: Path, content: bytes, option: str) -> Path:

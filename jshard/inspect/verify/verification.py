@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jshard.inspect.verify.first_divergence import Beginning
 from jshard.provenance import Cause
+from jshard.table import Block, Rows, Shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Finding:
         return f"{told} (stand-ins: {', '.join(self.stand_ins)})" if self.stand_ins else told
 
 
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """What `verify` found: true when sharded equals unsharded. `str()` is a table whose last line is the verdict."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verification(Shown):
+    """What `verify` found: true when sharded equals unsharded. It prints as a table whose last line is the verdict."""
 
     findings: tuple[Finding, ...]
     beginnings: tuple[Beginning, ...]
@@ -51,7 +52,7 @@ class Verification:
     def __bool__(self) -> bool:
         return self.ok
 
-    def __str__(self) -> str:
+    def blocks(self) -> Iterator[Block]:
         rows = [
             (
                 in_words(finding.mesh), str(finding.cause.place or "-"), finding.cause.signal,
@@ -59,16 +60,11 @@ class Verification:
             )
             for finding, count in self._told()
         ]  # fmt: skip
-        widths = [max((len(row[n]) for row in rows), default=0) for n in range(4)]
         several = len({row[0] for row in rows}) > 1
-        table = [
-            "  ".join(
-                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False))][not several :] + [row[-1]]
-            )
-            for row in rows
-        ]
-        begins = [f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings]
-        return "\n".join([self.probes, *table, *begins, self.verdict])
+        yield self.probes
+        yield Rows([row[not several :] for row in rows])
+        yield from (f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings)
+        yield self.verdict
 
     def _told(self) -> list[tuple[Finding, int]]:
         """Each finding once; what is of one kind, as state of the optimizer, under one signal and alike, together."""

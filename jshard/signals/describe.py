@@ -1,0 +1,67 @@
+"""A signal in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jshard.signals.signal import Signal
+
+OUTPUTS = {
+    "keep": "y stays split",
+    "gather": "y is gathered by an all-gather",
+    "sum": "y is summed by an all-reduce",
+    "scatter": "y is summed and split by a reduce-scatter",
+}
+
+
+def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
+    """What it splits, where, and what else it asks for; `backward` is the signal of its cotangents."""
+    if signal.shard is not None:
+        yield _shard(signal)
+    loops = {"rows": signal.row, "columns": signal.column, "reduction": signal.reduction}
+    split = [f"{loop} over {' x '.join(names)}" for loop, names in loops.items() if names]
+    if split:
+        yield ", ".join(split)
+    elif signal.shard is None:
+        yield "replicated"
+    output = signal.output or ("sum" if signal.reduction and not signal.sequence else None)
+    if output is not None:
+        yield OUTPUTS[output]
+    if signal.sequence:
+        yield f"activations between layers split by sequence over {' x '.join(signal.sequence)}"
+    if signal.store:
+        yield f"parameters and optimizer state rest split over {' x '.join(signal.store)}"
+    if signal.store_optimizer:
+        yield f"optimizer state rests split over {' x '.join(signal.store_optimizer)}"
+    if signal.backward is not None:
+        yield f'cotangents lie as "{signal.backward}" says'
+    for what, dtype in (("kept", "param"), ("computed", "compute"), ("summed over devices", "reduce")):
+        if (name := getattr(signal.dtype, dtype)) is not None:
+            yield f"{what} in {name}"
+    if signal.remat:
+        yield "activations computed anew in backward"
+    if signal.compile:
+        elsewhere = (backward.shard and backward.shard.workers) != (signal.shard and signal.shard.workers)
+        yield (
+            "not compiled as one program, as the backward is on other workers"
+            if elsewhere
+            else "each layer compiled as one program, its backward as another"
+        )
+    if signal.kernel:
+        yield f"kernels: {', '.join(f'{op} {word}' for op, word in signal.kernel)}"
+    for collective, count in signal.expect:
+        yield f"at most {count} bytes on the wire" if collective == "bytes" else f"{count} {collective} expected"
+
+
+def _shard(signal: Signal) -> str:
+    shard = signal.shard
+    assert shard is not None
+    if shard.mesh:
+        where = f"mesh axis {' x '.join(shard.mesh)}"
+    elif shard.workers is None:
+        where = "all workers"
+    else:
+        where = f"workers {', '.join(map(str, shard.workers))}"
+    if shard.replicated or shard.axis is None:
+        return f"whole on {where}"
+    return f"axis {shard.axis} of every array over {where}"
