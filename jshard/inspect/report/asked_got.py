@@ -11,18 +11,8 @@ from jshard.inspect.report.shell import legend, stack, table
 from jshard.inspect.report.words import Colours, linked, measured, signal_name, times
 from jshard.markup import Child, Markup, element
 
-HEAD = (
-    "Line",
-    "Signal",
-    "Phase",
-    "Collective",
-    "Over",
-    "Asked",
-    "Got",
-    "Wire asked",
-    "Wire got",
-    "What the compiler did",
-)
+SIDES = "Asked", "Got", "Wire asked", "Wire got"
+HEAD = ("Line", "Signal", "Phase", "Collective", "Over", *SIDES, "What the compiler did")
 
 
 def asked_got(facts: Facts, colours: Colours) -> Markup:

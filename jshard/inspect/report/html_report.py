@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jshard.errors import JShardError
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.gather import Experiment, facts_of_experiment, facts_of_function
 from jshard.inspect.report.page import page
-from jshard.inspect.report.shell import framed
+from jshard.inspect.report.shell import framed, write
 from jshard.inspect.report.words import size
 
 SCHEMA = "jshard.report/1"
@@ -28,14 +27,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the page to one HTML file, which needs nothing else."""
-        target = Path(path)
-        try:
-            target.write_text(self.html, encoding="utf-8")
-        except OSError as error:
-            raise JShardError(
-                f"the report can't be written to {target}: {error.strerror}", mend="name another file by -o report.html"
-            ) from error
-        return target
+        return write(Path(path), self.html.encode(), "the report", "-o report.html")
 
     def to_json(self) -> str:
         """What the page tells, as one document with its schema named in it. Bytes are per device."""

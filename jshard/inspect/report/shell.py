@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from jshard.errors import JShardError
 from jshard.markup import Child, Markup, element
 from jshard.version import __version__
 
@@ -39,6 +40,15 @@ def framed(page: str) -> Markup:
     """A whole page as a part of a notebook, apart from the notebook's own scripts and styles."""
     style = "width: 100%; height: 80vh; border: 0"
     return element("iframe", srcdoc=page, sandbox="allow-scripts", style=style)
+
+
+def write(target: Path, content: bytes, what: str, option: str) -> Path:
+    try:
+        target.write_bytes(content)
+    except OSError as error:
+        fault = f"{what} can't be written to {target}: {(error.strerror or 'unknown reason').lower()}"
+        raise JShardError(fault, mend=f"name another file by {option}") from error
+    return target
 
 
 def _joined(files: Iterable[Path]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jshard.errors import JShardError
-from jshard.inspect.report.shell import framed
+from jshard.inspect.report.shell import framed, write
 from jshard.inspect.report.words import times
 from jshard.inspect.timeline.capture import Capture, captures
 from jshard.inspect.timeline.event import Event
@@ -30,11 +30,11 @@ class Timeline(Drawing):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the page to one HTML file, which needs nothing else."""
-        return _write(Path(path), self.html().encode(), "-o timeline.html")
+        return write(Path(path), self.html().encode(), "the timeline", "-o timeline.html")
 
     def save_png(self, path: str | os.PathLike[str]) -> Path:
         """Writes the picture; needs Pillow."""
-        return _write(Path(path), drawn(self)[0], "--png timeline.png")
+        return write(Path(path), drawn(self)[0], "the timeline", "--png timeline.png")
 
     def json_lines(self) -> Iterator[str]:
         """Each event as one document, the schema in the first line."""
@@ -54,17 +54,6 @@ class Timeline(Drawing):
 
     def _repr_html_(self) -> str:
         return framed(self.html())
-
-
-def _write(target: Path, content: bytes, option: str) -> Path:
-    try:
-        target.write_bytes(content)
-    except OSError as error:
-        reason = (error.strerror or "unknown reason").lower()
-        raise JShardError(
-            f"the timeline can't be written to {target}: {reason}", mend=f"name another file by {option}"
-        ) from error
-    return target
 
 
 def timeline(folder: str | os.PathLike[str], step: int | None = None) -> Timeline:

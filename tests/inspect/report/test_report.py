@@ -277,7 +277,7 @@ def test_report_that_cannot_be_written_is_one_sentence(told, tmp_path):
     with pytest.raises(JShardError) as error:
         told[0].save(target)
     assert str(error.value) == (
-        f"the report can't be written to {target}: No such file or directory; name another file by -o report.html"
+        f"the report can't be written to {target}: no such file or directory; name another file by -o report.html"
     )
 
 
