@@ -120,12 +120,3 @@ def _broken(line: str, width: int) -> list[str]:
         subsequent_indent=INDENT,
         break_on_hyphens=False,
     )
-
-
-def size(number: int) -> str:
-    """`1,280 B`, and in larger units beside it where it is large."""
-    exact = f"{number:,} B"
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if abs(number) >= unit:
-            return f"{exact} ({number / unit:,.1f} {name})"
-    return exact

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.signals.config import Configuration
-from jshard.table import size
+from jshard.units import exact_size
 
 
 def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:
@@ -15,6 +15,6 @@ def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:
     biggest = max(ledger.memory, key=lambda rest: rest.total)
     who = "outside every signal" if biggest.signal == "-" else f'under signal "{biggest.signal}" ({biggest.place})'
     return (
-        f"jshard.budget ({configuration.budget_place}) is {size(budget)}, and {size(ledger.held)} are at rest on each "
-        f"device, {size(biggest.total)} of it {who}; write budget: {ledger.held}, or split more of it: store: data"
+        f"jshard.budget ({configuration.budget_place}) is {exact_size(budget)}, and {exact_size(ledger.held)} are at rest on "
+        f"each device, {exact_size(biggest.total)} of it {who}; write budget: {ledger.held}, or split more of it: store: data"
     )

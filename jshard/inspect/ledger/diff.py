@@ -10,7 +10,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from jshard.inspect.ledger.entries import Left, Line
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.table import Block, Rows, Shown, size
+from jshard.table import Block, Rows, Shown
+from jshard.units import exact_size, in_large_units
 
 SCHEMA = "jshard.diff/1"
 Kind = Literal["added", "gone", "moved", "grown", "shrunk"]
@@ -179,14 +180,10 @@ def counted(changes: Iterable[tuple[str, str, int]]) -> list[str]:
     kinds: dict[tuple[str, str], list[int]] = {}
     for kind, collective, wire in changes:
         kinds.setdefault((kind, collective), []).append(wire)
-    return [f"{len(wires)} {collective} {kind}{_large(sum(wires))}" for (kind, collective), wires in kinds.items()]
-
-
-def _large(wire: int) -> str:
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if abs(wire) >= unit:
-            return f" ({wire / unit:+,.1f} {name})"
-    return ""
+    return [
+        f"{len(wires)} {collective} {kind}{in_large_units(sum(wires), '+')}"
+        for (kind, collective), wires in kinds.items()
+    ]
 
 
 Entry = TypeVar("Entry")
@@ -243,4 +240,4 @@ def _memory(before: Ledger, after: Ledger) -> dict[str, tuple[int, int]]:
 
 
 def from_to(before: int, after: int) -> str:
-    return f"{size(before)} -> {size(after)} ({after - before:+,} B)"
+    return f"{exact_size(before)} -> {exact_size(after)} ({after - before:+,} B)"

@@ -16,7 +16,8 @@ from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.jaxprs import bare
-from jshard.table import Block, Rows, Shown, as_text, size
+from jshard.table import Block, Rows, Shown, as_text
+from jshard.units import exact_size
 
 SCHEMA = "jshard.explain/1"
 
@@ -115,7 +116,7 @@ class Ledger(Shown):
         if not self.lines:
             return f"total: no collectives{uncounted}"
         phases = ", ".join(f"{phase} {total:,} B" for phase, total in self.by("phase").items())
-        told = f"total: {_counted(self.count)}, {size(self.total)} on the wire per device ({phases})"
+        told = f"total: {_counted(self.count)}, {exact_size(self.total)} on the wire per device ({phases})"
         if not all(line.count_known for line in self.lines):
             told += "; a line with ? is one trip of a while loop"
         if any(line.branches for line in self.lines):
@@ -130,7 +131,7 @@ class Ledger(Shown):
             )
         }  # fmt: skip
         parts = ", ".join(f"{words} {number:,} B" for words, number in kinds.items() if number)
-        return f"memory: {size(self.held)} at rest per device ({parts})"
+        return f"memory: {exact_size(self.held)} at rest per device ({parts})"
 
     def to_json(self) -> str:
         """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `unsplit`,

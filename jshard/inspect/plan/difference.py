@@ -11,7 +11,8 @@ from typing import Any
 from jshard.inspect.compiled.program_text import normalised
 from jshard.inspect.ledger.diff import Change, counted, from_to, pairs
 from jshard.inspect.plan.estimate import in_words
-from jshard.table import Block, Rows, Shown, size
+from jshard.table import Block, Rows, Shown
+from jshard.units import exact_size
 
 SCHEMA = "jshard.diff-plan/1"
 
@@ -139,7 +140,7 @@ class PlanDifference(Shown):
         if self.compiled:
             yield f"wire: {from_to(self.old.wire, self.new.wire)} per device run"
         capacity = self.new.capacity
-        of = f", of {size(capacity)}: {_both(self.old.fits, self.new.fits)}" if capacity is not None else ""
+        of = f", of {exact_size(capacity)}: {_both(self.old.fits, self.new.fits)}" if capacity is not None else ""
         yield f"memory: {from_to(self.old.memory, self.new.memory)} per device{of}"
         if self.old.seconds is not None and self.new.seconds is not None:
             before, after = in_words(self.old.seconds), in_words(self.new.seconds)
