@@ -64,6 +64,13 @@ def test_parameters_of_plain_layers_are_told_through_every_call(f):
         assert sorted(unsplit(f, Model(nnx.Linear, nnx.Rngs(0)), X)) == sorted(WHOLE)
 
 
+def test_each_is_a_line_of_what_prints():
+    with cases.loaded({"jshard": AUTO, **SIGNALS}):
+        ledger = jshard.explain(lambda m, x: m(x), Model(nnx.Linear, nnx.Rngs(0)), X)
+    *_, norm, up, down, _ = str(ledger).splitlines()
+    assert [norm, up, down] == list(map(str, ledger.unsplit))
+
+
 def test_those_of_a_training_step_and_of_modules_taken_apart():
     with cases.loaded({"jshard": AUTO, **SIGNALS}):
         model = Model(nnx.Linear, nnx.Rngs(0))
