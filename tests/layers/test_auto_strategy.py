@@ -12,7 +12,7 @@ import pytest
 import jshard
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import explain
-from jshard.layers import choose
+from jshard.layers import auto_strategy, choose
 from jshard.layers.auto_strategy import Operand, choices
 from jshard.signals.active_config import unload
 
@@ -172,6 +172,15 @@ def test_choice_without_any_signal_really_splits_the_work_of_whole_arrays():
     table = str(explain(jshard.matmul, whole, whole, backward=False)).splitlines()
     assert len(table) == 2 and table[1] == "total: no collectives"
     assert table[0].startswith("-  -  chosen: row=w, 0 B on the wire per device forward, 150,994,944 B backward")
+
+
+def test_choice_that_splits_whole_arrays_gives_the_product(monkeypatch):
+    """The same with small arrays, on a chip that multiplies slowly."""
+    monkeypatch.setattr(auto_strategy, "MULTIPLICATIONS_A_BYTE", 0.01)
+    jshard.load({"jshard": {"mesh": {"w": 4}}})
+    result = jax.jit(jshard.matmul)(place(A, WHOLE), place(B, WHOLE))
+    assert {shard.data.shape for shard in result.addressable_shards} == {(len(A) // 4, B.shape[1])}
+    np.testing.assert_array_equal(result, A @ B)
 
 
 def test_choice_and_its_price_stand_in_the_ledger_beside_its_collectives(tmp_path, monkeypatch):
