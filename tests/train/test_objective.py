@@ -31,16 +31,26 @@ class Model(nnx.Module):
         with jshard.signal("layer"):
             self.up = jshard.Linear(4, 8, rngs=rngs)
         self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.9, rngs=rngs)
-        self.down, self.own = nnx.Linear(8, 3, rngs=rngs), Own()
+        self.down, self.own, self.viewed = nnx.Linear(8, 3, rngs=rngs), Own(), Viewed()
 
     def __call__(self, x):
-        return self.own(self.down(self.drop(self.norm(self.up(x)))))
+        return self.viewed(self.own(self.down(self.drop(self.norm(self.up(x))))))
 
 class Own(nnx.Module):
     deterministic = False
 
     def __call__(self, x):
         return x if self.deterministic else x[..., ::-1]
+
+class Viewed(nnx.Module):
+    trains = True
+
+    def set_view(self, deterministic=None, **others):
+        self.trains = not deterministic
+        return others
+
+    def __call__(self, x):
+        return x[..., ::-1] if self.trains else x
 
 class Pair(Model):
     def __call__(self, x): return super().__call__(x), x
@@ -182,6 +192,7 @@ def test_evaluation_is_in_evaluation_mode_and_leaves_the_model_in_training_mode(
     where = jax.tree.map(lambda array: array.sharding, step.state)
     assert evaluate(step, built.test, built.placement, built.batch) == 1.0
     assert (model.drop.deterministic, model.norm.use_running_average, model.own.deterministic) == (False,) * 3
+    assert model.viewed.trains
     step(*built.first_batch())
     step.into(built.model, built.optimizer)
     assert jax.tree.map(lambda array: array.sharding, step.state) == where
