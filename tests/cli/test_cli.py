@@ -64,7 +64,15 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["--version"], ["schema"], ["check", "configs/mlp.yaml"]]
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["--version"],
+        ["schema"],
+        ["check", "configs/mlp.yaml"],
+        ["check", DIGITS, "batch=15"],
+    ],
 )
 def test_cli_answers_without_importing_jax(words):
     program = (
