@@ -85,7 +85,9 @@ def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice
     loops = (*(["row"] if rank > 1 else []), *(["sequence"] if rank > 2 else []), "column", "reduction", "none")
     found: list[Choice] = []
     split: dict[str, Any]
-    for taken in itertools.product(loops, repeat=len(names)):
+    # A batch that is split stays so where w is whole: one product must not gather it for all that follow.
+    batch = set(x.layout.axes[0] if rank > 1 else ()) - set(w.layout.mesh_axes)
+    for taken in itertools.product(*(["row"] if name in batch else loops for name in names)):
         split = {loop: tuple(n for n, its in zip(names, taken, strict=True) if its == loop) for loop in loops}
         split.pop("none")
         outputs = (None, "scatter") if split["reduction"] and rank > 1 else (None,)
