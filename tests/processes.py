@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jshard.host import free_port
+from jshard.launch.worker import without_chatter
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,7 +92,7 @@ class _Started:
     """One process in a session of its own, so that its children end with it; it prints to files, which never fill up."""
 
     def __init__(self, script: str | Path, words: tuple[object, ...], variables: Mapping[str, str]):
-        self.stdout, self.stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self.stdout, self.stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             [sys.executable, str(script), *map(str, words)],
             stdout=self.stdout,
@@ -106,9 +107,9 @@ class _Started:
         except ProcessLookupError:  # it has ended by itself
             pass
         code = self.process.wait()
-        told = []
+        printed = []
         for file in (self.stdout, self.stderr):
             file.seek(0)
-            told.append(file.read())
+            printed.append("".join(f"{line.decode()}\n" for line in without_chatter(file)))
             file.close()
-        return Finished(code, *told)
+        return Finished(code, *printed)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,17 @@ OUTLIVE = Path(__file__).with_name("parent_death.py")
 # What gloo says of each group of devices, and nobody asked: in pieces, among which those of other threads may stand.
 PIECES = rb"(\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : )"
 CHATTER = re.compile(rb"(\d*%b)+\d*" % PIECES)
+
+
+def without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
+    torn = False
+    for line in lines:
+        line = line.rstrip(b"\r\n")
+        if CHATTER.fullmatch(line) or (torn and re.fullmatch(rb"\d*", line)):
+            torn = len(re.findall(rb"\d+", line)) != 3 * line.count(b"Rank ")
+            continue
+        torn = False
+        yield line
 
 
 class Worker:
@@ -60,13 +71,7 @@ class Worker:
         return thread
 
     def _lines(self, stream: IO[bytes], name: str) -> None:
-        torn = False
-        for line in stream:
-            line = line.rstrip(b"\r\n")
-            if CHATTER.fullmatch(line) or (torn and re.fullmatch(rb"\d*", line)):
-                torn = len(re.findall(rb"\d+", line)) != 3 * line.count(b"Rank ")
-                continue
-            torn = False
+        for line in without_chatter(stream):
             self.events.put(("line", self, name, line.rpartition(b"\r")[2].decode(errors="replace")))
 
     def _statuses(self, stream: IO[bytes]) -> None:
