@@ -20,10 +20,10 @@ class Place:
 
 
 class JShardError(ValueError):
-    """A mistake of the user's: `fault; mend`. The mend is required, so that it can't be forgotten."""
+    """A mistake of the user's: `fault; hint`. The hint is required, so that it can't be forgotten."""
 
-    def __init__(self, fault: str, *, mend: str):
-        self.faults: tuple[str, ...] = (f"{fault}; {mend}",)
+    def __init__(self, fault: str, *, hint: str):
+        self.faults: tuple[str, ...] = (f"{fault}; {hint}",)
         super().__init__(self.faults[0])
 
     def _render_traceback_(self) -> list[str]:

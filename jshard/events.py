@@ -76,7 +76,7 @@ def listener(environment: Mapping[str, str]) -> Callable[[str, Fields], None] | 
             near = nearest(word, ASKED)
             raise JShardError(
                 f'JSHARD_LOG is "{environment["JSHARD_LOG"]}", and "{word}" is none of {", ".join(ASKED)}',
-                mend=f'did you mean "{near}"?' if near else f"write JSHARD_LOG={','.join(ASKED)}, or some of them",
+                hint=f'did you mean "{near}"?' if near else f"write JSHARD_LOG={','.join(ASKED)}, or some of them",
             )
     if not asked or not _speaks(environment):
         return None

@@ -119,5 +119,5 @@ def test_empty_ledger_prints_its_total():
 
 
 def test_error_of_several_faults_is_a_line_each_in_ipython():
-    joined = JShardError.of([JShardError("one", mend="do"), JShardError("two", mend="don't")])
+    joined = JShardError.of([JShardError("one", hint="do"), JShardError("two", hint="don't")])
     assert joined._render_traceback_() == ["JShardError: one; do", "JShardError: two; don't"]

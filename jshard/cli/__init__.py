@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write_no_more()
         command = " ".join(["jshard", *words[:1]])
         reason = os.strerror(error.errno).lower()
-        tell(str(JShardError(f"what {command} prints can't be written: {reason}", mend="send it to another place")))
+        tell(str(JShardError(f"what {command} prints can't be written: {reason}", hint="send it to another place")))
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with a mistake told the way all others are told."""
 
     def error(self, message: str) -> NoReturn:
-        raise JShardError(f"{self.prog}: {message}", mend=f"type: {self.prog} --help")
+        raise JShardError(f"{self.prog}: {message}", hint=f"type: {self.prog} --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         (file or sys.stderr).write(message)  # argparse passes over a disk that is full
@@ -136,7 +136,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     first = next((word for word in words if not word.startswith("-")), None)
     if first is not None and first not in commands.choices:
         close = nearest(first, commands.choices) or "--help"
-        raise JShardError(f'"{first}" is not a command of jshard', mend=f"type: jshard {close}")
+        raise JShardError(f'"{first}" is not a command of jshard', hint=f"type: jshard {close}")
     if not words:
         parser.print_help()
         raise SystemExit(2)
@@ -156,7 +156,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         chosen.overrides += late
     if getattr(chosen, "path", "") is None:
         needs, example = getattr(chosen, "needs", ("a configuration", "configs/digits.yaml"))
-        raise JShardError(f"jshard {chosen.name} needs {needs}", mend=f"type: jshard {chosen.name} {example}")
+        raise JShardError(f"jshard {chosen.name} needs {needs}", hint=f"type: jshard {chosen.name} {example}")
     return chosen
 
 
@@ -169,14 +169,14 @@ def _check_dashes(command: str, rest: list[str], words: list[str]) -> None:
         key = whole_key(option.removeprefix("--")) if option.startswith("--") else None
         if key is not None:
             value = value if equals else next(iter(words[words.index(word) + 1 :]), "...")
-            raise JShardError(f"jshard {command} has no option {option}", mend=f"write {key}={value}")
+            raise JShardError(f"jshard {command} has no option {option}", hint=f"write {key}={value}")
 
 
 def train(chosen: argparse.Namespace) -> int:
     from jshard.cli.resume import trained
-    from jshard.cli.target import Asked
+    from jshard.cli.target import Target
 
-    return trained(Asked(chosen.path, tuple(chosen.overrides)), None)
+    return trained(Target(chosen.path, tuple(chosen.overrides)), None)
 
 
 def run_bench(chosen: argparse.Namespace) -> int:

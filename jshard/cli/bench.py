@@ -84,7 +84,7 @@ def run(
     if sides is not None:
         for side in sides:
             if side < 1:
-                raise JShardError(f"a square matrix of {side} rows holds nothing to multiply", mend="use --side 1024")
+                raise JShardError(f"a square matrix of {side} rows holds nothing to multiply", hint="use --side 1024")
         said = f"{kind}, jax {jax.__version__}; products of bfloat16"
         found = product_times.measure(sides, repeats=repeats)
         columns, cells = PRODUCT_COLUMNS, product_rows(found)
@@ -112,7 +112,7 @@ def parsed(size: str) -> int:
     """`64KiB` in bytes."""
     found = re.fullmatch(r"(\d+)\s*([KMG]iB|B|)", str(size))
     if found is None or int(found[1]) == 0:
-        raise JShardError(f'"{size}" is no size of an array', mend="use bytes or a unit: 4096, 64KiB, 1MiB")
+        raise JShardError(f'"{size}" is no size of an array', hint="use bytes or a unit: 4096, 64KiB, 1MiB")
     return int(found[1]) * UNITS[found[2]]
 
 

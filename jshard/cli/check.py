@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 
-from jshard.cli.target import Asked, find_modules_here, function_arguments
+from jshard.cli.target import Target, find_modules_here, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 from jshard.signals.config import Configuration, load_configuration
@@ -32,9 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     more = [word for word in chosen.overrides if "=" not in word and word.endswith((".yaml", ".yml"))]
     chosen.overrides = [word for word in chosen.overrides if word not in more]
-    first = Asked.of(chosen)
+    first = Target.of(chosen)
     checked = []
-    for asked in (first, *(Asked(path, first.overrides) for path in more)):
+    for asked in (first, *(Target(path, first.overrides) for path in more)):
         configuration = load_configuration(asked.path, asked.overrides)
         found = Checked(asked, configuration.meaning())
         if not chosen.json:
@@ -53,7 +53,7 @@ def run(chosen: argparse.Namespace) -> int:
 class Checked:
     """What a configuration means, what of its promises holds, and what does not."""
 
-    asked: Asked
+    asked: Target
     meaning: list[tuple[str, str]]
     holds: list[str] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
@@ -86,7 +86,7 @@ def _check(checked: Checked, configuration: Configuration, against: str | None, 
     if not has_a_step:
         raise JShardError(
             f"{reason} what can only be read from a training step, and {configuration.source} names none",
-            mend="write model and data under jshard.train, or remove it",
+            hint="write model and data under jshard.train, or remove it",
         )
     _hold(checked, configuration, baseline, update, promised=reason is not None)
 
@@ -109,7 +109,7 @@ def _check_experiment(configuration: Configuration) -> None:
             found(key, path, configuration.train_places[key])
 
 
-def _beside(asked: Asked) -> str:
+def _beside(asked: Target) -> str:
     """The baseline of a configuration, or of a function under it, unless another is named."""
     function = "" if asked.function is None else f".{asked.function.replace(':', '.')}"
     return f"{os.path.splitext(asked.path)[0]}{function}.baseline"
@@ -171,4 +171,4 @@ def _hold(checked: Checked, configuration: Configuration, name: str, update: boo
         elif not more:
             checked.holds.append(f"as {name} holds")
     elif is_named:
-        raise JShardError(f"{name} is not there", mend=f"write it: {command} --update")
+        raise JShardError(f"{name} is not there", hint=f"write it: {command} --update")

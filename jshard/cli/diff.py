@@ -37,7 +37,7 @@ def run(chosen: argparse.Namespace) -> int:
     if len(others) > 1 or not (others or overrides or len(configs) > 1):
         raise JShardError(
             f"jshard diff takes two configurations, and {1 + len(others)} {'are' if others else 'is'} given",
-            mend=f"type: jshard diff {chosen.path} configs/other.yaml",
+            hint=f"type: jshard diff {chosen.path} configs/other.yaml",
         )
     old, new = chosen.path, others[0] if others else chosen.path
     kinds = [is_function(side.split(":", 2)[-1] if side.startswith("git:") else side) for side in (old, new)]
@@ -45,13 +45,13 @@ def run(chosen: argparse.Namespace) -> int:
         names = (old, new) if kinds[0] else (new, old)
         raise JShardError(
             f"jshard diff compares two of a kind, and {names[0]} is a function, {names[1]} a configuration",
-            mend=f"type: jshard diff {names[0]} --config {names[1]} --config configs/other.yaml",
+            hint=f"type: jshard diff {names[0]} --config {names[1]} --config configs/other.yaml",
         )
     if not kinds[0] and (configs or args):
         option = "--config" if configs else "--args"
-        raise JShardError(f"{option} is for a function, and {old} is a configuration", mend=f"leave {option} away")
+        raise JShardError(f"{option} is for a function, and {old} is a configuration", hint=f"leave {option} away")
     if len(configs) > 2:
-        raise JShardError(f"--config is given {len(configs)} times", mend="give it once, or once for each side")
+        raise JShardError(f"--config is given {len(configs)} times", hint="give it once, or once for each side")
     difference = diff(old, new, overrides=overrides, topology=chosen.topology, configs=configs, args=args)
     if chosen.json:
         print(difference.to_json())

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jshard.cli.target import Asked
+from jshard.cli.target import Target
 from jshard.launch.cluster_env import found
 from jshard.layouts.pretend import pretend
 from jshard.signals.config import Configuration, load_configuration
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FEWEST = 8  # devices to pretend where the mesh leaves a size open
 
 
-def opened(asked: Asked, *, only_shapes: bool = False) -> Experiment | Function:
+def opened(asked: Target, *, only_shapes: bool = False) -> Experiment | Function:
     """The experiment or the function, built. Models and data are found from this folder."""
     configuration = load_configuration(asked.path, asked.overrides)  # all faults are told before JAX is imported
     pretend_where_none(configuration)
@@ -37,14 +37,14 @@ def opened(asked: Asked, *, only_shapes: bool = False) -> Experiment | Function:
     return Experiment.build(configuration, whole, only_shapes=only_shapes)
 
 
-def compilable(asked: Asked) -> Experiment | Function:
+def compilable(asked: Target) -> Experiment | Function:
     """The same of shapes alone, on devices that are here or pretended."""
     configuration = load_configuration(asked.path, asked.overrides)
     return opened(asked, only_shapes=configuration.mesh is not None and not _names_workers(configuration))
 
 
 @contextlib.contextmanager
-def sketched(asked: Asked) -> Iterator[Experiment | Function]:
+def sketched(asked: Target) -> Iterator[Experiment | Function]:
     """The same of shapes alone: no array is made, and no device of the mesh need be here. Where the mesh leaves a size
     open, or signals name workers, whose slices are meshes of their own, the devices that are here decide."""
     configuration = load_configuration(asked.path, asked.overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jshard.cli.target import Asked, function_arguments
+from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show, width
 
 PHASES = ("forward", "backward", "update")
@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     from jshard.cli.experiment import compilable, sketched
 
-    asked = Asked.of(chosen)
+    asked = Target.of(chosen)
     if chosen.program:
         from jshard.inspect.compiled.program_text import normalised
         from jshard.inspect.user_code_errors import told

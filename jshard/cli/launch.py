@@ -47,7 +47,7 @@ def run(chosen: argparse.Namespace) -> int:
     command = command_of(chosen.program, chosen.count or 4)
     members = None if chosen.count is not None else [member(chosen)]
     if chosen.count is not None and chosen.count < 1:
-        raise JShardError(f"jshard launch can't start {chosen.count} processes", mend="type: jshard launch -n 4")
+        raise JShardError(f"jshard launch can't start {chosen.count} processes", hint="type: jshard launch -n 4")
     bar = _bar() if sys.stdout.isatty() else None
     supervisor = Supervisor(
         command,
@@ -72,13 +72,13 @@ def member(chosen: argparse.Namespace) -> Membership:
         if membership is None:
             raise JShardError(
                 "jshard launch does not know how many processes to start",
-                mend="type: jshard launch -n 4, or --coordinator host:port --processes 16 --process-id 3 on each host",
+                hint="type: jshard launch -n 4, or --coordinator host:port --processes 16 --process-id 3 on each host",
             )
         return membership
     if missing:
         raise JShardError(
             f"jshard launch has no {' and no '.join(missing)}",
-            mend="type: jshard launch --coordinator host:port --processes 16 --process-id 3",
+            hint="type: jshard launch --coordinator host:port --processes 16 --process-id 3",
         )
     return Membership(chosen.coordinator, chosen.processes, chosen.process_id, "jshard launch")
 
@@ -87,13 +87,13 @@ def command_of(words: list[str], count: int = 4) -> list[str]:
     """What each of `count` processes runs."""
     if not words or words == ["-m"]:
         raise JShardError(
-            "jshard launch names no program", mend="type: jshard launch -n 4 train configs/digits.yaml, or a script"
+            "jshard launch names no program", hint="type: jshard launch -n 4 train configs/digits.yaml, or a script"
         )
     first = words[0]
     if re.fullmatch(r"python[\d.]*", Path(first).name) and words[1:]:
         raise JShardError(
             f'"{first}" is what jshard launch runs each program by',
-            mend=f"type: jshard launch -n {count} {shlex.join(words[1:])}",
+            hint=f"type: jshard launch -n {count} {shlex.join(words[1:])}",
         )
     if first == "-m":
         return [sys.executable, *words]
@@ -102,11 +102,11 @@ def command_of(words: list[str], count: int = 4) -> list[str]:
     if Path(first).is_file():
         return [sys.executable, *words]
     if first.endswith(".py"):
-        raise JShardError(f'there is no file "{first}" to launch', mend="start from the folder that holds it")
+        raise JShardError(f'there is no file "{first}" to launch', hint="start from the folder that holds it")
     close = nearest(first, COMMANDS)
     raise JShardError(
         f'"{first}" is neither a script nor a command that can be launched',
-        mend=f"type: jshard launch -n 4 {close or 'train configs/digits.yaml'}",
+        hint=f"type: jshard launch -n 4 {close or 'train configs/digits.yaml'}",
     )
 
 

@@ -22,12 +22,12 @@ def run(chosen: argparse.Namespace) -> int:
     files = {source.name.removesuffix(".txt"): source for source in sorted(PROJECT.iterdir()) if source.is_file()}
     try:
         if target.is_dir() and any(target.iterdir()):
-            raise JShardError(f"{target} is not empty", mend=f"type: jshard new {shlex.quote(f'{target}-2')}")
+            raise JShardError(f"{target} is not empty", hint=f"type: jshard new {shlex.quote(f'{target}-2')}")
         target.mkdir(parents=True, exist_ok=True)
         for name, source in files.items():
             (target / name).write_bytes(source.read_bytes())
     except OSError as error:
         reason = (error.strerror or "unknown reason").lower()
-        raise JShardError(f"{target} can't be made: {reason}", mend="name another folder") from error
+        raise JShardError(f"{target} can't be made: {reason}", hint="name another folder") from error
     show(f"{target}: {', '.join(files)}\ntype: cd {shlex.quote(str(target))} && jshard train train.yaml")
     return 0

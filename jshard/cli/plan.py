@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jshard.cli.target import Asked, function_arguments
+from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show, tell, width
 from jshard.signals.config import load_configuration
 
@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not, or is over the budget."""
-    asked = Asked.of(chosen)
+    asked = Target.of(chosen)
     configuration = load_configuration(asked.path, asked.overrides)
     topology = chosen.topology or configuration.topology or f"cpu:{configuration.devices or 8}"
     with compiled_for(topology, asked, limit=chosen.limit, cache=not chosen.no_cache) as (_, plan):
@@ -59,7 +59,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def compiled_for(
-    topology: str, asked: Asked, *, limit: float = LIMIT, cache: bool = True
+    topology: str, asked: Target, *, limit: float = LIMIT, cache: bool = True
 ) -> Iterator[tuple[Experiment | Function, Plan]]:
     """What is asked for, of shapes alone on the mesh of a topology, and its plan."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # here is only traced: no accelerator is looked for or taken

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jshard.cli.experiment import opened, pretended
-from jshard.cli.target import Asked
+from jshard.cli.target import Target
 from jshard.errors import JShardError
 from jshard.inspect.ledger import Ledger
 from jshard.launch.agreement import agree
@@ -34,7 +34,7 @@ from jshard.train.progress import Bar, say_result
 from jshard.train.train import train
 
 
-def train_as_member(asked: Asked, resume: Callable[[], Checkpoint] | None = None) -> int:
+def train_as_member(asked: Target, resume: Callable[[], Checkpoint] | None = None) -> int:
     """`resume` finds what to go on from, once all have joined."""
     experiment = joined_experiment(asked)
     leads = jax.process_index() == 0
@@ -59,7 +59,7 @@ def as_member(run: Callable[[], int]) -> int:
 
 
 def joined(
-    asked: Asked, meshes: Mapping[str, Mapping[str, int]] | None = None, *, preemption: bool = False
+    asked: Target, meshes: Mapping[str, Mapping[str, int]] | None = None, *, preemption: bool = False
 ) -> Experiment | Function:
     """Join the other processes and build the experiment or function, when all have the same one and as many devices of one
     kind, and work on its mesh and on these further ones, by what they are called."""
@@ -71,19 +71,19 @@ def joined(
     facts = {"configuration": facts_of(configuration)}
     init(facts=facts, preemption=preemption, **configuration.train.get("watchdog", {}))
     agree("devices", {"devices of a process": str(jax.local_device_count()), "kind": jax.devices()[0].device_kind},
-          mend="give each process as many, of one kind")  # fmt: skip
+          hint="give each process as many, of one kind")  # fmt: skip
     if asked_mesh is not None:
         for said, sizes in {f"jshard.mesh ({asked_mesh.place})": {}, **(meshes or {})}.items():
             whole = dict(zip(asked_mesh.names, asked_mesh.sizes, strict=True)) | dict(sizes)
             check_all_have_devices(said, whole)
     program = opened(asked)
     ledger = program.explain()
-    agree("program", program_of(program, str(ledger)), mend="start all of them with the same code and data")
+    agree("program", program_of(program, str(ledger)), hint="start all of them with the same code and data")
     pulse().stands(first_between_processes(ledger, None if asked_mesh is None else mesh()))
     return program
 
 
-def joined_experiment(asked: Asked) -> Experiment:
+def joined_experiment(asked: Target) -> Experiment:
     """The same of an experiment; the first process says what its step asks for."""
     experiment = joined(asked, preemption=True)
     assert isinstance(experiment, Experiment)
@@ -120,7 +120,7 @@ def check_all_have_devices(said: str, sizes: Mapping[str, int]) -> None:
     if idle:
         raise JShardError(
             f"{said} takes {count} of {len(jax.devices())} devices, and rank {idle[0]} has none of them",
-            mend=f"start {len(busy)} process{'es' * (len(busy) > 1)}, or make the mesh larger",
+            hint=f"start {len(busy)} process{'es' * (len(busy) > 1)}, or make the mesh larger",
         )
 
 

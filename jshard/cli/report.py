@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jshard.cli.plan import compiled_for
-from jshard.cli.target import Asked, function_arguments
+from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show
 from jshard.signals.config import load_configuration
 
@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    with _shown(Asked.of(chosen), chosen.topology) as (told, plan):
+    with _shown(Target.of(chosen), chosen.topology) as (told, plan):
         from jshard.inspect.report import report
         from jshard.inspect.user_code_errors import told as one_sentence
         from jshard.train.function import Function
@@ -52,7 +52,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _shown(asked: Asked, topology: str | None) -> Iterator[tuple[Experiment | Function, Plan | None]]:
+def _shown(asked: Target, topology: str | None) -> Iterator[tuple[Experiment | Function, Plan | None]]:
     """What is asked for, and its plan where there is a topology: then on the mesh of that."""
     topology = topology or load_configuration(asked.path, asked.overrides).topology
     if topology is None or topology == NONE:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jshard.cli.target import Asked
+from jshard.cli.target import Target
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError
 from jshard.run_names import CHECKPOINTS, CONFIGURATION, MANIFEST
@@ -32,10 +32,10 @@ def run(chosen: argparse.Namespace) -> int:
     says_output = "output" in load_configuration(path, overrides).train
     if says_output if chosen.config is None and own == run / CONFIGURATION else not says_output:
         overrides = [f"output={run}", *overrides]  # the run may have been moved, and another file may name none
-    return trained(Asked(path, tuple(overrides)), lambda: _checkpoint(folder, which, run))
+    return trained(Target(path, tuple(overrides)), lambda: _checkpoint(folder, which, run))
 
 
-def trained(asked: Asked, resume: Callable[[], Checkpoint] | None) -> int:
+def trained(asked: Target, resume: Callable[[], Checkpoint] | None) -> int:
     """Trains an experiment, from its beginning or from what `resume` finds, in this process or as one of several."""
     from jshard.launch.cluster_env import found as membership
 
@@ -74,5 +74,5 @@ def found(run: Path, which: str) -> tuple[Path, Path, str]:
     steps = [each for each in run.glob("*/") if each.name.isdecimal()]
     if not steps:
         why = "there is no such folder" if not run.is_dir() else f"it has no {CONFIGURATION} and no checkpoints"
-        raise JShardError(f"{run} is not a run: {why}", mend="type: jshard resume and the output folder of a run")
+        raise JShardError(f"{run} is not a run: {why}", hint="type: jshard resume and the output folder of a run")
     return run, max(steps, key=lambda each: int(each.name)) / CONFIGURATION, which

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Target:
     """What the words of a command are about: a configuration, and the experiment in it or a function under it."""
 
     path: str
@@ -28,7 +28,7 @@ class Asked:
     arguments: tuple[str, ...] = ()  # the words behind --args
 
     @classmethod
-    def of(cls, chosen: argparse.Namespace) -> Asked:
+    def of(cls, chosen: argparse.Namespace) -> Target:
         """`--args` takes every word behind it; those with a = in them are changes after all."""
         late = [word for word in chosen.args or () if "=" in word]
         arguments = tuple(word for word in chosen.args or () if word not in late)
@@ -38,14 +38,14 @@ class Asked:
                 if given is not None:
                     raise JShardError(
                         f"{option} is for a function, and {chosen.path} is a configuration",
-                        mend=f"leave {option} away, or type: jshard {chosen.name} module:function --config {chosen.path}",
+                        hint=f"leave {option} away, or type: jshard {chosen.name} module:function --config {chosen.path}",
                     )
             return cls(chosen.path, overrides)
         configuration = chosen.config or os.environ.get("JSHARD_CONFIG")
         if not configuration:
             raise JShardError(
                 f'no configuration says how "{chosen.path}" lies on a mesh',
-                mend="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
+                hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
             )
         return cls(configuration, overrides, chosen.path, arguments)
 

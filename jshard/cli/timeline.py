@@ -26,7 +26,7 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.overrides:
         raise JShardError(
             f"jshard timeline draws what was captured, and takes no {chosen.overrides[0]}",
-            mend=f"type: jshard trace and the configuration, then jshard timeline {chosen.path}",
+            hint=f"type: jshard trace and the configuration, then jshard timeline {chosen.path}",
         )
     from jshard.inspect.timeline import timeline
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jshard.cli.target import Asked
+from jshard.cli.target import Target
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
 from jshard.run_names import CAPTURED, CONFIGURATION, TRACE, WANTED
@@ -43,13 +43,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     if chosen.steps < 1:
-        raise JShardError(f"jshard trace can't capture {chosen.steps} steps", mend="type: --steps 3")
+        raise JShardError(f"jshard trace can't capture {chosen.steps} steps", hint="type: --steps 3")
     path = Path(chosen.path)
     if path.is_dir():
         return _of_run(path, chosen)
     from jshard.launch.cluster_env import found
 
-    asked = Asked(chosen.path, tuple(chosen.overrides))
+    asked = Target(chosen.path, tuple(chosen.overrides))
     if found() is not None:
         from jshard.cli.rank_main import joined_experiment
 
@@ -108,7 +108,7 @@ def _of_run(whole: Path, chosen: argparse.Namespace) -> int:
         if given:
             raise JShardError(
                 f"{option} is for a run that jshard trace starts, and {whole} is the folder of one that goes on",
-                mend=f"leave it away, or type: jshard trace {_configuration(whole)}",
+                hint=f"leave it away, or type: jshard trace {_configuration(whole)}",
             )
     identity = secrets.token_hex(8)
     clear(whole)
@@ -122,12 +122,12 @@ def _of_run(whole: Path, chosen: argparse.Namespace) -> int:
         if told is None:
             raise JShardError(
                 f"no run in {whole} took a step within {chosen.wait:g} s",
-                mend=f"start it, or capture another by: jshard trace {_configuration(whole)}",
+                hint=f"start it, or capture another by: jshard trace {_configuration(whole)}",
             )
         if "fault" in told:
             clear(whole)
-            fault, _, mend = told["fault"].rpartition("; ")
-            raise JShardError(f"the run in {whole} made no capture: {fault}", mend=mend)
+            fault, _, hint = told["fault"].rpartition("; ")
+            raise JShardError(f"the run in {whole} made no capture: {fault}", hint=hint)
         late = time.monotonic() + LATER
         missing = [
             rank

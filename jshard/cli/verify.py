@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jshard.cli.target import Asked, function_arguments
+from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
@@ -21,7 +21,7 @@ def run(chosen: argparse.Namespace) -> int:
     from jshard.cli.experiment import opened
 
     meshes = {words: sizes_of(words) for words in chosen.mesh}
-    asked = Asked.of(chosen)
+    asked = Target.of(chosen)
     if membership() is None:
         program = opened(asked)
     else:
@@ -47,5 +47,5 @@ def sizes_of(words: str) -> dict[str, int]:
     """`data=4,tensor=2` as the sizes of a mesh."""
     parts = [word.partition("=") for word in words.split(",")]
     if not all(name and size.isdigit() and int(size) for name, _, size in parts):
-        raise JShardError(f'--mesh "{words}" is not a mesh', mend="write it like --mesh data=4,tensor=2")
+        raise JShardError(f'--mesh "{words}" is not a mesh', hint="write it like --mesh data=4,tensor=2")
     return {name: int(size) for name, _, size in parts}

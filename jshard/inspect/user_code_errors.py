@@ -39,7 +39,7 @@ def _sentence(doing: str, error: Exception) -> JShardError:
     said = " ".join(str(error).split()).rstrip(".;:")
     said = said if len(said) <= LONGEST else said[:LONGEST].rsplit(" ", 1)[0] + " ..."
     fault = f"{where} fails while {doing}: {type(error).__name__}" + (f": {said}" if said else "")
-    return JShardError(fault, mend=f"mend {place}" if place else "call it by itself to see all of Python's frames")
+    return JShardError(fault, hint=f"fix {place}" if place else "call it by itself to see all of Python's frames")
 
 
 def _own_frame(error: Exception) -> traceback.FrameSummary | None:

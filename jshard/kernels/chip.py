@@ -23,8 +23,8 @@ def chip(name: str) -> Chip:
     for known in CHIPS.values():
         if low in (known.kind.lower(), *known.others) or (known.platform == "gpu" and low.startswith(known.others)):
             return known
-    mend = did_you_mean(low, CHIPS, f"use one of {', '.join(CHIPS)}")
-    raise JShardError(f'jshard knows no chip "{name}"', mend=mend)
+    hint = did_you_mean(low, CHIPS, f"use one of {', '.join(CHIPS)}")
+    raise JShardError(f'jshard knows no chip "{name}"', hint=hint)
 
 
 def present_chip() -> Chip:

@@ -115,7 +115,7 @@ def permute(
     """
     mesh_axes = canonicalize_mesh_axes("permute", mesh_axis)
     if shift is not None and pairs is not None:
-        raise JShardError("permute was given both a shift and pairs", mend="give one of them: permute(..., shift=1)")
+        raise JShardError("permute was given both a shift and pairs", hint="give one of them: permute(..., shift=1)")
     size = axis_size(mesh_axes)
     if pairs is None:
         pairs = [(source, (source + (1 if shift is None else shift)) % size) for source in range(size)]
@@ -163,7 +163,7 @@ def broadcast(x: Array, mesh_axis: MeshAxis, *, root: int = 0) -> Array:
     if not 0 <= root < size:
         raise JShardError(
             f"broadcast from device {root} over mesh axis {_quoted(mesh_axes)} of size {size}",
-            mend=f"use a root from 0 to {size - 1}",
+            hint=f"use a root from 0 to {size - 1}",
         )
     if not mesh_axes:
         return jnp.asarray(x)
@@ -255,7 +255,7 @@ def canonicalize_mesh_axes(op_name: str, mesh_axis: MeshAxis) -> tuple[str, ...]
             raise _unbound(op_name, name)
         if mesh_axes.count(name) > 1:
             once = ", ".join(f'"{other}"' for other in dict.fromkeys(mesh_axes))
-            raise JShardError(f'{op_name} names mesh axis "{name}" twice', mend=f"use ({once},)")
+            raise JShardError(f'{op_name} names mesh axis "{name}" twice', hint=f"use ({once},)")
     return mesh_axes
 
 
@@ -291,16 +291,16 @@ def _unbound(op_name: str, name: str) -> JShardError:
     if not manual:
         return JShardError(
             f'{op_name} over mesh axis "{name}" was called outside a shard_map that has that axis',
-            mend="call it inside jax.shard_map(f, mesh=jshard.mesh(), in_specs=..., out_specs=...)",
+            hint="call it inside jax.shard_map(f, mesh=jshard.mesh(), in_specs=..., out_specs=...)",
         )
     if name in mesh.axis_names:
         return JShardError(
             f'{op_name} over mesh axis "{name}" inside a shard_map over {_quoted(manual)} only',
-            mend=f"use jax.shard_map(..., axis_names={{{_quoted((*manual, name))}}})",
+            hint=f"use jax.shard_map(..., axis_names={{{_quoted((*manual, name))}}})",
         )
     return JShardError(
         f'{op_name} over mesh axis "{name}" inside a shard_map over {_quoted(manual)}',
-        mend=did_you_mean(name, manual, f"use {_quoted(manual, ' or ')}"),
+        hint=did_you_mean(name, manual, f"use {_quoted(manual, ' or ')}"),
     )
 
 
@@ -309,15 +309,15 @@ def _quoted(mesh_axes: Sequence[str], joint: str = ", ") -> str:
 
 
 def _not_a_choice(op_name: str, key: str, word: str, choices: tuple[str, ...]) -> JShardError:
-    mend = did_you_mean(word, choices, f"use {_quoted(choices, ' or ')}")
-    return JShardError(f'{op_name} has no {key} "{word}"', mend=mend)
+    hint = did_you_mean(word, choices, f"use {_quoted(choices, ' or ')}")
+    return JShardError(f'{op_name} has no {key} "{word}"', hint=hint)
 
 
 def _axis(op_name: str, verb: str, x: Array, axis: int) -> int:
     if -x.ndim <= axis < x.ndim:
         return axis % x.ndim
     use = {0: "give it an array with axes", 1: "use 0", 2: "use 0 or 1"}.get(x.ndim, f"use 0 to {x.ndim - 1}")
-    raise JShardError(f"{op_name} {verb} axis {axis} of a rank-{x.ndim} array", mend=use)
+    raise JShardError(f"{op_name} {verb} axis {axis} of a rank-{x.ndim} array", hint=use)
 
 
 def _check_divides(op_name: str, x: Array, axis: int, mesh_axes: tuple[str, ...]) -> None:
@@ -326,7 +326,7 @@ def _check_divides(op_name: str, x: Array, axis: int, mesh_axes: tuple[str, ...]
         below, above = size // group * group, -(-size // group) * group
         raise JShardError(
             f"{op_name} splits axis {axis} of size {size} over mesh axis {_quoted(mesh_axes)} of size {group}",
-            mend=f"use {f'{below} or ' if below else ''}{above}, or pad",
+            hint=f"use {f'{below} or ' if below else ''}{above}, or pad",
         )
 
 
@@ -337,11 +337,11 @@ def _check_pairs(pairs: Sequence[tuple[int, int]], mesh_axes: tuple[str, ...], s
             if ranks.count(rank) > 1:
                 raise JShardError(
                     f"permute names {role} {rank} more than once in pairs={list(pairs)}",
-                    mend=f"give each {role} one pair",
+                    hint=f"give each {role} one pair",
                 )
 
 
 def _check_rank(op_name: str, role: str, rank: int, mesh_axes: tuple[str, ...], size: int) -> None:
     if not 0 <= rank < size:
         fault = f"{op_name} names {role} {rank} over mesh axis {_quoted(mesh_axes)} of size {size}"
-        raise JShardError(fault, mend=f"use 0 to {size - 1}")
+        raise JShardError(fault, hint=f"use 0 to {size - 1}")

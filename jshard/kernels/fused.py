@@ -80,7 +80,7 @@ def _dtype(x: Array, w: Array, out_dtype: DTypeLike | None) -> Any:
 def _check_operands(op: str, x: Array, w: Array, axis: int, verb: str) -> None:
     if axis == x.ndim - 1:
         raise JShardError(
-            f"{op} {verb} axis {axis} of x{x.shape}, which is the one that is multiplied", mend="use axis=0"
+            f"{op} {verb} axis {axis} of x{x.shape}, which is the one that is multiplied", hint="use axis=0"
         )
     check_contraction(op, x, w)
 

@@ -66,7 +66,7 @@ def declare(
     if collective_of(op) is None:
         raise JShardError(
             f'a kernel declares "{op}", which names no collective of the ledger',
-            mend=f"use one of {', '.join(COLLECTIVES)}",
+            hint=f"use one of {', '.join(COLLECTIVES)}",
         )
     shape, dtype = tuple(payload.shape), jax.numpy.dtype(payload.dtype)
     entry = {

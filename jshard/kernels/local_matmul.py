@@ -46,7 +46,7 @@ def matmul(
     check_contraction("matmul", x, w)
     if activation is not None and activation not in ACTIVATIONS:
         use = f"use {', '.join(ACTIVATIONS)}, or apply it to the product"
-        raise JShardError(f'matmul has no activation "{activation}"', mend=did_you_mean(activation, ACTIVATIONS, use))
+        raise JShardError(f'matmul has no activation "{activation}"', hint=did_you_mean(activation, ACTIVATIONS, use))
     if (
         algorithm != "xla"
         and resolve_algorithm("matmul", algorithm, x, (), lambda: unsupported_operands(x, w, precision)) == "pallas"
@@ -62,7 +62,7 @@ def check_contraction(op_name: str, x: Array, w: Array) -> None:
     if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
         raise JShardError(
             f"{op_name} of x{x.shape} and w{w.shape}: the last axis of x does not match the first of w",
-            mend="use a w with as many rows as x has columns",
+            hint="use a w with as many rows as x has columns",
         )
 
 

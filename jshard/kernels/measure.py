@@ -177,5 +177,5 @@ def _compare(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool
 
 def _check_mesh_axis(mesh: Mesh, mesh_axis: str) -> None:
     if mesh_axis not in mesh.axis_names:
-        mend = did_you_mean(mesh_axis, mesh.axis_names, f"use {' or '.join(mesh.axis_names)}")
-        raise JShardError(f'the mesh has no mesh axis "{mesh_axis}"', mend=mend)
+        hint = did_you_mean(mesh_axis, mesh.axis_names, f"use {' or '.join(mesh.axis_names)}")
+        raise JShardError(f'the mesh has no mesh axis "{mesh_axis}"', hint=hint)

@@ -192,19 +192,19 @@ def resolve_algorithm(
         return "xla"  # nothing to move
     refusal = _refusal(op, algorithm, x, mesh_axes, group, unsupported)
     if refusal is not None:
-        fault, mend = refusal
-        raise JShardError(f'{op} can\'t run by "{algorithm}": {fault}', mend=mend)
+        fault, hint = refusal
+        raise JShardError(f'{op} can\'t run by "{algorithm}": {fault}', hint=hint)
     return algorithm
 
 
 def _check_known(op: str, algorithm: str = "auto") -> None:
     if op not in ALGORITHMS:
-        mend = did_you_mean(op, ALGORITHMS, f"use one of {', '.join(ALGORITHMS)}")
-        raise JShardError(f'jshard has no kernel "{op}"', mend=mend)
+        hint = did_you_mean(op, ALGORITHMS, f"use one of {', '.join(ALGORITHMS)}")
+        raise JShardError(f'jshard has no kernel "{op}"', hint=hint)
     if algorithm not in ALGORITHMS[op]:
         words = ", ".join(f'"{word}"' for word in ALGORITHMS[op])
-        mend = did_you_mean(algorithm, ALGORITHMS[op], f"use one of {words}")
-        raise JShardError(f'{op} has no algorithm "{algorithm}"', mend=mend)
+        hint = did_you_mean(algorithm, ALGORITHMS[op], f"use one of {words}")
+        raise JShardError(f'{op} has no algorithm "{algorithm}"', hint=hint)
 
 
 def _refusal(

@@ -18,7 +18,7 @@ def call_batched(kernel: Callable[..., Any], x: Array, axis: int, *weights: Arra
     def batch(size: int, batched: list[bool], x: Array, *weights: Array) -> tuple[Any, Any]:
         if any(batched[1:]):
             fault = f'{op} by "fused" is under a jax.vmap over w, and takes one w'
-            raise JShardError(fault, mend='use algorithm="xla"')
+            raise JShardError(fault, hint='use algorithm="xla"')
         y = call_batched(kernel, x, axis + 1, *weights, op=op)  # custom_vmap moves the batch to the front
         return y, jax.tree.map(lambda _: True, y)
 

@@ -11,7 +11,7 @@ from jshard.launch.mismatch import Facts, in_words
 from jshard.launch.rendezvous import Told
 
 
-def agree(topic: str, facts: Facts, *, mend: str, seconds: float = 60.0) -> None:
+def agree(topic: str, facts: Facts, *, hint: str, seconds: float = 60.0) -> None:
     """An error for all processes when one of them says otherwise, naming it and the first difference, or when one has said
     nothing within `seconds` of rank 0's question. Does nothing when this process stands alone."""
     membership = joined()
@@ -19,22 +19,22 @@ def agree(topic: str, facts: Facts, *, mend: str, seconds: float = 60.0) -> None
         return
     key = f"agreement/{topic}"
     if membership.rank == 0:
-        board.write(f"{key}/verdict", verdict := _judge(topic, facts, membership.processes, mend, seconds))
+        board.write(f"{key}/verdict", verdict := _judge(topic, facts, membership.processes, hint, seconds))
         if verdict:
-            raise JShardError(verdict[0], mend=verdict[1])
+            raise JShardError(verdict[0], hint=verdict[1])
         return
     board.write(f"{key}/{membership.rank}", dict(facts))
     verdict = board.wait(f"{key}/verdict", 2 * seconds)
     if verdict is None:
         raise JShardError(
-            f"rank 0 has said nothing of its {topic} for {2 * seconds:g} s", mend="look at what rank 0 printed last"
+            f"rank 0 has said nothing of its {topic} for {2 * seconds:g} s", hint="look at what rank 0 printed last"
         )
     if verdict:
-        raise Told(verdict[0], mend=verdict[1])
+        raise Told(verdict[0], hint=verdict[1])
 
 
-def _judge(topic: str, facts: Facts, processes: int, mend: str, seconds: float) -> list[str]:
-    """Nothing, or what is wrong and how to mend it."""
+def _judge(topic: str, facts: Facts, processes: int, hint: str, seconds: float) -> list[str]:
+    """Nothing, or what is wrong and how to fix it."""
     said, deadline = {0: facts}, time.monotonic() + seconds
     for rank in range(1, processes):
         found = board.wait(f"agreement/{topic}/{rank}", deadline - time.monotonic())
@@ -45,4 +45,4 @@ def _judge(topic: str, facts: Facts, processes: int, mend: str, seconds: float) 
             ]
         said[rank] = found
     difference = in_words(topic, said)
-    return [difference, mend] if difference else []
+    return [difference, hint] if difference else []

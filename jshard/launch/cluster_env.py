@@ -25,12 +25,12 @@ class Membership:
     def __post_init__(self) -> None:
         said = f"{self.found_by} says that this is process {self.rank} of {self.processes}"
         if self.processes < 1 or not 0 <= self.rank < self.processes:
-            raise JShardError(said, mend=f"number the processes from 0 to {max(self.processes, 1) - 1}")
+            raise JShardError(said, hint=f"number the processes from 0 to {max(self.processes, 1) - 1}")
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise JShardError(
                 f'{self.found_by} says that the first process is at "{self.coordinator}", which is no host:port',
-                mend="write it like JAX_COORDINATOR_ADDRESS=node1:8476",
+                hint="write it like JAX_COORDINATOR_ADDRESS=node1:8476",
             )
 
     @property
@@ -74,7 +74,7 @@ def _named(environment: Mapping[str, str]) -> Membership | None:
             return None
         raise JShardError(
             f"JAX_NUM_PROCESSES is {count}, but JAX_PROCESS_ID is not set",
-            mend=f"set JAX_PROCESS_ID to the number of this process, from 0 to {_number('JAX_NUM_PROCESSES', count) - 1}",
+            hint=f"set JAX_PROCESS_ID to the number of this process, from 0 to {_number('JAX_NUM_PROCESSES', count) - 1}",
         )
     coordinator = environment.get("JAX_COORDINATOR_ADDRESS") or _jobset_host(environment)
     if coordinator is None:
@@ -83,7 +83,7 @@ def _named(environment: Mapping[str, str]) -> Membership | None:
         else:
             raise JShardError(
                 f"JAX_NUM_PROCESSES is {count}, but JAX_COORDINATOR_ADDRESS is not set",
-                mend=f"set JAX_COORDINATOR_ADDRESS to host:port of the first process, like node1:{PORT}",
+                hint=f"set JAX_COORDINATOR_ADDRESS to host:port of the first process, like node1:{PORT}",
             )
     ranks = _number("JAX_PROCESS_ID", rank)
     return Membership(
@@ -120,7 +120,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
     if host is None:
         raise JShardError(
             f"Open MPI says that this is process {rank} of {count}, but not where the first one is",
-            mend=f"type: mpirun -x JAX_COORDINATOR_ADDRESS=node1:{PORT} and the rest",
+            hint=f"type: mpirun -x JAX_COORDINATOR_ADDRESS=node1:{PORT} and the rest",
         )
     return _member(environment, host, count, rank, "Open MPI", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), job)
 
@@ -133,7 +133,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Membership | None:
         return None
     raise JShardError(
         f"Kubernetes says that this is process {environment['JOB_COMPLETION_INDEX']}, but not of how many",
-        mend="set JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS in the pod, as examples/cluster/jobset.yaml does",
+        hint="set JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS in the pod, as examples/cluster/jobset.yaml does",
     )
 
 
@@ -152,7 +152,7 @@ def _cloud_tpu(environment: Mapping[str, str]) -> Membership | None:
     if not first:
         raise JShardError(
             f"Cloud TPU says that this is slice {part} of {slices}, but not where the first one is",
-            mend="set MEGASCALE_COORDINATOR_ADDRESS to the first worker of slice 0",
+            hint="set MEGASCALE_COORDINATOR_ADDRESS to the first worker of slice 0",
         )
     rank = part * len(names) + _number("TPU_WORKER_ID", worker)
     host = environment.get("JAX_COORDINATOR_ADDRESS") or first
@@ -200,5 +200,5 @@ def _all(environment: Mapping[str, str], *names: str) -> list[str | None]:
 
 def _number(name: str, said: str) -> int:
     if not said.strip().isdecimal():
-        raise JShardError(f'{name} is "{said}", which is no number', mend=f"set it like {name}=4")
+        raise JShardError(f'{name} is "{said}", which is no number', hint=f"set it like {name}=4")
     return int(said)

@@ -115,7 +115,7 @@ def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", sa
         ]
         raise JShardError(
             f"{said or f'{devices} devices'} can't be shared out evenly to {processes} processes",
-            mend=f"start {' or '.join(map(str, near))} of them: jshard launch -n {near[-1]}",
+            hint=f"start {' or '.join(map(str, near))} of them: jshard launch -n {near[-1]}",
         )
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")

@@ -26,7 +26,7 @@ def cards_of(
     if cards % count and strict:
         raise JShardError(
             f"{cards} GPUs can't be shared out evenly to {count} processes",
-            mend="start a number of processes that divides them, or set JAX_PLATFORMS=cpu",
+            hint="start a number of processes that divides them, or set JAX_PLATFORMS=cpu",
         )
     if not cards or cards % count:
         return {}

@@ -36,7 +36,7 @@ def rank_0_is_gone(membership: Membership, where: str, place: str = "") -> JShar
     waited = f", waiting in {place}" if place else ""
     return JShardError(
         f"rank 0 is gone: nothing answers at {membership.coordinator} any more, and rank {membership.rank} was {where}{waited}",
-        mend="look at rank 0 and at its host, then start all of them again",
+        hint="look at rank 0 and at its host, then start all of them again",
     )
 
 
@@ -55,7 +55,7 @@ def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JSh
         fault, notes = found
         if fault is not None and fault["rank"] != membership.rank:
             return fault["rank"], JShardError(
-                f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", mend="look at what it printed"
+                f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", hint="look at what it printed"
             )
         first = first or notes
         if time.monotonic() - began > MISSED:
@@ -67,7 +67,7 @@ def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JSh
         if same and note["phase"] != "ended" and int(rank) != membership.rank:
             return int(rank), JShardError(
                 f"rank {rank} is gone: it was in step {note['step']}{waited}",
-                mend=f"look at process {note['pid']} on {note['host']}: it was killed, or its host is gone",
+                hint=f"look at process {note['pid']} on {note['host']}: it was killed, or its host is gone",
             )
     return None
 

@@ -77,7 +77,7 @@ def _listen(membership: Membership) -> socket.socket | None:
             return None
         raise JShardError(
             f"rank 0 can't listen at {membership.coordinator}: {(error.strerror or str(error)).lower()}",
-            mend="name a port above 1023 of the host that rank 0 runs on: --coordinator host:8476",
+            hint="name a port above 1023 of the host that rank 0 runs on: --coordinator host:8476",
         ) from error
 
 
@@ -122,7 +122,7 @@ def _call(listener: socket.socket, me: Present, seconds: float) -> None:
             connection.settimeout(5)
             connection.sendall(json.dumps({"fault": fault}).encode() + b"\n")
     if fault is not None:
-        raise JShardError(fault[0], mend=fault[1])
+        raise JShardError(fault[0], hint=fault[1])
 
 
 def _hear(connection: socket.socket, lines: dict[socket.socket, bytes]) -> Present | None:
@@ -188,18 +188,18 @@ def _report(membership: Membership, me: Present, seconds: float) -> None:
                 raise _no_answer(membership, me, seconds)
             time.sleep(0.05)
     if verdict["fault"] is not None:
-        raise Told(verdict["fault"][0], mend=verdict["fault"][1])
+        raise Told(verdict["fault"][0], hint=verdict["fault"][1])
 
 
 def _no_answer(membership: Membership, me: Present, seconds: float) -> JShardError:
     if me.rank == 0:
         return JShardError(
             f"port {membership.address[1]}, where rank 0 has to listen, is in use by another program",
-            mend=f"choose another for all of them: --coordinator {membership.address[0]}:{membership.address[1] + 1}",
+            hint=f"choose another for all of them: --coordinator {membership.address[0]}:{membership.address[1] + 1}",
         )
     return JShardError(
         f"rank 0 did not answer rank {me.rank} at {membership.coordinator} within {seconds:g} s",
-        mend="start rank 0, look at what it printed, or name another --coordinator",
+        hint="start rank 0, look at what it printed, or name another --coordinator",
     )
 
 

@@ -145,7 +145,7 @@ def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float)
         if membership.rank != 0 and min(quiet, unanswered) > lost:
             says = f"rank 0 has not answered for {unanswered:.0f} s"
             here = f"rank {membership.rank} is in step {pulse.step}{_waits(pulse)}"
-            _give_up(JShardError(f"{says}: {here}", mend="look at rank 0: it is stopped, or its host is"), pulse, 0)
+            _give_up(JShardError(f"{says}: {here}", hint="look at rank 0: it is stopped, or its host is"), pulse, 0)
         hung = pulse.phase != "starting" and quiet > (limit if pulse.done else FIRST_STEP * limit)
         asked = answers.since is not None and time.monotonic() - answers.since > SURE * answers.talk
         if asked and (hung or answers.silent(lost)):
@@ -159,23 +159,23 @@ def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: f
     odd = odd_one(notes, alive)
     if odd is None:
         fault = f"no rank has done a step for {quiet:.0f} s, though all are alive: {_doing(pulse.facts)}"
-        mend = "look at what each printed last, or give a longer step_timeout"
+        hint = "look at what each printed last, or give a longer step_timeout"
     elif not alive[odd]:
         fault = f"rank {odd} has not answered for {quiet:.0f} s: {_doing(notes[odd])} when it last did{_waits(pulse)}"
-        mend = (
+        hint = (
             f"look at process {notes[odd]['pid']} on {notes[odd]['host']}: it has ended or is stopped, or its host is"
         )
     elif notes[odd]["phase"] == "ended":
         fault = (
             f"rank {odd} has ended after step {notes[odd]['step']}, and others are in step {pulse.step}{_waits(pulse)}"
         )
-        mend = "let all ranks do as many steps"
+        hint = "let all ranks do as many steps"
     else:
         fault = f"rank {odd} keeps the others waiting for {quiet:.0f} s: {_doing(notes[odd])}{_waits(pulse)}"
-        mend = f"look at what rank {odd} printed last, or give a longer step_timeout"
+        hint = f"look at what rank {odd} printed last, or give a longer step_timeout"
     if report(membership, fault, pulse):
         print("\n".join(table(notes, alive, odd)), file=sys.stderr, flush=True)
-        _give_up(JShardError(fault, mend=mend), pulse, odd)
+        _give_up(JShardError(fault, hint=hint), pulse, odd)
     time.sleep(limit)
 
 

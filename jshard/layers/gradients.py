@@ -59,7 +59,7 @@ def value_and_grad(
         if present is None or not check_vma_enabled():
             raise JShardError(
                 "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on",
-                mend="call it inside jshard.step, or take nnx.value_and_grad",
+                hint="call it inside jshard.step, or take nnx.value_and_grad",
             )
         names = _axes(over, present)
         graph, parameters, rest = nnx.split(model, wrt, ...)
@@ -86,7 +86,7 @@ def _axes(over: str | Sequence[str] | None, present: Configuration) -> Names:
             close = nearest(name, mesh().axis_names)
             raise JShardError(
                 f'jshard.value_and_grad is over mesh axis "{name}", which {dict(mesh().shape)} does not have',
-                mend=f'did you mean "{close}"?' if close else f"use {' or '.join(mesh().axis_names)}",
+                hint=f'did you mean "{close}"?' if close else f"use {' or '.join(mesh().axis_names)}",
             )
     door(mesh(), found, "jshard.value_and_grad")
     return found
@@ -105,7 +105,7 @@ def _check_summed(value: jax.Array, names: Names) -> None:
     if left:
         raise JShardError(
             f'the loss under jshard.value_and_grad differs along mesh axis "{left[0]}": each device has that of its part',
-            mend="return the loss of each row, or reduce it: jshard.mean(losses)",
+            hint="return the loss of each row, or reduce it: jshard.mean(losses)",
         )
 
 

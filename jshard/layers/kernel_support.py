@@ -35,7 +35,7 @@ def check_kernels(
         if why is not None:
             raise JShardError(
                 f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, which {why}',
-                mend=f"write {op}: auto",
+                hint=f"write {op}: auto",
             )
     if not named or interpretation() is not None:
         return
@@ -50,5 +50,5 @@ def check_kernels(
             raise JShardError(
                 f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, a kernel for {drives}, and this '
                 f"is {chip.name}",
-                mend=f"write {op}: auto",
+                hint=f"write {op}: auto",
             )

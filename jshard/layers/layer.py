@@ -55,7 +55,7 @@ class Layer(nnx.Module):
         if name not in layouts:
             raise JShardError(
                 f"{signal} has a {kind} that does not say where its parameter {name} lies",
-                mend=f'name it in {kind}.parameter_axes: {{"{name}": ("reduction", "column")}}',
+                hint=f'name it in {kind}.parameter_axes: {{"{name}": ("reduction", "column")}}',
             )
         layouts[name].shard_shape(shape, said=f"{signal}, in {name} of a {kind},")
         return nnx.Param(create(initializer, key, shape, signal.dtype.param or dtype, layouts[name]))

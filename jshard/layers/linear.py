@@ -57,12 +57,12 @@ class Linear(nnx.Linear, Layer):
             return super().__call__(inputs) if out_sharding is None else super().__call__(inputs, out_sharding)
         if out_sharding is not None:
             raise JShardError(
-                f"{signal} says where the output lies, and so does out_sharding=", mend="remove out_sharding="
+                f"{signal} says where the output lies, and so does out_sharding=", hint="remove out_sharding="
             )
         if jnp.shape(inputs)[-1:] != (self.in_features,) and not jax.sharding.get_abstract_mesh().manual_axes:
             raise JShardError(
                 f"{signal} has a Linear of {self.in_features} inputs, called with an array of shape {jnp.shape(inputs)}",
-                mend=f"give it arrays whose last axis is {self.in_features}",
+                hint=f"give it arrays whose last axis is {self.in_features}",
             )
         with scope:
             arithmetic = Arithmetic(

@@ -39,7 +39,7 @@ def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) 
     if w.ndim != 2 or not x.ndim or (x.shape[-1] != w.shape[0] and not stored_part):
         raise JShardError(
             f"jshard.matmul of {x.shape} and {w.shape}: the last axis of x does not match the first of w",
-            mend="use x[..., K] and w[K, N]",
+            hint="use x[..., K] and w[K, N]",
         )
     said = signal or NOBODY
     arithmetic = Arithmetic(dtype=said.dtype.compute, precision=precision, promote_dtype=_promoted)
@@ -86,7 +86,7 @@ def _mesh_of(x: Any, w: Any) -> Mesh:
     if len(set(found)) > 1:
         raise JShardError(
             f"jshard.matmul of arrays on different devices: x on {_devices(found[0])}, w on {_devices(found[1])}",
-            mend="place both under one signal: jshard.signal.tensor(x, name=...)",
+            hint="place both under one signal: jshard.signal.tensor(x, name=...)",
         )
     return found[0] if found else mesh()
 

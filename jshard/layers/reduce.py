@@ -136,7 +136,7 @@ def _local(kind: str, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, wh
             raise JShardError(
                 f"jshard.{kind} over axis {axes[0]} inside a shard_map can't tell which mesh axes of "
                 f"{', '.join(varying)} split it",
-                mend=f"call it under a signal that says so, or reduce every axis: jshard.{kind}(x)",
+                hint=f"call it under a signal that says so, or reduce every axis: jshard.{kind}(x)",
             )
         layout = _signal_layout(signal, x.ndim, axes)
         mesh_axes = tuple(name for each in axes for name in layout.axes[each] if name in varying)
@@ -158,6 +158,6 @@ def _axes(kind: str, axis: Axis, rank: int) -> tuple[int, ...]:
     for each in given:
         if not -rank <= each < rank:
             raise JShardError(
-                f"jshard.{kind} over axis {each} of a rank-{rank} array", mend=f"use an axis from 0 to {rank - 1}"
+                f"jshard.{kind} over axis {each} of a rank-{rank} array", hint=f"use an axis from 0 to {rank - 1}"
             )
     return tuple(sorted({each % rank for each in given}))

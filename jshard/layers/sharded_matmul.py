@@ -163,7 +163,7 @@ def _with_backward(product: Product, signal: Signal, x: jax.Array, w: jax.Array)
 def _elsewhere(product: Product, other: Signal) -> JShardError:
     return JShardError(
         f"{other} has its own devices for a backward, which one compiled program can't reach",
-        mend=f'call jax.grad outside jax.jit, or give signal "{other.name}" mesh axes instead of workers',
+        hint=f'call jax.grad outside jax.jit, or give signal "{other.name}" mesh axes instead of workers',
     )
 
 
@@ -175,7 +175,7 @@ def _local_input(
     if w.shape != expected:
         raise JShardError(
             f"{signal} finds a kernel of {w.shape} on each device where {expected} is asked",
-            mend="build the model under the configuration that it is called under",
+            hint="build the model under the configuration that it is called under",
         )
     rank, inputs = x.ndim, features[0]
     wanted = strategy.x(rank)
@@ -185,5 +185,5 @@ def _local_input(
             return move(x, plan_moves(present.axes, wanted.axes))
     raise JShardError(
         f"{signal} is called with {x.shape[-1]} of {inputs} inputs on each device, which no mesh axis of it explains",
-        mend=f"hand it {inputs // wanted.ways(rank - 1)} or {inputs}",
+        hint=f"hand it {inputs // wanted.ways(rank - 1)} or {inputs}",
     )

@@ -143,7 +143,7 @@ def strategy_of(signal: Signal) -> Strategy:
         return Strategy(mesh, column=shard_axes, **rest)
     raise JShardError(
         f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {shard.axis} of a rank-2 kernel',
-        mend="use 0 or 1",
+        hint="use 0 or 1",
     )
 
 
@@ -154,7 +154,7 @@ def check_sizes(strategy: Strategy, signal: Signal, shape: Sequence[int], inputs
         key = "row" if strategy.row else "sequence"
         raise JShardError(
             f'signal "{signal.name}" ({signal.at(key)}) splits rows over mesh axis "{strategy.batch[0]}", but x has one axis',
-            mend="give x a batch axis: x[None]",
+            hint="give x a batch axis: x[None]",
         )
     x, y = strategy.x(rank), strategy.y(rank)
     words = _Words(signal, mesh)
@@ -200,7 +200,7 @@ def door(mesh: Mesh, names: Sequence[str], said: str) -> str:
         missing = next(name for name in names if name not in manual)
         raise JShardError(
             f'{said} is over mesh axis "{missing}", inside a shard_map over {", ".join(sorted(manual))} only',
-            mend="use jshard.step, or a shard_map over every mesh axis",
+            hint="use jshard.step, or a shard_map over every mesh axis",
         )
     return "local"
 

@@ -45,7 +45,7 @@ def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bo
         if any(isinstance(leaf, Tracer) for leaf in leaves) and not is_explicit(mesh()):
             raise Untyped(
                 f"{_name(f)}, a jshard.step, is traced on an auto mesh, where nothing tells how its arrays lie",
-                mend="call it outside jax.jit, or write axis_types: explicit",
+                hint="call it outside jax.jit, or write axis_types: explicit",
             )
         layouts = tuple(_spec(leaf, f) for leaf in leaves)
         _all_placed(f, arrays)
@@ -93,7 +93,7 @@ def _situation() -> Any:
     present = configuration()
     if present is None:
         raise JShardError(
-            "jshard.step needs a mesh, and no configuration is loaded", mend='call jshard.load("configs/mlp.yaml")'
+            "jshard.step needs a mesh, and no configuration is loaded", hint='call jshard.load("configs/mlp.yaml")'
         )
     return present.fingerprint, mesh(), active_digest()
 
@@ -109,7 +109,7 @@ def _all_placed(f: Callable[..., Any], arrays: Any) -> None:
             shape = jax.numpy.shape(leaf)
             raise JShardError(
                 f"{_argument(path)} of {_name(f)}, an array of shape {shape}, does not lie on the mesh",
-                mend='place it first: jshard.signal.tensor(x, name="layer1")',
+                hint='place it first: jshard.signal.tensor(x, name="layer1")',
             )
 
 
@@ -135,7 +135,7 @@ def _program(f: Any, graphdef: Any, given: Any, specs: Any, outputs: Any, *, don
         if after != before:
             raise JShardError(
                 f"{_name(f)} leaves its arguments with other variables than it found in them",
-                mend="make every module and variable before the step",
+                hint="make every module and variable before the step",
             )
         return result, numbers
 
@@ -164,7 +164,7 @@ def _check_alike(f: Any, result: Any, specs: Any) -> None:
             raise JShardError(
                 f'{_name(f)} returns an array of shape {leaf.shape} that differs along mesh axis "{apart[0]}": each device has '
                 "that of its part",
-                mend="reduce over all devices: jshard.mean(x) in place of jnp.mean(x), as jshard.sum and jshard.max",
+                hint="reduce over all devices: jshard.mean(x) in place of jnp.mean(x), as jshard.sum and jshard.max",
             )
 
 
@@ -183,7 +183,7 @@ def _found_outputs(f: Any, run: Any, given: Any, specs: Any) -> Any:
         if _trimmed(spec) != _trimmed(now):
             raise JShardError(
                 f"{_name(f)} takes {_argument(path)} lying as {spec} and leaves it as {now}",
-                mend="redistribute it to where it was, or keep this part of the step outside jshard.step",
+                hint="redistribute it to where it was, or keep this part of the step outside jshard.step",
             )
     return jax.tree.map(_spec_of_type, result)
 

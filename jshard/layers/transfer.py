@@ -44,7 +44,7 @@ def _moving(to: Any, leaves: Sequence[Any]) -> Callable[[str, jax.Array], jax.Ar
     """What moves one array."""
     if isinstance(to, str):
         if to != "host":
-            raise JShardError(f'jshard.move to "{to}"', mend='use "host", a mesh or devices')
+            raise JShardError(f'jshard.move to "{to}"', hint='use "host", a mesh or devices')
         return lambda name, x: _of_numbers(x, on_host)
     mesh = to if isinstance(to, Mesh) else _mesh_of(to, leaves)
     return lambda name, x: _of_numbers(x, lambda numbers: transfer(numbers, _layout(name, numbers, mesh).sharding))
@@ -65,7 +65,7 @@ def _layout(name: str, x: jax.Array, mesh: Mesh) -> Layout:
             sizes = ", ".join(f"{each}: {size}" for each, size in mesh.shape.items())
             raise JShardError(
                 f'{said} lies over mesh axis "{mesh_axis}", which the mesh {{{sizes}}} does not have',
-                mend=f"give the mesh an axis {mesh_axis}, if only of size 1",
+                hint=f"give the mesh an axis {mesh_axis}, if only of size 1",
             )
     layout = Layout(mesh, *axes)
     layout.shard_shape(x.shape, said=said)
@@ -79,7 +79,7 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
         if isinstance(each, int):
             if not 0 <= each < len(present):
                 raise JShardError(
-                    f"jshard.move to device {each}, but {len(present)} are here", mend=f"use 0 to {len(present) - 1}"
+                    f"jshard.move to device {each}, but {len(present)} are here", hint=f"use 0 to {len(present) - 1}"
                 )
             each = present[each]
         chosen.append(each)
@@ -88,7 +88,7 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
     if len(meshes) > 1:
         raise JShardError(
             f"jshard.move to {len(chosen)} devices of what lies on {len(meshes)} meshes",
-            mend="say which mesh it shall lie on: jshard.move(model, mesh)",
+            hint="say which mesh it shall lie on: jshard.move(model, mesh)",
         )
     lying = meshes[0] if meshes else jax.make_mesh((1,), ("devices",), devices=chosen[:1])
     assert isinstance(lying, Mesh)

@@ -36,7 +36,7 @@ def gather(x: Any, *, root: int | None = None) -> Any:
     if root is not None and jax.process_count() > 1:
         raise JShardError(
             "jshard.gather to one root can't be differentiated or compiled, as the others would have nothing to go on with",
-            mend="use jshard.gather(x), without root",
+            hint="use jshard.gather(x), without root",
         )
     return _differentiable(x)
 
@@ -45,7 +45,7 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         raise JShardError(
             "jshard.gather was given random keys, which the host can't hold",
-            mend="use jshard.gather(jax.random.key_data(x))",
+            hint="use jshard.gather(jax.random.key_data(x))",
         )
     me, doors = jax.process_index(), doors_of(next(iter(x.sharding.device_set)).platform)
     with without_mesh():
@@ -74,13 +74,13 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
     return whole
 
 
-def check_root(deed: str, root: int | None) -> None:
+def check_root(op_name: str, root: int | None) -> None:
     """An error when there is no process `root`."""
     count = jax.process_count()
     if root is not None and root not in range(count):
         there = "there is one process" if count == 1 else f"there are {count} processes"
         raise JShardError(
-            f"{deed} names root {root!r}, but {there}", mend="use 0" if count == 1 else f"use 0 to {count - 1}"
+            f"{op_name} names root {root!r}, but {there}", hint="use 0" if count == 1 else f"use 0 to {count - 1}"
         )
 
 

@@ -37,12 +37,12 @@ class Layout:
                 if name not in mesh.shape:
                     raise JShardError(
                         f'axis {axis} is laid over mesh axis "{name}", which the mesh does not have',
-                        mend=f"use one of {', '.join(mesh.shape)}",
+                        hint=f"use one of {', '.join(mesh.shape)}",
                     )
                 if name in seen:
                     raise JShardError(
                         f'mesh axis "{name}" splits both axis {seen[name]} and axis {axis} of one array',
-                        mend=f'take "{name}" away from one of them',
+                        hint=f'take "{name}" away from one of them',
                     )
                 seen[name] = axis
 
@@ -99,7 +99,7 @@ class Layout:
         if len(shape) != self.rank:
             raise JShardError(
                 f"{said} lays out {self.rank} axes, but the array {tuple(shape)} has {len(shape)}",
-                mend=f"give {len(shape)} axes",
+                hint=f"give {len(shape)} axes",
             )
         for axis, size in enumerate(shape):
             check_divides(size, self.axes[axis], self.mesh, said=said, what=f"axis {axis} of size {size}")
@@ -137,23 +137,23 @@ def as_layout(where: Placement, rank: int | None, *, said: str, beside: Layout |
     if not isinstance(spec, PartitionSpec):
         raise JShardError(
             f"{said} was given a {type(where).__name__} as layout",
-            mend='give it a jshard.Layout, a NamedSharding or a PartitionSpec, as in jax.P("data")',
+            hint='give it a jshard.Layout, a NamedSharding or a PartitionSpec, as in jax.P("data")',
         )
     if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in spec:
         raise JShardError(
             f"{said} was given {spec}, which does not say where each axis lies",
-            mend="name a mesh axis or None for each axis",
+            hint="name a mesh axis or None for each axis",
         )
     if "host" in (kind := getattr(where, "memory_kind", None) or ""):
         raise JShardError(
             f"{said} was given a sharding in {kind}, and lays arrays out in the memory of devices",
-            mend='use jshard.move(x, "host")',
+            hint='use jshard.move(x, "host")',
         )
     mesh = mesh or present_mesh() or (beside and beside.mesh)
     if mesh is None:
         raise JShardError(
             f"{said} was given {spec}, and no mesh is set or loaded that it could mean",
-            mend=f"give it jax.NamedSharding(mesh, {spec}), or call jshard.load first",
+            hint=f"give it jax.NamedSharding(mesh, {spec}), or call jshard.load first",
         )
     return Layout(mesh, *spec, *(None,) * ((rank or 0) - len(spec)))
 
@@ -167,4 +167,4 @@ def check_divides(size: int, mesh_axes: Sequence[str], mesh: Any, *, said: str, 
     below, above = size // ways * ways, -(-size // ways) * ways
     use = f"use {above}" if below == 0 else f"use {below} or {above}"
     axes = f"mesh axis {names}" if len(mesh_axes) == 1 else f"mesh axes {names}"
-    raise JShardError(f"{said} splits {what} over {axes} of size {ways}", mend=f"{use}, or pad")
+    raise JShardError(f"{said} splits {what} over {axes} of size {ways}", hint=f"{use}, or pad")

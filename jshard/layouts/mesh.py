@@ -30,7 +30,7 @@ def build_mesh(
         if len(present) % known:
             raise JShardError(
                 f'{said} leaves mesh axis "{open_axis}" open, but {len(present)} devices do not divide by {known}',
-                mend=f"give sizes whose product divides {len(present)}",
+                hint=f"give sizes whose product divides {len(present)}",
             )
         sizes = {name: len(present) // known if size == -1 else size for name, size in sizes.items()}
     count = math.prod(sizes.values())
@@ -39,7 +39,7 @@ def build_mesh(
         raise JShardError(
             f"{said} asks for {product} = {count} devices, but {len(present)} "
             f"{'is' if len(present) == 1 else 'are'} here",
-            mend=f"make it smaller, or pretend with JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={2 * count} JAX_PLATFORMS=cpu",
+            hint=f"make it smaller, or pretend with JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={2 * count} JAX_PLATFORMS=cpu",
         )
     grid = np.array(present[:count], dtype=object).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AXIS_TYPES[axis_types],) * len(sizes))
@@ -64,14 +64,14 @@ def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, said: str) -> tup
     if isinstance(mesh, AbstractMesh):
         raise JShardError(
             f"{said} names workers, whose slice is a mesh of its own, and the devices of this mesh are not here",
-            mend="name a mesh axis instead: shard: {axis: 0, mesh: data}",
+            hint="name a mesh axis instead: shard: {axis: 0, mesh: data}",
         )
     flat = list(mesh.devices.flat)
     missing = [worker for worker in workers if not 0 <= worker < len(flat)]
     if missing:
         raise JShardError(
             f"{said} names worker {missing[0]}, but the mesh has {len(flat)} devices",
-            mend=f"use numbers from 0 to {len(flat) - 1}",
+            hint=f"use numbers from 0 to {len(flat) - 1}",
         )
     grid = np.array([flat[worker] for worker in workers], dtype=object)
     return Mesh(grid, ("workers",), axis_types=(AxisType.Auto,)), ("workers",)

@@ -118,7 +118,7 @@ def tell(doors: Mesh, said: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(each.tobytes()) for each in np.asarray(notes.addressable_data(0)).reshape(-1, NOTE)]
 
 
-def is_shared(deed: str, x: jax.Array, to: str, doors: Mesh) -> bool:
+def is_shared(op_name: str, x: jax.Array, to: str, doors: Mesh) -> bool:
     """Whether `x` is one array of all processes, and not one of its own in each; an error when it is neither, or when it
     goes elsewhere `to` on one of them."""
     if doors.size == 1:
@@ -131,8 +131,8 @@ def is_shared(deed: str, x: jax.Array, to: str, doors: Mesh) -> bool:
         if said["call"][owns:] != calls[0]["call"][owns:]:
             one, other = (", ".join(filter(None, each["call"])) for each in (said, calls[0]))
             raise JShardError(
-                f"process {process} called {deed} with {one}, but process 0 with {other}",
-                mend="call it with the same arrays in the same order on every process",
+                f"process {process} called {op_name} with {one}, but process 0 with {other}",
+                hint="call it with the same arrays in the same order on every process",
             )
     return not owns
 

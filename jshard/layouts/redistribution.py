@@ -125,7 +125,7 @@ def as_array(x: Any, *, said: str) -> Any:
     except (TypeError, ValueError) as error:
         raise JShardError(
             f"{said} takes an array, a list of numbers or a number, and was given a {type(x).__name__}",
-            mend="use jax.tree.map to give it each array of a tree by itself",
+            hint="use jax.tree.map to give it each array of a tree by itself",
         ) from error
 
 

@@ -48,7 +48,7 @@ def _scatter(x: Any, layout: Placement, root: int, method: str) -> jax.Array:
     if isinstance(layout.mesh, AbstractMesh):
         raise JShardError(
             "jshard.scatter was given a layout over a mesh without its devices",
-            mend="give it jax.NamedSharding(mesh, spec) or jshard.Layout(mesh, ...) of a mesh of devices",
+            hint="give it jax.NamedSharding(mesh, spec) or jshard.Layout(mesh, ...) of a mesh of devices",
         )
     with without_mesh():
         return _moved(x, layout, root, method)
@@ -106,27 +106,27 @@ def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[La
         if said["call"] != calls[0]["call"]:
             raise JShardError(
                 f"process {process} called jshard.scatter with {said['call']}, but process 0 with {calls[0]['call']}",
-                mend="call it alike on every process",
+                hint="call it alike on every process",
             )
     if method not in METHODS:
         close = nearest(str(method), METHODS)
-        mend = f'did you mean "{close}"?' if close else 'use "scatter" or "broadcast"'
-        raise JShardError(f'jshard.scatter has no method "{method}"', mend=mend)
+        hint = f'did you mean "{close}"?' if close else 'use "scatter" or "broadcast"'
+        raise JShardError(f'jshard.scatter has no method "{method}"', hint=hint)
     check_root("jshard.scatter", root)
     here = f"jshard.scatter(x if jax.process_index() == {root} else None, layout, root={root})"
     for process, said in enumerate(calls):
         if process == root and said["kind"] == "none":
             raise JShardError(
                 f"process {root} is the root of jshard.scatter and gave no array",
-                mend=f"write {here}" if doors.size > 1 else "give it one",
+                hint=f"write {here}" if doors.size > 1 else "give it one",
             )
         if process != root and said["kind"] != "none" and said.get("shape") != [0]:
             raise JShardError(
-                f"process {process} gave jshard.scatter an array, but its root is process {root}", mend=f"write {here}"
+                f"process {process} gave jshard.scatter an array, but its root is process {root}", hint=f"write {here}"
             )
     said = calls[root]
     if said["kind"] != "array":
-        raise JShardError(said["fault"], mend=said["mend"])
+        raise JShardError(said["fault"], hint=said["hint"])
     layout = as_layout(where, len(said["shape"]), said="jshard.scatter")
     layout.shard_shape(said["shape"], said="jshard.scatter")
     return layout, tuple(said["shape"]), np.dtype(said["dtype"])
@@ -140,7 +140,7 @@ def _described(x: Any) -> dict[str, Any]:
         return {
             "kind": "fault",
             "fault": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes",
-            "mend": "use jshard.redistribute(x, layout)",
+            "hint": "use jshard.redistribute(x, layout)",
         }
     host = _on_host(x)
     try:
@@ -151,13 +151,13 @@ def _described(x: Any) -> dict[str, Any]:
         return {
             "kind": "fault",
             "fault": f"jshard.scatter was given an array of {str(host.dtype)[:200]}, which it can't hand out",
-            "mend": "give it numbers, for instance x.astype(np.float32)",
+            "hint": "give it numbers, for instance x.astype(np.float32)",
         }
     if held != host.dtype:
         return {
             "kind": "fault",
             "fault": f"jshard.scatter was given {host.dtype}, which JAX holds only with JAX_ENABLE_X64=1",
-            "mend": f"give it x.astype(np.{held})",
+            "hint": f"give it x.astype(np.{held})",
         }
     return {"kind": "array", "shape": list(host.shape), "dtype": host.dtype.name}
 

@@ -56,7 +56,7 @@ def on_host(x: jax.Array) -> jax.Array:
         if HOST not in {memory.kind for memory in device.addressable_memories()}:
             raise JShardError(
                 f"{device.device_kind} reaches no memory of its host through JAX",
-                mend="use jax.tree.map(jshard.gather, ...) for numpy arrays",
+                hint="use jax.tree.map(jshard.gather, ...) for numpy arrays",
             )
     moved("move", x.shape, x.dtype, where(x), "the memory of its hosts")
     return jax.device_put(x, x.sharding.with_memory_kind(HOST))
@@ -72,7 +72,7 @@ def fewer(mesh: Mesh, devices: Sequence[Any], *, said: str) -> Mesh:
         shape = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
         raise JShardError(
             f"{said} to {len(devices)} devices, over which the mesh {{{shape}}} can't be made smaller",
-            mend=f"give it a number of devices that divides {mesh.size}, or a mesh",
+            hint=f"give it a number of devices that divides {mesh.size}, or a mesh",
         )
     grid = np.array(list(devices), dtype=object).reshape(tuple(sizes.values()))
     return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)

@@ -22,7 +22,7 @@ def moved(
     """`by` is the signal that asked, `moves` the collectives and slices, where it takes any; `bytes` are the whole array's."""
     if events.tell is not None:
         events.tell(
-            "moved", deed=op_name, by=by, moves=list(moves), shape=list(shape), dtype=str(dtype),
+            "moved", op_name=op_name, by=by, moves=list(moves), shape=list(shape), dtype=str(dtype),
             bytes=math.prod(shape) * dtype.itemsize,
             **{"from": _words(source, len(shape)), "to": _words(target, len(shape))},
             from_devices=_numbers(source), to_devices=_numbers(target),

@@ -75,12 +75,12 @@ def mesh() -> Mesh:
     present = configuration()
     if present is None:
         raise JShardError(
-            "no configuration is loaded", mend='call jshard.load("configs/mlp.yaml") or set JSHARD_CONFIG'
+            "no configuration is loaded", hint='call jshard.load("configs/mlp.yaml") or set JSHARD_CONFIG'
         )
     if _loaded.mesh is None:
         if present.mesh is None:
             raise JShardError(
-                f"{present.source} describes no mesh", mend="add `jshard: {mesh: {data: 2, tensor: 4}}` to it"
+                f"{present.source} describes no mesh", hint="add `jshard: {mesh: {data: 2, tensor: 4}}` to it"
             )
         sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
         said = f"jshard.mesh ({present.mesh.place})"

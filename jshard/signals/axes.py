@@ -24,8 +24,8 @@ class Axes(Names):
             return True
         fault = f"{subject(path, place)} names {self.noun}{quoted(name)}"
         if reading.mesh_axes is None:
-            mend = f"write jshard: {{mesh: {{{dotted([name])}: -1}}}}"
-            reading.faults.add(place, f"{fault}, but there is no jshard.mesh", mend)
+            hint = f"write jshard: {{mesh: {{{dotted([name])}: -1}}}}"
+            reading.faults.add(place, f"{fault}, but there is no jshard.mesh", hint)
         else:
             there = f"({reading.mesh_place}: {listed(reading.mesh_axes, 'and')})".replace(" and ", ", ")
             fault = f"{fault}, which is not in jshard.mesh {there}"
@@ -61,8 +61,8 @@ class Workers:
                 reading.faults.add(each.place, f"{said} names worker {shown(number)} twice", "keep one")
             elif reading.devices is not None and number >= reading.devices:
                 has = f"jshard.mesh ({reading.mesh_place}) has {shown(reading.devices)} devices"
-                mend = f"use numbers from 0 to {shown(reading.devices - 1)}"
-                reading.faults.add(each.place, f"{said} names worker {shown(number)}, but {has}", mend)
+                hint = f"use numbers from 0 to {shown(reading.devices - 1)}"
+                reading.faults.add(each.place, f"{said} names worker {shown(number)}, but {has}", hint)
             elif number >= 2**31:
                 reading.faults.add(each.place, f"{said} names worker {shown(number)}", "use the number of a device")
             else:
@@ -85,8 +85,8 @@ class Mesh:
         if not isinstance(node.value, dict):
             return reading.wrong(self, node, path)
         if not node.value:
-            mend = "write mesh: {data: -1} for all devices"
-            reading.faults.add(node.place, f"{subject(path, node.place)} names no mesh axis", mend)
+            hint = "write mesh: {data: -1} for all devices"
+            reading.faults.add(node.place, f"{subject(path, node.place)} names no mesh axis", hint)
         sizes: dict[str, int] = {}
         rest: str | None = None
         for name, size in node.value.items():
@@ -99,8 +99,8 @@ class Mesh:
                 )
             elif number is None or number == 0 or number < -1 or number >= 2**31:
                 wants = "which is not a size of a mesh axis"
-                mend = f"write {dotted([name])}: 2, or -1 for all devices that are left"
-                reading.faults.add(size.place, f"{told(at, size.place, size.value)}, {wants}", mend)
+                hint = f"write {dotted([name])}: 2, or -1 for all devices that are left"
+                reading.faults.add(size.place, f"{told(at, size.place, size.value)}, {wants}", hint)
             elif number == -1 and rest is not None:
                 fault = f"{subject(at, size.place)} is -1, as {dotted((*path, rest))} ({node.value[rest].place}) is"
                 reading.faults.add(size.place, fault, "leave one size open and give the other a number")

@@ -60,7 +60,7 @@ def _file(name: str, faults: Faults, said: str | None = None, asked: Place | Non
 
 
 def _nearest_file(name: str, asked: Place | None) -> str:
-    """The mend for a file that isn't there, spelled as it is to be written: an include's from the file it stands in."""
+    """The hint for a file that isn't there, spelled as it is to be written: an include's from the file it stands in."""
     folder, word = os.path.split(name)
     try:
         there = sorted(each for each in os.listdir(folder or ".") if each.endswith((".yaml", ".yml")))
@@ -110,10 +110,10 @@ class _Includes:
         real = os.path.realpath(path)
         if real in [open_file for open_file, _ in self.reading]:
             if real == self.reading[-1][0]:
-                fault, mend = f"{said} includes {quoted(asked)}, the file it stands in", "remove it"
+                fault, hint = f"{said} includes {quoted(asked)}, the file it stands in", "remove it"
             else:
-                fault, mend = f"{said} includes {quoted(asked)}, which includes this file", "remove one of the includes"
-            self.faults.add(node.place, fault, mend)
+                fault, hint = f"{said} includes {quoted(asked)}, which includes this file", "remove one of the includes"
+            self.faults.add(node.place, fault, hint)
             return None
         if len(self.reading) >= DEEPEST:
             self.faults.add(node.place, f"{said} nests deeper than {DEEPEST} files", "include them from one file")
@@ -193,10 +193,10 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
         known = [*root.value, *TRAIN, "jshard"]
         first = key.split(".")[0]
         near = difflib.get_close_matches(first, known, n=1) or difflib.get_close_matches(key, known, n=1)
-        mend = f"did you mean {quoted(near[0])}?" if near else choose("", [*Table(TRAIN).known, "a signal"])
+        hint = f"did you mean {quoted(near[0])}?" if near else choose("", [*Table(TRAIN).known, "a signal"])
         whole = whole_key(key)
-        mend = mend if whole is None else f"write {whole}={text}"
-        faults.add(place, f"{said} names no signal and no key of jshard.train", mend)
+        hint = hint if whole is None else f"write {whole}={text}"
+        faults.add(place, f"{said} names no signal and no key of jshard.train", hint)
         return root
     if len(path) >= DEEPEST:
         faults.add(place, f"{said} nests deeper than {DEEPEST} levels", "write it flatter")
@@ -204,8 +204,8 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
     own = Faults()
     value = read_word(text, COMMAND_LINE, own)
     if value is None or own:
-        for _, fault, mend in own:
-            faults.add(place, said + fault.removeprefix(COMMAND_LINE), mend)
+        for _, fault, hint in own:
+            faults.add(place, said + fault.removeprefix(COMMAND_LINE), hint)
         return root
     if path[0] == "jshard" and "include" in (path[1:2] or (value.value if isinstance(value.value, dict) else ())):
         faults.add(place, f"{said} can't include a file", "write jshard.include in the file")
@@ -215,8 +215,8 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
         name = path[2]
         if name not in mesh.value:  # a new axis would be a mesh that nothing uses, of more devices
             near = nearest(name, mesh.value)
-            mend = f"did you mean {quoted(near)}?" if near else "give the whole mesh: jshard.mesh={...}"
-            faults.add(place, f"{said} sets mesh axis {quoted(name)}, which is not in jshard.mesh ({mesh.place})", mend)
+            hint = f"did you mean {quoted(near)}?" if near else "give the whole mesh: jshard.mesh={...}"
+            faults.add(place, f"{said} sets mesh axis {quoted(name)}, which is not in jshard.mesh ({mesh.place})", hint)
             return root
     table = JSHARD_TABLE if path[0] == "jshard" else SIGNAL_TABLE
     return _placed(root, path, value, place, Table({path[0]: Key(table, "")}))

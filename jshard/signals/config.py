@@ -121,7 +121,7 @@ class Configuration(Shown):
         if len(found) > 1:
             both = " and ".join(f"{quoted(signal.name)} ({signal.place})" for signal in found[:2])
             raise JShardError(
-                f"signal {quoted(name)} is matched by both {both}", mend=f"write {quoted('/'.join(end))} itself"
+                f"signal {quoted(name)} is matched by both {both}", hint=f"write {quoted('/'.join(end))} itself"
             )
         if found:
             concrete = "/".join(end)
@@ -134,13 +134,13 @@ class Configuration(Shown):
         last = parts[-1]
         inside = next((each for each in self.signals if each.startswith(f"{last}/")), None)
         if inside is not None:
-            raise JShardError(fault, mend=f"write {last}: {{}} beside {quoted(inside)}")
+            raise JShardError(fault, hint=f"write {last}: {{}} beside {quoted(inside)}")
         near = nearest(last, self.signals) or nearest(name, self.signals)
         if near is not None:
-            raise JShardError(fault, mend=f"did you mean {quoted(near)}?")
+            raise JShardError(fault, hint=f"did you mean {quoted(near)}?")
         if is_template(name):
-            raise JShardError(fault, mend='names that start with "_" are only templates: use another')
-        raise JShardError(fault, mend=f"use {listed(self.signals)}" if self.signals else f"write {name}: {{}} in it")
+            raise JShardError(fault, hint='names that start with "_" are only templates: use another')
+        raise JShardError(fault, hint=f"use {listed(self.signals)}" if self.signals else f"write {name}: {{}} in it")
 
     def digest(self, path: tuple[str, ...]) -> Hashable:
         """All that a program below this scope can depend on: equal digests may share one trace. Names take part only as

@@ -42,11 +42,11 @@ def check_output(signal: Signal, broken: set[str], faults: Faults) -> None:
     place = signal.at("output")
     said = f"{subject((signal.name,), place)} has output: {signal.output}"
     if signal.output in ("sum", "scatter") and not signal.reduction and "reduction" not in broken:
-        mend = "name a mesh axis for reduction, or remove output"
-        faults.add(place, f"{said} without reduction, so nothing is summed", mend)
+        hint = "name a mesh axis for reduction, or remove output"
+        faults.add(place, f"{said} without reduction, so nothing is summed", hint)
     elif signal.output == "gather" and not signal.column and "column" not in broken:
-        mend = "name a mesh axis for column, or remove output"
-        faults.add(place, f"{said} without column, so nothing is gathered", mend)
+        hint = "name a mesh axis for column, or remove output"
+        faults.add(place, f"{said} without column, so nothing is gathered", hint)
     elif signal.output == "keep" and signal.reduction:
         fault = f"{said} with reduction ({signal.at('reduction')}), but partial sums can't be handed on"
         faults.add(place, fault, "write output: sum or output: scatter")

@@ -50,7 +50,7 @@ def apart(signal: Signal, mesh: Mesh, other: Signal | str, there: Any) -> JShard
     return JShardError(
         f"{signal} lies on {devices_in_words(mesh)} and {other} on {devices_in_words(there)}, and one program or gradient "
         "can't span both",
-        mend="name the same workers for both, or mesh axes",
+        hint="name the same workers for both, or mesh axes",
     )
 
 

@@ -21,25 +21,25 @@ class Faults:
         """Faults of this source come after those of the sources opened before."""
         self._sources.setdefault(source, len(self._sources))
 
-    def add(self, place: Place, fault: str, mend: str) -> None:
+    def add(self, place: Place, fault: str, hint: str) -> None:
         """Note a fault. What stands at one place of a file and is wrong in the same way for several signals, by a merge
         or a template, is told once."""
         self._times += 1
         without_subject = fault.partition(") ")[2] or fault
-        self._said.setdefault((place, without_subject if place.line else fault, mend), (place, fault, mend))
+        self._said.setdefault((place, without_subject if place.line else fault, hint), (place, fault, hint))
 
     def __len__(self) -> int:
         """How many times a fault was noted."""
         return self._times
 
     def __iter__(self) -> Iterator[tuple[Place, str, str]]:
-        """Place, fault and mend of each, in order."""
+        """Place, fault and hint of each, in order."""
         return iter(sorted(self._said.values(), key=lambda found: self._order(found[0])))
 
     def stop(self) -> None:
         """Raise what was found, if anything was."""
         if self._said:
-            raise JShardError.of(JShardError(fault, mend=mend) for _, fault, mend in self)
+            raise JShardError.of(JShardError(fault, hint=hint) for _, fault, hint in self)
 
     def _order(self, place: Place) -> tuple[int, int, int]:
         return self._sources.get(place.source, len(self._sources)), place.line or 0, place.column or 0
@@ -88,7 +88,7 @@ def told(path: tuple[str, ...], place: Place, value: object) -> str:
 
 
 def choose(word: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The mend for a word that isn't there: the nearest known one, else all that are known."""
+    """The hint for a word that isn't there: the nearest known one, else all that are known."""
     names = [str(name) for name in known]
     near = nearest(word, names)
     if near is not None:

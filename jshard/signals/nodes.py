@@ -82,8 +82,8 @@ def whole(root: Node | None, source: str, faults: Faults) -> Node | None:
             faults.add(Place(source, 1), f"{source} says nothing", example)
         return None
     if not isinstance(root.value, dict):
-        mend = "write signals by name, as in layer1: {row: data}"
-        faults.add(root.place, f"{root.place} is {shown(root.value)}, not a mapping of signals", mend)
+        hint = "write signals by name, as in layer1: {row: data}"
+        faults.add(root.place, f"{root.place} is {shown(root.value)}, not a mapping of signals", hint)
         return None
     return root
 
@@ -97,8 +97,8 @@ def node_of(value: Any, place: Place, faults: Faults) -> Node | None:
     """A Python value as a node; None, and its fault noted, when no YAML could have said it."""
     count = 0
 
-    def too_much(fault: str, mend: str) -> Stop:
-        faults.add(place, fault, mend)
+    def too_much(fault: str, hint: str) -> Stop:
+        faults.add(place, fault, hint)
         return Stop()
 
     def made(value: Any, path: tuple[str, ...]) -> Node:

@@ -99,8 +99,8 @@ def _is_signal(name: str, node: Node, place: Place, faults: Faults) -> bool:
         faults.add(place, f"{quoted(name)} ({place}) stands outside jshard", 'write it under "jshard:"')
         return False
     if node.value is None:
-        mend = "write {} after it to replicate, or keys such as row: data"
-        faults.add(place, f"{subject((name,), place)} says nothing", mend)
+        hint = "write {} after it to replicate, or keys such as row: data"
+        faults.add(place, f"{subject((name,), place)} says nothing", hint)
         return False
     return True
 
@@ -138,15 +138,15 @@ class _Extends:
         place = own.at("extends")
         said = subject((own.name,), place)
         if other not in self.written:
-            mend = choose(
+            hint = choose(
                 other, [each for each in self.written if each != own.name], "write the name of a signal or template"
             )
-            self.faults.add(place, f"{said} extends {quoted(other)}, which is not in {self.source}", mend)
+            self.faults.add(place, f"{said} extends {quoted(other)}, which is not in {self.source}", hint)
         elif other in chain:
             begin = self.written[other].at("extends")
             way = "" if other == own.name else f" by way of {quoted(own.name)} ({place})"
-            mend = "remove one extends" if way else "remove it"
-            self.faults.add(begin, f"{subject((other,), begin)} extends itself{way}", mend)
+            hint = "remove one extends" if way else "remove it"
+            self.faults.add(begin, f"{subject((other,), begin)} extends itself{way}", hint)
         elif len(chain) >= DEEPEST:
             self.faults.add(place, f"{said} extends a chain of more than {DEEPEST} signals", "extend fewer")
         else:
@@ -241,11 +241,11 @@ class _Named:
             both = " and ".join(f"{quoted(each.name)} ({each.place})" for each in found[:2])
             self.faults.add(place, f"{fault}, which both {both} match", "name one of the two")
         elif name in self.written:
-            mend = f"name a signal, or call it {quoted(name.lstrip('_') or 'layer1')}"
-            self.faults.add(place, f"{fault}, which is only a template", mend)
+            hint = f"name a signal, or call it {quoted(name.lstrip('_') or 'layer1')}"
+            self.faults.add(place, f"{fault}, which is only a template", hint)
         else:
-            mend = choose(name, self.signals, "write the name of a signal")
-            self.faults.add(place, f"{fault}, which is not in {self.source}", mend)
+            hint = choose(name, self.signals, "write the name of a signal")
+            self.faults.add(place, f"{fault}, which is not in {self.source}", hint)
         return None
 
     def check_backward(self) -> None:
@@ -271,5 +271,5 @@ class _Named:
         first, last = self.signals[loop[0]], self.signals[loop[-1]]
         place = first.at("backward")
         way = "" if len(loop) == 1 else f" by way of {quoted(last.name)} ({last.at('backward')})"
-        mend = "remove one backward" if way else "remove backward"
-        self.faults.add(place, f"{subject((first.name,), place)} is its own backward{way}", mend)
+        hint = "remove one backward" if way else "remove backward"
+        self.faults.add(place, f"{subject((first.name,), place)} is its own backward{way}", hint)

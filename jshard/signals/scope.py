@@ -73,7 +73,7 @@ class Entry(contextlib.ContextDecorator):
         if self._exits is not None:
             raise JShardError(
                 f'signal "{self.names[-1]}" is entered a second time through one object',
-                mend=f'write `with jshard.signal("{self.names[-1]}"):` anew',
+                hint=f'write `with jshard.signal("{self.names[-1]}"):` anew',
             )
         outer = _context.value.path if self.nested else ()
         path = (*outer, *self.names)
@@ -106,7 +106,7 @@ def failed_under(error: Exception) -> tuple[str, ...]:
 def _words(name: Any) -> list[str]:
     """The nested names of "decoder/attn"."""
     if not isinstance(name, str) or not all(name.split("/")):
-        raise JShardError(f"a signal is named by {name!r}", mend='give it a name, like jshard.signal("layer1")')
+        raise JShardError(f"a signal is named by {name!r}", hint='give it a name, like jshard.signal("layer1")')
     return name.split("/")
 
 
@@ -149,14 +149,14 @@ def tensor_layout(signal: Signal, rank: int) -> Layout:
             if not -rank <= axis < rank:
                 raise JShardError(
                     f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {axis} of a rank-{rank} array',
-                    mend="use " + _one_of(range(rank)),
+                    hint="use " + _one_of(range(rank)),
                 )
             axes[axis] = shard_axes
     elif rank:
         axes[0] = signal.row
         axes[-1] = (*axes[-1], *signal.column)
     elif signal.row or signal.column:
-        raise JShardError(f"{signal} splits a rank-0 array", mend="place it outside the signal")
+        raise JShardError(f"{signal} splits a rank-0 array", hint="place it outside the signal")
     return Layout(mesh, *axes)
 
 
@@ -192,14 +192,14 @@ class SignalFunction:
         """Leave the innermost signal, which must be `name`."""
         if not _entered.stack:
             raise JShardError(
-                f'signal "{name}" is left, but none is entered', mend=f'call jshard.signal.enter("{name}") first'
+                f'signal "{name}" is left, but none is entered', hint=f'call jshard.signal.enter("{name}") first'
             )
         top = _entered.stack[-1]
         innermost = "/".join(top.names)
         if innermost != name:
             raise JShardError(
                 f'signal "{name}" is left while "{innermost}" is the innermost',
-                mend=f'call jshard.signal.exit("{innermost}") first',
+                hint=f'call jshard.signal.exit("{innermost}") first',
             )
         top.__exit__(None, None, None)
 
@@ -215,12 +215,12 @@ def _place(x: Any) -> jax.Array:
     if signal is None:
         raise JShardError(
             f"jshard.signal.tensor(x) stands under no signal of {present.source}",
-            mend=f'name one: jshard.signal.tensor(x, name="{next(iter(present.signals), "inputs")}")',
+            hint=f'name one: jshard.signal.tensor(x, name="{next(iter(present.signals), "inputs")}")',
         )
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise JShardError(
             f"{signal} is to place an array inside a shard_map, where x is one device's part already",
-            mend="place it before: jshard.signal.tensor(x) outside jshard.step",
+            hint="place it before: jshard.signal.tensor(x) outside jshard.step",
         )
     present.placed.add(active_path())
     x = as_array(x, said=str(signal))

@@ -47,8 +47,8 @@ class _Reader:
     def place(self, mark: Any) -> Place:
         return Place(self.source, mark.line + 1, mark.column + 1) if self.has_lines else Place(self.source)
 
-    def stop(self, place: Place, fault: str, mend: str) -> Stop:
-        self.faults.add(place, f"{place} {fault}", mend)
+    def stop(self, place: Place, fault: str, hint: str) -> Stop:
+        self.faults.add(place, f"{place} {fault}", hint)
         return Stop()
 
     def path(self) -> tuple[str, ...]:
@@ -75,8 +75,8 @@ class _Reader:
         place = self.place(event.start_mark)
         if event.tag is not None:
             tag = quoted(event.tag.replace("tag:yaml.org,2002:", "!!"))
-            mend = "remove it, and quote the value if it is text"
-            raise self.stop(place, f"has the tag {tag}, and tags are never obeyed here", mend)
+            hint = "remove it, and quote the value if it is text"
+            raise self.stop(place, f"has the tag {tag}, and tags are never obeyed here", hint)
         self.grow(place, 1)
         if isinstance(event, yaml.ScalarEvent):
             plain = event.style is None
@@ -97,8 +97,8 @@ class _Reader:
             if any(o.anchor == event.anchor for o in self.open):
                 raise self.stop(place, f'has "*{event.anchor}" inside "&{event.anchor}" itself', "remove it")
             otherwise = f'write "&{event.anchor}" at what it should stand for'
-            mend = choose(f"*{event.anchor}", [f"*{anchor}" for anchor in self.anchors], otherwise)
-            raise self.stop(place, f'has "*{event.anchor}", but no "&{event.anchor}" stands above it', mend)
+            hint = choose(f"*{event.anchor}", [f"*{anchor}" for anchor in self.anchors], otherwise)
+            raise self.stop(place, f'has "*{event.anchor}", but no "&{event.anchor}" stands above it', hint)
         self.grow(place, node.size)
         if len(self.open) + node.depth >= DEEPEST:
             raise self.stop(place, f"nests deeper than {DEEPEST} levels", "write it flatter")
@@ -154,8 +154,8 @@ class _Reader:
             )
         else:
             word = shown(node.value)
-            mend = "write a name before the colon" if node.value is None else f'write "{word}" in quotes'
-            self.faults.add(node.place, f"{node.place} has {word} for a key, which is not a name", mend)
+            hint = "write a name before the colon" if node.value is None else f'write "{word}" in quotes'
+            self.faults.add(node.place, f"{node.place} has {word} for a key, which is not a name", hint)
         return None
 
     def merge(self, inside: _Open, node: Node) -> None:
@@ -241,8 +241,8 @@ _PROBLEMS = [
 def _not_yaml(error: yaml.MarkedYAMLError, reader: _Reader) -> None:
     problem = str(error.problem)
     unknown = ("is not YAML from here on", "look for an unclosed quote or bracket, or a wrong indent")
-    fault, mend = next((words for piece, *words in _PROBLEMS if piece in problem), unknown)
+    fault, hint = next((words for piece, *words in _PROBLEMS if piece in problem), unknown)
     opened = "not closed" in fault or "never closed" in fault or "without" in fault
     mark = (error.context_mark if opened else None) or error.problem_mark or error.context_mark
     place = reader.place(mark)
-    reader.faults.add(place, f"{place} {fault}", mend)
+    reader.faults.add(place, f"{place} {fault}", hint)

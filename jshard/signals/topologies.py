@@ -22,13 +22,13 @@ SHAPES = {name: chip for name, chip in CHIPS.items() if chip.examples}  # those 
 def read_name(name: str) -> tuple[str, tuple[int, ...]]:
     """The chip and the shape; an error with near names when it means nothing."""
     chip, shape = _split(name)
-    for fault, mend in faults_of(name):
-        raise JShardError(f'"{name}" is no topology: {fault}', mend=mend)
+    for fault, hint in faults_of(name):
+        raise JShardError(f'"{name}" is no topology: {fault}', hint=hint)
     return chip, tuple(map(int, shape.split("x")))
 
 
 def faults_of(name: str) -> Iterator[tuple[str, str]]:
-    """What is wrong with a name, and what mends it: at most one."""
+    """What is wrong with a name, and how to fix it: at most one."""
     chip, size = _split(name)
     shapes = SHAPES.get(chip)
     if shapes is None:
@@ -70,12 +70,12 @@ def fitted(sizes: Mapping[str, int], mesh_place: Place, name: str, place: Place 
         there = name if place is None else f"jshard.topology ({place}), {name},"
         raise JShardError(
             f"jshard.mesh ({mesh_place}) {has}, and {there} has {devices:,}",
-            mend=mend_of(fixed, name, "use --topology " if place is None else "write topology: "),
+            hint=hint_of(fixed, name, "use --topology " if place is None else "write topology: "),
         )
     return {axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}
 
 
-def mend_of(devices: int, name: str, words: str, whose: str = "its sizes") -> str:
+def hint_of(devices: int, name: str, words: str, whose: str = "its sizes") -> str:
     """A topology of the same chip that so many devices fit, or a mesh that fits this one."""
     chip, _ = read_name(name)
     fits = [f"{chip}:{size}" for size in SHAPES[chip].examples if devices_of(f"{chip}:{size}") == devices]
@@ -93,8 +93,8 @@ class TopologyName:
     def read(self, node: Node, path: Path, reading: Reading) -> str | None:
         if not isinstance(node.value, str) or not node.value:
             return reading.wrong(self, node, path)
-        for fault, mend in faults_of(node.value):
-            reading.faults.add(node.place, f"{told(path, node.place, node.value)}, which is no topology: {fault}", mend)
+        for fault, hint in faults_of(node.value):
+            reading.faults.add(node.place, f"{told(path, node.place, node.value)}, which is no topology: {fault}", hint)
             return None
         if (name := written(node.value)) != node.value:  # as in the JSON Schema
             reading.faults.add(

@@ -27,8 +27,8 @@ class Reading:
     broken: set[str] = dataclasses.field(default_factory=set)  # dotted key paths with a fault of their own or inside
 
     def wrong(self, kind: Kind, node: Node, path: Path) -> None:
-        mend = f"write {dotted(path[-1:])}: {kind.example}"
-        self.faults.add(node.place, f"{told(path, node.place, node.value)}, which is not {kind.wants}", mend)
+        hint = f"write {dotted(path[-1:])}: {kind.example}"
+        self.faults.add(node.place, f"{told(path, node.place, node.value)}, which is not {kind.wants}", hint)
 
 
 class Kind(Protocol):
@@ -255,10 +255,10 @@ class Table:
             else:
                 self._unknown(name, place, path, reading)
         if self.required is not None and self.required not in node.value and ".".join(path) not in reading.broken:
-            mend = f"write {self.required}: {self.keys[self.required].kind.example}"
+            hint = f"write {self.required}: {self.keys[self.required].kind.example}"
             said = told(path, node.place, None).removesuffix(": nothing").removesuffix(" is nothing")
             lacks = "has no" if path[0] == "jshard" else "without"
-            reading.faults.add(node.place, f"{said} {lacks} {self.required}", mend)
+            reading.faults.add(node.place, f"{said} {lacks} {self.required}", hint)
         return values
 
     def _keep(self, node: Node, place: Place, path: Path, reading: Reading) -> None:
@@ -273,11 +273,11 @@ class Table:
         if near is not None:  # taken as meant, so that its absence is not told as well
             reading.broken.update([".".join(path), ".".join((*path, near))])
         inner = "" if path[0] == "jshard" else ".".join(path[1:]) + "." * (len(path) > 1)
-        mend = choose(inner + name, [inner + known for known in self.known])
+        hint = choose(inner + name, [inner + known for known in self.known])
         if name in self.elsewhere:
-            mend = 'write it under "jshard:"'
+            hint = 'write it under "jshard:"'
         fault = f"{subject(path, place)} has an unknown key {quoted(inner + name)}"
-        reading.faults.add(place, fault, mend)
+        reading.faults.add(place, fault, hint)
 
     def json(self) -> dict[str, Any]:
         built = {name: key.json() for name, key in self.keys.items()}

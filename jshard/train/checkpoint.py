@@ -65,17 +65,17 @@ class Checkpoint:
         if not steps:
             partial = [each.name for each in folder.glob("*.partial")] if folder.is_dir() else []
             only = f" but {partial[0]}, which was never saved to its end" if partial else ""
-            raise JShardError(f"there is no checkpoint in {folder}{only}", mend="start anew by: jshard train")
+            raise JShardError(f"there is no checkpoint in {folder}{only}", hint="start anew by: jshard train")
         if which == "latest":
             return steps[-1]
         if which == "previous":
             if len(steps) == 1:
-                raise JShardError(f"{folder} holds one checkpoint, of step {steps[0]}, and none before it", mend=_ANEW)
+                raise JShardError(f"{folder} holds one checkpoint, of step {steps[0]}, and none before it", hint=_ANEW)
             return steps[-2]
         if not which.isdecimal() or int(which) not in steps:
             saved = ", ".join(map(str, steps))
             raise JShardError(
-                f'{folder} holds no checkpoint "{which}"', mend=f"use --from latest, previous or a step of {saved}"
+                f'{folder} holds no checkpoint "{which}"', hint=f"use --from latest, previous or a step of {saved}"
             )
         return int(which)
 
@@ -115,10 +115,10 @@ class Checkpoint:
         faults += [f"{self} has {name}, which {needed_by} has not" for name in manifest.arrays if name not in arrays]
         if faults:
             more = f", and {len(faults) - SHOWN} more of this kind" if len(faults) > SHOWN else ""
-            mend = f"use the model and the optimizer of {self.folder / CONFIGURATION}"
+            hint = f"use the model and the optimizer of {self.folder / CONFIGURATION}"
             shown = faults[:SHOWN]
             shown[-1] += more
-            raise JShardError.of(JShardError(fault, mend=mend) for fault in shown)
+            raise JShardError.of(JShardError(fault, hint=hint) for fault in shown)
 
     @contextlib.contextmanager
     def _damage_told(self) -> Iterator[None]:
@@ -126,11 +126,11 @@ class Checkpoint:
             yield
         except Damaged as damage:
             earlier = [step for step in steps_in(self.folder.parent) if step < self.step]
-            mend = f"type: jshard resume {self.run} --from {earlier[-1]}" if earlier else _ANEW
-            raise JShardError(f"{self} {damage}", mend=mend) from None
+            hint = f"type: jshard resume {self.run} --from {earlier[-1]}" if earlier else _ANEW
+            raise JShardError(f"{self} {damage}", hint=hint) from None
         except OSError as error:
             raise JShardError(
-                f"{self} can't be read: {reason(error)}", mend="make it readable, or start anew"
+                f"{self} can't be read: {reason(error)}", hint="make it readable, or start anew"
             ) from error
 
 
@@ -179,7 +179,7 @@ class Saver:
         elif there:
             raise JShardError(
                 f"{self.policy.said} already holds checkpoints, the last of step {there[-1]}",
-                mend=f"type: jshard resume {self.policy.run}, or name another output",
+                hint=f"type: jshard resume {self.policy.run}, or name another output",
             )
         prepare()
         if not self.leads:
@@ -274,8 +274,8 @@ class Saver:
                 raise
             why = reason(error)
             back = "" if self.saved is None else f", and the last checkpoint is that of step {self.saved}"
-            mend = "make room" if why == os.strerror(errno.ENOSPC).lower() else "make it writable"
+            hint = "make room" if why == os.strerror(errno.ENOSPC).lower() else "make it writable"
             go_on = (
                 ", or name another output" if self.saved is None else f", then type: jshard resume {self.policy.run}"
             )
-            raise JShardError(f"{self.policy.said} can't {what}: {why}{back}", mend=mend + go_on) from error
+            raise JShardError(f"{self.policy.said} can't {what}: {why}{back}", hint=hint + go_on) from error

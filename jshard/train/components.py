@@ -52,11 +52,11 @@ def function_at(said: str, path: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(value, part):
             close = nearest(part, [each for each in dir(value) if not each.startswith("_")])
-            mend = f'did you mean "{module_name}:{close}"?' if close else f"define {part} in {module.__file__}"
-            raise JShardError(f'{said} {module_name} has no "{part}"', mend=mend)
+            hint = f'did you mean "{module_name}:{close}"?' if close else f"define {part} in {module.__file__}"
+            raise JShardError(f'{said} {module_name} has no "{part}"', hint=hint)
         value = getattr(value, part)
     if not callable(value):
-        raise JShardError(f"{said} that is a {type(value).__name__}", mend="name a class or a function")
+        raise JShardError(f"{said} that is a {type(value).__name__}", hint="name a class or a function")
     return value
 
 
@@ -71,11 +71,11 @@ def _module(said: str, name: str) -> Any:
         if missing.name is not None and (name == missing.name or name.startswith(f"{missing.name}.")):
             raise JShardError(
                 f'{said} there is no module "{missing.name}" in this folder or among the installed packages',
-                mend=f"write {name.replace('.', '/')}.py, or start from the folder that holds it",
+                hint=f"write {name.replace('.', '/')}.py, or start from the folder that holds it",
             ) from missing
         raise JShardError(
             f'{said} {name} imports "{missing.name}", which is not installed',
-            mend=f"type: {INSTALL.get(missing.name or '', f'pip install {missing.name}')}",
+            hint=f"type: {INSTALL.get(missing.name or '', f'pip install {missing.name}')}",
         ) from missing
 
 
@@ -93,7 +93,7 @@ def check_arguments(
         names = ", ".join(each.name for each in takes) or "nothing"
         raise JShardError(
             f"{said}, which takes {names}, and is called with {positional} arguments",
-            mend="write loss(outputs, targets)",
+            hint="write loss(outputs, targets)",
         )
     parameters = every[positional:]
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -101,18 +101,18 @@ def check_arguments(
     free = [name for name in named if name not in ours]
     for name in given:
         if name in ours:
-            raise JShardError(f'{said}, whose argument "{name}" jshard gives itself', mend=f"remove {name}")
+            raise JShardError(f'{said}, whose argument "{name}" jshard gives itself', hint=f"remove {name}")
         if name not in free and not takes_any:
             close = nearest(name, free)
-            mend = f'did you mean "{close}"?' if close else f"use {', '.join(free)}" if free else f"remove {name}"
-            raise JShardError(f'{said}, which takes no argument "{name}"', mend=mend)
+            hint = f'did you mean "{close}"?' if close else f"use {', '.join(free)}" if free else f"remove {name}"
+            raise JShardError(f'{said}, which takes no argument "{name}"', hint=hint)
     for name in ours:
         if name not in named and not takes_any:
-            raise JShardError(f'{said}, which takes no argument "{name}"', mend=f"add the parameter {name} to it")
+            raise JShardError(f'{said}, which takes no argument "{name}"', hint=f"add the parameter {name} to it")
     for name in free:
         if name not in given and named[name].default is inspect.Parameter.empty:
             raise JShardError(
-                f'{said}, which needs an argument "{name}"', mend=f"write {name}: beside it, in a mapping"
+                f'{said}, which needs an argument "{name}"', hint=f"write {name}: beside it, in a mapping"
             )
 
 
@@ -131,7 +131,7 @@ def transformation(said: Any, places: Mapping[str, Place], learning_rate: float)
         close = nearest(name, known)
         raise JShardError(
             f'jshard.train.optimizer ({place}) is "{name}", which is no optimizer of optax',
-            mend=f'did you mean "{close}"?' if close else "use adamw, adam, sgd or another of optax",
+            hint=f'did you mean "{close}"?' if close else "use adamw, adam, sgd or another of optax",
         )
     function = getattr(optax, name)
     parameters = parameters_of(function)
@@ -144,7 +144,7 @@ def transformation(said: Any, places: Mapping[str, Place], learning_rate: float)
             at = places.get(f"optimizer.{argument}", place)
             raise JShardError(
                 f'jshard.train.optimizer.{argument} ({at}) is "{value}", which is not a number',
-                mend=f"write {argument}: {default}",
+                hint=f"write {argument}: {default}",
             )
     return function(**arguments)
 

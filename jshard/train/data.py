@@ -26,13 +26,13 @@ def examples(said: str, data: Any, part: str) -> Examples:
     when it is not."""
     pair = part_of(data, part)
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise JShardError(f'{said} returns no pair of arrays named "{part}"', mend=PAIR)
+        raise JShardError(f'{said} returns no pair of arrays named "{part}"', hint=PAIR)
     found = Examples(*numbers(f"{said} returns", pair, f' for "{part}"'))
     x, y = (_counts(tree) for tree in (found.x, found.y))
     if len({*x, *y}) != 1 or {*x, *y} <= {None, 0}:
         raise JShardError(
             f'{said} returns inputs of {_shapes(found.x)} and targets of {_shapes(found.y)} for "{part}"',
-            mend="return as many targets as inputs, and at least one",
+            hint="return as many targets as inputs, and at least one",
         )
     return found
 
@@ -47,14 +47,14 @@ def source(said: str, data: Any, *, batch: int, seed: int, shuffle: bool | None,
     elif hasattr(train, "__getitem__") and hasattr(train, "__len__") and not isinstance(train, (Mapping, str)):
         rows = Indexed(what, train)
         if len(rows) == 0:
-            raise JShardError(f"{what} is empty", mend="return at least one example")
+            raise JShardError(f"{what} is empty", hint="return at least one example")
     elif callable(train) or hasattr(train, "__iter__") or hasattr(train, "__next__"):
         if shuffle is not None or last is not None:
             key = "shuffle" if shuffle is not None else "last"
-            raise JShardError(f"{what} is in an order of its own, which {key} can't change", mend=f"remove {key}")
+            raise JShardError(f"{what} is in an order of its own, which {key} can't change", hint=f"remove {key}")
         return Stream(what, train, batch)
     else:
-        raise JShardError(f'{said} returns no pair of arrays named "train"', mend=PAIR)
+        raise JShardError(f'{said} returns no pair of arrays named "train"', hint=PAIR)
     return Shuffled(what, rows, batch, seed, shuffle is not False, last or "drop")
 
 

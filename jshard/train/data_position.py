@@ -38,6 +38,6 @@ def own_position(saved: Position, told: object) -> Position:
         raise JShardError(
             f"{told} was saved by {len(states)} processes, each at its own place in a stream of its own, and here are "
             f"{jax.process_count()}",
-            mend=f"start {len(states)}, or read the data by number: docs/checkpoints.md",
+            hint=f"start {len(states)}, or read the data by number: docs/checkpoints.md",
         )
     return {**{key: value for key, value in saved.items() if key != "states"}, "state": states[jax.process_index()]}

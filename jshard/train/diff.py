@@ -31,12 +31,12 @@ PACKAGE = str(Path(__file__).parents[2])
 
 
 NONE = "none"  # a topology: nothing is compiled, whatever the configurations say
-Asked = str | os.PathLike[str]
+PathOrText = str | os.PathLike[str]
 
 
 def diff(
-    old: Asked | Ledger | Plan, new: Asked | Ledger | Plan, *, overrides: Sequence[str] = (), topology: str | None = None,
-    configs: Sequence[str] = (), args: Sequence[str] = (),
+    old: PathOrText | Ledger | Plan, new: PathOrText | Ledger | Plan, *, overrides: Sequence[str] = (),
+    topology: str | None = None, configs: Sequence[str] = (), args: Sequence[str] = (),
 ) -> Difference | PlanDifference:  # fmt: skip
     """What lies between two training steps: collectives, wire bytes and memory, by the YAML lines of both.
 
@@ -60,9 +60,9 @@ def diff(
         if kinds[0] == kinds[1]:
             raise JShardError(
                 f"jshard.diff is given {kinds[0]} twice and the topology {topology}",
-                mend="give two paths: only what they lead to can be compiled",
+                hint="give two paths: only what they lead to can be compiled",
             )
-        raise JShardError(f"jshard.diff is given {kinds[0]} and {kinds[1]}", mend="give two of a kind")
+        raise JShardError(f"jshard.diff is given {kinds[0]} and {kinds[1]}", hint="give two of a kind")
     assert not isinstance(old, Ledger | Plan) and not isinstance(new, Ledger | Plan)
     known = (configs[0], configs[-1]) if configs else (None, None)
     with (
@@ -155,7 +155,7 @@ def _side(said: str, overrides: tuple[str, ...], config: str | None, args: Seque
     _, _, rest = said.partition(":")
     revision, colon, path = rest.partition(":")
     if not colon or not revision or not path:
-        raise JShardError(f"{said} is not git:REVISION:path", mend="write it like git:HEAD~1:configs/digits.yaml")
+        raise JShardError(f"{said} is not git:REVISION:path", hint="write it like git:HEAD~1:configs/digits.yaml")
     with tempfile.TemporaryDirectory() as folder:
         top, prefix = _git("rev-parse", "--show-toplevel").strip(), _git("rev-parse", "--show-prefix").strip()
         archive = _git_bytes("-C", top, "archive", "--format=tar", revision, said=said)
@@ -164,7 +164,7 @@ def _side(said: str, overrides: tuple[str, ...], config: str | None, args: Seque
         side = _sided(said, path, os.path.join(folder, prefix), overrides, revision, config, args)
         if not os.path.isfile(os.path.join(side.folder, side.path)):
             raise JShardError(
-                f"{side.path} is not there at {revision}", mend=f"see git ls-tree -r {revision} --name-only"
+                f"{side.path} is not there at {revision}", hint=f"see git ls-tree -r {revision} --name-only"
             )
         yield side
 
@@ -184,7 +184,7 @@ def _sided(
     if not config:
         raise JShardError(
             f'no configuration says how "{path}" lies on a mesh',
-            mend="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
+            hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
         )
     return _Side(label, config, folder, overrides, revision, path, tuple(args))
 
@@ -198,7 +198,7 @@ def _git_bytes(*words: str, said: str) -> bytes:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason is given"]
         reason = lines[0].removeprefix("fatal: ")
-        raise JShardError(f"{said.rstrip(': ')} can't be read: {reason}", mend="name a revision that git log shows")
+        raise JShardError(f"{said.rstrip(': ')} can't be read: {reason}", hint="name a revision that git log shows")
     return done.stdout
 
 
@@ -226,9 +226,9 @@ def _faults(side: _Side, err: str) -> list[JShardError]:
         lines = [f"{lines[-1] if lines else 'it ended without a word'}; type: jshard explain {shlex.join(side.words)}"]
     faults = []
     for line in lines:
-        fault, _, mend = line.rpartition("; ")
+        fault, _, hint = line.rpartition("; ")
         where = f"at {side.revision}, " if side.revision else ""
-        faults.append(JShardError(f"{where}{fault}", mend=mend))
+        faults.append(JShardError(f"{where}{fault}", hint=hint))
     return faults
 
 

@@ -140,7 +140,7 @@ class Experiment:
             raise JShardError(
                 f"jshard.train.evaluation ({self.configuration.train_places['evaluation']}) is on test data, and {data.path} "
                 f"{why}",
-                mend='return {"train": (x, y), "test": (x, y)}, or remove evaluation',
+                hint='return {"train": (x, y), "test": (x, y)}, or remove evaluation',
             )
         say(f"nothing is evaluated: {data.path} {why}")
         return None
@@ -171,7 +171,7 @@ class Experiment:
     @functools.cached_property
     def _ledger(self) -> Ledger:
         if self.apart:
-            raise JShardError(self.apart, mend="name the same workers for both, or mesh axes")
+            raise JShardError(self.apart, hint="name the same workers for both, or mesh axes")
         step = self.step()
         traced = Traced(step.program, (step.state, *self.first_batch()), {})
         return ledger_of(traced, [self.model, self.optimizer])
@@ -208,7 +208,7 @@ def _data(said: Settings) -> tuple[Component, Mapping[str, Any]]:
     if taken:
         raise JShardError(
             f'{component}, which has an argument "{taken[0]}", and {taken[0]} beside it says how jshard reads data',
-            mend=f"give the argument of {component.path} another name",
+            hint=f"give the argument of {component.path} another name",
         )
     rest = {key: value for key, value in component.arguments.items() if key not in READING}
     return dataclasses.replace(component, arguments=rest), how
@@ -225,11 +225,11 @@ def _check_count(said: Settings, count: int, batch: int, last: str, placement: P
     if batch > count and last != "keep":
         raise JShardError(
             f"jshard.train.batch ({said.place('batch')}) is {batch}, but there are {count} examples",
-            mend=f"use {count} or fewer",
+            hint=f"use {count} or fewer",
         )
     if last == "keep" and (count % batch) % placement.ways:
         raise JShardError(
             f"jshard.train.data.last ({said.place('data.last')}) is keep, and the last batch has {count % batch} of "
             f"{count} examples, which can't be split in {placement.ways}",
-            mend="write last: drop or last: fill",
+            hint="write last: drop or last: fill",
         )

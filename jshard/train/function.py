@@ -48,19 +48,19 @@ class Shape:
     def of(cls, word: str) -> Shape:
         found = FORM.fullmatch(word)
         if found is None:
-            raise JShardError(f'--args "{word}" is neither a shape nor a function', mend=f"write it like {EXAMPLE}")
+            raise JShardError(f'--args "{word}" is neither a shape nor a function', hint=f"write it like {EXAMPLE}")
         dtype, sizes, lies = found[1], [size.strip() for size in found[2].split(",")], found[3]
         if dtype not in DTYPES:
             close = nearest(dtype, DTYPES)
-            mend = f'did you mean "{close}"?' if close else f"use {', '.join(DTYPES[:3])}, int32 or another of JAX"
-            raise JShardError(f'--args "{word}" has the dtype "{dtype}", which jshard does not know', mend=mend)
+            hint = f'did you mean "{close}"?' if close else f"use {', '.join(DTYPES[:3])}, int32 or another of JAX"
+            raise JShardError(f'--args "{word}" has the dtype "{dtype}", which jshard does not know', hint=hint)
         if dtype in ("float64", "int64", "uint64") and not jax.config.read("jax_enable_x64"):
             narrow = f"{dtype[:-2]}32{word.removeprefix(dtype)}"
             raise JShardError(
-                f'--args "{word}" is 64 bits wide, and JAX runs in 32', mend=f"write {narrow}, or set JAX_ENABLE_X64=1"
+                f'--args "{word}" is 64 bits wide, and JAX runs in 32', hint=f"write {narrow}, or set JAX_ENABLE_X64=1"
             )
         if "" in sizes[: -1 if len(sizes) > 1 else None] and sizes != [""]:
-            raise JShardError(f'--args "{word}" leaves a size out', mend=f"write it like {EXAMPLE}")
+            raise JShardError(f'--args "{word}" leaves a size out', hint=f"write it like {EXAMPLE}")
         axes = None if lies is None else tuple(map(_mesh_axes, lies.split(",")))
         return cls(word, dtype, tuple(int(size) for size in sizes if size), axes)
 
@@ -80,7 +80,7 @@ class Shape:
                 raise JShardError(
                     f'--args "{self.word}" names mesh axis "{name}", which is not in jshard.mesh '
                     f"({configuration.mesh.place}: {', '.join(known)})",
-                    mend=f'did you mean "{close}"?' if close else f"use {' or '.join(known)}",
+                    hint=f'did you mean "{close}"?' if close else f"use {' or '.join(known)}",
                 )
         axes = (*self.axes, *((),) * (len(self.shape) - len(self.axes)))
         layout = Layout(mesh(), *axes)
@@ -108,7 +108,7 @@ class Maker:
         if needed:
             raise JShardError(
                 f'--args "{word}" is called without arguments, and needs "{needed[0]}"',
-                mend="write a function around it that takes none",
+                hint="write a function around it that takes none",
             )
         return cls(word, function)
 
@@ -152,7 +152,7 @@ class Call:
         """`name` is `module:function`, each word a shape or another `module:function`."""
         f = function_at(f'"{name}" names a function, but', name)
         if inspect.isclass(f):
-            raise JShardError(f'"{name}" names a class', mend="name a function that calls it")
+            raise JShardError(f'"{name}" names a class', hint="name a function that calls it")
         return cls(
             name, f, tuple(Maker.of(word) if re.fullmatch(IMPORT_PATH.form, word) else Shape.of(word) for word in words)
         )
@@ -178,7 +178,7 @@ def _check_taken(name: str, f: Callable[..., Any], args: Sequence[Any]) -> None:
         gives = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
         raise JShardError(
             f"{name} takes {takes}, and is given {gives}",
-            mend=f"write a word for each behind --args, such as {EXAMPLE}",
+            hint=f"write a word for each behind --args, such as {EXAMPLE}",
         ) from None
 
 

@@ -194,7 +194,7 @@ def _opened(folder: Path, path: Path, said: str, *, goes_on: bool) -> TextIO:
                     file.write("\n")
     except OSError as error:
         reason = (error.strerror or "unknown reason").lower()
-        raise JShardError(f"{said} can't be written to: {reason}", mend="name another folder") from error
+        raise JShardError(f"{said} can't be written to: {reason}", hint="name another folder") from error
     return file
 
 

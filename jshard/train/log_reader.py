@@ -29,8 +29,8 @@ def folder_of(run: str | Path) -> Path:
         if folder is not None and any(folder.glob("rank-*.jsonl")):
             return folder
     why = "it has no log" if run.is_dir() else "there is no such folder"
-    mend = "train with log=true" if run.is_dir() else "type: jshard top and the output folder of a run"
-    raise JShardError(f"{run} holds no log of what ran: {why}", mend=mend)
+    hint = "train with log=true" if run.is_dir() else "type: jshard top and the output folder of a run"
+    raise JShardError(f"{run} holds no log of what ran: {why}", hint=hint)
 
 
 def _named(run: Path) -> Path | None:

@@ -43,7 +43,7 @@ class Record:
             reason = (error.strerror or "unknown reason").lower()
             raise JShardError(
                 f'jshard.train.output ({place}) is "{folder}", which can\'t be written to: {reason}',
-                mend="name another folder, like output=runs/mine",
+                hint="name another folder, like output=runs/mine",
             ) from error
 
     def write(self, **figures: float) -> None:
@@ -66,7 +66,7 @@ def _board_writer(place: Place) -> Any:
     except ModuleNotFoundError as error:
         raise JShardError(
             f"jshard.train.log.tensorboard ({place}) is true, and tensorboardX, which writes for it, is not installed",
-            mend='type: pip install "jshard[tensorboard]"',
+            hint='type: pip install "jshard[tensorboard]"',
         ) from error
     return SummaryWriter
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from jshard.inspect.verify.nan_origin import Birth, births, first
+from jshard.inspect.verify.nan_origin import NanOrigin, births, first
 from jshard.train.checkpoint import Checkpoint
 from jshard.train.data_position import own_position
 from jshard.train.experiment import Experiment
@@ -42,7 +42,7 @@ def maker(
 
 def _again(
     failed: Experiment, last: int, since: Checkpoint | None, begins: Callable[[int], None]
-) -> tuple[int, Birth | None] | None:
+) -> tuple[int, NanOrigin | None] | None:
     """The step that first ends with a NaN, and what makes it, if that step was looked into."""
     fresh = Experiment.build(failed.configuration, failed.placement.mesh)
     step, done, position = fresh.step(), 0, None

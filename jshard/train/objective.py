@@ -33,7 +33,7 @@ class Objective:
         if not isinstance(value, jax.Array) or value.ndim:
             raise JShardError(
                 f"{self.written}, which returns {shown(value)} and not one number",
-                mend="reduce it to the loss of the batch: jshard.mean(losses)",
+                hint="reduce it to the loss of the batch: jshard.mean(losses)",
             )
         return value
 
@@ -41,14 +41,14 @@ class Objective:
         if not isinstance(outputs, jax.Array) or not outputs.ndim:
             raise JShardError(
                 f"{self.model}, which returns {shown(outputs)}, and cross entropy takes an array with a number for each class",
-                mend="return that array alone, or write loss: and the path of a loss for what it returns",
+                hint="return that array alone, or write loss: and the path of a loss for what it returns",
             )
         if not are_classes(outputs, targets):
             one_hot = isinstance(targets, jax.Array) and targets.shape == outputs.shape
             raise JShardError(
                 f"{self.data}, which returns targets {shown(targets)} for outputs {shown(outputs)}, and cross entropy takes "
                 "a class number for each",
-                mend=f"return {'y.argmax(axis=-1)' if one_hot else f'int32{list(outputs.shape[:-1])}'}, or write loss: and "
+                hint=f"return {'y.argmax(axis=-1)' if one_hot else f'int32{list(outputs.shape[:-1])}'}, or write loss: and "
                 "the path of a loss for these",
             )
         for part, numbers in self.classes.items():
@@ -61,7 +61,7 @@ class Objective:
             raise JShardError(
                 f"{self.data}, which returns class {least if least < 0 else largest} {where}, and {self.model.path} has "
                 f"{count} outputs",
-                mend=f"return classes from 0 to {count - 1}"
+                hint=f"return classes from 0 to {count - 1}"
                 + ("" if least < 0 else f", or give the model {largest + 1} outputs"),
             )
 
@@ -83,17 +83,17 @@ def shown(value: Any) -> str:
 def check_called(component: Component, model: Any) -> None:
     """An error for a model that `model(x)` alone does not call."""
     if not callable(model):
-        raise JShardError(f"{component}, which has no __call__", mend="define __call__(self, x) in it")
+        raise JShardError(f"{component}, which has no __call__", hint="define __call__(self, x) in it")
     _, *more = parameters_of(model.__call__).values() or (None,)
     for each in more:
         if each.name in MODES and each.default is not None:
             raise JShardError(
                 f'{component}, whose __call__ takes "{each.name}"',
-                mend=f"leave {each.name} out: model(x) is called under Flax's train and eval views, which set Dropout and "
+                hint=f"leave {each.name} out: model(x) is called under Flax's train and eval views, which set Dropout and "
                 "BatchNorm",
             )
         if each.default is inspect.Parameter.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
             raise JShardError(
                 f'{component}, whose __call__ needs "{each.name}", and is called with x alone',
-                mend=f"give {each.name} a default, or return it in x: a tuple or a mapping of arrays",
+                hint=f"give {each.name} a default, or return it in x: a tuple or a mapping of arrays",
             )

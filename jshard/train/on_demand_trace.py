@@ -37,7 +37,7 @@ class Wish:
             return None
 
 
-class Asked(Numbered):
+class TraceRequest(Numbered):
     """The step of a run, which captures itself when `jshard trace RUN` asks for it. A `with` around the loop ends a capture
     that the run's end cuts short. Each process looks for itself, so that they may begin a step apart. What goes wrong with
     a capture is told to who asked, and the run goes on."""
@@ -86,7 +86,7 @@ class Asked(Numbered):
             assert self.folder is not None and self.wish is not None
             refuse(self.folder, self.wish.id, str(fault))
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> TraceRequest:
         return self
 
     __exit__ = _end

@@ -107,7 +107,7 @@ def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.Gradient
         if reduction is not None:
             raise JShardError(
                 f"the optimizer reduces over whole parameters ({reduction}), which lie on several sets of workers",
-                mend="use one that treats each element by itself, such as adamw",
+                hint="use one that treats each element by itself, such as adamw",
             )
         tx = optax.chain(*(optax.masked(tx, functools.partial(_on, lies, home)) for home in homes))
 
@@ -210,7 +210,7 @@ def _mixes_parts(params: Any) -> JShardError:
             return JShardError(
                 f"the optimizer multiplies whole parameters, and {'.'.join(words_of(path))} of shape {leaf.shape} lies "
                 f"split over mesh axis {axes}",
-                mend="use one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone",
+                hint="use one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone",
             )
     raise AssertionError("types were ambiguous where no parameter is split")
 
@@ -230,7 +230,7 @@ def _check_elementwise(known: Iterable[_Update], transform: Any, operands: Any, 
     if reduction is not None:
         raise JShardError(
             f"the optimizer reduces over whole parameters ({reduction}), and inside jshard.step it sees one device's part",
-            mend="hand the gradients out of jshard.step and call optimizer.update under jax.jit",
+            hint="hand the gradients out of jshard.step and call optimizer.update under jax.jit",
         )
 
 

@@ -28,7 +28,7 @@ def planned_on(
     if configuration.mesh is None:
         raise JShardError(
             f"{configuration.source} describes no mesh to plan on",
-            mend="add `jshard: {mesh: {data: 2, tensor: 4}}` to it",
+            hint="add `jshard: {mesh: {data: 2, tensor: 4}}` to it",
         )
     mesh = mesh_on(topology, configuration)
     check_installed(topology)

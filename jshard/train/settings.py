@@ -63,7 +63,7 @@ class Settings:
         if folder is None and output is None:
             raise JShardError(
                 f"jshard.train.checkpoint ({self.place('checkpoint')}) has no folder to save to",
-                mend="write output: runs/mine beside it, or folder: in it",
+                hint="write output: runs/mine beside it, or folder: in it",
             )
         where = Path(folder or Path(output) / run_names.CHECKPOINTS)
         text = f'jshard.train.{key} ({self.place(key)}) saves to "{where}", which'
@@ -87,9 +87,9 @@ class Settings:
             self._require_output("log.tensorboard", "write output: runs/mine")
         return asked
 
-    def _require_output(self, key: str, mend: str) -> None:
+    def _require_output(self, key: str, hint: str) -> None:
         if self["output"] is None:
-            raise JShardError(f"jshard.train.{key} ({self.place(key)}) has no folder to write to", mend=mend)
+            raise JShardError(f"jshard.train.{key} ({self.place(key)}) has no folder to write to", hint=hint)
 
     def check_rows(self, ways: int | None = None) -> None:
         """An error when a batch can't be split evenly; in as many ways as the configuration says, unless they are known."""
@@ -103,7 +103,7 @@ class Settings:
             names = " x ".join(f'"{name}"' for name in over)
             raise JShardError(
                 f"jshard.train.batch ({self.place('batch')}) splits {batch} rows over mesh axis {names} of size {ways}",
-                mend=f"use {above}" if below == 0 else f"use {below} or {above}",
+                hint=f"use {above}" if below == 0 else f"use {below} or {above}",
             )
 
     def check(self) -> list[tuple[str, str]]:
@@ -132,7 +132,7 @@ class Settings:
             example = {"model": "examples.digits:Model", "data": "examples.digits:data"}[key]
             raise JShardError(
                 f"{self.configuration.source} names no {key} to train",
-                mend=f"write {key}: {example} under jshard.train",
+                hint=f"write {key}: {example} under jshard.train",
             )
 
 

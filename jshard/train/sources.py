@@ -107,7 +107,7 @@ class Shuffled:
         if position is not None and position["examples"] != count:
             raise JShardError(
                 f"{self.said} returns {count:,} examples, and returned {position['examples']:,} when the checkpoint was saved",
-                mend="return the same, or start anew",
+                hint="return the same, or start anew",
             )
         order = self._order(at)
         while True:
@@ -170,7 +170,7 @@ class Stream:
             here = "" if len(needed) == self.batch else f", {len(needed)} of them for this process"
             raise JShardError(
                 f"{self.said} gives batch {number} with {size} rows, but jshard.train.batch is {self.batch}{here}",
-                mend=f"write batch: {size}, or give {self.batch}",
+                hint=f"write batch: {size}, or give {self.batch}",
             )
         return batch
 
@@ -185,14 +185,14 @@ class Stream:
             self.iterator = self._begun()
             value = next(self.iterator, _OVER) if self.iterator is not begun else _OVER
         if value is _OVER:
-            mend = (
+            hint = (
                 f"use steps={number}, or return a function that makes a new iterator" if number else "give at least one"
             )
-            raise JShardError(f"{self.said} ends after {number} batches and can't be read again", mend=mend)
+            raise JShardError(f"{self.said} ends after {number} batches and can't be read again", hint=hint)
         batch = pair(self.said, value)
         if len(sizes := {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}) != 1 or () in sizes:
             shapes = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch))
-            raise JShardError(f"{self.said} gives a batch of arrays {shapes}", mend="give all of them as many rows")
+            raise JShardError(f"{self.said} gives a batch of arrays {shapes}", hint="give all of them as many rows")
         return batch, _state(self.iterator)
 
     def _begun(self) -> Any:
@@ -206,7 +206,7 @@ _OVER = object()
 def pair(said: str, value: Any) -> Batch:
     """The value as a pair of trees of numpy arrays."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise JShardError(f"{said} gives a {type(value).__name__} and not a pair (x, y)", mend="give (x, y)")
+        raise JShardError(f"{said} gives a {type(value).__name__} and not a pair (x, y)", hint="give (x, y)")
     return numbers(f"{said} gives", value)
 
 
@@ -219,7 +219,7 @@ def numbers(said: str, pair: Any, where: str = "") -> Batch:
                 kind = "text" if array.dtype.kind in "SUT" else f"{array.dtype}"
                 raise JShardError(
                     f"{said} {what} of {kind}{where}, and devices take numbers",
-                    mend="number the classes: np.unique(y, return_inverse=True)[1]"
+                    hint="number the classes: np.unique(y, return_inverse=True)[1]"
                     if what == "targets"
                     else "give arrays of numbers",
                 )

@@ -47,7 +47,7 @@ def trace(folder: str | os.PathLike[str], *, title: str | None = None, **more: A
     try:
         jax.profiler.start_trace(own, profiler_options=options)
     except RuntimeError as error:
-        raise JShardError(f"no profile can be captured: {error}", mend="end the other one before") from None
+        raise JShardError(f"no profile can be captured: {error}", hint="end the other one before") from None
     try:
         yield tracing
         settle()
@@ -71,7 +71,7 @@ def _make_room(own: Path) -> None:
     except OSError as error:
         raise JShardError(
             f"no capture can be written to {own}: {(error.strerror or 'unknown reason').lower()}",
-            mend="name another folder by -o runs/mine",
+            hint="name another folder by -o runs/mine",
         ) from error
 
 
@@ -88,7 +88,7 @@ def trace_steps(experiment: Experiment, folder: Path, steps: int, *, first: int,
                 for _ in taken:
                     pass
     except NotANumber as fault:
-        raise JShardError(f"{fault}, and nothing was captured", mend="capture fewer steps by --steps 1") from None
+        raise JShardError(f"{fault}, and nothing was captured", hint="capture fewer steps by --steps 1") from None
     return tracing.capture
 
 

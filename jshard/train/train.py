@@ -17,7 +17,7 @@ from jshard.train.loop import NotANumber, Taken, check_parameters, evaluate, run
 from jshard.train.metrics import Record, written
 from jshard.train.nan_batch import suspect
 from jshard.train.nan_replay import maker
-from jshard.train.on_demand_trace import Asked
+from jshard.train.on_demand_trace import TraceRequest
 from jshard.train.preemption import Notice, Preempted
 from jshard.train.progress import Bar, Rate, figures, in_words, silent
 from jshard.train.run_events import RESTART, Course, course
@@ -72,14 +72,14 @@ class _Training:
         if self.done >= steps:
             more = f"type: jshard resume {resume.run} steps={2 * self.done}"
             raise JShardError(
-                f"{resume} has trained {self.done} of {steps} steps, so there is nothing to do", mend=more
+                f"{resume} has trained {self.done} of {steps} steps, so there is nothing to do", hint=more
             )
         self.told.resumed(self.done, resume.folder)
         self.bar.say(f"resumed from step {self.done}: {resume.folder}")
 
     def run(self) -> float | None:
         experiment, first = self.experiment, self.done + 1
-        stepped = Asked(self.step, experiment.output, self.done)
+        stepped = TraceRequest(self.step, experiment.output, self.done)
         taken = run(
             stepped,
             experiment.data,
@@ -202,19 +202,19 @@ class _Training:
         if any(whose):
             data: Any = experiment.configuration.train["data"]
             told += f", and so are {whose[0]}"
-            attempt = f"mend what {data if isinstance(data, str) else data['path']} returns"
+            attempt = f"fix what {data if isinstance(data, str) else data['path']} returns"
             resume = f"{attempt}, then type: jshard resume {{run}}"
         elif made := self._maker(fault.step):
             told += f": {made}"
         if self.saver is None:
             return JShardError(
-                f"{told}, and nothing was saved", mend=f"{attempt}, and write checkpoint: 100 under jshard.train"
+                f"{told}, and nothing was saved", hint=f"{attempt}, and write checkpoint: 100 under jshard.train"
             )
         if self.saver.saved is None:
-            return JShardError(f"{told}, and no checkpoint was saved before", mend=attempt)
+            return JShardError(f"{told}, and no checkpoint was saved before", hint=attempt)
         good = f"the last good checkpoint is that of step {self.saver.saved}"
         where = self.saver.policy.folder / str(self.saver.saved)
-        return JShardError(f"{told}; {good} ({where})", mend=resume.format(run=self.saver.policy.run))
+        return JShardError(f"{told}; {good} ({where})", hint=resume.format(run=self.saver.policy.run))
 
     def _maker(self, step: int) -> str:
         """What makes the NaN of this step. Whatever keeps that from being found is said, and ends nothing."""

@@ -40,7 +40,7 @@ def data():
     both = np.ones((16, 4), np.float32), np.zeros(16, np.int32)
     return {"train": both, "test": both}
 """
-OPENED = "from jshard.cli.target import Asked; from jshard.cli.experiment import opened; opened(Asked({!r}, {!r}))"
+OPENED = "from jshard.cli.target import Target; from jshard.cli.experiment import opened; opened(Target({!r}, {!r}))"
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ def test_model_that_fails_in_tracing_is_told_by_its_own_line_and_signal(capsys, 
         f'wrong.py:{line} (in __call__, under signal "layer" (wrong.yaml:5)) fails while it is traced: TypeError: dot_general '
         "requires contracting dimensions to have the same shape"
     )
-    assert err.endswith(f"; mend wrong.py:{line}")
+    assert err.endswith(f"; fix wrong.py:{line}")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -106,7 +106,7 @@ def test_model_that_can_not_be_built_is_told_by_its_own_line(capsys, command):
     line = MODEL[: MODEL.index("raise KeyError")].count("\n") + 1
     assert said(capsys, command, "wrong.yaml", "model=wrong:Unbuilt") == (
         2, "",
-        f"wrong.py:{line} (in __init__) fails while wrong:Unbuilt is built: KeyError: 'no such size'; mend wrong.py:{line}",
+        f"wrong.py:{line} (in __init__) fails while wrong:Unbuilt is built: KeyError: 'no such size'; fix wrong.py:{line}",
     )  # fmt: skip
 
 

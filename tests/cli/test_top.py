@@ -207,8 +207,8 @@ def test_top_on_a_terminal_is_drawn_until_all_have_ended(tmp_path):
 
 def test_top_of_another_folder_is_one_sentence(capsys, tmp_path):
     nowhere = f"{tmp_path}/nowhere"
-    mend = "type: jshard top and the output folder of a run"
-    told = f"{nowhere} holds no log of what ran: there is no such folder; {mend}"
+    hint = "type: jshard top and the output folder of a run"
+    told = f"{nowhere} holds no log of what ran: there is no such folder; {hint}"
     assert typed(capsys, "top", nowhere) == (2, [], [told])
     told = f"{tmp_path} holds no log of what ran: it has no log; train with log=true"
     assert typed(capsys, "top", str(tmp_path)) == (2, [], [told])

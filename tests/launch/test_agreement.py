@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jshard.cli import rank_main as member
-from jshard.cli.target import Asked
+from jshard.cli.target import Target
 from jshard.errors import JShardError
 from jshard.launch import agreement
 from jshard.launch import kv_store as board
@@ -41,7 +41,7 @@ def notes(monkeypatch):
         def one(which: int) -> None:
             rank.membership = Membership("127.0.0.1:1", processes, which, "test")
             try:
-                agreement.agree("program", facts[which], mend="mend it", seconds=0.3)
+                agreement.agree("program", facts[which], hint="fix it", seconds=0.3)
             except JShardError as error:
                 said[which] = str(error)
 
@@ -60,7 +60,7 @@ def test_processes_that_say_the_same_agree(notes):
 
 
 def test_processes_that_differ_are_all_told_which(notes):
-    sentence = "rank 2 has another program than rank 0: a is 2, and 1 at rank 0; mend it"
+    sentence = "rank 2 has another program than rank 0: a is 2, and 1 at rank 0; fix it"
     assert notes({0: {"a": "1"}, 1: {"a": "1"}, 2: {"a": "2"}}, 3) == [sentence] * 3
 
 
@@ -100,16 +100,16 @@ def test_a_mesh_that_leaves_a_process_without_work_is_told(monkeypatch):
         (12, 7, "start 6 or 12 of them: jshard launch -n 12"),
     ],
 )
-def test_devices_that_can_not_be_shared_out_are_told_with_counts_that_divide_them(devices, processes, mend):
+def test_devices_that_can_not_be_shared_out_are_told_with_counts_that_divide_them(devices, processes, hint):
     with pytest.raises(JShardError) as told:
         pretend_part(devices, processes)
-    assert str(told.value) == f"{devices} devices can't be shared out evenly to {processes} processes; {mend}"
+    assert str(told.value) == f"{devices} devices can't be shared out evenly to {processes} processes; {hint}"
 
 
 def test_a_mesh_that_can_not_be_shared_out_is_named(monkeypatch):
     monkeypatch.setattr(member, "found", lambda: Membership("127.0.0.1:1", 3, 0, "test"))
     with pytest.raises(JShardError) as told:
-        member.joined(Asked("configs/xor.yaml", ()))
+        member.joined(Target("configs/xor.yaml", ()))
     assert str(told.value) == (
         "the 4 devices of jshard.mesh (configs/xor.yaml:5) can't be shared out evenly to 3 processes; start 2 or 4 of them: "
         "jshard launch -n 4"

@@ -177,7 +177,7 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     assert again == "starting all again: restart 1 of 2"
     assert re.fullmatch(
         rf"\[\d\] the loss of step \d+ is NaN, and so are inputs of its batch that rank 1 read; the last good checkpoint is that of "
-        rf"step {last} \({tmp_path}/run/checkpoints/{last}\); mend what tests.launch.soaked:data returns, then type: "
+        rf"step {last} \({tmp_path}/run/checkpoints/{last}\); fix what tests.launch.soaked:data returns, then type: "
         rf"jshard resume {tmp_path}/run",
         nan,
     )

@@ -79,7 +79,7 @@ def initialize():
     xla_bridge.register_backend_factory("another", start, priority=500, fail_quietly=True)
 """
 MEMBER = {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
-OPENED = "from jshard.cli.target import Asked; from jshard.cli.experiment import opened; opened(Asked('configs/xor.yaml', ()))"
+OPENED = "from jshard.cli.target import Target; from jshard.cli.experiment import opened; opened(Target('configs/xor.yaml', ()))"
 
 
 @pytest.mark.parametrize(

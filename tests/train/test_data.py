@@ -283,7 +283,7 @@ def test_fault_of_the_producer_arrives_with_its_own_traceback(ahead):
             pass
     line = broken.__code__.co_firstlineno + 2
     here = f"{Path(__file__).relative_to(Path.cwd())}:{line}"
-    assert str(told.value) == f"{here} (in broken) fails while data is read: LookupError: no such shard; mend {here}"
+    assert str(told.value) == f"{here} (in broken) fails while data is read: LookupError: no such shard; fix {here}"
     frames = traceback.extract_tb(told.value.__cause__.__traceback__)
     assert (frames[-1].name, frames[-1].lineno) == ("broken", line)
 

@@ -263,7 +263,7 @@ MISTAKES = [
         ["mine:fails", *ARGS],
         f"mine.py:{MODULE[: MODULE.index('return model(x) + jnp.ones(3)')].count(chr(10)) + 1} (in fails, under signal "
         '"up" (mlp.yaml:3)) fails while it is traced: ValueError: Incompatible shapes for broadcasting: shapes=[(8, 8), '
-        f"(3,)]; mend mine.py:{MODULE[: MODULE.index('return model(x) + jnp.ones(3)')].count(chr(10)) + 1}",
+        f"(3,)]; fix mine.py:{MODULE[: MODULE.index('return model(x) + jnp.ones(3)')].count(chr(10)) + 1}",
     ),
     (["mine:los", *ARGS], '"mine:los" names a function, but mine has no "los"; did you mean "mine:loss"?'),
     (
@@ -329,7 +329,7 @@ MISTAKES = [
     (
         ["mine:loss", "--args", "mine:breaks"],
         f"mine.py:{MODULE[: MODULE.index('raise OSError')].count(chr(10)) + 1} (in breaks) fails while mine:breaks is called: "
-        f"OSError: the disk is gone; mend mine.py:{MODULE[: MODULE.index('raise OSError')].count(chr(10)) + 1}",
+        f"OSError: the disk is gone; fix mine.py:{MODULE[: MODULE.index('raise OSError')].count(chr(10)) + 1}",
     ),
 ]  # fmt: skip
 
@@ -347,7 +347,7 @@ def test_function_that_fails_in_tracing_is_the_same_sentence_for_every_command(c
         (
             2,
             f'mine.py:{line} (in fails, under signal "up" (mlp.yaml:3)) fails while it is traced: ValueError: Incompatible '
-            f"shapes for broadcasting: shapes=[(8, 8), (3,)]; mend mine.py:{line}",
+            f"shapes for broadcasting: shapes=[(8, 8), (3,)]; fix mine.py:{line}",
         )
     }
 
@@ -355,7 +355,7 @@ def test_function_that_fails_in_tracing_is_the_same_sentence_for_every_command(c
 def test_module_that_fails_when_it_is_imported_is_one_sentence(capsys):
     Path("broken.py").write_text("one = 1\ntwo = one / 0\n")
     assert typed(capsys, "explain", "broken:loss", "--config", "mlp.yaml") == (
-        2, "", "broken.py:2 (in <module>) fails while broken is imported: ZeroDivisionError: division by zero; mend broken.py:2",
+        2, "", "broken.py:2 (in <module>) fails while broken is imported: ZeroDivisionError: division by zero; fix broken.py:2",
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from jshard.errors import JShardError
 from jshard.inspect.timeline import timeline
 from jshard.inspect.timeline.capture import captures
 from jshard.signals import active_config as current
-from jshard.train.on_demand_trace import LOOK, Asked
+from jshard.train.on_demand_trace import LOOK, TraceRequest
 from jshard.train.trace import trace
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,7 @@ class Run:
 
     def __init__(self, output: Path):
         step = jax.jit(lambda x: jnp.sin(x).sum())
-        self.asked = Asked(lambda x: step(x).block_until_ready(), str(output), done=10)
+        self.asked = TraceRequest(lambda x: step(x).block_until_ready(), str(output), done=10)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._loop)
 

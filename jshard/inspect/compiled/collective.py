@@ -13,7 +13,7 @@ from jshard.provenance import Cause
 
 
 @dataclasses.dataclass(frozen=True)
-class Got:
+class CompiledCollective:
     """One collective instruction, run `count` times. A combined one carries several arrays: `payloads` in bytes."""
 
     collective: str  # a name in COLLECTIVES

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jshard.inspect.compiled.collective import Got
+from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.replica_groups import members
 from jshard.kernels.collectives import COLLECTIVES, Collective
 from jshard.provenance import cause, op_name, split
@@ -43,7 +43,7 @@ class Program:
 
     def collectives(
         self, name: str, count: int, known: bool, around: str = "", is_async: bool = False
-    ) -> Iterator[Got]:
+    ) -> Iterator[CompiledCollective]:
         """Of one computation and of those it calls. `around` is the metadata of the fusion that calls it."""
         self.read.add(name)
         chains: set[str] = set()  # the asynchronous fusions that have begun in this computation
@@ -150,7 +150,7 @@ class Program:
     def _got(
         self, name: str, instruction: str, kind: Collective, result: str, opcode: str, rest: str,
         count: int, known: bool, around: str, is_async: bool,
-    ) -> Got:  # fmt: skip
+    ) -> CompiledCollective:  # fmt: skip
         joined = members(rest, self.devices)
         group = len(joined)
         arrays = _payload_arrays(result, opcode)
@@ -162,7 +162,7 @@ class Program:
             arrays, is_start = self._parameters(name), True
         grown = group if kind.name == "reduce_scatter" and not is_start else 1  # its result is one part
         names = self._names(name, instruction, rest, around, 1 if kind.name == "all_to_all" else len(arrays))
-        return Got(
+        return CompiledCollective(
             collective=kind.name,
             opcode=opcode,
             group=group,

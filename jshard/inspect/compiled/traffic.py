@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jshard.inspect.compiled.collective import Got as Got
+from jshard.inspect.compiled.collective import CompiledCollective as CompiledCollective
 from jshard.inspect.compiled.hlo_text import Program
 from jshard.provenance import cause
 
 
-def collectives_in(compiled: Any) -> list[Got]:
+def collectives_in(compiled: Any) -> list[CompiledCollective]:
     """The collectives of `compiled` (a compiled program, or its text), in the order of the text's calls. Loops count by
     their trips, and every branch of a conditional counts."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()

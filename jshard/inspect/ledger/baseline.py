@@ -61,7 +61,7 @@ class Baseline:
     @classmethod
     def read(cls, text: str, name: str, command: str) -> Baseline:
         """What `text` wrote; `name` is the file's."""
-        mend = f"type: {command} --update"
+        hint = f"type: {command} --update"
         mesh, collectives, memory, version = "", dict[Key, tuple[int, int]](), dict[str, int](), None
         for number, line in enumerate(text.splitlines(), 1):
             if not line.strip() or line.startswith("#"):
@@ -69,10 +69,10 @@ class Baseline:
             if version is None:
                 version = re.fullmatch(r"baseline (\d+)", line.strip())
                 if version is None:
-                    raise JShardError(f"{name} is not a baseline of jshard", mend=mend)
+                    raise JShardError(f"{name} is not a baseline of jshard", hint=hint)
                 if int(version[1]) != VERSION:
                     fault = f"{name} is a baseline of version {version[1]}, and this jshard reads version {VERSION}"
-                    raise JShardError(fault, mend=mend)
+                    raise JShardError(fault, hint=hint)
             elif found := re.fullmatch(r"mesh (.+)", line):
                 mesh = found[1]
             elif found := re.fullmatch(r"(\S+) +(\w+) +(\w+) +over (.+?) +x +([\d,]+) +([\d,]+) B", line):
@@ -80,9 +80,9 @@ class Baseline:
             elif found := re.fullmatch(r"(\S+) +at rest +([\d,]+) B", line):
                 memory[found[1]] = _number(found[2])
             else:
-                raise JShardError(f'{name}:{number} is "{line.strip()}", which is no line of a baseline', mend=mend)
+                raise JShardError(f'{name}:{number} is "{line.strip()}", which is no line of a baseline', hint=hint)
         if version is None:
-            raise JShardError(f"{name} is empty", mend=mend)
+            raise JShardError(f"{name} is empty", hint=hint)
         return cls(mesh, collectives, memory)
 
 
@@ -92,10 +92,10 @@ def _number(text: str) -> int:
 
 def added(was: Baseline, ledger: Ledger, mesh: str, *, name: str, command: str) -> Iterator[str]:
     """One sentence for everything that `ledger` asks for or holds beyond the baseline, with the line to blame."""
-    mend = f"accept it: {command} --update"
+    hint = f"accept it: {command} --update"
     now = Baseline.of(ledger, mesh)
     if now.mesh != was.mesh:
-        yield f"{name} is of mesh {was.mesh}, and this is mesh {now.mesh}; {mend}"
+        yield f"{name} is of mesh {was.mesh}, and this is mesh {now.mesh}; {hint}"
         return
     for key, (times, wire) in now.collectives.items():
         signal, phase, collective, axes = key
@@ -104,18 +104,18 @@ def added(was: Baseline, ledger: Ledger, mesh: str, *, name: str, command: str) 
         who = _who(signal, line.place, line.source)
         if isinstance(line, Left) and times > before:
             more = f"{times - before:,} {line.primitive} more over {axes} in {phase}"
-            yield f"{who.removesuffix('asks')}leaves {more} to the compiler than {name}, bytes unknown; {mend}"
+            yield f"{who.removesuffix('asks')}leaves {more} to the compiler than {name}, bytes unknown; {hint}"
         elif times > before:
             more = f"{times - before:,} {collective} more over {axes} in {phase}"
-            yield f"{who} for {more} than {name}, {wire - wire_before:,} B on the wire; {mend}"
+            yield f"{who} for {more} than {name}, {wire - wire_before:,} B on the wire; {hint}"
         elif wire > wire_before:
             what = f"{wire - wire_before:,} B more on the wire by {collective} over {axes} in {phase}"
-            yield f"{who} for {what} than {name}; {mend}"
+            yield f"{who} for {what} than {name}; {hint}"
     places = {rest.signal: rest.place for rest in ledger.memory}
     for signal, bytes_ in now.memory.items():
         if bytes_ > (before := was.memory.get(signal, 0)):
             where = "what no signal places" if signal == "-" else f'signal "{signal}" ({places[signal]})'
-            yield f"{where} holds {bytes_ - before:,} B more at rest than {name}; {mend}"
+            yield f"{where} holds {bytes_ - before:,} B more at rest than {name}; {hint}"
 
 
 def removed(was: Baseline, ledger: Ledger, mesh: str) -> bool:

@@ -53,7 +53,7 @@ def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return JShardError(
         f'signal "{name}" ({signal.at("expect")}) expects, and only the compiler decides what {first.words}{more} moves',
-        mend="do it inside jax.shard_map, or place its array by jshard.redistribute first",
+        hint="do it inside jax.shard_map, or place its array by jshard.redistribute first",
     )
 
 
@@ -61,12 +61,12 @@ def _told(signal: Signal, name: str, what: str, promised: int, found: int) -> JS
     words = {COLLECTIVES.get(key, key): key for key in _written(signal)}
     word = words.get(what, what)
     said = f'signal "{name}" ({signal.at(f"expect.{word}")})'
-    mend = f"write {word}: {found}, or see jshard explain"
+    hint = f"write {word}: {found}, or see jshard explain"
     if what == "bytes":
         fault = f"{said} expects at most {promised:,} bytes on the wire per device, and {found:,} are asked for"
     else:
         fault = f"{said} expects {promised} {word}, and {found} {'is' if found == 1 else 'are'} asked for"
-    return JShardError(fault, mend=mend)
+    return JShardError(fault, hint=hint)
 
 
 def _written(signal: Signal) -> list[str]:

@@ -167,7 +167,7 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
                 raise JShardError(
                     f'kernel {name} ({source_of(eqn)}) declares traffic over mesh axis "{mesh_axis}", which is not one of the '
                     f"shard_map around it",
-                    mend=f"use {' or '.join(around.sizes) or 'it inside jax.shard_map'}",
+                    hint=f"use {' or '.join(around.sizes) or 'it inside jax.shard_map'}",
                 )
         group = math.prod(around.sizes[mesh_axis] for mesh_axis in said["mesh_axes"])
         result = eqn.outvars[0].aval
@@ -178,7 +178,7 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
     elif said is None and any(is_remote(each) for body in inner(eqn) for each in equations(body)):
         raise JShardError(
             f"kernel {name} ({source_of(eqn)}) sends to other devices and declares nothing, so its traffic can't be told",
-            mend="give its pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)",
+            hint="give its pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)",
         )
 
 
@@ -204,7 +204,7 @@ def _refuse_unknown(eqn: Any, around: Around) -> None:
     if mesh_axes:
         raise JShardError(
             f'the program calls {eqn.primitive.name} over mesh axis "{mesh_axes[0]}", which jshard has no price for',
-            mend=f"use one of {', '.join(f'jshard.{name}' for name in COLLECTIVES)}",
+            hint=f"use one of {', '.join(f'jshard.{name}' for name in COLLECTIVES)}",
         )
 
 

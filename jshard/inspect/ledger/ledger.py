@@ -155,7 +155,7 @@ class Ledger(Shown):
         if document.get("schema") != SCHEMA:
             raise JShardError(
                 f'{label} has the schema "{document.get("schema")}", and this jshard reads "{SCHEMA}"',
-                mend="write it anew: jshard explain --json",
+                hint="write it anew: jshard explain --json",
             )
         kinds = {
             "lines": Line, "choices": Choice, "unused": Unused, "left": Left, "memory": Rest, "unsplit": Unsplit

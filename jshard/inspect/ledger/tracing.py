@@ -141,7 +141,7 @@ class Traced:
         if not self.is_differentiable(self.arrays):
             raise JShardError(
                 "explain was asked for a backward pass of a function with no floating-point argument or result",
-                mend="use explain(..., backward=False)",
+                hint="use explain(..., backward=False)",
             )
 
         def of_inexact(inexact: list[Any]) -> Any:

@@ -31,12 +31,12 @@ class Unsplit:
     parameter: str  # up.kernel, up.bias
     bytes: int  # of all of them, on each device
     keys: str  # column: tensor, store: data
-    mend: str
+    hint: str
 
     def __str__(self) -> str:
         return (
             f"{self.place or '-'}  {self.signal}  unsplit: {self.parameter} whole on each device ({self.bytes:,} B), not split "
-            f"by {self.keys}; {self.mend}"
+            f"by {self.keys}; {self.hint}"
         )
 
 
@@ -59,12 +59,12 @@ def unsplit(
         signal = present.lookup(path)
         if keys := _splitting(signal, rank, mesh().shape):
             words = ", ".join(f"{key}: {' x '.join(axes)}" for key, axes in keys)
-            mend = _mend(modules.get(name[:-1]))
-            told = (signal.at(keys[0][0]), "/".join(path), words, mend)
+            hint = _hint(modules.get(name[:-1]))
+            told = (signal.at(keys[0][0]), "/".join(path), words, hint)
             found.setdefault(told, []).append((".".join(name), on_a_device(array)))
     return tuple(
-        Unsplit(place, signal, _listed([name for name, _ in each]), sum(size for _, size in each), words, mend)
-        for (place, signal, words, mend), each in found.items()
+        Unsplit(place, signal, _listed([name for name, _ in each]), sum(size for _, size in each), words, hint)
+        for (place, signal, words, hint), each in found.items()
     )
 
 
@@ -86,7 +86,7 @@ def _splitting(signal: Signal, rank: int, sizes: Mapping[str, int]) -> list[tupl
     return [(key, axes) for key, axes in found if any(sizes.get(name, 2) > 1 for name in axes)]
 
 
-def _mend(module: Any) -> str:
+def _hint(module: Any) -> str:
     if isinstance(module, Layer):
         return "build the layer under this signal"
     for layer in Layer.__subclasses__():

@@ -73,7 +73,7 @@ def check_installed(topology: Topology) -> None:
     if platform == "tpu" and not _there("libtpu"):
         raise JShardError(
             f"planning for {topology.name} compiles with libtpu, which is not installed",
-            mend='type: pip install "jshard[tpu]"',
+            hint='type: pip install "jshard[tpu]"',
         )
     if platform == "cuda":
         plugin = next((f"cuda{n}" for n in (13, 12) if _there(f"jax_plugins.xla_cuda{n}")), None)
@@ -81,12 +81,12 @@ def check_installed(topology: Topology) -> None:
         if plugin is None or not _assembler(plugin):
             raise JShardError(
                 f"planning for {topology.name} compiles with {missing}, which is not installed",
-                mend='type: pip install "jshard[plan]"',
+                hint='type: pip install "jshard[plan]"',
             )
     if not _there("flatbuffers"):
         raise JShardError(
             f"planning for {topology.name} hands the program on with flatbuffers, which is not installed",
-            mend="type: pip install flatbuffers",
+            hint="type: pip install flatbuffers",
         )
 
 
@@ -177,7 +177,7 @@ def check_stays_on_devices(jaxpr: Any) -> None:
             place = source_of(eqn)
             raise JShardError(
                 f"{place or 'the program'} calls Python while it runs ({eqn.primitive.name}), which can't be planned",
-                mend="take jax.debug.print and other callbacks out",
+                hint="take jax.debug.print and other callbacks out",
             )
 
 
@@ -203,7 +203,7 @@ def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT
                 _end(child)
                 raise JShardError(
                     f"compiling for {topology.name} took longer than {limit:g} s",
-                    mend=f"plan a smaller program, or give it longer: limit={2 * limit:g}",
+                    hint=f"plan a smaller program, or give it longer: limit={2 * limit:g}",
                 ) from None
             except BaseException:
                 _end(child)
@@ -218,7 +218,7 @@ def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT
             needed, available, largest = too_large
             return Compiled("", {}, seconds, needed, available, largest)
         raise JShardError(
-            _reason(topology, status, said), mend="plan a smaller part of the program to find what it can't take"
+            _reason(topology, status, said), hint="plan a smaller part of the program to find what it can't take"
         )
 
 

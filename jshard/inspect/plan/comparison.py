@@ -8,7 +8,7 @@ from typing import Any
 
 from jshard.chips import CHIPS, Chip
 from jshard.errors import Place
-from jshard.inspect.compiled.traffic import Got
+from jshard.inspect.compiled.traffic import CompiledCollective
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.match import Ask, Pair, Pairs, Run, itemsize, paired
@@ -83,7 +83,9 @@ class Comparison:
         return sums
 
 
-def compare(ledger: Ledger, found: Iterable[Got], sizes: Mapping[str, int], chip: Chip = CHIPS["cpu"]) -> Comparison:
+def compare(
+    ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int], chip: Chip = CHIPS["cpu"]
+) -> Comparison:
     """The two sides paired. `sizes` are those of the mesh. `chip` says how much of a kernel's wire its own products are long
     enough to hide: XLA's asynchronous collectives get the benefit of the doubt, kernels of ours don't."""
     every, got, pairs = paired(ledger, found, sizes)

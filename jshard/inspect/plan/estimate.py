@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from jshard.inspect.compiled.traffic import Got
+from jshard.inspect.compiled.traffic import CompiledCollective
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.comparison import hidden_in_kernel
 from jshard.inspect.plan.flops import Arithmetic
@@ -48,7 +48,7 @@ class Estimate:
 
 
 def estimate(
-    asked: Ledger, found: list[Got], arithmetic: Arithmetic, memory: Memory, topology: Topology
+    asked: Ledger, found: list[CompiledCollective], arithmetic: Arithmetic, memory: Memory, topology: Topology
 ) -> Estimate | None:
     """None where the table has no figures, as for pretended devices, and where nothing was compiled. Of what was asked only
     the kernels count, whose wire no compiled text shows."""

@@ -8,13 +8,15 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from jshard.inspect.compiled.traffic import Got
+from jshard.inspect.compiled.traffic import CompiledCollective
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.kernels.collectives import COLLECTIVES
 
 
-def paired(ledger: Ledger, found: Iterable[Got], sizes: Mapping[str, int]) -> tuple[list[Ask], list[Run], Pairs]:
+def paired(
+    ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int]
+) -> tuple[list[Ask], list[Run], Pairs]:
     """All lines, all arrays that run, and who goes with whom: by collective, mesh axes, bytes and the signal that XLA's name
     stack tells, then with one of these let go after the other. What a kernel moves itself runs unseen."""
     every = [Ask(line) for line in ledger.lines]
@@ -55,7 +57,7 @@ class Ask:
 class Run:
     """One array of a collective that runs, and how many of its runs are not yet accounted for."""
 
-    def __init__(self, got: Got, number: int, sizes: Mapping[str, int]):
+    def __init__(self, got: CompiledCollective, number: int, sizes: Mapping[str, int]):
         self.got = got
         self.left = got.count
         self.payload, self.dtype = got.payloads[number], got.dtypes[min(number, len(got.dtypes) - 1)]

@@ -30,7 +30,7 @@ from jshard.inspect.user_code_errors import told
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import configuration, on_mesh
 from jshard.signals.config import Configuration
-from jshard.signals.topologies import fitted, mend_of
+from jshard.signals.topologies import fitted, hint_of
 from jshard.table import Block, Shown
 
 
@@ -63,7 +63,7 @@ def plan(
     if target is None:
         raise JShardError(
             "jshard.plan is given no topology, and none is loaded",
-            mend='write topology="v5e:4x4", or topology: v5e:4x4 under jshard in the configuration',
+            hint='write topology="v5e:4x4", or topology: v5e:4x4 under jshard in the configuration',
         )
     away = _away(target, (args, kwargs))
     deviceless.check_installed(target)
@@ -147,7 +147,7 @@ def _twin(mesh: Any, topology: Topology) -> Any:
         sizes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
         raise JShardError(
             f"an argument lies on a mesh of {mesh.size} devices, {{{sizes}}}, and {topology.name} has {topology.devices:,}",
-            mend=mend_of(mesh.size, topology.name, "use topology=", "the sizes of the mesh"),
+            hint=hint_of(mesh.size, topology.name, "use topology=", "the sizes of the mesh"),
         )
     bare = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape), axis_types=mesh.axis_types)
     return _of_topology(bare, topology)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jshard.inspect.compiled.collective import Got
+from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.comparison import Comparison
@@ -21,7 +21,7 @@ class Result:
     topology: Topology
     mesh: Mapping[str, int]
     asked: Ledger
-    got: tuple[Got, ...]
+    got: tuple[CompiledCollective, ...]
     comparison: Comparison | None  # None when the program was too large to be compiled to its end
     memory: Memory
     estimate: Estimate | None

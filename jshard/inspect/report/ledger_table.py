@@ -180,7 +180,7 @@ def _notes(facts: Facts) -> Markup | None:
         said.append(f"Signal {idle.signal} ({idle.place}) is unused: nothing in this program is under it.")
     for each in ledger.unsplit:
         lies = f"{each.parameter} whole on each device ({size(each.bytes)}), not split by {each.keys}"
-        said.append(f"Signal {each.signal} ({each.place}): {lies}; {each.mend}.")
+        said.append(f"Signal {each.signal} ({each.place}): {lies}; {each.hint}.")
     if ledger.is_auto:
         said.append(
             "On axis_types: auto the compiler adds collectives of its own where it needs them: see jshard plan."

@@ -47,7 +47,7 @@ def write(target: Path, content: bytes, what: str, option: str) -> Path:
         target.write_bytes(content)
     except OSError as error:
         fault = f"{what} can't be written to {target}: {(error.strerror or 'unknown reason').lower()}"
-        raise JShardError(fault, mend=f"name another file by {option}") from error
+        raise JShardError(fault, hint=f"name another file by {option}") from error
     return target
 
 

@@ -67,17 +67,17 @@ class Capture:
     def read(self) -> Read:
         file = self.file()
         if file is None:
-            raise JShardError(f"{self.folder} holds no capture any more", mend="capture it again by jshard trace")
+            raise JShardError(f"{self.folder} holds no capture any more", hint="capture it again by jshard trace")
         try:
             found = read(file)
         except Unreadable as error:
             raise JShardError(
-                f"{file} is no whole capture of JAX's profiler: it has {error}", mend="capture it again by jshard trace"
+                f"{file} is no whole capture of JAX's profiler: it has {error}", hint="capture it again by jshard trace"
             ) from None
         if not found.events:
             raise JShardError(
                 f"{file} holds no operation of a device",
-                mend="capture steps that compute something, by jshard trace configs/digits.yaml",
+                hint="capture steps that compute something, by jshard trace configs/digits.yaml",
             )
         return found
 
@@ -104,7 +104,7 @@ def captures(folder: Path) -> list[Capture]:
     alone = Capture(folder, _told(folder / CAPTURED) if (folder / CAPTURED).is_file() else {})
     if alone.file() is None:
         why = "holds no capture" if folder.is_dir() else "is not there"
-        raise JShardError(f"{folder} {why}", mend=f"capture one by: jshard trace configs/digits.yaml -o {folder}")
+        raise JShardError(f"{folder} {why}", hint=f"capture one by: jshard trace configs/digits.yaml -o {folder}")
     return [alone]
 
 
@@ -116,7 +116,7 @@ def _told(file: Path) -> Mapping[str, Any]:
     schema = told.get("schema") if isinstance(told, dict) else None
     if told is None or schema != SCHEMA:
         found = f"is of the form {schema}" if schema else "is cut off"
-        raise JShardError(f"{file} {found}, and this is jshard {__version__}", mend="capture it again by jshard trace")
+        raise JShardError(f"{file} {found}, and this is jshard {__version__}", hint="capture it again by jshard trace")
     return told
 
 

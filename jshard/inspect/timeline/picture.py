@@ -30,7 +30,7 @@ def drawn(timeline: Drawing) -> tuple[bytes, int]:
     if height > MOST:
         raise JShardError(
             f"{len(timeline.lanes)} devices are too many for one PNG, which would be {height:,} pixels high",
-            mend="draw the page by -o timeline.html",
+            hint="draw the page by -o timeline.html",
         )
     sheet = _Sheet(height)
     sheet.text((EDGE, 20), timeline.title, 34)
@@ -100,7 +100,7 @@ class _Sheet:
             self.png: Any = importlib.import_module("PIL.PngImagePlugin")
         except ImportError:
             raise JShardError(
-                "a PNG is drawn by Pillow, which is not installed", mend="type: pip install 'jshard[timeline]'"
+                "a PNG is drawn by Pillow, which is not installed", hint="type: pip install 'jshard[timeline]'"
             ) from None
         self.image = self.image_module.new("RGB", (WIDTH, height), PAPER)
         self.pen = self.draw_module.Draw(self.image)

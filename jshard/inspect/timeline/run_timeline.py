@@ -145,8 +145,8 @@ def _of_step(capture: Capture, step: int | None) -> list[Event]:
             if there
             else "marks no step"
         )
-        mend = f"type: --step {there[0]}" if there else "leave --step away"
-        raise JShardError(f"the capture in {capture.folder} {has}, and no step {step}", mend=mend)
+        hint = f"type: --step {there[0]}" if there else "leave --step away"
+        raise JShardError(f"the capture in {capture.folder} {has}, and no step {step}", hint=hint)
     return chosen
 
 

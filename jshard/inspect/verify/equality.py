@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.inspect.verify.dataflow import inexact_on_the_way, inexact_operations, meshes_in
-from jshard.inspect.verify.first_divergence import Beginning, beginning, compared, relative
-from jshard.inspect.verify.inputs import LADDER, Program, Rung
+from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
+from jshard.inspect.verify.inputs import RANGES, InputRange, Program
 from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.records import Note, excess
 from jshard.inspect.verify.verification import Finding, Verification, in_words
@@ -59,7 +59,7 @@ def verify(
     for side in (trial.reference, *sides[1:]):
         _traced_elsewhere(side)
     findings: list[Finding] = []
-    begins: list[Beginning] = []
+    begins: list[FirstDivergence] = []
     for side in sides:
         more, begin = trial.against(side)
         findings += more
@@ -74,14 +74,14 @@ def _check_own(program: Program, jaxpr: Any) -> None:
             raise JShardError(
                 f"{program.title} uses an array of shape {array.shape} from outside, which lies on {devices} devices and "
                 "can't be put on another mesh",
-                mend=f"hand it over as an argument: jshard.verify({program.title}, ..., array)",
+                hint=f"hand it over as an argument: jshard.verify({program.title}, ..., array)",
             )
 
 
 def _traced_elsewhere(side: _Side) -> None:
     """Traces on a mesh that the user did not choose. Whoever keeps the configured mesh from outside is told so."""
     where = f"{side.program.title} runs on the configured mesh and not on one of {in_words(side.sizes)}"
-    mend = "call jshard.mesh() inside it, instead of keeping a mesh from outside"
+    hint = "call jshard.mesh() inside it, instead of keeping a mesh from outside"
     try:
         jaxpr = side.trace()[0]
     except JShardError as error:
@@ -91,10 +91,10 @@ def _traced_elsewhere(side: _Side) -> None:
         raise told from error
     except Exception as error:
         said = str(error).strip().splitlines() or [""]
-        raise JShardError(f"{where}: {type(error).__name__}: {said[0].rstrip('.')}", mend=mend) from error
+        raise JShardError(f"{where}: {type(error).__name__}: {said[0].rstrip('.')}", hint=hint) from error
     for found in meshes_in(jaxpr):
         if dict(found.shape).items() - side.sizes.items():
-            raise JShardError(f"{where}: it has a shard_map over {in_words(found.shape)}", mend=mend)
+            raise JShardError(f"{where}: it has a shard_map over {in_words(found.shape)}", hint=hint)
 
 
 def _with_workers() -> JShardError | None:
@@ -105,7 +105,7 @@ def _with_workers() -> JShardError | None:
         if signal.shard is not None and signal.shard.workers is not None:
             return JShardError(
                 f"verify can't put {signal} on another mesh: it names workers {', '.join(map(str, signal.shard.workers))}",
-                mend="name a mesh axis instead: shard: {axis: 0, mesh: data}",
+                hint="name a mesh axis instead: shard: {axis: 0, mesh: data}",
             )
     return None
 
@@ -121,7 +121,7 @@ def _resized(whole: Mesh, sizes: Mapping[str, int]) -> Mesh:
         if name not in whole.axis_names:
             raise JShardError(
                 f'verify was given a mesh with an axis "{name}", but the configured one is {in_words(whole.shape)}',
-                mend=f"use {' or '.join(whole.axis_names)}",
+                hint=f"use {' or '.join(whole.axis_names)}",
             )
     built = build_mesh({**whole.shape, **sizes}, said="the mesh given to verify")
     return Mesh(built.devices, whole.axis_names, axis_types=whole.axis_types)
@@ -141,7 +141,7 @@ class _Side:
 
     def trace(self) -> tuple[Any, list[str], list[int]]:
         if self.traced is None:
-            arrays = self.program.placed(self.program.probes(LADDER[0], 0), self.mesh)
+            arrays = self.program.placed(self.program.probes(RANGES[0], 0), self.mesh)
             with self.here():
                 self.traced = self.program.trace(arrays)
         return self.traced
@@ -182,10 +182,10 @@ class _Trial:
         self.certified = Evaluation(certify=True, asked=_asked)
 
     @functools.cached_property
-    def draws(self) -> tuple[Rung | None, dict[int, list[np.ndarray]], str]:
+    def draws(self) -> tuple[InputRange | None, dict[int, list[np.ndarray]], str]:
         """The largest numbers for which every sum is exact, the reference's results on them by seed; else why not."""
         why = ""
-        for rung in LADDER:
+        for rung in RANGES:
             results, notes = self.reference.run(self.certified, self.program.probes(rung, SEEDS[0]))
             why = _why_inexact(notes)
             if not why:
@@ -233,7 +233,7 @@ class _Trial:
         draws = f"{len(found)} draw" + "s" * (len(found) != 1)
         return f"probes: {rung}, {draws}, every sum exact in any order{stand_ins}"
 
-    def against(self, side: _Side) -> tuple[list[Finding], Beginning | None]:
+    def against(self, side: _Side) -> tuple[list[Finding], FirstDivergence | None]:
         rung, found, why = self.draws
         _, names, made = self.reference.trace()
         names = [names[n] for n in made]
@@ -294,7 +294,9 @@ class _Trial:
             return "backward"
         return "update" if self.program.of_optimizers and name.endswith(" after") else "forward"
 
-    def _begin(self, side: _Side, findings: list[Finding], rung: Rung | None, seed: int | None) -> Beginning:
+    def _begin(
+        self, side: _Side, findings: list[Finding], rung: InputRange | None, seed: int | None
+    ) -> FirstDivergence:
         """The program again, listening to what each signal hands on."""
         exact = rung is not None and seed is not None
         numbers = self.program.natural() if rung is None or seed is None else self.program.probes(rung, seed)
@@ -310,7 +312,7 @@ class _Trial:
                 likeness = compared(*self._changes(finding.name, one, two, numbers), side.sizes, allowed)
                 cause = blamed(finding.cause, likeness.mesh_axes)
                 looks = likeness.cause or "another process has a copy that is off, and this one has not"
-                return Beginning(side.sizes, cause, finding.off, looks)
+                return FirstDivergence(side.sizes, cause, finding.off, looks)
         raise AssertionError("something differed, and then nothing did")
 
 

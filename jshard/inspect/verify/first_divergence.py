@@ -20,7 +20,7 @@ LOW_BITS = 2.0**-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Beginning:
+class FirstDivergence:
     """The first place whose output differs. `off` is relative to the largest magnitude there."""
 
     mesh: Mapping[str, int]
@@ -48,7 +48,7 @@ class Likeness:
 
 def beginning(
     reference: Sequence[Note], other: Sequence[Note], mesh: Mapping[str, int], tolerance: float
-) -> Beginning | None:  # fmt: skip
+) -> FirstDivergence | None:  # fmt: skip
     """The first signal, in program order, whose output is not that of the reference; None when there is none.
 
     What one device holds in the midst of a shard_map may rightly be like nothing in the reference: a term of a sum, a
@@ -66,7 +66,7 @@ def beginning(
     return _told(suspects, mesh) if suspects else None
 
 
-def _told(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) -> Beginning:
+def _told(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) -> FirstDivergence:
     """It begins under the signal of the first suspect. What it looks like is told by the first of that signal's values
     that says something, else by the last that is only terms of a sum: that one went on without being summed."""
     cause = suspects[0][0].where.cause
@@ -77,7 +77,7 @@ def _told(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) ->
     partial = [likeness for likeness in there if likeness.kind == "partial"]
     chosen = [*telling[:1], *partial[-1:], there[-1]][0]
     off = chosen.off if telling else max(likeness.off for likeness in there)
-    return Beginning(mesh, blamed(cause, chosen.mesh_axes), off, chosen.cause)
+    return FirstDivergence(mesh, blamed(cause, chosen.mesh_axes), off, chosen.cause)
 
 
 def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[Note, Note]]:

@@ -27,7 +27,7 @@ from jshard.layouts.put import kind, on_host, put, raw, typed
 
 
 @dataclasses.dataclass(frozen=True)
-class Rung:
+class InputRange:
     """One way to draw: whole numbers up to `size`, on all places (`dense`) or on few, so that sums stay small."""
 
     size: int
@@ -39,13 +39,13 @@ class Rung:
 
 
 # Larger numbers find more: a sum in bfloat16 is exact below 256.
-LADDER = (
-    Rung(31, "dense"), Rung(7, "dense"), Rung(3, "dense"), Rung(1, "dense"),
-    Rung(7, "sparse"), Rung(1, "sparse"), Rung(3, "single"), Rung(1, "single"),
+RANGES = (
+    InputRange(31, "dense"), InputRange(7, "dense"), InputRange(3, "dense"), InputRange(1, "dense"),
+    InputRange(7, "sparse"), InputRange(1, "sparse"), InputRange(3, "single"), InputRange(1, "single"),
 )  # fmt: skip
 
 
-def draw(name: str, shape: tuple[int, ...], rung: Rung, seed: int) -> np.ndarray:
+def draw(name: str, shape: tuple[int, ...], rung: InputRange, seed: int) -> np.ndarray:
     """The numbers of one array, from its name and the seed alone."""
     random = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
     size = rung.size if len(shape) > 1 or rung.spread == "dense" else min(rung.size, 3)
@@ -149,7 +149,7 @@ class Program:
 
     # -- its arrays --
 
-    def probes(self, rung: Rung, seed: int) -> list[Any]:
+    def probes(self, rung: InputRange, seed: int) -> list[Any]:
         """Integers for floating-point arrays, everything else as it was given."""
         return [
             np.asarray(draw(name, array.shape, rung, seed)) if _is_inexact(array) else _as_given(name, array)
@@ -253,7 +253,7 @@ def _as_given(name: str, array: Any) -> Any:
         return array
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise JShardError(
-            f"{name} is only described, and a random key can't be made up", mend="give verify the key itself"
+            f"{name} is only described, and a random key can't be made up", hint="give verify the key itself"
         )
     return (np.arange(np.prod(array.shape, dtype=int)).reshape(array.shape) % 2).astype(array.dtype)
 
@@ -269,7 +269,7 @@ def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
     if missing:
         raise JShardError(
             f'{name} lies on a mesh with an axis "{missing[0]}", which the configured mesh {dict(mesh.shape)} does not have',
-            mend="place it on jshard.mesh(): jshard.redistribute(x, layout)",
+            hint="place it on jshard.mesh(): jshard.redistribute(x, layout)",
         )
     layout = Layout.from_sharding(NamedSharding(mesh, sharding.spec), len(given.shape))
     layout.shard_shape(given.shape, said=name)

@@ -16,7 +16,7 @@ from jshard.inspect.verify.records import NEVER, Note, Where
 
 
 @dataclasses.dataclass(frozen=True)
-class Birth:
+class NanOrigin:
     """The equation that made a NaN, and the device, where each runs by itself."""
 
     number: int  # of the equation, the same at every run
@@ -37,7 +37,7 @@ class Birth:
         return f"{primitive if kind is None else kind.name}{at} makes it in the {phase}{step}{signal}"
 
 
-def births(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[Birth]]:
+def births(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[NanOrigin]]:
     """`births(f, mesh)(*args)` are the equations of `f(*args)` whose result holds a NaN, each with the time it first did, the
     earliest in front. All processes of `mesh` call it."""
     found: list[Where] = []
@@ -57,10 +57,10 @@ def births(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[Birth
         compiler_options=quickly((jax.devices() if mesh is None else mesh.devices.flat)[0]),
     )
 
-    def run(*args: Any) -> list[Birth]:
+    def run(*args: Any) -> list[NanOrigin]:
         rows = [row.tolist() for some in jax.device_get(program(*args)) for row in some]
         born = [
-            Birth(number, turn, where, _device(mesh, where, place))
+            NanOrigin(number, turn, where, _device(mesh, where, place))
             for number, ((turn, place), where) in enumerate(zip(rows, found, strict=True))
             if turn < NEVER
         ]
@@ -69,7 +69,7 @@ def births(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[Birth
     return run
 
 
-def first(found: list[Birth], harmless: Set[int]) -> Birth | None:
+def first(found: list[NanOrigin], harmless: Set[int]) -> NanOrigin | None:
     """The earliest of those that are not `harmless`: numbers of equations that made a NaN which reached no result."""
     return next((birth for birth in found if birth.number not in harmless), None)
 

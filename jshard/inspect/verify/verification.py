@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jshard.inspect.verify.first_divergence import Beginning
+from jshard.inspect.verify.first_divergence import FirstDivergence
 from jshard.provenance import Cause
 from jshard.table import Block, Rows, Shown
 
@@ -42,7 +42,7 @@ class Verification(Shown):
     """What `verify` found: true when sharded equals unsharded. It prints as a table whose last line is the verdict."""
 
     findings: tuple[Finding, ...]
-    beginnings: tuple[Beginning, ...]
+    beginnings: tuple[FirstDivergence, ...]
     probes: str
 
     @property
@@ -122,7 +122,7 @@ class Verification(Shown):
         )
 
 
-def _plain(entry: Finding | Beginning) -> dict[str, Any]:
+def _plain(entry: Finding | FirstDivergence) -> dict[str, Any]:
     left_out = "cause", "looks"
     return {name: value for name, value in vars(entry).items() if name not in left_out}
 

@@ -88,6 +88,6 @@ def _interpreted() -> contextlib.AbstractContextManager[Any]:
     plgpu: Any = mosaic_gpu  # what interprets is public from jax 0.11.2 on
     if not hasattr(plgpu, "InterpretGPUParams"):
         raise JShardError(
-            f"jax {jax.__version__} interprets no kernels for GPUs", mend='type: pip install "jax>=0.11.2"'
+            f"jax {jax.__version__} interprets no kernels for GPUs", hint='type: pip install "jax>=0.11.2"'
         )
     return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=mode.races))

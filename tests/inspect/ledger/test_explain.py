@@ -305,7 +305,7 @@ def test_explain_tells_the_users_line_and_signal_when_tracing_fails(model, x):
     assert str(told.value) == (
         f'{__file__}:{line} (in f, under signal "layer1" (mlp.yaml:4)) fails while it is traced: TypeError: dot_general '
         "requires contracting dimensions to have the same shape, got (16,) and (3,); "
-        f"mend {__file__}:{line}"
+        f"fix {__file__}:{line}"
     )
     assert isinstance(told.value.__cause__, TypeError)
 

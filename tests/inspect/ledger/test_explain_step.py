@@ -21,7 +21,7 @@ from flax import nnx
 
 import jshard
 from jshard.cli.experiment import sketched
-from jshard.cli.target import Asked
+from jshard.cli.target import Target
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger, explain
 from jshard.layers.abstract import abstract
@@ -62,7 +62,7 @@ def test_explained_step_is_that_of_real_arrays_and_of_the_compiled_program(name)
     overrides = [*SMALL, *CASES[name]]
     gc.collect()
     before = len(jax.live_arrays())
-    with sketched(Asked(DIGITS, tuple(overrides))) as sketch:
+    with sketched(Target(DIGITS, tuple(overrides))) as sketch:
         told = sketch.explain()
         gc.collect()
         assert len(jax.live_arrays()) <= before
@@ -83,7 +83,7 @@ def test_explained_memory_is_that_of_the_arrays_on_one_device():
 
 
 def test_explained_phases_have_the_update_apart():
-    with sketched(Asked(DIGITS, (*SMALL, "layer1.store={optimizer: data}"))) as sketch:
+    with sketched(Target(DIGITS, (*SMALL, "layer1.store={optimizer: data}"))) as sketch:
         told = sketch.explain()
     assert [(line.signal, line.collective, line.line) for line in told.only(phase="update")] == [
         ("layer1", "all_gather", "the command line")

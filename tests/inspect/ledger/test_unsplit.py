@@ -36,7 +36,7 @@ class Model(nnx.Module):
 
 def unsplit(f, *args):
     return [
-        (each.signal, each.parameter, each.bytes, each.keys, each.mend) for each in jshard.explain(f, *args).unsplit
+        (each.signal, each.parameter, each.bytes, each.keys, each.hint) for each in jshard.explain(f, *args).unsplit
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.inspect.compiled.collective import Got
+from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.traffic import collectives_in
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
@@ -118,9 +118,11 @@ def line(collective="all_reduce", elements=8, count=1, dtype="float32", signal="
     )  # fmt: skip
 
 
-def run(collective="all_reduce", elements=(8,), count=1, signal="up", members=(0, 1, 2, 3), **more) -> Got:
+def run(
+    collective="all_reduce", elements=(8,), count=1, signal="up", members=(0, 1, 2, 3), **more
+) -> CompiledCollective:
     name = f"jit(f)/jshard[signal={signal}]/shard_map/psum" if signal else ""
-    return Got(
+    return CompiledCollective(
         collective, collective, len(members), tuple(4 * each for each in elements), ("f32",) * len(elements), count, True,
         (cause(name),) * len(elements), members=members, **more,
     )  # fmt: skip

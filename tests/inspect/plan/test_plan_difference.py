@@ -187,7 +187,7 @@ def test_diff_compiles_nothing_for_no_topology(monkeypatch):
 
     def told(sides, commands):
         typed_words.extend(commands)
-        raise JShardError("stop", mend="here")
+        raise JShardError("stop", hint="here")
 
     monkeypatch.setattr("jshard.train.diff._told", told)
     Path("bare.yaml").write_text(YAML.replace("  topology: cpu:8\n", ""))

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jshard.cli.experiment import sketched
-from jshard.cli.target import Asked
+from jshard.cli.target import Target
 from jshard.errors import JShardError, Place
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.plan.aot import Compiled
@@ -99,7 +99,7 @@ def told(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
-        with sketched(Asked("stack.yaml", ())) as experiment:
+        with sketched(Target("stack.yaml", ())) as experiment:
             made = report(experiment)
     unload()
     return made, made.save(folder / "report.html")

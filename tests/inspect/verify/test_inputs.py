@@ -10,7 +10,7 @@ from jax import lax
 
 from jshard.inspect.verify.exact_surrogates import as_power_of_two, bits_needed, is_kept
 from jshard.inspect.verify.first_divergence import compared
-from jshard.inspect.verify.inputs import LADDER, Rung, draw
+from jshard.inspect.verify.inputs import RANGES, InputRange, draw
 from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.records import excess
 
@@ -137,7 +137,7 @@ def test_narrower_dtype_keeps_what_it_can_hold():
 # -- draws --
 
 
-@pytest.mark.parametrize("rung", LADDER, ids=str)
+@pytest.mark.parametrize("rung", RANGES, ids=str)
 @pytest.mark.parametrize("shape", [(), (5,), (8, 3), (4, 6, 32), (0, 3)])
 def test_draws_are_whole_numbers_by_name_and_seed_alone(rung, shape):
     numbers = draw("model.kernel", shape, rung, 0)
@@ -151,7 +151,7 @@ def test_draws_are_whole_numbers_by_name_and_seed_alone(rung, shape):
 
 def test_single_draws_have_one_number_in_each_row_or_column():
     for shape in ((6, 24), (24, 6), (7, 7)):
-        filled = draw("w", shape, Rung(1, "single"), 0) != 0
+        filled = draw("w", shape, InputRange(1, "single"), 0) != 0
         assert (filled.sum(int(np.argmin(shape))) == 1).all()
         assert filled.any(0).all() and filled.any(1).all()
 
