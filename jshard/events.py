@@ -135,7 +135,7 @@ def _moved(told: Fields) -> str:
     steps = f" by {', '.join(told['moves'])}" if told["moves"] else ""
     shape = ", ".join(map(str, told["shape"]))
     return (
-        f"{told['deed']}{by}  {told['dtype']}[{shape}], {told['bytes']:,} B, from {told['from']} to {told['to']}{steps}"
+        f"{told['op_name']}{by}  {told['dtype']}[{shape}], {told['bytes']:,} B, from {told['from']} to {told['to']}{steps}"
     )
 
 

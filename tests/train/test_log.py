@@ -220,7 +220,7 @@ def test_log_of_a_loop_of_ones_own_lists_its_program_and_what_is_moved(tmp_path)
         ["data"],
         "<dict>",
     )
-    assert (moved["deed"], moved["moves"], moved["bytes"]) == ("redistribute", ["all_gather over data"], 64)
+    assert (moved["op_name"], moved["moves"], moved["bytes"]) == ("redistribute", ["all_gather over data"], 64)
     assert ended["how"] == "RuntimeError: no"
 
 
@@ -300,7 +300,7 @@ def test_moved_tells_of_each_array_that_goes_elsewhere_and_of_no_other(heard, me
     jshard.move({"y": y}, jax.devices()[:2])
     jshard.redistribute(jax.random.split(jax.random.key(0), 8), Layout(eight, "data"))
     on = "{data: 2, tensor: 4}"
-    assert [(told["deed"], told["from"], told["to"], told["moves"]) for what, told in heard if what == "moved"] == [
+    assert [(told["op_name"], told["from"], told["to"], told["moves"]) for what, told in heard if what == "moved"] == [
         ("scatter", "the host of process 0", f"[data, whole] on {on}", []),
         (
             "redistribute",
