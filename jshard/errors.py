@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +41,32 @@ class JShardError(ValueError):
         return joined
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+def reason(error: OSError) -> str:
+    """Say why the system refused, in its own words."""
+    return (error.strerror or "unknown reason").lower()
+
+
+@contextlib.contextmanager
+def refused(fault: str, *, hint: str) -> Iterator[None]:
+    """Turn the system's refusal of a file into a JShardError: `fault: permission denied; hint`."""
+    try:
+        yield
+    except OSError as error:
+        raise JShardError(f"{fault}: {reason(error)}", hint=hint) from error
+
+
+def did_you_mean(word: object, known: Iterable[str], otherwise: str) -> str:
     """Return a hint: the known word that `word` was most likely meant to be, or `otherwise`."""
     close = nearest(str(word), known)
-    return f'did you mean "{close}"?' if close else otherwise
+    return f"did you mean {quoted(close)}?" if close else otherwise
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was most likely meant to be."""
-    close = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.6)
-    return close[0] if close else None
+    """Find the known word that `word` was most likely meant to be."""
+    return next(iter(difflib.get_close_matches(word, map(str, known), n=1)), None)
+
+
+def quoted(text: str) -> str:
+    """A user's word on one line, in double quotes, cut when it is long."""
+    shown = "".join(c if c.isprintable() and c not in '"\\' else c.encode("unicode_escape").decode() for c in text[:60])
+    return f'"{shown}..."' if len(text) > 60 else f'"{shown}"'

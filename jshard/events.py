@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 
 Fields = Mapping[str, Any]
 INFO, CONFIG, COLLECTIVES = ASKED = ("info", "config", "collectives")
@@ -73,10 +73,9 @@ def listener(environment: Mapping[str, str]) -> Callable[[str, Fields], None] | 
     asked = [word.strip() for word in environment.get("JSHARD_LOG", "").split(",") if word.strip()]
     for word in asked:
         if word not in ASKED:
-            near = nearest(word, ASKED)
             raise JShardError(
                 f'JSHARD_LOG is "{environment["JSHARD_LOG"]}", and "{word}" is none of {", ".join(ASKED)}',
-                hint=f'did you mean "{near}"?' if near else f"write JSHARD_LOG={','.join(ASKED)}, or some of them",
+                hint=did_you_mean(word, ASKED, f"write JSHARD_LOG={','.join(ASKED)}, or some of them"),
             )
     if not asked or not _speaks(environment):
         return None
@@ -134,9 +133,7 @@ def _moved(told: Fields) -> str:
     by = f"  {told['by']}" if told["by"] else ""
     steps = f" by {', '.join(told['moves'])}" if told["moves"] else ""
     shape = ", ".join(map(str, told["shape"]))
-    return (
-        f"{told['op_name']}{by}  {told['dtype']}[{shape}], {told['bytes']:,} B, from {told['from']} to {told['to']}{steps}"
-    )
+    return f"{told['op_name']}{by}  {told['dtype']}[{shape}], {told['bytes']:,} B, from {told['from']} to {told['to']}{steps}"
 
 
 if (_show := listener(os.environ)) is not None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from jshard.cli.launch import COMMANDS
 from jshard.cli.terminal import tell
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, nearest, reason
 from jshard.launch.cluster_env import found
 from jshard.version import __version__
 
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _write_no_more()
         command = " ".join(["jshard", *words[:1]])
-        reason = os.strerror(error.errno).lower()
-        tell(str(JShardError(f"what {command} prints can't be written: {reason}", hint="send it to another place")))
+        fault = f"what {command} prints can't be written: {reason(error)}"
+        tell(str(JShardError(fault, hint="send it to another place")))
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from jshard.cli.terminal import show
-from jshard.errors import JShardError
+from jshard.errors import JShardError, refused
 
 PROJECT = Path(__file__).parent / "project"
 
@@ -20,14 +20,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     target = Path(chosen.path)
     files = {source.name.removesuffix(".txt"): source for source in sorted(PROJECT.iterdir()) if source.is_file()}
-    try:
+    with refused(f"{target} can't be made", hint="name another folder"):
         if target.is_dir() and any(target.iterdir()):
             raise JShardError(f"{target} is not empty", hint=f"type: jshard new {shlex.quote(f'{target}-2')}")
         target.mkdir(parents=True, exist_ok=True)
         for name, source in files.items():
             (target / name).write_bytes(source.read_bytes())
-    except OSError as error:
-        reason = (error.strerror or "unknown reason").lower()
-        raise JShardError(f"{target} can't be made: {reason}", hint="name another folder") from error
     show(f"{target}: {', '.join(files)}\ntype: cd {shlex.quote(str(target))} && jshard train train.yaml")
     return 0

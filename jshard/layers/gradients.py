@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled
 from jshard.layers.kernel_support import all_reduce_of
@@ -83,10 +83,9 @@ def _axes(over: str | Sequence[str] | None, present: Configuration) -> Names:
         found = (over,) if isinstance(over, str) else tuple(over)
     for name in found:
         if name not in mesh().axis_names:
-            close = nearest(name, mesh().axis_names)
             raise JShardError(
                 f'jshard.value_and_grad is over mesh axis "{name}", which {dict(mesh().shape)} does not have',
-                hint=f'did you mean "{close}"?' if close else f"use {' or '.join(mesh().axis_names)}",
+                hint=did_you_mean(name, mesh().axis_names, f"use {' or '.join(mesh().axis_names)}"),
             )
     door(mesh(), found, "jshard.value_and_grad")
     return found

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import Partial
 
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 from jshard.layouts.gathering import check_root, gather
 from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths, word_count
 from jshard.layouts.layout import Layout, Placement, as_layout
@@ -109,8 +109,7 @@ def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[La
                 hint="call it alike on every process",
             )
     if method not in METHODS:
-        close = nearest(str(method), METHODS)
-        hint = f'did you mean "{close}"?' if close else 'use "scatter" or "broadcast"'
+        hint = did_you_mean(method, METHODS, 'use "scatter" or "broadcast"')
         raise JShardError(f'jshard.scatter has no method "{method}"', hint=hint)
     check_root("jshard.scatter", root)
     here = f"jshard.scatter(x if jax.process_index() == {root} else None, layout, root={root})"

@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from jshard.errors import JShardError, Place, nearest
+from jshard.errors import JShardError, Place, did_you_mean, nearest
 from jshard.inspect.user_code_errors import told
 
 
@@ -103,8 +103,7 @@ def check_arguments(
         if name in ours:
             raise JShardError(f'{said}, whose argument "{name}" jshard gives itself', hint=f"remove {name}")
         if name not in free and not takes_any:
-            close = nearest(name, free)
-            hint = f'did you mean "{close}"?' if close else f"use {', '.join(free)}" if free else f"remove {name}"
+            hint = did_you_mean(name, free, f"use {', '.join(free)}" if free else f"remove {name}")
             raise JShardError(f'{said}, which takes no argument "{name}"', hint=hint)
     for name in ours:
         if name not in named and not takes_any:
@@ -128,10 +127,9 @@ def transformation(said: Any, places: Mapping[str, Place], learning_rate: float)
     arguments.pop("name", None)
     place = places.get("optimizer", Place("jshard.train"))
     if name not in (known := optimizers()):
-        close = nearest(name, known)
         raise JShardError(
             f'jshard.train.optimizer ({place}) is "{name}", which is no optimizer of optax',
-            hint=f'did you mean "{close}"?' if close else "use adamw, adam, sgd or another of optax",
+            hint=did_you_mean(name, known, "use adamw, adam, sgd or another of optax"),
         )
     function = getattr(optax, name)
     parameters = parameters_of(function)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.errors import JShardError, nearest
+from jshard.errors import JShardError, did_you_mean
 from jshard.inspect.ledger import Ledger, explain
 from jshard.inspect.plan import Plan, Topology, plan
 from jshard.inspect.plan.aot import LIMIT
@@ -51,8 +51,7 @@ class Shape:
             raise JShardError(f'--args "{word}" is neither a shape nor a function', hint=f"write it like {EXAMPLE}")
         dtype, sizes, lies = found[1], [size.strip() for size in found[2].split(",")], found[3]
         if dtype not in DTYPES:
-            close = nearest(dtype, DTYPES)
-            hint = f'did you mean "{close}"?' if close else f"use {', '.join(DTYPES[:3])}, int32 or another of JAX"
+            hint = did_you_mean(dtype, DTYPES, f"use {', '.join(DTYPES[:3])}, int32 or another of JAX")
             raise JShardError(f'--args "{word}" has the dtype "{dtype}", which jshard does not know', hint=hint)
         if dtype in ("float64", "int64", "uint64") and not jax.config.read("jax_enable_x64"):
             narrow = f"{dtype[:-2]}32{word.removeprefix(dtype)}"
@@ -76,11 +75,10 @@ class Shape:
         for name in (name for names in self.axes for name in names):
             known = configuration.mesh.names if configuration.mesh else ()
             if configuration.mesh is not None and name not in known:
-                close = nearest(name, known)
                 raise JShardError(
                     f'--args "{self.word}" names mesh axis "{name}", which is not in jshard.mesh '
                     f"({configuration.mesh.place}: {', '.join(known)})",
-                    hint=f'did you mean "{close}"?' if close else f"use {' or '.join(known)}",
+                    hint=did_you_mean(name, known, f"use {' or '.join(known)}"),
                 )
         axes = (*self.axes, *((),) * (len(self.shape) - len(self.axes)))
         layout = Layout(mesh(), *axes)

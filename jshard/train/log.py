@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import jax
 
 from jshard import events
-from jshard.errors import JShardError
+from jshard.errors import JShardError, reason, refused
 from jshard.inspect.ledger import explain
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.serialize import line_document
@@ -156,8 +156,8 @@ class Log:
             self.deafen()
             with contextlib.suppress(OSError):  # it tries to write what it still holds
                 self.file.close()
-            why = (error.strerror or "unknown reason").lower()
-            print(f"the log {self.path} ends here, as it can't be written to: {why}", file=sys.stderr, flush=True)
+            fault = f"the log {self.path} ends here, as it can't be written to: {reason(error)}"
+            print(fault, file=sys.stderr, flush=True)
 
 
 def tell_program(name: str, ledger: Ledger) -> None:
@@ -181,7 +181,7 @@ def how(error: BaseException | None) -> str:
 
 def _opened(folder: Path, path: Path, said: str, *, goes_on: bool) -> TextIO:
     """The file to append to. A last line that was cut off is closed; what an earlier run of more processes left goes."""
-    try:
+    with refused(f"{said} can't be written to", hint="name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         if not goes_on and jax.process_index() == 0:
             for stale in _beyond(folder, jax.process_count()):
@@ -192,9 +192,6 @@ def _opened(folder: Path, path: Path, said: str, *, goes_on: bool) -> TextIO:
                 written.seek(-1, os.SEEK_END)
                 if written.read() != b"\n":
                     file.write("\n")
-    except OSError as error:
-        reason = (error.strerror or "unknown reason").lower()
-        raise JShardError(f"{said} can't be written to: {reason}", hint="name another folder") from error
     return file
 
 

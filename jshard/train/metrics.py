@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Place, refused
 from jshard.run_names import CONFIGURATION
 from jshard.signals.config import Configuration
 from jshard.signals.signal import Signal
@@ -31,7 +31,8 @@ class Record:
             return
         place = configuration.train_places["output"]
         writer = _board_writer(configuration.train_places["log.tensorboard"]) if tensorboard else None
-        try:
+        fault = f'jshard.train.output ({place}) is "{folder}", which can\'t be written to'
+        with refused(fault, hint="name another folder, like output=runs/mine"):
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / CONFIGURATION).write_text(written(configuration))
             self.metrics = Path(folder) / "metrics.jsonl"
@@ -39,12 +40,6 @@ class Record:
             self.metrics.write_text("".join(kept))
             if writer is not None:
                 self.board = writer(str(Path(folder) / TENSORBOARD), purge_step=done + 1 if done else None)
-        except OSError as error:
-            reason = (error.strerror or "unknown reason").lower()
-            raise JShardError(
-                f'jshard.train.output ({place}) is "{folder}", which can\'t be written to: {reason}',
-                hint="name another folder, like output=runs/mine",
-            ) from error
 
     def write(self, **figures: float) -> None:
         if self.metrics is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, refused
 from jshard.inspect.timeline.capture import Capture, describe
 from jshard.run_names import CAPTURED
 from jshard.train.experiment import Experiment
@@ -63,16 +63,11 @@ def settle() -> None:
 
 def _make_room(own: Path) -> None:
     """An earlier capture gives way."""
-    try:
+    with refused(f"no capture can be written to {own}", hint="name another folder by -o runs/mine"):
         (own / CAPTURED).unlink(missing_ok=True)
         if (own / "plugins").is_dir():
             shutil.rmtree(own / "plugins")
         own.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JShardError(
-            f"no capture can be written to {own}: {(error.strerror or 'unknown reason').lower()}",
-            hint="name another folder by -o runs/mine",
-        ) from error
 
 
 def trace_steps(experiment: Experiment, folder: Path, steps: int, *, first: int, title: str) -> Capture:

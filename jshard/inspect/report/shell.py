@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from jshard.errors import JShardError
+from jshard.errors import refused
 from jshard.markup import Child, Markup, element
 from jshard.version import __version__
 
@@ -43,11 +43,8 @@ def framed(page: str) -> Markup:
 
 
 def write(target: Path, content: bytes, what: str, option: str) -> Path:
-    try:
+    with refused(f"{what} can't be written to {target}", hint=f"name another file by {option}"):
         target.write_bytes(content)
-    except OSError as error:
-        fault = f"{what} can't be written to {target}: {(error.strerror or 'unknown reason').lower()}"
-        raise JShardError(fault, hint=f"name another file by {option}") from error
     return target
 
 
