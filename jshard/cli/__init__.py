@@ -162,11 +162,11 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def _check_dashes(command: str, rest: list[str], words: list[str]) -> None:
     """An error for `--steps 10`, where steps is a key and no option."""
-    from jshard.signals.compose import whole_key
+    from jshard.signals.compose import full_key
 
     for word in rest:
         option, equals, value = word.partition("=")
-        key = whole_key(option.removeprefix("--")) if option.startswith("--") else None
+        key = full_key(option.removeprefix("--")) if option.startswith("--") else None
         if key is not None:
             value = value if equals else next(iter(words[words.index(word) + 1 :]), "...")
             raise JShardError(f"jshard {command} has no option {option}", hint=f"write {key}={value}")

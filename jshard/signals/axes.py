@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jshard.errors import Place
-from jshard.signals.faults import choose, dotted, listed, quoted, shown, subject, told
+from jshard.errors import Place, did_you_mean, quoted
+from jshard.signals.faults import Path, dotted, listed, said, shown, subject
 from jshard.signals.nodes import Node
-from jshard.signals.value_types import Names, Path, Reading, whole_number
+from jshard.signals.value_types import Names, Reading, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,13 @@ class Axes(Names):
     def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
         if reading.mesh_is_broken or name in (reading.mesh_axes or ()):
             return True
-        fault = f"{subject(path, place)} names {self.noun}{quoted(name)}"
         if reading.mesh_axes is None:
-            hint = f"write jshard: {{mesh: {{{dotted([name])}: -1}}}}"
-            reading.faults.add(place, f"{fault}, but there is no jshard.mesh", hint)
+            where, hint = "but there is no jshard.mesh", f"write jshard: {{mesh: {{{dotted([name])}: -1}}}}"
         else:
             there = f"({reading.mesh_place}: {listed(reading.mesh_axes, 'and')})".replace(" and ", ", ")
-            fault = f"{fault}, which is not in jshard.mesh {there}"
-            reading.faults.add(place, fault, choose(name, reading.mesh_axes))
+            where = f"which is not in jshard.mesh {there}"
+            hint = did_you_mean(name, reading.mesh_axes, f"write {listed(reading.mesh_axes)}")
+        reading.faults.add(path, place, f"names {self.noun}{quoted(name)}, {where}", hint)
         return False
 
 
@@ -46,25 +45,23 @@ class Workers:
         if not isinstance(node.value, list):
             return reading.wrong(self, node, path)
         if not node.value:
-            reading.faults.add(
-                node.place, f"{subject(path, node.place)} names no worker", "write workers: null for all of them"
-            )
-            return None
+            return reading.faults.add(path, node.place, "names no worker", "write workers: null for all of them")
         found: list[int] = []
         for each in node.value:
-            number, said = whole_number(each.value), subject(path, each.place)
+            number, which, hint = whole_number(each.value), "", ""
             if number is None:
                 return reading.wrong(self, each, path)
             if number < 0:
-                reading.faults.add(each.place, f"{said} names worker {shown(number)}", "count workers from 0")
+                hint = "count workers from 0"
             elif number in found:
-                reading.faults.add(each.place, f"{said} names worker {shown(number)} twice", "keep one")
+                which, hint = " twice", "keep one"
             elif reading.devices is not None and number >= reading.devices:
-                has = f"jshard.mesh ({reading.mesh_place}) has {shown(reading.devices)} devices"
+                which = f", but jshard.mesh ({reading.mesh_place}) has {shown(reading.devices)} devices"
                 hint = f"use numbers from 0 to {shown(reading.devices - 1)}"
-                reading.faults.add(each.place, f"{said} names worker {shown(number)}, but {has}", hint)
             elif number >= 2**31:
-                reading.faults.add(each.place, f"{said} names worker {shown(number)}", "use the number of a device")
+                hint = "use the number of a device"
+            if hint:
+                reading.faults.add(path, each.place, f"names worker {shown(number)}{which}", hint)
             else:
                 found.append(number)
         return tuple(found) or None
@@ -85,25 +82,20 @@ class Mesh:
         if not isinstance(node.value, dict):
             return reading.wrong(self, node, path)
         if not node.value:
-            hint = "write mesh: {data: -1} for all devices"
-            reading.faults.add(node.place, f"{subject(path, node.place)} names no mesh axis", hint)
+            reading.faults.add(path, node.place, "names no mesh axis", "write mesh: {data: -1} for all devices")
         sizes: dict[str, int] = {}
         rest: str | None = None
         for name, size in node.value.items():
-            number = whole_number(size.value)
-            at = (*path, name)
-            reading.places[".".join(at)] = node.keys[name]
+            number, at, place = whole_number(size.value), (*path, name), node.keys[name]
+            reading.places[".".join(at)] = place
             if not name:
-                reading.faults.add(
-                    node.keys[name], f"{subject(path, node.keys[name])} has an empty name", "write data: 2"
-                )
+                reading.faults.add(path, place, "has an empty name", "write data: 2")
             elif number is None or number == 0 or number < -1 or number >= 2**31:
-                wants = "which is not a size of a mesh axis"
                 hint = f"write {dotted([name])}: 2, or -1 for all devices that are left"
-                reading.faults.add(size.place, f"{told(at, size.place, size.value)}, {wants}", hint)
+                reading.faults.add(at, size.place, f"{said(at, size.value)}, which is not a size of a mesh axis", hint)
             elif number == -1 and rest is not None:
-                fault = f"{subject(at, size.place)} is -1, as {dotted((*path, rest))} ({node.value[rest].place}) is"
-                reading.faults.add(size.place, fault, "leave one size open and give the other a number")
+                fault = f"is -1, as {subject((*path, rest), node.value[rest].place)} is"
+                reading.faults.add(at, size.place, fault, "leave one size open and give the other a number")
             else:
                 sizes[name] = number
                 rest = name if number == -1 else rest

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jshard.errors import Place, nearest
-from jshard.signals.faults import COMMAND_LINE, Faults, choose, quoted, subject
-from jshard.signals.nodes import DEEPEST, Node, mapping, read_mapping
+from jshard.errors import Place, did_you_mean, nearest, quoted, reason
+from jshard.signals.faults import COMMAND_LINE, Faults, Path, dotted, listed, subject
+from jshard.signals.nodes import DEEPEST, Node, collection, read_mapping
 from jshard.signals.schema import JSHARD_TABLE, SIGNAL_TABLE, TRAIN
 from jshard.signals.source import read_text, read_word
 from jshard.signals.value_types import Key, Table
@@ -30,7 +30,7 @@ def compose(source: Any, overrides: Sequence[str], faults: Faults) -> tuple[str,
     else:
         name = "jshard.load"
         what = "nothing" if source is None else f"something of type {type(source).__name__}"
-        faults.add(Place(name), f"jshard.load is given {what}", 'give it a path or a mapping, as in "configs/mlp.yaml"')
+        faults.add(name, Place(name), f"is given {what}", 'give it a path or a mapping, as in "configs/mlp.yaml"')
         return name, None
     if root is not None:
         root = _Includes(faults).laid_under(root, name)
@@ -39,24 +39,22 @@ def compose(source: Any, overrides: Sequence[str], faults: Faults) -> tuple[str,
     return name, root
 
 
-def _file(name: str, faults: Faults, said: str | None = None, asked: Place | None = None) -> Node | None:
-    """What a file says. `said` opens the faults of one that can't be read, `asked` is where it was asked for."""
+def _file(name: str, faults: Faults, about: str | None = None, asked: Place | None = None) -> Node | None:
+    """What a file says. Faults of one that can't be read are `about` it; `asked` is where it was asked for."""
     faults.opens(name)
-    place, said = asked or Place(name), said or quoted(name)[1:-1]
     try:
         with open(name, "rb") as file:
             return read_text(file.read(), name, faults)
     except FileNotFoundError:
-        faults.add(place, f"{said} is not there", _nearest_file(name, asked))
+        says, hint = "is not there", _nearest_file(name, asked)
     except (IsADirectoryError, NotADirectoryError):
-        what = "is a folder" if os.path.isdir(name) else "is inside a file"
-        faults.add(place, f"{said} {what}", "give the path of a YAML file")
+        says = "is a folder" if os.path.isdir(name) else "is inside a file"
+        hint = "give the path of a YAML file"
     except ValueError:
-        faults.add(place, f"{said} holds a character that no path can", "give the path of a file")
+        says, hint = "holds a character that no path can", "give the path of a file"
     except OSError as error:
-        reason = (error.strerror or "unknown reason").lower()
-        faults.add(place, f"{said} can't be read: {reason}", "name a file that can be read")
-    return None
+        says, hint = f"can't be read: {reason(error)}", "name a file that can be read"
+    return faults.add(about or dotted([name]), asked or Place(name), says, hint)
 
 
 def _nearest_file(name: str, asked: Place | None) -> str:
@@ -68,13 +66,10 @@ def _nearest_file(name: str, asked: Place | None) -> str:
         return f"is the folder {quoted(folder)} spelled right?"
     spelled = {each: os.path.join(folder, each) for each in there}
     if asked is not None:
-        start = os.path.dirname(asked.source)
-        own = os.path.basename(asked.source)
+        start, own = os.path.split(asked.source)
         spelled = {each: os.path.relpath(path, start or ".") for each, path in spelled.items() if each != own}
     near = nearest(word, spelled)
-    if near is not None:
-        return f"did you mean {quoted(spelled[near])}?"
-    return "give the path of a YAML file"
+    return "give the path of a YAML file" if near is None else f"did you mean {quoted(spelled[near])}?"
 
 
 class _Includes:
@@ -83,7 +78,7 @@ class _Includes:
     def __init__(self, faults: Faults):
         self.faults = faults
         self.read: dict[str, Node | None] = {}
-        self.reading: list[tuple[str, str]] = []
+        self.reading: list[str] = []  # real paths of the files that are open, each included by the one before
 
     def laid_under(self, root: Node, name: str) -> Node:
         """`root` over all that it includes."""
@@ -91,7 +86,7 @@ class _Includes:
         if node is None:
             return root
         base: Node | None = None
-        self.reading.append((os.path.realpath(name), name))
+        self.reading.append(os.path.realpath(name))
         for each in node.value if isinstance(node.value, list) else [node]:
             if isinstance(each.value, str) and each.value:  # the table of keys tells of any other
                 included = self.included(each, name)
@@ -103,64 +98,42 @@ class _Includes:
     def included(self, node: Node, name: str) -> Node | None:
         asked = str(node.value)
         path = os.path.normpath(os.path.join(os.path.dirname(name) if name != "<dict>" else "", asked))
-        said = subject(("jshard", "include"), node.place)
+        about, place = subject(("jshard", "include"), node.place), node.place
         if "\0" in path:
-            self.faults.add(node.place, f"{said} names {quoted(asked)}, which no file can be called", "give a path")
-            return None
+            return self.faults.add(about, place, f"names {quoted(asked)}, which no file can be called", "give a path")
         real = os.path.realpath(path)
-        if real in [open_file for open_file, _ in self.reading]:
-            if real == self.reading[-1][0]:
-                fault, hint = f"{said} includes {quoted(asked)}, the file it stands in", "remove it"
-            else:
-                fault, hint = f"{said} includes {quoted(asked)}, which includes this file", "remove one of the includes"
-            self.faults.add(node.place, fault, hint)
-            return None
+        if real == self.reading[-1]:
+            return self.faults.add(about, place, f"includes {quoted(asked)}, the file it stands in", "remove it")
+        if real in self.reading:
+            fault = f"includes {quoted(asked)}, which includes this file"
+            return self.faults.add(about, place, fault, "remove one of the includes")
         if len(self.reading) >= DEEPEST:
-            self.faults.add(node.place, f"{said} nests deeper than {DEEPEST} files", "include them from one file")
-            return None
+            return self.faults.add(about, place, f"nests deeper than {DEEPEST} files", "include them from one file")
         if real not in self.read:
-            found = _file(path, self.faults, f"{said} names {quoted(path)}, which", node.place)
-            self.read[real] = None if found is None else _without_include(self.laid_under(found, path))
+            found = _file(path, self.faults, f"{about} names {quoted(path)}, which", place)
+            self.read[real] = None if found is None else self.laid_under(found, path)
         return self.read[real]
 
-    def beside(self, first: Node, second: Node, name: str) -> Node:
-        """Two files included by one: neither may say what the other says."""
-        both = dict(first.value) if isinstance(first.value, dict) else {}
-        keys = dict(first.keys)
-        for key, node in second.value.items() if isinstance(second.value, dict) else ():
-            if key not in both:
-                both[key], keys[key] = node, second.keys[key]
-            elif key == "jshard" and isinstance(node.value, dict) and isinstance(both[key].value, dict):
-                both[key] = self._keys_beside(both[key], node, name)
-            else:
-                self._same((key,), keys[key], second.keys[key], name)
-        return mapping(both, first.place, keys)
-
-    def _keys_beside(self, first: Node, second: Node, name: str) -> Node:
+    def beside(self, first: Node, second: Node, name: str, path: Path = ()) -> Node:
+        """Two files included by one: neither may say what the other says. Each may include others."""
         assert isinstance(first.value, dict) and isinstance(second.value, dict)
-        for key in second.value:
-            if key in first.value:
-                self._same(("jshard", key), first.keys[key], second.keys[key], name)
-        return mapping({**second.value, **first.value}, first.place, {**second.keys, **first.keys})
-
-    def _same(self, path: tuple[str, ...], first: Place, second: Place, name: str) -> None:
-        if first != second:  # the same place is one file reached by two ways
-            fault = f"{subject(path, second)} is already at {first}, and {quoted(name)[1:-1]} includes both"
-            self.faults.add(second, fault, "keep one of the two")
+        both, keys = dict(first.value), dict(first.keys)
+        for key, node in second.value.items():
+            at, place = (*path, key), second.keys[key]
+            if key not in both:
+                both[key], keys[key] = node, place
+            elif at == ("jshard",) and isinstance(node.value, dict) and isinstance(both[key].value, dict):
+                both[key] = self.beside(both[key], node, name, at)
+            elif keys[key] != place and at != ("jshard", "include"):  # the same place is one file reached by two ways
+                fault = f"is already at {keys[key]}, and {dotted([name])} includes both"
+                self.faults.add(at, place, fault, "keep one of the two")
+        return collection(both, first.place, keys)
 
 
 def _at(node: Node | None, *path: str) -> Node | None:
     for key in path:
         node = node.value.get(key) if node is not None and isinstance(node.value, dict) else None
     return node
-
-
-def _without_include(root: Node) -> Node:
-    inside = _at(root, "jshard")
-    if inside is None or not isinstance(inside.value, dict) or not isinstance(root.value, dict):
-        return root
-    rest = {key: node for key, node in inside.value.items() if key != "include"}
-    return mapping({**root.value, "jshard": mapping(rest, inside.place, inside.keys)}, root.place, root.keys)
 
 
 def overlay(base: Node, top: Node, levels: int = 2) -> Node:
@@ -171,17 +144,21 @@ def overlay(base: Node, top: Node, levels: int = 2) -> Node:
     for key, node in top.value.items():
         deeper = levels if key == "jshard" else levels - 1
         both[key] = overlay(both[key], node, deeper) if key in both else node
-    return mapping(both, top.place, {**base.keys, **top.keys})
+    return collection(both, top.place, {**base.keys, **top.keys})
 
 
 def _override(root: Node, word: str, faults: Faults) -> Node:
     """One `path=value` of the command line laid over the file."""
     place = Place(COMMAND_LINE)
-    said = f"{quoted(str(word))} ({COMMAND_LINE})"
+    about = f"{quoted(str(word))} ({COMMAND_LINE})"
+
+    def wrong(says: str, hint: str) -> Node:
+        faults.add(about, place, says, hint)
+        return root
+
     key, equals, text = str(word).partition("=")
     if not equals or not key:
-        faults.add(place, f"{said} is not key=value", "write it like steps=20 or layer1.column=tensor")
-        return root
+        return wrong("is not key=value", "write it like steps=20 or layer1.column=tensor")
     assert isinstance(root.value, dict)
     names = [*root.value, "jshard"]
     owner = max((name for name in names if key == name or key.startswith(f"{name}.")), key=len, default=None)
@@ -193,36 +170,29 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
         known = [*root.value, *TRAIN, "jshard"]
         first = key.split(".")[0]
         near = difflib.get_close_matches(first, known, n=1) or difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {quoted(near[0])}?" if near else choose("", [*Table(TRAIN).known, "a signal"])
-        whole = whole_key(key)
-        hint = hint if whole is None else f"write {whole}={text}"
-        faults.add(place, f"{said} names no signal and no key of jshard.train", hint)
-        return root
+        hint = f"did you mean {quoted(near[0])}?" if near else f"write {listed([*Table(TRAIN).known, 'a signal'])}"
+        if full := full_key(key):
+            hint = f"write {full}={text}"
+        return wrong("names no signal and no key of jshard.train", hint)
     if len(path) >= DEEPEST:
-        faults.add(place, f"{said} nests deeper than {DEEPEST} levels", "write it flatter")
-        return root
-    own = Faults()
-    value = read_word(text, COMMAND_LINE, own)
-    if value is None or own:
-        for _, fault, hint in own:
-            faults.add(place, said + fault.removeprefix(COMMAND_LINE), hint)
+        return wrong(f"nests deeper than {DEEPEST} levels", "write it flatter")
+    before = len(faults)
+    value = read_word(text, COMMAND_LINE, faults, about)
+    if value is None or len(faults) > before:
         return root
     if path[0] == "jshard" and "include" in (path[1:2] or (value.value if isinstance(value.value, dict) else ())):
-        faults.add(place, f"{said} can't include a file", "write jshard.include in the file")
-        return root
+        return wrong("can't include a file", "write jshard.include in the file")
     mesh = _at(root, "jshard", "mesh")
     if path[:2] == ["jshard", "mesh"] and len(path) == 3 and mesh is not None and isinstance(mesh.value, dict):
         name = path[2]
         if name not in mesh.value:  # a new axis would be a mesh that nothing uses, of more devices
-            near = nearest(name, mesh.value)
-            hint = f"did you mean {quoted(near)}?" if near else "give the whole mesh: jshard.mesh={...}"
-            faults.add(place, f"{said} sets mesh axis {quoted(name)}, which is not in jshard.mesh ({mesh.place})", hint)
-            return root
+            hint = did_you_mean(name, mesh.value, "give the whole mesh: jshard.mesh={...}")
+            return wrong(f"sets mesh axis {quoted(name)}, which is not in jshard.mesh ({mesh.place})", hint)
     table = JSHARD_TABLE if path[0] == "jshard" else SIGNAL_TABLE
     return _placed(root, path, value, place, Table({path[0]: Key(table, "")}))
 
 
-def whole_key(key: str) -> str | None:
+def full_key(key: str) -> str | None:
     """`jshard.mesh.data` for `mesh.data`, `optimizer.learning_rate` for `lr`, a key of the experiment for itself; None for what
     may be a signal's."""
     first = key.split(".")[0]
@@ -246,4 +216,4 @@ def _placed(node: Node | None, path: list[str], value: Node, place: Place, table
     row = table.keys.get(path[0]) if isinstance(table, Table) else None
     inside[path[0]] = _placed(inside.get(path[0]), path[1:], value, place, row.kind if row is not None else None)
     keys[path[0]] = keys.get(path[0], place) if len(path) > 1 else place
-    return mapping(inside, node.place if node is not None else place, keys)
+    return collection(inside, node.place if node is not None else place, keys)

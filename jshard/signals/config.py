@@ -10,10 +10,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from jshard.errors import JShardError, Place, nearest
+from jshard.errors import JShardError, Place, nearest, quoted
 from jshard.signals.compose import compose
 from jshard.signals.describe import signal_words
-from jshard.signals.faults import Faults, listed, quoted
+from jshard.signals.faults import Faults, listed
 from jshard.signals.match import Matcher
 from jshard.signals.resolve import Resolved, is_template, resolve
 from jshard.signals.signal import Signal
@@ -116,7 +116,7 @@ class Configuration(Shown):
 
     def _find(self, path: tuple[str, ...]) -> Signal:
         parts = _components(path)
-        end, found = self._matcher.find_end(parts)
+        end, found = self._matcher.find(parts)
         name = "/".join(parts)
         if len(found) > 1:
             both = " and ".join(f"{quoted(signal.name)} ({signal.place})" for signal in found[:2])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jshard.errors import Place
-from jshard.signals.faults import Faults, quoted, subject
+from jshard.errors import Place, quoted
+from jshard.signals.faults import Faults
 from jshard.signals.signal import Signal
 
 # Two keys that may not name one mesh axis: keys, and the array that would be split over it twice.
@@ -25,12 +25,9 @@ def check_axes(signal: Signal, faults: Faults) -> None:
         both = set(signal.axes(first)) & set(signal.axes(second))
         for mesh_axis in sorted(both):
             early, late = sorted((first, second), key=lambda key: _line(signal.at(key)))
-            place = signal.at(late)
-            fault = (
-                f"{subject((signal.name,), place)} names mesh axis {quoted(mesh_axis)} for {late} and for {early} "
-                f"({signal.at(early)}), which would split {array} over it twice"
-            )
-            faults.add(place, fault, "use another mesh axis for one of them")
+            keys = f"{late} and for {early} ({signal.at(early)})"
+            fault = f"names mesh axis {quoted(mesh_axis)} for {keys}, which would split {array} over it twice"
+            faults.add((signal.name,), signal.at(late), fault, "use another mesh axis for one of them")
 
 
 def _line(place: Place) -> tuple[int, int]:
@@ -39,14 +36,13 @@ def _line(place: Place) -> tuple[int, int]:
 
 def check_output(signal: Signal, broken: set[str], faults: Faults) -> None:
     """What a layer hands on is something that its strategy makes. Keys in `broken` have a fault already told."""
-    place = signal.at("output")
-    said = f"{subject((signal.name,), place)} has output: {signal.output}"
-    if signal.output in ("sum", "scatter") and not signal.reduction and "reduction" not in broken:
-        hint = "name a mesh axis for reduction, or remove output"
-        faults.add(place, f"{said} without reduction, so nothing is summed", hint)
-    elif signal.output == "gather" and not signal.column and "column" not in broken:
-        hint = "name a mesh axis for column, or remove output"
-        faults.add(place, f"{said} without column, so nothing is gathered", hint)
-    elif signal.output == "keep" and signal.reduction:
-        fault = f"{said} with reduction ({signal.at('reduction')}), but partial sums can't be handed on"
-        faults.add(place, fault, "write output: sum or output: scatter")
+    key, what = ("column", "gathered") if signal.output == "gather" else ("reduction", "summed")
+    if signal.output == "keep" and signal.reduction:
+        fault = f"with reduction ({signal.at('reduction')}), but partial sums can't be handed on"
+        hint = "write output: sum or output: scatter"
+    elif signal.output in ("gather", "sum", "scatter") and not signal.axes(key) and key not in broken:
+        fault = f"without {key}, so nothing is {what}"
+        hint = f"name a mesh axis for {key}, or remove output"
+    else:
+        return
+    faults.add((signal.name,), signal.at("output"), f"has output: {signal.output} {fault}", hint)

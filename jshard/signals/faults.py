@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from jshard.errors import JShardError, Place, nearest
+from jshard.errors import JShardError, Place, quoted
 
+Path = tuple[str, ...]  # the keys that lead to a value, the outermost first
 COMMAND_LINE = "the command line"
 
 
@@ -21,34 +22,25 @@ class Faults:
         """Faults of this source come after those of the sources opened before."""
         self._sources.setdefault(source, len(self._sources))
 
-    def add(self, place: Place, fault: str, hint: str) -> None:
-        """Note a fault. What stands at one place of a file and is wrong in the same way for several signals, by a merge
-        or a template, is told once."""
+    def add(self, about: Path | str, place: Place, says: str, hint: str) -> None:
+        """Note a fault: its subject, by words or by the keys that lead there, and what is wrong. What stands at one place
+        of a file and is wrong in the same way for several signals, by a merge or a template, is told once."""
         self._times += 1
-        without_subject = fault.partition(") ")[2] or fault
-        self._said.setdefault((place, without_subject if place.line else fault, hint), (place, fault, hint))
+        fault = f"{about if isinstance(about, str) else subject(about, place)} {says}"
+        self._said.setdefault((place, says if place.line else fault, hint), (place, fault, hint))
 
     def __len__(self) -> int:
         """How many times a fault was noted."""
         return self._times
 
-    def __iter__(self) -> Iterator[tuple[Place, str, str]]:
-        """Place, fault and hint of each, in order."""
-        return iter(sorted(self._said.values(), key=lambda found: self._order(found[0])))
-
     def stop(self) -> None:
         """Raise what was found, if anything was."""
         if self._said:
-            raise JShardError.of(JShardError(fault, hint=hint) for _, fault, hint in self)
+            found = sorted(self._said.values(), key=lambda fault: self._order(fault[0]))
+            raise JShardError.of(JShardError(fault, hint=hint) for _, fault, hint in found)
 
     def _order(self, place: Place) -> tuple[int, int, int]:
         return self._sources.get(place.source, len(self._sources)), place.line or 0, place.column or 0
-
-
-def quoted(text: str) -> str:
-    """A user's word on one line, in double quotes, cut when it is long."""
-    shown = "".join(c if c.isprintable() and c not in '"\\' else c.encode("unicode_escape").decode() for c in text[:60])
-    return f'"{shown}..."' if len(text) > 60 else f'"{shown}"'
 
 
 def shown(value: object) -> str:
@@ -66,7 +58,7 @@ def shown(value: object) -> str:
     return "a mapping" if isinstance(value, dict) else "a list"
 
 
-def subject(path: tuple[str, ...], place: Place) -> str:
+def subject(path: Path, place: Place) -> str:
     """What a fault is about: `signal "layer1" (configs/mlp.yaml:4)`, or `jshard.mesh (configs/mlp.yaml:2)`."""
     if not path:
         return str(place)
@@ -80,20 +72,10 @@ def dotted(path: Iterable[str]) -> str:
     return ".".join(quoted(word)[1:-1] for word in path)
 
 
-def told(path: tuple[str, ...], place: Place, value: object) -> str:
-    """The subject and what it says: `signal "layer1" (f:4) has shard.axis: true`, `jshard.strict (f:2) is 3`."""
-    if path and path[0] != "jshard" and len(path) > 1:
-        return f"{subject(path, place)} has {dotted(path[1:])}: {shown(value)}"
-    return f"{subject(path, place)} is {shown(value)}"
-
-
-def choose(word: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The hint for a word that isn't there: the nearest known one, else all that are known."""
-    names = [str(name) for name in known]
-    near = nearest(word, names)
-    if near is not None:
-        return f"did you mean {quoted(near)}?"
-    return otherwise or f"write {listed(names)}"
+def said(path: Path, value: object) -> str:
+    """What the subject of a path says: signal "layer1" (f:4) `has shard.axis: true`, jshard.strict (f:2) `is 3`."""
+    inside_signal = len(path) > 1 and path[0] != "jshard"
+    return f"{f'has {dotted(path[1:])}:' if inside_signal else 'is'} {shown(value)}"
 
 
 def listed(words: Iterable[str], joint: str = "or") -> str:

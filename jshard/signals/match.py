@@ -6,9 +6,8 @@ import collections
 import fnmatch
 from collections.abc import Hashable, Iterable
 
+from jshard.signals.faults import Path
 from jshard.signals.signal import Signal
-
-Path = tuple[str, ...]
 
 
 def is_glob(name: str) -> bool:
@@ -33,12 +32,8 @@ class Matcher:
             else:
                 self.exact[parts] = signal
 
-    def find(self, path: Path) -> list[Signal]:
-        """The signals that the longest fitting end of `path` means: one, none, or the globs that contend for it."""
-        return self.find_end(path)[1]
-
-    def find_end(self, path: Path) -> tuple[Path, list[Signal]]:
-        """The end of `path` that fits, and the signals it means."""
+    def find(self, path: Path) -> tuple[Path, list[Signal]]:
+        """The longest end of `path` that fits, and the signals it means: one, none, or the globs that contend for it."""
         for start in range(len(path)):
             end = path[start:]
             if end in self.exact:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jshard.errors import Place
-from jshard.signals.faults import Faults, shown, subject
+from jshard.signals.faults import Faults, Path, shown
 
 MOST_VALUES = 100_000
 DEEPEST = 50
@@ -37,13 +37,10 @@ class Node:
         return self.value
 
 
-def mapping(value: dict[str, Node], place: Place, keys: Mapping[str, Place]) -> Node:
-    inside = value.values()
+def collection(value: list[Node] | dict[str, Node], place: Place, keys: Mapping[str, Place]) -> Node:
+    """A list, or a mapping whose keys stand at `keys`."""
+    inside = value.values() if isinstance(value, dict) else value
     return Node(value, place, keys, 1 + sum(n.size for n in inside), 1 + max((n.depth for n in inside), default=0))
-
-
-def sequence(value: list[Node], place: Place) -> Node:
-    return Node(value, place, {}, 1 + sum(n.size for n in value), 1 + max((n.depth for n in value), default=0))
 
 
 _WORDS: dict[str, Scalar] = dict.fromkeys(("", "~", "null", "Null", "NULL"))
@@ -74,40 +71,38 @@ class Stop(Exception):
     """The source can't be read on; the fault is already noted."""
 
 
-def whole(root: Node | None, source: str, faults: Faults) -> Node | None:
+def document(root: Node | None, source: str, faults: Faults) -> Node | None:
     """The document, when it is a mapping with something in it."""
     if root is None or root.value is None or root.value == {}:
-        example = "write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}"
         if not faults:
-            faults.add(Place(source, 1), f"{source} says nothing", example)
-        return None
-    if not isinstance(root.value, dict):
+            example = "write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}"
+            faults.add(source, Place(source, 1), "says nothing", example)
+    elif not isinstance(root.value, dict):
         hint = "write signals by name, as in layer1: {row: data}"
-        faults.add(root.place, f"{root.place} is {shown(root.value)}, not a mapping of signals", hint)
-        return None
-    return root
+        faults.add((), root.place, f"is {shown(root.value)}, not a mapping of signals", hint)
+    else:
+        return root
+    return None
 
 
 def read_mapping(source: Mapping[Any, Any], name: str, faults: Faults) -> Node | None:
     """A mapping of Python's, by the rules of a file. Its values have no lines."""
-    return whole(node_of(source, Place(name), faults), name, faults)
+    return document(node_of(source, Place(name), faults), name, faults)
 
 
 def node_of(value: Any, place: Place, faults: Faults) -> Node | None:
     """A Python value as a node; None, and its fault noted, when no YAML could have said it."""
     count = 0
 
-    def too_much(fault: str, hint: str) -> Stop:
-        faults.add(place, fault, hint)
-        return Stop()
-
-    def made(value: Any, path: tuple[str, ...]) -> Node:
+    def made(value: Any, path: Path) -> Node:
         nonlocal count
         count += 1
-        if count > MOST_VALUES:
-            raise too_much(f"{place} holds more than {MOST_VALUES:,} values", "make it smaller")
-        if len(path) >= DEEPEST:
-            raise too_much(f"{place} nests deeper than {DEEPEST} levels", "make it flatter")
+        if count > MOST_VALUES or len(path) >= DEEPEST:
+            if count > MOST_VALUES:
+                faults.add((), place, f"holds more than {MOST_VALUES:,} values", "make it smaller")
+            else:
+                faults.add((), place, f"nests deeper than {DEEPEST} levels", "make it flatter")
+            raise Stop()
         if value is None or isinstance(value, (bool, str)):
             return Node(value, place)
         if isinstance(value, numbers.Integral):
@@ -120,17 +115,14 @@ def node_of(value: Any, place: Place, faults: Faults) -> Node | None:
                 if isinstance(key, str):
                     inside[key] = made(each, (*path, key))
                 else:
-                    word = (
-                        shown(key)
-                        if key is None or isinstance(key, (int, float))
-                        else f"something of type {type(key).__name__}"
-                    )
-                    faults.add(place, f"{subject(path, place)} has {word} for a key, which is not a name", "use a str")
-            return mapping(inside, place, dict.fromkeys(inside, place))
+                    is_shown = key is None or isinstance(key, (int, float))
+                    word = shown(key) if is_shown else f"something of type {type(key).__name__}"
+                    faults.add(path, place, f"has {word} for a key, which is not a name", "use a str")
+            return collection(inside, place, dict.fromkeys(inside, place))
         if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
-            return sequence([made(each, (*path, f"[{i}]")) for i, each in enumerate(value)], place)
-        fault = f"{subject(path, place)} holds something of type {type(value).__name__}, which YAML could not say"
-        faults.add(place, fault, "write text, a number, true, false, a list or a mapping")
+            return collection([made(each, (*path, f"[{i}]")) for i, each in enumerate(value)], place, {})
+        fault = f"holds something of type {type(value).__name__}, which YAML could not say"
+        faults.add(path, place, fault, "write text, a number, true, false, a list or a mapping")
         return Node(None, place)
 
     try:

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.errors import Place
+from jshard.errors import Place, did_you_mean, quoted
 from jshard.signals.conflicts import check_axes, check_output
-from jshard.signals.faults import Faults, choose, quoted, subject
+from jshard.signals.faults import Faults, Path
 from jshard.signals.match import Matcher
 from jshard.signals.nodes import DEEPEST, Node
 from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE
@@ -51,15 +51,14 @@ def resolve(root: Node, source: str, faults: Faults) -> Resolved:
         if name != "jshard" and _is_signal(name, node, root.keys[name], faults)
     }
     extends = _Extends(written, source, faults)
-    whole = {name: extends.over(name) for name in written}
+    full = {name: extends.over(name) for name in written}
     signals = {
-        name: _signal(each, head.get("kernel", {}), faults) for name, each in whole.items() if not is_template(name)
+        name: _signal(each, head.get("kernel", {}), faults) for name, each in full.items() if not is_template(name)
     }
     names = _Named(signals, written, source, faults)
     names.check_backward()
     if "default" in head:
-        place = reading.places["jshard.default"]
-        names.find(head["default"], place, f"jshard.default ({place}) names")
+        names.find(head["default"], reading.places["jshard.default"], ("jshard", "default"), "names")
     return Resolved(head, reading.places, signals)
 
 
@@ -87,22 +86,20 @@ def _head(root: Node, faults: Faults) -> tuple[dict[str, Any], Reading]:
 
 def _is_signal(name: str, node: Node, place: Place, faults: Faults) -> bool:
     """Whether a name at the top can be a signal's."""
-    if not all(name.split("/")):
-        fault = f"{subject((name,), place)} has a name with an empty part"
-        faults.add(place, fault, f"write {quoted('/'.join(filter(None, name.split('/'))) or 'layer1')}")
-        return False
     keys = set(node.value) if isinstance(node.value, dict) else set()
-    if difflib.get_close_matches(name, ["jshard"], cutoff=0.75) and keys & set(JSHARD) and not keys & set(SIGNAL):
-        faults.add(place, f"{quoted(name)} ({place}) has the keys of jshard", 'did you mean "jshard"?')
-        return False
-    if name in JSHARD and not keys & set(SIGNAL) and node.value != {}:
-        faults.add(place, f"{quoted(name)} ({place}) stands outside jshard", 'write it under "jshard:"')
-        return False
-    if node.value is None:
-        hint = "write {} after it to replicate, or keys such as row: data"
-        faults.add(place, f"{subject((name,), place)} says nothing", hint)
-        return False
-    return True
+    about = f"{quoted(name)} ({place})"
+    if not all(name.split("/")):
+        hint = f"write {quoted('/'.join(filter(None, name.split('/'))) or 'layer1')}"
+        faults.add((name,), place, "has a name with an empty part", hint)
+    elif difflib.get_close_matches(name, ["jshard"], cutoff=0.75) and keys & set(JSHARD) and not keys & set(SIGNAL):
+        faults.add(about, place, "has the keys of jshard", 'did you mean "jshard"?')
+    elif name in JSHARD and not keys & set(SIGNAL) and node.value != {}:
+        faults.add(about, place, "stands outside jshard", 'write it under "jshard:"')
+    elif node.value is None:
+        faults.add((name,), place, "says nothing", "write {} after it to replicate, or keys such as row: data")
+    else:
+        return True
+    return False
 
 
 def _written(name: str, node: Node, place: Place, reading: Reading) -> Written:
@@ -126,81 +123,70 @@ class _Extends:
         if name in self.done:
             return self.done[name]
         own = self.written[name]
-        whole = Written(name, own.place, {}, {}, set())
+        full = Written(name, own.place, {}, {}, set())
         for other in own.values.get("extends", ()):
             if self._can_extend(own, other, (*chain, name)):
-                _lay(whole, self.over(other, (*chain, name)))
-        _lay(whole, own)
-        self.done[name] = whole
-        return whole
+                _lay(full, self.over(other, (*chain, name)))
+        _lay(full, own)
+        self.done[name] = full
+        return full
 
     def _can_extend(self, own: Written, other: str, chain: tuple[str, ...]) -> bool:
-        place = own.at("extends")
-        said = subject((own.name,), place)
+        place, about = own.at("extends"), (own.name,)
         if other not in self.written:
-            hint = choose(
-                other, [each for each in self.written if each != own.name], "write the name of a signal or template"
-            )
-            self.faults.add(place, f"{said} extends {quoted(other)}, which is not in {self.source}", hint)
+            others = [each for each in self.written if each != own.name]
+            hint = did_you_mean(other, others, "write the name of a signal or template")
+            self.faults.add(about, place, f"extends {quoted(other)}, which is not in {self.source}", hint)
         elif other in chain:
-            begin = self.written[other].at("extends")
             way = "" if other == own.name else f" by way of {quoted(own.name)} ({place})"
             hint = "remove one extends" if way else "remove it"
-            self.faults.add(begin, f"{subject((other,), begin)} extends itself{way}", hint)
+            self.faults.add((other,), self.written[other].at("extends"), f"extends itself{way}", hint)
         elif len(chain) >= DEEPEST:
-            self.faults.add(place, f"{said} extends a chain of more than {DEEPEST} signals", "extend fewer")
+            self.faults.add(about, place, f"extends a chain of more than {DEEPEST} signals", "extend fewer")
         else:
             return True
         return False
 
 
-def _lay(whole: Written, top: Written) -> None:
-    """Put `top` over `whole`, key by key; what was inside a key goes with it."""
-    for key in [key for key in whole.places if key.split(".")[0] in top.places]:
-        del whole.places[key]
-        whole.broken.discard(key)
-        whole.values.pop(key, None)
-    whole.values.update(top.values)
-    whole.places.update(top.places)
-    whole.broken.update(top.broken)
+def _lay(base: Written, top: Written) -> None:
+    """Put `top` over `base`, key by key; what was inside a key goes with it."""
+    for key in [key for key in base.places if key.split(".")[0] in top.places]:
+        del base.places[key]
+        base.broken.discard(key)
+        base.values.pop(key, None)
+    base.values.update(top.values)
+    base.places.update(top.places)
+    base.broken.update(top.broken)
 
 
 def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal:
-    values = dict(written.values)
-    store = values.pop("store", ())
-    shard = values.get("shard")
-    optimizer = store.get("optimizer", ()) if isinstance(store, dict) else ()
-    signal = Signal(
-        name=written.name, place=written.place, places=written.places,
-        row=values.get("row", ()), column=values.get("column", ()), reduction=values.get("reduction", ()),
-        sequence=values.get("sequence", ()), store=() if isinstance(store, dict) else store, store_optimizer=optimizer,
-        output=values.get("output"), shard=_shard(written, shard, faults) if shard is not None else None,
-        backward=values.get("backward"), compile=values.get("compile", False),
-        dtype=DTypes(**values.get("dtype", {})), remat=values.get("remat", False),
-        kernel=tuple(sorted({**kernels, **values.get("kernel", {})}.items())),
-        expect=_expect(written, values.get("expect", {}), faults),
-    )  # fmt: skip
+    values = {key: value for key, value in written.values.items() if key != "extends"}
+    if isinstance(values.get("store"), dict):
+        values["store_optimizer"] = values.pop("store").get("optimizer", ())
+    if "shard" in values:
+        values["shard"] = _shard(written, values["shard"], faults)
+    values["dtype"] = DTypes(**values.get("dtype", {}))
+    values["kernel"] = tuple(sorted({**kernels, **values.get("kernel", {})}.items()))
+    values["expect"] = _expect(written, values.get("expect", {}), faults)
+    signal = Signal(written.name, written.place, written.places, **values)
     check_axes(signal, faults)
     check_output(signal, written.broken, faults)
     return signal
 
 
 def _shard(written: Written, values: dict[str, Any], faults: Faults) -> Shard:
-    place = written.at("shard")
-    said = subject((written.name,), place)
+    place, about = written.at("shard"), (written.name,)
     replicated = values.get("replicated", False)
     strategy = next((key for key in ("row", "column", "reduction") if written.values.get(key)), None)
     if strategy is not None:
-        at = written.at(strategy)
-        fault = f"{said} has shard beside {strategy} ({at}), which say in two ways how arrays are split"
-        faults.add(place, fault, f"remove shard, or {strategy}")
+        fault = f"has shard beside {strategy} ({written.at(strategy)}), which say in two ways how arrays are split"
+        faults.add(about, place, fault, f"remove shard, or {strategy}")
     beside = next((key for key in ("workers", "replicated") if f"shard.{key}" in written.places), None)
     if "mesh" in values and beside is not None:
-        at = written.at("shard.mesh")
-        fault = f"{subject((written.name,), at)} has shard.mesh beside shard.{beside} ({written.at(f'shard.{beside}')})"
-        faults.add(at, fault, "keep one of the two")
+        fault = f"has shard.mesh beside shard.{beside} ({written.at(f'shard.{beside}')})"
+        faults.add(about, written.at("shard.mesh"), fault, "keep one of the two")
     if not replicated and "shard.axis" not in written.places and "shard" not in written.broken:
-        faults.add(place, f"{said} has shard without an axis", "write axis: 0, or replicated: true")
+        faults.add(about, place, "has shard without an axis", "write axis: 0, or replicated: true")
     # GT writes an axis beside `replicated: true` and means nothing by it
     return Shard(
         None if replicated else values.get("axis"), values.get("workers") or None, values.get("mesh", ()), replicated
@@ -212,11 +198,8 @@ def _expect(written: Written, values: dict[str, int], faults: Faults) -> tuple[t
     for word, count in values.items():
         name = COLLECTIVES.get(word, word)
         if name in found:
-            place = written.at(f"expect.{word}")
-            fault = (
-                f"{subject((written.name,), place)} expects both {found[name][0]} and {word}, which are one collective"
-            )
-            faults.add(place, fault, "keep one")
+            fault = f"expects both {found[name][0]} and {word}, which are one collective"
+            faults.add((written.name,), written.at(f"expect.{word}"), fault, "keep one")
         found[name] = (word, count)
     return tuple((name, count) for name, (_, count) in sorted(found.items()))
 
@@ -231,30 +214,30 @@ class _Named:
         self.faults = faults
         self.matcher = Matcher(signals.values())
 
-    def find(self, name: str, place: Place, said: str) -> Signal | None:
-        """The signal that `name` means; when none is meant, a fault that opens with `said`."""
-        found = self.matcher.find(tuple(name.split("/")))
+    def find(self, name: str, place: Place, about: Path, verb: str) -> Signal | None:
+        """The signal that `name` means; when none is meant, a fault: `about` names it."""
+        _, found = self.matcher.find(tuple(name.split("/")))
         if len(found) == 1:
             return found[0]
-        fault = f"{said} {quoted(name)}"
         if found:
             both = " and ".join(f"{quoted(each.name)} ({each.place})" for each in found[:2])
-            self.faults.add(place, f"{fault}, which both {both} match", "name one of the two")
+            which, hint = f"which both {both} match", "name one of the two"
         elif name in self.written:
-            hint = f"name a signal, or call it {quoted(name.lstrip('_') or 'layer1')}"
-            self.faults.add(place, f"{fault}, which is only a template", hint)
+            which, hint = (
+                "which is only a template",
+                f"name a signal, or call it {quoted(name.lstrip('_') or 'layer1')}",
+            )
         else:
-            hint = choose(name, self.signals, "write the name of a signal")
-            self.faults.add(place, f"{fault}, which is not in {self.source}", hint)
-        return None
+            which = f"which is not in {self.source}"
+            hint = did_you_mean(name, self.signals, "write the name of a signal")
+        return self.faults.add(about, place, f"{verb} {quoted(name)}, {which}", hint)
 
     def check_backward(self) -> None:
         """Each `backward` names a signal, and none leads back to where it began."""
         follows: dict[str, str] = {}
         for name, signal in self.signals.items():
             if signal.backward is not None:
-                place = signal.at("backward")
-                other = self.find(signal.backward, place, f"{subject((name,), place)} names backward")
+                other = self.find(signal.backward, signal.at("backward"), (name,), "names backward")
                 if other is not None:
                     follows[name] = other.name
         seen: set[str] = set()
@@ -269,7 +252,6 @@ class _Named:
 
     def _loops(self, loop: list[str]) -> None:
         first, last = self.signals[loop[0]], self.signals[loop[-1]]
-        place = first.at("backward")
         way = "" if len(loop) == 1 else f" by way of {quoted(last.name)} ({last.at('backward')})"
         hint = "remove one backward" if way else "remove backward"
-        self.faults.add(place, f"{subject((first.name,), place)} is its own backward{way}", hint)
+        self.faults.add((first.name,), first.at("backward"), f"is its own backward{way}", hint)

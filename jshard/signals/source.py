@@ -6,212 +6,183 @@ what people expect (`1e-4` is a number, `no` is a word, `017` is 17), and what a
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
-from jshard.errors import Place
-from jshard.signals.faults import Faults, choose, quoted, shown, subject
-from jshard.signals.nodes import DEEPEST, MOST_VALUES, Node, Stop, mapping, scalar, sequence, whole
+from jshard.errors import Place, did_you_mean, quoted
+from jshard.signals.faults import Faults, Path, shown
+from jshard.signals.nodes import DEEPEST, MOST_VALUES, Node, Stop, collection, document, scalar
 
 MOST_BYTES = 4_000_000
 
 
-@dataclasses.dataclass(slots=True)
-class _Open:
-    """A mapping or list that is being read."""
-
-    place: Place
-    anchor: str | None
-    is_mapping: bool
-    items: list[Node] = dataclasses.field(default_factory=list)
-    value: dict[str, Node] = dataclasses.field(default_factory=dict)
-    keys: dict[str, Place] = dataclasses.field(default_factory=dict)
-    merged: list[Node] = dataclasses.field(default_factory=list)
-    key: tuple[str | None, Place] | None = None  # read, its value is awaited; None: a key that can't be one
-    is_merge: bool = False
-
-
 class _Reader:
-    def __init__(self, source: str, faults: Faults, has_lines: bool = True):
+    """Reads one text by recursion over PyYAML's events. A path has None for a list, and for a key that can't be one."""
+
+    def __init__(self, source: str, faults: Faults, about: Path | str = ()):
         self.source = source
-        self.has_lines = has_lines
         self.faults = faults
-        self.open: list[_Open] = []
-        self.anchors: dict[str, Node] = {}
+        self.about = about  # words for a text that has no lines
+        self.anchors: dict[str, Node | None] = {}  # None: what is named so is being read
         self.count = 0
-        self.root: Node | None = None
-        self.here: Any = None  # where the scanner stands
+        self.loader: Any = None
 
     def place(self, mark: Any) -> Place:
-        return Place(self.source, mark.line + 1, mark.column + 1) if self.has_lines else Place(self.source)
+        return Place(self.source) if self.about else Place(self.source, mark.line + 1, mark.column + 1)
 
-    def stop(self, place: Place, fault: str, hint: str) -> Stop:
-        self.faults.add(place, f"{place} {fault}", hint)
+    def add(self, place: Place, says: str, hint: str) -> None:
+        self.faults.add(self.about, place, says, hint)
+
+    def stop(self, place: Place, says: str, hint: str) -> Stop:
+        self.add(place, says, hint)
         return Stop()
 
-    def path(self) -> tuple[str, ...]:
-        return tuple(o.key[0] for o in self.open if o.is_mapping and o.key is not None and o.key[0] is not None)
+    def read(self, text: str) -> Node | None:
+        root = None
+        self.loader = yaml.SafeLoader(text)
+        self.loader.get_event()
+        while not self.loader.check_event(yaml.StreamEndEvent):
+            start = self.loader.get_event()
+            if root is not None:
+                raise self.stop(self.place(start.start_mark), "starts a second document", "keep one in each file")
+            root = self.node(())
+            self.loader.get_event()
+        return root
 
-    def read(self, text: str) -> None:
-        documents = 0
-        loader = yaml.SafeLoader(text)
-        self.here = loader.get_mark
-        while loader.check_event():
-            event = loader.get_event()
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
-                    raise self.stop(self.place(event.start_mark), "starts a second document", "keep one in each file")
-            elif isinstance(event, yaml.AliasEvent):
-                self.alias(event)
-            elif isinstance(event, yaml.NodeEvent):
-                self.begin(event)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                self.end()
-
-    def begin(self, event: Any) -> None:
+    def node(self, path: tuple[str | None, ...]) -> Node:
+        """The value that stands at `path`."""
+        event = self.loader.get_event()
         place = self.place(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            return self.alias(event.anchor, place, len(path))
         if event.tag is not None:
             tag = quoted(event.tag.replace("tag:yaml.org,2002:", "!!"))
             hint = "remove it, and quote the value if it is text"
             raise self.stop(place, f"has the tag {tag}, and tags are never obeyed here", hint)
-        self.grow(place, 1)
+        self.grow(place, 1, len(path) + (not isinstance(event, yaml.ScalarEvent)))
         if isinstance(event, yaml.ScalarEvent):
-            plain = event.style is None
-            self.place_node(
-                Node(scalar(event.value) if plain else event.value, place), event.anchor, plain and event.value == "<<"
-            )
-            return
-        if len(self.open) + 1 >= DEEPEST:
-            raise self.stop(place, f"nests deeper than {DEEPEST} levels", "write it flatter")
+            node = Node(scalar(event.value) if event.style is None else event.value, place)
+        else:
+            if event.anchor is not None:
+                self.anchors[event.anchor] = None
+            node = (self.mapping if isinstance(event, yaml.MappingStartEvent) else self.sequence)(place, path)
         if event.anchor is not None:
-            self.anchors.pop(event.anchor, None)
-        self.open.append(_Open(place, event.anchor, isinstance(event, yaml.MappingStartEvent)))
+            self.anchors[event.anchor] = node
+        return node
 
-    def alias(self, event: Any) -> None:
-        place = self.place(event.start_mark)
-        node = self.anchors.get(event.anchor)
+    def alias(self, anchor: str, place: Place, depth: int) -> Node:
+        node = self.anchors.get(anchor)
         if node is None:
-            if any(o.anchor == event.anchor for o in self.open):
-                raise self.stop(place, f'has "*{event.anchor}" inside "&{event.anchor}" itself', "remove it")
-            otherwise = f'write "&{event.anchor}" at what it should stand for'
-            hint = choose(f"*{event.anchor}", [f"*{anchor}" for anchor in self.anchors], otherwise)
-            raise self.stop(place, f'has "*{event.anchor}", but no "&{event.anchor}" stands above it', hint)
-        self.grow(place, node.size)
-        if len(self.open) + node.depth >= DEEPEST:
-            raise self.stop(place, f"nests deeper than {DEEPEST} levels", "write it flatter")
-        self.place_node(node, None, False)
+            if anchor in self.anchors:
+                raise self.stop(place, f'has "*{anchor}" inside "&{anchor}" itself', "remove it")
+            known = [f"*{name}" for name, named in self.anchors.items() if named is not None]
+            hint = did_you_mean(f"*{anchor}", known, f'write "&{anchor}" at what it should stand for')
+            raise self.stop(place, f'has "*{anchor}", but no "&{anchor}" stands above it', hint)
+        self.grow(place, node.size, depth + node.depth)
+        return node
 
-    def grow(self, place: Place, size: int) -> None:
+    def grow(self, place: Place, size: int, depth: int) -> None:
         self.count += size
         if self.count > MOST_VALUES:
-            raise self.stop(
-                place, f"makes more than {MOST_VALUES:,} values of the file", "write fewer aliases or split it"
-            )
+            hint = "write fewer aliases or split it"
+            raise self.stop(place, f"makes more than {MOST_VALUES:,} values of the file", hint)
+        if depth >= DEEPEST:
+            raise self.stop(place, f"nests deeper than {DEEPEST} levels", "write it flatter")
 
-    def end(self) -> None:
-        done = self.open.pop()
-        if not done.is_mapping:
-            self.place_node(sequence(done.items, done.place), done.anchor, False)
-            return
-        for node in done.merged:  # what the mapping says itself wins, then the earlier merge
-            for key, value in (node.value if isinstance(node.value, dict) else {}).items():
-                if key not in done.value:
-                    done.value[key] = value
-                    done.keys[key] = node.keys[key]
-        self.place_node(mapping(done.value, done.place, done.keys), done.anchor, False)
+    def sequence(self, place: Place, path: tuple[str | None, ...]) -> Node:
+        items: list[Node] = []
+        while not self.loader.check_event(yaml.SequenceEndEvent):
+            items.append(self.node((*path, None)))
+        self.loader.get_event()
+        return collection(items, place, {})
 
-    def place_node(self, node: Node, anchor: str | None, is_merge: bool) -> None:
-        """Put a finished node where it belongs: as the document, an item, a key or a value."""
-        if anchor is not None:
-            self.anchors[anchor] = node
-        if not self.open:
-            self.root = node
-            return
-        inside = self.open[-1]
-        if not inside.is_mapping:
-            inside.items.append(node)
-        elif inside.key is None:
-            inside.key, inside.is_merge = (self.key(node), node.place), is_merge
-        else:
-            (key, place), inside.key = inside.key, None
-            if inside.is_merge:
-                self.merge(inside, node)
-            elif key is not None:
-                if key in inside.value:
-                    self.repeated((*self.path(), key), place, inside.keys[key])
-                else:
-                    inside.value[key], inside.keys[key] = node, place
+    def mapping(self, place: Place, path: tuple[str | None, ...]) -> Node:
+        value: dict[str, Node] = {}
+        keys: dict[str, Place] = {}
+        merged: list[Node] = []
+        while not self.loader.check_event(yaml.MappingEndEvent):
+            ahead = self.loader.peek_event()
+            is_merge = isinstance(ahead, yaml.ScalarEvent) and ahead.style is None and ahead.value == "<<"
+            key = self.node((*path, None))
+            name = self.name(key)
+            node = self.node((*path, name))
+            if is_merge:
+                merged += self.mappings(node)
+            elif name is not None and name in value:
+                self.repeated((*(each for each in path if each is not None), name), key.place, keys[name])
+            elif name is not None:
+                value[name], keys[name] = node, key.place
+        self.loader.get_event()
+        for node in merged:  # what the mapping says itself wins, then the earlier merge
+            for name, inside in node.value.items() if isinstance(node.value, dict) else ():
+                value.setdefault(name, inside)
+                keys.setdefault(name, node.keys[name])
+        return collection(value, place, keys)
 
-    def key(self, node: Node) -> str | None:
-        if isinstance(node.value, str):
-            return node.value
-        if isinstance(node.value, (dict, list)):
-            self.faults.add(
-                node.place, f"{node.place} has {shown(node.value)} for a key", "write a name before the colon"
-            )
-        else:
-            word = shown(node.value)
-            hint = "write a name before the colon" if node.value is None else f'write "{word}" in quotes'
-            self.faults.add(node.place, f"{node.place} has {word} for a key, which is not a name", hint)
+    def name(self, key: Node) -> str | None:
+        if isinstance(key.value, str):
+            return key.value
+        word, is_collection = shown(key.value), isinstance(key.value, (dict, list))
+        plain = is_collection or key.value is None
+        hint = "write a name before the colon" if plain else f'write "{word}" in quotes'
+        self.add(key.place, f"has {word} for a key{'' if is_collection else ', which is not a name'}", hint)
         return None
 
-    def merge(self, inside: _Open, node: Node) -> None:
-        nodes = node.value if isinstance(node.value, list) else [node]
-        for each in nodes:
+    def mappings(self, node: Node) -> Iterator[Node]:
+        """Those that a "<<" merges."""
+        for each in node.value if isinstance(node.value, list) else [node]:
             if isinstance(each.value, dict):
-                inside.merged.append(each)
+                yield each
             else:
-                fault = f'{each.place} merges {shown(each.value)} by "<<", which takes a mapping'
-                self.faults.add(each.place, fault, 'write "<<: *name" with &name at a mapping')
+                fault = f'merges {shown(each.value)} by "<<", which takes a mapping'
+                self.add(each.place, fault, 'write "<<: *name" with &name at a mapping')
 
-    def repeated(self, path: tuple[str, ...], place: Place, first: Place) -> None:
+    def repeated(self, path: Path, place: Place, first: Place) -> None:
         if len(path) == 1:
-            self.faults.add(place, f"{subject(path, place)} is already at {first}", "keep one of the two")
+            self.faults.add(self.about or path, place, f"is already at {first}", "keep one of the two")
         else:
             key = quoted(path[-1] if path[0] == "jshard" else ".".join(path[1:]))
-            owner = subject(path[:-1], place)
-            self.faults.add(place, f"{owner} has the key {key} again, after {first}", "keep one of the two")
+            says = f"has the key {key} again, after {first}"
+            self.faults.add(self.about or path[:-1], place, says, "keep one of the two")
 
 
 def read_text(data: bytes, source: str, faults: Faults) -> Node | None:
     """The one mapping that a YAML file is; None, and its faults noted, when it isn't one."""
     place = Place(source, 1)
     if len(data) > MOST_BYTES:
-        faults.add(place, f"{source} has {len(data):,} bytes, more than a configuration's {MOST_BYTES:,}", "split it")
+        faults.add(source, place, f"has {len(data):,} bytes, more than a configuration's {MOST_BYTES:,}", "split it")
         return None
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        faults.add(Place(source, line), f"{source}:{line} is not UTF-8 text", "save the file as UTF-8")
+        place = Place(source, data.count(b"\n", 0, error.start) + 1)
+        faults.add((), place, "is not UTF-8 text", "save the file as UTF-8")
         return None
-    return whole(_read(text, _Reader(source, faults)), source, faults)
+    return document(_read(text, _Reader(source, faults)), source, faults)
 
 
-def read_word(text: str, source: str, faults: Faults) -> Node | None:
-    """A value given outside a file, by the rules of a file. It has a source and no line."""
-    root = _read(text, _Reader(source, faults, has_lines=False))
+def read_word(text: str, source: str, faults: Faults, about: str = "a word") -> Node | None:
+    """A value given outside a file, by the rules of a file. It has a source and no line; faults are `about` it."""
+    root = _read(text, _Reader(source, faults, about))
     return Node(None, Place(source)) if root is None and not faults else root
 
 
 def _read(text: str, reader: _Reader) -> Node | None:
     try:
-        reader.read(text)
-        return reader.root
+        return reader.read(text)
     except Stop:
         return None
     except yaml.MarkedYAMLError as error:
         _not_yaml(error, reader)
     except yaml.reader.ReaderError as error:
-        place = Place(reader.source, text.count("\n", 0, error.position) + 1 if reader.has_lines else None)
+        place = Place(reader.source, None if reader.about else text.count("\n", 0, error.position) + 1)
         character = error.character if isinstance(error.character, int) else ord(error.character[:1])
-        reader.faults.add(place, f"{place} has the character U+{character:04X}, which YAML does not allow", "remove it")
+        reader.add(place, f"has the character U+{character:04X}, which YAML does not allow", "remove it")
     except (ValueError, OverflowError):  # PyYAML's own, for numbers in escapes and directives that no one can mean
-        place = reader.place(reader.here())
-        reader.faults.add(place, f"{place} has an escape or a % line with an impossible number", "remove it")
+        place = reader.place(reader.loader.get_mark())
+        reader.add(place, "has an escape or a % line with an impossible number", "remove it")
     return None
 
 
@@ -244,5 +215,4 @@ def _not_yaml(error: yaml.MarkedYAMLError, reader: _Reader) -> None:
     fault, hint = next((words for piece, *words in _PROBLEMS if piece in problem), unknown)
     opened = "not closed" in fault or "never closed" in fault or "without" in fault
     mark = (error.context_mark if opened else None) or error.problem_mark or error.context_mark
-    place = reader.place(mark)
-    reader.faults.add(place, f"{place} {fault}", hint)
+    reader.add(reader.place(mark), fault, hint)

@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jshard.chips import CHIPS
 from jshard.errors import JShardError, Place, nearest
-from jshard.signals.faults import listed, told
+from jshard.signals.faults import Path, listed, said
 from jshard.signals.nodes import Node
-from jshard.signals.value_types import Path, Reading
+from jshard.signals.value_types import Reading
 
 SIZE = "[1-9][0-9]{0,5}"
 SHAPES = {name: chip for name, chip in CHIPS.items() if chip.examples}  # those that can be planned for
@@ -21,36 +21,31 @@ SHAPES = {name: chip for name, chip in CHIPS.items() if chip.examples}  # those 
 
 def read_name(name: str) -> tuple[str, tuple[int, ...]]:
     """The chip and the shape; an error with near names when it means nothing."""
+    if wrong := fault_of(name):
+        raise JShardError(f'"{name}" is no topology: {wrong[0]}', hint=wrong[1])
     chip, shape = _split(name)
-    for fault, hint in faults_of(name):
-        raise JShardError(f'"{name}" is no topology: {fault}', hint=hint)
     return chip, tuple(map(int, shape.split("x")))
 
 
-def faults_of(name: str) -> Iterator[tuple[str, str]]:
-    """What is wrong with a name, and how to fix it: at most one."""
+def fault_of(name: str) -> tuple[str, str] | None:
+    """What is wrong with a name, and how to fix it."""
     chip, size = _split(name)
     shapes = SHAPES.get(chip)
     if shapes is None:
         meant = nearest(chip, SHAPES)
         close = [known for known in SHAPES if known == meant or known[:1] == chip[:1]] or [*SHAPES]
         close.sort(key=lambda known: (size not in SHAPES[known].examples, known != meant))
-        yield (
-            f'there is no chip "{chip}"',
-            f"use {listed([f'{known}:{_nearest_size(size, known)}' for known in close[:3]])}",
-        )
-    elif not re.fullmatch("x".join([SIZE] * max(shapes.axes, 1)), size):
+        sizes = [f"{known}:{_nearest_size(size, known)}" for known in close[:3]]
+        return f'there is no chip "{chip}"', f"use {listed(sizes)}"
+    if not re.fullmatch("x".join([SIZE] * max(shapes.axes, 1)), size):
         counts = f"{shapes.axes} sizes" if shapes.axes else "one count"
-        yield (
-            f"{chip} takes {counts} after the colon",
-            f"use {listed([f'{chip}:{each}' for each in shapes.examples[:4]])}",
-        )
-    elif shapes.host and int(size) > shapes.host and int(size) % shapes.host:
+        sizes = [f"{chip}:{each}" for each in shapes.examples[:4]]
+        return f"{chip} takes {counts} after the colon", f"use {listed(sizes)}"
+    if shapes.host and int(size) > shapes.host and int(size) % shapes.host:
         below = int(size) // shapes.host * shapes.host
-        yield (
-            f"its hosts have {shapes.host} GPUs each, and the last would not be full",
-            f"use {chip}:{below} or {chip}:{below + shapes.host}",
-        )
+        fault = f"its hosts have {shapes.host} GPUs each, and the last would not be full"
+        return fault, f"use {chip}:{below} or {chip}:{below + shapes.host}"
+    return None
 
 
 def devices_of(name: str) -> int:
@@ -93,15 +88,13 @@ class TopologyName:
     def read(self, node: Node, path: Path, reading: Reading) -> str | None:
         if not isinstance(node.value, str) or not node.value:
             return reading.wrong(self, node, path)
-        for fault, hint in faults_of(node.value):
-            reading.faults.add(node.place, f"{told(path, node.place, node.value)}, which is no topology: {fault}", hint)
-            return None
-        if (name := written(node.value)) != node.value:  # as in the JSON Schema
-            reading.faults.add(
-                node.place, f"{told(path, node.place, node.value)}, which is no topology", f"write topology: {name}"
-            )
-            return None
-        return name
+        name, wrong = written(node.value), fault_of(node.value)
+        if wrong is None and name == node.value:  # as in the JSON Schema
+            return name
+        why, hint = wrong or ("", f"write topology: {name}")
+        which = f"which is no topology{': ' if why else ''}{why}"
+        reading.faults.add(path, node.place, f"{said(path, node.value)}, {which}", hint)
+        return None
 
     def json(self) -> dict[str, Any]:
         sizes = {chip: "x".join([SIZE] * max(shapes.axes, 1)) for chip, shapes in SHAPES.items()}

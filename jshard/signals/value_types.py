@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from jshard.errors import Place, nearest
-from jshard.signals.faults import Faults, choose, dotted, listed, quoted, subject, told
+from jshard.errors import Place, did_you_mean, nearest, quoted
+from jshard.signals.faults import Faults, Path, dotted, listed, said
 from jshard.signals.nodes import Node
-
-Path = tuple[str, ...]
 
 
 @dataclasses.dataclass
@@ -26,9 +24,10 @@ class Reading:
     places: dict[str, Place] = dataclasses.field(default_factory=dict)  # dotted key path -> where the key stands
     broken: set[str] = dataclasses.field(default_factory=set)  # dotted key paths with a fault of their own or inside
 
-    def wrong(self, kind: Kind, node: Node, path: Path) -> None:
-        hint = f"write {dotted(path[-1:])}: {kind.example}"
-        self.faults.add(node.place, f"{told(path, node.place, node.value)}, which is not {kind.wants}", hint)
+    def wrong(self, kind: Kind, node: Node, path: Path, hint: str = "") -> None:
+        """Note that a value is not of its kind."""
+        hint = hint or f"write {dotted(path[-1:])}: {kind.example}"
+        self.faults.add(path, node.place, f"{said(path, node.value)}, which is not {kind.wants}", hint)
 
 
 class Kind(Protocol):
@@ -78,7 +77,7 @@ class Choice:
 
     @property
     def wants(self) -> str:
-        return "one of " + ", ".join(self.words)
+        return listed(self.words)
 
     @property
     def example(self) -> str:
@@ -88,9 +87,7 @@ class Choice:
         if node.value in self.words and isinstance(node.value, str):
             return node.value
         word = node.value if isinstance(node.value, str) else ""
-        fault = f"{told(path, node.place, node.value)}, which is not {listed(self.words)}"
-        reading.faults.add(node.place, fault, choose(word, self.words, f"write {path[-1]}: {self.example}"))
-        return None
+        return reading.wrong(self, node, path, did_you_mean(word, self.words, ""))
 
     def json(self) -> dict[str, Any]:
         return {"enum": list(self.words)}
@@ -171,10 +168,8 @@ class Names:
             if not isinstance(each.value, str) or not each.value:
                 return reading.wrong(self, each, path)
             if each.value in found:
-                name = f"{self.noun}{quoted(each.value)}"
-                reading.faults.add(
-                    each.place, f"{subject(path, each.place)} lists {name} twice in {dotted(path[1:])}", "keep one"
-                )
+                fault = f"lists {self.noun}{quoted(each.value)} twice in {dotted(path[1:])}"
+                reading.faults.add(path, each.place, fault, "keep one")
             elif self.is_there(each.value, each.place, path, reading):
                 found.append(each.value)
         return tuple(found)
@@ -197,8 +192,8 @@ class Refused:
 
     def read(self, node: Node, path: Path, reading: Reading) -> None:
         place = reading.places[".".join(path)]
-        said = subject(path, place) if path[0] == "jshard" else f"{subject(path, place)} has {dotted(path[1:])}, which"
-        reading.faults.add(place, f"{said} is not built yet", "remove it")
+        has = "" if path[0] == "jshard" else f"has {dotted(path[1:])}, which "
+        reading.faults.add(path, place, f"{has}is not built yet", "remove it")
 
     def json(self) -> dict[str, Any]:
         return {"not": {}}
@@ -256,9 +251,8 @@ class Table:
                 self._unknown(name, place, path, reading)
         if self.required is not None and self.required not in node.value and ".".join(path) not in reading.broken:
             hint = f"write {self.required}: {self.keys[self.required].kind.example}"
-            said = told(path, node.place, None).removesuffix(": nothing").removesuffix(" is nothing")
-            lacks = "has no" if path[0] == "jshard" else "without"
-            reading.faults.add(node.place, f"{said} {lacks} {self.required}", hint)
+            lacks = "has no" if path[0] == "jshard" else f"has {dotted(path[1:])} without"
+            reading.faults.add(path, node.place, f"{lacks} {self.required}", hint)
         return values
 
     def _keep(self, node: Node, place: Place, path: Path, reading: Reading) -> None:
@@ -273,11 +267,11 @@ class Table:
         if near is not None:  # taken as meant, so that its absence is not told as well
             reading.broken.update([".".join(path), ".".join((*path, near))])
         inner = "" if path[0] == "jshard" else ".".join(path[1:]) + "." * (len(path) > 1)
-        hint = choose(inner + name, [inner + known for known in self.known])
+        known = [inner + each for each in self.known]
+        hint = did_you_mean(inner + name, known, f"write {listed(known)}")
         if name in self.elsewhere:
             hint = 'write it under "jshard:"'
-        fault = f"{subject(path, place)} has an unknown key {quoted(inner + name)}"
-        reading.faults.add(place, fault, hint)
+        reading.faults.add(path, place, f"has an unknown key {quoted(inner + name)}", hint)
 
     def json(self) -> dict[str, Any]:
         built = {name: key.json() for name, key in self.keys.items()}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jshard.errors import Place
+from jshard.errors import JShardError, Place
 from jshard.signals.faults import Faults
 from jshard.signals.nodes import Node, read_mapping, scalar
 from jshard.signals.source import read_text, read_word
@@ -114,16 +114,22 @@ def test_faults_come_in_the_order_of_files_and_lines():
     faults.opens("b")
     faults.opens("a")
     for place in (Place("a", 1), Place("b", 9), Place("elsewhere"), Place("b", 2, 7), Place("b", 2, 3)):
-        faults.add(place, f"{place} {place.column}", "mend")
-    assert [str(place) for place, _, _ in faults] == ["b:2", "b:2", "b:9", "a:1", "elsewhere"]
-    assert [place.column for place, _, _ in faults][:2] == [3, 7]
+        faults.add((), place, f"is {place.column}", "do not")
+    with pytest.raises(JShardError) as told:
+        faults.stop()
+    assert told.value.faults == tuple(
+        f"{fault}; do not" for fault in ("b:2 is 3", "b:2 is 7", "b:9 is None", "a:1 is None", "elsewhere is None")
+    )
 
 
 def test_fault_of_a_shared_piece_is_told_once():
     faults = Faults()
     for name in ("a", "b"):
-        faults.add(Place("f", 3, 5), f'signal "{name}" (f:3) says too much', "say less")
-        faults.add(Place("f", 4, 5), f'signal "{name}" (f:4) says {name}', "say less")
-    assert [fault for _, fault, _ in faults] == [
-        'signal "a" (f:3) says too much', 'signal "a" (f:4) says a', 'signal "b" (f:4) says b',
-    ]  # fmt: skip
+        faults.add((name,), Place("f", 3, 5), "says too much", "say less")
+        faults.add((name,), Place("f", 4, 5), f"says {name}", "say less")
+    with pytest.raises(JShardError) as told:
+        faults.stop()
+    assert told.value.faults == (
+        'signal "a" (f:3) says too much; say less', 'signal "a" (f:4) says a; say less',
+        'signal "b" (f:4) says b; say less',
+    )  # fmt: skip
