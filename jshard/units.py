@@ -1,18 +1,23 @@
-"""Numbers of bytes in words."""
+"""Bytes, and other numbers with units, in words."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def size(count: float) -> str:
     """`516 B`, `16.6 KiB`, `1.25 GiB`: three digits."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1023.5 or unit == "PiB":
-            break
-        value /= 1024
-    if unit == "B":
-        return f"{count:,.0f} B"
-    return f"{value:.2f} {unit}" if value < 9.995 else f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+    return three_digits(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def three_digits(value: float, base: int, units: Sequence[str]) -> str:
+    """Write `value`, which is in the first of `units`, in the largest of them that leaves it at least one."""
+    power = 0
+    while value >= base - 0.5 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    if not power:
+        return f"{value:,.0f} {units[0]}"
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[power]}"
 
 
 def exact_size(count: int) -> str:

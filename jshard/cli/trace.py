@@ -91,7 +91,7 @@ def _all_here(name: str) -> None:
 
 
 def _say(capture: Capture, whole: Path) -> None:
-    steps, count = capture.told["steps"], len(capture.read.events)
+    steps, count = capture.metadata["steps"], len(capture.read.events)
     devices = len({event.device for event in capture.read.events})
     others = f" of process 0 ({capture.processes - 1} more captured their own)" if capture.processes > 1 else ""
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no whole step"

@@ -236,7 +236,9 @@ def test_trace_of_a_run_that_goes_on_captures_its_next_steps_each_time_it_is_ask
     with Run(tmp_path):
         for _ in range(2):
             status, said = typed(capsys, tmp_path, "--steps", "3")
-            first, last, *_ = (capture := captures(tmp_path)[0]).told["steps"][:: len(capture.told["steps"]) - 1]
+            first, last, *_ = (capture := captures(tmp_path)[0]).metadata["steps"][
+                :: len(capture.metadata["steps"]) - 1
+            ]
             assert (status, last - first, first > 11) == (0, 2, True)
             assert said.startswith(f"captured steps {first} to {last}: ")
     assert {bar.step for bar in timeline(tmp_path).bars} == {first, first + 1, last}
@@ -250,7 +252,7 @@ def test_trace_of_a_run_that_ends_meanwhile_has_the_steps_that_there_were(tmp_pa
         (tmp_path / "trace/wanted.json").write_text(json.dumps(wish))
         until(lambda: run.asked.begun is not None)
     assert timeline(tmp_path).bars
-    assert captures(tmp_path)[0].told["asked"] == "a"
+    assert captures(tmp_path)[0].metadata["asked"] == "a"
 
 
 def test_trace_of_a_run_that_can_capture_none_says_why_and_the_run_goes_on(tmp_path, capsys):

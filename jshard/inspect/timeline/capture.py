@@ -1,4 +1,4 @@
-"""The captures of a run: where they lie, and what jshard wrote beside each of what the profiler does not know."""
+"""Find the captures of a run, and write beside each what the profiler does not know."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ SCHEMA = "jshard.trace/2"
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What one process captured. `told` is what jshard wrote beside it, {} for a capture that JAX wrote alone."""
+    """What one process captured. `metadata` is what jshard wrote beside it, {} for a capture that JAX wrote alone."""
 
     folder: Path
-    told: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     @property
     def rank(self) -> int:
-        return self.told.get("rank", 0)
+        return self.metadata.get("rank", 0)
 
     @property
     def processes(self) -> int:
-        return self.told.get("processes", 1)
+        return self.metadata.get("processes", 1)
 
     def device(self, number: int) -> int:
-        """The number among the devices of all processes, of one that its process knows by `number`."""
-        return self.told.get("devices", {}).get(str(number), number)
+        """Return the number among the devices of all processes, of one that its process knows by `number`."""
+        return self.metadata.get("devices", {}).get(str(number), number)
 
     def line(self, operation: Operation) -> str:
-        """The line of the configuration behind an operation: `configs/mlp.yaml:4`, `configs/mlp.yaml:4, 7` where XLA made
-        one of several, or ""."""
+        """Return the line of the configuration behind an operation: `configs/mlp.yaml:4`, `configs/mlp.yaml:4, 7` where XLA
+        made one of several, or ""."""
         found = dict.fromkeys(filter(None, (self._lines.get(each) for each in keys(operation))))
         words: list[str] = []
         for place in found:
@@ -57,10 +57,10 @@ class Capture:
 
     @functools.cached_property
     def _lines(self) -> dict[tuple[str, ...], str]:
-        return {tuple(words): line for *words, line in self.told.get("lines", [])}
+        return {tuple(words): line for *words, line in self.metadata.get("lines", [])}
 
     def file(self) -> Path | None:
-        """The newest file that the profiler wrote."""
+        """Return the newest file that the profiler wrote."""
         return max(self.folder.rglob("*.xplane.pb"), key=lambda file: (file.stat().st_mtime, str(file)), default=None)
 
     @functools.cached_property
@@ -86,7 +86,7 @@ Key = tuple[str, str, str, str, str, str]
 
 
 def keys(operation: Operation) -> dict[Key, Cause]:
-    """What decides which line of the configuration asked for an operation, for each signal that it stands under."""
+    """Return what decides which line of the configuration asked for an operation, for each signal that it stands under."""
     collective, members = operation.collective, ",".join(map(str, operation.members))
     return {
         (each.signal, each.phase, each.key, "remat" * each.remat, collective, members): each
@@ -96,35 +96,37 @@ def keys(operation: Operation) -> dict[Key, Cause]:
 
 
 def captures(folder: Path) -> list[Capture]:
-    """Those of each process, by rank: of a run's folder, or of any that the profiler wrote into."""
+    """Find the capture of each process, by rank, in a run's folder or in any that the profiler wrote into."""
     for place in (folder / TRACE, folder):
-        found = [Capture(each.parent, _told(each)) for each in sorted(place.glob(f"rank*/{CAPTURED}"))]
+        found = [Capture(each.parent, _metadata(each)) for each in sorted(place.glob(f"rank*/{CAPTURED}"))]
         if found:
             return sorted(found, key=lambda each: each.rank)
-    alone = Capture(folder, _told(folder / CAPTURED) if (folder / CAPTURED).is_file() else {})
+    alone = Capture(folder, _metadata(folder / CAPTURED) if (folder / CAPTURED).is_file() else {})
     if alone.file() is None:
         why = "holds no capture" if folder.is_dir() else "is not there"
         raise JShardError(f"{folder} {why}", hint=f"capture one by: jshard trace configs/digits.yaml -o {folder}")
     return [alone]
 
 
-def _told(file: Path) -> Mapping[str, Any]:
+def _metadata(file: Path) -> Mapping[str, Any]:
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        metadata = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
-        told = None
-    schema = told.get("schema") if isinstance(told, dict) else None
-    if told is None or schema != SCHEMA:
+        metadata = {}
+    schema = metadata.get("schema") if isinstance(metadata, dict) else None
+    if schema != SCHEMA:
         found = f"is of the form {schema}" if schema else "is cut off"
         raise JShardError(f"{file} {found}, and this is jshard {__version__}", hint="capture it again by jshard trace")
-    return told
+    return metadata
 
 
 def describe(folder: Path, title: str, **more: Any) -> Capture:
-    """Writes beside a capture what the profiler does not know, and reads it all once, so that one which holds nothing is
-    told at once. Call it while the configuration that ran is loaded."""
+    """Write beside a capture what the profiler does not know. Reads all of it: one that holds nothing is an error at once.
+
+    Call it while the configuration that ran is loaded.
+    """
     events = Capture(folder, {}).read.events
-    told = {
+    metadata = {
         "schema": SCHEMA,
         "title": title,
         "jshard": __version__,
@@ -137,26 +139,26 @@ def describe(folder: Path, title: str, **more: Any) -> Capture:
         "lines": _lines(events),
         **more,
     }
-    _write(folder, told)
-    return Capture(folder, told)
+    _write(folder, metadata)
+    return Capture(folder, metadata)
 
 
 def refuse(folder: Path, asked: str, fault: str) -> None:
-    """Tells who asked a run for a capture why there is none."""
+    """Tell who asked a run for a capture why there is none."""
     own = folder / f"rank{jax.process_index()}"
     with contextlib.suppress(OSError):  # nothing can be told there either: who asked sees that nothing comes
         own.mkdir(parents=True, exist_ok=True)
         _write(own, {"schema": SCHEMA, "asked": asked, "fault": fault})
 
 
-def _write(folder: Path, told: Mapping[str, Any]) -> None:
+def _write(folder: Path, metadata: Mapping[str, Any]) -> None:
     unfinished = folder / f"{CAPTURED}.new"
-    unfinished.write_text(json.dumps(told), encoding="utf-8")
+    unfinished.write_text(json.dumps(metadata), encoding="utf-8")
     unfinished.replace(folder / CAPTURED)  # who waits for it finds it whole
 
 
 def _known_as(device: Any) -> str:
-    """The number by which the profiler of its process knows a device."""
+    """Return the number by which the profiler of its process knows a device."""
     return str(device.id if device.platform == "cpu" else device.local_hardware_id)
 
 
@@ -165,7 +167,7 @@ def _own(device: Any) -> bool:
 
 
 def _lines(events: Iterable[Event]) -> list[list[str]]:
-    """The line behind every operation that stands under a signal."""
+    """List the line behind every operation that stands under a signal."""
     found = {}
     for operation in dict.fromkeys(event.operation for event in events):
         for key, cause in keys(operation).items():

@@ -1,4 +1,4 @@
-"""The events of one capture: what ran, on which device, from when to when, in which step, and which signal asked for it."""
+"""Read the events of one capture: what ran, on which device, when, in which step, and which signal asked for it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """All that is read of one file."""
+    """All that is read of one file; `jax` is the version that wrote it."""
 
     events: tuple[Event, ...]
     jax: str
 
 
 def read(file: Path) -> Read:
-    """The events of an `xplane.pb`, by time. An event is what carries an operation of a compiled program; what the host does
-    to start it is left out."""
+    """Read the events of an `xplane.pb`, by time: what carries an operation of a compiled program.
+
+    What the host does to start it is left out.
+    """
     found = planes(file)
     programs, steps = Programs(found), _Steps(found)
     marks = [(plane, line, mark, device) for plane in found for line, mark, device in _operations(plane)]
@@ -52,7 +54,7 @@ def read(file: Path) -> Read:
     begin = min((mark.start for _, _, mark, _ in marks), default=0)
     events = []
     for plane, line, mark, device in marks:
-        op = _text(mark, "hlo_op") or _written(mark.name)
+        op = _text(mark, "hlo_op") or _instruction(mark.name)
         program = _text(mark, "hlo_module") or _text(mark, "program_name")
         operation = programs.operation(mark.stats.get("program_id"), program, op)
         if operation is None:
@@ -65,7 +67,7 @@ def read(file: Path) -> Read:
 
 
 def _operations(plane: Plane) -> Iterator[tuple[str, Mark, int | None]]:
-    """The line, the event and the device of each operation. Accelerators have planes of their own, with lines for
+    """Find the line, the event and the device of each operation. Accelerators have planes of their own, with lines for
     operations or streams; CPU devices share the threads of the host's, and each event says whose it is."""
     device = DEVICE.search(plane.name)
     for line, marks in plane.lines():
@@ -80,20 +82,20 @@ def _operations(plane: Plane) -> Iterator[tuple[str, Mark, int | None]]:
 
 
 def _text(mark: Mark, key: str) -> str:
-    said = mark.stats.get(key, "")
-    return said if isinstance(said, str) else ""
+    value = mark.stats.get(key, "")
+    return value if isinstance(value, str) else ""
 
 
-def _written(name: str) -> str:
-    """The name of an instruction, of which a TPU may give the whole text."""
+def _instruction(name: str) -> str:
+    """Return the name of an instruction, of which a TPU may give the full text."""
     found = re.match(r"%?([\w.\-]+) = ", name)
     return found[1] if found else name
 
 
 class _Steps:
-    """Which step an operation is of. The loop marks each step on the host where it starts a program; the run of that
+    """Tell which step an operation is of. The loop marks each step on the host where it starts a program; the run of that
     program carries a number, which its operations carry too, when they are computed later. A program of one device is
-    started without its number being told: then starts and numbers, which grow, go together in their order. Where that does
+    started without a number: then starts and numbers, which grow, go together in their order. Where that does
     not come out even, an operation is of the step that was started last."""
 
     def __init__(self, found: Sequence[Plane]):
@@ -111,12 +113,12 @@ class _Steps:
                     self.windows[plane.name] = [(mark.start, mark.end, mark.stats.get("run_id")) for mark in runs]
                 seen |= {run for mark in marks if isinstance(run := mark.stats.get("run_id"), int)}
         self.begun.sort()
-        untold = sorted(seen - self.of_run.keys())
-        if len(untold) == len(starts):
-            self.of_run |= {run: step for run, (_, step) in zip(untold, sorted(starts), strict=True)}
+        unseen = sorted(seen - self.of_run.keys())
+        if len(unseen) == len(starts):
+            self.of_run |= {run: step for run, (_, step) in zip(unseen, sorted(starts), strict=True)}
 
     def _look(self, marks: list[Mark]) -> list[tuple[int, int | None]]:
-        """Reads one thread; returns the starts of programs of one device, each with its step."""
+        """Read one thread; return the starts of programs of one device, each with its step."""
         steps = [(mark, number) for mark in marks if isinstance(number := mark.stats.get("step_num"), int)]
         self.begun += [(mark.start, number) for mark, number in steps]
         if not steps:
@@ -125,10 +127,10 @@ class _Steps:
         def around(mark: Mark) -> int | None:
             return next((number for step, number in steps if step.start <= mark.start <= step.end), None)
 
-        told = [mark for mark in marks if "run_id" in mark.stats and "device_ordinal" not in mark.stats]
-        self.of_run |= {mark.stats["run_id"]: around(mark) for mark in told}
+        numbered = [mark for mark in marks if "run_id" in mark.stats and "device_ordinal" not in mark.stats]
+        self.of_run |= {mark.stats["run_id"]: around(mark) for mark in numbered}
         alone = [mark for mark in marks if mark.name.endswith("::ExecuteHelperOnSingleDevice")]
-        return [(mark.start, around(mark)) for mark in alone if not any(_inside(mark, other) for other in told)]
+        return [(mark.start, around(mark)) for mark in alone if not any(_inside(mark, other) for other in numbered)]
 
     def of(self, plane: Plane, mark: Mark) -> int | None:
         run = mark.stats.get("run_id")

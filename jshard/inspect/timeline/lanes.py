@@ -1,4 +1,4 @@
-"""Events as they are drawn: a lane for each device, in it a row for each that runs beside or inside another."""
+"""Arrange events for drawing: a lane for each device, in it a row for each event that runs beside or inside another."""
 
 from __future__ import annotations
 
@@ -64,9 +64,16 @@ class Drawing:
     length: float
     notes: tuple[str, ...]
 
+    def total(self, what: str) -> float:
+        """Sum a field of the lanes, a time, over all of them."""
+        return sum(getattr(lane, what) for lane in self.lanes)
+
 
 def rows(spans: Sequence[Span]) -> tuple[list[int], int]:
-    """The row of each span, sorted by begin: the first that is free, so that what runs inside another lies below it."""
+    """Return the row of each span, and how many there are: the first free one, so that what runs inside another is below it.
+
+    Spans are sorted by start.
+    """
     ends: list[float] = []
     found = []
     for start, end in spans:
@@ -79,7 +86,7 @@ def rows(spans: Sequence[Span]) -> tuple[list[int], int]:
 
 
 def lane(name: str, rank: int, bars: Iterable[Bar], length: float) -> Lane:
-    """What a device did in a picture of this length. What runs others is not counted, as they are."""
+    """Sum what a device did in a picture of this length. Loops and calls are not counted, as what they run is."""
     bars = list(bars)
     compute = union((bar.start, bar.end) for bar in bars if bar.kind == "compute")
     moving = union((bar.start, bar.end) for bar in bars if bar.kind == "collective")
@@ -96,7 +103,7 @@ def lane(name: str, rank: int, bars: Iterable[Bar], length: float) -> Lane:
 
 
 def union(spans: Iterable[Span]) -> float:
-    """The length that spans cover, what several cover once."""
+    """Return the length that spans cover, what several cover once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

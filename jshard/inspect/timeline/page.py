@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from jshard.inspect.report.shell import bar, document, section, stack, table, tiles
 from jshard.inspect.report.words import breakable, signal_name, times
-from jshard.inspect.timeline.lanes import Drawing, Lane
-from jshard.inspect.timeline.words import Sum, by_signal, share, span, sums
+from jshard.inspect.timeline.lanes import Bar, Drawing, Lane
+from jshard.inspect.timeline.words import by_signal, share, span, steps_in_words, sums
 from jshard.markup import Child, Markup, data, element
 from jshard.version import __version__
 
 HERE = Path(__file__).parent
 LINKS = (("#timeline", "Timeline"), ("#devices", "Devices"), ("#signals", "Signals"), ("#operations", "Operations"))
 LONGEST = 30
+READING = "A lane for each device, a bar for each operation; point at one to see what it is."
 KEYS = "+ and − zoom, ← and → move, 0 shows all, ] and [ go from operation to operation."
 
 
@@ -26,7 +28,7 @@ def page(drawn: Drawing) -> str:
         element(
             "main",
             _opening(drawn),
-            section("timeline", "What ran, where and when", _says(drawn), _picture(drawn)),
+            section("timeline", "What ran, where and when", " ".join((READING, *drawn.notes)), _picture(drawn)),
             section(
                 "devices",
                 "What each device did",
@@ -43,29 +45,30 @@ def page(drawn: Drawing) -> str:
             section("operations", "The longest operations", None, _operations(drawn)),
         ),
         _footer(drawn),
-        data(_told(drawn), "events"),
+        data(_events(drawn), "events"),
         styles=[HERE / "style.css"],
         scripts=[HERE / "script.js"],
     )
 
 
 def _opening(drawn: Drawing) -> Markup:
-    lanes, length = drawn.lanes, drawn.length * len(drawn.lanes)
-    compute, moving = sum(lane.compute for lane in lanes), sum(lane.collectives for lane in lanes)
-    both, idle = sum(lane.both for lane in lanes), sum(lane.idle for lane in lanes)
+    length, moving = drawn.length * len(drawn.lanes), drawn.total("collectives")
     steps = [window.end - window.start for window in drawn.steps]
-    numbers = [window.step for window in drawn.steps]
-    which = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"step {numbers[0]}" if numbers else "none"
+    which = steps_in_words([window.step for window in drawn.steps]) or "none"
     figures: list[tuple[str, Child, Child]] = [
         (
             "Operations",
             element("data", f"{len(drawn.bars):,}", value=len(drawn.bars), data_total="events"),
-            f"on {times(len(lanes), 'device')}",
+            f"on {times(len(drawn.lanes), 'device')}",
         ),
         ("A step", span(sum(steps) / len(steps)) if steps else "not marked", which),
-        ("Computing", share(compute, length), "of the time, on average"),
-        ("Collectives", share(moving, length), f"{share(both, moving)} of it beside computing" if moving else "none"),
-        ("Idle", share(idle, length), "neither, on average"),
+        ("Computing", share(drawn.total("compute"), length), "of the time, on average"),
+        (
+            "Collectives",
+            share(moving, length),
+            f"{share(drawn.total('both'), moving)} of it beside computing" if moving else "none",
+        ),
+        ("Idle", share(drawn.total("idle"), length), "neither, on average"),
     ]
     return element(
         "div",
@@ -74,10 +77,6 @@ def _opening(drawn: Drawing) -> Markup:
         tiles(figures),
         class_="opening",
     )
-
-
-def _says(drawn: Drawing) -> str:
-    return " ".join(("A lane for each device, a bar for each operation; point at one to see what it is.", *drawn.notes))
 
 
 def _picture(drawn: Drawing) -> Markup:
@@ -156,21 +155,14 @@ def _devices(drawn: Drawing) -> Markup:
 
 
 def _split(lane: Lane, length: float) -> Markup:
-    """Computing, then both at once, then collectives, then nothing."""
-    return stack(
-        [
-            ("compute", lane.compute - lane.both, None),
-            ("both", lane.both, None),
-            ("collective", lane.collectives - lane.both, None),
-        ],
-        length,
-        track=True,
-    )
+    """Draw computing, then both at once, then collectives, then nothing."""
+    lengths = {"compute": lane.compute - lane.both, "both": lane.both, "collective": lane.collectives - lane.both}
+    return stack([(what, time, None) for what, time in lengths.items()], length, track=True)
 
 
 def _signals(drawn: Drawing) -> Markup:
     found = by_signal(drawn.bars)
-    whole = sum(compute + moving for _, compute, moving in found)
+    total = sum(compute + moving for _, compute, moving in found)
     lines = {bar.signal: bar.line for bar in drawn.bars if bar.line}
     rows = [
         (
@@ -178,7 +170,7 @@ def _signals(drawn: Drawing) -> Markup:
             element("span", lines.get(signal, "–"), class_="place"),
             _or_none(compute),
             _or_none(moving),
-            share(compute + moving, whole),
+            share(compute + moving, total),
         )
         for signal, compute, moving in found
     ]
@@ -187,8 +179,8 @@ def _signals(drawn: Drawing) -> Markup:
 
 def _operations(drawn: Drawing) -> Markup:
     found = sums(drawn.bars)
-    whole = sum(each.total for each in found)
-    rows = [_operation(each, whole) for each in found[:LONGEST]]
+    total = sum(sum(runs) for _, runs in found)
+    rows = [_operation(bar, runs, total) for bar, runs in found[:LONGEST]]
     more = len(found) - LONGEST
     says = "Press one to see where it ran." + (f" {times(more, 'more operation')} took less." if more > 0 else "")
     head = ("Operation", "What", "Signal", "Line", "Runs", "Longest", "Mean", "In all", "Of all")
@@ -196,20 +188,26 @@ def _operations(drawn: Drawing) -> Markup:
     return element("div", element("p", says, class_="says"), shown)
 
 
-def _operation(each: Sum, whole: float) -> list[Child]:
-    what = each.collective.replace("_", "-") or "computes"
-    chosen = element("button", each.op, type="button", class_="name", data_op=each.op, data_program=each.program,
-                     aria_pressed="false")  # fmt: skip
+def _operation(bar: Bar, runs: Sequence[float], total: float) -> list[Child]:
+    what = bar.collective.replace("_", "-") or "computes"
     return [
-        chosen,
-        [element("span", what, class_=f"what {each.kind}"), element("span", each.phase, class_="via")],
-        "–" if each.signal == "-" else breakable(each.signal),
-        element("span", each.line or "–", class_="place"),
-        f"{each.runs:,}",
-        span(each.longest),
-        span(each.total / each.runs),
-        span(each.total),
-        share(each.total, whole),
+        element(
+            "button",
+            bar.op,
+            type="button",
+            class_="name",
+            data_op=bar.op,
+            data_program=bar.program,
+            aria_pressed="false",
+        ),
+        [element("span", what, class_=f"what {bar.kind}"), element("span", bar.phase, class_="via")],
+        "–" if bar.signal == "-" else breakable(bar.signal),
+        element("span", bar.line or "–", class_="place"),
+        f"{len(runs):,}",
+        span(max(runs)),
+        span(sum(runs) / len(runs)),
+        span(sum(runs)),
+        share(sum(runs), total),
     ]
 
 
@@ -217,7 +215,7 @@ def _or_none(time: float) -> str:
     return span(time) if time else "–"
 
 
-def _told(drawn: Drawing) -> dict[str, object]:
+def _events(drawn: Drawing) -> dict[str, object]:
     """What the script draws: each list has one entry for each event."""
     kinds: dict[tuple[str, ...], int] = {}
     which = [

@@ -1,7 +1,8 @@
-"""The timeline as a PNG, drawn by Pillow: what the page shows before one touches it."""
+"""Draw the timeline as a PNG by Pillow: what the page shows before one touches it."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import math
@@ -24,7 +25,7 @@ MOST = 30_000  # pixels in height that readers of PNGs take
 
 
 def drawn(timeline: Drawing) -> tuple[bytes, int]:
-    """The file, and how many bars were drawn into it."""
+    """Return the file, and how many bars were drawn into it."""
     tops, bottom = _tops(timeline)
     height = bottom + FOOT + 40 * len(timeline.notes)
     if height > MOST:
@@ -56,7 +57,7 @@ def drawn(timeline: Drawing) -> tuple[bytes, int]:
 
 
 def _tops(timeline: Drawing) -> tuple[list[int], int]:
-    """Where each lane begins, and where the last one ends."""
+    """Return where each lane begins, and where the last one ends."""
     tops, place = [], HEAD + AXIS
     for lane in timeline.lanes:
         tops.append(place)
@@ -65,7 +66,7 @@ def _tops(timeline: Drawing) -> tuple[list[int], int]:
 
 
 def _ticks(length: float) -> Iterator[float]:
-    """Round times, not more than a dozen."""
+    """Choose round times, not more than a dozen."""
     if length <= 0:
         return
     rough = length / 12
@@ -80,13 +81,10 @@ def _foot(sheet: _Sheet, timeline: Drawing, bottom: int) -> None:
     for kind in (kind for kind in COLOURS if kind in there):
         sheet.rectangle(left, bottom + 8, left + 22, bottom + 30, COLOURS[kind], SOFT if kind == "around" else None)
         left = sheet.text((left + 32, bottom + 5), WORDS[kind], 22) + 40
-    whole = timeline.length * len(timeline.lanes)
-    sums = (
-        f"computing {share(sum(lane.compute for lane in timeline.lanes), whole)}",
-        f"collectives {share(sum(lane.collectives for lane in timeline.lanes), whole)}",
-        f"idle {share(sum(lane.idle for lane in timeline.lanes), whole)}",
-    )
-    sheet.text((left + 20, bottom + 5), "of the time: " + ", ".join(sums), 22, SOFT)
+    time = timeline.length * len(timeline.lanes)
+    shares = (("computing", "compute"), ("collectives", "collectives"), ("idle", "idle"))
+    sums = ", ".join(f"{word} {share(timeline.total(what), time)}" for word, what in shares)
+    sheet.text((left + 20, bottom + 5), f"of the time: {sums}", 22, SOFT)
     for number, note in enumerate(timeline.notes):
         sheet.text((EDGE, bottom + 48 + 40 * number), note, 22, SOFT)
 
@@ -94,28 +92,23 @@ def _foot(sheet: _Sheet, timeline: Drawing, bottom: int) -> None:
 class _Sheet:
     def __init__(self, height: int):
         try:
-            self.image_module: Any = importlib.import_module("PIL.Image")
-            self.draw_module: Any = importlib.import_module("PIL.ImageDraw")
-            self.font_module: Any = importlib.import_module("PIL.ImageFont")
+            image: Any = importlib.import_module("PIL.Image")
+            fonts: Any = importlib.import_module("PIL.ImageFont")
             self.png: Any = importlib.import_module("PIL.PngImagePlugin")
+            pen: Any = importlib.import_module("PIL.ImageDraw")
         except ImportError:
             raise JShardError(
                 "a PNG is drawn by Pillow, which is not installed", hint="type: pip install 'jshard[timeline]'"
             ) from None
-        self.image = self.image_module.new("RGB", (WIDTH, height), PAPER)
-        self.pen = self.draw_module.Draw(self.image)
-        self.fonts: dict[int, Any] = {}
+        self.image = image.new("RGB", (WIDTH, height), PAPER)
+        self.pen = pen.Draw(self.image)
+        self.font = functools.cache(fonts.load_default)  # of a size
 
     def text(self, place: tuple[float, float], words: str, size: int, colour: str = INK) -> float:
-        """Writes, and says where it ends."""
+        """Write, and return where it ends."""
         font = self.font(size)
         self.pen.text(place, words, fill=colour, font=font)
         return place[0] + self.pen.textlength(words, font=font)
-
-    def font(self, size: int) -> Any:
-        if size not in self.fonts:
-            self.fonts[size] = self.font_module.load_default(size)
-        return self.fonts[size]
 
     def rectangle(
         self, left: float, top: float, right: float, bottom: float, colour: str, edge: str | None = None
@@ -123,7 +116,7 @@ class _Sheet:
         self.pen.rectangle((left, top, max(left, right - 1), bottom - 1), fill=colour, outline=edge)
 
     def bar(self, bar: Bar, left: float, top: float, width: float) -> None:
-        """At least as wide as can be seen, and with its name where there is room."""
+        """Draw a bar at least as wide as can be seen, with its name where there is room."""
         begin, end = round(left), max(round(left) + NARROWEST, round(left + width))
         self.rectangle(begin, top, end, top + ROW - 5, COLOURS[bar.kind], SOFT if bar.kind == "around" else None)
         room = end - begin - 12
@@ -133,8 +126,7 @@ class _Sheet:
             self.text((begin + 6, top + 3), words, 19, SOFT if bar.kind == "around" else PAPER)
 
     def file(self, bars: int) -> bytes:
-        told = self.png.PngInfo()
-        told.add_text("jshard bars", str(bars))
-        into = io.BytesIO()
-        self.image.save(into, "PNG", pnginfo=told)
+        info, into = self.png.PngInfo(), io.BytesIO()
+        info.add_text("jshard bars", str(bars))
+        self.image.save(into, "PNG", pnginfo=info)
         return into.getvalue()

@@ -1,4 +1,4 @@
-"""What JAX's profiler writes, an `xplane.pb`: planes of lines of events, each a name, two times and what is said of it.
+"""Read what JAX's profiler writes, an `xplane.pb`: planes of lines of events, each a name, two times and its stats.
 
 The numbers of the fields are those of XLA's profiler/protobuf/xplane.proto. JAX reads the file too, but does not hand on
 the compiled programs in it, which tell what an operation is and whose."""
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from jshard.inspect.timeline.wire import fields, inside, text, whole
+from jshard.inspect.timeline.wire import Message
 
 Stats = dict[str, int | str | memoryview]
 PICO = 1000  # picoseconds of a nanosecond
@@ -33,100 +33,53 @@ class Mark:
 class Kind:
     """What all events of one kind have in common."""
 
-    identity: int
-    name: str
-    shown: str
-    stats: Stats
+    identity: int = 0
+    name: str = ""
+    stats: Stats = dataclasses.field(default_factory=dict)
 
 
 class Plane:
     """A device, the host, or what is said of the whole capture."""
 
-    def __init__(self, message: memoryview):
-        self.name = ""
-        self._lines: list[memoryview] = []
-        self._words: dict[int, str] = {}
-        kinds: list[memoryview] = []
-        said: list[memoryview] = []
-        for number, value in fields(message):
-            if number == 2:
-                self.name = text(value)
-            elif number == 3:
-                self._lines.append(inside(value))
-            elif number == 4:
-                kinds.append(_entry(inside(value)))
-            elif number == 5:
-                word = dict(fields(_entry(inside(value))))
-                self._words[whole(word.get(1, 0))] = text(word.get(2, memoryview(b"")))
-            elif number == 6:
-                said.append(inside(value))
-        self.kinds = {kind.identity: kind for kind in map(self._kind, kinds)}
-        self.stats: Stats = dict(map(self._stat, said))
+    def __init__(self, plane: Message):
+        self.name = plane.text(2)
+        self._lines = plane.contents(3)
+        words = [entry.message(2) for entry in plane.messages(5)]
+        self._words = {word.number(1): word.text(2) for word in words}
+        kinds = [entry.message(2) for entry in plane.messages(4)]
+        self.kinds = {
+            kind.number(1): Kind(kind.number(1), kind.text(4) or kind.text(2), self._stats(kind, 5)) for kind in kinds
+        }
+        self.stats = self._stats(plane, 6)
 
     def lines(self) -> Iterator[tuple[str, list[Mark]]]:
-        """The name of each line, a thread or a stream, and its events."""
-        for message in self._lines:
-            name, begin, events = "", 0, []
-            for number, value in fields(message):
-                if number == 4:
-                    events.append(inside(value))
-                elif number == 3:
-                    begin = whole(value)
-                elif number in (2, 11):
-                    name = text(value)
-            yield name, [self._mark(event, begin * PICO) for event in events]
+        """Read the name of each line, a thread or a stream, and its events."""
+        for line in map(Message, self._lines):
+            begin, events = line.number(3) * PICO, map(Message, line.contents(4))
+            yield line.text(11) or line.text(2), [self._mark(event, begin) for event in events]
 
-    def _mark(self, message: memoryview, begin: int) -> Mark:
-        identity = offset = duration = 0
-        own: Stats = {}
-        for number, value in fields(message):
-            if number == 1:
-                identity = whole(value)
-            elif number == 2:
-                offset = whole(value)
-            elif number == 3:
-                duration = whole(value)
-            elif number == 4:
-                name, told = self._stat(inside(value))
-                own[name] = told
-        kind = self.kinds.get(identity)
-        if kind is None:
-            return Mark("", begin + offset, duration, own)
-        return Mark(kind.shown or kind.name, begin + offset, duration, {**kind.stats, **own} if kind.stats else own)
+    def _mark(self, event: Message, begin: int) -> Mark:
+        kind = self.kinds.get(event.number(1), NO_KIND)
+        stats = {**kind.stats, **self._stats(event, 4)}
+        return Mark(kind.name, begin + event.number(2), event.number(3), stats)
 
-    def _kind(self, message: memoryview) -> Kind:
-        identity, name, shown = 0, "", ""
-        stats: Stats = {}
-        for number, value in fields(message):
-            if number == 1:
-                identity = whole(value)
-            elif number == 2:
-                name = text(value)
-            elif number == 4:
-                shown = text(value)
-            elif number == 5:
-                word, told = self._stat(inside(value))
-                stats[word] = told
-        return Kind(identity, name, shown, stats)
+    def _stats(self, message: Message, field: int) -> Stats:
+        return dict(self._stat(stat) for stat in message.messages(field))
 
-    def _stat(self, message: memoryview) -> tuple[str, int | str | memoryview]:
-        name, told = "", ""
-        for number, value in fields(message):
-            if number == 1:
-                name = self._words.get(whole(value), "")
-            elif number == 5:
-                told = text(value)
-            elif number == 7:  # a text that many events share
-                told = self._words.get(whole(value), "")
-            else:
-                told = value
-        return name, told
+    def _stat(self, stat: Message) -> tuple[str, int | str | memoryview]:
+        value: int | str | memoryview = ""
+        for field, values in stat.items():
+            if field == 5:
+                value = stat.text(5)
+            elif field == 7:  # a text that many events share
+                value = self._words.get(stat.number(7), "")
+            elif field != 1:
+                value = values[-1]
+        return self._words.get(stat.number(1), ""), value
 
 
-def _entry(message: memoryview) -> memoryview:
-    """The value of one pair of a mapping."""
-    return inside(dict(fields(message)).get(2, memoryview(b"")))
+NO_KIND = Kind()
 
 
 def planes(file: Path) -> list[Plane]:
-    return [Plane(inside(value)) for number, value in fields(memoryview(file.read_bytes())) if number == 1]
+    return [Plane(plane) for plane in Message(file.read_bytes()).messages(1)]

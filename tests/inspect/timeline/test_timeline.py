@@ -123,7 +123,7 @@ def test_timeline_loop_lies_above_what_runs_in_it_and_is_not_counted_twice(tmp_p
     drawn = timeline(write(tmp_path, PROGRAM, cpu(*ops)))
     assert [(bar.op, bar.row) for bar in drawn.bars] == [("while.7", 0), ("dot.1", 1), ("psum.2", 1), ("dot.1", 0)]
     assert (drawn.lanes[0].compute, drawn.lanes[0].collectives, drawn.lanes[0].idle) == (60, 40, 50)
-    assert [each.op for each in sums(drawn.bars)] == ["dot.1", "psum.2"]
+    assert [first.op for first, _ in sums(drawn.bars)] == ["dot.1", "psum.2"]
     assert by_signal(drawn.bars) == [("up", 60, 0), ("down", 0, 40)]
 
 
