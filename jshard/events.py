@@ -20,55 +20,46 @@ Fields = Mapping[str, Any]
 INFO, CONFIG, COLLECTIVES = ASKED = ("info", "config", "collectives")
 
 WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
-    "config": (CONFIG, lambda told: f"{told['place']}  {told['key']}: {told['value']}"),
-    "begin": (INFO, lambda told: f"rank {told['rank']} of {told['of']} begins{_about(told)}"),
-    "program": (INFO, lambda told: f"{told['program']} asks for {_collectives(told)}"),
-    "collective": (COLLECTIVES, lambda told: f"{told['program']}: {_collective(told)}"),
-    "moved": (COLLECTIVES, lambda told: _moved(told)),
-    "compiled": (INFO, lambda told: f"{told['program']} is compiled: its first call took {told['seconds']:.1f} s"),
-    "resumed": (INFO, lambda told: f"goes on behind step {told['step']}, from {told['folder']}"),
-    "step": (None, lambda told: f"step {told['step']}"),
-    "waits": (None, lambda told: f"waits for step {told['step']} for {told['seconds']:.0f} s"),
-    "evaluated": (INFO, lambda told: f"step {told['step']}: test accuracy {100 * told['accuracy']:.1f} %"),
-    "saving": (INFO, lambda told: f"begins to save step {told['step']} in {told['folder']}"),
-    "saved": (INFO, lambda told: f"has saved step {told['step']} in {told['folder']}"),
-    "ended": (INFO, lambda told: f"ended behind step {told['step']}: {told['how']}"),
+    "config": (CONFIG, "{place}  {key}: {value}".format_map),
+    "begin": (INFO, lambda fields: f"rank {fields['rank']} of {fields['of']} begins{_about(fields)}"),
+    "program": (INFO, lambda fields: f"{fields['program']} asks for {_collectives(fields)}"),
+    "collective": (COLLECTIVES, lambda fields: f"{fields['program']}: {_collective(fields)}"),
+    "moved": (COLLECTIVES, lambda fields: _moved(fields)),
+    "compiled": (INFO, "{program} is compiled: its first call took {seconds:.1f} s".format_map),
+    "resumed": (INFO, "goes on behind step {step}, from {folder}".format_map),
+    "step": (None, "step {step}".format_map),
+    "waits": (None, "waits for step {step} for {seconds:.0f} s".format_map),
+    "evaluated": (INFO, lambda fields: f"step {fields['step']}: test accuracy {100 * fields['accuracy']:.1f} %"),
+    "saving": (INFO, "begins to save step {step} in {folder}".format_map),
+    "saved": (INFO, "has saved step {step} in {folder}".format_map),
+    "ended": (INFO, "ended behind step {step}: {how}".format_map),
 }
 
 
-class Tell:
-    """Hands an event on to all listeners."""
-
-    def __init__(self, *listeners: Callable[[str, Fields], None]):
-        self.listeners = listeners
-
-    def __call__(self, what: str, /, **told: Any) -> None:
-        for listener in self.listeners:
-            listener(what, told)
+Listener = Callable[[str, Fields], None]
+_listeners: tuple[Listener, ...] = ()
+tell: Callable[..., None] | None = None
 
 
-tell: Tell | None = None
-
-
-def listen(listener: Callable[[str, Fields], None]) -> Callable[[], None]:
+def listen(listener: Listener) -> Callable[[], None]:
     """From now on `listener` hears every event; returns what ends that."""
-    _become(*_listeners(), listener)
-    return lambda: _become(*(each for each in _listeners() if each is not listener))
+    _hand_on_to((*_listeners, listener))
+    return lambda: _hand_on_to(tuple(each for each in _listeners if each is not listener))
 
 
-def _listeners() -> tuple[Callable[[str, Fields], None], ...]:
-    return () if tell is None else tell.listeners
+def _hand_on_to(listeners: tuple[Listener, ...]) -> None:
+    def tell_all(what: str, /, **fields: Any) -> None:
+        for listener in listeners:
+            listener(what, fields)
 
-
-def _become(*listeners: Callable[[str, Fields], None]) -> None:
-    global tell
-    tell = Tell(*listeners) if listeners else None
+    global tell, _listeners
+    tell, _listeners = tell_all if listeners else None, listeners
 
 
 # -- stderr --
 
 
-def listener(environment: Mapping[str, str]) -> Callable[[str, Fields], None] | None:
+def listener(environment: Mapping[str, str]) -> Listener | None:
     """What prints the events that `JSHARD_LOG` asks for on stderr; None where it asks for none, or another rank speaks."""
     asked = [word.strip() for word in environment.get("JSHARD_LOG", "").split(",") if word.strip()]
     for word in asked:
@@ -80,10 +71,10 @@ def listener(environment: Mapping[str, str]) -> Callable[[str, Fields], None] | 
     if not asked or not _speaks(environment):
         return None
 
-    def show(what: str, told: Fields) -> None:
+    def show(what: str, fields: Fields) -> None:
         word, words = WORDS[what]
         if word in asked:
-            print(f"{word}: {words(told)}", file=sys.stderr, flush=True)
+            print(f"{word}: {words(fields)}", file=sys.stderr, flush=True)
 
     return show
 
@@ -98,42 +89,34 @@ def _speaks(environment: Mapping[str, str]) -> bool:
     return next((environment[name].strip() == "0" for name in RANKS if name in environment), True)
 
 
-def _about(told: Fields) -> str:
-    mesh = "".join(f", mesh {{{', '.join(f'{k}: {v}' for k, v in told['mesh'].items())}}}" for _ in "x" if told["mesh"])
-    devices = f"{told['devices']} {told['device']} device{'' if told['devices'] == 1 else 's'}"
-    return (
-        f": {told['source']}{mesh}, {devices} on {told['host']}, process {told['pid']}, jax {told['versions']['jax']}"
-    )
+def _about(fields: Fields) -> str:
+    sizes = ", ".join(f"{name}: {size}" for name, size in (fields["mesh"] or {}).items())
+    mesh = f", mesh {{{sizes}}}" if sizes else ""
+    devices = f"{fields['devices']} {fields['device']} device{'' if fields['devices'] == 1 else 's'}"
+    where = "{source}{0}, {1} on {host}, process {pid}, jax {versions[jax]}"
+    return f": {where.format(mesh, devices, **fields)}"
 
 
-def _collectives(told: Fields) -> str:
-    plural = "" if told["collectives"] == 1 else "s"
-    return f"{told['collectives']} collective{plural}, {told['wire']:,} B on the wire per device"
+def _collectives(fields: Fields) -> str:
+    plural = "" if fields["collectives"] == 1 else "s"
+    return f"{fields['collectives']} collective{plural}, {fields['wire']:,} B on the wire per device"
 
 
-def _collective(told: Fields) -> str:
-    return "  ".join(
-        filter(
-            None,
-            [
-                told["place"] or "-",
-                told["signal"],
-                told["phase"],
-                told["collective"],
-                f"over {', '.join(told['mesh_axes'])} ({told['group']})",
-                f"{'' if told['count_known'] else '? x '}{told['count']:,} x {told['payload']:,} B",
-                told["dtype"],
-                f"({told['via']})" if told["via"] else "",
-            ],
-        )
-    )
+def _collective(fields: Fields) -> str:
+    words = [fields["place"] or "-", *map(fields.get, ("signal", "phase", "collective"))]
+    words += [f"over {', '.join(fields['mesh_axes'])} ({fields['group']})"]
+    words += [
+        f"{'' if fields['count_known'] else '? x '}{fields['count']:,} x {fields['payload']:,} B",
+        fields["dtype"],
+    ]
+    return "  ".join(filter(None, [*words, f"({fields['via']})" if fields["via"] else ""]))
 
 
-def _moved(told: Fields) -> str:
-    by = f"  {told['by']}" if told["by"] else ""
-    steps = f" by {', '.join(told['moves'])}" if told["moves"] else ""
-    shape = ", ".join(map(str, told["shape"]))
-    return f"{told['op_name']}{by}  {told['dtype']}[{shape}], {told['bytes']:,} B, from {told['from']} to {told['to']}{steps}"
+def _moved(fields: Fields) -> str:
+    by = f"  {fields['by']}" if fields["by"] else ""
+    steps = f" by {', '.join(fields['moves'])}" if fields["moves"] else ""
+    what = f"{fields['dtype']}[{', '.join(map(str, fields['shape']))}], {fields['bytes']:,} B"
+    return f"{fields['op_name']}{by}  {what}, from {fields['from']} to {fields['to']}{steps}"
 
 
 if (_show := listener(os.environ)) is not None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from jshard.markup import Markup, element
 
 INDENT = "    "
+BETWEEN = "  "  # columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +69,14 @@ def as_html(blocks: Iterable[Block]) -> Markup:
     return element("div", parts, class_="jshard", style="overflow-x: auto")
 
 
-def table(
-    rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None, between: str = "  "
-) -> list[str]:
+def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None) -> list[str]:
     """One line for each row, columns aligned, those in `right` to the right. Where the longest line is wider than `width`,
     every row is folded on its own instead: its cells, as many to a line as there is room, indented after the first."""
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
-        between.join(
+        BETWEEN.join(
             cell.rjust(size) if column in right else cell.ljust(size)
             for column, (cell, size) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
@@ -85,7 +84,7 @@ def table(
     ]
     if width is None or max(map(len, aligned)) <= width:
         return aligned
-    return [line for row in rows for line in folded_row([cell for cell in row if cell], width, between)]
+    return [line for row in rows for line in folded_row([cell for cell in row if cell], width)]
 
 
 def folded(text: str, width: int | None) -> list[str]:
@@ -95,28 +94,15 @@ def folded(text: str, width: int | None) -> list[str]:
     return textwrap.wrap(text, max(width, 2 * len(INDENT)), subsequent_indent=INDENT, break_on_hyphens=False)
 
 
-def folded_row(cells: Sequence[str], width: int, between: str = "  ") -> list[str]:
+def folded_row(cells: Sequence[str], width: int) -> list[str]:
     """The cells of one row, as many to a line as there is room."""
     lines: list[str] = []
     held = ""
     for cell in cells:
-        longer = f"{held}{between}{cell}" if held.strip() else held + cell
+        longer = f"{held}{BETWEEN}{cell}" if held.strip() else held + cell
         if held.strip() and len(longer) > width:
             lines.append(held)
             longer = INDENT + cell
         held = longer
     lines.append(held)
-    return [part for line in lines for part in _broken(line, width)]
-
-
-def _broken(line: str, width: int) -> list[str]:
-    if len(line) <= width:
-        return [line]
-    indent = INDENT if line.startswith(INDENT) else ""
-    return textwrap.wrap(
-        line.strip(),
-        max(width, 2 * len(INDENT)),
-        initial_indent=indent,
-        subsequent_indent=INDENT,
-        break_on_hyphens=False,
-    )
+    return [part for line in lines for part in folded(line, width)]

@@ -34,7 +34,7 @@ class Pairs:
 def batches(sizes: dict[str, int], row: str, last: str) -> None:
     """Each device holds its rows of the batch that one process would read, and no others were read for it."""
     configuration = load_configuration({"jshard": {"mesh": sizes}, "a": {"row": row}})
-    placement = Placement(build_mesh(sizes, said="the mesh"), configuration.signals)
+    placement = Placement(build_mesh(sizes, label="the mesh"), configuration.signals)
     pairs = Pairs()
     alone = Shuffled("alone", Examples(np.zeros(10), np.arange(10)), 4, seed=3, last=last)
     shared = Shuffled("shared", Indexed("shared", pairs), 4, seed=3, last=last)

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.layouts.mesh import explicit_twin
+from jshard.layouts.mesh import with_axis_types
 from jshard.signals.active_config import configuration, mesh, on_mesh
 
 Made = TypeVar("Made")
@@ -28,7 +28,7 @@ def abstract(factory: Callable[[], Made]) -> Made:
     if configuration() is None:
         return nnx.eval_shape(factory)
     home = mesh()
-    with on_mesh(explicit_twin(home)):
+    with on_mesh(with_axis_types(home, "explicit")):
         made = nnx.eval_shape(factory)
 
     def lying(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

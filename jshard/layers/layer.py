@@ -57,7 +57,7 @@ class Layer(nnx.Module):
                 f"{signal} has a {kind} that does not say where its parameter {name} lies",
                 hint=f'name it in {kind}.parameter_axes: {{"{name}": ("reduction", "column")}}',
             )
-        layouts[name].shard_shape(shape, said=f"{signal}, in {name} of a {kind},")
+        layouts[name].shard_shape(shape, label=f"{signal}, in {name} of a {kind},")
         return nnx.Param(create(initializer, key, shape, signal.dtype.param or dtype, layouts[name]))
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:

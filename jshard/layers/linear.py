@@ -75,5 +75,5 @@ class Linear(nnx.Linear, Layer):
             bias = None if self.bias is None else self.bias[...]
             features = (self.in_features, self.out_features)
             return multiply(
-                as_array(inputs, said=str(signal)), self.kernel[...], bias, signal, arithmetic, features=features
+                as_array(inputs, label=str(signal)), self.kernel[...], bias, signal, arithmetic, features=features
             )

@@ -94,7 +94,7 @@ def _reduced(kind: str, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
     layout = _layout(x, axes)
     if layout is None:
         return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[kind](x, axes, keepdims=keepdims)
-    x = redistribute(x, layout, said=str(active() or f"jshard.{kind}"))
+    x = redistribute(x, layout, label=str(active() or f"jshard.{kind}"))
     mesh_axes = tuple(name for each in axes for name in layout.axes[each])
     count = math.prod(x.shape[each] for each in axes)
     body = Body(kind, axes, keepdims, mesh_axes, count, _algorithm(kind, layout.mesh, mesh_axes))

@@ -61,7 +61,7 @@ class Product:
     def bring(self, x: Any, source: Layout, target: Layout) -> Any:
         if self.entrance == "local":
             return move(x, plan_moves(source.axes, target.axes))
-        return redistribute(x, target, source=source if source.mesh == target.mesh else None, said=self.said)
+        return redistribute(x, target, source=source if source.mesh == target.mesh else None, label=self.said)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,7 +123,7 @@ def multiply(
         check_sizes(asked, signal, jnp.shape(x), *jnp.shape(w))
         check_reach(x, asked.mesh, signal)
         if signal.backward is None and is_elsewhere(x, asked.mesh):
-            x = redistribute(x, asked.x(jnp.ndim(x)), said=str(signal))
+            x = redistribute(x, asked.x(jnp.ndim(x)), label=str(signal))
     elif features is not None:
         x = _local_input(asked, signal, x, w, features)
     product = Product(Body(asked, arithmetic), entrance, said=str(signal))
@@ -171,7 +171,7 @@ def _local_input(
     strategy: Strategy, signal: Signal, x: jax.Array, w: jax.Array, features: tuple[int, int]
 ) -> jax.Array:
     """Inside a shard_map the sizes tell how the last axis of x lies: bring it to where the body wants it."""
-    expected = strategy.kernel().shard_shape(features, said=str(signal))
+    expected = strategy.kernel().shard_shape(features, label=str(signal))
     if w.shape != expected:
         raise JShardError(
             f"{signal} finds a kernel of {w.shape} on each device where {expected} is asked",

@@ -188,7 +188,7 @@ class _Words:
     def hold(self, key: str, size: int, names: Names, what: str) -> None:
         key = key if self.signal.shard is None else "shard.axis"
         said = f'signal "{self.signal.name}" ({self.signal.at(key)})'
-        check_divides(size, names, self.mesh, said=said, what=f"{size} {what}")
+        check_divides(size, names, self.mesh, label=said, what=f"{size} {what}")
 
 
 def door(mesh: Mesh, names: Sequence[str], said: str) -> str:

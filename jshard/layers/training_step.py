@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jshard.errors import JShardError
 from jshard.layers.call_cache import Snapshot, names, take
 from jshard.layouts.layout import Layout
-from jshard.layouts.mesh import explicit_twin, is_explicit
+from jshard.layouts.mesh import is_explicit, with_axis_types
 from jshard.layouts.paths import words_of
 from jshard.signals.active_config import configuration, mesh, on_mesh
 from jshard.signals.scope import active_digest
@@ -170,7 +170,7 @@ def _check_alike(f: Any, result: Any, specs: Any) -> None:
 
 def _found_outputs(f: Any, run: Any, given: Any, specs: Any) -> Any:
     """The specs of the results, from the types that the same function has over whole arrays on an explicit mesh."""
-    twin = explicit_twin(mesh())
+    twin = with_axis_types(mesh(), "explicit")
 
     def typed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), jax.typeof(leaf).dtype, sharding=NamedSharding(twin, spec))

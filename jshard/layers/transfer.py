@@ -68,7 +68,7 @@ def _layout(name: str, x: jax.Array, mesh: Mesh) -> Layout:
                 hint=f"give the mesh an axis {mesh_axis}, if only of size 1",
             )
     layout = Layout(mesh, *axes)
-    layout.shard_shape(x.shape, said=said)
+    layout.shard_shape(x.shape, label=said)
     return layout
 
 
@@ -92,7 +92,7 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
         )
     lying = meshes[0] if meshes else jax.make_mesh((1,), ("devices",), devices=chosen[:1])
     assert isinstance(lying, Mesh)
-    return fewer(lying, chosen, said="jshard.move")
+    return fewer(lying, chosen, label="jshard.move")
 
 
 def _named(path: Sequence[Any]) -> str:

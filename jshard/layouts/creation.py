@@ -12,14 +12,14 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard.layouts.layout import Layout
-from jshard.layouts.mesh import auto_twin, is_explicit
+from jshard.layouts.mesh import is_explicit, with_axis_types
 
 
 def create(
     initializer: Callable[..., jax.Array], key: jax.Array, shape: tuple[int, ...], dtype: Any, layout: Layout
 ) -> jax.Array:
     """`initializer(key, shape, dtype)`, computed shard by shard: the same bits on every mesh as outside jit on one device."""
-    layout.shard_shape(shape, said="a new array")
+    layout.shard_shape(shape, label="a new array")
     born = _compiled_creation(initializer, shape, jax.dtypes.canonicalize_dtype(dtype), layout)(key)
     return typed_as(born, layout.sharding)
 
@@ -54,7 +54,7 @@ def _is_narrow(layout: Layout, shape: tuple[int, ...]) -> bool:
 def _moved_from_rows(born: jax.Array, layout: Layout) -> jax.Array:
     """`born`, drawn with its last axis whole: the mesh axes that split it split rows instead, and then move back. Rows that
     don't divide are padded, as XLA pads them when it draws."""
-    mesh, *rows, last = auto_twin(layout.mesh), *layout.axes
+    mesh, *rows, last = with_axis_types(layout.mesh, "auto"), *layout.axes
 
     def lies(array: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*axes)))

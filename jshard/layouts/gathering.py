@@ -1,4 +1,4 @@
-"""An array that lies on the devices of several processes, whole on the host of all of them or of one."""
+"""Gather an array from the devices of several processes to the host of all of them, or of one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jax.tree_util import Partial
 from jshard.errors import JShardError
 from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths
 from jshard.layouts.layout import Layout
-from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, without_mesh
+from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, parcels_of, without_mesh
 from jshard.layouts.redistribution import as_array, redistribute, replicated
 from jshard.layouts.shard_buffers import taking
 from jshard.layouts.transfer_events import moved, where
 
 
 def gather(x: Any, *, root: int | None = None) -> Any:
-    """The whole array as numpy, on the host of every process; with `root`, on that process only, and `None` on the others.
+    """Gather an array to numpy on the host of every process; with `root`, on that process only, and `None` on the others.
 
     Every process calls it; nothing is gathered on a device, and what is not wanted is not received. Its gradient is
     scatter. Inside jit, where there is no host, it is `redistribute` to whole. What is on the host already stays as it is.
     """
-    x = as_array(x, said="jshard.gather")
+    x = as_array(x, label="jshard.gather")
     if not isinstance(x, jax.Array):
         check_root("jshard.gather", root)
         return x if root in (None, jax.process_index()) else None
@@ -54,24 +54,19 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
     whose = "every process" if root is None else f"process {root}"
     moved("gather", x.shape, x.dtype, where(x), f"the host of {whose}")
     wanted = [root] if root is not None else list(range(jax.process_count()))
-    parcels = []
+    parcels: list[Parcel] = []
     for box, having in holders(boxes_of(x.sharding, x.shape)).items():
-        if not shared:
-            having = wanted  # each has its own
-        source = root if root is not None and root in having else having[0]
-        parcels.append(Parcel(box, source, tuple(process for process in wanted if process not in having)))
-        if me in wanted and me in having and me != source:
-            parcels.append(Parcel(box, me, ()))
-    whole = np.empty(x.shape, x.dtype) if me in wanted else None
+        parcels += parcels_of(box, having if shared else wanted, wanted)  # else each has its own
+    full = np.empty(x.shape, x.dtype) if me in wanted else None
 
     def keep(block: Box, words: Any) -> None:
-        if whole is not None:
-            used = math.prod(lengths(block)) * whole.itemsize
-            whole[index(block)] = np.asarray(words).view(np.uint8)[:used].view(whole.dtype).reshape(lengths(block))
+        if full is not None:
+            used = math.prod(lengths(block)) * full.itemsize
+            full[index(block)] = np.asarray(words).view(np.uint8)[:used].view(full.dtype).reshape(lengths(block))
 
     with without_mesh():
         carry(parcels, doors, x.dtype.itemsize, taking(x), keep)
-    return whole
+    return full
 
 
 def check_root(op_name: str, root: int | None) -> None:
@@ -89,23 +84,23 @@ def check_root(op_name: str, root: int | None) -> None:
 
 @jax.custom_vjp
 def _differentiable(x: Any) -> Any:
-    return _whole(x) if isinstance(x, Tracer) else _gather(x, None)
+    return _replicated(x) if isinstance(x, Tracer) else _gather(x, None)
 
 
-def _whole(x: Any) -> Any:
+def _replicated(x: Any) -> Any:
     present = Layout.of(x)
     return x if present is None else redistribute(x, replicated(present.mesh, present.rank))
 
 
-def _forward(x: Any) -> tuple[Any, Any]:
+def _fwd(x: Any) -> tuple[Any, Any]:
     if isinstance(x, Tracer):
-        return jax.vjp(_whole, x)
-    return _gather(x, None), Partial(functools.partial(_pull, x.sharding))
+        return jax.vjp(_replicated, x)
+    return _gather(x, None), Partial(functools.partial(_bwd, x.sharding))
 
 
-def _pull(sharding: jax.sharding.Sharding, cotangent: Any) -> tuple[Any]:
-    whole = np.asarray(cotangent)  # every process has it, and keeps its parts
-    return (jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part].copy(), dtype=whole.dtype),)
+def _bwd(sharding: jax.sharding.Sharding, cotangent: Any) -> tuple[Any]:
+    full = np.asarray(cotangent)  # every process has it, and keeps its parts
+    return (jax.make_array_from_callback(full.shape, sharding, lambda part: full[part].copy(), dtype=full.dtype),)
 
 
-_differentiable.defvjp(_forward, lambda pull, cotangent: pull(cotangent))
+_differentiable.defvjp(_fwd, lambda bwd, cotangent: bwd(cotangent))

@@ -94,15 +94,15 @@ class Layout:
         names, axis = as_axes(mesh_axes), self.spare_axis
         return self.with_axis(axis, (*self.axes[axis], *names)) if names and self.rank else self
 
-    def shard_shape(self, shape: Sequence[int], *, said: str = "a layout") -> tuple[int, ...]:
+    def shard_shape(self, shape: Sequence[int], *, label: str = "a layout") -> tuple[int, ...]:
         """The shape of one device's part; an error when the rank is another or a size does not divide."""
         if len(shape) != self.rank:
             raise JShardError(
-                f"{said} lays out {self.rank} axes, but the array {tuple(shape)} has {len(shape)}",
+                f"{label} lays out {self.rank} axes, but the array {tuple(shape)} has {len(shape)}",
                 hint=f"give {len(shape)} axes",
             )
         for axis, size in enumerate(shape):
-            check_divides(size, self.axes[axis], self.mesh, said=said, what=f"axis {axis} of size {size}")
+            check_divides(size, self.axes[axis], self.mesh, label=label, what=f"axis {axis} of size {size}")
         return tuple(size // self.ways(axis) for axis, size in enumerate(shape))
 
     @classmethod
@@ -126,7 +126,7 @@ class Layout:
 Placement = Layout | NamedSharding | PartitionSpec
 
 
-def as_layout(where: Placement, rank: int | None, *, said: str, beside: Layout | None = None) -> Layout:
+def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout | None = None) -> Layout:
     """`where` as the layout of an array of this rank, or with None of as many axes as it names.
 
     A `PartitionSpec` is over the mesh of `jax.set_mesh`, else of the loaded configuration, else of the layout `beside`.
@@ -136,29 +136,29 @@ def as_layout(where: Placement, rank: int | None, *, said: str, beside: Layout |
     spec, mesh = getattr(where, "spec", where), getattr(where, "mesh", None)
     if not isinstance(spec, PartitionSpec):
         raise JShardError(
-            f"{said} was given a {type(where).__name__} as layout",
+            f"{label} was given a {type(where).__name__} as layout",
             hint='give it a jshard.Layout, a NamedSharding or a PartitionSpec, as in jax.P("data")',
         )
     if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in spec:
         raise JShardError(
-            f"{said} was given {spec}, which does not say where each axis lies",
+            f"{label} was given {spec}, which does not say where each axis lies",
             hint="name a mesh axis or None for each axis",
         )
     if "host" in (kind := getattr(where, "memory_kind", None) or ""):
         raise JShardError(
-            f"{said} was given a sharding in {kind}, and lays arrays out in the memory of devices",
+            f"{label} was given a sharding in {kind}, and lays arrays out in the memory of devices",
             hint='use jshard.move(x, "host")',
         )
     mesh = mesh or present_mesh() or (beside and beside.mesh)
     if mesh is None:
         raise JShardError(
-            f"{said} was given {spec}, and no mesh is set or loaded that it could mean",
+            f"{label} was given {spec}, and no mesh is set or loaded that it could mean",
             hint=f"give it jax.NamedSharding(mesh, {spec}), or call jshard.load first",
         )
     return Layout(mesh, *spec, *(None,) * ((rank or 0) - len(spec)))
 
 
-def check_divides(size: int, mesh_axes: Sequence[str], mesh: Any, *, said: str, what: str) -> None:
+def check_divides(size: int, mesh_axes: Sequence[str], mesh: Any, *, label: str, what: str) -> None:
     """An error with the nearest sizes that do when `size` does not divide over `mesh_axes`."""
     ways = math.prod(mesh.shape[name] for name in mesh_axes)
     if ways and size % ways == 0:
@@ -167,4 +167,4 @@ def check_divides(size: int, mesh_axes: Sequence[str], mesh: Any, *, said: str, 
     below, above = size // ways * ways, -(-size // ways) * ways
     use = f"use {above}" if below == 0 else f"use {below} or {above}"
     axes = f"mesh axis {names}" if len(mesh_axes) == 1 else f"mesh axes {names}"
-    raise JShardError(f"{said} splits {what} over {axes} of size {ways}", hint=f"{use}, or pad")
+    raise JShardError(f"{label} splits {what} over {axes} of size {ways}", hint=f"{use}, or pad")

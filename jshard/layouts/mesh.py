@@ -18,18 +18,15 @@ loaded_mesh: Callable[[], Mesh | AbstractMesh | None] = lambda: None
 AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 
-def build_mesh(
-    sizes: Mapping[str, int], *, axis_types: str = "explicit", devices: Sequence[Any] | None = None,
-    said: str = "the mesh",
-) -> Mesh:  # fmt: skip
-    """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `said` opens the errors."""
-    present = list(jax.devices() if devices is None else devices)
+def build_mesh(sizes: Mapping[str, int], *, axis_types: str = "explicit", label: str = "the mesh") -> Mesh:
+    """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `label` opens the errors."""
+    present = jax.devices()
     known = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
         open_axis = next(name for name, size in sizes.items() if size == -1)
         if len(present) % known:
             raise JShardError(
-                f'{said} leaves mesh axis "{open_axis}" open, but {len(present)} devices do not divide by {known}',
+                f'{label} leaves mesh axis "{open_axis}" open, but {len(present)} devices do not divide by {known}',
                 hint=f"give sizes whose product divides {len(present)}",
             )
         sizes = {name: len(present) // known if size == -1 else size for name, size in sizes.items()}
@@ -37,7 +34,7 @@ def build_mesh(
     if count > len(present):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise JShardError(
-            f"{said} asks for {product} = {count} devices, but {len(present)} "
+            f"{label} asks for {product} = {count} devices, but {len(present)} "
             f"{'is' if len(present) == 1 else 'are'} here",
             hint=f"make it smaller, or pretend with JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={2 * count} JAX_PLATFORMS=cpu",
         )
@@ -56,21 +53,21 @@ def present_mesh() -> Any:
         return here
 
 
-def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, said: str) -> tuple[Mesh, tuple[str, ...]]:
+def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, label: str) -> tuple[Mesh, tuple[str, ...]]:
     """The slice of `mesh` that holds these device numbers, and the mesh axes that span it: `mesh` itself when it is whole.
     A slice is for programs that run outside jit, where types of arrays are no help: its axes are Auto."""
     if workers is None or list(workers) == list(range(mesh.size)):
         return mesh, tuple(mesh.axis_names)
     if isinstance(mesh, AbstractMesh):
         raise JShardError(
-            f"{said} names workers, whose slice is a mesh of its own, and the devices of this mesh are not here",
+            f"{label} names workers, whose slice is a mesh of its own, and the devices of this mesh are not here",
             hint="name a mesh axis instead: shard: {axis: 0, mesh: data}",
         )
     flat = list(mesh.devices.flat)
     missing = [worker for worker in workers if not 0 <= worker < len(flat)]
     if missing:
         raise JShardError(
-            f"{said} names worker {missing[0]}, but the mesh has {len(flat)} devices",
+            f"{label} names worker {missing[0]}, but the mesh has {len(flat)} devices",
             hint=f"use numbers from 0 to {len(flat) - 1}",
         )
     grid = np.array([flat[worker] for worker in workers], dtype=object)
@@ -94,18 +91,9 @@ def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     return all(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-def explicit_twin(mesh: Mesh) -> Mesh:
-    """The same devices and names, every array's layout part of its type."""
-    return _twin(mesh, AxisType.Explicit)
-
-
-def auto_twin(mesh: Mesh) -> Mesh:
-    """The same devices and names, layouts inside jit left to the compiler."""
-    return _twin(mesh, AxisType.Auto)
-
-
-def _twin(mesh: Mesh, kind: AxisType) -> Mesh:
-    kinds = (kind,) * len(mesh.axis_names)
+def with_axis_types(mesh: Mesh, axis_types: str) -> Mesh:
+    """Give a mesh "explicit" axes, where an array's layout is part of its type, or "auto" ones, left to the compiler."""
+    kinds = (AXIS_TYPES[axis_types],) * len(mesh.axis_names)
     if mesh.axis_types == kinds:
         return mesh
     if isinstance(mesh, AbstractMesh):

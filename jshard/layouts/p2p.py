@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -31,6 +31,16 @@ class Parcel:
     box: Box
     source: int
     targets: tuple[int, ...]
+
+
+def parcels_of(box: Box, having: Sequence[int], wanting: Sequence[int]) -> Iterator[Parcel]:
+    """A part as parcels, from the processes that have it to those that want it; what this process has stays with it."""
+    targets = tuple(process for process in wanting if process not in having)
+    if targets:
+        yield Parcel(box, having[0], targets)
+    me = jax.process_index()
+    if me in wanting and me in having and not (targets and me == having[0]):
+        yield Parcel(box, me, ())
 
 
 def without_mesh() -> Any:
@@ -108,12 +118,12 @@ def _sending(doors: Mesh, source: int, targets: tuple[int, ...], *, everyone: bo
     return jax.jit(jax.shard_map(sending, mesh=mesh, in_specs=spec, out_specs=spec)), mesh
 
 
-def tell(doors: Mesh, said: dict[str, Any]) -> list[dict[str, Any]]:
+def tell(doors: Mesh, call: dict[str, Any]) -> list[dict[str, Any]]:
     """What each process says of the call it makes, told to all of them."""
     if doors.size == 1:
-        return [said]
-    note = json.dumps(said).encode()
-    assert len(note) <= NOTE, said
+        return [call]
+    note = json.dumps(call).encode()
+    assert len(note) <= NOTE, call
     notes = _telling(doors)(_at_doors(np.frombuffer(note.ljust(NOTE), np.uint8), doors))
     return [json.loads(each.tobytes()) for each in np.asarray(notes.addressable_data(0)).reshape(-1, NOTE)]
 
@@ -126,10 +136,10 @@ def is_shared(op_name: str, x: jax.Array, to: str, doors: Mesh) -> bool:
     devices, me = x.sharding.device_set, jax.process_index()
     what = f"{x.dtype}{list(x.shape)} on {listed(devices)}"
     calls = tell(doors, {"call": (what, to), "own": all(device.process_index == me for device in devices)})
-    owns = all(said["own"] for said in calls)
-    for process, said in enumerate(calls):
-        if said["call"][owns:] != calls[0]["call"][owns:]:
-            one, other = (", ".join(filter(None, each["call"])) for each in (said, calls[0]))
+    owns = all(call["own"] for call in calls)
+    for process, call in enumerate(calls):
+        if call["call"][owns:] != calls[0]["call"][owns:]:
+            one, other = (", ".join(filter(None, each["call"])) for each in (call, calls[0]))
             raise JShardError(
                 f"process {process} called {op_name} with {one}, but process 0 with {other}",
                 hint="call it with the same arrays in the same order on every process",

@@ -102,7 +102,7 @@ def move(x: jax.Array, moves: Sequence[Move]) -> jax.Array:
 
 
 def redistribute(
-    x: Any, layout: Placement, *, source: Layout | None = None, said: str = "jshard.redistribute"
+    x: Any, layout: Placement, *, source: Layout | None = None, label: str = "jshard.redistribute"
 ) -> jax.Array:  # fmt: skip
     """Move an array, a list of numbers or a number to `layout`: a `Layout`, a `NamedSharding`, or a `PartitionSpec` over the
     mesh that is set or loaded.
@@ -110,13 +110,13 @@ def redistribute(
     On an explicit mesh, and for arrays at hand, every byte that moves between devices is a collective in the ledger; inside
     jit on an auto mesh the present layout can't be seen, and the partitioner moves it, unless `source` says it.
     """
-    x = as_array(x, said=said)
-    target = layout if isinstance(layout, Layout) else as_layout(layout, x.ndim, said=said, beside=Layout.of(x))
-    target.shard_shape(x.shape, said=said)
-    return _move_traced(x, target, source) if isinstance(x, Tracer) else _place(x, target, said)
+    x = as_array(x, label=label)
+    target = layout if isinstance(layout, Layout) else as_layout(layout, x.ndim, label=label, beside=Layout.of(x))
+    target.shard_shape(x.shape, label=label)
+    return _move_traced(x, target, source) if isinstance(x, Tracer) else _place(x, target, label)
 
 
-def as_array(x: Any, *, said: str) -> Any:
+def as_array(x: Any, *, label: str) -> Any:
     """An array as it is; numbers, and lists of them, as JAX reads them."""
     if isinstance(x, jax.Array | np.ndarray) and x.dtype != object:
         return x
@@ -124,7 +124,7 @@ def as_array(x: Any, *, said: str) -> Any:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise JShardError(
-            f"{said} takes an array, a list of numbers or a number, and was given a {type(x).__name__}",
+            f"{label} takes an array, a list of numbers or a number, and was given a {type(x).__name__}",
             hint="use jax.tree.map to give it each array of a tree by itself",
         ) from error
 

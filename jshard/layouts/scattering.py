@@ -1,4 +1,4 @@
-"""One process has an array on its host; every device of every process gets its part."""
+"""Scatter an array from the host of one process to the devices of all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jshard.errors import JShardError, did_you_mean
 from jshard.layouts.gathering import check_root, gather
 from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths, word_count
 from jshard.layouts.layout import Layout, Placement, as_layout
-from jshard.layouts.p2p import Parcel, carry, doors_of, listed, tell, without_mesh
+from jshard.layouts.p2p import carry, doors_of, listed, parcels_of, tell, without_mesh
 from jshard.layouts.redistribution import redistribute
 from jshard.layouts.shard_buffers import Filling
 from jshard.layouts.transfer_events import moved
@@ -27,7 +27,7 @@ NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4"
 
 
 def scatter(x: Any, layout: Placement, *, root: int = 0, method: str = "scatter") -> jax.Array:
-    """The array that process `root` has on its host, lying as `layout` says: a `Layout`, a `NamedSharding`, or a
+    """Scatter the array that process `root` has on its host to `layout`: a `Layout`, a `NamedSharding`, or a
     `PartitionSpec` over the mesh that is set or loaded. The other processes pass `None`.
 
     Every process calls it; no process but the root ever holds more than its part and a few blocks of 1 MiB. A file that
@@ -36,7 +36,7 @@ def scatter(x: Any, layout: Placement, *, root: int = 0, method: str = "scatter"
     wanted, the others pass `np.empty(0, dtype)`, not `None`, and get an empty one. Inside jit it is `redistribute`.
     """
     if isinstance(x, Tracer):
-        return _differentiable(x, as_layout(layout, x.ndim, said="jshard.scatter"), root, method)
+        return _differentiable(x, as_layout(layout, x.ndim, label="jshard.scatter"), root, method)
     return _scatter(x, layout, root, method)
 
 
@@ -44,7 +44,7 @@ def _scatter(x: Any, layout: Placement, root: int, method: str) -> jax.Array:
     if isinstance(x, Tracer):
         return redistribute(x, layout)
     if not isinstance(layout, Layout):  # of no rank yet, which only the root knows
-        layout = as_layout(layout, None, said="jshard.scatter").sharding
+        layout = as_layout(layout, None, label="jshard.scatter").sharding
     if isinstance(layout.mesh, AbstractMesh):
         raise JShardError(
             "jshard.scatter was given a layout over a mesh without its devices",
@@ -62,10 +62,8 @@ def _moved(x: Any, where: Any, root: int, method: str) -> jax.Array:
     if method == "broadcast":
         return _by_broadcast(host, layout, root, shape, dtype)
     filling = Filling(layout.sharding, shape, dtype)
-    parcels = [
-        Parcel(box, root, tuple(process for process in processes if process != root))
-        for box, processes in holders(boxes_of(layout.sharding, shape)).items()
-    ]
+    parts = holders(boxes_of(layout.sharding, shape)).items()
+    parcels = [parcel for box, processes in parts for parcel in parcels_of(box, (root,), processes)]
 
     def take(block: Box) -> np.ndarray:
         assert host is not None
@@ -84,14 +82,14 @@ def _by_broadcast(
     """JAX's own broadcast, which adds up zeros: of the bits, as -0.0 + 0.0 is another number."""
     from jax.experimental import multihost_utils
 
-    size = int(np.prod(shape)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     bits = np.zeros(-(-size // 4), np.uint32)
     if host is not None:
         flat = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
         bits = np.pad(flat, (0, -size % 4)).view(np.uint32) if size % 4 else flat.view(np.uint32)
     bits = multihost_utils.broadcast_one_to_all(bits, is_source=jax.process_index() == root)
-    whole = np.asarray(bits).view(np.uint8)[:size].view(dtype).reshape(shape)
-    return jax.make_array_from_callback(shape, layout.sharding, lambda part: whole[part].copy(), dtype=dtype)
+    full = np.asarray(bits).view(np.uint8)[:size].view(dtype).reshape(shape)
+    return jax.make_array_from_callback(shape, layout.sharding, lambda part: full[part].copy(), dtype=dtype)
 
 
 # -- what may be asked: agreed on by all processes first, so that a mistake of one is an error on all and not a hang --
@@ -100,12 +98,12 @@ def _by_broadcast(
 def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[Layout, tuple[int, ...], np.dtype]:
     """The layout of this rank, the shape and the dtype; `where` is a Layout, or a NamedSharding of any rank."""
     devices = listed(where.mesh.devices.flat)
-    call = f'{as_layout(where, None, said="jshard.scatter")!r} of {devices}, root={root!r}, method="{method}"'
+    call = f'{as_layout(where, None, label="jshard.scatter")!r} of {devices}, root={root!r}, method="{method}"'
     calls = tell(doors, {"call": call[:1000], **_described(x)})
-    for process, said in enumerate(calls):
-        if said["call"] != calls[0]["call"]:
+    for process, given in enumerate(calls):
+        if given["call"] != calls[0]["call"]:
             raise JShardError(
-                f"process {process} called jshard.scatter with {said['call']}, but process 0 with {calls[0]['call']}",
+                f"process {process} called jshard.scatter with {given['call']}, but process 0 with {calls[0]['call']}",
                 hint="call it alike on every process",
             )
     if method not in METHODS:
@@ -113,51 +111,46 @@ def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[La
         raise JShardError(f'jshard.scatter has no method "{method}"', hint=hint)
     check_root("jshard.scatter", root)
     here = f"jshard.scatter(x if jax.process_index() == {root} else None, layout, root={root})"
-    for process, said in enumerate(calls):
-        if process == root and said["kind"] == "none":
+    for process, given in enumerate(calls):
+        if process == root and given["kind"] == "none":
             raise JShardError(
                 f"process {root} is the root of jshard.scatter and gave no array",
                 hint=f"write {here}" if doors.size > 1 else "give it one",
             )
-        if process != root and said["kind"] != "none" and said.get("shape") != [0]:
+        if process != root and given["kind"] != "none" and given.get("shape") != [0]:
             raise JShardError(
                 f"process {process} gave jshard.scatter an array, but its root is process {root}", hint=f"write {here}"
             )
-    said = calls[root]
-    if said["kind"] != "array":
-        raise JShardError(said["fault"], hint=said["hint"])
-    layout = as_layout(where, len(said["shape"]), said="jshard.scatter")
-    layout.shard_shape(said["shape"], said="jshard.scatter")
-    return layout, tuple(said["shape"]), np.dtype(said["dtype"])
+    given = calls[root]
+    if given["kind"] != "array":
+        raise JShardError(given["fault"], hint=given["hint"])
+    layout = as_layout(where, len(given["shape"]), label="jshard.scatter")
+    layout.shard_shape(given["shape"], label="jshard.scatter")
+    return layout, tuple(given["shape"]), np.dtype(given["dtype"])
 
 
 def _described(x: Any) -> dict[str, Any]:
     """What the others need to know of what a process gave: nothing, an array, or a fault."""
     if x is None:
         return {"kind": "none"}
+
+    def wrong(fault: str, hint: str) -> dict[str, Any]:
+        return {"kind": "fault", "fault": f"jshard.scatter {fault}", "hint": hint}
+
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return {
-            "kind": "fault",
-            "fault": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes",
-            "hint": "use jshard.redistribute(x, layout)",
-        }
+        fault = "takes an array on the root's host, and this one lies on devices of other processes"
+        return wrong(fault, "use jshard.redistribute(x, layout)")
     host = _on_host(x)
     try:
         held = jax.dtypes.canonicalize_dtype(host.dtype)
     except TypeError:  # JAX's way to say that it has no such numbers
         held = None
     if held is None or held in NARROW or host.dtype.names or not host.dtype.isnative or host.dtype.kind in "OSUMm":
-        return {
-            "kind": "fault",
-            "fault": f"jshard.scatter was given an array of {str(host.dtype)[:200]}, which it can't hand out",
-            "hint": "give it numbers, for instance x.astype(np.float32)",
-        }
+        fault = f"was given an array of {str(host.dtype)[:200]}, which it can't hand out"
+        return wrong(fault, "give it numbers, for instance x.astype(np.float32)")
     if held != host.dtype:
-        return {
-            "kind": "fault",
-            "fault": f"jshard.scatter was given {host.dtype}, which JAX holds only with JAX_ENABLE_X64=1",
-            "hint": f"give it x.astype(np.{held})",
-        }
+        fault = f"was given {host.dtype}, which JAX holds only with JAX_ENABLE_X64=1"
+        return wrong(fault, f"give it x.astype(np.{held})")
     return {"kind": "array", "shape": list(host.shape), "dtype": host.dtype.name}
 
 
@@ -179,18 +172,18 @@ def _differentiable(x: Any, layout: Layout, root: int, method: str) -> jax.Array
     return _scatter(x, layout, root, method)
 
 
-def _forward(x: Any, layout: Layout, root: int, method: str) -> tuple[jax.Array, Any]:
+def _fwd(x: Any, layout: Layout, root: int, method: str) -> tuple[jax.Array, Any]:
     if isinstance(x, Tracer):
         return jax.vjp(lambda x: redistribute(x, layout), x)
     home = x.sharding if isinstance(x, jax.Array) else None
-    return _scatter(x, layout, root, method), Partial(functools.partial(_pull, root, home))
+    return _scatter(x, layout, root, method), Partial(functools.partial(_bwd, root, home))
 
 
-def _pull(root: int, home: jax.sharding.Sharding | None, cotangent: jax.Array) -> tuple[Any]:
-    whole = gather(cotangent, root=root)
-    if whole is None:
-        whole = np.empty(0, cotangent.dtype)
-    return (whole if home is None else jax.device_put(whole, home),)
+def _bwd(root: int, home: jax.sharding.Sharding | None, cotangent: jax.Array) -> tuple[Any]:
+    full = gather(cotangent, root=root)
+    if full is None:
+        full = np.empty(0, cotangent.dtype)
+    return (full if home is None else jax.device_put(full, home),)
 
 
-_differentiable.defvjp(_forward, lambda layout, root, method, pull, cotangent: pull(cotangent))
+_differentiable.defvjp(_fwd, lambda layout, root, method, bwd, cotangent: bwd(cotangent))

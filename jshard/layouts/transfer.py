@@ -12,7 +12,7 @@ from jax.sharding import Mesh, Sharding
 
 from jshard.errors import JShardError
 from jshard.layouts.index_ranges import boxes_of, holders, overlap
-from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, listed, without_mesh
+from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, listed, parcels_of, without_mesh
 from jshard.layouts.shard_buffers import Filling, taking
 from jshard.layouts.transfer_events import moved, where
 
@@ -22,7 +22,7 @@ HOST = "pinned_host"  # JAX's name for memory of the host that a device can reac
 def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
     """The same numbers, lying as `sharding` says. A device gets only what it will hold, and one block of 1 MiB at a time;
     between processes blocks travel as they do in `scatter`, and every process calls this."""
-    me, parcels = jax.process_index(), []
+    parcels: list[Parcel] = []
     doors = doors_of(next(iter(sharding.device_set)).platform)
     with without_mesh():
         shared = is_shared("jshard.move", x, f"to {listed(sharding.device_set)}", doors)
@@ -35,15 +35,8 @@ def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
     for box, wanting in holders(there).items():
         for part, having in holders(here).items():
             both = overlap(box, part)
-            if both is None:
-                continue
-            if not shared:
-                having = wanting  # each has its own
-            targets = tuple(process for process in wanting if process not in having)
-            if targets:
-                parcels.append(Parcel(both, having[0], targets))
-            if me in wanting and me in having and not (targets and me == having[0]):
-                parcels.append(Parcel(both, me, ()))
+            if both is not None:
+                parcels += parcels_of(both, having if shared else wanting, wanting)  # else each has its own
     with without_mesh():
         filling = Filling(sharding, x.shape, x.dtype)
         carry(parcels, doors, x.dtype.itemsize, taking(x), filling.put)
@@ -62,7 +55,7 @@ def on_host(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind(HOST))
 
 
-def fewer(mesh: Mesh, devices: Sequence[Any], *, said: str) -> Mesh:
+def fewer(mesh: Mesh, devices: Sequence[Any], *, label: str) -> Mesh:
     """A mesh of the same axes over these devices: the first mesh axes become as small as they have to."""
     sizes, left = dict(mesh.shape), len(devices)
     for name in reversed(sizes):
@@ -71,7 +64,7 @@ def fewer(mesh: Mesh, devices: Sequence[Any], *, said: str) -> Mesh:
     if left != 1:
         shape = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
         raise JShardError(
-            f"{said} to {len(devices)} devices, over which the mesh {{{shape}}} can't be made smaller",
+            f"{label} to {len(devices)} devices, over which the mesh {{{shape}}} can't be made smaller",
             hint=f"give it a number of devices that divides {mesh.size}, or a mesh",
         )
     grid = np.array(list(devices), dtype=object).reshape(tuple(sizes.values()))

@@ -83,8 +83,8 @@ def mesh() -> Mesh:
                 f"{present.source} describes no mesh", hint="add `jshard: {mesh: {data: 2, tensor: 4}}` to it"
             )
         sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
-        said = f"jshard.mesh ({present.mesh.place})"
-        _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, said=said)
+        label = f"jshard.mesh ({present.mesh.place})"
+        _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, label=label)
     return _loaded.mesh
 
 
@@ -103,7 +103,7 @@ def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
         return whole, ()
     if signal.shard.mesh:
         return whole, signal.shard.mesh
-    return workers_mesh(whole, signal.shard.workers, said=f'signal "{signal.name}" ({signal.at("shard.workers")})')
+    return workers_mesh(whole, signal.shard.workers, label=f'signal "{signal.name}" ({signal.at("shard.workers")})')
 
 
 @contextlib.contextmanager

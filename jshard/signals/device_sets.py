@@ -34,8 +34,13 @@ def check_reach(x: Any, mesh: Any, signal: Signal) -> None:
     if trace is None:
         return
     there, other = _first.setdefault(trace, (mesh, signal))
-    if list(there.devices.flat) != list(mesh.devices.flat):
+    if differ(there, mesh):
         raise apart(signal, mesh, other, there)
+
+
+def differ(one: Mesh, other: Mesh) -> bool:
+    """Whether two meshes are over different devices."""
+    return list(one.devices.flat) != list(other.devices.flat)
 
 
 def is_elsewhere(x: Any, mesh: Any) -> bool:
@@ -63,6 +68,6 @@ def _asked_by(mesh: Mesh) -> Signal | None:
     """The signal that lies on exactly these devices, if there is one."""
     present = configuration()
     for signal in present.signals.values() if present is not None else ():
-        if signal.shard is not None and [*mesh_for(signal)[0].devices.flat] == [*mesh.devices.flat]:
+        if signal.shard is not None and not differ(mesh_for(signal)[0], mesh):
             return signal
     return None

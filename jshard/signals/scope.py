@@ -180,7 +180,7 @@ class SignalFunction:
         """`x` placed as signal `name` (or the active one) says: by its `shard`, else axis 0 over `row` and the last axis
         over `column`. Unchanged when no configuration is loaded. A layout or sharding in place of a name is taken as it is."""
         if isinstance(name, Placement):
-            return redistribute(x, name, said="jshard.signal.tensor")
+            return redistribute(x, name, label="jshard.signal.tensor")
         with contextlib.nullcontext() if name is None else Entry(*_words(name)):
             return _place(x)
 
@@ -223,12 +223,12 @@ def _place(x: Any) -> jax.Array:
             hint="place it before: jshard.signal.tensor(x) outside jshard.step",
         )
     present.placed.add(active_path())
-    x = as_array(x, said=str(signal))
+    x = as_array(x, label=str(signal))
     rank = x.ndim
     layout = tensor_layout(signal, rank)
     check_reach(x, layout.mesh, signal)
     if signal.backward is None:
-        return redistribute(x, layout, said=str(signal))
+        return redistribute(x, layout, label=str(signal))
     back = tensor_layout(present.lookup((signal.backward,)), rank)
     return _two_ways(_Ways(layout, back, Layout.of(x), str(signal)), x)
 
@@ -240,20 +240,20 @@ class _Ways:
     there: Layout
     back: Layout
     origin: Layout | None
-    said: str
+    label: str
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _two_ways(ways: _Ways, x: Any) -> jax.Array:
-    return redistribute(x, ways.there, said=ways.said)
+    return redistribute(x, ways.there, label=ways.label)
 
 
 def _two_ways_pulls(ways: _Ways, _: None, cotangent: Any) -> tuple[Any]:
     with scope(key="backward"):
-        cotangent = redistribute(cotangent, ways.back, said=ways.said)
+        cotangent = redistribute(cotangent, ways.back, label=ways.label)
         if ways.origin is not None and is_explicit(ways.back.mesh) and ways.origin.axes != ways.back.axes:
             cotangent = redistribute(
-                cotangent, Layout(ways.back.mesh, *ways.origin.axes), said=ways.said
+                cotangent, Layout(ways.back.mesh, *ways.origin.axes), label=ways.label
             )  # the type of x
     return (cotangent,)
 

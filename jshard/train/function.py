@@ -82,7 +82,7 @@ class Shape:
                 )
         axes = (*self.axes, *((),) * (len(self.shape) - len(self.axes)))
         layout = Layout(mesh(), *axes)
-        layout.shard_shape(self.shape, said=f'--args "{self.word}"')
+        layout.shard_shape(self.shape, label=f'--args "{self.word}"')
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=layout.sharding)
 
 

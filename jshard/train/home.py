@@ -8,7 +8,7 @@ from flax import nnx
 
 from jshard.layers.layer import model_arrays
 from jshard.signals.active_config import configuration, mesh_for
-from jshard.signals.device_sets import apart, devices_in_words
+from jshard.signals.device_sets import apart, devices_in_words, differ
 
 
 def home_of(model: nnx.Module, whole: Any) -> tuple[Any, str | None]:
@@ -25,15 +25,11 @@ def home_of(model: nnx.Module, whole: Any) -> tuple[Any, str | None]:
     home = meshes[first.name]
     for signal in signals:
         there = meshes[signal.name]
-        if _differ(home, there) and not (first.backward and signal.backward):
+        if differ(home, there) and not (first.backward and signal.backward):
             raise apart(signal, there, first, home)
     for signal in signals:
         back = present.lookup((signal.backward,)) if signal.backward is not None else signal
-        if _differ(home, there := mesh_for(back)[0]):
+        if differ(home, there := mesh_for(back)[0]):
             why = f"{first} lies on {devices_in_words(home)} and {back} on {devices_in_words(there)}"
             return None, f"{why}, so a step is several programs, which are run and not explained"
-    return (home if _differ(home, whole) else whole), None
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return list(one.devices.flat) != list(other.devices.flat)
+    return (home if differ(home, whole) else whole), None

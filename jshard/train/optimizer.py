@@ -18,7 +18,7 @@ from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
 from jshard.layouts.creation import typed_as
 from jshard.layouts.layout import Layout
-from jshard.layouts.mesh import explicit_twin, homes_of
+from jshard.layouts.mesh import homes_of, with_axis_types
 from jshard.layouts.paths import keys_of, words_of
 from jshard.layouts.redistribution import move, plan_moves, redistribute
 from jshard.provenance import scope
@@ -149,7 +149,7 @@ def _places(
         if here.layout is not None and here.signal is not None and here.signal.store_optimizer:
             split = here.layout.also_over(here.signal.store_optimizer)
             split.shard_shape(
-                jnp.shape(leaf), said=f'signal "{here.signal.name}" ({here.signal.at("store.optimizer")})'
+                jnp.shape(leaf), label=f'signal "{here.signal.name}" ({here.signal.at("store.optimizer")})'
             )
             in_state[path], signals[path] = split.axes, here.signal_path
     return at_rest, in_state, signals
@@ -182,7 +182,7 @@ class _Update:
 
     @classmethod
     def of(cls, tx: optax.GradientTransformation, params: Any, in_state: dict[Path, Axes]) -> _Update:
-        twin = explicit_twin(mesh())
+        twin = with_axis_types(mesh(), "explicit")
 
         def typed(path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
             layout = Layout(twin, *in_state.get(keys_of(path), ((),) * jnp.ndim(leaf)))

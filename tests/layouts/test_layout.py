@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jshard
 from jshard.layouts import Layout, build_mesh
-from jshard.layouts.mesh import explicit_twin, is_explicit, workers_mesh
+from jshard.layouts.mesh import is_explicit, with_axis_types, workers_mesh
 
 P = jax.P
 
@@ -65,7 +65,9 @@ def test_layout_reads_like_what_it_means(grid):
 def test_layouts_are_equal_by_mesh_and_axes(grid):
     layout = Layout(grid, "data", None)
     assert layout == Layout(grid, ("data",), ()) and hash(layout) == hash(Layout(grid, ("data",), ()))
-    assert layout != Layout(grid, None, "data") and layout != Layout(explicit_twin(auto(grid)), None, None)
+    assert layout != Layout(grid, None, "data") and layout != Layout(
+        with_axis_types(auto(grid), "explicit"), None, None
+    )
     assert layout != Layout(auto(grid), "data", None)
     assert layout != "data"
     assert copy.deepcopy(layout.axes) == layout.axes and pickle.loads(pickle.dumps(layout.axes)) == layout.axes
@@ -96,11 +98,11 @@ def test_spec_shorter_than_the_array_leaves_the_rest_whole(grid):
 
 def test_twins_and_slices_of_a_mesh(grid):
     assert is_explicit(grid) and not is_explicit(auto(grid))
-    assert explicit_twin(grid) is grid
-    assert explicit_twin(auto(grid)) == grid
-    whole, names = workers_mesh(grid, None, said="it")
+    assert with_axis_types(grid, "explicit") is grid
+    assert with_axis_types(auto(grid), "explicit") == grid
+    whole, names = workers_mesh(grid, None, label="it")
     assert whole is grid and names == ("data", "tensor")
-    part, names = workers_mesh(grid, (2, 3), said="it")
+    part, names = workers_mesh(grid, (2, 3), label="it")
     assert [device.id for device in part.devices.flat] == [2, 3] and names == ("workers",)
 
 
@@ -132,7 +134,7 @@ def test_a_mesh_axis_used_twice(grid):
 
 
 def test_a_rank_that_is_another(grid):
-    assert sentence(Layout(grid, "data").shard_shape, (8, 8), said="it") == (
+    assert sentence(Layout(grid, "data").shard_shape, (8, 8), label="it") == (
         "it lays out 1 axes, but the array (8, 8) has 2; give 2 axes"
     )
 
@@ -157,6 +159,6 @@ def test_a_mesh_that_does_not_fit_the_machine():
 
 
 def test_a_worker_that_is_not_there(grid):
-    assert sentence(workers_mesh, grid, (1, 8), said="it") == (
+    assert sentence(workers_mesh, grid, (1, 8), label="it") == (
         "it names worker 8, but the mesh has 8 devices; use numbers from 0 to 7"
     )

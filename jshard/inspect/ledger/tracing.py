@@ -22,7 +22,7 @@ from jshard.inspect.ledger.unsplit import unsplit
 from jshard.inspect.user_code_errors import told
 from jshard.layers.layer import model_arrays
 from jshard.layers.training_step import Untyped
-from jshard.layouts.mesh import explicit_twin, is_explicit, present_mesh
+from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
 from jshard.layouts.paths import words_of
 from jshard.signals.active_config import mesh, on_mesh
 from jshard.signals.keys import unused
@@ -48,7 +48,7 @@ def ledger_of(whole: Traced, nodes: Sequence[Any], *, backward: bool | None = No
     try:
         jaxpr = _jaxpr(whole, backward)
     except Untyped:  # the same, where types say how arrays lie
-        twin, is_typed = explicit_twin(mesh()), True
+        twin, is_typed = with_axis_types(mesh(), "explicit"), True
         with on_mesh(twin):
             jaxpr = _jaxpr(whole.typed_on(twin), backward)
     ledger = read(jaxpr)

@@ -22,7 +22,7 @@ from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.records import Note, excess
 from jshard.inspect.verify.verification import Finding, Verification, in_words
 from jshard.layers.training_step import Untyped
-from jshard.layouts.mesh import build_mesh, explicit_twin
+from jshard.layouts.mesh import build_mesh, with_axis_types
 from jshard.layouts.put import on_host
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh, on_mesh
@@ -51,7 +51,7 @@ def verify(
     try:
         sides[0].trace()
     except Untyped:  # a jshard.step on an auto mesh: the same, where types say how arrays lie
-        configured = explicit_twin(configured)
+        configured = with_axis_types(configured, "explicit")
         sides = [_Side(program, configured, configured)]
     _check_own(program, sides[0].trace()[0])
     trial = _Trial(program, _Side(program, _of_ones(configured), configured), tolerance)
@@ -123,7 +123,7 @@ def _resized(whole: Mesh, sizes: Mapping[str, int]) -> Mesh:
                 f'verify was given a mesh with an axis "{name}", but the configured one is {in_words(whole.shape)}',
                 hint=f"use {' or '.join(whole.axis_names)}",
             )
-    built = build_mesh({**whole.shape, **sizes}, said="the mesh given to verify")
+    built = build_mesh({**whole.shape, **sizes}, label="the mesh given to verify")
     return Mesh(built.devices, whole.axis_names, axis_types=whole.axis_types)
 
 

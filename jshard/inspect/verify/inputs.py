@@ -272,7 +272,7 @@ def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
             hint="place it on jshard.mesh(): jshard.redistribute(x, layout)",
         )
     layout = Layout.from_sharding(NamedSharding(mesh, sharding.spec), len(given.shape))
-    layout.shard_shape(given.shape, said=name)
+    layout.shard_shape(given.shape, label=name)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return typed(put(on_host(raw(numbers)), layout.sharding), kind(numbers))
     return put(on_host(numbers).astype(dtype), layout.sharding)
