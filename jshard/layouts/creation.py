@@ -1,4 +1,4 @@
-"""Arrays born where they will lie: no device ever holds more than its part."""
+"""Create arrays sharded: no device ever holds more than its part."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from jshard.layouts.mesh import is_explicit, with_axis_types
 def create(
     initializer: Callable[..., jax.Array], key: jax.Array, shape: tuple[int, ...], dtype: Any, layout: Layout
 ) -> jax.Array:
-    """`initializer(key, shape, dtype)`, computed shard by shard: the same bits on every mesh as outside jit on one device."""
+    """Compute `initializer(key, shape, dtype)` shard by shard: the same bits on every mesh as outside jit on one device."""
     layout.shard_shape(shape, label="a new array")
-    born = _compiled_creation(initializer, shape, jax.dtypes.canonicalize_dtype(dtype), layout)(key)
-    return typed_as(born, layout.sharding)
+    created = _compiled_creation(initializer, shape, jax.dtypes.canonicalize_dtype(dtype), layout)(key)
+    return typed_as(created, layout.sharding)
 
 
-def typed_as(born: Any, sharding: NamedSharding) -> Any:
+def typed_as(created: Any, sharding: NamedSharding) -> Any:
     """What a jit with these `out_shardings` made, on an explicit mesh with the layout in its type, which a traced jit
     leaves out."""
-    traced = isinstance(born, Tracer) and is_explicit(sharding.mesh)
-    return jax.sharding.reshard(born, sharding) if traced else born
+    traced = isinstance(created, Tracer) and is_explicit(sharding.mesh)
+    return jax.sharding.reshard(created, sharding) if traced else created
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_creation(initializer: Any, shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:
     def creation(key: jax.Array) -> jax.Array:
-        born = _step_by_step(lambda key: initializer(key, shape, dtype), key)
-        return _moved_from_rows(born, layout) if _is_narrow(layout, shape) else born
+        created = _step_by_step(lambda key: initializer(key, shape, dtype), key)
+        return _moved_from_rows(created, layout) if _is_narrow(layout, shape) else created
 
     # On absent devices nothing is made, and vmap takes no out_shardings there: the type that follows says the same.
     absent = isinstance(layout.mesh, AbstractMesh)
@@ -51,27 +51,27 @@ def _is_narrow(layout: Layout, shape: tuple[int, ...]) -> bool:
     return not absent and bool(layout.mesh_axes) and shape[-1] // layout.ways(-1) < NARROW
 
 
-def _moved_from_rows(born: jax.Array, layout: Layout) -> jax.Array:
-    """`born`, drawn with its last axis whole: the mesh axes that split it split rows instead, and then move back. Rows that
-    don't divide are padded, as XLA pads them when it draws."""
+def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
+    """Draw with the last axis not split: the mesh axes that split it split rows instead, and then move back. Rows that don't
+    divide are padded, as XLA pads them when it draws."""
     mesh, *rows, last = with_axis_types(layout.mesh, "auto"), *layout.axes
 
-    def lies(array: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
+    def constrained(array: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*axes)))
 
     def left_over(axis: int) -> int:
-        return -born.shape[axis] % (layout.ways(axis) * layout.ways(-1))
+        return -created.shape[axis] % (layout.ways(axis) * layout.ways(-1))
 
-    if born.shape[-1] < NARROW:  # how these are rounded hangs on the number of rows too
-        return lies(born) if born.size <= SMALL else born
-    axes = [axis for axis in range(born.ndim - 1) if not left_over(axis) or not rows[axis]]
+    if created.shape[-1] < NARROW:  # how these are rounded hangs on the number of rows too
+        return constrained(created) if created.size <= SMALL else created
+    axes = [axis for axis in range(created.ndim - 1) if not left_over(axis) or not rows[axis]]
     if not axes:  # no rows, or every row axis is split already, into parts that can't be split again
-        return lies(born, *rows, ())
+        return constrained(created, *rows, ())
     axis = min(axes, key=lambda axis: left_over(axis) > 0)
     drawn = [(*names, *last) if at == axis else names for at, names in enumerate(rows)]
-    padded = [(0, left_over(axis) if at == axis else 0) for at in range(born.ndim)]
-    born = lies(jax.numpy.pad(lies(born, *drawn, ()), padded), *drawn, ())
-    return jax.lax.slice_in_dim(lies(born, *rows, last), 0, born.shape[axis] - padded[axis][1], axis=axis)
+    padded = [(0, left_over(axis) if at == axis else 0) for at in range(created.ndim)]
+    created = constrained(jax.numpy.pad(constrained(created, *drawn, ()), padded), *drawn, ())
+    return jax.lax.slice_in_dim(constrained(created, *rows, last), 0, created.shape[axis] - padded[axis][1], axis=axis)
 
 
 def _step_by_step(f: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:

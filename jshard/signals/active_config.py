@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +20,15 @@ from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.signal import Signal
 
 
+@dataclasses.dataclass
 class _Loaded:
     """What is loaded in this process, for all threads."""
 
-    def __init__(self) -> None:
-        self.configuration: Configuration | None = None
-        self.mesh: Mesh | None = None
-        self.stands_for: Mesh | None = None
-        self.environment_read = False
-        self.lock = threading.RLock()
+    configuration: Configuration | None = None
+    mesh: Mesh | None = None
+    stands_for: Mesh | None = None
+    environment_read: bool = False
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
 
 
 _loaded = _Loaded()
@@ -64,9 +65,7 @@ def configuration() -> Configuration | None:
         with _loaded.lock:
             if not _loaded.environment_read:
                 path = os.environ.get("JSHARD_CONFIG")
-                _become(load_configuration(path) if path else None)
-                if _loaded.configuration is not None:
-                    lines.tell(_loaded.configuration)
+                load(path) if path else unload()
     return _loaded.configuration
 
 
@@ -83,8 +82,7 @@ def mesh() -> Mesh:
                 f"{present.source} describes no mesh", hint="add `jshard: {mesh: {data: 2, tensor: 4}}` to it"
             )
         sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
-        label = f"jshard.mesh ({present.mesh.place})"
-        _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, label=label)
+        _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, label=f"jshard.mesh ({present.mesh.place})")
     return _loaded.mesh
 
 
@@ -98,12 +96,10 @@ def mesh_to_choose_for() -> Mesh:
 
 def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh that a signal's arrays lie on, and the axes of it that its `shard` names (all, unless it names some)."""
-    whole = mesh()
-    if signal.shard is None:
-        return whole, ()
-    if signal.shard.mesh:
-        return whole, signal.shard.mesh
-    return workers_mesh(whole, signal.shard.workers, label=f'signal "{signal.name}" ({signal.at("shard.workers")})')
+    full = mesh()
+    if signal.shard is None or signal.shard.mesh:
+        return full, signal.shard.mesh if signal.shard else ()
+    return workers_mesh(full, signal.shard.workers, label=f'signal "{signal.name}" ({signal.at("shard.workers")})')
 
 
 @contextlib.contextmanager

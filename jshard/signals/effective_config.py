@@ -12,8 +12,6 @@ from jshard.signals.config import Configuration
 from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
 
-EMPTY = Signal("")
-
 
 def tell(configuration: Configuration) -> None:
     """An event for each key, where somebody listens."""
@@ -31,10 +29,10 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
     for key, value in _flat(configuration.train):
         yield _place(configuration, key), f"jshard.train.{key}", value
     for signal in configuration.signals.values():
-        said = [(key, value) for key, value in _keys(signal) if value]
-        for key, value in said:
+        says = list(_keys(signal))
+        for key, value in says:
             yield signal.at(_written(signal, key)), f"{signal.name}.{key}", value
-        if not said:
+        if not says:
             yield signal.place, signal.name, "{}"
 
 
@@ -53,20 +51,19 @@ def _written(signal: Signal, key: str) -> str:
 
 
 def _keys(signal: Signal) -> Iterator[tuple[str, str]]:
-    for field in dataclasses.fields(Signal):
-        value = getattr(signal, field.name)
-        if field.name in ("name", "place", "places") or value == getattr(EMPTY, field.name):
-            continue
-        key = "store.optimizer" if field.name == "store_optimizer" else field.name
+    for key, value in _changed(signal).items():
         if dataclasses.is_dataclass(value):
-            empty = type(value)()
-            for inner in dataclasses.fields(value):
-                if getattr(value, inner.name) != getattr(empty, inner.name):
-                    yield f"{key}.{inner.name}", _word(getattr(value, inner.name))
+            value = _changed(value)
         elif key in ("kernel", "expect"):
-            yield from ((f"{key}.{name}", _word(each)) for name, each in value)
-        else:
-            yield key, _word(value)
+            value = dict(value)
+        if key not in ("name", "place", "places"):
+            yield from _flat(value, "store.optimizer" if key == "store_optimizer" else key)
+
+
+def _changed(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that say more than their defaults."""
+    fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    return {name: present for name, (present, default) in fields.items() if present != default}
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -50,16 +50,11 @@ def resolve(root: Node, source: str, faults: Faults) -> Resolved:
         for name, node in root.value.items()
         if name != "jshard" and _is_signal(name, node, root.keys[name], faults)
     }
-    extends = _Extends(written, source, faults)
-    full = {name: extends.over(name) for name in written}
-    signals = {
-        name: _signal(each, head.get("kernel", {}), faults) for name, each in full.items() if not is_template(name)
-    }
-    names = _Named(signals, written, source, faults)
+    names = _Names(written, head.get("kernel", {}), source, faults)
     names.check_backward()
     if "default" in head:
         names.find(head["default"], reading.places["jshard.default"], ("jshard", "default"), "names")
-    return Resolved(head, reading.places, signals)
+    return Resolved(head, reading.places, names.signals)
 
 
 def is_template(name: str) -> bool:
@@ -110,14 +105,18 @@ def _written(name: str, node: Node, place: Place, reading: Reading) -> Written:
     return Written(name, place, values or {}, places, {key[cut:] for key in own.broken})
 
 
-class _Extends:
-    """Signals over those they extend: the later of a list over the earlier, a signal's own keys over all."""
+class _Names:
+    """The signals, each over those it extends (the later of a list over the earlier, its own keys over all), and what
+    other keys mean by their names."""
 
-    def __init__(self, written: dict[str, Written], source: str, faults: Faults):
+    def __init__(self, written: dict[str, Written], kernels: dict[str, str], source: str, faults: Faults):
         self.written = written
         self.source = source
         self.faults = faults
         self.done: dict[str, Written] = {}
+        full = {name: self.over(name) for name in written}
+        self.signals = {name: _signal(each, kernels, faults) for name, each in full.items() if not is_template(name)}
+        self.matcher = Matcher(self.signals.values())
 
     def over(self, name: str, chain: tuple[str, ...] = ()) -> Written:
         if name in self.done:
@@ -146,6 +145,48 @@ class _Extends:
         else:
             return True
         return False
+
+    def find(self, name: str, place: Place, about: Path, verb: str) -> Signal | None:
+        """The signal that `name` means; when none is meant, a fault: `about` names it."""
+        _, found = self.matcher.find(tuple(name.split("/")))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            both = " and ".join(f"{quoted(each.name)} ({each.place})" for each in found[:2])
+            which, hint = f"which both {both} match", "name one of the two"
+        elif name in self.written:
+            which, hint = (
+                "which is only a template",
+                f"name a signal, or call it {quoted(name.lstrip('_') or 'layer1')}",
+            )
+        else:
+            which = f"which is not in {self.source}"
+            hint = did_you_mean(name, self.signals, "write the name of a signal")
+        return self.faults.add(about, place, f"{verb} {quoted(name)}, {which}", hint)
+
+    def check_backward(self) -> None:
+        """Each `backward` names a signal, and none leads back to where it began."""
+        follows: dict[str, str] = {}
+        for name, signal in self.signals.items():
+            if signal.backward is not None:
+                other = self.find(signal.backward, signal.at("backward"), (name,), "names backward")
+                if other is not None:
+                    follows[name] = other.name
+        seen: set[str] = set()
+        for name in follows:
+            way: list[str] = []
+            while name in follows and name not in seen:
+                seen.add(name)
+                way.append(name)
+                name = follows[name]
+            if name in way:
+                self._loops(way[way.index(name) :])
+
+    def _loops(self, loop: list[str]) -> None:
+        first, last = self.signals[loop[0]], self.signals[loop[-1]]
+        way = "" if len(loop) == 1 else f" by way of {quoted(last.name)} ({last.at('backward')})"
+        hint = "remove one backward" if way else "remove backward"
+        self.faults.add((first.name,), first.at("backward"), f"is its own backward{way}", hint)
 
 
 def _lay(base: Written, top: Written) -> None:
@@ -202,56 +243,3 @@ def _expect(written: Written, values: dict[str, int], faults: Faults) -> tuple[t
             faults.add((written.name,), written.at(f"expect.{word}"), fault, "keep one")
         found[name] = (word, count)
     return tuple((name, count) for name, (_, count) in sorted(found.items()))
-
-
-class _Named:
-    """Signals that are named by a key of another place."""
-
-    def __init__(self, signals: dict[str, Signal], written: dict[str, Written], source: str, faults: Faults):
-        self.signals = signals
-        self.written = written
-        self.source = source
-        self.faults = faults
-        self.matcher = Matcher(signals.values())
-
-    def find(self, name: str, place: Place, about: Path, verb: str) -> Signal | None:
-        """The signal that `name` means; when none is meant, a fault: `about` names it."""
-        _, found = self.matcher.find(tuple(name.split("/")))
-        if len(found) == 1:
-            return found[0]
-        if found:
-            both = " and ".join(f"{quoted(each.name)} ({each.place})" for each in found[:2])
-            which, hint = f"which both {both} match", "name one of the two"
-        elif name in self.written:
-            which, hint = (
-                "which is only a template",
-                f"name a signal, or call it {quoted(name.lstrip('_') or 'layer1')}",
-            )
-        else:
-            which = f"which is not in {self.source}"
-            hint = did_you_mean(name, self.signals, "write the name of a signal")
-        return self.faults.add(about, place, f"{verb} {quoted(name)}, {which}", hint)
-
-    def check_backward(self) -> None:
-        """Each `backward` names a signal, and none leads back to where it began."""
-        follows: dict[str, str] = {}
-        for name, signal in self.signals.items():
-            if signal.backward is not None:
-                other = self.find(signal.backward, signal.at("backward"), (name,), "names backward")
-                if other is not None:
-                    follows[name] = other.name
-        seen: set[str] = set()
-        for name in follows:
-            way: list[str] = []
-            while name in follows and name not in seen:
-                seen.add(name)
-                way.append(name)
-                name = follows[name]
-            if name in way:
-                self._loops(way[way.index(name) :])
-
-    def _loops(self, loop: list[str]) -> None:
-        first, last = self.signals[loop[0]], self.signals[loop[-1]]
-        way = "" if len(loop) == 1 else f" by way of {quoted(last.name)} ({last.at('backward')})"
-        hint = "remove one backward" if way else "remove backward"
-        self.faults.add((first.name,), first.at("backward"), f"is its own backward{way}", hint)

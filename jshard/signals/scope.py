@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Hashable
 from typing import Any
@@ -22,6 +21,7 @@ from jshard.layouts.redistribution import as_array, redistribute
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh_for
 from jshard.signals.device_sets import check_reach
+from jshard.signals.faults import listed
 from jshard.signals.signal import Signal
 
 
@@ -149,7 +149,7 @@ def tensor_layout(signal: Signal, rank: int) -> Layout:
             if not -rank <= axis < rank:
                 raise JShardError(
                     f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {axis} of a rank-{rank} array',
-                    hint="use " + _one_of(range(rank)),
+                    hint="use " + (listed(map(str, range(rank))) if rank else "a replicated signal"),
                 )
             axes[axis] = shard_axes
     elif rank:
@@ -158,11 +158,6 @@ def tensor_layout(signal: Signal, rank: int) -> Layout:
     elif signal.row or signal.column:
         raise JShardError(f"{signal} splits a rank-0 array", hint="place it outside the signal")
     return Layout(mesh, *axes)
-
-
-def _one_of(numbers: range) -> str:
-    words = [str(number) for number in numbers]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words) or "a replicated signal"
 
 
 class SignalFunction:
@@ -223,42 +218,24 @@ def _place(x: Any) -> jax.Array:
             hint="place it before: jshard.signal.tensor(x) outside jshard.step",
         )
     present.placed.add(active_path())
-    x = as_array(x, label=str(signal))
-    rank = x.ndim
-    layout = tensor_layout(signal, rank)
+    label = str(signal)
+    x = as_array(x, label=label)
+    layout = tensor_layout(signal, x.ndim)
     check_reach(x, layout.mesh, signal)
     if signal.backward is None:
-        return redistribute(x, layout, label=str(signal))
-    back = tensor_layout(present.lookup((signal.backward,)), rank)
-    return _two_ways(_Ways(layout, back, Layout.of(x), str(signal)), x)
+        return redistribute(x, layout, label=label)
+    back, origin = tensor_layout(present.lookup((signal.backward,)), x.ndim), Layout.of(x)
 
+    def bwd(_: None, cotangent: Any) -> tuple[Any]:
+        with scope(key="backward"):
+            cotangent = redistribute(cotangent, back, label=label)
+            if origin is not None and is_explicit(back.mesh) and origin.axes != back.axes:  # as the type of x says
+                cotangent = redistribute(cotangent, Layout(back.mesh, *origin.axes), label=label)
+        return (cotangent,)
 
-@dataclasses.dataclass(frozen=True)
-class _Ways:
-    """Where an array goes, where its cotangent goes, and where the array came from, if that is known."""
-
-    there: Layout
-    back: Layout
-    origin: Layout | None
-    label: str
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _two_ways(ways: _Ways, x: Any) -> jax.Array:
-    return redistribute(x, ways.there, label=ways.label)
-
-
-def _two_ways_pulls(ways: _Ways, _: None, cotangent: Any) -> tuple[Any]:
-    with scope(key="backward"):
-        cotangent = redistribute(cotangent, ways.back, label=ways.label)
-        if ways.origin is not None and is_explicit(ways.back.mesh) and ways.origin.axes != ways.back.axes:
-            cotangent = redistribute(
-                cotangent, Layout(ways.back.mesh, *ways.origin.axes), label=ways.label
-            )  # the type of x
-    return (cotangent,)
-
-
-_two_ways.defvjp(lambda ways, x: (_two_ways(ways, x), None), _two_ways_pulls)
+    place = jax.custom_vjp(lambda x: redistribute(x, layout, label=label))
+    place.defvjp(lambda x: (place(x), None), bwd)
+    return place(x)
 
 
 signal = SignalFunction()
