@@ -14,7 +14,7 @@ STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut
 MUTATED := $(wildcard jshard/provenance*) jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 
-.PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants nightly wheel docs clean
+.PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,8 +61,11 @@ hang-test: $(VENV)/.test-$(STAMP)  ## 1,000 steps dispatched without waiting on 
 mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the rooms that place, ask and count: which does no test notice
 	@$(BIN)/python .ci/mutants.py --of $${JSHARD_MUTANTS_OF:-10} $${JSHARD_MUTANTS:-$(MUTATED)}
 
-nightly:  ## fuzz, verify-random, kernel-product, hang-test, soak and mutants, one after another; goes on after one that fails
-	@$(MAKE) --keep-going fuzz verify-random kernel-product hang-test soak mutants
+as-users-compile: $(VENV)/.test-$(STAMP)  ## the whole test suite with XLA's own defaults, which take longer to compile
+	@XLA_FLAGS= $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
+
+nightly:  ## as-users-compile, fuzz, verify-random, kernel-product, hang-test, soak and mutants; goes on after one that fails
+	@$(MAKE) --keep-going as-users-compile fuzz verify-random kernel-product hang-test soak mutants
 
 soak: $(VENV)/.test-$(STAMP)  ## half an hour of four processes, a random fault every minute: the loss of an undisturbed run
 	@$(BIN)/python -m tests.launch.soak --minutes $${JSHARD_SOAK_MINUTES:-30} --seed $${JSHARD_SOAK_SEED:-0}

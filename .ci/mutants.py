@@ -3,26 +3,30 @@
     python .ci/mutants.py jshard/layouts/layout.py     every change of one module
     python .ci/mutants.py --of 10 jshard/layers ...    a tenth of the changes of each module, another tenth each day
 
-A change that can make no difference is listed in docs/mutants.md by its new line, with the reason.
+cosmic-ray makes the changes. One that can make no difference is listed in docs/mutants.md by its new line, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import difflib
+import json
 import os
+import queue
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
 ROOT = Path(__file__).parent.parent
 EQUAL = ROOT / "docs" / "mutants.md"
@@ -31,75 +35,137 @@ LEFT_OUT = re.compile(
     r"core/Replace(BinaryOperator_(BitOr|LShift|RShift|BitXor|BitAnd|Pow|Mod|Div)_\w+"
     r"|BinaryOperator_\w+_(BitOr|LShift|RShift|BitXor|BitAnd|Pow|Mod|Div|FloorDiv)|UnaryOperator_\w+)"
 )
-CONFIGURATION = """
-    [cosmic-ray]
-    module-path = "{module}"
-    timeout = 300.0
-    excluded-modules = []
-    test-command = "{python} -m pytest -qx -p no:cacheprovider --within 120 {tests}"
-    [cosmic-ray.distributor]
-    name = "local"
-"""
+TIMEOUT = 300.0  # seconds; a change that makes a test wait for ever is noticed
 
 
-def survivors(module: str, copy: Path, of: int) -> tuple[int, list[str]]:
-    """How many changes of a module were tried, and the differences that no test noticed. Raises if a test fails without."""
-    checkout = runpy.run_path(str(copy / ".ci" / "changed.py"))["Checkout"](ROOT)
-    tests = " ".join(test for _, test in checkout.tests_of(module))
-    words = {"module": module, "python": sys.executable, "tests": tests}
-    (copy / "mutants.toml").write_text(textwrap.dedent(CONFIGURATION).format(**words))
-    (copy / "mutants.sqlite").unlink(missing_ok=True)
-    run(copy, "cosmic-ray", "baseline", "mutants.toml")
-    run(copy, "cosmic-ray", "init", "mutants.toml", "mutants.sqlite", "--force")
-    with use_db(copy / "mutants.sqlite", WorkDB.Mode.open) as work:
-        today = datetime.date.today().toordinal() % of
-        kept = [item for item in work.pending_work_items if not LEFT_OUT.match(item.mutations[0].operator_name)][
-            today::of
-        ]
-        left_out = {item.job_id for item in work.pending_work_items} - {item.job_id for item in kept}
-        for job in left_out:
-            work.set_result(job, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
-    run(copy, "cosmic-ray", "exec", "mutants.toml", "mutants.sqlite")
-    with use_db(copy / "mutants.sqlite", WorkDB.Mode.open) as work:
-        tried = [result for _, result in work.results if result.worker_outcome != WorkerOutcome.SKIPPED]
-    return len(tried), [result.diff for result in tried if not result.is_killed]
+def changes(module: str, of: int) -> Iterator[str]:
+    """Yield the text of a module with one thing changed: one in `of` of all changes, others each day."""
+    from cosmic_ray.commands import init
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+    from cosmic_ray.work_db import WorkDB, use_db
+
+    text = (ROOT / module).read_text()
+    with tempfile.TemporaryDirectory() as folder, use_db(Path(folder, "all.sqlite"), WorkDB.Mode.create) as work:
+        init([ROOT / module], work, {})
+        all_of_them = [item.mutations[0] for item in work.work_items]
+    kept = [each for each in all_of_them if not LEFT_OUT.match(each.operator_name)]
+    for each in kept[datetime.date.today().toordinal() % of :: of]:
+        changed = mutate_code(text, get_operator(each.operator_name)(**each.operator_args), each.occurrence)
+        if changed is not None:
+            yield changed
 
 
-def run(folder: Path, command: str, *words: str) -> None:
-    path = os.pathsep.join([str(folder), str(folder / "tests")])
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": path}
-    subprocess.run([Path(sys.executable).with_name(command), *words], cwd=folder, env=environment, check=True)
+class Copy:
+    """A copy of the checkout, and a process that runs its tests."""
+
+    def __init__(self, folder: Path, paths: list[str]):
+        self.folder = folder
+        for path in paths:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
+        subprocess.run(["git", "init", "--quiet", folder], check=True)  # the floors ask git for the files
+        variables = {
+            "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "tests")]),
+            # Two changes within a second can have one size: Python would take the bytecode of the first for the second.
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        self.server = subprocess.Popen(
+            [sys.executable, __file__, "--serve"],
+            cwd=folder, env={**os.environ, **variables}, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def passes(self, tests: list[str], module: str, text: str) -> bool:
+        assert self.server.stdin is not None and self.server.stdout is not None
+        (self.folder / module).write_text(text)
+        self.server.stdin.write(json.dumps(["-qx", "-p", "no:cacheprovider", "--within", "120", *tests]) + "\n")
+        self.server.stdin.flush()
+        answer = self.server.stdout.readline()
+        shutil.copy(ROOT / module, self.folder / module)
+        return answer == "0\n"
+
+
+def serve() -> None:
+    """Run pytest in a fork for each line on stdin, and print its status: JAX, Flax and pytest are imported once."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PJRT_NPROC": "32"}
+    sys.path[:0] = [os.getcwd(), "tests"]
+    import compiled_before  # noqa: F401  before JAX
+    import hypothesis  # noqa: F401
+    import optax  # noqa: F401
+    import pytest
+    from flax import nnx  # noqa: F401
+
+    warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of a fork; it has not started here
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            os.setpgid(0, 0)
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in range(3):
+                os.dup2(nowhere, stream)
+            os._exit(pytest.main(json.loads(line)))
+        until = time.monotonic() + TIMEOUT
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+            time.sleep(0.02)
+        os.killpg(child, signal.SIGKILL) if not ended[0] else None
+        print(os.waitstatus_to_exitcode(ended[1] if ended[0] else os.waitpid(child, 0)[1]), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--of", type=int, default=1, metavar="N", help="one in N of the changes, others each day")
-    parser.add_argument("paths", nargs="+", type=Path, help="modules or folders of jshard/")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("paths", nargs="*", type=Path, help="modules or folders of jshard/")
     asked = parser.parse_args()
-    checkout = runpy.run_path(str(ROOT / ".ci" / "changed.py"))["Checkout"](ROOT)
+    if asked.serve:
+        serve()
+        return 0
+    checkout: Any = runpy.run_path(str(ROOT / ".ci" / "changed.py"))["Checkout"](ROOT)
     modules = [
         path
         for path in checkout.paths
         if path.endswith(".py") and any(Path(path).is_relative_to(p) for p in asked.paths)
     ]
     listed = {line.strip().strip("`") for line in EQUAL.read_text().splitlines()}
-    count, lost = 0, []
+    waiting: queue.SimpleQueue[tuple[str, list[str], str]] = queue.SimpleQueue()
+    tried, lost, failed = dict.fromkeys(modules, 0), [], []
+
+    def try_changes(copy: Copy) -> None:
+        while not waiting.empty():
+            try:
+                module, tests, text = waiting.get_nowait()
+            except queue.Empty:
+                return
+            original = (ROOT / module).read_text()
+            passes = copy.passes(tests, module, text)
+            if text == original:
+                failed.extend([] if passes else [module])
+                continue
+            diff = [*difflib.unified_diff(original.splitlines(), text.splitlines(), module, module, lineterm="", n=1)]
+            tried[module] += 1
+            if passes and not {line[1:].strip() for line in diff[2:] if line[:1] == "+"} & listed:
+                lost.append(diff)
+                print(*diff, sep="\n", flush=True)
+
+    for module in modules:
+        tests = [test for _, test in checkout.tests_of(module)]
+        for text in [(ROOT / module).read_text(), *changes(module, asked.of)]:
+            waiting.put((module, tests, text))
+    print(f"{waiting.qsize() - len(modules)} changes of {len(modules)} modules", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for path in checkout.paths:
-            (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, Path(folder) / path)
-        subprocess.run(["git", "init", "--quiet", folder], check=True)  # the floors ask git for the files
-        for module in modules:
-            tried, found = survivors(module, Path(folder), asked.of)
-            found = [
-                diff
-                for diff in found
-                if not {line[1:].strip() for line in diff.splitlines() if line[:1] == "+"} & listed
-            ]
-            print(f"{module}: {tried} changes, {len(found)} unnoticed", *found, sep="\n", flush=True)
-            count, lost = count + tried, lost + found
-    print(f"{count} changes of {len(modules)} modules, {len(lost)} unnoticed")
-    return int(bool(lost))
+        copies = [Copy(Path(folder, str(number)), checkout.paths) for number in range(os.cpu_count() or 1)]
+        threads = [threading.Thread(target=try_changes, args=(copy,)) for copy in copies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for copy in copies:
+            copy.server.kill()
+            copy.server.wait()
+    for module in failed:
+        print(f"the tests of {module} fail without a change")
+    print(f"{sum(tried.values())} changes of {len(modules)} modules, {len(lost)} unnoticed")
+    return int(bool(lost or failed))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What tests compile is kept outside the checkout: a second run compiles only what changed.
+"""What tests compile takes a third of the time, and is kept outside the checkout: a second run compiles only what changed.
 
 Import this before JAX. Processes that a test starts read and write there too.
 """
@@ -17,6 +17,12 @@ PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1
 SWEPT = PLACE / "swept"
 WEEK = 7 * 24 * 3600
 
+# For programs this small nearly all of the time goes into code that is made to run fast (docs/design/0017-quick-suite.md).
+QUICK = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=1"
+)
+
+os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(PLACE),
     # Names and lines are part of a program: two that differ by them only would share the causes of one.

@@ -243,3 +243,5 @@ def test_instruction_that_xla_made_of_several_has_the_cause_of_each():
     assert causes(joined) == (Cause(("up",), B), Cause(("down",), B))
     assert cause(joined) == Cause()
     assert cause(joined.replace("down", "up")) == Cause(("up",), B)
+    assert causes(joined.removeprefix("jit(f)/")) == causes(joined)
+    assert causes("jshard[signal=up]/jit(f)") == (Cause(("up",)),)  # a call is not joined of several

@@ -63,9 +63,11 @@ def test_launch_leaves_out_what_gloo_says_though_its_threads_speak_at_once():
 
 @pytest.mark.slow
 def test_train_loses_bitwise_the_same_alone_and_in_2_and_in_4_processes(tmp_path):
-    words = ["train", "configs/digits.yaml", "steps=20", "log.every=1"]
-    started = {way: start("-n", way, *words, f"output={tmp_path}/{way}") for way in ("2", "4")}
-    started["alone"] = start(*words, f"output={tmp_path}/alone", launched=False)
+    words = ["train", "tests/launch/soak.yaml", "jshard.mesh.tensor=4", "steps=20"]  # four summands have an order
+    (tmp_path / "hurry").touch()
+    soaked = {"SOAK_HERE": str(tmp_path)}
+    started = {way: start("-n", way, *words, f"output={tmp_path}/{way}", **soaked) for way in ("2", "4")}
+    started["alone"] = start(*words, f"output={tmp_path}/alone", launched=False, **soaked)
     losses = {}
     for way, each in started.items():
         status, out, err = finished(each, timeout=240)
