@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -35,6 +36,21 @@ class CompiledCollective:
     def mesh_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh of these sizes that it runs over; () when its group is not made of whole axes."""
         return axes_of(self.members, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Large:
+    """One of the largest arrays while a program runs."""
+
+    size: int
+    shape: str  # f32[8,4]
+    signal: str
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one number as a device holds it: `pred` and what is narrower than a byte take one."""
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return max(1, int(digits[1]) // 8) if digits else 1
 
 
 def axes_of(members: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:

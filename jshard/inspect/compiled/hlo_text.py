@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
 
-from jshard.inspect.compiled.collective import CompiledCollective
+from jshard.inspect.compiled.collective import CompiledCollective, itemsize
 from jshard.inspect.compiled.replica_groups import members
-from jshard.kernels.collectives import COLLECTIVES, Collective
+from jshard.kernels.collectives import COLLECTIVES
 from jshard.provenance import cause, op_name, split
 
 KIND_OF = {collective.opcode: collective for collective in COLLECTIVES.values()}
-
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -27,101 +27,137 @@ NO_RESULT = frozenset(
 CHAIN = re.compile(r'frontend_attributes=\{[^}]*chain_id="(\d+)"')
 
 
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation; `rest` is what follows the opening bracket: operands and attributes."""
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+
+    @classmethod
+    def of(cls, name: str, text: str) -> Instruction:
+        """Read what stands behind `%name = `."""
+        depth = 0
+        for place, character in enumerate(text):
+            depth += (character in "({[") - (character in ")}]")
+            if depth == 0 and character == " ":
+                opcode, _, rest = text[place + 1 :].partition("(")
+                return cls(name, text[:place], opcode, rest)
+        raise AssertionError(f"an instruction that jshard can't read: {text}")
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
+
+    @property
+    def constant(self) -> int | None:
+        """The whole number that it is."""
+        found = re.match(r"(-?\d+)\)", self.rest)
+        return int(found[1]) if found and self.opcode == "constant" else None
+
+    @property
+    def index(self) -> int | None:
+        """Which element of a tuple it takes."""
+        found = re.search(r"\), index=(\d+)", self.rest)
+        return int(found[1]) if found and self.opcode == "get-tuple-element" else None
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it runs."""
+        names = [found[1] for found in CALLED.findall(self.rest)]
+        for found in (*BRANCHES.findall(self.rest), *CALLED_MANY.findall(self.rest)):
+            names += [name.strip().lstrip("%") for name in found.split(",")]
+        return names
+
+
+NOTHING = Instruction("", "", "unknown", "")
+Computation = dict[str, Instruction]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """How a computation is run."""
+
+    count: int = 1
+    count_known: bool = True
+    around: str = ""  # attributes of the instruction that calls it
+    is_async: bool = False
+
+
 class Program:
+    """A compiled program, read from its text."""
+
     def __init__(self, text: str):
-        self.computations: dict[str, dict[str, str]] = {}
+        self.computations: dict[str, Computation] = {}
         self.entry = ""
         self.read: set[str] = set()
-        inside: dict[str, str] = {}
+        inside: Computation = {}
         for line in text.splitlines():
             if found := COMPUTATION.match(line):
                 inside = self.computations[found[2]] = {}
                 self.entry = found[2] if found[1] else self.entry
             elif found := INSTRUCTION.match(line):
-                inside[found[1]] = found[2]
+                inside[found[1]] = Instruction.of(found[1], found[2])
         self.devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:5000]))
 
-    def collectives(
-        self, name: str, count: int, known: bool, around: str = "", is_async: bool = False
-    ) -> Iterator[CompiledCollective]:
-        """Of one computation and of those it calls. `around` is the metadata of the fusion that calls it."""
+    def collectives(self, name: str, site: Site = Site()) -> Iterator[CompiledCollective]:
+        """Of one computation and of those it calls."""
         self.read.add(name)
         chains: set[str] = set()  # the asynchronous fusions that have begun in this computation
-        for instruction, written in self.computations[name].items():
-            result, opcode, rest = _parts(written)
-            kind = KIND_OF.get(opcode.removesuffix("-start"))
-            if kind is not None:
-                yield self._got(name, instruction, kind, result, opcode, rest, count, known, around, is_async)
-            elif opcode == "while":
-                trips = self._trips(name, rest)
-                for called in _called(rest):
-                    yield from self.collectives(called, count * (trips or 1), known and trips is not None)
-            elif opcode == "fusion":
-                for called in _called(rest):
-                    if self._begins(called, chains):
-                        chained = self._chain(called) is not None
-                        yield from self.collectives(called, count, known, rest, is_async or chained)
-            elif not opcode.endswith(("-done", "-update")):
-                for called in _called(rest):
-                    yield from self.collectives(called, count, known, rest, is_async or opcode.endswith("-start"))
+        for each in self.computations[name].values():
+            if each.opcode.removesuffix("-start") in KIND_OF:
+                yield self._collective(name, each, site)
+            elif each.opcode == "while":
+                trips = self._trips(name, each)
+                inside = Site(site.count * (trips or 1), site.count_known and trips is not None)
+                for called in each.called:
+                    yield from self.collectives(called, inside)
+            elif not each.opcode.endswith(("-done", "-update")):
+                for called in each.called:
+                    is_async = site.is_async or each.opcode.endswith("-start")
+                    if each.opcode == "fusion":
+                        if not self._begins(called, chains):
+                            continue
+                        is_async |= self._chain(called) is not None
+                    inside = dataclasses.replace(site, around=each.rest, is_async=is_async)
+                    yield from self.collectives(called, inside)
 
-    def _trips(self, name: str, rest: str) -> int | None:
+    def _trips(self, name: str, loop: Instruction) -> int | None:
         """How often a loop runs: XLA says so, or it counts one of its values from a constant up to a constant by one."""
-        if said := TRIPS.search(rest):
-            return int(said[1])
-        called = dict(found for found in CALLED.findall(rest))
+        if stated := TRIPS.search(loop.rest):
+            return int(stated[1])
+        called = dict(CALLED.findall(loop.rest))
         condition, body = self.computations[called["condition"]], self.computations[called["body"]]
-        compare = re.search(r" compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT", list(condition.values())[-1])
-        if compare is None:
+        last = list(condition.values())[-1]
+        if last.opcode != "compare" or "direction=LT" not in last.rest or len(last.operands) != 2:
             return None
-        index = re.search(r" get-tuple-element\(.*\), index=(\d+)", condition.get(compare[1], ""))
-        end = _constant(condition.get(compare[2], ""))
-        if index is None or end is None:
+        index, end = (condition.get(operand, NOTHING) for operand in last.operands)
+        if index.index is None or end.constant is None:
             return None
-        start = self._constant_of(self.computations[name], _operands(rest)[0], int(index[1]))
-        step = self._step(body, int(index[1]))
-        return None if start is None or not step else max(0, -(-(end - start) // step))
-
-    def _constant_of(self, instructions: dict[str, str], holder: str, index: int) -> int | None:
-        """The constant that is one element of a tuple, through copies."""
-        _, opcode, rest = _parts(instructions.get(holder, "x unknown()"))
-        if opcode != "tuple":
-            return None
-        element = _operands(rest)[index]
-        while (found := _parts(instructions.get(element, "x unknown()")))[1] in ("copy", "bitcast"):
-            element = _operands(found[2])[0]
-        return _constant(instructions.get(element, ""))
-
-    def _step(self, body: dict[str, str], index: int) -> int | None:
-        """What one trip adds to an element of the loop's tuple."""
-        _, opcode, rest = _parts(list(body.values())[-1])
-        if opcode != "tuple":
-            return None
-        _, opcode, rest = _parts(body.get(_operands(rest)[index], "x unknown()"))
-        if opcode != "add":
-            return None
-        steps = [_constant(body.get(operand, "")) for operand in _operands(rest)]
-        return next((step for step in steps if step is not None), None)
+        start = _element(self.computations[name], self.computations[name].get(loop.operands[0], NOTHING), index.index)
+        add = _element(body, list(body.values())[-1], index.index)
+        steps = [body[operand].constant for operand in add.operands if operand in body] if add.opcode == "add" else []
+        step = next(filter(None, steps), None)
+        return None if start.constant is None or not step else max(0, -(-(end.constant - start.constant) // step))
 
     def results(self, name: str) -> Iterator[tuple[int, str, str]]:
         """The arrays that one computation and those it runs put into memory: bytes, `f32[8,4]`, name stack. What a
         fusion computes on its way stays in registers."""
-        for written in self.computations[name].values():
-            result, opcode, rest = _parts(written)
-            if opcode in ("while", "call", "conditional"):
-                for called in _called(rest):
+        for each in self.computations[name].values():
+            if each.opcode in ("while", "call", "conditional"):
+                for called in each.called:
                     yield from self.results(called)
-            elif (
-                opcode not in NO_RESULT and ARRAY.match(result) and "S(" not in result
-            ):  # S(1): a fast memory of its own
-                dtype, shape = ARRAY.findall(result)[0]
-                yield _bytes(dtype, shape), f"{dtype}[{shape}]", op_name(rest)
+            elif each.opcode not in NO_RESULT and "S(" not in each.type:  # S(1): a fast memory of its own
+                if found := ARRAY.match(each.type):
+                    yield _bytes(found[1], found[2]), found[0], op_name(each.rest)
 
     def check_all_read(self) -> None:
         """No collective may stand where nobody was seen to call it."""
         for name, instructions in self.computations.items():
             if name not in self.read and self._chain(name) is None:
-                kinds = {_parts(written)[1].removesuffix("-start") for written in instructions.values()}
+                kinds = {each.opcode.removesuffix("-start") for each in instructions.values()}
                 assert not kinds & KIND_OF.keys(), (
                     f"jshard can't see who calls {name}, which holds {kinds & KIND_OF.keys()}"
                 )
@@ -129,112 +165,78 @@ class Program:
     def _chain(self, name: str) -> str | None:
         """The chain that a fusion is a piece of: a TPU runs one collective in pieces, inside the fusions that it hides
         behind, and every piece repeats the instruction."""
-        return next((found[1] for text in self.computations[name].values() if (found := CHAIN.search(text))), None)
+        rests = (each.rest for each in self.computations[name].values())
+        return next((found[1] for rest in rests if (found := CHAIN.search(rest))), None)
 
     def _begins(self, name: str, chains: set[str]) -> bool:
         """Whether a fusion is no later piece of a collective that has begun."""
         chain = self._chain(name)
         if chain is None:
             return True
-        targets = [text for text in self.computations[name].values() if 'custom_call_target="AsyncCollective' in text]
-        if any("AsyncCollectiveStart" in text for text in targets):
-            chains.add(chain)
-            return True
-        begun = chain in chains
-        if any("AsyncCollectiveDone" in text for text in targets):
+        rests = " ".join(each.rest for each in self.computations[name].values())
+        targets = re.findall(r'custom_call_target="AsyncCollective(Start|Done)', rests)
+        begins = "Start" in targets or chain not in chains
+        if "Done" in targets and "Start" not in targets:
             chains.discard(chain)
         else:
             chains.add(chain)
-        return not begun
+        return begins
 
-    def _got(
-        self, name: str, instruction: str, kind: Collective, result: str, opcode: str, rest: str,
-        count: int, known: bool, around: str, is_async: bool,
-    ) -> CompiledCollective:  # fmt: skip
-        joined = members(rest, self.devices)
-        group = len(joined)
-        arrays = _payload_arrays(result, opcode)
-        is_start = opcode.endswith("-start")
+    def _collective(self, name: str, each: Instruction, site: Site) -> CompiledCollective:
+        kind, is_start = KIND_OF[each.opcode.removesuffix("-start")], each.opcode.endswith("-start")
+        joined = members(each.rest, self.devices)
+        arrays = _payload_arrays(each.type, each.opcode)
         if kind.name == "all_reduce" and name.startswith("all-reduce-scatter"):
-            kind = COLLECTIVES[
-                "reduce_scatter"
-            ]  # a TPU's, which it writes as an all-reduce and a slice of its own padding
-            arrays, is_start = self._parameters(name), True
-        grown = group if kind.name == "reduce_scatter" and not is_start else 1  # its result is one part
-        names = self._names(name, instruction, rest, around, 1 if kind.name == "all_to_all" else len(arrays))
+            # a TPU's, which it writes as an all-reduce and a slice of its own padding: what goes in is the full array
+            kind = COLLECTIVES["reduce_scatter"]
+            arrays = _arrays(" ".join(e.type for e in self.computations[name].values() if e.opcode == "parameter"))
+        elif kind.name == "reduce_scatter" and not is_start:  # its result is one part
+            arrays = [(dtype, size * len(joined)) for dtype, size in arrays]
+        payloads = tuple(size for _, size in arrays)
+        if kind.name == "all_to_all":  # one array, in parts
+            payloads = (sum(payloads),)
         return CompiledCollective(
             collective=kind.name,
-            opcode=opcode,
-            group=group,
-            payloads=(
-                (sum(size for _, size in arrays),)  # one array, in parts
-                if kind.name == "all_to_all"
-                else tuple(size * grown for _, size in arrays)
-            ),
+            opcode=each.opcode,
+            group=len(joined),
+            payloads=payloads,
             dtypes=tuple(dtype for dtype, _ in arrays),
-            count=count,
-            count_known=known,
-            causes=tuple(map(cause, names)),
-            asynchronous=(is_async or opcode.endswith("-start")) and '"is_sync":true' not in rest,
+            count=site.count,
+            count_known=site.count_known,
+            causes=tuple(map(cause, self._names(name, each, site.around, len(payloads)))),
+            asynchronous=(site.is_async or is_start) and '"is_sync":true' not in each.rest,
             members=joined,
         )
 
-    def _parameters(self, name: str) -> list[tuple[str, int]]:
-        found = (text.partition(" parameter(")[0] for text in self.computations[name].values() if " parameter(" in text)
-        return [(dtype, _bytes(dtype, shape)) for text in found for dtype, shape in ARRAY.findall(text)]
-
-    def _names(self, name: str, instruction: str, rest: str, around: str, arrays: int) -> tuple[str, ...]:
+    def _names(self, name: str, collective: Instruction, around: str, arrays: int) -> tuple[str, ...]:
         """The name stack of each array that a collective carries. Of a combined one XLA keeps one, or joins them, but
         those who take the results apart still carry theirs; of a rewritten one the fusion around it, or the
         computation that adds two numbers, may have what is left."""
-        own = op_name(rest) or op_name(around)
+        own = op_name(collective.rest) or op_name(around)
         parts = split(own)
         if len(parts) == arrays:
             return parts
         taken: dict[int, str] = {}
         if arrays > 1:
-            holders = {instruction}
-            for other, text in self.computations[name].items():
-                _, opcode, after = _parts(text)
-                if opcode == "get-tuple-element" and _operands(after)[0] in holders and op_name(after):
-                    index = re.search(r"\), index=(\d+)", after)
-                    assert index, text
-                    taken.setdefault(int(index[1]), op_name(after))
-                elif opcode.endswith("-done") and _operands(after)[0] in holders:
-                    holders.add(other)
+            holders = {collective.name}
+            for each in self.computations[name].values():
+                if each.index is not None and each.operands[0] in holders and op_name(each.rest):
+                    taken.setdefault(each.index, op_name(each.rest))
+                elif each.opcode.endswith("-done") and each.operands[0] in holders:
+                    holders.add(each.name)
         if not own and not taken:
-            adds = re.search(r"\bto_apply=%?([\w.\-]+)", rest)
-            inside = map(op_name, self.computations.get(adds[1], {}).values()) if adds else ()
-            own = next((told for told in inside if "/" in told), "")
+            adds = re.search(r"\bto_apply=%?([\w.\-]+)", collective.rest)
+            inside = [op_name(each.rest) for each in self.computations.get(adds[1], {}).values()] if adds else []
+            own = next((each for each in inside if "/" in each), "")
         return tuple(taken.get(number, own) for number in range(arrays))
 
 
-def _parts(written: str) -> tuple[str, str, str]:
-    """The type, the opcode and the rest of an instruction."""
-    depth = 0
-    for place, character in enumerate(written):
-        depth += (character in "({[") - (character in ")}]")
-        if depth == 0 and character == " ":
-            opcode, _, rest = written[place + 1 :].partition("(")
-            return written[:place], opcode, rest
-    raise AssertionError(f"an instruction that jshard can't read: {written}")
-
-
-def _operands(rest: str) -> list[str]:
-    """The operands of an instruction, of which `rest` is what follows its opening bracket."""
-    return re.findall(r"%([\w.\-]+)", rest.partition(")")[0])
-
-
-def _constant(written: str) -> int | None:
-    found = re.search(r" constant\((-?\d+)\)", written)
-    return int(found[1]) if found else None
-
-
-def _called(rest: str) -> list[str]:
-    names = [found[1] for found in CALLED.findall(rest)]
-    for found in (*BRANCHES.findall(rest), *CALLED_MANY.findall(rest)):
-        names += [name.strip().lstrip("%") for name in found.split(",")]
-    return names
+def _element(computation: Computation, holder: Instruction, index: int) -> Instruction:
+    """What is made into one element of a tuple, through copies."""
+    found = computation.get(holder.operands[index], NOTHING) if holder.opcode == "tuple" else NOTHING
+    while found.opcode in ("copy", "bitcast"):
+        found = computation.get(found.operands[0], NOTHING)
+    return found
 
 
 def _payload_arrays(result: str, opcode: str) -> list[tuple[str, int]]:
@@ -245,7 +247,12 @@ def _payload_arrays(result: str, opcode: str) -> list[tuple[str, int]]:
         result = _elements(result)[1]
     elif opcode == "reduce-scatter-start":
         result = _elements(result)[0]
-    return [(dtype, _bytes(dtype, shape)) for dtype, shape in ARRAY.findall(result)]
+    return _arrays(result)
+
+
+def _arrays(type_: str) -> list[tuple[str, int]]:
+    """The arrays (dtype, bytes) of a type."""
+    return [(dtype, _bytes(dtype, shape)) for dtype, shape in ARRAY.findall(type_)]
 
 
 def _elements(result: str) -> list[str]:
@@ -260,7 +267,4 @@ def _elements(result: str) -> list[str]:
 
 
 def _bytes(dtype: str, shape: str) -> int:
-    """Bytes of an array as a device holds it: `pred` and what is narrower than a byte take one."""
-    digits = re.match(r"[a-z]+(\d+)", dtype)
-    bits = int(digits[1]) if digits else 8
-    return math.prod(int(size) for size in shape.split(",") if size) * max(1, bits // 8)
+    return math.prod(int(size) for size in shape.split(",") if size) * itemsize(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -32,9 +33,7 @@ def normalised(compiled: Any) -> str:
 
 def first_difference(old: str, new: str) -> tuple[int, str, str]:
     """How many lines of two programs differ, and the first of them on both sides."""
-    before, after = old.splitlines(), new.splitlines()
-    longest = max(len(before), len(after))
-    pairs = zip(before + [""] * (longest - len(before)), after + [""] * (longest - len(after)), strict=True)
+    pairs = itertools.zip_longest(old.splitlines(), new.splitlines(), fillvalue="")
     differing = [(one.strip(), other.strip()) for one, other in pairs if one != other]
     one, other = differing[0] if differing else ("", "")
     return len(differing), one, other

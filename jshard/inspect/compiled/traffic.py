@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jshard.inspect.compiled.collective import CompiledCollective as CompiledCollective
+from jshard.inspect.compiled.collective import Large
 from jshard.inspect.compiled.hlo_text import Program
 from jshard.provenance import cause
 
@@ -14,7 +15,7 @@ def collectives_in(compiled: Any) -> list[CompiledCollective]:
     their trips, and every branch of a conditional counts."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = Program(text)
-    found = list(program.collectives(program.entry, 1, True))
+    found = list(program.collectives(program.entry))
     program.check_all_read()
     return found
 
@@ -24,12 +25,12 @@ def wire_bytes(compiled: Any) -> int:
     return sum(got.total for got in collectives_in(compiled))
 
 
-def largest_results(text: str, count: int) -> list[tuple[int, str, str]]:
-    """The largest arrays that a compiled program puts into memory while it runs: bytes, `f32[8,4]`, signal. Of those of one
-    shape only one is named: they may well take each other's place."""
+def largest_results(text: str) -> tuple[Large, ...]:
+    """The arrays that a compiled program puts into memory while it runs, the largest first. Of those of one shape only one
+    is named: they may well take each other's place."""
     program = Program(text)
-    found: dict[str, tuple[int, str, str]] = {}
+    found: dict[str, Large] = {}
     for size, shape, op_name in program.results(program.entry):
-        if shape not in found or found[shape][2] == "-":
-            found[shape] = (size, shape, cause(op_name).signal)
-    return sorted(found.values(), key=lambda each: -each[0])[:count]
+        if shape not in found or found[shape].signal == "-":
+            found[shape] = Large(size, shape, cause(op_name).signal)
+    return tuple(sorted(found.values(), key=lambda each: -each.size))

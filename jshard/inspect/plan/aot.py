@@ -23,10 +23,11 @@ import jax
 import jax.export
 
 from jshard.errors import JShardError
+from jshard.inspect.compiled.collective import Large
 from jshard.inspect.ledger.jaxpr_walk import source_of
 from jshard.inspect.plan.topology import Topology
 from jshard.jaxprs import equations
-from jshard.provenance import op_name
+from jshard.provenance import cause, op_name
 
 LIMIT = 600  # seconds that a compilation may take
 ENVIRONMENT = {
@@ -35,15 +36,6 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two compilations at once collide on a lock file
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # an executable out of JAX's own cache has no text to read
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Largest:
-    """One allocation that the compiler named when it ran out of memory."""
-
-    size: int
-    shape: str
-    op_name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,38 +48,32 @@ class Compiled:
     seconds: float
     needed: int | None = None
     available: int | None = None
-    largest: tuple[Largest, ...] = ()
+    largest: tuple[Large, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Compiled:
-        told = json.loads(text)
-        return cls(**{**told, "largest": tuple(Largest(**each) for each in told["largest"])})
+        fields = json.loads(text)
+        return cls(**{**fields, "largest": tuple(Large(**each) for each in fields["largest"])})
 
 
 def check_installed(topology: Topology) -> None:
     """An error that says what to install when the compiler for `topology` is not here."""
-    platform = topology.platform
-    if platform == "tpu" and not _there("libtpu"):
-        raise JShardError(
-            f"planning for {topology.name} compiles with libtpu, which is not installed",
-            hint='type: pip install "jshard[tpu]"',
-        )
-    if platform == "cuda":
-        plugin = next((f"cuda{n}" for n in (13, 12) if _there(f"jax_plugins.xla_cuda{n}")), None)
-        missing = "JAX's CUDA plugin" if plugin is None else "NVIDIA's assembler (nvidia-cuda-nvcc)"
-        if plugin is None or not _assembler(plugin):
-            raise JShardError(
-                f"planning for {topology.name} compiles with {missing}, which is not installed",
-                hint='type: pip install "jshard[plan]"',
-            )
-    if not _there("flatbuffers"):
-        raise JShardError(
-            f"planning for {topology.name} hands the program on with flatbuffers, which is not installed",
-            hint="type: pip install flatbuffers",
-        )
+    plugin = next((f"cuda{n}" for n in (13, 12) if _there(f"jax_plugins.xla_cuda{n}")), None)
+    missing = None
+    if topology.platform == "tpu" and not _there("libtpu"):
+        missing = "compiles with libtpu", '"jshard[tpu]"'
+    elif topology.platform == "cuda" and plugin is None:
+        missing = "compiles with JAX's CUDA plugin", '"jshard[plan]"'
+    elif topology.platform == "cuda" and not _assembler(plugin or ""):
+        missing = "compiles with NVIDIA's assembler (nvidia-cuda-nvcc)", '"jshard[plan]"'
+    elif not _there("flatbuffers"):
+        missing = "hands the program on with flatbuffers", "flatbuffers"
+    if missing is not None:
+        fault = f"planning for {topology.name} {missing[0]}, which is not installed"
+        raise JShardError(fault, hint=f"type: pip install {missing[1]}")
 
 
 def _there(module: str) -> bool:
@@ -257,7 +243,7 @@ FAR_OUT_OF_MEMORY = re.compile(
 )
 
 
-def _out_of_memory(said: str) -> tuple[int, int, tuple[Largest, ...]] | None:
+def _out_of_memory(said: str) -> tuple[int, int, tuple[Large, ...]] | None:
     """What libtpu says of a program that is too large for its chip."""
     found = OUT_OF_MEMORY.search(said) or FAR_OUT_OF_MEMORY.search(said)
     if found is None:
@@ -267,5 +253,5 @@ def _out_of_memory(said: str) -> tuple[int, int, tuple[Largest, ...]] | None:
         size = re.match(r"[\d.]+[BKMGT]?", each)
         shape = re.search(r"Shape: (\S+?)(?:\{|\s|$)", each)
         assert size, each
-        largest.append(Largest(_bytes(size[0]), shape[1] if shape else "", op_name(each)))
+        largest.append(Large(_bytes(size[0]), shape[1] if shape else "", cause(op_name(each)).signal))
     return _bytes(found[1]), _bytes(found[2]), tuple(largest)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 from jshard.chips import CHIPS, Chip
 from jshard.errors import Place
-from jshard.inspect.compiled.traffic import CompiledCollective
+from jshard.inspect.compiled.collective import CompiledCollective, itemsize
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.plan.match import Ask, Pair, Pairs, Run, itemsize, paired
+from jshard.inspect.plan.match import Ask, Pair, Pairs, Run, paired
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "pred": "bool"}
 
@@ -89,85 +89,76 @@ def compare(
     """The two sides paired. `sizes` are those of the mesh. `chip` says how much of a kernel's wire its own products are long
     enough to hide: XLA's asynchronous collectives get the benefit of the doubt, kernels of ours don't."""
     every, got, pairs = paired(ledger, found, sizes)
-    return Comparison((*_rows(every, pairs, chip), *_added(got)))
+    return Comparison((*_rows(every, pairs, chip), *_added(got, chip)))
 
 
 # -- the rows --
 
 
-def _rows(asked: list[Ask], pairs: Pairs, chip: Chip) -> list[Row]:
-    found: dict[Any, list[Ask]] = {}
+Key = tuple[Place | None, str, str, str, tuple[str, ...], str]  # place, signal, phase, collective, mesh axes, via
+
+
+def _rows(asked: list[Ask], pairs: Pairs, chip: Chip) -> Iterator[Row]:
+    found: dict[Key, list[Ask]] = {}
     for ask in asked:
         line = ask.line
         key = (line.place, line.signal, line.phase, line.collective, line.mesh_axes, line.via)
         found.setdefault(key, []).append(ask)
-    mine: dict[int, list[Pair]] = {}
-    for pair in pairs:
-        mine.setdefault(id(pair.ask), []).append(pair)
-    return [
-        _row(key, several, [pair for ask in several for pair in mine.get(id(ask), [])], chip)
-        for key, several in found.items()
-    ]
+    for key, several in found.items():
+        mine = [pair for ask in several for pair in pairs if pair.ask is ask]
+        runs = [(pair.run, pair.times, pair.wire) for pair in mine]
+        yield _row(key, several, runs, _differences(several, mine, chip), chip)
 
 
-def _row(key: Any, asked: list[Ask], pairs: list[Pair], chip: Chip) -> Row:
-    place, signal, phase, collective, mesh_axes, via = key
-    differences = []
-    own = [ask for ask in asked if ask.line.declared is not None]  # a kernel moves its bytes itself, unseen by XLA
-    declared = sum(ask.line.count for ask in own)
-    under = {id(ask): hidden_in_kernel(ask.line, chip) for ask in own}
-    if declared:
-        words = f"{declared:,} inside a kernel, by its own word"
-        if any(ask.line.schedule for ask in own):
-            words += f", {100 * sum(under.values()) // sum(ask.line.total for ask in own)} % of it under its products"
-        differences.append(Difference("declared", declared, words))
-    dropped = sum(ask.left for ask in asked if ask.line.declared is None)
-    if dropped:
-        differences.append(Difference("dropped", dropped, f"{dropped:,} dropped"))
-    for how, word in (("rewritten", "run as"), ("by", "run by")):
-        for kind, times in _counted((_kind_of(pair), pair.times) for pair in pairs if pair.how.startswith(how)):
-            differences.append(Difference("rewritten", times, f"{times:,} {word} {kind}"))
-    for dtypes, times in _counted((_recast(pair), pair.times) for pair in pairs):
-        if dtypes:
-            differences.append(Difference("recast", times, f"{times:,} in {dtypes}"))
-    joined = [pair for pair in pairs if pair.run.is_joined or pair.how == "merged"]
-    if joined:
-        times, into = sum(pair.times for pair in joined), _runs(joined)
-        words = f"{times:,} merged into {into:,}" if into < times else f"{times:,} merged with others"
-        differences.append(Difference("merged", times, words))
-    for parts, times in _counted(
-        (_parts(pair, pairs), pair.times) for pair in pairs if pair.how == "split" and pair.times
-    ):
-        differences.append(Difference("split", times, f"{times:,} split into {parts}"))
-    waiting = [pair for pair in pairs if pair.run.got.asynchronous]
+def _row(
+    key: Key, asked: list[Ask], runs: list[tuple[Run, int, int]], differences: list[Difference], chip: Chip
+) -> Row:
+    """Add up what is asked and what runs: for each run how often, and its bytes on the wire of once."""
+    own = [ask.line for ask in asked if ask.line.declared is not None]
+    under = [hidden_in_kernel(line, chip) for line in own]
     return Row(
-        place, signal, phase, collective, mesh_axes, via,
+        *key,
         asked=sum(ask.line.count for ask in asked),
-        got=sum(pair.times for pair in pairs) + declared,
+        got=sum(times for _, times, _ in runs) + sum(line.count for line in own),
         wire_asked=sum(ask.line.total for ask in asked),
-        wire_got=sum(pair.times * pair.wire for pair in pairs) + sum(ask.line.total for ask in own),
-        hidden=sum(pair.times * pair.wire for pair in waiting) + sum(under.values()),
-        asynchronous=sum(pair.times for pair in waiting) + sum(ask.line.count for ask in own if under[id(ask)]),
+        wire_got=sum(times * wire for _, times, wire in runs) + sum(line.total for line in own),
+        hidden=sum(times * wire for run, times, wire in runs if run.got.asynchronous) + sum(under),
+        asynchronous=sum(times for run, times, _ in runs if run.got.asynchronous)
+        + sum(line.count for line, hidden in zip(own, under, strict=True) if hidden),
         differences=tuple(differences),
-    )  # fmt: skip
+    )
+
+
+def _differences(asked: list[Ask], pairs: list[Pair], chip: Chip) -> list[Difference]:
+    """Every way in which what runs is not what was asked."""
+    found: list[tuple[str, str, int]] = []  # kind, words, times
+    own = [ask.line for ask in asked if ask.line.declared is not None]  # a kernel moves its bytes itself, unseen by XLA
+    words = "inside a kernel, by its own word"
+    if any(line.schedule for line in own):
+        under = sum(hidden_in_kernel(line, chip) for line in own)
+        words += f", {100 * under // sum(line.total for line in own)} % of it under its products"
+    found += [("declared", words, line.count) for line in own]
+    found += [("dropped", "dropped", ask.left) for ask in asked if ask.line.declared is None]
+    rewritten = [pair for pair in pairs if pair.how == "rewritten"]
+    found += [("rewritten", f"run as {pair.run.got.collective}", pair.times) for pair in rewritten]
+    found += [("rewritten", f"run {pair.how}", pair.times) for pair in pairs if pair.how.startswith("by")]
+    found += [("recast", f"in {dtypes}", pair.times) for pair in pairs if (dtypes := _recast(pair))]
+    joined = [pair for pair in pairs if pair.run.is_joined or pair.how == "merged"]
+    times = sum(pair.times for pair in joined)
+    into = sum({id(pair.run.got): pair.run.got.count for pair in joined}.values())  # runs of their instructions
+    found.append(("merged", f"merged into {into:,}" if into < times else "merged with others", times))
+    split = [pair for pair in pairs if pair.how == "split"]
+    parts = collections.Counter(id(pair.ask) for pair in split)
+    found += [("split", f"split into {parts[id(pair.ask)]} parts", pair.times) for pair in split]
+    sums: dict[tuple[str, str], int] = {}
+    for kind, words, times in found:
+        sums[kind, words] = sums.get((kind, words), 0) + times
+    return [Difference(kind, times, f"{times:,} {words}") for (kind, words), times in sums.items() if times]
 
 
 def hidden_in_kernel(line: Line, chip: Chip) -> int:
     """Of the bytes that a kernel sends, those that its own products are long enough to hide."""
     return 0 if line.schedule is None else line.count * line.schedule.hidden(line.wire, chip)
-
-
-def _runs(pairs: list[Pair]) -> int:
-    """How often the instructions run that these are part of."""
-    return sum({id(pair.run.got): pair.run.got.count for pair in pairs}.values())
-
-
-def _kind_of(pair: Pair) -> str:
-    return pair.how.removeprefix("by ") if pair.how.startswith("by") else pair.run.got.collective
-
-
-def _parts(pair: Pair, pairs: list[Pair]) -> str:
-    return f"{sum(other.how == 'split' and other.ask is pair.ask for other in pairs)} parts"
 
 
 def _recast(pair: Pair) -> str:
@@ -179,33 +170,14 @@ def _recast(pair: Pair) -> str:
     return "" if ran == asked else f"{DTYPES.get(pair.run.dtype, pair.run.dtype)} instead of {pair.ask.line.dtype}"
 
 
-def _counted(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    sums: dict[str, int] = {}
-    for word, times in pairs:
-        sums[word] = sums.get(word, 0) + times
-    return list(sums.items())
-
-
-def _added(got: list[Run]) -> list[Row]:
+def _added(got: list[Run], chip: Chip) -> Iterator[Row]:
     """What runs and nobody asked for."""
-    found: dict[Any, list[Run]] = {}
+    found: dict[Key, list[Run]] = {}
     for run in got:
         if run.left and run.got.group > 1:
-            key = (run.cause.signal, run.cause.phase, run.got.collective, run.axes)
+            key = (None, run.cause.signal, run.cause.phase, run.got.collective, run.axes, "")
             found.setdefault(key, []).append(run)
-    rows = []
-    for (signal, phase, collective, axes), runs in found.items():
-        times, waiting = sum(run.left for run in runs), [run for run in runs if run.got.asynchronous]
-        rows.append(
-            Row(
-                None, signal, phase, collective, axes, "",
-                asked=0,
-                got=times,
-                wire_asked=0,
-                wire_got=sum(run.left * run.wire for run in runs),
-                hidden=sum(run.left * run.wire for run in waiting),
-                asynchronous=sum(run.left for run in waiting),
-                differences=(Difference("added", times, f"{times:,} that nobody asked for"),),
-            )
-        )  # fmt: skip
-    return rows
+    for key, runs in found.items():
+        times = sum(run.left for run in runs)
+        words = f"{times:,} that nobody asked for"
+        yield _row(key, [], [(run, run.left, run.wire) for run in runs], [Difference("added", times, words)], chip)

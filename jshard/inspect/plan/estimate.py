@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 
 from jshard.inspect.compiled.traffic import CompiledCollective
@@ -28,6 +29,11 @@ class Part:
     def seconds(self) -> float:
         return self.amount / self.rate
 
+    @property
+    def peak(self) -> str:
+        """The rate in words."""
+        return f"{self.rate / 1e12:,.0f} TFLOP/s" if self.name == "arithmetic" else f"{self.rate / 1e9:,.0f} GB/s"
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
@@ -37,6 +43,13 @@ class Estimate:
     source: str
     at_most: bool = False  # some layouts can't be seen, and the arithmetic is counted as if whole on every device
     unknown: bool = False  # a while loop is counted as one trip
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to keep in mind of the numbers."""
+        found = ["a model, nothing was measured"]
+        found += ["arithmetic at most, where layouts can't be seen"] * self.at_most
+        return [*found, *["a while loop counts one trip"] * self.unknown]
 
     def seconds_of(self, name: str) -> float:
         return sum(part.seconds for part in self.parts if part.name == name)
@@ -62,23 +75,18 @@ def estimate(
     moved = memory.parts["arguments"] + memory.parts["results that take no argument's place"]
     words = f"{size(moved)} of arguments and results, each moved once (at least)"
     parts.append(Part("memory", words, moved, chip.bandwidth / chip.devices))
-    wires: dict[str, dict[float, int]] = {"wire that may hide": {}, "wire that can't hide": {}}
-
-    def count(name: str, rate: float, total: int) -> None:
-        if total:
-            wires[name][rate] = wires[name].get(rate, 0) + total
-
+    may_hide, can_not = Counter[float](), Counter[float]()  # bytes by rate
     for got in found:
         if got.group > 1:
-            name = "wire that may hide" if got.asynchronous else "wire that can't hide"
-            count(name, link_rate(got.members, topology), got.total)
+            (may_hide if got.asynchronous else can_not)[link_rate(got.members, topology)] += got.total
     for line in asked.lines:
         if line.declared is not None:
             rate, hidden = link_rate(range(line.group), topology), hidden_in_kernel(line, chip)
-            count("wire that may hide", rate, hidden)
-            count("wire that can't hide", rate, line.total - hidden)
-    for name, rates in wires.items():
-        parts += [Part(name, f"{size(total)} on the wire", total, rate) for rate, total in sorted(rates.items())]
+            may_hide[rate] += hidden
+            can_not[rate] += line.total - hidden
+    for name, rates in (("wire that may hide", may_hide), ("wire that can't hide", can_not)):
+        totals = sorted((+rates).items())
+        parts += [Part(name, f"{size(total)} on the wire", total, rate) for rate, total in totals]
     return Estimate(tuple(parts), chip.source, arithmetic.at_most, arithmetic.unknown)
 
 

@@ -24,6 +24,10 @@ class Arithmetic:
     def total(self) -> float:
         return sum(self.flops.values())
 
+    def add(self, dtype: Any, flops: float) -> None:
+        if flops:
+            self.flops[str(dtype)] = self.flops.get(str(dtype), 0.0) + flops
+
 
 def arithmetic_of(jaxpr: Any) -> Arithmetic:
     """Of products and convolutions; of a kernel what it declares."""
@@ -38,49 +42,36 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
         if name == "dot_general":
             (left, _), _ = eqn.params["dimension_numbers"]
             contracted = math.prod(_shape(eqn.invars[0].aval, found, manual)[axis] for axis in left)
-            _add(found, eqn, 2.0 * times * contracted * math.prod(_shape(eqn.outvars[0].aval, found, manual)))
+            result = math.prod(_shape(eqn.outvars[0].aval, found, manual))
+            found.add(eqn.invars[0].aval.dtype, 2.0 * times * contracted * result)
         elif name == "conv_general_dilated":
             kernel = _shape(eqn.invars[1].aval, found, manual)
             outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
             result = math.prod(_shape(eqn.outvars[0].aval, found, manual))
-            _add(found, eqn, 2.0 * times * result * math.prod(kernel) / outputs)
+            found.add(eqn.invars[0].aval.dtype, 2.0 * times * result * math.prod(kernel) / outputs)
         elif name == "pallas_call":
             estimate = eqn.params.get("cost_estimate")
-            largest = max(range(len(eqn.invars)), key=lambda number: eqn.invars[number].aval.size, default=0)
-            _add(found, eqn, float(times * (estimate.flops if estimate else 0)), largest)
+            largest = max((operand.aval for operand in eqn.invars), key=lambda aval: aval.size, default=None)
+            if estimate and largest is not None:
+                found.add(largest.dtype, float(times * estimate.flops))
         elif name == "multiplied":  # said beside a kernel of a GPU
-            _add(found, eqn, float(times * eqn.params["flops"]))
+            found.add(eqn.invars[0].aval.dtype, float(times * eqn.params["flops"]))
         elif name == "scan":
             _walk(bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual)
         elif name == "while":
             found.unknown = True
             _walk(bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
         elif name == "cond":
-            branches = [_branch(bare(branch), times, manual) for branch in eqn.params["branches"]]
-            _most(found, branches)
+            branches = [Arithmetic() for _ in eqn.params["branches"]]
+            for each, branch in zip(branches, eqn.params["branches"], strict=True):
+                _walk(bare(branch), times, each, manual=manual)
+            for dtype, flops in max(branches, key=lambda each: each.total).flops.items():
+                found.add(dtype, flops)
+            found.at_most |= any(each.at_most for each in branches)
+            found.unknown |= any(each.unknown for each in branches)
         else:
             for each in inner(eqn):
                 _walk(each, times, found, manual=manual or name == "shard_map")
-
-
-def _branch(jaxpr: Any, times: int, manual: bool) -> Arithmetic:
-    found = Arithmetic()
-    _walk(jaxpr, times, found, manual=manual)
-    return found
-
-
-def _most(found: Arithmetic, branches: list[Arithmetic]) -> None:
-    most = max(branches, key=lambda each: each.total)
-    for dtype, flops in most.flops.items():
-        found.flops[dtype] = found.flops.get(dtype, 0.0) + flops
-    found.at_most |= any(each.at_most for each in branches)
-    found.unknown |= any(each.unknown for each in branches)
-
-
-def _add(found: Arithmetic, eqn: Any, flops: float, operand: int = 0) -> None:
-    dtype = str(eqn.invars[operand].aval.dtype)
-    if flops:
-        found.flops[dtype] = found.flops.get(dtype, 0.0) + flops
 
 
 def _shape(aval: Any, found: Arithmetic, manual: bool) -> tuple[int, ...]:

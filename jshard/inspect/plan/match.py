@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 
-from jshard.inspect.compiled.traffic import CompiledCollective
+from jshard.inspect.compiled.collective import CompiledCollective, itemsize
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.kernels.collectives import COLLECTIVES
@@ -47,11 +46,8 @@ class Ask:
     def __init__(self, line: Line):
         self.line = line
         self.left = line.count
+        self.axes = line.mesh_axes
         self.elements = math.prod(line.shape)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.line.mesh_axes
 
 
 class Run:
@@ -64,13 +60,8 @@ class Run:
         self.cause = got.causes[number]
         self.is_joined = len(got.payloads) > 1
         self.elements = self.payload // itemsize(self.dtype)
-        self.axes = tuple(axis for axis in got.mesh_axes(sizes))
+        self.axes = got.mesh_axes(sizes)
         self.wire = COLLECTIVES[got.collective].wire(self.payload, got.group)
-
-
-def itemsize(dtype: str) -> int:
-    digits = re.match(r"[a-z]+(\d+)", dtype)
-    return max(1, int(digits[1]) // 8) if digits else 1
 
 
 # -- who goes with whom --

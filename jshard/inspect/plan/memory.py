@@ -6,26 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from jshard.errors import Place
+from jshard.inspect.compiled.collective import Large
 from jshard.inspect.compiled.traffic import largest_results
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.topology import Topology
-from jshard.provenance import cause
 from jshard.signals.config import Configuration
 
 SHOWN = 5  # of the largest arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class Large:
-    """One of the largest arrays while the program runs."""
-
-    size: int
-    shape: str
-    signal: str
-
-    def __str__(self) -> str:
-        return f"{size(self.size)}  {self.shape}" + (f"  under {self.signal}" if self.signal != "-" else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +57,21 @@ def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], pr
     """From the compiler's own sums, or from what it said when it had too little; with the budget of what is loaded."""
     budget = {} if present is None else {"budget": present.budget, "budget_place": present.budget_place}
     if compiled.needed is not None:
-        largest = tuple(Large(each.size, each.shape, cause(each.op_name).signal) for each in compiled.largest[:SHOWN])
-        return Memory({}, compiled.needed, compiled.available, rest, largest, **budget)
-    told = compiled.memory
+        return Memory({}, compiled.needed, compiled.available, rest, compiled.largest[:SHOWN], **budget)
+    sizes = compiled.memory
     parts = {
-        "arguments": told["argument"],
-        "results that take no argument's place": told["output"] - told["alias"],
-        "temporaries": told["temp"],
-        "program": told["generated_code"],
+        "arguments": sizes["argument"],
+        "results that take no argument's place": sizes["output"] - sizes["alias"],
+        "temporaries": sizes["temp"],
+        "program": sizes["generated_code"],
     }
-    largest = tuple(Large(*each) for each in largest_results(compiled.text, SHOWN))
+    largest = largest_results(compiled.text)[:SHOWN]
     return Memory(parts, sum(parts.values()), topology.chip.device_memory or None, rest, largest, **budget)
+
+
+def large_in_words(large: Large) -> str:
+    under = f", under {large.signal}" if large.signal != "-" else ""
+    return f"{size(large.size)}, {large.shape}{under}"
 
 
 def size(number: int) -> str:

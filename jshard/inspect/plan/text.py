@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jshard.inspect.plan.comparison import Row
-from jshard.inspect.plan.estimate import MODEL, Part, in_words
-from jshard.inspect.plan.memory import size
+from jshard.inspect.plan.estimate import MODEL, in_words
+from jshard.inspect.plan.memory import large_in_words, size
 from jshard.inspect.plan.result import Result
 from jshard.table import Block, Rows
 
@@ -91,9 +91,7 @@ def _memory(plan: Result) -> Iterator[Block]:
     yield Rows(rows, (2, 4))
     yield Rows([(size(bytes_), name) for name, bytes_ in memory.parts.items()], (0,))
     named = "asked for" if not memory.parts else "put into memory"
-    for large in memory.largest:
-        under = f", under {large.signal}" if large.signal != "-" else ""
-        yield f"largest {named}: {size(large.size)}, {large.shape}{under}"
+    yield from (f"largest {named}: {large_in_words(large)}" for large in memory.largest)
     yield f"memory: {memory.verdict()}"
     if too_much := memory.over_budget():
         yield f"memory: {too_much}"
@@ -108,16 +106,7 @@ def _time(plan: Result) -> Iterator[Block]:
         why = "there are no figures for it" if plan.memory.parts else "nothing was compiled"
         yield f"time: no estimate for {plan.topology.name}, {why}"
         return
-    rows = [(part.name, part.words, f"at {_rate(part)}", in_words(part.seconds)) for part in told.parts]
-    remarks = ["a model, nothing was measured"]
-    remarks += ["arithmetic at most, where layouts can't be seen"] * told.at_most
-    remarks += ["a while loop counts one trip"] * told.unknown
+    rows = [(part.name, part.words, f"at {part.peak}", in_words(part.seconds)) for part in told.parts]
     yield Rows(rows, (3,))
     yield f"figures: {told.source}"
-    yield f"time: {in_words(told.seconds)} a step = {MODEL} ({'; '.join(remarks)})"
-
-
-def _rate(part: Part) -> str:
-    if part.name == "arithmetic":
-        return f"{part.rate / 1e12:,.0f} TFLOP/s"
-    return f"{part.rate / 1e9:,.0f} GB/s"
+    yield f"time: {in_words(told.seconds)} a step = {MODEL} ({'; '.join(told.remarks)})"

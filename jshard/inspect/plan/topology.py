@@ -37,13 +37,9 @@ class Topology:
         return None if name is None else cls.of(name)
 
     @property
-    def chips(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def devices(self) -> int:
         """How many JAX devices it has."""
-        return self.chips * self.chip.devices
+        return math.prod(self.shape) * self.chip.devices
 
     def __str__(self) -> str:
         many = f"{self.devices:,} device{'' if self.devices == 1 else 's'}"

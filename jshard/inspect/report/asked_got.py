@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jshard.inspect.plan.comparison import Comparison, Row
-from jshard.inspect.plan.estimate import MODEL, Estimate, Part, in_words
-from jshard.inspect.plan.memory import Memory
+from jshard.inspect.plan.estimate import MODEL, Estimate, in_words
+from jshard.inspect.plan.memory import Memory, large_in_words
 from jshard.inspect.plan.planning import Plan
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.shell import legend, stack, table
@@ -43,7 +43,7 @@ def _memory(memory: Memory) -> Markup:
     if memory.capacity is not None:
         edge = min(1000 * memory.capacity / whole, 997)
         limit = [element("rect", x=edge, width=3, height=16, class_="limit")]
-    largest = [element("li", str(each)) for each in memory.largest]
+    largest = [element("li", large_in_words(each)) for each in memory.largest]
     biggest = element("details", element("summary", "What is biggest while it runs"), element("ol", largest))
     return element(
         "div",
@@ -60,20 +60,11 @@ def _estimate(estimate: Estimate | None) -> Markup | None:
     """The model of a step's time, each part of it visible."""
     if estimate is None:
         return None
-    rows = [(part.name, part.words, _rate(part), in_words(part.seconds)) for part in estimate.parts]
+    rows = [(part.name, part.words, part.peak, in_words(part.seconds)) for part in estimate.parts]
     foot = f"A model, not a measurement: {MODEL}", in_words(estimate.seconds)
     shown = table("estimate", ("Part", "What", "Peak", "Time"), rows, numbers=(2, 3), foot=(3, foot))
-    doubts = (
-        "Some layouts can't be seen: arithmetic is counted as if whole on every device. " if estimate.at_most else ""
-    )
-    doubts += "A while loop is counted as one trip. " if estimate.unknown else ""
-    source = element("p", f"{doubts}Peaks: {estimate.source}.", class_="quiet")
+    source = element("p", f"{'; '.join(estimate.remarks).capitalize()}. Peaks: {estimate.source}.", class_="quiet")
     return element("div", element("h3", "How long it might take"), shown, source)
-
-
-def _rate(part: Part) -> str:
-    flops = part.name == "arithmetic"
-    return f"{part.rate / (1e12 if flops else 1e9):,.4g} {'TFLOP/s' if flops else 'GB/s'}"
 
 
 def comparison_table(comparison: Comparison, facts: Facts, colours: Colours) -> Markup:

@@ -7,7 +7,7 @@ import re
 import sys
 
 from jshard.inspect.compiled import collectives_in
-from jshard.inspect.compiled.hlo_text import COMPUTATION, INSTRUCTION, KIND_OF, _called, _parts
+from jshard.inspect.compiled.hlo_text import COMPUTATION, INSTRUCTION, KIND_OF, Instruction
 
 
 def trimmed(text: str) -> str:
@@ -40,16 +40,16 @@ def trimmed(text: str) -> str:
 
 def _matters(line: str, lines: list[str], holding: set[str], called: set[str]) -> bool:
     """A collective, what calls one, what takes its results apart, and the counting of loops."""
-    name, written = INSTRUCTION.match(line)[1], INSTRUCTION.match(line)[2]
-    result, opcode, rest = _parts(written)
+    each = Instruction.of(*INSTRUCTION.match(line).groups())
+    opcode = each.opcode
     if _is_collective(line) or _calls(line) & holding or opcode in ("while", "parameter") or "AsyncCollective" in line:
         return True
     if opcode == "tuple":
-        return line.lstrip().startswith("ROOT") or any(f" while(%{name})" in other for other in lines)
+        return line.lstrip().startswith("ROOT") or any(f" while(%{each.name})" in other for other in lines)
     if opcode.endswith("-done") or (opcode == "get-tuple-element" and "op_name" in line):
-        source = re.match(r"%([\w.\-]+)", rest)
+        source = re.match(r"%([\w.\-]+)", each.rest)
         return bool(source) and any(_is_collective(o) and f"%{source[1]} = " in o for o in lines if o != line)
-    return re.match(r"s32\[\]", result) is not None and opcode in (
+    return re.match(r"s32\[\]", each.type) is not None and opcode in (
         "constant",
         "add",
         "copy",
@@ -60,12 +60,12 @@ def _matters(line: str, lines: list[str], holding: set[str], called: set[str]) -
 
 def _is_collective(line: str) -> bool:
     found = INSTRUCTION.match(line)
-    return bool(found) and _parts(found[2])[1].removesuffix("-start") in KIND_OF
+    return bool(found) and Instruction.of(*found.groups()).opcode.removesuffix("-start") in KIND_OF
 
 
 def _calls(line: str) -> set[str]:
     found = INSTRUCTION.match(line)
-    return set(_called(found[2])) if found else set()
+    return set(Instruction.of(*found.groups()).called) if found else set()
 
 
 def _short(line: str) -> str:

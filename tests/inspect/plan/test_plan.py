@@ -16,9 +16,10 @@ from flax import nnx
 import jshard
 from jshard.cli import main
 from jshard.errors import JShardError
+from jshard.inspect.compiled.collective import Large
 from jshard.inspect.plan import aot as deviceless
 from jshard.inspect.plan import cache, plan
-from jshard.inspect.plan.aot import Compiled, Exported, Largest
+from jshard.inspect.plan.aot import Compiled, Exported
 from jshard.inspect.plan.memory import size
 from jshard.inspect.plan.topology import Topology
 from jshard.signals.active_config import unload
@@ -225,8 +226,8 @@ def test_program_that_is_too_large_is_a_verdict(monkeypatch, tmp_path):
     compiled = deviceless.compile_absent(NOTHING, Topology.of("v5e:4x4"))
     assert (compiled.text, compiled.needed, compiled.available) == ("", int(19.25 * 2**30), int(15.75 * 2**30))
     assert compiled.largest == (
-        Largest(3 * 2**30, "f32[16,50331648]", "jit(f)/jshard[signal=mlp]/jshard[signal=up]/dot_general"),
-        Largest(512 * 2**20, "bf16[4096,65536]", ""),
+        Large(3 * 2**30, "f32[16,50331648]", "mlp/up"),
+        Large(512 * 2**20, "bf16[4096,65536]", "-"),
     )
     assert Compiled.from_json(compiled.to_json()) == compiled
 
