@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+# Primitives that call a jaxpr on their operands one by one, and the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "checkpoint": "jaxpr",
+    "remat2": "jaxpr", "remat": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr", "custom_lin": "call_jaxpr",
+}  # fmt: skip
+
 
 def bare(jaxpr: Any) -> Any:
     """The open jaxpr of a closed one."""
@@ -17,6 +24,12 @@ def inner(eqn: Any) -> Iterator[Any]:
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(bare(each), "eqns"):
                 yield bare(each)
+
+
+def called(eqn: Any) -> Any:
+    """The jaxpr, closed or not, that an equation calls on its operands; None where it calls none."""
+    found = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
+    return found if hasattr(bare(found), "eqns") else None
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -128,8 +128,7 @@ def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> 
 def _hold(checked: Checked, configuration: Configuration, name: str, update: bool, *, promised: bool) -> None:
     from jshard.cli.experiment import sketched
     from jshard.inspect.ledger.baseline import Baseline, added, removed
-    from jshard.inspect.ledger.budget import over_budget
-    from jshard.inspect.ledger.expect import hold
+    from jshard.inspect.ledger.expect import hold, over_budget
     from jshard.train.experiment import Experiment
 
     asked = checked.asked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import re
 import shlex
@@ -16,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError
 from jshard.inspect.compiled.program_text import first_difference, normalised
 from jshard.inspect.ledger.diff import Difference, compare, might_be_one_program
-from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan import Plan, Topology
 from jshard.inspect.plan.aot import check_installed
@@ -52,9 +52,9 @@ def diff(
     if isinstance(old, Ledger) and isinstance(new, Ledger) and topology is None:
         return compare(old, new)
     if isinstance(old, Plan) and isinstance(new, Plan) and topology is None:
-        told = compare_plans(Outcome.of(old.to_json(), "old"), Outcome.of(new.to_json(), "new"))
+        found = compare_plans(Outcome.of(old.to_json(), "old"), Outcome.of(new.to_json(), "new"))
         texts = normalised(old.text_of_program), normalised(new.text_of_program)
-        return dataclasses.replace(told, first=first_difference(*texts)) if told.only_text else told
+        return dataclasses.replace(found, first=first_difference(*texts)) if found.only_text else found
     kinds = [_kind(old), _kind(new)]
     if kinds != ["a path", "a path"]:
         if kinds[0] == kinds[1]:
@@ -64,23 +64,20 @@ def diff(
             )
         raise JShardError(f"jshard.diff is given {kinds[0]} and {kinds[1]}", hint="give two of a kind")
     assert not isinstance(old, Ledger | Plan) and not isinstance(new, Ledger | Plan)
-    known = (configs[0], configs[-1]) if configs else (None, None)
+    known = configs or [os.environ.get("JSHARD_CONFIG") or ""]
     with (
-        _side(os.fspath(old), (), known[0], args) as before,
-        _side(os.fspath(new), tuple(overrides), known[1], args) as after,
+        _side(os.fspath(old), (), known[0], tuple(args)) as before,
+        _side(os.fspath(new), tuple(overrides), known[-1], tuple(args)) as after,
     ):
         sides = before, after
         names = _topologies(sides, topology)
         if names is not None:
             return _compiled(sides, names)
-        texts = _told(sides, [["explain", "--json"]] * 2)
-        ledgers = [
-            _relabelled(Ledger.from_json(text, side.label), side) for side, text in zip(sides, texts, strict=True)
-        ]
+        ledgers = [Ledger.from_json(*text) for text in _documents(sides, [["explain", "--json"]] * 2)]
         difference = compare(*ledgers, old=before.label, new=after.label)
         if not might_be_one_program(*ledgers):
             return difference
-        return _proven(difference, *_told(sides, [["explain", "--program"]] * 2))
+        return _proven(difference, *_output(sides, [["explain", "--program"]] * 2))
 
 
 def _kind(side: Any) -> str:
@@ -92,16 +89,13 @@ def _compiled(sides: tuple[_Side, _Side], names: tuple[str, str]) -> PlanDiffere
     for name in names:
         check_installed(Topology.of(name))
     planned = [["plan", "--topology", name] for name in names]
-    before, after = (
-        _placed(Outcome.of(text, side.label), side)
-        for side, text in zip(sides, _told(sides, [[*words, "--json"] for words in planned]), strict=True)
-    )
-    told = compare_plans(before, after)
-    if not told.only_text:
-        return told
-    return dataclasses.replace(
-        told, first=first_difference(*_told(sides, [[*words, "--program"] for words in planned]))
-    )
+    documents = _documents(sides, [[*words, "--json"] for words in planned])
+    before, after = (Outcome.of(*document) for document in documents)
+    found = compare_plans(before, after)
+    if not found.only_text:
+        return found
+    texts = _output(sides, [[*words, "--program"] for words in planned])
+    return dataclasses.replace(found, first=first_difference(*texts))
 
 
 def _topologies(sides: tuple[_Side, _Side], said: str | None) -> tuple[str, str] | None:
@@ -126,18 +120,29 @@ class _Side:
     """What is typed behind a command in a folder of its own."""
 
     label: str
-    path: str  # of the configuration
+    target: str  # a configuration, or a function
     folder: str
     overrides: tuple[str, ...]
+    config: str  # of a function
+    args: tuple[str, ...]
     revision: str = ""
-    function: str | None = None
-    args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise JShardError(
+                f'no configuration says how "{self.target}" lies on a mesh',
+                hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
+            )
+
+    @property
+    def path(self) -> str:
+        """Of the configuration."""
+        return self.config if re.fullmatch(IMPORT_PATH.form, self.target) else self.target
 
     @property
     def words(self) -> list[str]:
-        if self.function is None:
-            return [self.path, *self.overrides]
-        return [self.function, *self.overrides, "--config", self.path, *(["--args", *self.args] if self.args else [])]
+        of_function = ["--config", self.path, *(["--args", *self.args] if self.args else [])]
+        return [self.target, *self.overrides, *(of_function if self.path != self.target else [])]
 
     def topology(self) -> str | None:
         """What its configuration says; what is wrong with it, the process that reads it tells, by its own names."""
@@ -148,20 +153,19 @@ class _Side:
 
 
 @contextlib.contextmanager
-def _side(said: str, overrides: tuple[str, ...], config: str | None, args: Sequence[str]) -> Iterator[_Side]:
-    if not said.startswith("git:"):
-        yield _sided(said, said, os.getcwd(), overrides, "", config, args)
+def _side(label: str, overrides: tuple[str, ...], config: str, args: tuple[str, ...]) -> Iterator[_Side]:
+    if not label.startswith("git:"):
+        yield _Side(label, label, os.getcwd(), overrides, config, args)
         return
-    _, _, rest = said.partition(":")
-    revision, colon, path = rest.partition(":")
-    if not colon or not revision or not path:
-        raise JShardError(f"{said} is not git:REVISION:path", hint="write it like git:HEAD~1:configs/digits.yaml")
+    revision, _, target = label.removeprefix("git:").partition(":")
+    if not revision or not target:
+        raise JShardError(f"{label} is not git:REVISION:path", hint="write it like git:HEAD~1:configs/digits.yaml")
     with tempfile.TemporaryDirectory() as folder:
-        top, prefix = _git("rev-parse", "--show-toplevel").strip(), _git("rev-parse", "--show-prefix").strip()
-        archive = _git_bytes("-C", top, "archive", "--format=tar", revision, said=said)
+        top, prefix = (_git("rev-parse", f"--show-{each}").decode().strip() for each in ("toplevel", "prefix"))
+        archive = _git("-C", top, "archive", "--format=tar", revision, label=label)
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(folder, filter="data")
-        side = _sided(said, path, os.path.join(folder, prefix), overrides, revision, config, args)
+        side = _Side(label, target, os.path.join(folder, prefix), overrides, config, args, revision)
         if not os.path.isfile(os.path.join(side.folder, side.path)):
             raise JShardError(
                 f"{side.path} is not there at {revision}", hint=f"see git ls-tree -r {revision} --name-only"
@@ -169,41 +173,27 @@ def _side(said: str, overrides: tuple[str, ...], config: str | None, args: Seque
         yield side
 
 
-def _sided(
-    label: str,
-    path: str,
-    folder: str,
-    overrides: tuple[str, ...],
-    revision: str,
-    config: str | None,
-    args: Sequence[str],
-) -> _Side:
-    if re.fullmatch(IMPORT_PATH.form, path) is None:
-        return _Side(label, path, folder, overrides, revision)
-    config = config or os.environ.get("JSHARD_CONFIG")
-    if not config:
-        raise JShardError(
-            f'no configuration says how "{path}" lies on a mesh',
-            hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
-        )
-    return _Side(label, config, folder, overrides, revision, path, tuple(args))
-
-
-def _git(*words: str) -> str:
-    return _git_bytes(*words, said="git: ").decode()
-
-
-def _git_bytes(*words: str, said: str) -> bytes:
+def _git(*words: str, label: str = "git") -> bytes:
     done = subprocess.run(["git", *words], capture_output=True)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason is given"]
         reason = lines[0].removeprefix("fatal: ")
-        raise JShardError(f"{said.rstrip(': ')} can't be read: {reason}", hint="name a revision that git log shows")
+        raise JShardError(f"{label} can't be read: {reason}", hint="name a revision that git log shows")
     return done.stdout
 
 
-def _told(sides: Sequence[_Side], commands: Sequence[list[str]]) -> list[str]:
-    """What a command of jshard says of each side, both at once."""
+def _documents(sides: Sequence[_Side], commands: Sequence[list[str]]) -> Iterator[tuple[str, str]]:
+    """The JSON that a command of jshard prints of each side, the revision in front of every place, and the side's name."""
+    for side, text in zip(sides, _output(sides, commands), strict=True):
+
+        def named(fields: dict[str, Any], revision: str = side.revision) -> dict[str, Any]:
+            return {**fields, "place": f"{revision}:{fields['place']}"} if fields.get("place") else fields
+
+        yield json.dumps(json.loads(text, object_hook=named)) if side.revision else text, side.label
+
+
+def _output(sides: Sequence[_Side], commands: Sequence[list[str]]) -> list[str]:
+    """What a command of jshard prints of each side, both at once."""
     path = os.pathsep.join(filter(None, (PACKAGE, os.environ.get("PYTHONPATH", ""))))
     processes = [
         subprocess.Popen(
@@ -230,29 +220,3 @@ def _faults(side: _Side, err: str) -> list[JShardError]:
         where = f"at {side.revision}, " if side.revision else ""
         faults.append(JShardError(f"{where}{fault}", hint=hint))
     return faults
-
-
-def _placed(outcome: Outcome, side: _Side) -> Outcome:
-    """With the revision in front of every place."""
-    named = [
-        each if each.place == "-" else dataclasses.replace(each, place=f"{side.revision}:{each.place}")
-        for each in outcome.runs
-    ]
-    return dataclasses.replace(outcome, runs=tuple(named)) if side.revision else outcome
-
-
-def _relabelled(ledger: Ledger, side: _Side) -> Ledger:
-    """With the revision in front of every place."""
-    if not side.revision:
-        return ledger
-
-    def relabel(entry: Any) -> Any:
-        if isinstance(entry, Line):
-            return dataclasses.replace(entry, cause=relabel(entry.cause))
-        place = entry.place
-        named = None if place is None else Place(f"{side.revision}:{place.source}", place.line)
-        return dataclasses.replace(entry, place=named)
-
-    return dataclasses.replace(
-        ledger, lines=tuple(map(relabel, ledger.lines)), memory=tuple(map(relabel, ledger.memory))
-    )

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jshard.errors import JShardError, did_you_mean
-from jshard.inspect.ledger import Ledger, explain
+from jshard.inspect.ledger import Ledger, Traced, explain
 from jshard.inspect.plan import Plan, Topology, plan
 from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import program_of
@@ -195,7 +195,7 @@ class Function:
 
     def lowered(self) -> Any:
         """Lower it for the devices of the mesh."""
-        program, args, kwargs = program_of(self.f, self.args, {}, None)
+        program, args, kwargs = program_of(Traced(self.f, self.args, {}), None)
         return program.lower(*args, **kwargs)
 
     def plan(self, topology: Topology, *, limit: float = LIMIT, cache: bool = True) -> Plan:

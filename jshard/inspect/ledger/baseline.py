@@ -27,17 +27,13 @@ class Baseline:
     @classmethod
     def of(cls, ledger: Ledger, mesh: str) -> Baseline:
         collectives: dict[Key, tuple[int, int]] = {}
-        for line in ledger.lines:
-            key = line.signal, line.phase, line.collective, line.axis
-            times, wire = collectives.get(key, (0, 0))
-            collectives[key] = times + line.count, wire + line.total
-        for left in ledger.left:  # what it moves is not known, that it moves is
-            key = _key_of_left(left)
-            collectives[key] = collectives.get(key, (0, 0))[0] + left.count, 0
-        memory: dict[str, int] = {}
-        for rest in ledger.memory:
-            memory[rest.signal] = memory.get(rest.signal, 0) + rest.total
-        return cls(mesh, collectives, memory)
+        for entry in (*ledger.lines, *ledger.left):
+            times, wire = collectives.get(_key(entry), (0, 0))
+            more = (
+                entry.total if isinstance(entry, Line) else 0
+            )  # what the compiler moves is not known, that it moves is
+            collectives[_key(entry)] = times + entry.count, wire + more
+        return cls(mesh, collectives, {rest.signal: rest.total for rest in ledger.memory})
 
     def text(self, command: str) -> str:
         """As it is committed. `command` holds it; with --update behind it, it writes it anew."""
@@ -100,7 +96,7 @@ def added(was: Baseline, ledger: Ledger, mesh: str, *, name: str, command: str) 
     for key, (times, wire) in now.collectives.items():
         signal, phase, collective, axes = key
         before, wire_before = was.collectives.get(key, (0, 0))
-        line = _line(ledger, key)
+        line = next(entry for entry in (*ledger.lines, *ledger.left) if _key(entry) == key)
         who = _who(signal, line.place, line.source)
         if isinstance(line, Left) and times > before:
             more = f"{times - before:,} {line.primitive} more over {axes} in {phase}"
@@ -126,13 +122,9 @@ def removed(was: Baseline, ledger: Ledger, mesh: str) -> bool:
     )
 
 
-def _key_of_left(left: Left) -> Key:
-    return left.signal, left.phase, f"compiler_decides_{left.primitive}".replace("-", "_"), left.axis
-
-
-def _line(ledger: Ledger, key: Key) -> Line | Left:
-    lines = (line for line in ledger.lines if (line.signal, line.phase, line.collective, line.axis) == key)
-    return next(lines, None) or next(left for left in ledger.left if _key_of_left(left) == key)
+def _key(entry: Line | Left) -> Key:
+    name = entry.collective if isinstance(entry, Line) else f"compiler_decides_{entry.primitive}"
+    return entry.signal, entry.phase, name.replace("-", "_"), entry.axis
 
 
 def _who(signal: str, place: Place | None, source: str) -> str:

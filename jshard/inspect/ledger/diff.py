@@ -6,10 +6,12 @@ import collections
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from jshard.inspect.ledger.entries import Left, Line
+from jshard.inspect.ledger.entries import Left, Line, joined, once
 from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.ledger.serialize import caused_document, line_document
 from jshard.table import Block, Rows, Shown
 from jshard.units import exact_size, in_large_units
 
@@ -45,11 +47,11 @@ class Change(Generic[Sided]):
         return (self.new.total if self.new else 0) - (self.old.total if self.old else 0)
 
     @property
-    def told(self) -> Sided:
+    def side(self) -> Sided:
         """The side to speak of: the new one where it is there."""
-        told = self.new or self.old
-        assert told is not None
-        return told
+        side = self.new or self.old
+        assert side is not None
+        return side
 
     def cells(self) -> tuple[str, ...]:
         places, *words = zip(*(side.cells()[:6] for side in (self.old, self.new) if side is not None), strict=True)
@@ -57,7 +59,7 @@ class Change(Generic[Sided]):
             f"{SIGNS[self.kind]} {' -> '.join(places)}",
             *(" -> ".join(dict.fromkeys(each)) for each in words),
             f"{self.wire:+,} B on the wire",
-            f"({', '.join(filter(None, (self.kind, self.told.via)))})",
+            f"({', '.join(filter(None, (self.kind, self.side.via)))})",
         )
 
 
@@ -70,7 +72,7 @@ class Difference(Shown):
     before: Ledger
     after: Ledger
     changes: tuple[Change[Line], ...]
-    memory: dict[str, tuple[int, int]]  # signal -> bytes at rest before and after, where they differ
+    memory: dict[str, tuple[Rest, Rest]]  # what a signal holds before and after, where that differs
     left: tuple[tuple[Literal["added", "gone"], Left], ...] = ()  # what the compiler decides, by one side only
     program: str = ""  # what the comparison of the compiled texts found
     proven_same: bool | None = None  # None: the compiled texts were not compared
@@ -93,7 +95,7 @@ class Difference(Shown):
         yield self.summary()
 
     def summary(self) -> str:
-        parts = counted((each.kind, each.told.collective, each.wire) for each in self.changes)
+        parts = counted(self.changes)
         left = collections.Counter((left.primitive, kind) for kind, left in self.left)
         parts += [f"{times} {primitive} {kind} that the compiler decides" for (primitive, kind), times in left.items()]
         parts += ["memory changed"] if self.memory else []
@@ -101,8 +103,6 @@ class Difference(Shown):
 
     def to_json(self) -> str:
         """One document, `"schema": "jshard.diff/1"`."""
-        from jshard.inspect.ledger.serialize import caused_document, line_document
-
         return json.dumps(
             {
                 "schema": SCHEMA,
@@ -123,7 +123,9 @@ class Difference(Shown):
                 "memory": {
                     "before": self.before.held,
                     "after": self.after.held,
-                    "signals": {name: {"before": b, "after": a} for name, (b, a) in self.memory.items()},
+                    "signals": {
+                        name: {"before": was.total, "after": now.total} for name, (was, now) in self.memory.items()
+                    },
                 },
                 "program": {"same": self.proven_same, "says": self.program},
             },
@@ -131,14 +133,11 @@ class Difference(Shown):
         )
 
     def _memory_cells(self, signal: str) -> tuple[str, ...]:
-        before, after = self.memory[signal]
-        places = [
-            next((str(rest.place) for rest in side.memory if rest.signal == signal and rest.place), "-")
-            for side in (self.before, self.after)
-        ]
+        sides = self.memory[signal]
+        before, after = (rest.total for rest in sides)
         sign = "+" if not before else "-" if not after else "~"
-        where = " -> ".join(dict.fromkeys(place for place, held in zip(places, (before, after), strict=True) if held))
-        return f"{sign} {where}", signal, "at rest", f"{after - before:+,} B", f"({before:,} B -> {after:,} B)"
+        where = " -> ".join(dict.fromkeys(str(rest.place or "-") for rest in sides if rest.total))
+        return f"{sign} {where}", signal, "at rest", *change_in_bytes(before, after)
 
 
 def compare(before: Ledger, after: Ledger, old: str = "old", new: str = "new") -> Difference:
@@ -161,64 +160,68 @@ def might_be_one_program(before: Ledger, after: Ledger) -> bool:
 
 
 def _changes(before: Ledger, after: Ledger) -> Iterator[Change[Line]]:
-    old, new = (_joined(ledger.lines) for ledger in (before, after))
-    for key in [key for key in old if key in new]:
-        was, now = old.pop(key), new.pop(key)
-        if was.count != now.count:
+    return changes(
+        *(joined(ledger.lines, _unplaced_once) for ledger in (before, after)),
+        same=_unplaced,
+        alike=(_unplaced_once, lambda line: (line.signal, line.phase, line.collective, line.mesh_axes)),
+        moved=lambda line: (line.collective, line.payload, line.dtype, line.count),
+    )
+
+
+Key = Callable[[Any], Hashable]
+
+
+def changes(
+    old: Iterable[Sided], new: Iterable[Sided], same: Key, alike: Iterable[Key], moved: Key
+) -> Iterator[Change[Sided]]:
+    """Pair the collectives of two programs: those that are the `same`, those that are `alike` in all but their size, those
+    that only `moved`; the rest is gone, or added."""
+    lost, found = list(old), list(new)
+    _pairs(lost, found, same)
+    for key in alike:
+        for was, now in _pairs(lost, found, key):
             yield Change("grown" if now.total >= was.total else "shrunk", was, now)
-    lost, found = list(old.values()), list(new.values())
-    for was, now in pairs(lost, found, lambda line: (line.signal, line.phase, line.collective, line.mesh_axes)):
-        yield Change("grown" if now.total >= was.total else "shrunk", was, now)
-    for was, now in pairs(lost, found, lambda line: (line.collective, line.payload, line.dtype, line.count)):
-        yield Change("moved", was, now)
-    yield from (Change("gone", line, None) for line in lost)
-    yield from (Change("added", None, line) for line in found)
+    yield from (Change("moved", was, now) for was, now in _pairs(lost, found, moved))
+    yield from (Change("gone", each, None) for each in lost)
+    yield from (Change("added", None, each) for each in found)
 
 
-def counted(changes: Iterable[tuple[str, str, int]]) -> list[str]:
+def _pairs(lost: list[Sided], found: list[Sided], key: Key) -> list[tuple[Sided, Sided]]:
+    """Take those out of both lists that are equal by `key`."""
+    waiting: dict[Hashable, list[Sided]] = {}
+    for each in found:
+        waiting.setdefault(key(each), []).append(each)
+    pairs = [(was, same.pop(0)) for was in lost if (same := waiting.get(key(was)))]
+    for was, now in pairs:
+        lost.remove(was)
+        found.remove(now)
+    return pairs
+
+
+def counted(changes: Iterable[Change[Any]]) -> list[str]:
     """`2 all_gather added (+5.0 GiB)`: how many of each kind and collective, and the bytes they add, where many."""
     kinds: dict[tuple[str, str], list[int]] = {}
-    for kind, collective, wire in changes:
-        kinds.setdefault((kind, collective), []).append(wire)
+    for change in changes:
+        kinds.setdefault((change.kind, change.side.collective), []).append(change.wire)
     return [
         f"{len(wires)} {collective} {kind}{in_large_units(sum(wires), '+')}"
         for (kind, collective), wires in kinds.items()
     ]
 
 
-Entry = TypeVar("Entry")
-Listed = TypeVar("Listed", Line, Left)
-
-
-def pairs(lost: list[Entry], found: list[Entry], key: Callable[[Entry], Hashable]) -> Iterator[tuple[Entry, Entry]]:
-    """Those of both lists that are alike by `key`, which are taken out."""
-    for was in list(lost):
-        now = next((line for line in found if key(line) == key(was)), None)
-        if now is not None:
-            lost.remove(was)
-            found.remove(now)
-            yield was, now
-
-
 def _left(before: Ledger, after: Ledger) -> tuple[tuple[Literal["added", "gone"], Left], ...]:
-    old, new = (_left_by_kind(ledger) for ledger in (before, after))
+    old, new = ({_unplaced(e): e for e in joined(ledger.left, _unplaced_once)} for ledger in (before, after))
     gone = [left for key, left in old.items() if key not in new]
     return (*(("gone", left) for left in gone), *(("added", left) for key, left in new.items() if key not in old))
 
 
-def _left_by_kind(ledger: Ledger) -> dict[Left, Left]:
-    """Those of one place, and how often: where they stand in a file does not matter."""
-    return {dataclasses.replace(key, count=left.count): left for key, left in _joined(ledger.left).items()}
+def _unplaced(entry: Any) -> Any:
+    """The entry without the line that asks: where it stands in a file is no difference."""
+    return dataclasses.replace(entry, cause=dataclasses.replace(entry.cause, place=None, key=""))
 
 
-def _joined(entries: Iterable[Listed]) -> dict[Listed, Listed]:
-    """Those that differ in nothing but where they stand and which key asked, as one with the count of all."""
-    found: dict[Listed, Listed] = {}
-    for each in entries:
-        key = dataclasses.replace(each, cause=dataclasses.replace(each.cause, place=None, key=""), count=0)
-        held = found.get(key)
-        found[key] = each if held is None else dataclasses.replace(held, count=held.count + each.count)
-    return found
+def _unplaced_once(entry: Any) -> Any:
+    return once(_unplaced(entry))
 
 
 def _cells_of_left(kind: Kind, left: Left) -> tuple[str, ...]:
@@ -231,12 +234,15 @@ def _cells_of_left(kind: Kind, left: Left) -> tuple[str, ...]:
     )
 
 
-def _memory(before: Ledger, after: Ledger) -> dict[str, tuple[int, int]]:
-    sums: dict[str, list[int]] = {}
-    for side, ledger in enumerate((before, after)):
-        for rest in ledger.memory:
-            sums.setdefault(rest.signal, [0, 0])[side] += rest.total
-    return {signal: (was, now) for signal, (was, now) in sums.items() if was != now}
+def _memory(before: Ledger, after: Ledger) -> dict[str, tuple[Rest, Rest]]:
+    old, new = ({rest.signal: rest for rest in ledger.memory} for ledger in (before, after))
+    pairs = {name: (old.get(name, Rest(None, name)), new.get(name, Rest(None, name))) for name in {**old, **new}}
+    return {name: (was, now) for name, (was, now) in pairs.items() if was.total != now.total}
+
+
+def change_in_bytes(before: int, after: int) -> tuple[str, str]:
+    """The last columns of a row."""
+    return f"{after - before:+,} B", f"({before:,} B -> {after:,} B)"
 
 
 def from_to(before: int, after: int) -> str:

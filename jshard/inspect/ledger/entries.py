@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 from jshard.errors import Place
 from jshard.kernels.collectives import COLLECTIVES
@@ -14,7 +16,12 @@ class Caused:
     """What an entry says of its cause, as columns."""
 
     cause: Cause
+    mesh_axes: tuple[str, ...]
     branches: tuple[str, ...]
+
+    @property
+    def axis(self) -> str:
+        return ", ".join(self.mesh_axes)
 
     @property
     def place(self) -> Place | None:
@@ -85,10 +92,6 @@ class Line(Caused):
         return ", ".join(filter(None, (super().via, *more)))
 
     @property
-    def axis(self) -> str:
-        return ", ".join(self.mesh_axes)
-
-    @property
     def line(self) -> str:
         return str(self.place or "-")
 
@@ -121,10 +124,6 @@ class Left(Caused):
     branches: tuple[str, ...] = ()
 
     @property
-    def axis(self) -> str:
-        return ", ".join(self.mesh_axes)
-
-    @property
     def words(self) -> str:
         """`2 x concatenate over data (model.py:12)`"""
         times = f"{self.count:,} x " if self.count > 1 else ""
@@ -134,6 +133,24 @@ class Left(Caused):
 
     def __str__(self) -> str:
         return f"{self.place or '-'}  {self.signal}  {self.phase}  {self.words}: not asked for, decided by the compiler"
+
+
+Counted = TypeVar("Counted", Line, Left)
+
+
+def once(entry: Any) -> Any:
+    """The entry without its count."""
+    return dataclasses.replace(entry, count=1)
+
+
+def joined(entries: Iterable[Counted], key: Callable[[Counted], Hashable] = once) -> list[Counted]:
+    """Add up the counts of entries of one `key`; each stands where the first of them does."""
+    found: dict[Hashable, Counted] = {}
+    for each in entries:
+        same = key(each)
+        count = found[same].count + each.count if same in found else each.count
+        found[same] = dataclasses.replace(found.get(same, each), count=count)
+    return list(found.values())
 
 
 @dataclasses.dataclass(frozen=True)

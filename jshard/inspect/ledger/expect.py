@@ -1,4 +1,5 @@
-"""`expect: {all_reduce: 1, bytes: 64MiB}`: what a signal promises of its collectives, held against a ledger."""
+"""What a configuration promises of a ledger: `expect: {all_reduce: 1, bytes: 64MiB}` of a signal's collectives, and
+`jshard.budget: 16GiB` of what a device holds."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from jshard.inspect.ledger.ledger import Ledger
 from jshard.signals.config import Configuration
 from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
+from jshard.units import exact_size
 
 
 def hold(ledger: Ledger, configuration: Configuration) -> int:
@@ -72,3 +74,16 @@ def _told(signal: Signal, name: str, what: str, promised: int, found: int) -> JS
 def _written(signal: Signal) -> list[str]:
     """The keys of `expect` in the user's own words: psum for all_reduce."""
     return [key.removeprefix("expect.") for key in signal.places if key.startswith("expect.")]
+
+
+def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:
+    """The sentence when more is at rest on a device than `jshard.budget` allows."""
+    budget = configuration.budget
+    if budget is None or ledger.held <= budget:
+        return None
+    biggest = max(ledger.memory, key=lambda rest: rest.total)
+    who = "outside every signal" if biggest.signal == "-" else f'under signal "{biggest.signal}" ({biggest.place})'
+    return (
+        f"jshard.budget ({configuration.budget_place}) is {exact_size(budget)}, and {exact_size(ledger.held)} are at rest on "
+        f"each device, {exact_size(biggest.total)} of it {who}; write budget: {ledger.held}, or split more of it: store: data"
+    )

@@ -9,6 +9,8 @@ from typing import Any
 
 from jax.sharding import AxisType
 
+from jshard.layouts.layout import as_axes
+
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split())
 
 Moved = tuple[str, tuple[str, ...], tuple[int, ...], Any]  # collective, mesh axes, shape on one device, dtype
@@ -18,19 +20,17 @@ def typed_collectives(eqn: Any) -> Iterator[Moved]:
     """The collectives of one equation on explicitly sharded arrays."""
     name = eqn.primitive.name
     if name in REDUCTIONS:
-        split = [explicit_axes(eqn.invars[0].aval, axis) for axis in eqn.params["axes"]]
-        yield from _all_reduces(split, eqn.outvars[0].aval)
+        split = split_of(eqn.invars[0].aval)
+        yield from _all_reduces([split[axis] for axis in eqn.params["axes"]], eqn.outvars[0].aval)
     elif name == "dot_general":
         (left, right), _ = eqn.params["dimension_numbers"]
-        rows = [explicit_axes(eqn.invars[0].aval, axis) for axis in left]
-        columns = [explicit_axes(eqn.invars[1].aval, axis) for axis in right]
-        yield from _all_reduces(
-            [one for one, other in zip(rows, columns, strict=True) if one == other], eqn.outvars[0].aval
-        )
+        one, other = (split_of(operand.aval) for operand in eqn.invars)
+        split = [one[a] for a, b in zip(left, right, strict=True) if one[a] == other[b]]
+        yield from _all_reduces(split, eqn.outvars[0].aval)
     elif name in ("argmax", "argmin"):
         result = eqn.outvars[0].aval
         for axis in eqn.params["axes"]:
-            if mesh_axes := explicit_axes(eqn.invars[0].aval, axis):
+            if mesh_axes := split_of(eqn.invars[0].aval)[axis]:
                 candidates = (_group(result, mesh_axes), *_local_shape(result))  # everybody's best, and where it was
                 for dtype in (eqn.invars[0].aval.dtype, result.dtype):
                     yield "all_gather", mesh_axes, candidates, dtype
@@ -47,30 +47,28 @@ def _all_reduces(split: list[tuple[str, ...]], result: Any) -> Iterator[Moved]:
 
 def _reshard(source: Any, target: Any) -> Iterator[Moved]:
     """An all-to-all for each mesh axis that goes to another array axis, an all-gather for each that goes away."""
-    have = [list(explicit_axes(source, axis)) for axis in range(len(source.shape))]
-    wanted = {name for axis in range(len(target.shape)) for name in explicit_axes(target, axis)}
+    have, wanted = split_of(source), split_of(target)
     shape = list(_local_shape(source))
     for axis, names in reversed(list(enumerate(have))):
         for name in reversed(names):
-            if name not in wanted:
+            if not any(name in names for names in wanted):
                 shape[axis] *= _group(source, (name,))
                 yield "all_gather", (name,), tuple(shape), source.dtype
-            elif name not in explicit_axes(target, axis):
+            elif name not in wanted[axis]:
                 yield "all_to_all", (name,), tuple(shape), source.dtype
 
 
-def explicit_axes(aval: Any, axis: int) -> tuple[str, ...]:
-    """The explicit mesh axes that array axis `axis` lies split over."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types or axis >= len(sharding.spec):
-        return ()
-    entry = sharding.spec[axis]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def split_of(aval: Any) -> list[tuple[str, ...]]:
+    """For each axis of an array, the explicit mesh axes that split it."""
+    sharding, rank = getattr(aval, "sharding", None), len(getattr(aval, "shape", ()))
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return [()] * rank
+    return [as_axes(each) for each in (*sharding.spec, *[None] * (rank - len(sharding.spec)))]
 
 
 def _local_shape(aval: Any, without: tuple[str, ...] = ()) -> tuple[int, ...]:
     """The shape on one device, as if no axis were split over `without`."""
-    kept = [[name for name in explicit_axes(aval, axis) if name not in without] for axis in range(len(aval.shape))]
+    kept = [[name for name in names if name not in without] for names in split_of(aval)]
     return tuple(size // _group(aval, names) for size, names in zip(aval.shape, kept, strict=True))
 
 

@@ -9,13 +9,12 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jshard.inspect.ledger.explicit_sharding import REDUCTIONS, explicit_axes
+import numpy as np
 
-CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "checkpoint": "jaxpr",
-    "remat2": "jaxpr", "remat": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr", "custom_lin": "call_jaxpr",
-}  # fmt: skip
+from jshard.inspect.ledger.explicit_sharding import REDUCTIONS, split_of
+from jshard.jaxprs import CALLS, bare
+from jshard.layouts.layout import Layout
+
 # Others look into these, and into what a shard_map asks for.
 HOLD_OTHERS = frozenset(CALLS) | frozenset("shard_map scan while cond".split())
 # Each element by itself, or whole axes in another order: every device has what it needs.
@@ -33,6 +32,9 @@ LOCAL = frozenset(
 PRICED = REDUCTIONS | frozenset(["argmax", "argmin"])  # by `typed`
 
 Split = list[tuple[str, ...]]  # for each axis of an array, the mesh axes that it lies over
+Rule = Callable[
+    [Any, list[Split], list[Split]], list[str]
+]  # from an equation and how all that goes in and comes out is split
 
 
 def decided_by_compiler(eqn: Any) -> tuple[str, ...]:
@@ -52,11 +54,7 @@ def decided_by_compiler(eqn: Any) -> tuple[str, ...]:
 
 def _split(aval: Any) -> Split:
     """Mesh axes of one device split nothing."""
-    shape = getattr(aval, "shape", ())
-    return [
-        tuple(name for name in explicit_axes(aval, axis) if aval.sharding.mesh.shape[name] > 1)
-        for axis in range(len(shape))
-    ]
+    return [tuple(name for name in names if aval.sharding.mesh.shape[name] > 1) for names in split_of(aval)]
 
 
 def _on(split: Split, axes: Iterable[int]) -> list[str]:
@@ -70,13 +68,11 @@ def _anything(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
 def _wanted_elsewhere(eqn: Any) -> tuple[str, ...]:
     """Of a call that promises its results in other places than its body leaves them in."""
     found: list[str] = []
-    inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-    for wanted, variable in zip(eqn.params["out_shardings"], inner.outvars, strict=True):
+    for wanted, variable in zip(eqn.params["out_shardings"], bare(eqn.params["jaxpr"]).outvars, strict=True):
         source = _split(variable.aval)
         if hasattr(wanted, "spec") and any(source):
-            spec = [*wanted.spec, *[None] * (len(source) - len(wanted.spec))]
-            target = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-            target = [tuple(name for name in names if wanted.mesh.shape[name] > 1) for names in target]
+            axes = Layout.from_sharding(wanted, len(source)).axes
+            target = [tuple(name for name in names if wanted.mesh.shape[name] > 1) for names in axes]
             found += [name for one, two in zip(source, target, strict=True) if one != two for name in (*one, *two)]
     return tuple(dict.fromkeys(found))
 
@@ -89,13 +85,8 @@ def _reshard(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
         kept = tuple(name for name in have if name in wanted)
         if have[: len(kept)] != kept or wanted[: len(kept)] != kept:
             turned += [*have, *wanted]
-    everywhere = [name for names in target for name in names]
-    moved = [
-        name
-        for have, wanted in zip(source, target, strict=True)
-        for name in have
-        if name in everywhere and name not in wanted
-    ]
+    moved = [name for have, wanted in zip(source, target, strict=True) for name in have if name not in wanted]
+    moved = [name for name in moved if name in _anything(eqn, [], [target])]
     return [*turned, *(moved if len(moved) > 1 else [])]
 
 
@@ -170,32 +161,32 @@ def _grouped(old: tuple[int, ...], new: tuple[int, ...]) -> Iterable[tuple[list[
         yield one, other
 
 
-def _cut(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
-    """Along every axis whose size changes: a slice, a pad."""
-    pairs = enumerate(zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True))
-    return [name for axis, (old, new) in pairs if old != new for name in (*given[0][axis], *made[0][axis])]
+def _moves_along(axes_of: Callable[[Any], Iterable[int]]) -> Rule:
+    """Local where none of these axes is split, of whatever goes in or comes out."""
+
+    def rule(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
+        axes = list(axes_of(eqn))
+        pairs = zip((*given, *made), (*eqn.invars, *eqn.outvars), strict=True)
+        return [name for each, variable in pairs if variable.aval.shape for name in _on(each, axes)]
+
+    return rule
 
 
-def _pad(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
-    padded = [axis for axis, how in enumerate(eqn.params["padding_config"]) if any(how)]
-    return [*_on(given[0], padded), *_on(made[0], padded)]
+def _along(parameter: str) -> Rule:
+    """Along the axes that a parameter names."""
+    return _moves_along(lambda eqn: np.atleast_1d(eqn.params[parameter]).tolist())
 
 
-def _written_into(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
-    whole, part = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    axes = [axis for axis, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
-    return [*_on(given[0], axes), *_on(given[1], axes)]
+def _resized(old: Any, new: Any) -> list[int]:
+    """The axes of two variables that are not of one size."""
+    pairs = enumerate(zip(old.aval.shape, new.aval.shape, strict=True))
+    return [axis for axis, (one, other) in pairs if one != other]
 
 
-def _windowed(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
-    return [
-        name
-        for each, variable in zip((*given, *made), (*eqn.invars, *eqn.outvars), strict=True)
-        if variable.aval.shape
-        for axis, size in enumerate(eqn.params["window_dimensions"])
-        if size > 1
-        for name in each[axis]
-    ]
+_cut = _moves_along(lambda eqn: _resized(eqn.invars[0], eqn.outvars[0]))
+_written_into = _moves_along(lambda eqn: _resized(eqn.invars[0], eqn.invars[1]))
+_pad = _moves_along(lambda eqn: [axis for axis, how in enumerate(eqn.params["padding_config"]) if any(how)])
+_windowed = _moves_along(lambda eqn: [axis for axis, size in enumerate(eqn.params["window_dimensions"]) if size > 1])
 
 
 def _gather(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
@@ -228,19 +219,7 @@ def _scatter(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
     return found + [name for name in _anything(eqn, [whole, updates], []) if name not in kept]
 
 
-def _along(parameter: str) -> Callable[[Any, list[Split], list[Split]], list[str]]:
-    """Along the axes that a parameter names."""
-
-    def rule(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
-        said = eqn.params[parameter]
-        axes = tuple(said) if hasattr(said, "__iter__") else (int(said),)
-        pairs = zip((*given, *made), (*eqn.invars, *eqn.outvars), strict=True)
-        return [name for each, variable in pairs if variable.aval.shape for name in _on(each, axes)]
-
-    return rule
-
-
-RULES: dict[str, Callable[[Any, list[Split], list[Split]], list[str]]] = {
+RULES: dict[str, Rule] = {
     "concatenate": _along("dimension"), "conv_general_dilated": _convolution, "cumlogsumexp": _along("axis"),
     "cummax": _along("axis"), "cummin": _along("axis"), "cumprod": _along("axis"), "cumsum": _along("axis"),
     "device_put": _placed, "dot_general": _dot, "dynamic_slice": _cut, "dynamic_update_slice": _written_into,

@@ -57,21 +57,10 @@ class Around:
         return dataclasses.replace(blamed(self.cause, mesh_axes), source=source_of(self.named or eqn))
 
 
-def walk(jaxpr: Any) -> Iterator[Line | Left]:
-    """The collectives of `jaxpr`, and what else its compiler has to move, in program order."""
+def walk(jaxpr: Any) -> Iterator[Line | Left | Choice]:
+    """The collectives of `jaxpr`, what else its compiler has to move, and the strategies that it runs by and nobody named, in
+    program order."""
     yield from _walk(jaxpr, Around())
-
-
-def choices_in(jaxpr: Any, outside: Around = Around()) -> Iterator[Choice]:
-    """The strategies that `jaxpr` runs by and nobody named, with a collective or without."""
-    for eqn in jaxpr.eqns:
-        around = outside.entering(eqn)
-        if around.cause.chosen:
-            cause = around.blamed(eqn)
-            yield Choice(cause.place, cause.signal, cause.chosen, cause.source)
-            continue
-        for each in inner(eqn):
-            yield from choices_in(each, around)
 
 
 def scopes_in(jaxpr: Any) -> set[tuple[str, ...]]:
@@ -99,10 +88,13 @@ def has_transposed(jaxpr: Any) -> bool:
     return any(type(part).__name__ == "Transform" and part.name == "transpose" for stack in stacks for part in stack)
 
 
-def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left]:
+def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice]:
     for eqn in jaxpr.eqns:
         around = outside.entering(eqn)
         name = eqn.primitive.name
+        if around.cause.chosen and not outside.cause.chosen:  # with a collective or without
+            cause = around.blamed(eqn)
+            yield Choice(cause.place, cause.signal, cause.chosen, cause.source)
         if mesh_axes := decided_by_compiler(eqn):
             cause = around.blamed(eqn, mesh_axes)
             yield Left(cause, name, mesh_axes, around.count, around.count_known, around.branches)

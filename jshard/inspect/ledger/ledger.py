@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.entries import Choice, Left, Line, Unused
-from jshard.inspect.ledger.jaxpr_walk import choices_in, walk
-from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.ledger.entries import Choice, Left, Line, Unused, joined, once
+from jshard.inspect.ledger.jaxpr_walk import walk
+from jshard.inspect.ledger.memory import KINDS, Rest
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.jaxprs import bare
@@ -53,18 +54,18 @@ class Ledger(Shown):
 
     def by(self, key: str) -> dict[str, int]:
         """Bytes on the wire by `signal`, `phase`, `collective`, `axis`, `line` or any other column."""
-        sums: dict[str, int] = {}
-        for line in self.lines:
-            word = _word(getattr(line, key))
-            sums[word] = sums.get(word, 0) + line.total
-        return sums
+        return self._sums(key, "total")
 
     def counts(self, key: str = "collective") -> dict[str, int]:
         """How many collectives, by the same keys."""
+        return self._sums(key, "count")
+
+    def _sums(self, key: str, number: str) -> dict[str, int]:
         sums: dict[str, int] = {}
         for line in self.lines:
-            word = _word(getattr(line, key))
-            sums[word] = sums.get(word, 0) + line.count
+            value = getattr(line, key)
+            word = ", ".join(value) if isinstance(value, tuple) else str(value)
+            sums[word] = sums.get(word, 0) + getattr(line, number)
         return sums
 
     def only(self, **columns: Any) -> Ledger:
@@ -124,12 +125,7 @@ class Ledger(Shown):
         return told + uncounted
 
     def memory_summary(self) -> str:
-        kinds = {
-            words: sum(getattr(rest, kind) for rest in self.memory)
-            for kind, words in (
-                ("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer state"), ("other", "other"),
-            )
-        }  # fmt: skip
+        kinds = {words: sum(getattr(rest, kind) for rest in self.memory) for kind, words in KINDS.items()}
         parts = ", ".join(f"{words} {number:,} B" for words, number in kinds.items() if number)
         return f"memory: {exact_size(self.held)} at rest per device ({parts})"
 
@@ -167,58 +163,26 @@ class Ledger(Shown):
         )
 
 
-def _word(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
-
-
 def _counted(number: int) -> str:
     return f"{number:,} collective{'' if number == 1 else 's'}"
 
 
 def _memory_cells(rest: Rest) -> tuple[str, ...]:
-    return (
-        str(rest.place or "-"),
-        rest.signal,
-        "at rest",
-        f"parameters {rest.parameters:,} B" if rest.parameters else "",
-        f"gradients {rest.gradients:,} B" if rest.gradients else "",
-        f"optimizer state {rest.optimizer:,} B" if rest.optimizer else "",
-        f"other {rest.other:,} B" if rest.other else "",
-        f"{rest.total:,} B",
-    )
+    kinds = [(words, getattr(rest, kind)) for kind, words in KINDS.items()]
+    cells = [f"{words} {number:,} B" if number else "" for words, number in kinds]
+    return str(rest.place or "-"), rest.signal, "at rest", *cells, f"{rest.total:,} B"
 
 
 def read(jaxpr: Any) -> Ledger:
     """The ledger of a (closed) jaxpr. What no result depends on is left out, as the compiler leaves it out."""
-    whole = bare(jaxpr)
-    live, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
+    full = bare(jaxpr)
+    live, _ = partial_eval.dce_jaxpr(full, [True] * len(full.outvars), instantiate=True)
     found = list(walk(live))
+    # equal neighbours are one line; what is left to the compiler is one for each line of the program, wherever it stands
+    runs = itertools.groupby((each for each in found if isinstance(each, Line)), once)
+    left = joined((each for each in found if isinstance(each, Left)), lambda each: (once(each), each.source))
     return Ledger(
-        tuple(_merged(each for each in found if isinstance(each, Line))),
-        tuple(dict.fromkeys(choices_in(live))),
-        left=tuple(_together(each for each in found if isinstance(each, Left))),
+        tuple(line for _, run in runs for line in joined(run)),
+        tuple(dict.fromkeys(each for each in found if isinstance(each, Choice))),
+        left=tuple(left),
     )
-
-
-def _together(remarks: Iterable[Left]) -> list[Left]:
-    """One for each line of the program, wherever it stands: its times added up."""
-    counts: dict[Any, Left] = {}
-    for remark in remarks:
-        key = dataclasses.replace(remark, count=0), remark.cause.source
-        held = counts.get(key)
-        counts[key] = remark if held is None else dataclasses.replace(held, count=held.count + remark.count)
-    return list(counts.values())
-
-
-def _merged(lines: Iterable[Line]) -> Iterator[Line]:
-    """Neighbours that differ in nothing but their count, as one line."""
-    held: Line | None = None
-    for line in lines:
-        if held is not None and dataclasses.replace(held, count=line.count) == line:
-            held = dataclasses.replace(held, count=held.count + line.count)
-            continue
-        if held is not None:
-            yield held
-        held = line
-    if held is not None:
-        yield held

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding
 
 from jshard.errors import Place
 from jshard.layers.layer import Path, model_arrays, parameter_of
+from jshard.layouts.paths import keys_of
 from jshard.signals.active_config import configuration
 
-KINDS = ("parameters", "gradients", "optimizer", "other")
+KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "other": "other"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,39 +32,48 @@ class Rest:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.other
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+class Held(NamedTuple):
+    """An array that a model or an optimizer holds between steps."""
+
+    kind: str  # a key of KINDS
+    path: Path
+    array: Any
+    signal_path: tuple[str, ...]
+
+
+def held(models: Iterable[tuple[Path, Any]], optimizers: Sequence[nnx.Optimizer]) -> Iterator[Held]:
+    """What models, each with what its paths begin with, and optimizers hold. Gradients are those that the optimizers take, as
+    large as the parameters they are of; without an optimizer nothing is said of them. Arrays may be shapes alone."""
+    trains = [nnx.filterlib.to_predicate(optimizer.wrt) for optimizer in optimizers]
+    parameters: dict[Path, tuple[str, ...]] = {}  # the signals they are under, by the path in their model
+    for before, model in models:
+        placed = model_arrays(model)
+        for path, variable in nnx.to_flat_state(nnx.state(model)):
+            under = placed[path].signal_path
+            kinds = ["parameters"] if isinstance(variable, nnx.Param) else ["other"]
+            if isinstance(variable, nnx.Param):
+                parameters[path] = under
+                kinds += ["gradients"] * any(does(path, variable) for does in trains)
+            for below, leaf in jax.tree_util.tree_flatten_with_path(variable)[0]:
+                yield from (Held(kind, (*before, *path, *keys_of(below)), leaf, under) for kind in kinds)
+    for path, leaf in jax.tree_util.tree_flatten_with_path([nnx.state(optimizer) for optimizer in optimizers])[0]:
+        _, *path = keys_of(path)
+        of = parameter_of(tuple(path), parameters)
+        yield Held("optimizer", tuple(path), leaf, () if of is None else parameters[of])
 
 
 def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
-    """Of the models and optimizers among `nodes`. Gradients are those that the optimizers take, as large as the parameters
-    they are of; without an optimizer nothing is said of them. Arrays may be shapes alone."""
+    """What the models and optimizers among `nodes` hold, by signal."""
     nodes = list(nodes)
-    optimizers = [node for node in nodes if isinstance(node, nnx.Optimizer)]
-    sums: dict[str, dict[str, int]] = {}
-    under: dict[Path, str] = {}  # the parameters, by the path in their model
-
-    def add(signal: str, kind: str, bytes_: int) -> None:
-        kinds = sums.setdefault(signal, dict.fromkeys(KINDS, 0))
-        kinds[kind] += bytes_
-
-    for model in (node for node in nodes if isinstance(node, nnx.Module)):
-        placed = model_arrays(model)
-        for path, variable in nnx.to_flat_state(nnx.state(model)):
-            signal = "/".join(placed[path].signal_path) or "-"
-            for leaf in jax.tree.leaves(variable):
-                add(signal, "parameters" if isinstance(variable, nnx.Param) else "other", on_a_device(leaf))
-            if isinstance(variable, nnx.Param):
-                under[path] = signal
-            for optimizer in optimizers:
-                if _is_trained(optimizer, path, variable):
-                    add(signal, "gradients", sum(map(on_a_device, jax.tree.leaves(variable))))
-    for optimizer in optimizers:
-        for path, variable in nnx.to_flat_state(nnx.state(optimizer)):
-            of = parameter_of(path, under)
-            signal = "-" if of is None else under[of]
-            for leaf in jax.tree.leaves(variable):
-                add(signal, "optimizer", on_a_device(leaf))
-    found = [Rest(_place(signal), signal, **kinds) for signal, kinds in sums.items()]
+    models = [((), node) for node in nodes if isinstance(node, nnx.Module)]
+    sums: dict[tuple[str, ...], dict[str, int]] = {}
+    for each in held(models, [node for node in nodes if isinstance(node, nnx.Optimizer)]):
+        kinds = sums.setdefault(each.signal_path, dict.fromkeys(KINDS, 0))
+        kinds[each.kind] += on_a_device(each.array)
+    found = [Rest(place_of(path), "/".join(path) or "-", **kinds) for path, kinds in sums.items()]
     return tuple(sorted(found, key=_in_the_file))
 
 
@@ -79,10 +89,7 @@ def on_a_device(array: Any) -> int:
     return math.prod(part) * array.dtype.itemsize
 
 
-def _is_trained(optimizer: nnx.Optimizer, path: Path, variable: Any) -> bool:
-    return nnx.filterlib.to_predicate(optimizer.wrt)(path, variable)
-
-
-def _place(signal: str) -> Place | None:
+def place_of(signal_path: tuple[str, ...]) -> Place | None:
+    """The line of the configuration where the signal of a scope is written."""
     present = configuration()
-    return None if present is None or signal == "-" else present.lookup(tuple(signal.split("/"))).place
+    return None if present is None or not signal_path else present.lookup(signal_path).place

@@ -12,27 +12,26 @@ from jshard.provenance import Cause
 
 
 def line_document(line: Any) -> dict[str, Any]:
-    return {
-        **caused_document(line),
-        "schedule": None if line.schedule is None else dataclasses.asdict(line.schedule),
-        "shape": list(line.shape),
-        "asked": line.asked,
-        "wire": line.wire,
-        "total": line.total,
-    }
+    return {**caused_document(line), "asked": line.asked, "wire": line.wire, "total": line.total}
 
 
 def caused_document(entry: Any) -> dict[str, Any]:
     """The columns of an entry that has a cause, and the facts of the cause."""
-    fields, facts = document_of(entry), document_of(entry.cause)
-    del fields["cause"], facts["path"], facts["asked"]
-    more = {"signal": entry.signal, "via": entry.via}
-    return {**facts, **fields, **more, "mesh_axes": list(entry.mesh_axes), "branches": list(entry.branches)}
+    fields = document_of(entry)
+    facts = fields.pop("cause")
+    del facts["path"], facts["asked"]
+    return {**facts, **fields, "signal": entry.signal, "via": entry.via}
 
 
 def document_of(entry: Any) -> dict[str, Any]:
-    fields = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
-    return {**fields, "place": None if entry.place is None else str(entry.place)}
+    """The fields of a dataclass, and of those inside it, as JSON has them."""
+    return {field.name: _plain(getattr(entry, field.name)) for field in dataclasses.fields(entry)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Place) else document_of(value) if dataclasses.is_dataclass(value) else value
 
 
 def entry_of(kind: Any, document: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from jshard.inspect.user_code_errors import told
 from jshard.layers.layer import model_arrays
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
-from jshard.layouts.paths import words_of
+from jshard.layouts.paths import keys_of, words_of
 from jshard.signals.active_config import mesh, on_mesh
 from jshard.signals.keys import unused
 
@@ -38,19 +38,19 @@ def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **k
 
         print(jshard.explain(loss, model, x))
     """
-    whole = Traced(f, args, kwargs)
-    return ledger_of(whole, whole.nodes, backward=backward)
+    traced = Traced(f, args, kwargs)
+    return ledger_of(traced, traced.nodes, backward=backward)
 
 
-def ledger_of(whole: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
+def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
     """The ledger of a function whose arrays are those of these modules and optimizers, or of what they were split into."""
     loaded, is_typed = present_mesh(), False
     try:
-        jaxpr = _jaxpr(whole, backward)
+        jaxpr = _jaxpr(traced, backward)
     except Untyped:  # the same, where types say how arrays lie
         twin, is_typed = with_axis_types(mesh(), "explicit"), True
         with on_mesh(twin):
-            jaxpr = _jaxpr(whole.typed_on(twin), backward)
+            jaxpr = _jaxpr(traced.with_arrays([_lying_on(twin, array) for array in traced.arrays]), backward)
     ledger = read(jaxpr)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
@@ -59,15 +59,17 @@ def ledger_of(whole: Traced, nodes: Sequence[Any], *, backward: bool | None = No
         ledger,
         unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *built_under})),
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
-        unsplit=unsplit(jaxpr, whole.arrays, whole.names, modules),
-        is_auto=bool(ledger.lines or whole.meshes)
-        and not (is_typed or all(map(is_explicit, whole.meshes if loaded is None else [loaded]))),
+        unsplit=unsplit(jaxpr, traced.arrays, traced.parameters, modules),
+        is_auto=bool(ledger.lines or traced.meshes)
+        and not (is_typed or all(map(is_explicit, traced.meshes if loaded is None else [loaded]))),
     )
 
 
-def _jaxpr(whole: Traced, backward: bool | None) -> Any:
+def _jaxpr(traced: Traced, backward: bool | None) -> Any:
     with told("it is traced"):
-        return whole.with_gradients() if whole.lacks_backward(backward) else whole.forward()
+        if traced.lacks_backward(backward):
+            return jax.make_jaxpr(traced.call_with_gradients)(traced.arrays).jaxpr
+        return traced.forward()
 
 
 class Traced:
@@ -76,17 +78,16 @@ class Traced:
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.given = (f, args, kwargs)
-        paths_and_leaves, self.tree = jax.tree_util.tree_flatten_with_path(self.given, is_leaf=_is_node)
-        leaves = [leaf for _, leaf in paths_and_leaves]
-        self.nodes = [leaf for leaf in leaves if _is_node(leaf)]
+        found, self.tree = jax.tree_util.tree_flatten_with_path(self.given, is_leaf=is_node)
+        self.leaves = [leaf for _, leaf in found]
+        self.nodes = [leaf for leaf in self.leaves if is_node(leaf)]
         self.graph, state = nnx.split(self.nodes)
         node_arrays, self.state_tree = jax.tree.flatten(state)
-        self.static = [None if _is_node(leaf) or _is_array(leaf) else leaf for leaf in leaves]
-        self.kinds = ["node" if _is_node(leaf) else "array" if _is_array(leaf) else "static" for leaf in leaves]
+        others = [(path, leaf) for path, leaf in found if not is_node(leaf) and is_array(leaf)]
+        self.arrays = [*node_arrays, *(leaf for _, leaf in others)]
+        outer = [path for path, leaf in found if is_node(leaf)]
+        self.paths = [*_paths_in(outer, state), *(ArrayPath(path, (), False) for path, _ in others)]
         self._forward: Any = None
-        self.arrays = [*node_arrays, *(leaf for leaf, kind in zip(leaves, self.kinds, strict=True) if kind == "array")]
-        outer = [path[2:] for path, leaf in paths_and_leaves if _is_node(leaf)]
-        self.names = [*_parameter_names(outer, state), *(None for _ in self.arrays[len(node_arrays) :])]
 
     @property
     def meshes(self) -> set[Any]:
@@ -94,37 +95,43 @@ class Traced:
         shardings = (getattr(array, "sharding", None) for array in self.arrays)
         return {each.mesh for each in shardings if isinstance(each, NamedSharding) and each.mesh.size > 1}
 
-    def typed_on(self, mesh: Mesh) -> Traced:
-        """The same function of arrays that lie alike on `mesh`; they are only described."""
-        typed = copy.copy(self)
-        typed._forward, typed.arrays = None, [_lying_on(mesh, array) for array in self.arrays]
-        return typed
+    @property
+    def parameters(self) -> list[tuple[str, ...] | None]:
+        """For each array: the path in its model if it is a parameter, else None."""
+        return [each.in_model if each.is_parameter else None for each in self.paths]
 
-    def call(self, arrays: list[Any]) -> tuple[Any, list[Any]]:
-        """The function's arrays, and the state its modules are left in."""
+    def with_arrays(self, arrays: list[Any]) -> Traced:
+        """The same function of other arrays."""
+        other = copy.copy(self)
+        other._forward, other.arrays = None, arrays
+        return other
+
+    def holding(self, arrays: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+        """The modules with these arrays in them, and the function and its arguments with those."""
         states = self.state_tree.num_leaves
         nodes = nnx.merge(self.graph, jax.tree.unflatten(self.state_tree, arrays[:states]))
-        supply = {"node": iter(nodes), "array": iter(arrays[states:]), "static": None}
-        leaves = [
-            static if kind == "static" else next(supply[kind])
-            for kind, static in zip(self.kinds, self.static, strict=True)
-        ]
-        f, args, kwargs = jax.tree.unflatten(self.tree, leaves)
-        result = f(*args, **kwargs)
-        returned = jax.tree.leaves(result)
-        changed = jax.tree.leaves(nnx.split(nodes)[1])
-        return [leaf for leaf in returned if _is_array(leaf)], changed
+        modules, others = iter(nodes), iter(arrays[states:])
+        leaves = [next(modules) if is_node(e) else next(others) if is_array(e) else e for e in self.leaves]
+        return nodes, jax.tree.unflatten(self.tree, leaves)
 
-    def is_differentiable(self, arrays: list[Any]) -> bool:
-        """Whether there is anything to differentiate, and anything to differentiate by."""
-        shapes, _ = jax.eval_shape(self.call, arrays)
-        return any(map(_is_inexact, arrays)) and any(map(_is_inexact, shapes))
+    def call(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The function's arrays, and the state its modules are left in."""
+        nodes, (f, args, kwargs) = self.holding(arrays)
+        returned = jax.tree.leaves(f(*args, **kwargs))
+        return [leaf for leaf in returned if is_array(leaf)], jax.tree.leaves(nnx.split(nodes)[1])
 
     def lacks_backward(self, backward: bool | None) -> bool:
         """Whether a backward pass is to be added: as said, else where there is none yet and can be one."""
-        return (
-            self.is_differentiable(self.arrays) and not has_transposed(self.forward()) if backward is None else backward
-        )
+        if backward is False:
+            return False
+        shapes, _ = jax.eval_shape(self.call, self.arrays)
+        is_differentiable = any(map(is_inexact, self.arrays)) and any(map(is_inexact, shapes))
+        if backward and not is_differentiable:
+            raise JShardError(
+                "a backward pass is asked for, and the function has no floating-point argument or result",
+                hint="use backward=False",
+            )
+        return backward or (is_differentiable and not has_transposed(self.forward()))
 
     def forward(self) -> Any:
         """The jaxpr of the call."""
@@ -132,35 +139,42 @@ class Traced:
             self._forward = jax.make_jaxpr(self.call)(self.arrays).jaxpr
         return self._forward
 
-    def with_gradients(self) -> Any:
-        """The jaxpr of the call and of the gradients of all its floating-point arguments."""
-        return jax.make_jaxpr(self.call_with_gradients)(self.arrays).jaxpr
-
-    def call_with_gradients(self, arrays: list[Any]) -> Any:
-        """The gradients of all floating-point arrays, each result weighed alike, and what the call returns."""
-        if not self.is_differentiable(self.arrays):
-            raise JShardError(
-                "explain was asked for a backward pass of a function with no floating-point argument or result",
-                hint="use explain(..., backward=False)",
-            )
+    def call_with_gradients(
+        self, arrays: list[Any], cotangent: Callable[[int, Any], Any] = lambda number, result: jnp.ones_like(result)
+    ) -> Any:
+        """What the call returns, and the gradients of all floating-point arrays; `cotangent` gives that of a result by its
+        number."""
 
         def of_inexact(inexact: list[Any]) -> Any:
             supply = iter(inexact)
-            result, changed = self.call([next(supply) if _is_inexact(array) else array for array in arrays])
-            smooth = [leaf for leaf in result if _is_inexact(leaf)]
-            return smooth, (result, changed)
+            result, changed = self.call([next(supply) if is_inexact(array) else array for array in arrays])
+            return {number: leaf for number, leaf in enumerate(result) if is_inexact(leaf)}, (result, changed)
 
-        smooth, pull, rest = jax.vjp(of_inexact, [a for a in arrays if _is_inexact(a)], has_aux=True)
-        return pull([jnp.ones_like(leaf) for leaf in smooth]), rest
+        smooth, pull, rest = jax.vjp(of_inexact, [a for a in arrays if is_inexact(a)], has_aux=True)
+        return rest, pull({number: cotangent(number, leaf) for number, leaf in smooth.items()})[0]
 
 
-def _parameter_names(outer: Sequence[Any], state: Any) -> Iterator[tuple[str, ...] | None]:
-    """For each array of the nodes at the paths `outer`: the path in its model if it is a parameter, else None."""
+@dataclasses.dataclass(frozen=True)
+class ArrayPath:
+    """Where an array stands in a function and its arguments."""
+
+    outer: tuple[Any, ...]  # the path of the array, or of the module that holds it
+    inner: tuple[Any, ...]  # the number of that module, and the keys in it; () for an array by itself
+    is_parameter: bool
+
+    @property
+    def in_model(self) -> tuple[str, ...]:
+        words = [*words_of(self.outer[2:]), *map(str, self.inner[1:])]
+        return tuple(itertools.dropwhile(str.isdecimal, words))  # the place of the model in a tuple
+
+
+def _paths_in(outer: Sequence[Any], state: Any) -> Iterator[ArrayPath]:
+    """For each array of the modules at the paths `outer`."""
     is_variable = lambda each: isinstance(each, nnx.Variable)
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
-        words = words_of((*outer[int(words_of(path)[0])], *path[1:]))
-        name = tuple(itertools.dropwhile(str.isdecimal, words))  # the place of the model in a tuple
-        yield from [name if isinstance(variable, nnx.Param) else None] * len(jax.tree.leaves(variable))
+        for below, _ in jax.tree_util.tree_flatten_with_path(variable)[0]:
+            keys = keys_of((*path, *below))
+            yield ArrayPath(outer[keys[0]], keys, isinstance(variable, nnx.Param))
 
 
 def _lying_on(mesh: Mesh, array: Any) -> Any:
@@ -170,13 +184,13 @@ def _lying_on(mesh: Mesh, array: Any) -> Any:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, sharding.spec))
 
 
-def _is_node(leaf: Any) -> bool:
+def is_node(leaf: Any) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+def is_inexact(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

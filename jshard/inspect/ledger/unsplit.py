@@ -10,16 +10,14 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
 from jshard.errors import Place
-from jshard.inspect.ledger.implicit_resharding import CALLS
 from jshard.inspect.ledger.memory import on_a_device
-from jshard.jaxprs import bare
+from jshard.jaxprs import bare, called
 from jshard.layers.layer import Layer
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.signal import Signal
 
 Path = tuple[str, ...]
-ALIGNED = CALLS | {"shard_map": "jaxpr", "scan": "jaxpr"}  # they hand on their operands one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +107,7 @@ def _first_uses(jaxpr: Any, known: dict[int, dict[int, Use]]) -> dict[int, Use]:
         if all(found.get(numbers[each], ((), 0))[0] for each in taken.values()):
             continue
         path = Cause().inside(eqn.source_info.name_stack.stack).path
-        inner = eqn.params.get(ALIGNED.get(eqn.primitive.name, ""))
+        inner = eqn.params["jaxpr"] if eqn.primitive.name in ("shard_map", "scan") else called(eqn)
         uses = {at: ((), len(each.aval.shape)) for at, each in taken.items()}
         if inner is not None:
             uses = _first_uses(bare(inner), known)

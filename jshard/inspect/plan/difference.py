@@ -9,7 +9,8 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from jshard.inspect.compiled.program_text import normalised
-from jshard.inspect.ledger.diff import Change, counted, from_to, pairs
+from jshard.inspect.ledger.diff import Change, Key, change_in_bytes, changes, counted, from_to
+from jshard.inspect.ledger.serialize import document_of
 from jshard.inspect.plan.estimate import in_words
 from jshard.table import Block, Rows, Shown
 from jshard.units import exact_size
@@ -121,20 +122,12 @@ class PlanDifference(Shown):
             lines = f"{self.new.program['lines']:,} lines"
             yield f"same program on {where}: the compiled text is the same, {lines}"
             return
-        parts = [
-            (f"~ {name}", f"{after - before:+,} B", f"({before:,} B -> {after:,} B)")
-            for name, before, after in self._parts()
-            if before != after
-        ]
+        names = dict.fromkeys((*self.old.parts, *self.new.parts)) if self.compiled else ()
+        parts = [(name, self.old.parts.get(name, 0), self.new.parts.get(name, 0)) for name in names]
         yield Rows([change.cells() for change in self.changes], (6,))
-        yield Rows(parts, (1,))
+        yield Rows([(f"~ {name}", *change_in_bytes(was, now)) for name, was, now in parts if was != now], (1,))
         yield from self._totals()
         yield f"{self.summary()}, on {where}"
-
-    def _parts(self) -> Iterator[tuple[str, int, int]]:
-        if self.compiled:
-            for name in dict.fromkeys((*self.old.parts, *self.new.parts)):
-                yield name, self.old.parts.get(name, 0), self.new.parts.get(name, 0)
 
     def _totals(self) -> Iterator[str]:
         if self.compiled:
@@ -152,7 +145,7 @@ class PlanDifference(Shown):
             sides = [side.label for side in (self.old, self.new) if side.program is None]
             are = "is too large and was" if len(sides) == 1 else "are too large and were"
             return f"differs or not: {' and '.join(sides)} {are} not compiled to the end"
-        parts = counted((each.kind, each.told.collective, each.wire) for each in self.changes)
+        parts = counted(self.changes)
         parts += ["memory changed"] if self.old.memory != self.new.memory else []
         if not parts and self.first is not None:
             count, one, other = self.first
@@ -165,40 +158,30 @@ class PlanDifference(Shown):
             {
                 "schema": SCHEMA,
                 "same": self.same,
-                "old": _plain(self.old),
-                "new": _plain(self.new),
-                "changes": [
-                    {"wire": each.wire, **dataclasses.asdict(each)} for each in self.changes
-                ],
+                "old": _side(self.old),
+                "new": _side(self.new),
+                "changes": [{"wire": each.wire, **document_of(each)} for each in self.changes],
                 "says": self.text().splitlines()[-1],
             },
             indent=2,
-        )  # fmt: skip
+        )
 
 
 def compare_plans(old: Outcome, new: Outcome, first: tuple[int, str, str] | None = None) -> PlanDifference:
     """Two plans' documents, collective by collective as they run."""
-    return PlanDifference(old, new, tuple(_changes(old, new)), first)
+    where: Key = lambda runs: (runs.signal, runs.phase, runs.collective, runs.mesh_axes)
+    found = changes(
+        old.runs,
+        new.runs,
+        same=lambda runs: dataclasses.replace(runs, place=""),
+        alike=(lambda runs: (*where(runs), runs.via), where),
+        moved=lambda runs: (runs.collective, runs.times, runs.wire),
+    )
+    return PlanDifference(old, new, tuple(found), first)
 
 
-def _changes(old: Outcome, new: Outcome) -> Iterator[Change[Runs]]:
-    lost, found = list(old.runs), list(new.runs)
-    for was, now in pairs(
-        lost, found, lambda runs: (runs.signal, runs.phase, runs.collective, runs.mesh_axes, runs.via)
-    ):
-        if (was.times, was.wire) != (now.times, now.wire):
-            yield Change("grown" if now.wire >= was.wire else "shrunk", was, now)
-    for was, now in pairs(lost, found, lambda runs: (runs.signal, runs.phase, runs.collective, runs.mesh_axes)):
-        yield Change("grown" if now.wire >= was.wire else "shrunk", was, now)
-    for was, now in pairs(lost, found, lambda runs: (runs.collective, runs.times, runs.wire)):
-        yield Change("moved", was, now)
-    yield from (Change("gone", runs, None) for runs in lost)
-    yield from (Change("added", None, runs) for runs in found)
-
-
-def _plain(side: Outcome) -> dict[str, Any]:
-    fields = dataclasses.asdict(side)
-    return {**fields, "fits": None if side.capacity is None else side.fits == "fits"}
+def _side(outcome: Outcome) -> dict[str, Any]:
+    return {**document_of(outcome), "fits": None if outcome.capacity is None else outcome.fits == "fits"}
 
 
 def _both(one: str, other: str) -> str:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.inspect.compiled.traffic import collectives_in
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.ledger.tracing import Traced, explain
+from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan import aot as deviceless
 from jshard.inspect.plan import cache as plans
 from jshard.inspect.plan.aot import LIMIT, exported, flattened
@@ -65,12 +64,13 @@ def plan(
             "jshard.plan is given no topology, and none is loaded",
             hint='write topology="v5e:4x4", or topology: v5e:4x4 under jshard in the configuration',
         )
-    away = _away(target, (args, kwargs))
+    here = Traced(f, args, kwargs)
+    away = _away(target, here.arrays)
     deviceless.check_installed(target)
     with moved_to(away):
-        args, kwargs = _lying((args, kwargs), away, target)
-        ledger = explain(f, *args, backward=backward, **kwargs)
-        program, args, kwargs = program_of(f, args, kwargs, backward)
+        traced = Traced(*here.holding([_on_absent(each, away, target) for each in here.arrays])[1])
+        ledger = ledger_of(traced, traced.nodes, backward=backward)
+        program, args, kwargs = program_of(traced, backward)
         return planned(program, args, kwargs, ledger, target, away, limit=limit, cache=cache)
 
 
@@ -130,12 +130,12 @@ def _of_topology(mesh: Any, topology: Topology) -> Any:
     return mesh.update(abstract_device=topology.abstract_device)
 
 
-def _away(topology: Topology, arguments: Any) -> Any:
+def _away(topology: Topology, arrays: list[Any]) -> Any:
     """The mesh that programs are traced over: that of the configuration, else that of the arguments, else one axis."""
     present = configuration()
     if present is not None and present.mesh is not None:
         return mesh_on(topology, present)
-    meshes = dict.fromkeys(each.mesh for each in map(_sharding, _arrays(arguments)) if each is not None)
+    meshes = dict.fromkeys(each.mesh for each in map(_sharding, arrays) if each is not None)
     if not meshes:
         return _of_topology(absent_mesh({"devices": topology.devices}, axis_types="auto"), topology)
     mesh = next(iter(meshes))
@@ -153,57 +153,36 @@ def _twin(mesh: Any, topology: Topology) -> Any:
     return _of_topology(bare, topology)
 
 
-def _arrays(arguments: Any) -> list[Any]:
-    leaves = jax.tree.leaves(arguments, is_leaf=_is_node)
-    nodes = [leaf for leaf in leaves if _is_node(leaf)]
-    return [*jax.tree.leaves(nnx.split(nodes)[1]), *(leaf for leaf in leaves if not _is_node(leaf))]
-
-
-def _is_node(leaf: Any) -> bool:
-    return isinstance(leaf, (nnx.Pytree, nnx.Variable))
-
-
 def _sharding(leaf: Any) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def _lying(arguments: Any, away: Any, topology: Topology) -> Any:
-    """The same, each array a shape that lies on the absent devices as it lies now; whole where it lies on one device."""
-
-    def lying(leaf: Any) -> Any:
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            return leaf
-        sharding = _sharding(leaf)
-        if sharding is None:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(away, PartitionSpec()))
+def _on_absent(array: Any, away: Any, topology: Topology) -> Any:
+    """A shape that lies on the absent devices as the array lies now: whole where it lies on one device."""
+    if not is_array(array):
+        return array
+    sharding, mesh, spec = _sharding(array), away, PartitionSpec()
+    if sharding is not None:
         mesh = away if sharding.mesh.axis_names == away.axis_names else _twin(sharding.mesh, topology)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec))
-
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_node)
-    nodes = [leaf for leaf in leaves if _is_node(leaf)]
-    graph, state = nnx.split(nodes)
-    supply = iter(nnx.merge(graph, jax.tree.map(lying, state)))
-    return jax.tree.unflatten(tree, [next(supply) if _is_node(leaf) else lying(leaf) for leaf in leaves])
+        spec = sharding.spec
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def program_of(f: Any, args: Any, kwargs: Any, backward: bool | None) -> tuple[Any, Any, Any]:
-    """What is compiled: `f` itself, when it is jitted and takes nothing but arrays, so that what it donates is donated;
-    else its arrays in and out, and their gradients as `explain` says."""
-    whole = Traced(f, args, kwargs)
-    if whole.lacks_backward(backward):
-        return jax.jit(whole.call_with_gradients), (whole.arrays,), {}
+def program_of(traced: Traced, backward: bool | None) -> tuple[Any, Any, Any]:
+    """What is compiled: the function itself, when it is jitted and takes nothing but arrays, so that what it donates is
+    donated; else its arrays in and out, and their gradients as `explain` says."""
+    if traced.lacks_backward(backward):
+        return jax.jit(traced.call_with_gradients), (traced.arrays,), {}
+    f, args, kwargs = traced.given
     if isinstance(f, type(jax.jit(len))) and all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves((args, kwargs))):
         return f, args, kwargs
-    return jax.jit(whole.call), (whole.arrays,), {}
+    return jax.jit(traced.call), (traced.arrays,), {}
 
 
 def _compilers(topology: Topology) -> str:
     names = {"tpu": ["libtpu"], "cuda": ["jax-cuda13-plugin", "jax-cuda12-plugin"], "cpu": ["jaxlib"]}[
         topology.platform
     ]
-    told_ = [f"{name} {plans.version(name)}" for name in names if plans.version(name) != "absent"]
-    return ", ".join([f"jax {jax.__version__}", *told_])
-
-
-__all__ = ["Plan", "mesh_on", "moved_to", "plan", "planned", "program_of"]
+    versions = [f"{name} {plans.version(name)}" for name in names if plans.version(name) != "absent"]
+    return ", ".join([f"jax {jax.__version__}", *versions])

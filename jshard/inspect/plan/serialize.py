@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from typing import Any
 
+from jshard.inspect.ledger.serialize import document_of
 from jshard.inspect.plan.difference import digest
 from jshard.inspect.plan.estimate import MODEL
 from jshard.inspect.plan.result import Result
@@ -15,7 +14,7 @@ SCHEMA = "jshard.plan/1"
 
 def written(plan: Result) -> str:
     comparison, memory, estimate = plan.comparison, plan.memory, plan.estimate
-    rows = [] if comparison is None else [_plain(row) for row in comparison.rows]
+    rows = [] if comparison is None else list(map(document_of, comparison.rows))
     document = {
         "schema": SCHEMA,
         "topology": {
@@ -44,8 +43,8 @@ def written(plan: Result) -> str:
             "budget": memory.budget,
             "within_budget": None if memory.budget is None else memory.over_budget() is None,
             "parts": dict(memory.parts),
-            "rest": [_plain(rest) for rest in memory.rest],
-            "largest": [_plain(large) for large in memory.largest],
+            "rest": list(map(document_of, memory.rest)),
+            "largest": list(map(document_of, memory.largest)),
         },
         "time": None
         if estimate is None
@@ -56,19 +55,7 @@ def written(plan: Result) -> str:
             "source": estimate.source,
             "at_most": estimate.at_most,
             "unknown": estimate.unknown,
-            "parts": [{**_plain(part), "seconds": part.seconds} for part in estimate.parts],
+            "parts": [{**document_of(part), "seconds": part.seconds} for part in estimate.parts],
         },
     }
     return json.dumps(document, indent=2)
-
-
-def _plain(entry: Any) -> dict[str, Any]:
-    fields = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
-    for name, value in fields.items():
-        if name == "place":
-            fields[name] = None if value is None else str(value)
-        elif name == "differences":
-            fields[name] = [_plain(each) for each in value]
-        elif isinstance(value, tuple):
-            fields[name] = list(value)
-    return fields

@@ -35,7 +35,6 @@ class Laid:
     axes: tuple[tuple[str, ...], ...]
     mesh: Any
     note: str = ""
-    variable: Any = dataclasses.field(default=None, compare=False)  # of a model
     device: Any = None  # the only one that holds it
 
     @property
@@ -70,27 +69,23 @@ class Laid:
         An array that nobody has placed is taken to be on every device, as jit takes it."""
         count = 1 if whole is None else whole.size
         if self.mesh is None or whole is None:
-            held: list[Index | None] = [(0,) * len(self.shape)] * count
-            if self.device is not None and isinstance(whole, Mesh):
-                held = [
-                    index if device == self.device else None
-                    for device, index in zip(whole.devices.flat, held, strict=True)
-                ]
-            return held
-        parts = [
-            self._part(dict(zip(self.mesh.shape, at, strict=True))) for at in np.ndindex(*self.mesh.shape.values())
-        ]
+            full: Index = (0,) * len(self.shape)
+            if self.device is None or not isinstance(whole, Mesh):
+                return [full] * count
+            return [full if device == self.device else None for device in whole.devices.flat]
+        parts = self._parts()
         if self.is_everywhere(whole):
             return list(parts)
         assert isinstance(self.mesh, Mesh) and isinstance(whole, Mesh), "a slice of a mesh names its devices"
         by_device = dict(zip(self.mesh.devices.flat, parts, strict=True))
         return [by_device.get(device) for device in whole.devices.flat]
 
-    def _part(self, at: dict[str, int]) -> Index:
-        index = []
-        for names in self.axes:
-            part = 0
+    def _parts(self) -> list[Index]:
+        """For each device of the array's own mesh."""
+        sizes = self.mesh.shape
+        places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
+        found = np.zeros((self.mesh.size, len(self.axes)), int)
+        for axis, names in enumerate(self.axes):
             for name in names:
-                part = part * self.mesh.shape[name] + at[name]
-            index.append(part)
-        return tuple(index)
+                found[:, axis] = found[:, axis] * sizes[name] + places[name]
+        return list(map(tuple, found.tolist()))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jshard.inspect.report.array_placement import Laid
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.words import Colours
+from jshard.inspect.report.words import Colours, svg
 from jshard.markup import Markup, element
 
 MOST_LINES = 64  # within one direction of an array
@@ -75,18 +75,10 @@ def _borders(
     for split, length, across in ((pic.down, h, False), (pic.right, w, True)):
         gap = length / min(most, max(1, math.prod(ways for _, ways in split)))
         for at, colour, outer in lines(split, colours, most):
-            start, end = ((x + at * w, y), (x + at * w, y + h)) if across else ((x, y + at * h), (x + w, y + at * h))
-            found.append(
-                element(
-                    "line",
-                    x1=start[0],
-                    y1=start[1],
-                    x2=end[0],
-                    y2=end[1],
-                    class_=f"border {colour}",
-                    stroke_width=min(thick if outer else thick * 0.7, gap * 0.45),
-                )
-            )
+            x1, y1 = (x + at * w, y) if across else (x, y + at * h)
+            x2, y2 = (x1, y + h) if across else (x + w, y1)
+            width = min(thick if outer else thick * 0.7, gap * 0.45)
+            found.append(element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=f"border {colour}", stroke_width=width))
     return found
 
 
@@ -98,25 +90,9 @@ def glyph(array: Laid, colours: Colours) -> Markup:
     h = min(h, height - 2)
     w = min(w, width - 2)
     x, y = (width - w) / 2, (height - h) / 2
-    whole = not (pic.down or pic.right)
-    return element(
-        "svg",
-        element(
-            "rect",
-            x=x,
-            y=y,
-            width=w,
-            height=h,
-            rx=2,
-            class_="sheet" + " whole" * whole,
-        ),
-        _borders(pic, colours, (x, y, w, h), 1.6, most=8),
-        class_="glyph",
-        viewBox=f"0 0 {width} {height}",
-        width=width,
-        height=height,
-        aria_hidden="true",
-    )
+    class_ = "sheet" if pic.down or pic.right else "sheet whole"
+    paper = element("rect", x=x, y=y, width=w, height=h, rx=2, class_=class_)
+    return svg(width, height, paper, _borders(pic, colours, (x, y, w, h), 1.6, most=8), class_="glyph")
 
 
 def sheet(array: Laid, colours: Colours) -> Markup:
@@ -127,17 +103,14 @@ def sheet(array: Laid, colours: Colours) -> Markup:
     if pic.right_axis is None:
         w = h = 44.0
     frame = {"x": left, "y": top, "width": w, "height": h}
-    return element(
-        "svg",
+    return svg(
+        w + 12,
+        h + 12,
         element("rect", **frame, rx=3, class_="sheet"),
         element("rect", **frame, class_="hit", data_rows=pic.rows, data_columns=pic.columns),
         _borders(pic, colours, (left, top, w, h), 2.0),
         element("rect", **frame, rx=3, class_="edge"),
         class_="whole-array",
-        viewBox=f"0 0 {w + 12:.5g} {h + 12:.5g}",
-        width=w + 12,
-        height=h + 12,
-        aria_hidden="true",
     )
 
 

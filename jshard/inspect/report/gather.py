@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +14,14 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jshard.errors import Place
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.ledger.tracing import Traced, explain
+from jshard.inspect.ledger.memory import held, place_of
+from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
-from jshard.inspect.report.between import Between, between
 from jshard.inspect.report.facts import Facts, Text
-from jshard.layers.layer import model_arrays, parameter_of
+from jshard.jaxprs import inner
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import keys_of, words_of
+from jshard.layouts.paths import words_of
+from jshard.provenance import Cause
 from jshard.signals import active_config as current
 from jshard.signals.config import Configuration
 
@@ -33,7 +35,7 @@ class Experiment(Protocol):
     optimizer: Any
     loss: Callable[..., Any]
 
-    def explain(self) -> Any: ...
+    def explain(self) -> Ledger: ...
     def first_batch(self) -> tuple[Any, ...]: ...
 
 
@@ -46,8 +48,7 @@ def facts_of_experiment(experiment: Experiment, plan: Any = None) -> Facts:
         return experiment.loss(model(x), *rest)
 
     batch = experiment.first_batch()
-    laid = [*_model(experiment.model, ()), *_optimizer(experiment.optimizer, experiment.model)]
-    laid += _gradients(laid, [experiment.optimizer])
+    laid = _at_rest([((), experiment.model)], [experiment.optimizer])
     laid += [_laid(BATCH, ("batch", name), array, ()) for name, array in zip("xy", batch, strict=False)]
     laid += _activations(Traced(objective, (experiment.model, *batch), {}).forward())
     named = [_component(train.get(key)) for key in ("model", "optimizer")]
@@ -57,7 +58,7 @@ def facts_of_experiment(experiment: Experiment, plan: Any = None) -> Facts:
         about=(*filter(None, named), *batch_words),
         mesh=_mesh(present, laid),
         arrays=tuple(laid),
-        ledger=_ledger(experiment.explain()),
+        ledger=experiment.explain(),
         texts=_texts(present),
         settings=frozenset(Place(place.source, place.line) for place in present.train_places.values()),
         plan=plan,
@@ -66,21 +67,15 @@ def facts_of_experiment(experiment: Experiment, plan: Any = None) -> Facts:
 
 def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Any = None) -> Facts:
     """The facts of `f(*args, **kwargs)`."""
-    laid: list[Laid] = []
-    models = [each for each in (f, *args, *kwargs.values()) if isinstance(each, nnx.Module) and not _updates(each)]
     named = {**{f"argument {number}": arg for number, arg in enumerate(args)}, **kwargs}
+    models = {name: arg for name, arg in {**named, "": f}.items() if isinstance(arg, nnx.Module)}
+    prefixes = [(name,) if name and len(models) > 1 else () for name in models]
+    optimizers = [arg for arg in named.values() if isinstance(arg, nnx.Optimizer)]
+    laid = _at_rest(list(zip(prefixes, models.values(), strict=True)), optimizers)
     for name, arg in named.items():
-        if _updates(arg):
-            laid += _optimizer(arg, models[0] if models else None)
-        elif isinstance(arg, nnx.Module):
-            laid += _model(arg, () if len(models) == 1 else (name,))
-        else:
-            for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
-                if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-                    laid.append(_laid(BATCH, (name, *words_of(path)), leaf, ()))
-    if isinstance(f, nnx.Module):
-        laid += _model(f, ())
-    laid += _gradients(laid, [arg for arg in named.values() if _updates(arg)])
+        if not isinstance(arg, (nnx.Module, nnx.Optimizer)):
+            arrays = jax.tree_util.tree_flatten_with_path(arg)[0]
+            laid += [_laid(BATCH, (name, *words_of(path)), leaf, ()) for path, leaf in arrays if is_array(leaf)]
     traced = Traced(f, args, kwargs)
     laid += _activations(traced.forward())
     present = current.configuration()
@@ -89,14 +84,10 @@ def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         about=() if present is None else (present.source,),
         mesh=_mesh(present, laid),
         arrays=tuple(laid),
-        ledger=_ledger(explain(f, *args, **kwargs)),
+        ledger=ledger_of(traced, traced.nodes),
         texts=() if present is None else _texts(present),
         plan=plan,
     )
-
-
-def _ledger(explained: Any) -> Ledger:
-    return getattr(explained, "ledger", explained)
 
 
 def _component(said: Any) -> str:
@@ -115,11 +106,7 @@ def _mesh(present: Configuration | None, laid: list[Laid]) -> Any:
 # -- arrays --
 
 
-def _updates(value: Any) -> bool:
-    return isinstance(value, nnx.Optimizer)
-
-
-def _laid(kind: str, path: tuple[str, ...], array: Any, signals: tuple[str, ...], variable: Any = None) -> Laid:
+def _laid(kind: str, path: tuple[str, ...], array: Any, signals: tuple[str, ...]) -> Laid:
     shape = tuple(array.shape)
     sharding: Any = getattr(array, "sharding", None)
     layout = Layout.from_sharding(sharding, len(shape)) if isinstance(sharding, NamedSharding) else None
@@ -127,83 +114,60 @@ def _laid(kind: str, path: tuple[str, ...], array: Any, signals: tuple[str, ...]
         kind=kind,
         path=path,
         signal="/".join(signals) or "-",
-        place=_place(signals),
+        place=place_of(signals),
         shape=shape,
         dtype=str(array.dtype),
         itemsize=array.dtype.itemsize,
         axes=((),) * len(shape) if layout is None else layout.axes,
         mesh=None if layout is None else layout.mesh,
-        variable=variable,
         device=next(iter(sharding.device_set)) if isinstance(sharding, SingleDeviceSharding) else None,
     )
 
 
-def _place(signals: tuple[str, ...]) -> Place | None:
-    present = current.configuration()
-    if present is None or not signals:
-        return None
-    return present.lookup(signals).place
+KINDS = {"parameters": PARAMETER, "gradients": GRADIENT, "optimizer": OPTIMIZER, "other": OTHER}
 
 
-def _model(model: Any, before: tuple[str, ...]) -> list[Laid]:
-    """In the order of the configuration's lines, which is more often the program's than that of the alphabet is."""
-    placed = model_arrays(model)
+def _at_rest(models: list[tuple[Any, Any]], optimizers: list[Any]) -> list[Laid]:
+    """What models and optimizers hold; models in the order of the configuration's lines, which is more often the program's
+    than that of the alphabet is."""
     found = []
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        kind = PARAMETER if isinstance(variable, nnx.Param) else OTHER
-        value = variable.get_value()
-        if hasattr(value, "shape"):
-            names = (*before, *map(str, path))
-            found.append(_laid(kind, names, value, placed[path].signal_path, variable=variable))
+    for each in held(models, optimizers):
+        path = each.path[1:] if each.path[:1] == ("opt_state",) else each.path
+        found.append(_laid(KINDS[each.kind], tuple(map(str, path)), each.array, each.signal_path))
     return sorted(found, key=_in_the_text)
 
 
-def _in_the_text(array: Laid) -> tuple[str, int, int]:
+def _in_the_text(array: Laid) -> tuple[bool, str, int, int]:
     place = array.place
-    return (
-        ("\uffff", 0, 0) if place is None else (place.source, place.line or 0, -len(array.shape))
-    )  # a kernel before its bias
-
-
-def _optimizer(optimizer: Any, model: Any) -> Iterator[Laid]:
-    """The state of an optimizer; each array of it under the signal of the parameter that it is about."""
-    placed = {} if model is None else model_arrays(model)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(optimizer))[0]:
-        path = keys_of(path)
-        path = path[1:] if path[:1] == ("opt_state",) else path
-        about = parameter_of(path, placed)
-        yield _laid(OPTIMIZER, tuple(map(str, path)), leaf, () if about is None else placed[about].signal_path)
-
-
-def _gradients(laid: list[Laid], optimizers: list[Any]) -> list[Laid]:
-    """Of what the optimizers train. A gradient lies as its parameter does, in the parameter's dtype."""
-    trains = [nnx.filterlib.to_predicate(optimizer.wrt) for optimizer in optimizers]
-    return [
-        dataclasses.replace(array, kind=GRADIENT)
-        for array in laid
-        if array.kind == PARAMETER and any(does(array.path, array.variable) for does in trains)
-    ]
+    if place is None or array.kind == OPTIMIZER:
+        return True, "", 0, 0
+    return False, place.source, place.line or 0, -len(array.shape)  # a kernel before its bias
 
 
 def _activations(jaxpr: Any) -> Iterator[Laid]:
-    seen: dict[Between, int] = {}
-    for found in between(jaxpr):
-        seen[found] = seen.get(found, 0) + 1
-    for found, times in seen.items():
-        repeats = f"{times:,} × " if times > 1 else ""
-        name = found.signals[-1] + ("" if found.role == "result" else f", {found.role}")
-        yield Laid(
-            ACTIVATION,
-            (*found.signals[:-1], name),
-            "/".join(found.signals),
-            _place(found.signals),
-            found.shape,
-            found.dtype,
-            found.itemsize,
-            found.axes,
-            found.mesh,
-            repeats,
-        )
+    """The arrays between the layers."""
+    for found, times in collections.Counter(_between(jaxpr, Cause())).items():
+        yield dataclasses.replace(found, note=f"{times:,} × " if times > 1 else "")
+
+
+def _between(jaxpr: Any, outside: Cause) -> Iterator[Laid]:
+    """What each signal's shard_map hands on, in program order. A program that is differentiated already shows none: its
+    results are mixed with what the backward keeps."""
+    for eqn in jaxpr.eqns:
+        stack = eqn.source_info.name_stack.stack
+        if any(type(part).__name__ == "Transform" for part in stack):
+            continue
+        cause = outside.inside(stack)
+        if eqn.primitive.name != "shard_map":
+            for each in inner(eqn):
+                yield from _between(each, cause)
+        elif cause.path:
+            path = (*cause.path[:-1], cause.path[-1] + ", redistributed" * cause.redistributed)
+            for variable, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True):
+                if variable.aval.ndim:
+                    sharding = NamedSharding(eqn.params["mesh"], spec)
+                    shape = jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype, sharding=sharding)
+                    yield _laid(ACTIVATION, path, shape, cause.path)
 
 
 # -- the text --

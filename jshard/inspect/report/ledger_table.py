@@ -3,10 +3,7 @@ order."""
 
 from __future__ import annotations
 
-import dataclasses
-
-from jshard.inspect.ledger.entries import Line
-from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.ledger.entries import Line, joined
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.shell import stack
 from jshard.inspect.report.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
@@ -32,7 +29,7 @@ def ledger_table(facts: Facts, colours: Colours) -> Markup:
         nothing = element("data", "0 B", value=0, data_total="wire", class_="total")
         quiet = element("p", "The program asks for no collective.", nothing, class_="quiet")
         return element("div", quiet, _notes(facts), class_="ledger")
-    lines = merged(ledger)
+    lines = joined(ledger)  # the layers of a stack
     most = max(line.total for line in lines) or 1
     head = [
         element(
@@ -78,51 +75,28 @@ def ledger_table(facts: Facts, colours: Colours) -> Markup:
     return element("div", element("div", choose, every, class_="controls"), scroller, _notes(facts), class_="ledger")
 
 
-def merged(ledger: Ledger) -> list[Line]:
-    """Lines that differ in nothing but their count as one, where the first of them stands: the layers of a stack."""
-    counts: dict[Line, int] = {}
-    for line in ledger:
-        once = dataclasses.replace(line, count=1)
-        counts[once] = counts.get(once, 0) + line.count
-    return [dataclasses.replace(line, count=count) for line, count in counts.items()]
-
-
 def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[str, ...]) -> Markup:
-    times_said = f"{line.count:,}" if line.count_known else f"{line.count:,} ?"
-    axes = [colours.chip(name) for name in line.mesh_axes]
-    where = ", ".join(line.mesh_axes)
-    name = line.collective.replace("_", "-")
-    cells = (
-        linked(line.place, sources),
-        signal_name(line.signal),
-        element("span", line.phase),
-        element(
-            "span",
-            element("span", name, class_="what"),
-            [" ", element("span", line.via, class_="via" if line.asked else "via unasked")] if line.via else None,
-        ),
-        element("span", axes, element("span", f" of {line.group:,}", class_="quiet")),
-        element("span", times_said),
-        element(
-            "span", measured(line.payload), " ", element("span", line.dtype, class_="via"), title=line.source or None
-        ),
-        element("span", measured(line.total), _bar(line, most, colours), class_="amount"),
+    where, name = ", ".join(line.mesh_axes), line.collective.replace("_", "-")
+    via = element("span", line.via, class_="via" if line.asked else "via unasked")
+    dtype = element("span", line.dtype, class_="via")
+    place = f"{line.place.source}:{line.place.line or 0:07d}" if line.place is not None else ""
+    chips = [colours.chip(name) for name in line.mesh_axes]
+    bar = stack([(f"fill {colours.of(line.mesh_axes[0])}", line.total, None)], most)
+    cells = (  # what each column sorts by, and shows
+        (place, linked(line.place, sources)),
+        (line.signal, signal_name(line.signal)),
+        (f"{PHASES.index(line.phase)} {line.phase}", element("span", line.phase)),
+        (line.collective, element("span", element("span", name, class_="what"), [" ", via] if line.via else None)),
+        (where, element("span", chips, element("span", f" of {line.group:,}", class_="quiet"))),
+        (line.count, element("span", f"{line.count:,}" if line.count_known else f"{line.count:,} ?")),
+        (line.payload, element("span", measured(line.payload), " ", dtype, title=line.source or None)),
+        (line.total, element("span", measured(line.total), bar, class_="amount")),
     )
-    keys: dict[str, object] = {
-        "place": f"{line.place.source}:{line.place.line or 0:07d}" if line.place is not None else "",
-        "signal": line.signal,
-        "phase": f"{PHASES.index(line.phase)} {line.phase}",
-        "collective": line.collective,
-        "axis": where,
-        "count": line.count,
-        "payload": line.payload,
-        "total": line.total,
-    }
     return element(
         "tr",
         [
-            element("td", cell, class_=f"c-{key}", data_sort=keys[key])
-            for (key, *_), cell in zip(COLUMNS, cells, strict=True)
+            element("td", cell, class_=f"c-{key}", data_sort=sort)
+            for (key, *_), (sort, cell) in zip(COLUMNS, cells, strict=True)
         ],
         data_order=number,
         data_signal=line.signal if line.signal != "-" else NO_SIGNAL,
@@ -131,10 +105,6 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
         data_count=line.count,
         data_total=line.total,
     )
-
-
-def _bar(line: Line, most: int, colours: Colours) -> Markup:
-    return stack([(f"fill {colours.of(line.mesh_axes[0])}", line.total, None)], most)
 
 
 def by_axis(facts: Facts, colours: Colours) -> Markup | None:
@@ -163,28 +133,19 @@ def _group(facts: Facts, name: str) -> int | None:
 
 
 def _notes(facts: Facts) -> Markup | None:
-    ledger, said = facts.ledger, []
+    ledger, notes = facts.ledger, []
     if not all(line.count_known for line in ledger):
-        said.append("A number of times with ? is one trip of a while loop, whose trips no program text tells.")
+        notes.append("A number of times with ? is one trip of a while loop, whose trips no program text tells.")
     if any(line.branches for line in ledger):
-        said.append("Every branch of a cond is counted.")
+        notes.append("Every branch of a cond is counted.")
     if unasked := [line for line in ledger if not line.asked]:
         total = sum(line.total for line in unasked)
-        said.append(f"{times(sum(line.count for line in unasked), 'collective')} of {size(total)} no signal asked for.")
-    for left in ledger.left:
-        where = "under no signal" if left.signal == "-" else f"under signal {left.signal} ({left.place})"
-        said.append(
-            f"{left.words}, {where}: nobody asked for it, the compiler decides what it moves, and no sum has it."
+        notes.append(
+            f"{times(sum(line.count for line in unasked), 'collective')} of {size(total)} no signal asked for."
         )
-    for idle in ledger.unused:
-        said.append(f"Signal {idle.signal} ({idle.place}) is unused: nothing in this program is under it.")
-    for each in ledger.unsplit:
-        lies = f"{each.parameter} whole on each device ({size(each.bytes)}), not split by {each.keys}"
-        said.append(f"Signal {each.signal} ({each.place}): {lies}; {each.hint}.")
     if ledger.is_auto:
-        said.append(
+        notes.append(
             "On axis_types: auto the compiler adds collectives of its own where it needs them: see jshard plan."
         )
-    for choice in ledger.choices:
-        said.append(f"{choice.signal}: no signal names a strategy here; jshard chose {choice.words}.")
-    return element("ul", [element("li", words) for words in said], class_="notes") if said else None
+    notes += map(str, (*ledger.left, *ledger.choices, *ledger.unused, *ledger.unsplit))
+    return element("ul", [element("li", words) for words in notes], class_="notes") if notes else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
+
 from jshard.inspect.report.array_placement import PARAMETER
 from jshard.inspect.report.asked_got import asked_got
 from jshard.inspect.report.facts import Facts
@@ -135,15 +137,11 @@ def _devices(facts: Facts) -> list[str]:
     """Each device in words: `data 1, tensor 2`."""
     if facts.mesh is None:
         return ["the only device"]
-    names, sizes = list(facts.mesh.shape), tuple(facts.mesh.shape.values())
-    found = []
-    for number in range(facts.mesh.size):
-        words, rest = [], number
-        for name, count in zip(reversed(names), reversed(sizes), strict=True):
-            words.insert(0, f"{name} {rest % count}")
-            rest //= count
-        found.append(", ".join(words))
-    return found
+    sizes = facts.mesh.shape
+    return [
+        ", ".join(f"{name} {index}" for name, index in zip(sizes, at, strict=True))
+        for at in np.ndindex(*sizes.values())
+    ]
 
 
 def _footer() -> Markup:

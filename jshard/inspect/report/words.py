@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from jshard.errors import Place
-from jshard.markup import Markup, element
+from jshard.markup import Child, Markup, element
 from jshard.units import size
 
 PALETTE = 8  # colours of mesh axes in style.css
@@ -26,12 +26,14 @@ def measured(count: int, *, name: str | None = None) -> Markup:
     return element("data", size(count), value=count, title=f"{count:,} bytes", data_total=name)
 
 
+def svg(width: float, height: float, *children: Child, **attributes: object) -> Markup:
+    """A picture beside its words: nothing that a screen reader should tell."""
+    box = {"viewBox": f"0 0 {width:.5g} {height:.5g}", "width": width, "height": height}
+    return element("svg", children, **box, aria_hidden="true", **attributes)
+
+
 def times(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def shown(shape: tuple[int, ...]) -> str:
-    return " × ".join(f"{length:,}" for length in shape) if shape else "a number"
 
 
 def breakable(text: str, class_: str = "name") -> Markup:

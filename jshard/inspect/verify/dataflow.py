@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jshard.inspect.ledger.implicit_resharding import CALLS
 from jshard.inspect.verify.exact_surrogates import COLLECTIVE_SUMS, NONLINEAR, OPAQUE, POSITIVE, SIGNED, SUMS, is_float
-from jshard.jaxprs import bare, equations, inner
+from jshard.jaxprs import bare, called, equations, inner
 
 
 def inexact_operations(jaxpr: Any) -> list[str]:
@@ -47,10 +46,9 @@ def _reached(jaxpr: Any, given: Sequence[Names]) -> list[Names]:
 
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, [of(variable) for variable in eqn.invars]
-        if name in CALLS and hasattr(bare(eqn.params[CALLS[name]]), "eqns"):
-            results = _reached(bare(eqn.params[CALLS[name]]), operands)
-        elif name == "shard_map":
-            results = _reached(bare(eqn.params["jaxpr"]), operands)
+        body = eqn.params["jaxpr"] if name == "shard_map" else called(eqn)
+        if body is not None:
+            results = _reached(bare(body), operands)
         elif name == "cond":
             branches = [_reached(bare(branch), operands[1:]) for branch in eqn.params["branches"]]
             results = [operands[0].union(*each) for each in zip(*branches, strict=True)]
@@ -130,12 +128,9 @@ def needed_whole(jaxpr: Any) -> set[Any]:
     """The variables that something not linear is computed from, here or in a call: no terms of a sum are left to add."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in NONLINEAR:
-            found |= {variable for variable in eqn.invars if not isinstance(variable, Literal)}
-        elif name in CALLS and hasattr(bare(eqn.params[CALLS[name]]), "eqns"):
-            body = bare(eqn.params[CALLS[name]])
-            needed = needed_whole(body)
-            pairs = zip(eqn.invars, body.invars, strict=True)
-            found |= {outer for outer, given in pairs if given in needed and not isinstance(outer, Literal)}
+        needed = eqn.invars if eqn.primitive.name in NONLINEAR else []
+        if (body := called(eqn)) is not None:
+            inside = needed_whole(bare(body))
+            needed = [outer for outer, given in zip(eqn.invars, bare(body).invars, strict=True) if given in inside]
+        found |= {variable for variable in needed if not isinstance(variable, Literal)}
     return found

@@ -148,10 +148,11 @@ class _Side:
 
     @contextlib.contextmanager
     def here(self) -> Any:
-        with contextlib.ExitStack() as exits:
-            exits.enter_context(on_mesh(self.mesh, stands_for=self.configured))
-            if not jax.sharding.get_abstract_mesh().empty:  # the caller's jax.set_mesh
-                exits.enter_context(jax.set_mesh(self.mesh))
+        is_set = not jax.sharding.get_abstract_mesh().empty  # by the caller's jax.set_mesh
+        with (
+            on_mesh(self.mesh, stands_for=self.configured),
+            jax.set_mesh(self.mesh) if is_set else contextlib.nullcontext(),
+        ):
             yield
 
     def run(self, how: Evaluation, numbers: list[Any]) -> tuple[list[np.ndarray], list[Note]]:
@@ -242,7 +243,7 @@ class _Trial:
         failed: int | None = None
         for seed, reference in found.items():
             assert rung is not None
-            results, _ = side.run(Evaluation(asked=_asked), self.program.probes(rung, seed))
+            results, _ = side.run(Evaluation(), self.program.probes(rung, seed))
             for name, one, far in zip(names, reference, _offs(reference, results), strict=True):
                 seen[name] |= bool(np.any(one))
                 off[name] = max(off[name], far)
@@ -251,9 +252,7 @@ class _Trial:
         loose = rung is None or (failed is not None and bool(self.stood_in))
         if loose:
             reference, _, allowed = self.natural
-            results, _ = side.run(
-                dataclasses.replace(self.certified, stand_ins=False, certify=False), self.program.natural()
-            )
+            results, _ = side.run(Evaluation(stand_ins=False), self.program.natural())
             because = why or f"{', '.join(self.stood_in)} had stand-ins that do not hold here"
             for name, far, most in zip(names, _offs(reference, results), allowed, strict=True):
                 if rung is None or off[name]:
@@ -300,7 +299,7 @@ class _Trial:
         """The program again, listening to what each signal hands on."""
         exact = rung is not None and seed is not None
         numbers = self.program.natural() if rung is None or seed is None else self.program.probes(rung, seed)
-        how = Evaluation(stand_ins=exact, listen=True, asked=_asked)
+        how = Evaluation(stand_ins=exact, listen=True)
         tolerance = 0.0 if exact else self.natural[1]
         (reference, heard), (results, other) = self.reference.run(how, numbers), side.run(how, numbers)
         begin = beginning(heard, other, side.sizes, tolerance)

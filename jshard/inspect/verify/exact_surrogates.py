@@ -139,23 +139,15 @@ def _divided(x: Any, y: Any, known: float | None, *, near: bool) -> Any:
 def as_power_of_two(constant: float) -> float:
     """Each prime factor of a fraction becomes the power of two nearest to it. It is multiplicative: dividing by 3 and then
     by 7 is dividing by 21."""
-    if constant == 0 or not math.isfinite(constant) or abs(constant) >= 2.0**60:
+    size = abs(constant)
+    if constant == 0 or not math.isfinite(constant) or size >= 2.0**60:
         return constant
-    fraction = Fraction(abs(constant))
-    for limit in (1, 64, 4096):
-        near = fraction.limit_denominator(limit)
-        if near and abs(float(near) / abs(constant) - 1) < 2.0**-22:
-            fraction = near
-            break
-    else:
-        inverse = round(1 / abs(constant)) if abs(constant) < 1 else 0
-        if not inverse or abs(inverse * abs(constant) - 1) > 2.0**-22:
-            return math.copysign(2.0 ** round(math.log2(abs(constant))), constant)
-        fraction = Fraction(1, inverse)
-    if max(fraction.numerator, fraction.denominator) > 2**40:
-        return math.copysign(2.0 ** round(math.log2(abs(constant))), constant)
-    power = _exponent(fraction.numerator) - _exponent(fraction.denominator)
-    return math.copysign(2.0**power, constant)
+    fractions = [Fraction(size).limit_denominator(limit) for limit in (1, 64, 4096)]
+    fractions += [Fraction(1, round(1 / size))] if size < 1 else []
+    for each in fractions:
+        if each and abs(float(each) / size - 1) < 2.0**-22 and max(each.numerator, each.denominator) <= 2**40:
+            return math.copysign(2.0 ** (_exponent(each.numerator) - _exponent(each.denominator)), constant)
+    return math.copysign(2.0 ** round(math.log2(size)), constant)
 
 
 def _exponent(number: int) -> int:

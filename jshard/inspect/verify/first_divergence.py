@@ -224,17 +224,10 @@ def _factor(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int]) -> tuple[
         if fits:
             axes = " or ".join(" x ".join(f'"{name}"' for name in some) for some in fits)
             size = math.prod(mesh[name] for name in fits[0])
+            word, why = "small", "a sum over it is missing, or it is divided by the count twice"
             if ratio > 1:
-                return (
-                    f"{size} times too large, which is the size of mesh axis {axes}: a sum over it too many, or a mean that "
-                    "divides by one device's count",
-                    fits[0],
-                )
-            return (
-                f"{size} times too small, which is the size of mesh axis {axes}: a sum over it is missing, or it is divided "
-                "by the count twice",
-                fits[0],
-            )
+                word, why = "large", "a sum over it too many, or a mean that divides by one device's count"
+            return f"{size} times too {word}, which is the size of mesh axis {axes}: {why}", fits[0]
     return None
 
 

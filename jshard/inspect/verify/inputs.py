@@ -4,6 +4,7 @@ with a name for everything that comes out of it."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
@@ -13,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.jaxpr_walk import has_transposed
-from jshard.inspect.ledger.tracing import Traced, _is_array, _is_inexact, _is_node
+from jshard.inspect.ledger.tracing import Traced, is_array, is_inexact
 from jshard.inspect.verify.exact_surrogates import mixed
 from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import key_of, keys_of, words_of
+from jshard.layouts.paths import key_of, words_of
 from jshard.layouts.put import kind, on_host, put, raw, typed
 
 
@@ -104,7 +105,7 @@ class Program:
                 self.returned[:] = list(result.results)
                 return list(result.results.values())
             paths = jax.tree_util.tree_flatten_with_path(result)[0]
-            self.returned[:] = [self._whole + jax.tree_util.keystr(path) for path, leaf in paths if _is_array(leaf)]
+            self.returned[:] = [self._whole + jax.tree_util.keystr(path) for path, leaf in paths if is_array(leaf)]
             return result
 
         self.traced = Traced(named, (f, *args), kwargs)
@@ -119,23 +120,14 @@ class Program:
 
     def _names(self, arguments: dict[tuple[str, int | str], str]) -> list[str]:
         """`model.up.kernel` or `batch["x"]` for every array that goes in, modules' first."""
-        paths = jax.tree_util.tree_flatten_with_path(self.traced.given, is_leaf=_is_node)[0]
-        labels = [_label(path, arguments) for path, _ in paths]
-        kinds = self.traced.kinds
-        nodes = [label for label, kind in zip(labels, kinds, strict=True) if kind == "node"]
-        state = nnx.split(self.traced.nodes)[1]
-        names = []
-        for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
-            words = words_of(path)
-            names.append(".".join(word for word in (nodes[int(words[0])] if words else "", *words[1:]) if word))
-        return names + [label for label, kind in zip(labels, kinds, strict=True) if kind == "array"]
+        paths = [(_label(each.outer, arguments), *map(str, each.inner[1:])) for each in self.traced.paths]
+        return [".".join(filter(None, words)) for words in paths]
 
     def _signals(self) -> dict[str, tuple[str, ...]]:
         """The signal that each parameter's layer was built under, by the name of the parameter."""
         found: dict[str, tuple[str, ...]] = {}
         of_models: dict[Path, tuple[str, ...]] = {}
-        state = jax.tree_util.tree_flatten_with_path(nnx.split(self.traced.nodes)[1])[0]
-        paths = dict(zip(self.names, (keys_of(path) for path, _ in state), strict=False))
+        paths = {name: each.inner for name, each in zip(self.names, self.traced.paths, strict=True) if each.inner}
         placed = model_arrays(self.traced.nodes)
         for name, path in paths.items():
             if under := placed[path].signal_path:
@@ -152,7 +144,7 @@ class Program:
     def probes(self, rung: InputRange, seed: int) -> list[Any]:
         """Integers for floating-point arrays, everything else as it was given."""
         return [
-            np.asarray(draw(name, array.shape, rung, seed)) if _is_inexact(array) else _as_given(name, array)
+            np.asarray(draw(name, array.shape, rung, seed)) if is_inexact(array) else _as_given(name, array)
             for name, array in zip(self.names, self.given, strict=True)
         ]
 
@@ -160,7 +152,7 @@ class Program:
         """The arrays as they were given, but none in a special place."""
         return [
             near(name, array, parameter=name in self.signals and name not in self.of_optimizers)
-            if _is_inexact(array)
+            if is_inexact(array)
             else _as_given(name, array)
             for name, array in zip(self.names, self.given, strict=True)
         ]
@@ -175,34 +167,21 @@ class Program:
 
     def trace(self, arrays: list[Any]) -> tuple[Any, list[str], list[int]]:
         """The jaxpr, a name for each result, and the numbers of those that are not simply handed through."""
-        if self.backward is None:
-            self.backward = self.traced.is_differentiable(arrays) and not has_transposed(
-                jax.make_jaxpr(self.traced.call)(arrays).jaxpr
-            )
-        jaxpr = jax.make_jaxpr(self._both if self.backward else self._forward)(arrays)
+        traced = self.traced.with_arrays(arrays)
+        self.backward = traced.lacks_backward(self.backward)
+        with_gradients = functools.partial(
+            traced.call_with_gradients, cotangent=lambda number, leaf: _cotangent(self.returned[number], leaf)
+        )
+        jaxpr = jax.make_jaxpr(with_gradients if self.backward else traced.call)(arrays)
         names = list(self.returned)
         names += [f"{name} after" for name in self.names[: self.traced.state_tree.num_leaves]]
         if self.backward:
-            inexact = [name for name, array in zip(self.names, self.given, strict=True) if _is_inexact(array)]
+            inexact = [name for name, array in zip(self.names, self.given, strict=True) if is_inexact(array)]
             names += [f"gradient of {name}" for name in inexact]
-        whole = bare(jaxpr)
-        assert len(names) == len(whole.outvars)
-        through = set(whole.invars)
-        made = [n for n, variable in enumerate(whole.outvars) if not _is_literal(variable) and variable not in through]
+        results, operands = bare(jaxpr).outvars, set(bare(jaxpr).invars)
+        assert len(names) == len(results)
+        made = [n for n, each in enumerate(results) if not isinstance(each, Literal) and each not in operands]
         return jaxpr, names, made
-
-    def _forward(self, arrays: list[Any]) -> Any:
-        return self.traced.call(arrays)
-
-    def _both(self, arrays: list[Any]) -> Any:
-        def of_inexact(inexact: list[Any]) -> Any:
-            supply = iter(inexact)
-            result, changed = self.traced.call([next(supply) if _is_inexact(array) else array for array in arrays])
-            return [leaf for leaf in result if _is_inexact(leaf)], (result, changed)
-
-        smooth, pull, rest = jax.vjp(of_inexact, [array for array in arrays if _is_inexact(array)], has_aux=True)
-        names = [name for name, leaf in zip(self.returned, rest[0], strict=True) if _is_inexact(leaf)]
-        return rest, pull(list(map(_cotangent, names, smooth)))[0]
 
 
 def _cotangent(name: str, leaf: Any) -> Any:
@@ -217,10 +196,6 @@ def _cotangent(name: str, leaf: Any) -> Any:
         bits = mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis, out_sharding=where))
     small = (bits % jnp.uint32(4)).astype(jnp.int32) - 2
     return jnp.where(small < 0, small, small + 1).astype(leaf.dtype)
-
-
-def _is_literal(variable: Any) -> bool:
-    return hasattr(variable, "val")
 
 
 def _parameter_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:

@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from jshard.inspect.ledger.implicit_resharding import CALLS
 from jshard.inspect.ledger.jaxpr_walk import Around
+from jshard.inspect.ledger.tracing import is_array, is_inexact
 from jshard.inspect.verify.dataflow import is_identity, narrowed_for_a_sum, needed_whole, scanned, sums_in
 from jshard.inspect.verify.exact_surrogates import (
     COLLECTIVE_SUMS,
@@ -32,7 +32,7 @@ from jshard.inspect.verify.exact_surrogates import (
     stand_in,
 )
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later, worst
-from jshard.jaxprs import bare
+from jshard.jaxprs import bare, called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Evaluation:
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
         """The results of a closed jaxpr, and the notes, in program order."""
-        return _Level(self, bare(jaxpr), Around(), whole=False).run(jaxpr.consts, arrays, [None] * len(arrays))
+        return _Level(self, jaxpr, Around()).run(arrays)
 
 
 def quickly(device: Any) -> dict[str, Any] | None:
@@ -66,27 +66,28 @@ BEARS_NO_NAN = frozenset(
 
 
 class _Level:
-    """One jaxpr of the nest. `whole`: all that it returns is noted, since it is a body that others wrap."""
+    """One jaxpr of the nest, closed or not. `is_body`: all that it returns is noted, since others wrap it."""
 
-    def __init__(self, evaluation: Evaluation, jaxpr: Any, around: Around, *, whole: bool):
-        self.how, self.jaxpr, self.around, self.whole = evaluation, jaxpr, around, whole
+    def __init__(self, evaluation: Evaluation, jaxpr: Any, around: Around, *, is_body: bool = False):
+        self.how, self.around, self.is_body = evaluation, around, is_body
+        self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
         self.notes: list[Note] = []
         self.turns = 0  # equations run until now, those of loops as often as they run
         self.values: dict[Any, Any] = {}
         self.known: dict[Any, float] = {}  # scalar constants, and arrays filled with one
         self.complete: set[Any] = set()  # what is all there at each element, and no term of a sum over devices
-        self.inside = [around.entering(eqn) for eqn in jaxpr.eqns]
+        self.inside = [around.entering(eqn) for eqn in self.jaxpr.eqns]
 
     def run(
-        self, consts: Sequence[Any], arrays: Sequence[Any], known: Sequence[float | None], complete: Sequence[bool] = ()
+        self, arrays: Sequence[Any], known: Sequence[float | None] = (), complete: Sequence[bool] = ()
     ) -> tuple[list[Any], list[Note]]:
-        jaxpr = self.jaxpr
+        jaxpr, consts = self.jaxpr, self.consts
         if self.how.stand_ins:
             self.complete = needed_whole(jaxpr) | {v for v, whole in zip(jaxpr.invars, complete, strict=False) if whole}
         for variables, given in ((jaxpr.constvars, consts), (jaxpr.invars, arrays)):
             self.values |= zip(variables, given, strict=True)
         self.known |= {v: _scalar(c) for v, c in zip(jaxpr.constvars, consts, strict=True) if _scalar(c) is not None}
-        self.known |= {v: number for v, number in zip(jaxpr.invars, known, strict=True) if number is not None}
+        self.known |= {v: number for v, number in zip(jaxpr.invars, known, strict=False) if number is not None}
         self.summed_narrow = narrowed_for_a_sum(jaxpr) if self.how.certify else set()
         heard = self._handed_on() if self.how.listen else {}
         for number, (eqn, here) in enumerate(zip(jaxpr.eqns, self.inside, strict=True)):
@@ -95,7 +96,8 @@ class _Level:
             for variable, result in zip(eqn.outvars, results, strict=True):
                 self.values[variable] = result
             for variable in heard.get(number, ()):
-                self._listen(variable, eqn, here)
+                if is_float(variable.aval):
+                    self._note(self.values[variable], "value", eqn, here)
             if self.how.births and not _holds_noted(eqn):
                 self._ask(results, eqn, here)
         return [self._value(variable) for variable in jaxpr.outvars], self.notes
@@ -113,7 +115,7 @@ class _Level:
 
     def _results(self, eqn: Any, here: Around) -> Sequence[Any]:
         name, x = eqn.primitive.name, [self._value(variable) for variable in eqn.invars]
-        if name in CALLS and _holds_noted(eqn):
+        if called(eqn) is not None:
             return self._call(eqn, x, here)
         if name in ("shard_map", "scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, x, here)
@@ -122,10 +124,10 @@ class _Level:
         known = [self._number(variable) for variable in eqn.invars]
         if name in SCALAR_PASSES and known[0] is not None and len(eqn.invars) == 1:
             self.known[eqn.outvars[0]] = known[0]
-        floats = any(_is_inexact(variable.aval) for variable in (*eqn.invars, *eqn.outvars))
+        floats = any(is_inexact(variable.aval) for variable in (*eqn.invars, *eqn.outvars))
         if floats and self.how.stand_ins and is_float(eqn.outvars[0].aval):
-            arrays = [jnp.asarray(each, variable.aval.dtype) for each, variable in zip(x, eqn.invars, strict=True)]
-            several = [self._is_complete(variable) for variable in eqn.invars if _is_inexact(variable.aval)]
+            arrays = _typed(x, eqn.invars)
+            several = [self._is_complete(variable) for variable in eqn.invars if is_inexact(variable.aval)]
             if name in NONLINEAR or (name in KEEPS_WHOLE and all(several)):
                 self.complete.add(eqn.outvars[0])
             result = stand_in(name, arrays, known, several)
@@ -146,8 +148,7 @@ class _Level:
         elif name in SUMS and is_float(result):
             if name in COLLECTIVE_SUMS and any(_is_in(variable, self.summed_narrow) for variable in eqn.invars):
                 return
-            arrays = [jnp.asarray(each, variable.aval.dtype) for each, variable in zip(x, eqn.invars, strict=True)]
-            needed = bits_needed(eqn.primitive, arrays, eqn.primitive.get_bind_params(eqn.params))
+            needed = bits_needed(eqn.primitive, _typed(x, eqn.invars), eqn.primitive.get_bind_params(eqn.params))
             self._note(needed, "sum", eqn, here)
         elif name == "convert_element_type" and is_float(result) and is_float(eqn.invars[0].aval):
             narrower = jnp.finfo(result.dtype).nmant < jnp.finfo(eqn.invars[0].aval.dtype).nmant
@@ -160,7 +161,7 @@ class _Level:
         if eqn.primitive.name in BEARS_NO_NAN:
             return
         for each in results:
-            if _is_inexact(jax.typeof(each)):
+            if is_inexact(jax.typeof(each)):
                 nan, mesh_axes = _holds_nan(each)
                 self._note(jnp.where(nan, self.turns, NEVER).astype(jnp.int32), "birth", eqn, here)
                 if mesh_axes:
@@ -179,11 +180,10 @@ class _Level:
     # -- equations that hold jaxprs --
 
     def _call(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
-        inner = eqn.params[CALLS[eqn.primitive.name]]
-        level = _Level(self.how, bare(inner), here, whole=False)
+        level = _Level(self.how, called(eqn), here)
         known = [self._number(variable) for variable in eqn.invars]
         complete = [self._is_complete(variable) for variable in eqn.invars]
-        results, notes = level.run(getattr(inner, "consts", ()), x, known, complete)
+        results, notes = level.run(x, known, complete)
         self._take(notes, level)
         inside = zip(eqn.outvars, level.jaxpr.outvars, strict=True)
         self.complete |= {outer for outer, result in inside if level._is_complete(result)}
@@ -197,8 +197,8 @@ class _Level:
         levels: list[_Level] = []  # JAX may trace a body more than once
 
         def body(*parts: Any) -> tuple[list[Any], list[Note]]:
-            levels.append(level := _Level(self.how, asked["jaxpr"], here, whole=True))
-            results, notes = level.run((), parts, [None] * len(parts), complete)
+            levels.append(level := _Level(self.how, asked["jaxpr"], here, is_body=True))
+            results, notes = level.run(parts, complete=complete)
             return results, [Note(jnp.expand_dims(note.value, 0), note.where) for note in notes]
 
         results, notes = jax.shard_map(
@@ -209,25 +209,18 @@ class _Level:
         return results
 
     def _scan(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
-        asked, inner = eqn.params, eqn.params["jaxpr"]
-        consts, carried = scanned(eqn)
+        asked, (consts, carried) = eqn.params, scanned(eqn)
         known = [self._number(variable) for variable in eqn.invars[:consts]]
         complete = [n < consts and self._is_complete(variable) for n, variable in enumerate(eqn.invars)]
         complete[consts + carried :] = [self._is_complete(variable) for variable in eqn.invars[consts + carried :]]
-        rest: list[float | None] = [None] * (len(x) - consts)
         levels: list[_Level] = []
 
         def body(carry: list[Any], each: list[Any]) -> tuple[list[Any], Any]:
-            levels.append(level := _Level(self.how, bare(inner), here, whole=True))
-            results, notes = level.run(
-                getattr(inner, "consts", ()), [*x[:consts], *carry, *each], [*known, *rest], complete
-            )
+            levels.append(level := _Level(self.how, asked["jaxpr"], here, is_body=True))
+            results, notes = level.run([*x[:consts], *carry, *each], known, complete)
             return results[:carried], (results[carried:], notes)
 
-        first = [
-            jnp.asarray(each, variable.aval.dtype)
-            for each, variable in zip(x[consts : consts + carried], eqn.invars[consts:], strict=False)
-        ]
+        first = _typed(x[consts : consts + carried], eqn.invars[consts : consts + carried])
         last, (stacked, notes) = lax.scan(
             body, first, x[consts + carried :], length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"]
         )
@@ -247,15 +240,9 @@ class _Level:
         quiet = dataclasses.replace(self.how, certify=False, listen=False, births=False)
 
         def run(inner: Any, constants: list[Any], carry: Any) -> list[Any]:
-            arrays = [*constants, *carry]
-            return _Level(quiet, bare(inner), here, whole=False).run(
-                getattr(inner, "consts", ()), arrays, [None] * len(arrays)
-            )[0]
+            return _Level(quiet, inner, here).run([*constants, *carry])[0]
 
-        first = [
-            jnp.asarray(each, variable.aval.dtype)
-            for each, variable in zip(x[held + kept :], eqn.invars[held + kept :], strict=True)
-        ]
+        first = _typed(x[held + kept :], eqn.invars[held + kept :])
         return lax.while_loop(
             lambda carry: run(asked["cond_jaxpr"], parts[0], carry)[0],
             lambda carry: run(asked["body_jaxpr"], parts[1], carry),
@@ -269,12 +256,8 @@ class _Level:
 
         def branch(inner: Any) -> Callable[..., tuple[list[Any], Any]]:
             def run(*arrays: Any) -> tuple[list[Any], Any]:
-                level = _Level(how, bare(inner), here, whole=False)
-                results, notes = level.run(getattr(inner, "consts", ()), arrays, known)
-                results = [
-                    jnp.asarray(each, variable.aval.dtype) for each, variable in zip(results, eqn.outvars, strict=True)
-                ]
-                return results, worst(notes)
+                results, notes = _Level(how, inner, here).run(arrays, known)
+                return _typed(results, eqn.outvars), worst(notes)
 
             return run
 
@@ -289,8 +272,9 @@ class _Level:
         """By the number of the equation that makes it: every value that leaves a signal here, what a shard_map makes, and
         every sum: after a product, and again after the collective that adds its parts."""
         eqns = enumerate(self.jaxpr.eqns)
-        made = {variable: number for number, eqn in eqns for variable in eqn.outvars if _is_array(variable.aval)}
-        leaving: dict[Any, None] = {v: None for v, number in made.items() if self._always_heard(number)}
+        made = {variable: number for number, eqn in eqns for variable in eqn.outvars if is_array(variable.aval)}
+        names = [eqn.primitive.name for eqn in self.jaxpr.eqns]
+        leaving: dict[Any, None] = {v: None for v, n in made.items() if names[n] == "shard_map" or names[n] in SUMS}
         for eqn, here in zip(self.jaxpr.eqns, self.inside, strict=True):
             for variable in eqn.invars:
                 if not isinstance(variable, Literal) and variable in made:
@@ -299,20 +283,17 @@ class _Level:
                         leaving[variable] = None
         for variable in self.jaxpr.outvars:
             if not isinstance(variable, Literal) and variable in made:
-                if self.whole or self.inside[made[variable]].cause.path != self.around.cause.path:
+                if self.is_body or self.inside[made[variable]].cause.path != self.around.cause.path:
                     leaving[variable] = None
         by_number: dict[int, list[Any]] = {}
         for variable in leaving:
             by_number.setdefault(made[variable], []).append(variable)
         return by_number
 
-    def _always_heard(self, number: int) -> bool:
-        name = self.jaxpr.eqns[number].primitive.name
-        return name == "shard_map" or name in SUMS
 
-    def _listen(self, variable: Any, eqn: Any, here: Around) -> None:
-        if is_float(variable.aval):
-            self._note(self.values[variable], "value", eqn, here)
+def _typed(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """The values as arrays, each of its variable's dtype."""
+    return [jnp.asarray(each, variable.aval.dtype) for each, variable in zip(values, variables, strict=True)]
 
 
 def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
@@ -329,8 +310,7 @@ def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _holds_noted(eqn: Any) -> bool:
     """Whether its inner equations are noted one by one."""
-    name = eqn.primitive.name
-    return name in ("shard_map", "scan") or (name in CALLS and hasattr(bare(eqn.params[CALLS[name]]), "eqns"))
+    return eqn.primitive.name in ("shard_map", "scan") or called(eqn) is not None
 
 
 def _scalar(value: Any) -> float | None:
@@ -343,14 +323,6 @@ def _scalar(value: Any) -> float | None:
 
 def _is_in(variable: Any, some: set[Any]) -> bool:
     return not isinstance(variable, Literal) and variable in some
-
-
-def _is_inexact(aval: Any) -> bool:
-    return _is_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _is_array(aval: Any) -> bool:
-    return hasattr(aval, "shape") and hasattr(aval, "dtype")
 
 
 def _typed_as(result: Any, aval: Any) -> Any:

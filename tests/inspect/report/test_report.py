@@ -24,18 +24,19 @@ from jax.sharding import PartitionSpec as P
 from jshard.cli.experiment import sketched
 from jshard.cli.target import Target
 from jshard.errors import JShardError, Place
+from jshard.inspect.compiled.collective import Large
 from jshard.inspect.ledger import Ledger, Line
+from jshard.inspect.ledger.entries import joined
 from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.comparison import Comparison, Difference, Row
 from jshard.inspect.plan.estimate import Estimate, Part
-from jshard.inspect.plan.memory import Large, Memory
+from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.planning import Plan
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.report import report
 from jshard.inspect.report.array_placement import Laid
 from jshard.inspect.report.drawing import lines, picture
 from jshard.inspect.report.facts import Facts, Text
-from jshard.inspect.report.ledger_table import merged
 from jshard.inspect.report.mesh_picture import ACROSS, MOST_DEVICES, Strip, strips
 from jshard.inspect.report.page import page
 from jshard.inspect.report.source import costs
@@ -129,7 +130,7 @@ def test_report_totals_are_those_of_the_ledger(told, ledger):
 
 
 def test_report_merges_lines_that_differ_in_nothing_but_their_count(ledger):
-    shown = merged(ledger)
+    shown = joined(ledger)
     assert len(shown) < len(ledger.lines)
     assert (sum(line.total for line in shown), sum(line.count for line in shown)) == (ledger.total, ledger.count)
 
