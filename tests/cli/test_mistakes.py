@@ -48,7 +48,7 @@ def _in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("jshard.cli.experiment.pretend", lambda count, platforms: None)  # this process has its devices
-    monkeypatch.setattr("jshard.train.diff._told", _told_here)
+    monkeypatch.setattr("jshard.train.diff._output", _ended_here)
     (tmp_path / "wrong.py").write_text(MODEL)
     (tmp_path / "wrong.yaml").write_text(YAML)
     yield
@@ -56,7 +56,7 @@ def _in_a_folder(tmp_path, monkeypatch):
     unload()
 
 
-def _told_here(sides, commands):
+def _ended_here(sides, commands):
     """What the process of the new side ends with."""
     for side, (command, *options) in [(sides[1], commands[1])]:
         chosen = parse([command, *side.words, *options])

@@ -69,7 +69,7 @@ def _in_a_folder(tmp_path, monkeypatch, cache):
     monkeypatch.setenv("TERM", "xterm")
     for name in ("COLUMNS", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("jshard.train.diff._told", _told_here)
+    monkeypatch.setattr("jshard.train.diff._output", _printed_here)
     monkeypatch.setattr("jshard.train.function.Function.verify", lambda self, meshes: _verified())
     (tmp_path / "folded.py").write_text(MODULE)
     (tmp_path / "mlp.yaml").write_text(YAML)
@@ -85,7 +85,7 @@ def _printed(*words: str) -> str:
     return out.getvalue()
 
 
-def _told_here(sides, commands):
+def _printed_here(sides, commands):
     """What the processes of a diff would print, without processes."""
     return [_printed(command, *side.words, *options) for side, (command, *options) in zip(sides, commands, strict=True)]
 
