@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.inspect.plan import Plan, Topology, plan
 from jshard.inspect.plan.estimate import in_words
-from jshard.inspect.plan.memory import size
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.signals.active_config import configuration, unload
+from jshard.units import size
 
 PARTITIONER, LAYERS, FUSED = "jit with NamedShardings", "jshard's layers", "by fused kernels"
 WAITS = "wire that can't hide"

@@ -11,6 +11,7 @@ import numpy as np
 
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.provenance import Cause
+from jshard.units import size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Large:
     size: int
     shape: str  # f32[8,4]
     signal: str
+
+    def __str__(self) -> str:
+        under = f", under {self.signal}" if self.signal != "-" else ""
+        return f"{size(self.size)}, {self.shape}{under}"
 
 
 def itemsize(dtype: str) -> int:

@@ -10,8 +10,9 @@ from jshard.inspect.compiled.traffic import CompiledCollective
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.comparison import hidden_in_kernel
 from jshard.inspect.plan.flops import Arithmetic
-from jshard.inspect.plan.memory import Memory, size
+from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
+from jshard.units import size, three_digits
 
 MODEL = "max(arithmetic, memory, wire that may hide) + wire that can't hide"
 
@@ -101,7 +102,4 @@ def link_rate(members: Iterable[int], topology: Topology) -> float:
 
 
 def in_words(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:,.2f} {name}"
-    return f"{seconds * 1e6:,.2f} us"
+    return three_digits(1e6 * seconds, 1000, ("us", "ms", "s"))

@@ -12,6 +12,7 @@ from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.topology import Topology
 from jshard.signals.config import Configuration
+from jshard.units import size
 
 SHOWN = 5  # of the largest arrays
 
@@ -67,16 +68,3 @@ def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], pr
     }
     largest = largest_results(compiled.text)[:SHOWN]
     return Memory(parts, sum(parts.values()), topology.chip.device_memory or None, rest, largest, **budget)
-
-
-def large_in_words(large: Large) -> str:
-    under = f", under {large.signal}" if large.signal != "-" else ""
-    return f"{size(large.size)}, {large.shape}{under}"
-
-
-def size(number: int) -> str:
-    """In the unit that it is read in."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(number) >= unit:
-            return f"{number / unit:,.2f} {name}"
-    return f"{number:,} B"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from jshard.inspect.plan.comparison import Row
 from jshard.inspect.plan.estimate import MODEL, in_words
-from jshard.inspect.plan.memory import large_in_words, size
 from jshard.inspect.plan.result import Result
 from jshard.table import Block, Rows
+from jshard.units import size
 
 NUMBERS = (5, 6, 7, 8)  # the columns of a row that stand to the right
 
@@ -91,7 +91,7 @@ def _memory(plan: Result) -> Iterator[Block]:
     yield Rows(rows, (2, 4))
     yield Rows([(size(bytes_), name) for name, bytes_ in memory.parts.items()], (0,))
     named = "asked for" if not memory.parts else "put into memory"
-    yield from (f"largest {named}: {large_in_words(large)}" for large in memory.largest)
+    yield from (f"largest {named}: {large}" for large in memory.largest)
     yield f"memory: {memory.verdict()}"
     if too_much := memory.over_budget():
         yield f"memory: {too_much}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jshard.inspect.plan.comparison import Comparison, Row
 from jshard.inspect.plan.estimate import MODEL, Estimate, in_words
-from jshard.inspect.plan.memory import Memory, large_in_words
+from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.planning import Plan
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.shell import legend, stack, table
@@ -43,7 +43,7 @@ def _memory(memory: Memory) -> Markup:
     if memory.capacity is not None:
         edge = min(1000 * memory.capacity / whole, 997)
         limit = [element("rect", x=edge, width=3, height=16, class_="limit")]
-    largest = [element("li", large_in_words(each)) for each in memory.largest]
+    largest = [element("li", str(each)) for each in memory.largest]
     biggest = element("details", element("summary", "What is biggest while it runs"), element("ol", largest))
     return element(
         "div",

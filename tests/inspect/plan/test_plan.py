@@ -20,9 +20,9 @@ from jshard.inspect.compiled.collective import Large
 from jshard.inspect.plan import aot as deviceless
 from jshard.inspect.plan import cache, plan
 from jshard.inspect.plan.aot import Compiled, Exported
-from jshard.inspect.plan.memory import size
 from jshard.inspect.plan.topology import Topology
 from jshard.signals.active_config import unload
+from jshard.units import size
 
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}
@@ -237,7 +237,7 @@ def test_program_that_is_too_large_is_a_verdict(monkeypatch, tmp_path):
     _, *sections = str(told).split("\n\n")
     assert sections == [
         "wire: 0 B on the wire per device asked; what would run is not known, as the program was not compiled to its end",
-        "memory: does not fit: 18.27 GiB of 15.75 GiB per device (116 %)",
+        "memory: does not fit: 18.3 GiB of 15.8 GiB per device (116 %)",
         "time: no estimate for v5e:4x4, nothing was compiled",
     ]
 
@@ -289,7 +289,7 @@ def test_command_holds_the_budget(capsys, monkeypatch):
     assert main(["plan", "configs/digits.yaml", "jshard.budget=64KiB", "--topology", "cpu:8"]) == 1
     last = capsys.readouterr().out.split("\n\n")[2].splitlines()[-1]
     assert re.fullmatch(
-        r"memory: jshard.budget \(the command line\) is 64.00 KiB, and the program needs [\d.]+ KiB on each device, [\d.]+ KiB "
+        r"memory: jshard.budget \(the command line\) is 64.0 KiB, and the program needs [\d.]+ KiB on each device, [\d.]+ KiB "
         r"of it arguments; write budget: \d+, or split more of it: store: data",
         last,
     )

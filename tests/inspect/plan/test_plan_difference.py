@@ -92,7 +92,7 @@ def test_plans_are_told_apart_by_what_runs_memory_and_the_model_of_time():
         "~ temporaries  +5,241,344 B  (512 B -> 5,241,856 B)",
         "wire: 2,048 B -> 3,149,824 B (3.0 MiB) (+3,147,776 B) per device run",
         "memory: 1,536 B -> 5,242,880 B (5.0 MiB) (+5,241,344 B) per device, of 4,096 B: fits -> does not fit",
-        "time: 20.00 ms -> 30.00 ms a step (a model, nothing was measured)",
+        "time: 20.0 ms -> 30.0 ms a step (a model, nothing was measured)",
         "differs: 1 all_reduce grown, 1 all_reduce gone, 1 all_gather added (+3.0 MiB), memory changed, on v5e:4x4",
     ]
     assert max(map(len, told.text(60).splitlines())) <= 60
