@@ -128,7 +128,7 @@ def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> 
 def _hold(checked: Checked, configuration: Configuration, name: str, update: bool, *, promised: bool) -> None:
     from jshard.cli.experiment import sketched
     from jshard.inspect.ledger.baseline import Baseline, added, removed
-    from jshard.inspect.ledger.expect import hold, over_budget
+    from jshard.inspect.ledger.expect import check_promises, over_budget
     from jshard.train.experiment import Experiment
 
     asked = checked.asked
@@ -139,7 +139,7 @@ def _hold(checked: Checked, configuration: Configuration, name: str, update: boo
         ledger = told.explain()
     checked.holds += map(str, (*ledger.left, *ledger.unsplit))
     try:
-        if kept := hold(ledger, configuration):
+        if kept := check_promises(ledger, configuration):
             checked.holds.append(f"{kept} of {kept} expectations hold")
     except JShardError as promises:
         checked.broken += promises.faults

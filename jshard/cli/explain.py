@@ -27,9 +27,9 @@ def run(chosen: argparse.Namespace) -> int:
     asked = Target.of(chosen)
     if chosen.program:
         from jshard.inspect.compiled.program_text import normalised
-        from jshard.inspect.user_code_errors import told
+        from jshard.inspect.user_code_errors import as_user_error
 
-        with told("it is compiled"):
+        with as_user_error("it is compiled"):
             compiled = compilable(asked).lowered().compile()
         print(normalised(compiled))
         return 0

@@ -38,11 +38,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     with _shown(Target.of(chosen), chosen.topology) as (told, plan):
         from jshard.inspect.report import report
-        from jshard.inspect.user_code_errors import told as one_sentence
+        from jshard.inspect.user_code_errors import as_user_error
         from jshard.train.function import Function
 
         args = (told.f, *told.args) if isinstance(told, Function) else (told,)
-        with one_sentence("it is traced"):
+        with as_user_error("it is traced"):
             page = report(*args, plan=plan)
     if chosen.json:
         print(page.to_json())

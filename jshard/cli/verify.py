@@ -30,9 +30,9 @@ def run(chosen: argparse.Namespace) -> int:
         program = joined(asked, {f"--mesh {words}": sizes for words, sizes in meshes.items()})
     import jax
 
-    from jshard.inspect.user_code_errors import told
+    from jshard.inspect.user_code_errors import as_user_error
 
-    with told("it is traced"):
+    with as_user_error("it is traced"):
         found = program.verify([*meshes.values()])
     if jax.process_index() != 0:  # the first speaks for all
         return 0

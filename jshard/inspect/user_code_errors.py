@@ -1,4 +1,4 @@
-"""A function that fails while it is traced, told by its own line and signal and not by JAX's frames."""
+"""A function of the user's that fails while it is traced: an error with its own line and signal, and not JAX's frames."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LONGEST = 300
 
 
 @contextlib.contextmanager
-def told(doing: str) -> Iterator[None]:
-    """What goes wrong inside is one sentence; the whole story stays behind it, as its cause."""
+def as_user_error(doing: str) -> Iterator[None]:
+    """Raise what goes wrong inside as one sentence; the original error stays behind it, as its cause."""
     try:
         yield
     except JShardError:
@@ -36,9 +36,9 @@ def _sentence(doing: str, error: Exception) -> JShardError:
     frame = _own_frame(error)
     place = f"{_shown(frame.filename)}:{frame.lineno}" if frame is not None else ""
     where = f"{place} (in {frame.name}{_signal(error)})" if frame is not None else f"the program{_signal(error)}"
-    said = " ".join(str(error).split()).rstrip(".;:")
-    said = said if len(said) <= LONGEST else said[:LONGEST].rsplit(" ", 1)[0] + " ..."
-    fault = f"{where} fails while {doing}: {type(error).__name__}" + (f": {said}" if said else "")
+    message = " ".join(str(error).split()).rstrip(".;:")
+    message = message if len(message) <= LONGEST else message[:LONGEST].rsplit(" ", 1)[0] + " ..."
+    fault = f"{where} fails while {doing}: {type(error).__name__}" + (f": {message}" if message else "")
     return JShardError(fault, hint=f"fix {place}" if place else "call it by itself to see all of Python's frames")
 
 

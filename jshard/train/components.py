@@ -11,7 +11,7 @@ from typing import Any
 import optax
 
 from jshard.errors import JShardError, Place, did_you_mean, nearest
-from jshard.inspect.user_code_errors import told
+from jshard.inspect.user_code_errors import as_user_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def function_at(said: str, path: str) -> Callable[..., Any]:
 
 def _module(said: str, name: str) -> Any:
     try:
-        with told(f"{name} is imported"):
+        with as_user_error(f"{name} is imported"):
             return importlib.import_module(name)
     except JShardError as error:
         missing = error.__cause__

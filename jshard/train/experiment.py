@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger import Ledger, Traced, ledger_of
-from jshard.inspect.user_code_errors import told
+from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract
 from jshard.signals.config import Configuration
@@ -68,7 +68,7 @@ class Experiment:
         placement = Placement(mesh, configuration.signals)
         said.check_rows(placement.ways)
         component, how = _data(said)
-        with told(f"{component.path} is called"):
+        with as_user_error(f"{component.path} is called"):
             returned = component(**_rows(component, placement, batch))
         here = f"{component}, which"
         data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
@@ -84,7 +84,7 @@ class Experiment:
             model = model_named(rngs=nnx.Rngs(seed))
             return model, Optimizer(model, tx)
 
-        with told(f"{model_named.path} is built"):
+        with as_user_error(f"{model_named.path} is built"):
             if only_shapes:
                 model, optimizer = abstract(made)
             else:
@@ -188,7 +188,7 @@ class Experiment:
         return verify(step, *args, backward=False, meshes=meshes)
 
     def first_batch(self) -> tuple[Any, ...]:
-        with told("data is read"):
+        with as_user_error("data is read"):
             if self.only_shapes:
                 return self.placement.shapes(self.batch, *self.data.example())
             return self.placement.place(self.batch, *self.data.first(self.placement.rows))

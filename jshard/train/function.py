@@ -18,7 +18,7 @@ from jshard.inspect.ledger import Ledger, Traced, explain
 from jshard.inspect.plan import Plan, Topology, plan
 from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import program_of
-from jshard.inspect.user_code_errors import told
+from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract
 from jshard.layouts.layout import Layout
@@ -111,7 +111,7 @@ class Maker:
         return cls(word, function)
 
     def made(self, configuration: Configuration, *, only_shapes: bool) -> Any:
-        with told(f"{self.word} is called"):
+        with as_user_error(f"{self.word} is called"):
             return _described(self.function) if only_shapes else self.function()
 
 

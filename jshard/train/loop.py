@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.inspect.user_code_errors import told
+from jshard.inspect.user_code_errors import as_user_error
 from jshard.train.data import Examples, Placement, padded
 from jshard.train.loss import correct
 from jshard.train.prefetch import read_ahead
@@ -138,7 +138,7 @@ def placed(
     check: Callable[[Any], None] = lambda y: None,
 ) -> Generator[tuple[tuple[Any, ...], Position]]:
     """So many batches on the devices, and the position behind each."""
-    with told("data is read"):
+    with as_user_error("data is read"):
         for batch in itertools.islice(source.read(position, placement.rows), count):
             check(batch.y)
             yield placement.place(batch.size, batch.x, batch.y), batch.position

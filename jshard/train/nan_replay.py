@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from jshard.inspect.verify.nan_origin import NanOrigin, births, first
+from jshard.inspect.verify.nan_origin import NanOrigin, first, nan_origins
 from jshard.train.checkpoint import Checkpoint
 from jshard.train.data_position import own_position
 from jshard.train.experiment import Experiment
@@ -37,7 +37,7 @@ def maker(
     if birth is None:
         return f"a parameter is NaN since step {number}"
     rank = f", on rank {birth.device.process_index}" if birth.device is not None and jax.process_count() > 1 else ""
-    return birth.told("" if number == step else f" of step {number}") + rank
+    return birth.words("" if number == step else f" of step {number}") + rank
 
 
 def _again(
@@ -49,7 +49,7 @@ def _again(
     if since is not None:
         step.state, manifest = since.restore(step.state, fresh.configuration.source)
         done, position = manifest.step, own_position(manifest.position, since)
-    look, harmless = births(step.program, fresh.placement.mesh), set[int]()
+    look, harmless = nan_origins(step.program, fresh.placement.mesh), set[int]()
     numbers = range(done + 1, last + 1)
     with contextlib.closing(placed(fresh.data, fresh.placement, position, len(numbers))) as batches:
         for number, (batch, _) in zip(numbers, batches, strict=True):

@@ -12,7 +12,7 @@ from jshard.signals.signal import Signal
 from jshard.units import exact_size
 
 
-def hold(ledger: Ledger, configuration: Configuration) -> int:
+def check_promises(ledger: Ledger, configuration: Configuration) -> int:
     """How many promises the ledger keeps; one error for all that it breaks. A promise is about all of the ledger,
     forward and backward, at each place that the signal is looked up for: at every block for `block*`."""
     broken: list[JShardError] = []
@@ -28,7 +28,7 @@ def hold(ledger: Ledger, configuration: Configuration) -> int:
                 if found == promised or (what == "bytes" and found < promised):
                     kept += 1
                 else:
-                    broken.append(_told(signal, name, what, promised, found))
+                    broken.append(_broken(signal, name, what, promised, found))
     if broken:
         raise JShardError.of(broken)
     return kept
@@ -59,15 +59,15 @@ def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
     )
 
 
-def _told(signal: Signal, name: str, what: str, promised: int, found: int) -> JShardError:
+def _broken(signal: Signal, name: str, what: str, promised: int, found: int) -> JShardError:
     words = {COLLECTIVES.get(key, key): key for key in _written(signal)}
     word = words.get(what, what)
-    said = f'signal "{name}" ({signal.at(f"expect.{word}")})'
+    who = f'signal "{name}" ({signal.at(f"expect.{word}")})'
     hint = f"write {word}: {found}, or see jshard explain"
     if what == "bytes":
-        fault = f"{said} expects at most {promised:,} bytes on the wire per device, and {found:,} are asked for"
+        fault = f"{who} expects at most {promised:,} bytes on the wire per device, and {found:,} are asked for"
     else:
-        fault = f"{said} expects {promised} {word}, and {found} {'is' if found == 1 else 'are'} asked for"
+        fault = f"{who} expects {promised} {word}, and {found} {'is' if found == 1 else 'are'} asked for"
     return JShardError(fault, hint=hint)
 
 

@@ -141,8 +141,8 @@ def _reshape(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
         first, *rest = have
         goes, *others = wanted or [()]
         size = math.prod(old.sharding.mesh.shape[name] for name in first)
-        whole = after and not old.shape[before[0]] % size and not new.shape[after[0]] % size
-        if any(rest) or any(others) or first != goes or not whole:
+        full = after and not old.shape[before[0]] % size and not new.shape[after[0]] % size
+        if any(rest) or any(others) or first != goes or not full:
             found += [name for names in (*have, *wanted) for name in names]
     return found
 
@@ -206,17 +206,17 @@ def _gather(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
 
 def _scatter(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
     """Local where what is written into is whole along the axes that are looked up, and what is written as well."""
-    numbers, (whole, indices, updates) = eqn.params["dimension_numbers"], given
+    numbers, (full, indices, updates) = eqn.params["dimension_numbers"], given
     inserted, together = numbers.inserted_window_dims, numbers.operand_batching_dims
-    window = [axis for axis in range(len(whole)) if axis not in (*inserted, *together)]
+    window = [axis for axis in range(len(full)) if axis not in (*inserted, *together)]
     old, new = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
     part = [a for a, other in zip(window, numbers.update_window_dims, strict=True) if old[a] != new[other]]
-    found = _on(whole, (*inserted, *part))
+    found = _on(full, (*inserted, *part))
     places = [axis for axis in range(len(updates)) if axis not in numbers.update_window_dims]
     looked_up = [n for n in range(len(places)) if n not in numbers.scatter_indices_batching_dims]
     found += [*_on(updates, (places[n] for n in looked_up)), *_on(indices, looked_up)]
     kept = [name for names in made[0] for name in names]
-    return found + [name for name in _anything(eqn, [whole, updates], []) if name not in kept]
+    return found + [name for name in _anything(eqn, [full, updates], []) if name not in kept]
 
 
 RULES: dict[str, Rule] = {

@@ -113,8 +113,8 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice]:
         elif name == "cond":
             branches = eqn.params["branches"]
             for number, branch in enumerate(branches, 1):
-                told = (*around.branches, f"branch {number} of {len(branches)}")
-                yield from _walk(bare(branch), around.within(branches=told))
+                nested = (*around.branches, f"branch {number} of {len(branches)}")
+                yield from _walk(bare(branch), around.within(branches=nested))
         elif name == "pallas_call":  # its refs and semaphores are not collectives of JAX
             yield from _kernel(eqn, around)
         else:
@@ -150,24 +150,24 @@ def _collective(eqn: Any, around: Around) -> Iterator[Line]:
 def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
     """What a Pallas kernel declares; one that sends to another device has to."""
     name = eqn.params.get("name") or "without a name"
-    said = declared(eqn.params)
-    if said is not None and said["mesh_axes"]:
-        collective = collective_of(said["op"])
-        assert collective is not None, f"kernel {name} declares {said['op']}, which is no collective"
-        for mesh_axis in said["mesh_axes"]:
+    traffic = declared(eqn.params)
+    if traffic is not None and traffic["mesh_axes"]:
+        collective = collective_of(traffic["op"])
+        assert collective is not None, f"kernel {name} declares {traffic['op']}, which is no collective"
+        for mesh_axis in traffic["mesh_axes"]:
             if mesh_axis not in around.sizes:
                 raise JShardError(
                     f'kernel {name} ({source_of(eqn)}) declares traffic over mesh axis "{mesh_axis}", which is not one of the '
                     f"shard_map around it",
                     hint=f"use {' or '.join(around.sizes) or 'it inside jax.shard_map'}",
                 )
-        group = math.prod(around.sizes[mesh_axis] for mesh_axis in said["mesh_axes"])
+        group = math.prod(around.sizes[mesh_axis] for mesh_axis in traffic["mesh_axes"])
         result = eqn.outvars[0].aval
-        shape, dtype = said.get("shape", result.shape), jax.numpy.dtype(said.get("dtype", result.dtype))
-        under = Schedule(**said["schedule"]) if "schedule" in said else None
-        line = _line(collective, eqn, around, said["mesh_axes"], group, shape, dtype, kernel=said["algorithm"])
-        yield dataclasses.replace(line, payload=said["payload"], declared=said["wire"], schedule=under)
-    elif said is None and any(is_remote(each) for body in inner(eqn) for each in equations(body)):
+        shape, dtype = traffic.get("shape", result.shape), jax.numpy.dtype(traffic.get("dtype", result.dtype))
+        under = Schedule(**traffic["schedule"]) if "schedule" in traffic else None
+        line = _line(collective, eqn, around, traffic["mesh_axes"], group, shape, dtype, kernel=traffic["algorithm"])
+        yield dataclasses.replace(line, payload=traffic["payload"], declared=traffic["wire"], schedule=under)
+    elif traffic is None and any(is_remote(each) for body in inner(eqn) for each in equations(body)):
         raise JShardError(
             f"kernel {name} ({source_of(eqn)}) sends to other devices and declares nothing, so its traffic can't be told",
             hint="give its pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)",

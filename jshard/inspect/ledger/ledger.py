@@ -117,12 +117,12 @@ class Ledger(Shown):
         if not self.lines:
             return f"total: no collectives{uncounted}"
         phases = ", ".join(f"{phase} {total:,} B" for phase, total in self.by("phase").items())
-        told = f"total: {_counted(self.count)}, {exact_size(self.total)} on the wire per device ({phases})"
+        words = f"total: {_counted(self.count)}, {exact_size(self.total)} on the wire per device ({phases})"
         if not all(line.count_known for line in self.lines):
-            told += "; a line with ? is one trip of a while loop"
+            words += "; a line with ? is one trip of a while loop"
         if any(line.branches for line in self.lines):
-            told += "; every branch of a cond is counted"
-        return told + uncounted
+            words += "; every branch of a cond is counted"
+        return words + uncounted
 
     def memory_summary(self) -> str:
         kinds = {words: sum(getattr(rest, kind) for rest in self.memory) for kind, words in KINDS.items()}

@@ -19,7 +19,7 @@ from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
 from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
-from jshard.inspect.user_code_errors import told
+from jshard.inspect.user_code_errors import as_user_error
 from jshard.layers.layer import model_arrays
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
@@ -66,7 +66,7 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
 
 
 def _jaxpr(traced: Traced, backward: bool | None) -> Any:
-    with told("it is traced"):
+    with as_user_error("it is traced"):
         if traced.lacks_backward(backward):
             return jax.make_jaxpr(traced.call_with_gradients)(traced.arrays).jaxpr
         return traced.forward()

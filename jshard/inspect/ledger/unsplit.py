@@ -58,8 +58,8 @@ def unsplit(
         if keys := _splitting(signal, rank, mesh().shape):
             words = ", ".join(f"{key}: {' x '.join(axes)}" for key, axes in keys)
             hint = _hint(modules.get(name[:-1]))
-            told = (signal.at(keys[0][0]), "/".join(path), words, hint)
-            found.setdefault(told, []).append((".".join(name), on_a_device(array)))
+            remark = (signal.at(keys[0][0]), "/".join(path), words, hint)
+            found.setdefault(remark, []).append((".".join(name), on_a_device(array)))
     return tuple(
         Unsplit(place, signal, _listed([name for name, _ in each]), sum(size for _, size in each), words, hint)
         for (place, signal, words, hint), each in found.items()

@@ -195,16 +195,16 @@ def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT
                 _end(child)
                 raise
         seconds = time.perf_counter() - began
-        said = (folder / "stderr").read_text(errors="replace")
+        stderr_text = (folder / "stderr").read_text(errors="replace")
         if status == 0:
             result = json.loads((folder / "result.json").read_text())
             return Compiled((folder / "program.hlo").read_text(), result["memory"], seconds)
-        too_large = _out_of_memory(said)
+        too_large = _out_of_memory(stderr_text)
         if too_large is not None:
             needed, available, largest = too_large
             return Compiled("", {}, seconds, needed, available, largest)
         raise JShardError(
-            _reason(topology, status, said), hint="plan a smaller part of the program to find what it can't take"
+            _reason(topology, status, stderr_text), hint="plan a smaller part of the program to find what it can't take"
         )
 
 
@@ -213,9 +213,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _reason(topology: Topology, status: int, said: str) -> str:
+def _reason(topology: Topology, status: int, stderr_text: str) -> str:
     """What ended the other process, in one sentence."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr_text.splitlines() if line.strip()]
     fatal = [line for line in lines if re.match(r"(F\d{4} |LLVM ERROR|Fatal |.*Check failed)", line)]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
     last = (fatal or raised or lines or ["it said nothing"])[-1]
@@ -243,13 +243,13 @@ FAR_OUT_OF_MEMORY = re.compile(
 )
 
 
-def _out_of_memory(said: str) -> tuple[int, int, tuple[Large, ...]] | None:
+def _out_of_memory(stderr_text: str) -> tuple[int, int, tuple[Large, ...]] | None:
     """What libtpu says of a program that is too large for its chip."""
-    found = OUT_OF_MEMORY.search(said) or FAR_OUT_OF_MEMORY.search(said)
+    found = OUT_OF_MEMORY.search(stderr_text) or FAR_OUT_OF_MEMORY.search(stderr_text)
     if found is None:
         return None
     largest = []
-    for each in re.split(r"\n\s*\d+\. Size: ", said[found.end() :])[1:]:
+    for each in re.split(r"\n\s*\d+\. Size: ", stderr_text[found.end() :])[1:]:
         size = re.match(r"[\d.]+[BKMGT]?", each)
         shape = re.search(r"Shape: (\S+?)(?:\{|\s|$)", each)
         assert size, each

@@ -42,9 +42,9 @@ def compiled(folder: Path) -> Any:
         jax.ShapeDtypeStruct(
             aval.shape,
             aval.dtype,
-            sharding=NamedSharding(meshes[lies["mesh"]], PartitionSpec(*map(_entry, lies["spec"]))),
+            sharding=NamedSharding(meshes[argument["mesh"]], PartitionSpec(*map(_entry, argument["spec"]))),
         )
-        for aval, lies in zip(exported.in_avals, job["arguments"], strict=True)
+        for aval, argument in zip(exported.in_avals, job["arguments"], strict=True)
     ]
 
     return jax.jit(exported.call, donate_argnums=job["donated"]).lower(*arguments).compile(job["options"])

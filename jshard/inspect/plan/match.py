@@ -152,10 +152,10 @@ def _across(run: Run, asked: list[Ask], pairs: Pairs) -> None:
         return
     times = min(run.left, *(part.left for part in parts))
     run.left -= times
-    whole, rest = sum(part.line.wire for part in parts), run.wire
+    asked_wire, rest = sum(part.line.wire for part in parts), run.wire
     for part in parts:
         part.left -= times
-        share = rest if part is parts[-1] else run.wire * part.line.wire // max(1, whole)
+        share = rest if part is parts[-1] else run.wire * part.line.wire // max(1, asked_wire)
         rest -= share
         pairs.append(Pair(part, run, times, "merged", share))
 

@@ -22,10 +22,10 @@ from jshard.inspect.plan.estimate import estimate
 from jshard.inspect.plan.flops import arithmetic_of
 from jshard.inspect.plan.memory import memory_of
 from jshard.inspect.plan.result import Result
-from jshard.inspect.plan.serialize import written
+from jshard.inspect.plan.serialize import document
 from jshard.inspect.plan.text import page
 from jshard.inspect.plan.topology import Topology
-from jshard.inspect.user_code_errors import told
+from jshard.inspect.user_code_errors import as_user_error
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import configuration, on_mesh
 from jshard.signals.config import Configuration
@@ -42,7 +42,7 @@ class Plan(Shown, Result):
 
     def to_json(self) -> str:
         """One document, its schema named in it."""
-        return written(self)
+        return document(self)
 
 
 def plan(
@@ -79,7 +79,7 @@ def planned(
     limit: float = LIMIT, cache: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan of a jitted program of shapes that lie on absent meshes, of which `ledger` says what it asks for."""
-    with told("it is traced"):
+    with as_user_error("it is traced"):
         flat, leaves, donated = flattened(program, args, kwargs)
         traced = flat.trace(*leaves).jaxpr
         jaxpr = getattr(traced, "jaxpr", traced)

@@ -12,10 +12,10 @@ from jshard.inspect.plan.result import Result
 SCHEMA = "jshard.plan/1"
 
 
-def written(plan: Result) -> str:
+def document(plan: Result) -> str:
     comparison, memory, estimate = plan.comparison, plan.memory, plan.estimate
     rows = [] if comparison is None else list(map(document_of, comparison.rows))
-    document = {
+    fields = {
         "schema": SCHEMA,
         "topology": {
             "name": plan.topology.name,
@@ -58,4 +58,4 @@ def written(plan: Result) -> str:
             "parts": [{**document_of(part), "seconds": part.seconds} for part in estimate.parts],
         },
     }
-    return json.dumps(document, indent=2)
+    return json.dumps(fields, indent=2)

@@ -94,9 +94,9 @@ def _gpu_in_words(chip: Chip) -> str:
         "registers_per_core_limit": 65_536,
         "registers_per_block_limit": 65_536,
     }
-    said = " ".join(f"{name}: {value}" for name, value in fields.items())
+    device = " ".join(f"{name}: {value}" for name, value in fields.items())
     return (
-        f"gpu_device_info {{ {said} cuda_compute_capability {{ major: {gpu['major']} }} "
+        f"gpu_device_info {{ {device} cuda_compute_capability {{ major: {gpu['major']} }} "
         f"device_interconnect_info {{ active_links: {gpu['links']} }} }} "  # with none XLA sums by NCCL whatever the size
         f'platform_name: "CUDA" device_description_str: "{chip.kind}"'
     )

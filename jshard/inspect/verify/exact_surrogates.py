@@ -175,8 +175,8 @@ def bits_needed(primitive: Any, x: Sequence[Any], parameters: dict[str, Any]) ->
     floats = [index for index, each in enumerate(x) if is_float(each)]
     if not floats or not all(each.size for each in x):
         return jnp.float32(0)
-    whole = [jnp.abs(each) if index in floats else each for index, each in enumerate(x)]
-    sums = primitive.bind(*whole, **parameters)
+    magnitudes = [jnp.abs(each) if index in floats else each for index, each in enumerate(x)]
+    sums = primitive.bind(*magnitudes, **parameters)
     largest = [
         jnp.max(each.astype(jnp.float32)) for each in (sums if primitive.multiple_results else [sums]) if each.size
     ]

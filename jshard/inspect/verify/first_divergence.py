@@ -63,10 +63,10 @@ def beginning(
             suspects.append((two, likeness))
             if not any(two.where.lead):
                 break
-    return _told(suspects, mesh) if suspects else None
+    return _first_of(suspects, mesh) if suspects else None
 
 
-def _told(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) -> FirstDivergence:
+def _first_of(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) -> FirstDivergence:
     """It begins under the signal of the first suspect. What it looks like is told by the first of that signal's values
     that says something, else by the last that is only terms of a sum: that one went on without being summed."""
     cause = suspects[0][0].where.cause
@@ -98,24 +98,24 @@ def _at(note: Note) -> Any:
 
 
 def _likeness(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float) -> Likeness:
-    whole = np.asarray(one.value).astype(np.float64)
+    full = np.asarray(one.value).astype(np.float64)
     lead = two.where.lead
     stacked = [place for place, names in enumerate(lead) if names]
-    whole = np.squeeze(whole, tuple(stacked))
+    full = np.squeeze(full, tuple(stacked))
     parts = np.moveaxis(np.asarray(two.value).astype(np.float64), stacked, range(len(stacked)))
     names = [name for place in stacked for name in lead[place]]
     parts = parts.reshape((*(mesh[name] for name in names), *parts.shape[len(stacked) :]))
     best = Likeness("unknown")
-    for guess, summed in _assembled(parts, names, whole.shape):
+    for guess, summed in _assembled(parts, names, full.shape):
         if guess is None:
             best = Likeness("differs", 1.0, DISAGREE) if best.kind == "unknown" else best
             continue
-        found = compared(whole, guess, mesh, tolerance)
+        found = compared(full, guess, mesh, tolerance)
         if found.kind == "equal":
             if not summed:
                 return found
             axes = " and ".join(f'"{name}"' for name in summed)
-            off = compared(whole, parts.reshape((-1, *whole.shape))[0], mesh, tolerance).off
+            off = compared(full, parts.reshape((-1, *full.shape))[0], mesh, tolerance).off
             return Likeness("partial", off, f"a sum over mesh axis {axes} is missing", summed)
         if not summed and (best.kind == "unknown" or best.cause in (DIFFER, DISAGREE)):
             best = found

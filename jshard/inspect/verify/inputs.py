@@ -97,7 +97,7 @@ class Program:
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool | None):
         self.returned: list[str] = []
         self.title = getattr(f, "__name__", type(f).__name__)
-        self._whole = "value" if self.title in ("<lambda>", "named") else self.title
+        self._value_name = "value" if self.title in ("<lambda>", "named") else self.title
 
         def named(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = f(*args, **kwargs)
@@ -105,7 +105,7 @@ class Program:
                 self.returned[:] = list(result.results)
                 return list(result.results.values())
             paths = jax.tree_util.tree_flatten_with_path(result)[0]
-            self.returned[:] = [self._whole + jax.tree_util.keystr(path) for path, leaf in paths if is_array(leaf)]
+            self.returned[:] = [self._value_name + jax.tree_util.keystr(path) for path, leaf in paths if is_array(leaf)]
             return result
 
         self.traced = Traced(named, (f, *args), kwargs)

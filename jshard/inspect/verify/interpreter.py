@@ -4,6 +4,7 @@ need to be exact, what each signal hands on, and when an equation first made a N
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,13 +39,13 @@ from jshard.jaxprs import bare, called
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """How to run: with `stand_ins` or by the true operations, noting what sums need (`certify`) and what signals hand on
-    (`listen`). `asked` gives the dtypes that the signals of a path ask for. With `births` there is a note for every
+    (`listen`). `asked` gives the dtypes that the signals of a path ask for. With `nan_origins` there is a note for every
     equation: by how many equations it was that its result first held a NaN, or NEVER."""
 
     stand_ins: bool = True
     certify: bool = False
     listen: bool = False
-    births: bool = False
+    nan_origins: bool = False
     asked: Callable[[tuple[str, ...]], frozenset[str]] = lambda path: frozenset()
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
@@ -83,7 +84,7 @@ class _Level:
     ) -> tuple[list[Any], list[Note]]:
         jaxpr, consts = self.jaxpr, self.consts
         if self.how.stand_ins:
-            self.complete = needed_whole(jaxpr) | {v for v, whole in zip(jaxpr.invars, complete, strict=False) if whole}
+            self.complete = needed_whole(jaxpr) | set(itertools.compress(jaxpr.invars, complete))
         for variables, given in ((jaxpr.constvars, consts), (jaxpr.invars, arrays)):
             self.values |= zip(variables, given, strict=True)
         self.known |= {v: _scalar(c) for v, c in zip(jaxpr.constvars, consts, strict=True) if _scalar(c) is not None}
@@ -98,7 +99,7 @@ class _Level:
             for variable in heard.get(number, ()):
                 if is_float(variable.aval):
                     self._note(self.values[variable], "value", eqn, here)
-            if self.how.births and not _holds_noted(eqn):
+            if self.how.nan_origins and not _holds_noted(eqn):
                 self._ask(results, eqn, here)
         return [self._value(variable) for variable in jaxpr.outvars], self.notes
 
@@ -170,7 +171,7 @@ class _Level:
 
     def _take(self, notes: Sequence[Note], level: _Level) -> None:
         """Notes of a jaxpr inside this one, whose turns follow on those until now."""
-        self.notes += notes if not self.how.births else [later(note, self.turns) for note in notes]
+        self.notes += notes if not self.how.nan_origins else [later(note, self.turns) for note in notes]
         self.turns += level.turns
 
     def _note(self, value: Any, kind: str, eqn: Any, here: Around) -> None:
@@ -224,7 +225,7 @@ class _Level:
         last, (stacked, notes) = lax.scan(
             body, first, x[consts + carried :], length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"]
         )
-        if self.how.births:
+        if self.how.nan_origins:
             self.notes += [later(first_turn(note, levels[-1].turns, asked["reverse"]), self.turns) for note in notes]
             self.turns += levels[-1].turns * asked["length"]
         else:
@@ -237,7 +238,7 @@ class _Level:
         parts = x[:held], x[held : held + kept]
         if self.how.certify and sums_in(bare(asked["body_jaxpr"])):
             self._note(jnp.float32(0), "opaque", eqn, here)
-        quiet = dataclasses.replace(self.how, certify=False, listen=False, births=False)
+        quiet = dataclasses.replace(self.how, certify=False, listen=False, nan_origins=False)
 
         def run(inner: Any, constants: list[Any], carry: Any) -> list[Any]:
             return _Level(quiet, inner, here).run([*constants, *carry])[0]
@@ -251,7 +252,7 @@ class _Level:
 
     def _cond(self, eqn: Any, x: list[Any], here: Around) -> Any:
         """Only the branch that runs is certified, by what its worst sum needs."""
-        how = dataclasses.replace(self.how, listen=False, births=False)
+        how = dataclasses.replace(self.how, listen=False, nan_origins=False)
         known = [self._number(variable) for variable in eqn.invars[1:]]
 
         def branch(inner: Any) -> Callable[..., tuple[list[Any], Any]]:

@@ -24,7 +24,7 @@ class NanOrigin:
     where: Where
     device: Any = None
 
-    def told(self, step: str = "") -> str:
+    def words(self, step: str = "") -> str:
         """`log at model.py:12 makes it in the forward pass, under signal "head" (mine.yaml:9)`; `step` is put behind the
         pass."""
         cause, primitive = self.where.cause, self.where.primitive
@@ -37,14 +37,14 @@ class NanOrigin:
         return f"{primitive if kind is None else kind.name}{at} makes it in the {phase}{step}{signal}"
 
 
-def births(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[NanOrigin]]:
-    """`births(f, mesh)(*args)` are the equations of `f(*args)` whose result holds a NaN, each with the time it first did, the
-    earliest in front. All processes of `mesh` call it."""
+def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[NanOrigin]]:
+    """Find the equations of a program whose result holds a NaN: `nan_origins(f, mesh)(*args)`, the earliest in front, each
+    with the time it first did. All processes of `mesh` call it."""
     found: list[Where] = []
 
     def asked(*args: Any) -> Any:
         jaxpr = jax.make_jaxpr(f)(*args)
-        _, notes = Evaluation(stand_ins=False, births=True)(jaxpr, jax.tree.leaves(args))
+        _, notes = Evaluation(stand_ins=False, nan_origins=True)(jaxpr, jax.tree.leaves(args))
         alike: dict[str, list[Note]] = {}  # by type: each group is joined over devices at once, which compiles sooner
         for note in notes:
             alike.setdefault(str(jax.typeof(note.value)), []).append(note)
@@ -59,19 +59,19 @@ def births(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[NanOr
 
     def run(*args: Any) -> list[NanOrigin]:
         rows = [row.tolist() for some in jax.device_get(program(*args)) for row in some]
-        born = [
+        origins = [
             NanOrigin(number, turn, where, _device(mesh, where, place))
             for number, ((turn, place), where) in enumerate(zip(rows, found, strict=True))
             if turn < NEVER
         ]
-        return sorted(born, key=lambda birth: birth.turn)
+        return sorted(origins, key=lambda origin: origin.turn)
 
     return run
 
 
 def first(found: list[NanOrigin], harmless: Set[int]) -> NanOrigin | None:
     """The earliest of those that are not `harmless`: numbers of equations that made a NaN which reached no result."""
-    return next((birth for birth in found if birth.number not in harmless), None)
+    return next((origin for origin in found if origin.number not in harmless), None)
 
 
 def _first(notes: list[Note]) -> Any:

@@ -33,8 +33,8 @@ class Finding:
             return f"within {self.tolerance:.2g} (because: {self.because})"
         if self.verdict == "differs":
             return f"differs by {self.off:.2g}"
-        told = "bitwise, but zero all over" if self.zero else "bitwise"
-        return f"{told} (stand-ins: {', '.join(self.stand_ins)})" if self.stand_ins else told
+        words = "bitwise, but zero all over" if self.zero else "bitwise"
+        return f"{words} (stand-ins: {', '.join(self.stand_ins)})" if self.stand_ins else words
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,7 +58,7 @@ class Verification(Shown):
                 in_words(finding.mesh), str(finding.cause.place or "-"), finding.cause.signal,
                 finding.name if count == 1 else f"{finding.kind} after, {count} arrays", finding.words,
             )
-            for finding, count in self._told()
+            for finding, count in self._joined()
         ]  # fmt: skip
         several = len({row[0] for row in rows}) > 1
         yield self.probes
@@ -66,7 +66,7 @@ class Verification(Shown):
         yield from (f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings)
         yield self.verdict
 
-    def _told(self) -> list[tuple[Finding, int]]:
+    def _joined(self) -> list[tuple[Finding, int]]:
         """Each finding once; what is of one kind, as state of the optimizer, under one signal and alike, together."""
         counts: dict[Any, tuple[Finding, int]] = {}
         for number, finding in enumerate(self.findings):

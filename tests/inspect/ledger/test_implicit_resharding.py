@@ -22,7 +22,7 @@ from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.ledger import explain
 from jshard.inspect.ledger.baseline import Baseline, added
 from jshard.inspect.ledger.entries import Left
-from jshard.inspect.ledger.expect import hold
+from jshard.inspect.ledger.expect import check_promises
 from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, unload
@@ -287,7 +287,7 @@ def test_promise_can_not_be_held_where_the_compiler_decides():
     jshard.load("some.yaml", ["layer1.expect={all_reduce: 0}"])
     ledger = explain(turned, rows(), backward=False)
     with pytest.raises(JShardError) as told:
-        hold(ledger, configuration())
+        check_promises(ledger, configuration())
     assert str(told.value) == (
         f'signal "layer1" (the command line) expects, and only the compiler decides what rev over data ({here(2)}) moves; '
         "do it inside jax.shard_map, or place its array by jshard.redistribute first"

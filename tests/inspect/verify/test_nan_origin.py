@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
-from jshard.inspect.verify.nan_origin import births, first
+from jshard.inspect.verify.nan_origin import first, nan_origins
 from jshard.signals import active_config as current
 from jshard.train import nan_replay as again
 from jshard.train.experiment import Experiment
@@ -42,16 +42,16 @@ def test_birth_has_the_equation_the_device_and_the_trip_of_a_loop(mesh, sizes, r
 
     x = jax.device_put(np.array([7e4, 4.0], np.float32), jax.NamedSharding(here, P("d")))
     w = np.array([2.0, 8.0, 1.0][:: -1 if reverse else 1], np.float32)
-    root, difference, joined, total = births(f, here)(x, w)
+    root, difference, joined, total = nan_origins(f, here)(x, w)
     assert (root.where.primitive, root.device.id) == ("sqrt", here.devices.size // 2)
-    assert root.told().startswith("sqrt at test_nan_origin.py:")
+    assert root.words().startswith("sqrt at test_nan_origin.py:")
     assert (difference.where.primitive, difference.device) == ("sub", root.device)
-    assert joined.told().startswith("all_reduce at test_nan_origin.py:")
+    assert joined.words().startswith("all_reduce at test_nan_origin.py:")
     assert total.where.primitive == "reduce_sum"
 
     x = jax.device_put(np.array([np.inf, 4.0], np.float32), jax.NamedSharding(here, P("d")))
     w = np.array([np.inf, 1.0, 1.0][:: -1 if reverse else 1], np.float32)
-    difference, root, *_ = births(f, here)(x, w)
+    difference, root, *_ = nan_origins(f, here)(x, w)
     assert (difference.where.primitive, difference.device.id) == ("sub", 0)
     assert root.where.primitive == "sqrt" and root.turn > difference.turn
 
@@ -64,8 +64,8 @@ def test_birth_is_in_the_phase_and_under_the_signal_that_made_it(mesh):
             return jnp.where(x > 0, jnp.sqrt(w * x), 1.0).sum()
 
     try:
-        found = births(jax.value_and_grad(loss), None)(jnp.float32(3), jnp.zeros(2))
-        assert ' makes it in the backward pass of step 3, under signal "root"' in found[0].told(" of step 3")
+        found = nan_origins(jax.value_and_grad(loss), None)(jnp.float32(3), jnp.zeros(2))
+        assert ' makes it in the backward pass of step 3, under signal "root"' in found[0].words(" of step 3")
     finally:
         current.unload()
 
@@ -74,7 +74,7 @@ def test_nan_that_reaches_no_result_is_harmless():
     def f(x):
         return jnp.where(x > 0, jnp.log(x), 0.0).sum() / x[0]
 
-    look = births(f, None)
+    look = nan_origins(f, None)
     before = look(jnp.array([1.0, -1.0]))
     assert [each.where.primitive for each in before] == ["log"]
     now = look(jnp.array([0.0, -1.0]))
@@ -82,9 +82,9 @@ def test_nan_that_reaches_no_result_is_harmless():
     assert first(before, {each.number for each in before}) is None
 
 
-def test_program_without_nan_has_no_births(mesh):
-    assert births(lambda x: jnp.tanh(x).sum(), None)(np.ones(3, np.float32)) == []
-    assert births(lambda x: x + 1, None)(np.ones(3, np.int32)) == []
+def test_program_without_nan_has_no_origins(mesh):
+    assert nan_origins(lambda x: jnp.tanh(x).sum(), None)(np.ones(3, np.float32)) == []
+    assert nan_origins(lambda x: x + 1, None)(np.ones(3, np.int32)) == []
 
 
 # -- in a run --
@@ -186,7 +186,7 @@ def test_what_keeps_it_from_being_found_is_said(here, capsys, monkeypatch):
     def full(*_):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(again, "births", full)
+    monkeypatch.setattr(again, "nan_origins", full)
     assert fault().startswith("the loss of step 6 is NaN; the last good")
     assert "what makes the NaN can't be looked for: RuntimeError: no room" in capsys.readouterr().out
 
