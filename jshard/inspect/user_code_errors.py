@@ -44,10 +44,11 @@ def _sentence(doing: str, error: Exception) -> JShardError:
 
 def _own_frame(error: Exception) -> traceback.FrameSummary | None:
     """The innermost frame that is neither jshard's, JAX's nor Flax's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*INSIDE, "<"))]
-    own = [frame for frame in own if "/site-packages/" not in frame.filename and "/lib/python" not in frame.filename]
-    return own[-1] if own else None
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        inside = "/site-packages/" in frame.filename or "/lib/python" in frame.filename
+        if not inside and not frame.filename.startswith((*INSIDE, "<")):
+            return frame
+    return None
 
 
 def _signal(error: Exception) -> str:

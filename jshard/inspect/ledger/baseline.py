@@ -58,18 +58,18 @@ class Baseline:
     def read(cls, text: str, name: str, command: str) -> Baseline:
         """What `text` wrote; `name` is the file's."""
         hint = f"type: {command} --update"
-        mesh, collectives, memory, version = "", dict[Key, tuple[int, int]](), dict[str, int](), None
-        for number, line in enumerate(text.splitlines(), 1):
-            if not line.strip() or line.startswith("#"):
-                continue
-            if version is None:
-                version = re.fullmatch(r"baseline (\d+)", line.strip())
-                if version is None:
-                    raise JShardError(f"{name} is not a baseline of jshard", hint=hint)
-                if int(version[1]) != VERSION:
-                    fault = f"{name} is a baseline of version {version[1]}, and this jshard reads version {VERSION}"
-                    raise JShardError(fault, hint=hint)
-            elif found := re.fullmatch(r"mesh (.+)", line):
+        mesh, collectives, memory = "", dict[Key, tuple[int, int]](), dict[str, int]()
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
+        if not lines:
+            raise JShardError(f"{name} is empty", hint=hint)
+        version = re.fullmatch(r"baseline (\d+)", lines[0][1].strip())
+        if version is None:
+            raise JShardError(f"{name} is not a baseline of jshard", hint=hint)
+        if int(version[1]) != VERSION:
+            fault = f"{name} is a baseline of version {version[1]}, and this jshard reads version {VERSION}"
+            raise JShardError(fault, hint=hint)
+        for number, line in lines[1:]:
+            if found := re.fullmatch(r"mesh (.+)", line):
                 mesh = found[1]
             elif found := re.fullmatch(r"(\S+) +(\w+) +(\w+) +over (.+?) +x +([\d,]+) +([\d,]+) B", line):
                 collectives[found[1], found[2], found[3], found[4]] = _number(found[5]), _number(found[6])
@@ -77,8 +77,6 @@ class Baseline:
                 memory[found[1]] = _number(found[2])
             else:
                 raise JShardError(f'{name}:{number} is "{line.strip()}", which is no line of a baseline', hint=hint)
-        if version is None:
-            raise JShardError(f"{name} is empty", hint=hint)
         return cls(mesh, collectives, memory)
 
 

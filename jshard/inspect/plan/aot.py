@@ -186,14 +186,14 @@ def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT
             try:
                 status = child.wait(limit)
             except subprocess.TimeoutExpired:
-                _end(child)
                 raise JShardError(
                     f"compiling for {topology.name} took longer than {limit:g} s",
                     hint=f"plan a smaller program, or give it longer: limit={2 * limit:g}",
                 ) from None
-            except BaseException:
-                _end(child)
-                raise
+            finally:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.wait()
         seconds = time.perf_counter() - began
         stderr_text = (folder / "stderr").read_text(errors="replace")
         if status == 0:
@@ -206,11 +206,6 @@ def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT
         raise JShardError(
             _reason(topology, status, stderr_text), hint="plan a smaller part of the program to find what it can't take"
         )
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def _reason(topology: Topology, status: int, stderr_text: str) -> str:

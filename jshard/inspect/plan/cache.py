@@ -25,16 +25,9 @@ def folder() -> Path:
 
 def key(export: Exported) -> str:
     """What decides a compilation, and the names in it; not the lines that the program is written on."""
-    parts = [
-        export.job.encode(),
-        os.environ.get("XLA_FLAGS", "").encode(),
-        os.environ.get("LIBTPU_INIT_ARGS", "").encode(),
-    ]
-    parts += [f"{name} {version(name)}".encode() for name in COMPILERS]
-    digest = hashlib.sha256(export.meaning)
-    for part in parts:
-        digest.update(b"\0" + part)
-    return digest.hexdigest()[:40]
+    words = [export.job, os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", "")]
+    words += [f"{name} {version(name)}" for name in COMPILERS]
+    return hashlib.sha256(b"\0".join([export.meaning, *map(str.encode, words)])).hexdigest()[:40]
 
 
 def version(name: str) -> str:

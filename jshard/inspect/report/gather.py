@@ -50,19 +50,11 @@ def facts_of_experiment(experiment: Experiment, plan: Any = None) -> Facts:
     batch = experiment.first_batch()
     laid = _at_rest([((), experiment.model)], [experiment.optimizer])
     laid += [_laid(BATCH, ("batch", name), array, ()) for name, array in zip("xy", batch, strict=False)]
-    laid += _activations(Traced(objective, (experiment.model, *batch), {}).forward())
     named = [_component(train.get(key)) for key in ("model", "optimizer")]
     batch_words = [f"batch {train['batch']}"] if "batch" in train else []
-    return Facts(
-        title=present.source,
-        about=(*filter(None, named), *batch_words),
-        mesh=_mesh(present, laid),
-        arrays=tuple(laid),
-        ledger=experiment.explain(),
-        texts=_texts(present),
-        settings=frozenset(Place(place.source, place.line) for place in present.train_places.values()),
-        plan=plan,
-    )
+    about = (*filter(None, named), *batch_words)
+    traced = Traced(objective, (experiment.model, *batch), {})
+    return _facts(present.source, about, laid, traced, experiment.explain(), plan)
 
 
 def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Any = None) -> Facts:
@@ -77,30 +69,29 @@ def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             arrays = jax.tree_util.tree_flatten_with_path(arg)[0]
             laid += [_laid(BATCH, (name, *words_of(path)), leaf, ()) for path, leaf in arrays if is_array(leaf)]
     traced = Traced(f, args, kwargs)
-    laid += _activations(traced.forward())
     present = current.configuration()
-    return Facts(
-        title=getattr(f, "__qualname__", None) or type(f).__name__,
-        about=() if present is None else (present.source,),
-        mesh=_mesh(present, laid),
-        arrays=tuple(laid),
-        ledger=ledger_of(traced, traced.nodes),
-        texts=() if present is None else _texts(present),
-        plan=plan,
-    )
+    title, about = getattr(f, "__qualname__", None) or type(f).__name__, () if present is None else (present.source,)
+    return _facts(title, about, laid, traced, ledger_of(traced, traced.nodes), plan)
 
 
-def _component(said: Any) -> str:
-    if isinstance(said, dict):
-        return str(said.get("path") or said.get("name") or "")
-    return "" if said is None else str(said)
+def _facts(
+    title: str, about: tuple[str, ...], laid: list[Laid], traced: Traced, ledger: Ledger, plan: Any
+) -> Facts:  # fmt: skip
+    """With the arrays between the layers of the forward that is traced, and the configuration that is loaded."""
+    present = current.configuration()
+    arrays = (*laid, *_activations(traced.forward()))
+    meshes = [array.mesh for array in arrays if array.mesh is not None]
+    is_placed = present is not None and present.mesh is not None
+    mesh = current.mesh() if is_placed else max(meshes, key=lambda mesh: mesh.size, default=None)
+    places = [] if present is None else present.train_places.values()
+    settings = frozenset(Place(place.source, place.line) for place in places)
+    return Facts(title, about, mesh, arrays, ledger, () if present is None else _texts(present), settings, plan)
 
 
-def _mesh(present: Configuration | None, laid: list[Laid]) -> Any:
-    if present is not None and present.mesh is not None:
-        return current.mesh()
-    found = [array.mesh for array in laid if array.mesh is not None]
-    return max(found, key=lambda mesh: mesh.size, default=None)
+def _component(component: Any) -> str:
+    if isinstance(component, dict):
+        return str(component.get("path") or component.get("name") or "")
+    return "" if component is None else str(component)
 
 
 # -- arrays --

@@ -38,12 +38,8 @@ def memory_bars(facts: Facts) -> Markup:
 
 def _alike(memory: list[dict[str, int]]) -> list[tuple[int, int]]:
     """Runs of neighbours that hold as much."""
-    runs, start = [], 0
-    for _, run in itertools.groupby(memory):
-        length = len(list(run))
-        runs.append((start, start + length - 1))
-        start += length
-    return runs
+    runs = [[number for number, _ in run] for _, run in itertools.groupby(enumerate(memory), lambda each: each[1])]
+    return [(run[0], run[-1]) for run in runs]
 
 
 def _bar(first: int, last: int, device: dict[str, int], most: int, kinds: list[str]) -> Markup:

@@ -75,7 +75,7 @@ class Branch:
                 yield each[1]
 
 
-def model_tree(facts: Facts, colours: Colours, pictures: Pictures) -> Markup:
+def model_tree(facts: Facts, pictures: Pictures) -> Markup:
     """Every array can be chosen; of modules that look alike, as the layers of a stack do, only the first is unfolded."""
     found = []
     for kind, title in BRANCHES:
@@ -85,15 +85,13 @@ def model_tree(facts: Facts, colours: Colours, pictures: Pictures) -> Markup:
         root = Branch(title)
         for array in arrays:
             root.add(array.path or ("value",), array)
-        tree = _Tree(facts, colours, pictures, kind not in FOLDED and len(arrays) <= MOST_OPEN)
+        tree = _Tree(pictures, kind not in FOLDED and len(arrays) <= MOST_OPEN)
         found.append(tree.branch(root, is_open=kind not in FOLDED, top=True))
     return element("div", found or element("p", "The program has no arrays.", class_="quiet"), class_="tree")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tree:
-    facts: Facts
-    colours: Colours
     pictures: Pictures
     is_open: bool
 
@@ -128,9 +126,9 @@ class _Tree:
     def row(self, name: str, array: Laid) -> Markup:
         button = element(
             "button",
-            glyph(array, self.colours),
+            glyph(array, self.pictures.colours),
             breakable(name),
-            layout(array, self.colours),
+            layout(array, self.pictures.colours),
             type="button",
             class_="pick",
             data_array=self.pictures.number(array),
@@ -141,7 +139,7 @@ class _Tree:
             "span",
             element("span", array.note, array.dtype, class_="dtype"),
             signal,
-            linked(array.place, self.facts.sources),
+            linked(array.place, self.pictures.facts.sources),
             class_="origin",
         )
         return element("div", button, origin, element("span", measured(array.bytes_each), class_="bytes"), class_="row")

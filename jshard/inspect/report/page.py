@@ -130,7 +130,7 @@ def _places(facts: Facts, colours: Colours, pictures: Pictures) -> Markup:
         ),
         class_="picture",
     )
-    return element("div", model_tree(facts, colours, pictures), figure, class_="places")
+    return element("div", model_tree(facts, pictures), figure, class_="places")
 
 
 def _devices(facts: Facts) -> list[str]:
