@@ -23,20 +23,10 @@ import pytest
 import jshard
 from jshard.cli import main
 from jshard.cli.terminal import fitted, width
-from jshard.signals.active_config import unload
+from tests.typed_in import typed_in
 
 ROOT = Path(__file__).parents[2]
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-MODULE = """
-import jshard
-from flax import nnx
-
-def model():
-    return jshard.MLP(8, 16, 8, use_bias=False, rngs=nnx.Rngs(0))
-
-def loss(model, x):
-    return jshard.mean(model(x) ** 2)
-"""
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}
 up: {row: data, column: tensor, expect: {psum: 2}}
@@ -63,19 +53,13 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch, cache):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("JSHARD_CACHE", str(cache))  # compiled once for all tests
     monkeypatch.setenv("TERM", "xterm")
     for name in ("COLUMNS", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("jshard.train.diff._output", _printed_here)
     monkeypatch.setattr("jshard.train.function.Function.verify", lambda self, meshes: _verified())
-    (tmp_path / "folded.py").write_text(MODULE)
-    (tmp_path / "mlp.yaml").write_text(YAML)
-    yield
-    sys.modules.pop("folded", None)
-    unload()
+    with typed_in(tmp_path, "folded", YAML, cache, monkeypatch):
+        yield
 
 
 @functools.cache

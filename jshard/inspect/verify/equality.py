@@ -23,7 +23,7 @@ from jshard.inspect.verify.records import Note, excess
 from jshard.inspect.verify.verification import Finding, Verification, in_words
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import build_mesh, with_axis_types
-from jshard.layouts.put import on_host
+from jshard.layouts.put import on_host, raw
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh, on_mesh
 from jshard.signals.keys import blamed
@@ -162,17 +162,12 @@ class _Side:
 
             def evaluated(arrays: list[Any]) -> Any:
                 results, notes = how(jaxpr, arrays)
-                return [_numbers(results[n]) for n in made], notes
+                return [raw(jnp.asarray(results[n])) for n in made], notes
 
             self.compiled[how] = jax.jit(evaluated, compiler_options=quickly(self.mesh.devices.flat[0]))
         with self.here():
             results, notes = self.compiled[how](self.program.placed(numbers, self.mesh))
         return [on_host(each) for each in results], jax.tree.map(on_host, notes)
-
-
-def _numbers(result: Any) -> Any:
-    result = jnp.asarray(result)
-    return jax.random.key_data(result) if jnp.issubdtype(result.dtype, jax.dtypes.prng_key) else result
 
 
 class _Trial:

@@ -24,7 +24,7 @@ from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, words_of
-from jshard.layouts.put import kind, on_host, put, raw, typed
+from jshard.layouts.put import is_key, kind, on_host, put, raw, typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _label(path: tuple[Any, ...], arguments: dict[Any, str]) -> str:
 def _as_given(name: str, array: Any) -> Any:
     if not isinstance(array, jax.ShapeDtypeStruct):
         return array
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         raise JShardError(
             f"{name} is only described, and a random key can't be made up", hint="give verify the key itself"
         )
@@ -237,7 +237,7 @@ def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
     sharding = getattr(given, "sharding", None)
     dtype = given.dtype
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        if isinstance(numbers, jax.Array) and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if isinstance(numbers, jax.Array) and is_key(given):
             return numbers
         return jnp.asarray(np.asarray(numbers), dtype)
     missing = [axis for axis in sharding.mesh.axis_names if axis not in mesh.axis_names]
@@ -248,6 +248,6 @@ def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
         )
     layout = Layout.from_sharding(NamedSharding(mesh, sharding.spec), len(given.shape))
     layout.shard_shape(given.shape, label=name)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(given):
         return typed(put(on_host(raw(numbers)), layout.sharding), kind(numbers))
     return put(on_host(numbers).astype(dtype), layout.sharding)

@@ -20,24 +20,15 @@ from jshard.errors import JShardError
 from jshard.inspect.plan import Topology, plan
 from jshard.inspect.plan.difference import Outcome, Runs, compare_plans
 from jshard.inspect.plan.planning import mesh_on, moved_to
-from jshard.signals.active_config import configuration, unload
+from jshard.signals.active_config import configuration
 from tests.outside import users_environment
+from tests.typed_in import typed_in
 
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}
   topology: cpu:8
 up: {row: data, column: tensor}
 down: {row: data, reduction: tensor}
-"""
-MODULE = """
-import jshard
-from flax import nnx
-
-def model():
-    return jshard.MLP(8, 16, 8, use_bias=False, rngs=nnx.Rngs(0))
-
-def loss(model, x):
-    return jshard.mean(model(x) ** 2)
 """
 ARGS = ["--config", "mlp.yaml", "--args", "planned:model", "float32[8,8]@data"]
 
@@ -49,14 +40,8 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch, cache):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("JSHARD_CACHE", str(cache))
-    (tmp_path / "planned.py").write_text(MODULE)
-    (tmp_path / "mlp.yaml").write_text(YAML)
-    yield
-    sys.modules.pop("planned", None)
-    unload()
+    with typed_in(tmp_path, "planned", YAML, cache, monkeypatch):
+        yield
 
 
 def side(label: str = "a.yaml", **more) -> Outcome:
