@@ -61,7 +61,7 @@ def _signal(error: Exception) -> str:
 
 
 def _shown(filename: str) -> str:
-    """From this folder, where it is inside."""
+    """Shorten a path that is inside this folder."""
     try:
         return str(Path(filename).relative_to(Path.cwd()))
     except ValueError:

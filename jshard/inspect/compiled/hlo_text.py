@@ -103,7 +103,7 @@ class Program:
         self.devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:5000]))
 
     def collectives(self, name: str, site: Site = Site()) -> Iterator[CompiledCollective]:
-        """Of one computation and of those it calls."""
+        """Yield the collectives of one computation and of those it calls."""
         self.read.add(name)
         chains: set[str] = set()  # the asynchronous fusions that have begun in this computation
         for each in self.computations[name].values():
@@ -232,7 +232,7 @@ class Program:
 
 
 def _element(computation: Computation, holder: Instruction, index: int) -> Instruction:
-    """What is made into one element of a tuple, through copies."""
+    """Find the instruction that makes one element of a tuple, through copies."""
     found = computation.get(holder.operands[index], NOTHING) if holder.opcode == "tuple" else NOTHING
     while found.opcode in ("copy", "bitcast"):
         found = computation.get(found.operands[0], NOTHING)

@@ -36,7 +36,7 @@ class Baseline:
         return cls(mesh, collectives, {rest.signal: rest.total for rest in ledger.memory})
 
     def text(self, command: str) -> str:
-        """As it is committed. `command` holds it; with --update behind it, it writes it anew."""
+        """Write it as the text that is committed. `command` checks it; with --update behind it, it writes it anew."""
         rows = [
             (signal, phase, collective, f"over {axes}", f"x {times:,}", f"{wire:,} B")
             for (signal, phase, collective, axes), (times, wire) in sorted(self.collectives.items())
@@ -56,7 +56,7 @@ class Baseline:
 
     @classmethod
     def read(cls, text: str, name: str, command: str) -> Baseline:
-        """What `text` wrote; `name` is the file's."""
+        """Read what `text` wrote; `name` is the file's."""
         hint = f"type: {command} --update"
         mesh, collectives, memory = "", dict[Key, tuple[int, int]](), dict[str, int]()
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]

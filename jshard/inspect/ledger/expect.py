@@ -50,7 +50,7 @@ def _found(what: str, lines: list[Line]) -> int:
 
 
 def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
-    """What a promise can't be held against."""
+    """Make the error of a promise about collectives that only the compiler decides."""
     first = left[0]
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return JShardError(

@@ -66,7 +66,7 @@ def _anything(eqn: Any, given: list[Split], made: list[Split]) -> list[str]:
 
 
 def _wanted_elsewhere(eqn: Any) -> tuple[str, ...]:
-    """Of a call that promises its results in other places than its body leaves them in."""
+    """The mesh axes of results that a call promises in another sharding than its body leaves them in."""
     found: list[str] = []
     for wanted, variable in zip(eqn.params["out_shardings"], bare(eqn.params["jaxpr"]).outvars, strict=True):
         source = _split(variable.aval)
@@ -173,7 +173,7 @@ def _moves_along(axes_of: Callable[[Any], Iterable[int]]) -> Rule:
 
 
 def _along(parameter: str) -> Rule:
-    """Along the axes that a parameter names."""
+    """Local where the axes that a parameter names are not split."""
     return _moves_along(lambda eqn: np.atleast_1d(eqn.params[parameter]).tolist())
 
 

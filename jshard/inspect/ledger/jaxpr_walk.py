@@ -31,7 +31,7 @@ CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """What holds at one equation by all that it is nested in."""
+    """What the jaxprs around an equation say of it: its cause, how often it runs, the mesh."""
 
     cause: Cause = Cause()
     count: int = 1
@@ -42,7 +42,7 @@ class Around:
     named: Any = None  # the outermost equation that stands in a signal: its line is the user's, inner ones are shared
 
     def entering(self, eqn: Any) -> Around:
-        """With what the equation's own name stack adds."""
+        """Add what the equation's own name stack says."""
         cause = self.cause.inside(eqn.source_info.name_stack.stack, checkpoint=self.checkpoint)
         if cause is self.cause:
             return self
@@ -148,7 +148,7 @@ def _collective(eqn: Any, around: Around) -> Iterator[Line]:
 
 
 def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
-    """What a Pallas kernel declares; one that sends to another device has to."""
+    """Read what a Pallas kernel declares; one that sends to another device has to."""
     name = eqn.params.get("name") or "without a name"
     traffic = declared(eqn.params)
     if traffic is not None and traffic["mesh_axes"]:

@@ -45,8 +45,8 @@ class Held(NamedTuple):
 
 
 def held(models: Iterable[tuple[Path, Any]], optimizers: Sequence[nnx.Optimizer]) -> Iterator[Held]:
-    """What models, each with what its paths begin with, and optimizers hold. Gradients are those that the optimizers take, as
-    large as the parameters they are of; without an optimizer nothing is said of them. Arrays may be shapes alone."""
+    """List the arrays of models, each with what its paths begin with, and of optimizers. Gradients are those that the
+    optimizers take, as large as their parameters; without an optimizer there are none. Arrays may be shapes alone."""
     trains = [nnx.filterlib.to_predicate(optimizer.wrt) for optimizer in optimizers]
     parameters: dict[Path, tuple[str, ...]] = {}  # the signals they are under, by the path in their model
     for before, model in models:
@@ -66,7 +66,7 @@ def held(models: Iterable[tuple[Path, Any]], optimizers: Sequence[nnx.Optimizer]
 
 
 def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
-    """What the models and optimizers among `nodes` hold, by signal."""
+    """Add up what the models and optimizers among `nodes` hold, by signal."""
     nodes = list(nodes)
     models = [((), node) for node in nodes if isinstance(node, nnx.Module)]
     sums: dict[tuple[str, ...], dict[str, int]] = {}

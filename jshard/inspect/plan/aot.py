@@ -118,7 +118,7 @@ NAMED = re.compile(r'^(#loc\d*) = loc\("(.*)"\(#loc\d*\)\)$', re.MULTILINE)
 
 
 def meaning_of(module: str) -> bytes:
-    """What decides a compilation: the program and the names of its scopes, whoever calls it from wherever."""
+    """Hash what decides a compilation: the program and the names of its scopes, not the lines it is called from."""
     names = dict(NAMED.findall(module))
     lines = [line for line in module.splitlines() if not line.startswith("#loc")]
     bare = PLACE.sub(lambda found: names.get(found[0], ""), "\n".join(lines))
@@ -209,7 +209,7 @@ def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT
 
 
 def _reason(topology: Topology, status: int, stderr_text: str) -> str:
-    """What ended the other process, in one sentence."""
+    """Say in one sentence what ended the other process."""
     lines = [line.strip() for line in stderr_text.splitlines() if line.strip()]
     fatal = [line for line in lines if re.match(r"(F\d{4} |LLVM ERROR|Fatal |.*Check failed)", line)]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
@@ -239,7 +239,7 @@ FAR_OUT_OF_MEMORY = re.compile(
 
 
 def _out_of_memory(stderr_text: str) -> tuple[int, int, tuple[Large, ...]] | None:
-    """What libtpu says of a program that is too large for its chip."""
+    """Read what libtpu prints of a program that is too large for its chip: bytes needed, bytes there, largest arrays."""
     found = OUT_OF_MEMORY.search(stderr_text) or FAR_OUT_OF_MEMORY.search(stderr_text)
     if found is None:
         return None

@@ -24,7 +24,7 @@ def folder() -> Path:
 
 
 def key(export: Exported) -> str:
-    """What decides a compilation, and the names in it; not the lines that the program is written on."""
+    """Hash what decides a compilation, and the names in it; not the lines that the program is written on."""
     words = [export.job, os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", "")]
     words += [f"{name} {version(name)}" for name in COMPILERS]
     return hashlib.sha256(b"\0".join([export.meaning, *map(str.encode, words)])).hexdigest()[:40]

@@ -171,7 +171,7 @@ def _recast(pair: Pair) -> str:
 
 
 def _added(got: list[Run], chip: Chip) -> Iterator[Row]:
-    """What runs and nobody asked for."""
+    """Rows of what runs and nobody asked for."""
     found: dict[Key, list[Run]] = {}
     for run in got:
         if run.left and run.got.group > 1:

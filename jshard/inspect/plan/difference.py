@@ -64,7 +64,7 @@ class Outcome:
 
     @classmethod
     def of(cls, text: str, label: str) -> Outcome:
-        """From what `Plan.to_json` wrote."""
+        """Read what `Plan.to_json` wrote."""
         document = json.loads(text)
         runs: dict[Hashable, Runs] = {}
         for row in document["wire"]["rows"]:

@@ -30,7 +30,7 @@ class Arithmetic:
 
 
 def arithmetic_of(jaxpr: Any) -> Arithmetic:
-    """Of products and convolutions; of a kernel what it declares."""
+    """Count the FLOPs of products and convolutions, and what kernels declare."""
     found = Arithmetic()
     _walk(bare(jaxpr), 1, found, manual=False)
     return found

@@ -55,7 +55,7 @@ class Memory:
 
 
 def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], present: Configuration | None) -> Memory:
-    """From the compiler's own sums, or from what it said when it had too little; with the budget of what is loaded."""
+    """Take the compiler's own sums, or what it said when it had too little; with the budget of what is loaded."""
     budget = {} if present is None else {"budget": present.budget, "budget_place": present.budget_place}
     if compiled.needed is not None:
         return Memory({}, compiled.needed, compiled.available, rest, compiled.largest[:SHOWN], **budget)

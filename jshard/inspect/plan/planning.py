@@ -120,7 +120,7 @@ def mesh_on(topology: Topology, present: Configuration) -> Any:
 
 @contextlib.contextmanager
 def moved_to(mesh: Any) -> Iterator[None]:
-    """What is loaded, if anything, on this mesh."""
+    """Put the configuration that is loaded, if any, on this mesh."""
     present = configuration()
     with on_mesh(mesh) if present is not None and present.mesh is not None else contextlib.nullcontext():
         yield

@@ -21,7 +21,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """All of it."""
+    """Everything that one page tells."""
 
     title: str
     about: tuple[str, ...]  # short phrases under the title

@@ -77,7 +77,7 @@ def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _facts(
     title: str, about: tuple[str, ...], laid: list[Laid], traced: Traced, ledger: Ledger, plan: Any
 ) -> Facts:  # fmt: skip
-    """With the arrays between the layers of the forward that is traced, and the configuration that is loaded."""
+    """Add the arrays between the layers of the traced forward, and what the loaded configuration says."""
     present = current.configuration()
     arrays = (*laid, *_activations(traced.forward()))
     meshes = [array.mesh for array in arrays if array.mesh is not None]

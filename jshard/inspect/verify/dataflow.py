@@ -22,7 +22,7 @@ NONE: Names = frozenset()
 
 
 def inexact_on_the_way(jaxpr: Any) -> list[Names]:
-    """The same for each result by itself: the operations that it is computed by, near or far."""
+    """Find for each result the operations on its way that run by a stand-in."""
     return _reached(bare(jaxpr), [NONE] * len(bare(jaxpr).invars))
 
 

@@ -98,7 +98,7 @@ def _traced_elsewhere(side: _Side) -> None:
 
 
 def _with_workers() -> JShardError | None:
-    """What no other mesh can stand for: a signal with devices of its own."""
+    """Make the error of a signal with devices of its own, which no other mesh can stand for."""
     present = configuration()
     assert present is not None
     for signal in present.signals.values():
@@ -311,7 +311,7 @@ class _Trial:
 
 
 def _shaken(numbers: list[Any], size: float, seed: int) -> list[Any]:
-    """The same numbers, each moved by up to this part of itself."""
+    """Move each number by up to this part of itself."""
     random = np.random.default_rng(seed)
     return [
         each * random.uniform(1 - size, 1 + size, each.shape) if getattr(each, "dtype", None) == np.float64 else each

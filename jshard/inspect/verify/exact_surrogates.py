@@ -151,7 +151,7 @@ def as_power_of_two(constant: float) -> float:
 
 
 def _exponent(number: int) -> int:
-    """Of the power of two that stands for a whole number."""
+    """The exponent of the power of two that stands for a whole number."""
     total, prime = 0, 2
     while prime * prime <= number:
         while number % prime == 0:

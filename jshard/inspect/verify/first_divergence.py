@@ -81,7 +81,7 @@ def _first_of(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]
 
 
 def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[Note, Note]]:
-    """What was noted at the same place in both, in the order of the other."""
+    """Pair what was noted at the same place in both, in the order of the other."""
     waiting: dict[Any, collections.deque[Note]] = {}
     for note in reference:
         if note.where.kind == "value":

@@ -199,7 +199,7 @@ def _cotangent(name: str, leaf: Any) -> Any:
 
 
 def _parameter_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:
-    """What the function calls its arguments, by their place."""
+    """Name the positional arguments as the function does."""
     try:
         signature = inspect.signature(f)
     except (TypeError, ValueError):  # a builtin has none

@@ -61,7 +61,7 @@ NEVER = 2**30  # equations
 
 
 def later(note: Note, turns: int) -> Note:
-    """What happened in a jaxpr that begins behind so many equations."""
+    """Shift a time by the equations that ran before its jaxpr."""
     return Note(jnp.minimum(note.value + min(turns, NEVER), NEVER), note.where)
 
 

@@ -93,7 +93,7 @@ class Verification(Shown):
         return f"EQUAL {on}: {arrays}, {exact} bitwise, {count - exact} within a tolerance"
 
     def to_json(self) -> str:
-        """The same as one document, `"schema": "jshard.verify/1"`."""
+        """One document, `"schema": "jshard.verify/1"`."""
         findings = [
             {
                 **_plain(each),
