@@ -98,10 +98,10 @@ def _compiled(sides: tuple[_Side, _Side], names: tuple[str, str]) -> PlanDiffere
     return dataclasses.replace(found, first=first_difference(*texts))
 
 
-def _topologies(sides: tuple[_Side, _Side], said: str | None) -> tuple[str, str] | None:
+def _topologies(sides: tuple[_Side, _Side], topology: str | None) -> tuple[str, str] | None:
     """What each side is compiled for: what is said, else what each configuration says, or the one that does."""
-    if said is not None:
-        return None if said == NONE else (said, said)
+    if topology is not None:
+        return None if topology == NONE else (topology, topology)
     old, new = (side.topology() for side in sides)
     return None if old is None and new is None else (old or new or "", new or old or "")
 

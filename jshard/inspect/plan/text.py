@@ -59,15 +59,15 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def wire_summary(plan: Result) -> str:
     """The last line of the section."""
-    told = plan.comparison
-    assert told is not None
-    more = told.got - told.asked
+    comparison = plan.comparison
+    assert comparison is not None
+    more = comparison.got - comparison.asked
     change = "as many" if not more else f"{size(abs(more))} {'more' if more > 0 else 'less'}"
     runs = sum(got.count for got in plan.got if got.group > 1)
     return (
-        f"wire: {size(told.asked)} per device asked in {sum(row.asked for row in told.rows):,} collectives, "
-        f"{size(told.got)} run ({change}) in {runs:,} instructions, {size(told.hidden)} of it overlapped and "
-        f"{size(told.got - told.hidden)} not"
+        f"wire: {size(comparison.asked)} per device asked in {sum(row.asked for row in comparison.rows):,} collectives, "
+        f"{size(comparison.got)} run ({change}) in {runs:,} instructions, {size(comparison.hidden)} of it overlapped and "
+        f"{size(comparison.got - comparison.hidden)} not"
     )
 
 
@@ -101,12 +101,12 @@ def _memory(plan: Result) -> Iterator[Block]:
 
 
 def _time(plan: Result) -> Iterator[Block]:
-    told = plan.estimate
-    if told is None:
+    estimate = plan.estimate
+    if estimate is None:
         why = "there are no figures for it" if plan.memory.parts else "nothing was compiled"
         yield f"time: no estimate for {plan.topology.name}, {why}"
         return
-    rows = [(part.name, part.words, f"at {part.peak}", in_words(part.seconds)) for part in told.parts]
+    rows = [(part.name, part.words, f"at {part.peak}", in_words(part.seconds)) for part in estimate.parts]
     yield Rows(rows, (3,))
-    yield f"figures: {told.source}"
-    yield f"time: {in_words(told.seconds)} a step = {MODEL} ({'; '.join(told.remarks)})"
+    yield f"figures: {estimate.source}"
+    yield f"time: {in_words(estimate.seconds)} a step = {MODEL} ({'; '.join(estimate.remarks)})"

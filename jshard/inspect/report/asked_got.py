@@ -79,9 +79,9 @@ def comparison_table(comparison: Comparison, facts: Facts, colours: Colours) -> 
 
 
 def _row(row: Row, colours: Colours, sources: tuple[str, ...]) -> list[Child]:
-    said = [element("span", str(each), class_=f"difference {each.kind}") for each in row.differences]
+    remarks = [element("span", str(each), class_=f"difference {each.kind}") for each in row.differences]
     if row.asynchronous:
-        said.append(element("span", f"{row.asynchronous:,} of {row.got:,} asynchronous", class_="quiet"))
+        remarks.append(element("span", f"{row.asynchronous:,} of {row.got:,} asynchronous", class_="quiet"))
     return [
         linked(row.place, sources),
         signal_name(row.signal),
@@ -92,5 +92,5 @@ def _row(row: Row, colours: Colours, sources: tuple[str, ...]) -> list[Child]:
         f"{row.got:,}",
         measured(row.wire_asked),
         measured(row.wire_got),
-        element("div", said or element("span", "as asked", class_="quiet"), class_="did"),
+        element("div", remarks or element("span", "as asked", class_="quiet"), class_="did"),
     ]

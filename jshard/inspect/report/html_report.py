@@ -70,7 +70,7 @@ def report(f: Experiment | Callable[..., Any], *args: Any, plan: Any = None, **k
     jshard.report(loss, model, x).save("report.html")
     """
     if isinstance(f, Experiment):
-        told = facts_of_experiment(f, plan)
+        facts = facts_of_experiment(f, plan)
     else:
-        told = facts_of_function(f, args, kwargs, plan)
-    return Report(told, page(told))
+        facts = facts_of_function(f, args, kwargs, plan)
+    return Report(facts, page(facts))

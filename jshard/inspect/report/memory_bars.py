@@ -21,16 +21,16 @@ def memory_bars(facts: Facts) -> Markup:
         return element("p", "The program holds nothing from one step to the next.", class_="quiet")
     kinds = [kind for kind in AT_REST if any(device[kind] for device in memory)]
     groups = [(n, n) for n in range(len(memory))] if len(memory) <= MOST_BARS else list(_alike(memory))
-    said = ""
+    left_out = ""
     if len(groups) > MOST_BARS:
-        groups, said = groups[:MOST_BARS], f"{len(groups) - MOST_BARS:,} more runs of devices are left out."
+        groups, left_out = groups[:MOST_BARS], f"{len(groups) - MOST_BARS:,} more runs of devices are left out."
     bars = [_bar(first, last, memory[first], most, kinds) for first, last in groups]
     heaviest = {kind: measured(max(device[kind] for device in memory)) for kind in kinds}
     return element(
         "div",
         legend((_colour(kind), PLURAL.get(kind, kind), heaviest[kind]) for kind in kinds),
         element("ol", bars, class_="devices"),
-        element("p", said, class_="quiet") if said else None,
+        element("p", left_out, class_="quiet") if left_out else None,
         _by_signal(facts, kinds),
         class_="memory",
     )

@@ -73,7 +73,7 @@ def page(facts: Facts) -> str:
         ),
         _footer(),
         pictures.templates(),
-        data(pictures.told | {"devices": _devices(facts)}, "facts"),
+        data(pictures.fields | {"devices": _devices(facts)}, "facts"),
         scripts=[HERE / "script.js"],
     )
 

@@ -44,7 +44,7 @@ class Pictures:
         return len(self.arrays) - 1
 
     @property
-    def told(self) -> dict[str, object]:
+    def fields(self) -> dict[str, object]:
         return {"arrays": self.arrays, "layouts": list(self.layouts)}
 
     def templates(self) -> list[Markup]:

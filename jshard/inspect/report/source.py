@@ -49,18 +49,18 @@ def costs(facts: Facts) -> dict[Place | None, Cost]:
 def source(facts: Facts, colours: Colours) -> Markup:
     found = costs(facts)
     most = max((cost.total for cost in found.values()), default=0) or 1
-    blocks, told = [], set()
+    blocks, shown = [], set()
     for text in facts.texts:
         rows = []
         for number, line in enumerate(text.lines, 1):
             place = Place(text.source, number)
-            told.add(place)
+            shown.add(place)
             rows.append(_line(place, line, found.get(place), most, facts, colours))
         name = element("h3", breakable(text.source))
         blocks.append(
             element("div", name if len(facts.texts) > 1 else None, element("ol", rows, class_="code"), class_="file")
         )
-    elsewhere = {place: cost for place, cost in found.items() if place not in told and (cost.count or cost.rest)}
+    elsewhere = {place: cost for place, cost in found.items() if place not in shown and (cost.count or cost.rest)}
     if elsewhere:
         blocks.append(
             element(

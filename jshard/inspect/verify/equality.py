@@ -85,13 +85,13 @@ def _traced_elsewhere(side: _Side) -> None:
     try:
         jaxpr = side.trace()[0]
     except JShardError as error:
-        told = _with_workers() if "names worker" in str(error) else None
-        if told is None:
+        fault = _with_workers() if "names worker" in str(error) else None
+        if fault is None:
             raise
-        raise told from error
+        raise fault from error
     except Exception as error:
-        said = str(error).strip().splitlines() or [""]
-        raise JShardError(f"{where}: {type(error).__name__}: {said[0].rstrip('.')}", hint=hint) from error
+        lines = str(error).strip().splitlines() or [""]
+        raise JShardError(f"{where}: {type(error).__name__}: {lines[0].rstrip('.')}", hint=hint) from error
     for found in meshes_in(jaxpr):
         if dict(found.shape).items() - side.sizes.items():
             raise JShardError(f"{where}: it has a shard_map over {in_words(found.shape)}", hint=hint)
@@ -110,21 +110,21 @@ def _with_workers() -> JShardError | None:
     return None
 
 
-def _of_ones(whole: Mesh) -> Mesh:
-    here = [device for device in whole.devices.flat if device.process_index == jax.process_index()]
-    grid = np.array(here[:1], object).reshape((1,) * whole.devices.ndim)  # each process has a reference of its own
-    return Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
+def _of_ones(configured: Mesh) -> Mesh:
+    here = [device for device in configured.devices.flat if device.process_index == jax.process_index()]
+    grid = np.array(here[:1], object).reshape((1,) * configured.devices.ndim)  # each process has a reference of its own
+    return Mesh(grid, configured.axis_names, axis_types=configured.axis_types)
 
 
-def _resized(whole: Mesh, sizes: Mapping[str, int]) -> Mesh:
+def _resized(configured: Mesh, sizes: Mapping[str, int]) -> Mesh:
     for name in sizes:
-        if name not in whole.axis_names:
+        if name not in configured.axis_names:
             raise JShardError(
-                f'verify was given a mesh with an axis "{name}", but the configured one is {in_words(whole.shape)}',
-                hint=f"use {' or '.join(whole.axis_names)}",
+                f'verify was given a mesh with an axis "{name}", but the configured one is {in_words(configured.shape)}',
+                hint=f"use {' or '.join(configured.axis_names)}",
             )
-    built = build_mesh({**whole.shape, **sizes}, label="the mesh given to verify")
-    return Mesh(built.devices, whole.axis_names, axis_types=whole.axis_types)
+    built = build_mesh({**configured.shape, **sizes}, label="the mesh given to verify")
+    return Mesh(built.devices, configured.axis_names, axis_types=configured.axis_types)
 
 
 class _Side:
