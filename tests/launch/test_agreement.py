@@ -93,7 +93,7 @@ def test_a_mesh_that_leaves_a_process_without_work_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "processes", "mend"),
+    ("devices", "processes", "hint"),
     [
         (8, 3, "start 2 or 4 of them: jshard launch -n 4"),
         (8, 9, "start 8 of them: jshard launch -n 8"),
