@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -22,6 +23,7 @@ from jshard.inspect.ledger.memory import Rest
 from jshard.layouts.mesh import absent_mesh
 from jshard.provenance import Cause, scope
 from jshard.signals.active_config import on_mesh, unload
+from jshard.train.diff import _documents, _Side
 
 ROOT = Path(__file__).parents[3]
 DIGITS = "configs/digits.yaml"
@@ -113,6 +115,17 @@ def test_diff_tells_what_one_side_leaves_to_the_compiler():
         "differs: 1 concatenate added that the compiler decides",
     ]
     assert [each["primitive"] for each in json.loads(difference.to_json())["left"]] == ["concatenate"]
+
+
+def test_diff_of_a_revision_names_it_in_front_of_every_place(monkeypatch):
+    ledger = Ledger((line(),), left=(left(),), memory=(Rest(Place("a.yaml", 7), "mlp", 100),))
+    monkeypatch.setattr("jshard.train.diff._output", lambda sides, commands: [ledger.to_json()] * 2)
+    side = _Side("git:HEAD:a.yaml", "a.yaml", ".", (), "", (), "HEAD")
+    texts = _documents((side, dataclasses.replace(side, revision="")), [["explain", "--json"]] * 2)
+    old, new = (Ledger.from_json(*text) for text in texts)
+    places = [{str(each.place) for each in (*found.lines, *found.left, *found.memory)} for found in (old, new)]
+    assert places == [{"HEAD:a.yaml:7"}, {"a.yaml:7"}]
+    assert compare(old, new).same
 
 
 def test_diff_document_has_a_version():
