@@ -98,7 +98,7 @@ def told(made: Any) -> Iterator[Any]:
 
     course = Course(made)
     step = made.step()
-    for taken in run(step, made.data, made.placement, steps=made.steps, ahead=made.ahead):
+    for taken in run(step, made.data, made.placement, steps=made.settings["steps"], ahead=made.ahead):
         course.step(taken)
         yield taken.loss
 
@@ -108,7 +108,7 @@ def logged(made: Any, folder: Path) -> Iterator[Any]:
     from jshard import events
     from jshard.train.log import Log
 
-    log = Log(folder, said="the log", goes_on=False)
+    log = Log(folder, label="the log", goes_on=False)
     log.deafen()
     try:
         steps = told(made)

@@ -1,10 +1,9 @@
 """What happens, told once to whoever listens: the log of a run, and stderr where `JSHARD_LOG` asks for it.
 
-    if events.tell is not None:
-        events.tell("saved", step=100, folder="runs/mine/checkpoints/100")
+    events.tell("saved", step=100, folder="runs/mine/checkpoints/100")
 
-Where nobody listens `tell` is None, and an event costs that question. `WORDS` is the one list of events: which word of
-`JSHARD_LOG` shows it, and how it reads.
+Where the fields cost something to find, `if events.listeners:` stands before it. `WORDS` is the one list of events: which
+word of `JSHARD_LOG` shows it, and how it reads.
 """
 
 from __future__ import annotations
@@ -37,23 +36,25 @@ WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
 
 
 Listener = Callable[[str, Fields], None]
-_listeners: tuple[Listener, ...] = ()
-tell: Callable[..., None] | None = None
+listeners: tuple[Listener, ...] = ()
+
+
+def tell(what: str, /, **fields: Any) -> None:
+    """Hand an event on to all listeners."""
+    for listener in listeners:
+        listener(what, fields)
 
 
 def listen(listener: Listener) -> Callable[[], None]:
     """From now on `listener` hears every event; returns what ends that."""
-    _hand_on_to((*_listeners, listener))
-    return lambda: _hand_on_to(tuple(each for each in _listeners if each is not listener))
+    global listeners
+    listeners = (*listeners, listener)
 
+    def stop() -> None:
+        global listeners
+        listeners = tuple(each for each in listeners if each is not listener)
 
-def _hand_on_to(listeners: tuple[Listener, ...]) -> None:
-    def tell_all(what: str, /, **fields: Any) -> None:
-        for listener in listeners:
-            listener(what, fields)
-
-    global tell, _listeners
-    tell, _listeners = tell_all if listeners else None, listeners
+    return stop
 
 
 # -- stderr --

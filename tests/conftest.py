@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -117,6 +119,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         else f"cold: {compiled:,} programs compiled"
     )
     reporter.write_line(f"{cases:,} cases in {minutes:.1f} minutes, {state}")
+
+
+@pytest.fixture
+def in_the_root(monkeypatch):
+    """The test runs in the repository's root, from where models are found, and leaves nothing loaded and nobody listening."""
+    from jshard import events, unload
+
+    root = Path(__file__).parents[1]
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "path", [str(root), *sys.path])
+    yield
+    unload()
+    assert not events.listeners
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from jshard.cli import main
-from jshard.signals.active_config import unload
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/see-it-before-it-runs.md").read_text()
@@ -24,13 +23,7 @@ SHOWN = re.findall(r"^```console\n\$ ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE |
 COMPILERS = re.findall(r"compiled by jax ([\d.]+), libtpu (\d+(?:\.\d+)*)", PAGE)
 RECIPES = [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
 CHECK = [sys.executable, "-m", "jshard", "check"]
-
-
-@pytest.fixture(autouse=True)
-def _in_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    yield
-    unload()
+pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
 def test_page_shows_every_command():

@@ -13,8 +13,7 @@ import jax
 from jshard.layouts.mesh import build_mesh
 from jshard.signals.config import load_configuration
 from jshard.train.data import Placement
-from jshard.train.data_position import own_position, positions
-from jshard.train.sources import Examples, Indexed, Shuffled
+from jshard.train.sources import Examples, Indexed, Shuffled, own_position, positions
 
 
 class Pairs:

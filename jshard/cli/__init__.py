@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from jshard.cli.launch import COMMANDS
+from jshard.cli.launch import COMMANDS, split
 from jshard.cli.terminal import tell
 from jshard.errors import JShardError, nearest, reason
 from jshard.launch.cluster_env import found
 from jshard.version import __version__
 
+Run = Callable[[argparse.Namespace], int]
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 OVERRIDES = """
 A word like steps=20 or optimizer.learning_rate=1e-3 changes a key of the experiment (jshard.train); a path whose first
@@ -28,7 +29,7 @@ word is a signal or jshard goes to that: layer1.column=tensor, jshard.mesh.data=
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does what the words say. The exit status is 2 for a mistake, in the configuration or in the words, as 1 is the
+    """Run the command that is typed. The exit status is 2 for a mistake, in the configuration or in the words, as 1 is the
     answer of some commands: a difference, a promise that is broken, a program that does not fit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """What is still held for stdout goes nowhere, or Python would fail to write it at exit."""
+    """Discard what is still held for stdout, or Python would fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -85,53 +86,39 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"jshard {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="", required=True, dest="name")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], says: str) -> Parser:
+    def command(name: str, says: str, run: Run | None = None, *, configured: bool = True) -> Parser:
+        """Add a command: its arguments and its `run` are those of the module of its name, unless `run` is given."""
         added = commands.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".", epilog=OVERRIDES)
+        if configured:
+            added.usage = f"jshard {name} [-h] path [key=value ...]"
+            added.add_argument("path", nargs="?", help="the configuration: a YAML file")
+            added.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, for this run")
+        if run is None:
+            module = importlib.import_module(f"jshard.cli.{name}")
+            module.arguments(added)
+            run = module.run
         added.set_defaults(command=run)
         return added
 
-    def configured(name: str, run: Callable[[argparse.Namespace], int], says: str) -> Parser:
-        added = command(name, run, says)
-        added.usage = f"jshard {name} [-h] path [key=value ...]"
-        added.add_argument("path", nargs="?", help="the configuration: a YAML file")
-        added.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, for this run")
-        return added
-
-    def told(name: str, says: str) -> None:
-        """A command with a module of its own: its arguments, and what it does."""
-        module = importlib.import_module(f"jshard.cli.{name}")
-        module.arguments(configured(name, module.run, says))
-
-    configured("train", train, "train the experiment, after showing what its configuration costs")
-    launch = importlib.import_module("jshard.cli.launch")
-    launch.arguments(command("launch", launch.run, "start a program in several processes, here or on many hosts"))
-    told("resume", "go on with a run from a checkpoint")
-    told("explain", "list every collective of a training step and what it holds in memory, and run none")
-    told("plan", "compile a training step for devices that are not here, and say what they would do")
-    told("trace", "capture what the devices do in a few steps, of an experiment or of a run that goes on")
-    told("timeline", "draw a capture as an HTML page, and as a PNG: a lane for each device, a bar for each operation")
-    top = importlib.import_module("jshard.cli.top")
-    top.arguments(command("top", top.run, "show how the processes of a run stand, as it goes on or after it"))
-    told("report", "write one HTML page on where everything lies and what a step costs")
-    told("diff", "compare two configurations, or one at two commits, collective by collective")
-    told("check", "find all mistakes of a configuration, say what it means, and hold what it promises")
-    told("verify", "hold the sharded model against the same model unsharded")
-    importlib.import_module("jshard.cli.bench").arguments(
-        command("bench", run_bench, "time the collectives and products on the devices here")
+    command("train", "train the experiment, after showing what its configuration costs", train)
+    command("launch", "start a program in several processes, here or on many hosts", configured=False)
+    command("resume", "go on with a run from a checkpoint")
+    command("explain", "list every collective of a training step and what it holds in memory, and run none")
+    command("plan", "compile a training step for devices that are not here, and say what they would do")
+    command("trace", "capture what the devices do in a few steps, of an experiment or of a run that goes on")
+    command(
+        "timeline", "draw a capture as an HTML page, and as a PNG: a lane for each device, a bar for each operation"
     )
-    command("schema", schema, "print the JSON Schema of a configuration, for editors").epilog = None
-    new = importlib.import_module("jshard.cli.new")
-    new.arguments(command("new", new.run, "make a small project that trains: a model, data, a configuration"))
-    completion = importlib.import_module("jshard.cli.completion")
-
-    def complete(chosen: argparse.Namespace) -> int:
-        found = (
-            completion.complete(parser, chosen.words) if chosen.words else [completion.SCRIPTS[chosen.shell].strip()]
-        )
-        print("\n".join(found))
-        return 0
-
-    completion.arguments(command("completion", complete, "print a script that completes words at Tab in a shell"))
+    command("top", "show how the processes of a run stand, as it goes on or after it", configured=False)
+    command("report", "write one HTML page on where everything lies and what a step costs")
+    command("diff", "compare two configurations, or one at two commits, collective by collective")
+    command("check", "find all mistakes of a configuration, say what it means, and hold what it promises")
+    command("verify", "hold the sharded model against the same model unsharded")
+    command("bench", "time the collectives and products on the devices here", configured=False)
+    command("schema", "print the JSON Schema of a configuration, for editors", schema, configured=False).epilog = None
+    command("new", "make a small project that trains: a model, data, a configuration", configured=False)
+    completion = command("completion", "print a script that completes words at Tab in a shell", configured=False)
+    completion.set_defaults(parser=parser)
 
     first = next((word for word in words if not word.startswith("-")), None)
     if first is not None and first not in commands.choices:
@@ -140,20 +127,16 @@ def parse(words: list[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(2)
-    words, program = launch.split(words) if first == "launch" else (words, [])
+    words, program = split(words) if first == "launch" else (words, [])
     words, typed = (words[:2], words[2:]) if first == "completion" else (words, [])
     chosen, rest = parser.parse_known_args(words)
-    if first == "launch":
-        chosen.program = program
-    if typed:
-        chosen.words = typed
-    if first is not None and hasattr(chosen, "overrides"):
-        _check_dashes(first, rest, words)
-    late = [word for word in rest if not word.startswith("-") and hasattr(chosen, "overrides")]
-    if late != rest:
-        parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in late)}")
-    if late:  # argparse takes no changes behind an option
-        chosen.overrides += late
+    chosen.program, chosen.words = program, typed
+    if hasattr(chosen, "overrides"):
+        _check_dashes(chosen.name, rest, words)
+        chosen.overrides += [word for word in rest if not word.startswith("-")]  # argparse takes none behind an option
+        rest = [word for word in rest if word.startswith("-")]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if getattr(chosen, "path", "") is None:
         needs, example = getattr(chosen, "needs", ("a configuration", "configs/digits.yaml"))
         raise JShardError(f"jshard {chosen.name} needs {needs}", hint=f"type: jshard {chosen.name} {example}")
@@ -161,7 +144,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def _check_dashes(command: str, rest: list[str], words: list[str]) -> None:
-    """An error for `--steps 10`, where steps is a key and no option."""
+    """Raise an error for `--steps 10`, where steps is a key and no option."""
     from jshard.signals.compose import full_key
 
     for word in rest:
@@ -177,18 +160,6 @@ def train(chosen: argparse.Namespace) -> int:
     from jshard.cli.target import Target
 
     return trained(Target(chosen.path, tuple(chosen.overrides)), None)
-
-
-def run_bench(chosen: argparse.Namespace) -> int:
-    from jshard.cli.bench import run
-    from jshard.launch.initialize import init
-    from jshard.layouts.pretend import pretend
-
-    pretend(1, platforms=None)
-    init()
-    sizes = {"sizes": chosen.size} if chosen.size else {}
-    files = {"csv_file": chosen.csv, "plot": chosen.plot}
-    return run(**sizes, sides=chosen.side, axis=chosen.axis, self_test=chosen.self_test, **files)
 
 
 def schema(chosen: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
+from jshard.table import table
 
 if TYPE_CHECKING:
     from jshard.kernels.measure import Timing
@@ -42,7 +43,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--self-test", action="store_true", help="hold each kernel against XLA's own instead")
 
 
-def run(
+def run(chosen: argparse.Namespace) -> int:
+    from jshard.launch.initialize import init
+    from jshard.layouts.pretend import pretend
+
+    pretend(1, platforms=None)
+    init()
+    files = {"csv_file": chosen.csv, "plot": chosen.plot}
+    return bench(chosen.size or SIZES, sides=chosen.side, axis=chosen.axis, self_test=chosen.self_test, **files)
+
+
+def bench(
     sizes: Sequence[str] = SIZES,
     *,
     sides: Sequence[int] | None = None,
@@ -68,7 +79,7 @@ def run(
     explicit = (jax.sharding.AxisType.Explicit,) * len(mesh)
     devices = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=explicit)
     kind = devices.devices.flat[0].device_kind
-    said = f"{devices.size} x {kind}, jax {jax.__version__}"
+    title = f"{devices.size} x {kind}, jax {jax.__version__}"
     first = jax.process_index() == 0
     if self_test:
         wrong = 0
@@ -77,7 +88,7 @@ def run(
             if first:
                 print(proof)
         if first:
-            print(f"{'all right' if not wrong else 'NOT right'} on {said}, {jax.process_count()} process(es)")
+            print(f"{'all right' if not wrong else 'NOT right'} on {title}, {jax.process_count()} process(es)")
         return 1 if wrong and first else 0  # the others wait for the first, which has yet to say so
     if sides is None and devices.size == 1 and kind != "cpu":
         sides = SIDES
@@ -85,7 +96,7 @@ def run(
         for side in sides:
             if side < 1:
                 raise JShardError(f"a square matrix of {side} rows holds nothing to multiply", hint="use --side 1024")
-        said = f"{kind}, jax {jax.__version__}; products of bfloat16"
+        title = f"{kind}, jax {jax.__version__}; products of bfloat16"
         found = product_times.measure(sides, repeats=repeats)
         columns, cells = PRODUCT_COLUMNS, product_rows(found)
         lines = points((f"{t.epilogue} {t.algorithm}", t.side, t.median) for t in found)
@@ -95,21 +106,21 @@ def run(
         lines = points((f"{t.op} {t.algorithm}", t.payload, t.median) for t in timings)
     if not first:
         return 0
-    print(f"{said}; {repeats} calls of each in turn, each waited for; microseconds")
+    print(f"{title}; {repeats} calls of each in turn, each waited for; microseconds")
     if kind == "cpu":
         print("pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator")
-    for line in table(columns, cells):
+    for line in table([columns, *cells], right=range(2, len(columns))):
         show(line)
     if csv_file is not None:
         with open(csv_file, "w", newline="") as file:
             csv.writer(file).writerows([columns, *cells])
     if plot is not None:
-        Path(plot).write_text(picture(lines, said, "bytes" if sides is None else "rows and columns"))
+        Path(plot).write_text(picture(lines, title, "bytes" if sides is None else "rows and columns"))
     return 0
 
 
 def parsed(size: str) -> int:
-    """`64KiB` in bytes."""
+    """Convert `64KiB` to bytes."""
     found = re.fullmatch(r"(\d+)\s*([KMG]iB|B|)", str(size))
     if found is None or int(found[1]) == 0:
         raise JShardError(f'"{size}" is no size of an array', hint="use bytes or a unit: 4096, 64KiB, 1MiB")
@@ -118,68 +129,43 @@ def parsed(size: str) -> int:
 
 def rows(timings: Iterable[Timing]) -> list[Row]:
     return [
-        (
-            t.op,
-            t.algorithm,
-            str(t.group),
-            str(t.payload),
-            *_microseconds(t),
-            str(t.repeats),
-            f"{t.bandwidth:.3f}",
-            f"{t.limit:g}" if t.limit else "unknown",
-        )
+        (t.op, t.algorithm, str(t.group), str(t.payload), *_times(t), f"{t.bandwidth:.3f}", _known(t.limit))
         for t in timings
     ]
 
 
 def product_rows(found: Sequence[ProductTime]) -> list[Row]:
     """The last column is how many times as fast as XLA's, measured in the same turns."""
-    plain = {(t.side, t.epilogue): t.median for t in found if t.algorithm == "xla"}
+    xla = {(t.side, t.epilogue): t.median for t in found if t.algorithm == "xla"}
+    rates = [(f"{t.rate / 1e12:.3f}", _known(t.peak / 1e12)) for t in found]
     return [
-        (
-            t.epilogue,
-            t.algorithm,
-            str(t.side),
-            *_microseconds(t),
-            str(t.repeats),
-            f"{t.rate / 1e12:.3f}",
-            f"{t.peak / 1e12:g}" if t.peak else "unknown",
-            f"{plain[t.side, t.epilogue] / t.median:.3f}",
-        )
-        for t in found
+        (t.epilogue, t.algorithm, str(t.side), *_times(t), *rate, f"{xla[t.side, t.epilogue] / t.median:.3f}")
+        for t, rate in zip(found, rates, strict=True)
     ]
 
 
-def _microseconds(t: Timing | ProductTime) -> Iterable[str]:
-    return (f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high))
+def _times(t: Timing | ProductTime) -> tuple[str, ...]:
+    """Microseconds, and how many calls they are of."""
+    return *(f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high)), str(t.repeats)
 
 
-def table(columns: Sequence[str], cells: Sequence[Row]) -> list[str]:
-    """Lines of equal width, numbers to the right."""
-    whole = [tuple(columns), *cells]
-    widths = [max(len(row[k]) for row in whole) for k in range(len(columns))]
-    return [
-        "  ".join(
-            cell.ljust(width) if k < 2 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in whole
-    ]
+def _known(figure: float) -> str:
+    return f"{figure:g}" if figure else "unknown"
 
 
 Lines = dict[str, list[tuple[float, float]]]
 
 
 def points(named: Iterable[tuple[str, float, float]]) -> Lines:
-    """Lines by name: x, and seconds."""
+    """Group points into lines by name: x, and microseconds."""
     lines: Lines = {}
     for name, x, seconds in named:
         lines.setdefault(name, []).append((x, seconds * 1e6))
     return lines
 
 
-def picture(lines: Lines, said: str, unit: str) -> str:
-    """An SVG: microseconds over x, both logarithmic."""
+def picture(lines: Lines, title: str, unit: str) -> str:
+    """Draw an SVG: microseconds over x, both logarithmic."""
     from math import log10
 
     xs = [log10(x) for line in lines.values() for x, _ in line]
@@ -191,7 +177,7 @@ def picture(lines: Lines, said: str, unit: str) -> str:
         return f"{60 + 500 * across:.1f},{360 - 320 * up:.1f}"
 
     drawn = [
-        f'<text x="60" y="22">{said}</text>',
+        f'<text x="60" y="22">{title}</text>',
         f'<text x="60" y="385">{10 ** min(xs):,.0f} to {10 ** max(xs):,.0f} {unit} across, 10^{low:.1f} to '
         f"10^{high:.1f} microseconds up; both logarithmic</text>",
         '<path d="M60 40V360H560" fill="none" stroke="#888"/>',

@@ -12,7 +12,7 @@ from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.topologies import fitted
-from jshard.train.settings import LEARNING_RATE, Settings
+from jshard.train.settings import Settings
 
 SCHEMA = "jshard.check/1"
 
@@ -34,9 +34,9 @@ def run(chosen: argparse.Namespace) -> int:
     chosen.overrides = [word for word in chosen.overrides if word not in more]
     first = Target.of(chosen)
     checked = []
-    for asked in (first, *(Target(path, first.overrides) for path in more)):
-        configuration = load_configuration(asked.path, asked.overrides)
-        found = Checked(asked, configuration.meaning())
+    for target in (first, *(Target(path, first.overrides) for path in more)):
+        configuration = load_configuration(target.path, target.overrides)
+        found = Checked(target, configuration.meaning())
         if not chosen.json:
             show(configuration.text())
         _check(found, configuration, chosen.against, chosen.update)
@@ -53,7 +53,7 @@ def run(chosen: argparse.Namespace) -> int:
 class Checked:
     """What a configuration means, what of its promises holds, and what does not."""
 
-    asked: Target
+    target: Target
     meaning: list[tuple[str, str]]
     holds: list[str] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
@@ -65,22 +65,22 @@ class Checked:
             tell(sentence)
 
     def document(self) -> dict[str, object]:
-        means = [{"place": place, "says": says} for place, says in self.meaning]
+        means = [{"place": place, "says": words} for place, words in self.meaning]
         return {
-            "path": self.asked.path, "function": self.asked.function, "meaning": means, "holds": self.holds,
+            "path": self.target.path, "function": self.target.function, "meaning": means, "holds": self.holds,
             "broken": self.broken,
         }  # fmt: skip
 
 
 def _check(checked: Checked, configuration: Configuration, against: str | None, update: bool) -> None:
-    asked = checked.asked
+    target = checked.target
     if configuration.topology is not None and configuration.mesh is not None:
         sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
         fitted(sizes, configuration.mesh.place, configuration.topology, configuration.topology_place)
     _check_experiment(configuration)
-    baseline = against or _beside(asked)
+    baseline = against or _beside(target)
     reason = _needs_a_step(configuration, baseline, update or against is not None)
-    has_a_step = "model" in configuration.train or asked.function is not None
+    has_a_step = "model" in configuration.train or target.function is not None
     if reason is None and not (has_a_step and configuration.signals):  # a file for others to include names no signal
         return
     if not has_a_step:
@@ -92,31 +92,26 @@ def _check(checked: Checked, configuration: Configuration, against: str | None, 
 
 
 def _check_experiment(configuration: Configuration) -> None:
-    """An error for what can't be trained. JAX is imported only where a model, data, a loss or an optimizer is not in the
+    """Raise an error for what can't be trained. JAX is imported only where a model, data, a loss or an optimizer is not in the
     source of its module."""
     if "model" not in configuration.train:
         return
     find_modules_here()
-    missing = Settings(configuration).check()
-    if not missing:
-        return
-    from jshard.train.components import found, transformation
+    settings = Settings(configuration)
+    for key in settings.check():
+        from jshard.train.components import Component, transformation
 
-    for key, path in missing:
-        if key == "optimizer":
-            transformation(configuration.train[key], configuration.train_places, LEARNING_RATE)
-        else:
-            found(key, path, configuration.train_places[key])
+        transformation(settings) if key == "optimizer" else Component.of(settings, key)
 
 
-def _beside(asked: Target) -> str:
-    """The baseline of a configuration, or of a function under it, unless another is named."""
-    function = "" if asked.function is None else f".{asked.function.replace(':', '.')}"
-    return f"{os.path.splitext(asked.path)[0]}{function}.baseline"
+def _beside(target: Target) -> str:
+    """Name the baseline of a configuration, or of a function under it, unless another is named."""
+    function = "" if target.function is None else f".{target.function.replace(':', '.')}"
+    return f"{os.path.splitext(target.path)[0]}{function}.baseline"
 
 
 def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> str | None:
-    """Who promises something that the text of the configuration alone can't tell."""
+    """Say who promises something that the text of the configuration alone can't tell."""
     for signal in configuration.signals.values():
         if signal.expect:
             return f'signal "{signal.name}" ({signal.at("expect")}) expects'
@@ -131,12 +126,12 @@ def _hold(checked: Checked, configuration: Configuration, name: str, update: boo
     from jshard.inspect.ledger.expect import check_promises, over_budget
     from jshard.train.experiment import Experiment
 
-    asked = checked.asked
-    with sketched(asked) as told:
-        if isinstance(told, Experiment) and told.apart and not promised:
-            checked.holds.append(told.apart)
+    target = checked.target
+    with sketched(target) as program:
+        if isinstance(program, Experiment) and program.apart and not promised:
+            checked.holds.append(program.apart)
             return
-        ledger = told.explain()
+        ledger = program.explain()
     checked.holds += map(str, (*ledger.left, *ledger.unsplit))
     try:
         if kept := check_promises(ledger, configuration):
@@ -152,8 +147,8 @@ def _hold(checked: Checked, configuration: Configuration, name: str, update: boo
         checked.broken += [too_much] if too_much else []
         if not too_much:
             checked.holds.append(f"{ledger.held:,} B at rest on each device, of {configuration.budget:,} B")
-    is_named = name != _beside(asked)
-    unchanged = dataclasses.replace(asked, overrides=())
+    is_named = name != _beside(target)
+    unchanged = dataclasses.replace(target, overrides=())
     command = " ".join([f"jshard check {unchanged}", *(["--against", name] if is_named else [])])
     mesh = str(configuration.mesh)[1:-1] if configuration.mesh is not None else ""
     if update:

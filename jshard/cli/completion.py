@@ -27,11 +27,17 @@ EPILOG = 'In ~/.bashrc or ~/.zshrc: eval "$(jshard completion bash)", or zsh; in
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("shell", choices=SCRIPTS, help="whose script to print")
-    parser.set_defaults(words=[])  # typed so far, which the script puts behind the shell
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Print the script of a shell, or what the words that its script puts behind it may become."""
+    found = complete(chosen.parser, chosen.words) if chosen.words else [SCRIPTS[chosen.shell].strip()]
+    print("\n".join(found))
+    return 0
 
 
 def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """What the last of the words may become; nothing where a file is wanted, which the shell knows better."""
+    """List what the last of the words may become; nothing where a file is wanted, which the shell knows better."""
     *before, last = words
     actions = parser._actions
     for action in actions:
@@ -39,9 +45,9 @@ def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]
             chosen = action.choices.get(before[0])
             return complete(chosen, [*before[1:], last]) if chosen is not None else []
     options = {option: action for action in actions for option in action.option_strings}
-    asked = options.get(before[-1]) if before else None
-    if asked is not None and asked.nargs != 0:
-        found = asked.choices or ()
+    option = options.get(before[-1]) if before else None
+    if option is not None and option.nargs != 0:
+        found = option.choices or ()
     elif last.startswith("-"):
         found = options
     else:

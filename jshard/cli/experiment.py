@@ -22,49 +22,37 @@ if TYPE_CHECKING:
 FEWEST = 8  # devices to pretend where the mesh leaves a size open
 
 
-def opened(asked: Target, *, only_shapes: bool = False) -> Experiment | Function:
-    """The experiment or the function, built. Models and data are found from this folder."""
-    configuration = load_configuration(asked.path, asked.overrides)  # all faults are told before JAX is imported
-    pretend_where_none(configuration)
-    configuration = asked.load()
-    from jshard.signals.active_config import mesh
-    from jshard.train.experiment import Experiment
+def opened(target: Target, *, only_shapes: bool = False) -> Experiment | Function:
+    """Build the experiment or the function. Models and data are found from this folder."""
+    pretend_where_none(load_configuration(target.path, target.overrides))  # all faults are told before JAX is imported
+    _, build = target.load()
+    from jshard.layouts.mesh import present_mesh
 
-    call = asked.called(configuration)
-    if call is not None:
-        return call.built(configuration, only_shapes=only_shapes)
-    whole = mesh() if configuration.mesh is not None else None
-    return Experiment.build(configuration, whole, only_shapes=only_shapes)
+    return build(present_mesh(), only_shapes=only_shapes)
 
 
-def compilable(asked: Target) -> Experiment | Function:
-    """The same of shapes alone, on devices that are here or pretended."""
-    configuration = load_configuration(asked.path, asked.overrides)
-    return opened(asked, only_shapes=configuration.mesh is not None and not _names_workers(configuration))
+def compilable(target: Target) -> Experiment | Function:
+    """Build it of shapes alone, on devices that are here or pretended."""
+    configuration = load_configuration(target.path, target.overrides)
+    return opened(target, only_shapes=configuration.mesh is not None and not _names_workers(configuration))
 
 
 @contextlib.contextmanager
-def sketched(asked: Target) -> Iterator[Experiment | Function]:
-    """The same of shapes alone: no array is made, and no device of the mesh need be here. Where the mesh leaves a size
+def sketched(target: Target) -> Iterator[Experiment | Function]:
+    """Build it of shapes alone: no array is made, and no device of the mesh need be here. Where the mesh leaves a size
     open, or signals name workers, whose slices are meshes of their own, the devices that are here decide."""
-    configuration = load_configuration(asked.path, asked.overrides)
+    configuration = load_configuration(target.path, target.overrides)
     if configuration.mesh is None or -1 in configuration.mesh.sizes or _names_workers(configuration):
-        yield opened(asked)
+        yield opened(target)
         return
-    configuration = asked.load()
+    sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
+    configuration, build = target.load()
     from jshard.layouts.mesh import absent_mesh
     from jshard.signals.active_config import on_mesh
-    from jshard.train.experiment import Experiment
 
-    call = asked.called(configuration)
-    assert configuration.mesh is not None
-    sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
     absent = absent_mesh(sizes, axis_types=configuration.axis_types)
     with on_mesh(absent):
-        if call is None:
-            yield Experiment.build(configuration, absent, only_shapes=True)
-        else:
-            yield call.built(configuration, only_shapes=True)
+        yield build(absent, only_shapes=True)
 
 
 def _names_workers(configuration: Configuration) -> bool:
@@ -72,7 +60,7 @@ def _names_workers(configuration: Configuration) -> bool:
 
 
 def pretended(configuration: Configuration) -> int | None:
-    """How many CPU devices the mesh needs where there is no accelerator; None when it needs no more than is there."""
+    """Count the CPU devices that the mesh needs where there is no accelerator; None when it needs no more than is there."""
     mesh, count = configuration.mesh, configuration.devices or 1
     if mesh is not None and -1 in mesh.sizes:
         count *= max(1, FEWEST // count)
@@ -80,7 +68,7 @@ def pretended(configuration: Configuration) -> int | None:
 
 
 def pretend_where_none(configuration: Configuration) -> None:
-    """As many CPU devices as the mesh needs, where there is no accelerator; says so."""
+    """Pretend as many CPU devices as the mesh needs, where there is no accelerator, and say so."""
     count = pretended(configuration)
     if count is None or found() is not None:  # one of several processes has pretended its part
         return
@@ -95,5 +83,6 @@ def pretend_where_none(configuration: Configuration) -> None:
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Not a page on CUDA's libraries where there is no GPU: the compiler that plans are made with brings a plugin along."""
+    """Leave out a page on CUDA's libraries where there is no GPU: the compiler that plans are made with brings a plugin
+    along."""
     return "plugin configuration error" not in record.getMessage() or bool(glob.glob("/dev/nvidia[0-9]*"))

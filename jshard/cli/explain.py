@@ -24,16 +24,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     from jshard.cli.experiment import compilable, sketched
 
-    asked = Target.of(chosen)
+    target = Target.of(chosen)
     if chosen.program:
         from jshard.inspect.compiled.program_text import normalised
         from jshard.inspect.user_code_errors import as_user_error
 
         with as_user_error("it is compiled"):
-            compiled = compilable(asked).lowered().compile()
+            compiled = compilable(target).lowered().compile()
         print(normalised(compiled))
         return 0
-    with sketched(asked) as program:
+    with sketched(target) as program:
         ledger = program.explain()
     if chosen.phase is not None:
         ledger = ledger.only(phase=chosen.phase)

@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from jshard.errors import JShardError, nearest
 from jshard.launch.cluster_env import Membership, found
@@ -35,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words of `launch` itself, and those of the program, which begin at `-m` or at the first that is no option."""
+    """Split the words of `launch` itself from those of the program, which begin at `-m` or at the first that is no option."""
     at = words.index("launch") + 1
     while at < len(words) and words[at] != "-m" and words[at].startswith("-"):
         has_value = "=" in words[at] or words[at] in ("-h", "--help") or (words[at][:2] == "-n" and words[at] != "-n")
@@ -45,29 +44,27 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 def run(chosen: argparse.Namespace) -> int:
     command = command_of(chosen.program, chosen.count or 4)
-    members = None if chosen.count is not None else [member(chosen)]
+    alone = [] if chosen.count is not None else [member(chosen)]
     if chosen.count is not None and chosen.count < 1:
         raise JShardError(f"jshard launch can't start {chosen.count} processes", hint="type: jshard launch -n 4")
-    bar = _bar() if sys.stdout.isatty() else None
-    supervisor = Supervisor(
-        command,
-        (lambda: local(chosen.count)) if members is None else (lambda: members),
-        restarts=chosen.restarts,
-        grace=chosen.grace,
-        bar=bar,
-    )
+    bar = None
+    if sys.stdout.isatty():
+        from jshard.train.progress import LaunchBar
+
+        bar = LaunchBar()
+    memberships = lambda: alone or local(chosen.count)
     try:
-        return supervisor.run()
+        return Supervisor(command, memberships, restarts=chosen.restarts, grace=chosen.grace, bar=bar).run()
     finally:
         if bar is not None:
             bar.stop()
 
 
 def member(chosen: argparse.Namespace) -> Membership:
-    """The one process that this host starts."""
-    said = {"--coordinator": chosen.coordinator, "--processes": chosen.processes, "--process-id": chosen.process_id}
-    missing = [name for name, value in said.items() if value is None]
-    if len(missing) == len(said):
+    """Find which one process this host starts."""
+    options = {"--coordinator": chosen.coordinator, "--processes": chosen.processes, "--process-id": chosen.process_id}
+    missing = [name for name, value in options.items() if value is None]
+    if len(missing) == len(options):
         membership = found()
         if membership is None:
             raise JShardError(
@@ -84,7 +81,7 @@ def member(chosen: argparse.Namespace) -> Membership:
 
 
 def command_of(words: list[str], count: int = 4) -> list[str]:
-    """What each of `count` processes runs."""
+    """Build the command that each of `count` processes runs."""
     if not words or words == ["-m"]:
         raise JShardError(
             "jshard launch names no program", hint="type: jshard launch -n 4 train configs/digits.yaml, or a script"
@@ -95,11 +92,9 @@ def command_of(words: list[str], count: int = 4) -> list[str]:
             f'"{first}" is what jshard launch runs each program by',
             hint=f"type: jshard launch -n {count} {shlex.join(words[1:])}",
         )
-    if first == "-m":
-        return [sys.executable, *words]
     if first in COMMANDS:
         return [sys.executable, "-m", "jshard", *words]
-    if Path(first).is_file():
+    if first == "-m" or Path(first).is_file():
         return [sys.executable, *words]
     if first.endswith(".py"):
         raise JShardError(f'there is no file "{first}" to launch', hint="start from the folder that holds it")
@@ -108,10 +103,3 @@ def command_of(words: list[str], count: int = 4) -> list[str]:
         f'"{first}" is neither a script nor a command that can be launched',
         hint=f"type: jshard launch -n 4 {close or 'train configs/digits.yaml'}",
     )
-
-
-def _bar() -> Any:
-    """One bar for all processes, drawn from what the first says of itself."""
-    from jshard.cli.launch_bar import LaunchBar
-
-    return LaunchBar()

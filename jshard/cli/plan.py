@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show, tell, width
+from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Prints the plan; 0 when it fits, 1 when it does not, or is over the budget."""
-    asked = Target.of(chosen)
-    configuration = load_configuration(asked.path, asked.overrides)
+    """Print the plan; return 0 when it fits, 1 when it does not, or is over the budget."""
+    target = Target.of(chosen)
+    configuration = load_configuration(target.path, target.overrides)
     topology = chosen.topology or configuration.topology or f"cpu:{configuration.devices or 8}"
-    with compiled_for(topology, asked, limit=chosen.limit, cache=not chosen.no_cache) as (_, plan):
+    with compiled_for(topology, target, limit=chosen.limit, cache=not chosen.no_cache) as (_, plan):
         pass
     if chosen.program:
         from jshard.inspect.compiled.program_text import normalised
@@ -59,16 +60,25 @@ def run(chosen: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def compiled_for(
-    topology: str, asked: Target, *, limit: float = LIMIT, cache: bool = True
+    topology: str, target: Target, *, limit: float = LIMIT, cache: bool = True
 ) -> Iterator[tuple[Experiment | Function, Plan]]:
-    """What is asked for, of shapes alone on the mesh of a topology, and its plan."""
+    """Build the target of shapes alone on the mesh of a topology, and its plan. No array is made."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # here is only traced: no accelerator is looked for or taken
-    load_configuration(asked.path, asked.overrides)  # every fault of the file is told before JAX is imported
-    configuration = asked.load()
+    load_configuration(target.path, target.overrides)  # every fault of the file is told before JAX is imported
+    configuration, build = target.load()
     from jshard.inspect.plan import Topology
-    from jshard.train.plan import planned_on
+    from jshard.inspect.plan.aot import check_installed
+    from jshard.inspect.plan.planning import mesh_on
+    from jshard.signals.active_config import on_mesh
 
-    place = configuration.topology_place if topology == configuration.topology else None
-    target = Topology.of(topology, place)
-    with planned_on(target, configuration, asked.called(configuration), limit=limit, cache=cache) as both:
-        yield both
+    devices = Topology.of(topology, configuration.topology_place if topology == configuration.topology else None)
+    if configuration.mesh is None:
+        raise JShardError(
+            f"{configuration.source} describes no mesh to plan on",
+            hint="add `jshard: {mesh: {data: 2, tensor: 4}}` to it",
+        )
+    mesh = mesh_on(devices, configuration)
+    check_installed(devices)
+    with on_mesh(mesh):
+        program = build(mesh, only_shapes=True)
+        yield program, program.plan(devices, limit=limit, cache=cache)

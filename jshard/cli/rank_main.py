@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +24,7 @@ from jshard.launch.initialize import fail, init, pretend_part, pulse
 from jshard.launch.mismatch import Facts
 from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.effective_config import flat
 from jshard.train.checkpoint import Checkpoint
 from jshard.train.experiment import Experiment
 from jshard.train.function import Function
@@ -34,11 +34,11 @@ from jshard.train.progress import Bar, say_result
 from jshard.train.train import train
 
 
-def train_as_member(asked: Target, resume: Callable[[], Checkpoint] | None = None) -> int:
-    """`resume` finds what to go on from, once all have joined."""
-    experiment = joined_experiment(asked)
+def train_as_member(target: Target, resume: Callable[[], Checkpoint] | None = None) -> int:
+    """Train as one process of several; `resume` finds what to go on from, once all have joined."""
+    experiment = joined_experiment(target)
     leads = jax.process_index() == 0
-    bar = MemberBar(experiment.steps, experiment.batch, speaks=leads)
+    bar = MemberBar(experiment.settings["steps"], experiment.settings["batch"], speaks=leads)
     accuracy = train(experiment, bar, resume=None if resume is None else resume())
     pulse().at("ended")
     if leads:
@@ -47,7 +47,8 @@ def train_as_member(asked: Target, resume: Callable[[], Checkpoint] | None = Non
 
 
 def as_member(run: Callable[[], int]) -> int:
-    """Never returns after a fault: the process ends at once, so that the others don't wait for it."""
+    """Run a command as one process of several. It never returns after a fault: the process ends at once, so that the others
+    don't wait for it."""
     try:
         return run()
     except Preempted:  # all of them end here, at the same step
@@ -59,11 +60,11 @@ def as_member(run: Callable[[], int]) -> int:
 
 
 def joined(
-    asked: Target, meshes: Mapping[str, Mapping[str, int]] | None = None, *, preemption: bool = False
+    target: Target, meshes: Mapping[str, Mapping[str, int]] | None = None, *, preemption: bool = False
 ) -> Experiment | Function:
     """Join the other processes and build the experiment or function, when all have the same one and as many devices of one
     kind, and work on its mesh and on these further ones, by what they are called."""
-    configuration = load_configuration(asked.path, asked.overrides)
+    configuration = load_configuration(target.path, target.overrides)
     membership, asked_mesh = found(), configuration.mesh
     assert membership is not None
     if (count := pretended(configuration)) is not None and asked_mesh is not None:
@@ -73,19 +74,19 @@ def joined(
     agree("devices", {"devices of a process": str(jax.local_device_count()), "kind": jax.devices()[0].device_kind},
           hint="give each process as many, of one kind")  # fmt: skip
     if asked_mesh is not None:
-        for said, sizes in {f"jshard.mesh ({asked_mesh.place})": {}, **(meshes or {})}.items():
-            whole = dict(zip(asked_mesh.names, asked_mesh.sizes, strict=True)) | dict(sizes)
-            check_all_have_devices(said, whole)
-    program = opened(asked)
+        for label, sizes in {f"jshard.mesh ({asked_mesh.place})": {}, **(meshes or {})}.items():
+            full = dict(zip(asked_mesh.names, asked_mesh.sizes, strict=True)) | dict(sizes)
+            check_all_have_devices(label, full)
+    program = opened(target)
     ledger = program.explain()
     agree("program", program_of(program, str(ledger)), hint="start all of them with the same code and data")
     pulse().stands(first_between_processes(ledger, None if asked_mesh is None else mesh()))
     return program
 
 
-def joined_experiment(asked: Target) -> Experiment:
-    """The same of an experiment; the first process says what its step asks for."""
-    experiment = joined(asked, preemption=True)
+def joined_experiment(target: Target) -> Experiment:
+    """Join with an experiment; the first process prints what its step asks for."""
+    experiment = joined(target, preemption=True)
     assert isinstance(experiment, Experiment)
     if jax.process_index() == 0:
         print(experiment.explain())
@@ -93,25 +94,21 @@ def joined_experiment(asked: Target) -> Experiment:
 
 
 def facts_of(configuration: Configuration) -> Facts:
-    """Every key that the configuration has, with its value."""
-    return dict(_flat(yaml.safe_load(written(configuration)), ""))
-
-
-def _flat(value: Any, name: str) -> list[tuple[str, str]]:
-    if not isinstance(value, Mapping):
-        return [(name, yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip())]
-    return [pair for key, each in value.items() for pair in _flat(each, f"{name}.{key}" if name else str(key))]
+    """List every key that the configuration has, with its value."""
+    keys = flat(yaml.safe_load(written(configuration)))
+    dumped = {key: yaml.safe_dump(value, default_flow_style=True, width=10**6) for key, value in keys}
+    return {key: text.removesuffix("...\n").strip() for key, text in dumped.items()}
 
 
 def program_of(program: Experiment | Function, ledger: str) -> Facts:
-    """The collectives of a step, each a fact, and the fingerprint of what the compiler is given."""
+    """List the collectives of a step, each a fact, and the fingerprint of what the compiler is given."""
     text = program.lowered().as_text()
     lines = {f"line {number} of its ledger": line for number, line in enumerate(ledger.splitlines(), 1)}
     return {**lines, "its fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def check_all_have_devices(said: str, sizes: Mapping[str, int]) -> None:
-    """An error when a mesh leaves a process without work: it would be waited for at the end, for nothing."""
+def check_all_have_devices(label: str, sizes: Mapping[str, int]) -> None:
+    """Raise an error when a mesh leaves a process without work: it would be waited for at the end, for nothing."""
     if -1 in sizes.values():
         return
     count = math.prod(sizes.values())
@@ -119,13 +116,13 @@ def check_all_have_devices(said: str, sizes: Mapping[str, int]) -> None:
     idle = [rank for rank in range(jax.process_count()) if rank not in busy]
     if idle:
         raise JShardError(
-            f"{said} takes {count} of {len(jax.devices())} devices, and rank {idle[0]} has none of them",
+            f"{label} takes {count} of {len(jax.devices())} devices, and rank {idle[0]} has none of them",
             hint=f"start {len(busy)} process{'es' * (len(busy) > 1)}, or make the mesh larger",
         )
 
 
 def first_between_processes(ledger: Ledger, mesh: Mesh | None) -> str:
-    """The collective that a process which does not do a step is missed in: the first of a step whose group has devices of
+    """Name the collective that a process which does not do a step is missed in: the first of a step whose group has devices of
     several processes."""
     if mesh is None:
         return ""

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from jshard.cli.plan import compiled_for
 from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show
 from jshard.signals.config import load_configuration
-
-if TYPE_CHECKING:
-    from jshard.inspect.plan import Plan
-    from jshard.train.experiment import Experiment
-    from jshard.train.function import Function
 
 FILE = "report.html"
 NONE = "none"
@@ -36,12 +28,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    with _shown(Target.of(chosen), chosen.topology) as (told, plan):
+    from jshard.cli.experiment import sketched
+
+    target = Target.of(chosen)
+    topology = chosen.topology or load_configuration(target.path, target.overrides).topology or NONE
+    with sketched(target) if topology == NONE else compiled_for(topology, target) as found:
         from jshard.inspect.report import report
         from jshard.inspect.user_code_errors import as_user_error
         from jshard.train.function import Function
 
-        args = (told.f, *told.args) if isinstance(told, Function) else (told,)
+        program, plan = found if isinstance(found, tuple) else (found, None)
+        args = (program.f, *program.args) if isinstance(program, Function) else (program,)
         with as_user_error("it is traced"):
             page = report(*args, plan=plan)
     if chosen.json:
@@ -49,17 +46,3 @@ def run(chosen: argparse.Namespace) -> int:
     else:
         show(f"{page}: {page.save(chosen.output)}")
     return 0
-
-
-@contextlib.contextmanager
-def _shown(asked: Target, topology: str | None) -> Iterator[tuple[Experiment | Function, Plan | None]]:
-    """What is asked for, and its plan where there is a topology: then on the mesh of that."""
-    topology = topology or load_configuration(asked.path, asked.overrides).topology
-    if topology is None or topology == NONE:
-        from jshard.cli.experiment import sketched
-
-        with sketched(asked) as told:
-            yield told, None
-    else:
-        with compiled_for(topology, asked) as both:
-            yield both

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 from jshard.cli.target import Target
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError
+from jshard.launch.cluster_env import found as membership
 from jshard.run_names import CHECKPOINTS, CONFIGURATION, MANIFEST
 from jshard.signals.config import load_configuration
+from jshard.train.settings import Settings
 
 if TYPE_CHECKING:
     from jshard.train.checkpoint import Checkpoint
+    from jshard.train.experiment import Experiment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,45 +35,53 @@ def run(chosen: argparse.Namespace) -> int:
     says_output = "output" in load_configuration(path, overrides).train
     if says_output if chosen.config is None and own == run / CONFIGURATION else not says_output:
         overrides = [f"output={run}", *overrides]  # the run may have been moved, and another file may name none
-    return trained(Target(path, tuple(overrides)), lambda: _checkpoint(folder, which, run))
+
+    def resume() -> Checkpoint:
+        from jshard.train.checkpoint import Checkpoint
+
+        return Checkpoint.find(folder, which, str(run))
+
+    return trained(Target(path, tuple(overrides)), resume)
 
 
-def trained(asked: Target, resume: Callable[[], Checkpoint] | None) -> int:
-    """Trains an experiment, from its beginning or from what `resume` finds, in this process or as one of several."""
-    from jshard.launch.cluster_env import found as membership
+def experiment_of(target: Target) -> Experiment:
+    """Build the experiment, in this process or as one of several."""
+    if membership() is not None:
+        from jshard.cli.rank_main import joined_experiment
 
+        return joined_experiment(target)
+    from jshard.cli.experiment import opened
+    from jshard.train.experiment import Experiment
+
+    experiment = opened(target)
+    assert isinstance(experiment, Experiment)
+    return experiment
+
+
+def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
+    """Train an experiment, from its beginning or from what `resume` finds, in this process or as one of several."""
     if membership() is not None:
         from jshard.cli.rank_main import train_as_member
 
-        return train_as_member(asked, resume)
-    from jshard.cli.experiment import opened
-    from jshard.train.experiment import Experiment
+        return train_as_member(target, resume)
     from jshard.train.progress import say_result
     from jshard.train.train import train
 
-    experiment = opened(asked)
-    assert isinstance(experiment, Experiment)
+    experiment = experiment_of(target)
     if resume is None:
         show(experiment.apart or experiment.explain().text(width()))
     say_result(train(experiment, resume=resume() if resume else None))
     return 0
 
 
-def _checkpoint(folder: Path, which: str, run: Path) -> Checkpoint:
-    from jshard.train.checkpoint import Checkpoint
-
-    return Checkpoint.find(folder, which, str(run))
-
-
 def found(run: Path, which: str) -> tuple[Path, Path, str]:
-    """The folder of checkpoints, the configuration and which checkpoint: of a run's folder, of a folder of checkpoints, or
+    """Find the folder of checkpoints, the configuration and which checkpoint: of a run's folder, of a folder of checkpoints, or
     of a single checkpoint."""
     if (run / MANIFEST).is_file():
         return run.parent, run / CONFIGURATION, run.name
     if (run / CONFIGURATION).is_file():
-        said = load_configuration(str(run / CONFIGURATION)).train.get("checkpoint")
-        folder = said.get("folder") if isinstance(said, dict) else None
-        return Path(folder) if folder else run / CHECKPOINTS, run / CONFIGURATION, which
+        folder = Settings(load_configuration(str(run / CONFIGURATION))).table("checkpoint").get("folder")
+        return Path(folder or run / CHECKPOINTS), run / CONFIGURATION, which
     steps = [each for each in run.glob("*/") if each.name.isdecimal()]
     if not steps:
         why = "there is no such folder" if not run.is_dir() else f"it has no {CONFIGURATION} and no checkpoints"

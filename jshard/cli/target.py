@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jshard.errors import JShardError
@@ -15,7 +17,8 @@ from jshard.signals.config import Configuration
 from jshard.signals.schema import IMPORT_PATH
 
 if TYPE_CHECKING:
-    from jshard.train.function import Call
+    from jshard.train.experiment import Experiment
+    from jshard.train.function import Function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Target:
 
     @classmethod
     def of(cls, chosen: argparse.Namespace) -> Target:
-        """`--args` takes every word behind it; those with a = in them are changes after all."""
+        """Read the words of a command. `--args` takes every word behind it; those with a = in them are changes after all."""
         late = [word for word in chosen.args or () if "=" in word]
         arguments = tuple(word for word in chosen.args or () if word not in late)
         overrides = (*chosen.overrides, *late)
@@ -56,24 +59,23 @@ class Target:
         words = [self.function, *self.overrides, "--config", self.path, *(["--args"] if self.arguments else [])]
         return shlex.join([*words, *self.arguments])
 
-    def load(self) -> Configuration:
-        """Reads and loads the configuration; modules are found from this folder after it."""
-        from jshard.signals.active_config import load
+    def load(self) -> tuple[Configuration, Callable[..., Experiment | Function]]:
+        """Load the configuration, and return it and what builds the experiment or the function: `build(mesh, only_shapes=...)`.
+        Modules are found from this folder."""
+        from jshard.signals import active_config
 
         find_modules_here()
-        return load(self.path, self.overrides)
-
-    def called(self, configuration: Configuration) -> Call | None:
-        """The function, found, where there is one; the configuration stays loaded, whatever its module loads."""
+        configuration = active_config.load(self.path, self.overrides)
         if self.function is None:
-            return None
-        from jshard.signals.active_config import configuration as present
+            from jshard.train.experiment import Experiment
+
+            return configuration, functools.partial(Experiment.build, configuration)
         from jshard.train.function import Call
 
         call = Call.of(self.function, self.arguments)
-        if present() is not configuration:
-            self.load()
-        return call
+        if active_config.configuration() is not configuration:  # the function's module has loaded one of its own
+            configuration = active_config.load(self.path, self.overrides)
+        return configuration, functools.partial(call.built, configuration)
 
 
 def is_function(path: str) -> bool:
@@ -82,7 +84,7 @@ def is_function(path: str) -> bool:
 
 
 def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """What a command takes besides configurations: `module:function`, its arguments and its configuration, or several."""
+    """Add what a command takes besides configurations: `module:function`, its arguments and its configuration, or several."""
     added = parser.add_argument_group(
         "a function in place of an experiment",
         "PATH may be module:function, found from this folder. Each word behind --args is an argument of it: a shape such "

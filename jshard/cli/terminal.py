@@ -14,7 +14,7 @@ STANDARD = 80  # columns of a terminal that does not say
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """The columns of the terminal that `stream` (stdout) is; None when it goes into a pipe or a file, where nothing is
+    """Return the columns of the terminal that `stream` (stdout) is; None when it goes into a pipe or a file, where nothing is
     folded."""
     there: TextIO = sys.stdout if stream is None else stream
     if not there.isatty():
@@ -25,17 +25,17 @@ def width(stream: TextIO | None = None) -> int | None:
 
 
 def show(text: str) -> None:
-    """Prints it: folded to the window, and in colour, where there is a window."""
+    """Print text: folded to the window, and in colour, where there is a window."""
     print(coloured(fitted(text, width())))
 
 
 def tell(text: str) -> None:
-    """Prints sentences on stderr, folded where that is a terminal."""
+    """Print sentences on stderr, folded where that is a terminal."""
     print(fitted(text, width(sys.stderr)), file=sys.stderr)
 
 
 def fitted(text: str, columns: int | None) -> str:
-    """Text in which no line is longer than the window. A row of a table is folded between its cells."""
+    """Fold text so that no line is longer than the window. A row of a table is folded between its cells."""
     if columns is None:
         return text
     return "\n".join(part for line in text.split("\n") for part in _fold(line, columns))
@@ -50,7 +50,7 @@ def _fold(line: str, columns: int) -> list[str]:
 
 
 def coloured(text: str) -> str:
-    """Lines that begin with + - ~, and those that no signal asked for, in colour on a terminal."""
+    """Colour lines that begin with + - ~, and those that no signal asked for, on a terminal."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return text
     return "\n".join(map(_painted, text.split("\n")))

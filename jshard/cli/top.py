@@ -33,38 +33,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from jshard.train.log_reader import Logs, folder_of
+    from rich.console import Console
 
-    logs = Logs(folder_of(chosen.run), whole=False).read()
+    from jshard.train.log_reader import Logs, folder_of
+    from jshard.train.process_status import standings
+
+    name, logs, is_terminal = chosen.run, Logs(folder_of(chosen.run), full=False), sys.stdout.isatty()
+    if is_terminal and not (chosen.json or chosen.once):
+        _live(name, logs)
+        return 0
+    rows = standings(logs.read(), time.time())
     if chosen.json:
-        print(document(chosen.run, logs))
-    elif chosen.once or not sys.stdout.isatty():
-        _once(chosen.run, logs)
-    else:
-        _live(chosen.run, logs)
+        ranks = [dataclasses.asdict(row) for row in rows]
+        print(json.dumps({"schema": SCHEMA, "run": name, "ranks": ranks, "notes": logs.faults}, indent=2))
+        return 0
+    console = Console(highlight=False, width=None if is_terminal else WIDE)
+    for each in (table(name, rows), *logs.faults):
+        console.print(each, markup=False, soft_wrap=isinstance(each, str))
     return 0
 
 
-def document(name: str, logs: Logs) -> str:
-    """`{"schema": "jshard.top/1", "run": ..., "ranks": [...], "notes": [...]}`"""
-    from jshard.train.process_status import standings
-
-    ranks = [dataclasses.asdict(each) for each in standings(logs, time.time())]
-    return json.dumps({"schema": SCHEMA, "run": name, "ranks": ranks, "notes": logs.faults}, indent=2)
-
-
-def _once(name: str, logs: Logs) -> None:
-    from rich.console import Console
-
-    from jshard.train.process_status import standings
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-    for each in (table(name, standings(logs, time.time())), *logs.faults):
-        console.print(each, markup=False, soft_wrap=isinstance(each, str))
-
-
 def _live(name: str, logs: Logs) -> None:
-    """Until all have ended, or Ctrl-C."""
+    """Draw the table anew each second until all have ended, or Ctrl-C."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -84,7 +74,7 @@ def _live(name: str, logs: Logs) -> None:
 
 
 def table(name: str, rows: list[Standing]) -> Table:
-    """Stragglers in yellow, with the reason in the last column."""
+    """Make the table: stragglers in yellow, with the reason in the last column."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

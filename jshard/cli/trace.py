@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jshard.cli.resume import experiment_of
 from jshard.cli.target import Target
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
@@ -47,92 +48,71 @@ def run(chosen: argparse.Namespace) -> int:
     path = Path(chosen.path)
     if path.is_dir():
         return _of_run(path, chosen)
-    from jshard.launch.cluster_env import found
-
-    asked = Target(chosen.path, tuple(chosen.overrides))
-    if found() is not None:
-        from jshard.cli.rank_main import joined_experiment
-
-        return _of_experiment(joined_experiment(asked), chosen)
-    from jshard.cli.experiment import opened
-    from jshard.train.experiment import Experiment
-
-    experiment = opened(asked)
-    assert isinstance(experiment, Experiment)
-    return _of_experiment(experiment, chosen)
+    return _of_experiment(experiment_of(Target(chosen.path, tuple(chosen.overrides))), chosen)
 
 
 def _of_experiment(experiment: Experiment, chosen: argparse.Namespace) -> int:
     import jax
+    from jax.experimental.multihost_utils import sync_global_devices
 
     from jshard.train.trace import trace_steps
 
-    whole = Path(chosen.output or experiment.output or f"runs/{Path(chosen.path).stem}")
+    folder = Path(chosen.output or experiment.settings["output"] or f"runs/{Path(chosen.path).stem}")
     leads = jax.process_index() == 0
     if leads:
-        clear(whole)
-    _all_here("cleared")
+        clear(folder)
+    sync_global_devices("jshard trace cleared")
     first = 1 if chosen.with_first else 2
-    capture = trace_steps(experiment, whole / TRACE, chosen.steps, first=first, title=chosen.path)
-    _all_here("captured")
+    capture = trace_steps(experiment, folder / TRACE, chosen.steps, first=first, title=chosen.path)
+    sync_global_devices("jshard trace captured")
     if leads:
-        _say(capture, whole)
+        _say(capture, folder)
     return 0
 
 
-def _all_here(name: str) -> None:
-    """Waits for the other processes."""
-    import jax
-
-    if jax.process_count() > 1:
-        from jax.experimental.multihost_utils import sync_global_devices
-
-        sync_global_devices(f"jshard trace {name}")
-
-
-def _say(capture: Capture, whole: Path) -> None:
+def _say(capture: Capture, folder: Path) -> None:
     steps, count = capture.metadata["steps"], len(capture.read.events)
     devices = len({event.device for event in capture.read.events})
     others = f" of process 0 ({capture.processes - 1} more captured their own)" if capture.processes > 1 else ""
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no whole step"
-    show(f"captured {when}: {count:,} operations on {devices} device{'s' * (devices > 1)}{others}, in {whole / TRACE}")
-    show(f"to see them, type: jshard timeline {whole} -o timeline.html")
+    show(f"captured {when}: {count:,} operations on {devices} device{'s' * (devices > 1)}{others}, in {folder / TRACE}")
+    show(f"to see them, type: jshard timeline {folder} -o timeline.html")
 
 
 # -- a run that goes on --
 
 
-def _of_run(whole: Path, chosen: argparse.Namespace) -> int:
-    """Asks by a file that the run's loop looks for, and waits for what it captures."""
+def _of_run(folder: Path, chosen: argparse.Namespace) -> int:
+    """Ask by a file that the run's loop looks for, and wait for what it captures."""
     for option, given in (("--with-first", chosen.with_first), ("-o", chosen.output), ("key=value", chosen.overrides)):
         if given:
             raise JShardError(
-                f"{option} is for a run that jshard trace starts, and {whole} is the folder of one that goes on",
-                hint=f"leave it away, or type: jshard trace {_configuration(whole)}",
+                f"{option} is for a run that jshard trace starts, and {folder} is the folder of one that goes on",
+                hint=f"leave it away, or type: jshard trace {folder / CONFIGURATION}",
             )
     identity = secrets.token_hex(8)
-    clear(whole)
-    wanted = whole / TRACE / WANTED
+    clear(folder)
+    wanted = folder / TRACE / WANTED
     unfinished = wanted.with_suffix(".new")
     unfinished.parent.mkdir(exist_ok=True)
     unfinished.write_text(json.dumps({"id": identity, "steps": chosen.steps, "until": time.time() + chosen.wait}))
-    unfinished.replace(wanted)  # the loop finds it whole
+    unfinished.replace(wanted)  # the loop finds all of it
     try:
-        told = _waited(whole, identity, 0, chosen.wait)
-        if told is None:
+        answer = _waited(folder, identity, 0, chosen.wait)
+        if answer is None:
             raise JShardError(
-                f"no run in {whole} took a step within {chosen.wait:g} s",
-                hint=f"start it, or capture another by: jshard trace {_configuration(whole)}",
+                f"no run in {folder} took a step within {chosen.wait:g} s",
+                hint=f"start it, or capture another by: jshard trace {folder / CONFIGURATION}",
             )
-        if "fault" in told:
-            clear(whole)
-            fault, _, hint = told["fault"].rpartition("; ")
-            raise JShardError(f"the run in {whole} made no capture: {fault}", hint=hint)
+        if "fault" in answer:
+            clear(folder)
+            fault, _, hint = answer["fault"].rpartition("; ")
+            raise JShardError(f"the run in {folder} made no capture: {fault}", hint=hint)
         late = time.monotonic() + LATER
         missing = [
             rank
-            for rank in range(1, told["processes"])
-            if _waited(whole, identity, rank, max(0, late - time.monotonic())) is None
+            for rank in range(1, answer["processes"])
+            if _waited(folder, identity, rank, max(0, late - time.monotonic())) is None
         ]
     finally:
         wanted.unlink(missing_ok=True)
@@ -141,26 +121,22 @@ def _of_run(whole: Path, chosen: argparse.Namespace) -> int:
         print(f"nothing was seen of process {ranks}, which may write to a disk of its own", file=sys.stderr)
     from jshard.inspect.timeline.capture import captures
 
-    _say(captures(whole)[0], whole)
+    _say(captures(folder)[0], folder)
     return 0
 
 
-def _configuration(whole: Path) -> Path:
-    return whole / CONFIGURATION
-
-
-def _waited(whole: Path, identity: str, rank: int, seconds: float) -> dict | None:
-    """What a process told of the capture that was asked for; None when time is up."""
-    file, end = whole / TRACE / f"rank{rank}" / CAPTURED, time.monotonic() + seconds
+def _waited(folder: Path, identity: str, rank: int, seconds: float) -> dict | None:
+    """Wait for what a process tells of the capture that was asked for; None when time is up."""
+    file, end = folder / TRACE / f"rank{rank}" / CAPTURED, time.monotonic() + seconds
     while True:
-        if file.exists() and (told := json.loads(file.read_text())).get("asked") == identity:
-            return told
+        if file.exists() and (answer := json.loads(file.read_text())).get("asked") == identity:
+            return answer
         if time.monotonic() > end:
             return None
         time.sleep(0.1)
 
 
-def clear(whole: Path) -> None:
-    """Removes an earlier capture, of as many processes as it was: only folders that jshard wrote."""
-    for told in (whole / TRACE).glob(f"rank*/{CAPTURED}"):
-        shutil.rmtree(told.parent)
+def clear(folder: Path) -> None:
+    """Remove an earlier capture, of as many processes as it was: only folders that jshard wrote."""
+    for answer in (folder / TRACE).glob(f"rank*/{CAPTURED}"):
+        shutil.rmtree(answer.parent)

@@ -17,17 +17,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Prints what was found; 0 when they are equal, 1 when they are not."""
+    """Print what was found; return 0 when they are equal, 1 when they are not."""
     from jshard.cli.experiment import opened
 
     meshes = {words: sizes_of(words) for words in chosen.mesh}
-    asked = Target.of(chosen)
+    target = Target.of(chosen)
     if membership() is None:
-        program = opened(asked)
+        program = opened(target)
     else:
         from jshard.cli.rank_main import joined
 
-        program = joined(asked, {f"--mesh {words}": sizes for words, sizes in meshes.items()})
+        program = joined(target, {f"--mesh {words}": sizes for words, sizes in meshes.items()})
     import jax
 
     from jshard.inspect.user_code_errors import as_user_error
@@ -44,7 +44,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def sizes_of(words: str) -> dict[str, int]:
-    """`data=4,tensor=2` as the sizes of a mesh."""
+    """Read `data=4,tensor=2` as the sizes of a mesh."""
     parts = [word.partition("=") for word in words.split(",")]
     if not all(name and size.isdigit() and int(size) for name, _, size in parts):
         raise JShardError(f'--mesh "{words}" is not a mesh', hint="write it like --mesh data=4,tensor=2")

@@ -5,44 +5,44 @@ from __future__ import annotations
 import time
 
 from jshard.errors import JShardError
-from jshard.launch import kv_store as board
+from jshard.launch import kv_store
 from jshard.launch.initialize import joined
 from jshard.launch.mismatch import Facts, in_words
-from jshard.launch.rendezvous import Told
+from jshard.launch.rendezvous import AlreadyReported
 
 
 def agree(topic: str, facts: Facts, *, hint: str, seconds: float = 60.0) -> None:
-    """An error for all processes when one of them says otherwise, naming it and the first difference, or when one has said
+    """Raise an error in all processes when one of them says otherwise, naming it and the first difference, or when one has said
     nothing within `seconds` of rank 0's question. Does nothing when this process stands alone."""
     membership = joined()
     if membership is None:
         return
     key = f"agreement/{topic}"
     if membership.rank == 0:
-        board.write(f"{key}/verdict", verdict := _judge(topic, facts, membership.processes, hint, seconds))
+        kv_store.write(f"{key}/verdict", verdict := _judge(topic, facts, membership.processes, hint, seconds))
         if verdict:
             raise JShardError(verdict[0], hint=verdict[1])
         return
-    board.write(f"{key}/{membership.rank}", dict(facts))
-    verdict = board.wait(f"{key}/verdict", 2 * seconds)
+    kv_store.write(f"{key}/{membership.rank}", dict(facts))
+    verdict = kv_store.read(f"{key}/verdict", 2 * seconds)
     if verdict is None:
         raise JShardError(
             f"rank 0 has said nothing of its {topic} for {2 * seconds:g} s", hint="look at what rank 0 printed last"
         )
     if verdict:
-        raise Told(verdict[0], hint=verdict[1])
+        raise AlreadyReported(verdict[0], hint=verdict[1])
 
 
 def _judge(topic: str, facts: Facts, processes: int, hint: str, seconds: float) -> list[str]:
-    """Nothing, or what is wrong and how to fix it."""
-    said, deadline = {0: facts}, time.monotonic() + seconds
+    """Compare what all ranks say: return nothing, or what is wrong and how to fix it."""
+    by_rank, deadline = {0: facts}, time.monotonic() + seconds
     for rank in range(1, processes):
-        found = board.wait(f"agreement/{topic}/{rank}", deadline - time.monotonic())
+        found = kv_store.read(f"agreement/{topic}/{rank}", deadline - time.monotonic())
         if found is None:
             return [
                 f"rank {rank} has said nothing of its {topic} within {seconds:g} s of rank 0",
                 f"look at what rank {rank} printed last",
             ]
-        said[rank] = found
-    difference = in_words(topic, said)
+        by_rank[rank] = found
+    difference = in_words(topic, by_rank)
     return [difference, hint] if difference else []

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from jshard.errors import JShardError
 
@@ -23,9 +23,9 @@ class Membership:
     found_by: str
 
     def __post_init__(self) -> None:
-        said = f"{self.found_by} says that this is process {self.rank} of {self.processes}"
+        fault = f"{self.found_by} says that this is process {self.rank} of {self.processes}"
         if self.processes < 1 or not 0 <= self.rank < self.processes:
-            raise JShardError(said, hint=f"number the processes from 0 to {max(self.processes, 1) - 1}")
+            raise JShardError(fault, hint=f"number the processes from 0 to {max(self.processes, 1) - 1}")
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise JShardError(
@@ -44,7 +44,7 @@ class Membership:
         return self.address[0] == "localhost" or self.address[0].startswith("127.") or self.address[0] == "::1"
 
     def variables(self) -> dict[str, str]:
-        """What a process needs in its environment to find the same."""
+        """List what a process needs in its environment to find the same."""
         return {
             "JAX_COORDINATOR_ADDRESS": self.coordinator,
             "JAX_NUM_PROCESSES": str(self.processes),
@@ -53,70 +53,59 @@ class Membership:
 
 
 def found(environment: Mapping[str, str] = os.environ) -> Membership | None:
-    """What JAX_NUM_PROCESSES and its like say, else what Slurm, Open MPI, Kubernetes or Cloud TPU has set; None when this
+    """Read what JAX_NUM_PROCESSES and its like say, else what Slurm, Open MPI, Kubernetes or Cloud TPU has set; None when this
     process stands alone."""
-    for look in LOOKS:
+    for look in (_named, _slurm, _open_mpi, _cloud_tpu, _kubernetes):
         if (membership := look(environment)) is not None:
             return membership
     return None
 
 
 def _named(environment: Mapping[str, str]) -> Membership | None:
-    """The three variables of JAX's own name. In a JobSet the number of a process is its completion index."""
-    count, rank = environment.get("JAX_NUM_PROCESSES"), environment.get("JAX_PROCESS_ID")
+    """Read the three variables of JAX's own name. In a JobSet the number of a process is its completion index."""
+    count = environment.get("JAX_NUM_PROCESSES")
+    rank = environment.get("JAX_PROCESS_ID", environment.get("JOB_COMPLETION_INDEX"))
     if count is None:
         return None
     if rank is None:
-        rank = environment.get("JOB_COMPLETION_INDEX")
-    if rank is None:
-        scheduler = next((each for each in (_slurm, _open_mpi, _cloud_tpu) if each(environment) is not None), None)
-        if scheduler is not None:  # it knows the rank, and the count is said again
-            return None
+        if any(look(environment) for look in (_slurm, _open_mpi, _cloud_tpu)):
+            return None  # the scheduler knows the rank, and the count is said again
         raise JShardError(
             f"JAX_NUM_PROCESSES is {count}, but JAX_PROCESS_ID is not set",
             hint=f"set JAX_PROCESS_ID to the number of this process, from 0 to {_number('JAX_NUM_PROCESSES', count) - 1}",
         )
     coordinator = environment.get("JAX_COORDINATOR_ADDRESS") or _jobset_host(environment)
-    if coordinator is None:
-        if count == "1":
-            coordinator = f"127.0.0.1:{PORT}"
-        else:
-            raise JShardError(
-                f"JAX_NUM_PROCESSES is {count}, but JAX_COORDINATOR_ADDRESS is not set",
-                hint=f"set JAX_COORDINATOR_ADDRESS to host:port of the first process, like node1:{PORT}",
-            )
-    ranks = _number("JAX_PROCESS_ID", rank)
-    return Membership(
-        _with_port(coordinator, environment), _number("JAX_NUM_PROCESSES", count), ranks, "JAX_PROCESS_ID"
-    )
+    if coordinator is None and count != "1":
+        raise JShardError(
+            f"JAX_NUM_PROCESSES is {count}, but JAX_COORDINATOR_ADDRESS is not set",
+            hint=f"set JAX_COORDINATOR_ADDRESS to host:port of the first process, like node1:{PORT}",
+        )
+    coordinator = _with_port(coordinator or f"127.0.0.1:{PORT}", environment)
+    processes, number = _number("JAX_NUM_PROCESSES", count), _number("JAX_PROCESS_ID", rank)
+    return Membership(coordinator, processes, number, "JAX_PROCESS_ID")
 
 
 def _slurm(environment: Mapping[str, str]) -> Membership | None:
-    """A task of `srun`. The batch script itself is none: it has no step."""
-    nodes, count, rank = _all(environment, "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
-    job = environment.get("SLURM_JOB_ID")
-    if not (nodes and count and rank and job) or environment.get("SLURM_STEP_NUM_TASKS", count) == "1":
+    """Find a task of `srun`. The batch script itself is none: it has no step."""
+    nodes, rank, job = map(environment.get, ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_JOB_ID"))
+    count = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
+    if not (nodes and rank and job) or count == "1":
         return None
-    count = environment.get("SLURM_STEP_NUM_TASKS", count)
     host = environment.get("JAX_COORDINATOR_ADDRESS") or first_host(nodes)
     step = environment.get("SLURM_STEP_ID", "0")
     return _member(environment, host, count, rank, "Slurm", ("SLURM_NTASKS", "SLURM_PROCID"), seed=f"{job}.{step}")
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
-    """A process of `mpirun`. Version 4 tells where `mpirun` runs by an address, version 5 by the name of the job."""
-    count, rank = _all(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    """Find a process of `mpirun`. Version 4 tells where `mpirun` runs by an address, version 5 by the name of the job."""
+    count, rank = map(environment.get, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
     if not (count and rank) or count == "1":
         return None
-    told = environment.get("OMPI_MCA_orte_hnp_uri", "")
-    job = environment.get("PMIX_NAMESPACE", told.partition(";")[0]).partition("@")[0]
-    host = environment.get("JAX_COORDINATOR_ADDRESS")
-    if host is None and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == count:
-        host = "127.0.0.1"
-    if host is None and (address := re.search(r"tcp://([^,:]+)", told)):
-        host = address[1]
-    if host is None and (name := re.fullmatch(r"prterun-(.+)-\d+", job)):
-        host = name[1]
+    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    job = environment.get("PMIX_NAMESPACE", uri.partition(";")[0]).partition("@")[0]
+    named = re.search(r"tcp://([^,:]+)", uri) or re.fullmatch(r"prterun-(.+)-\d+", job)
+    host = "127.0.0.1" if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == count else named and named[1]
+    host = environment.get("JAX_COORDINATOR_ADDRESS", host)
     if host is None:
         raise JShardError(
             f"Open MPI says that this is process {rank} of {count}, but not where the first one is",
@@ -126,10 +115,8 @@ def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Membership | None:
-    """A pod of an indexed Job that does not say how many there are: Kubernetes has no variable for it."""
+    """Refuse a pod of an indexed Job that does not say how many there are: Kubernetes has no variable for it."""
     if "KUBERNETES_SERVICE_HOST" not in environment or "JOB_COMPLETION_INDEX" not in environment:
-        return None
-    if _cloud_tpu(environment) is not None:
         return None
     raise JShardError(
         f"Kubernetes says that this is process {environment['JOB_COMPLETION_INDEX']}, but not of how many",
@@ -138,9 +125,9 @@ def _kubernetes(environment: Mapping[str, str]) -> Membership | None:
 
 
 def _cloud_tpu(environment: Mapping[str, str]) -> Membership | None:
-    """A worker of a TPU slice, or of several slices, each of as many workers."""
-    named, hosts, worker = _all(environment, "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
-    hosts = named or hosts
+    """Find a worker of a TPU slice, or of several slices, each of as many workers."""
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    worker = environment.get("TPU_WORKER_ID")
     if not (hosts and worker):
         return None
     names = [name.strip().partition(":")[0] for name in hosts.split(",")]
@@ -159,33 +146,24 @@ def _cloud_tpu(environment: Mapping[str, str]) -> Membership | None:
     return Membership(_with_port(host, environment), len(names) * slices, rank, "Cloud TPU")
 
 
-LOOKS: tuple[Callable[[Mapping[str, str]], Membership | None], ...] = (
-    _named,
-    _slurm,
-    _open_mpi,
-    _cloud_tpu,
-    _kubernetes,
-)
-
-
 def _member(
     environment: Mapping[str, str], host: str, count: str, rank: str, by: str, names: tuple[str, str], seed: str
 ) -> Membership:
-    """`seed` is what two jobs on one host differ in: their ports do too, most likely."""
+    """Build a membership. `seed` is what two jobs on one host differ in: their ports do too, most likely."""
     coordinator = _with_port(host, environment, port=49152 + zlib.crc32(seed.encode()) % 8192)
     return Membership(coordinator, _number(names[0], count), _number(names[1], rank), by)
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list: `tpu[03-10,12],login` begins with `tpu03`."""
+    """Return the first host of Slurm's list: `tpu[03-10,12],login` begins with `tpu03`."""
     first = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     assert first is not None
     return "".join(part for part in first.groups() if part)
 
 
 def _jobset_host(environment: Mapping[str, str]) -> str | None:
-    """The first pod of a JobSet by the name that JobSet gives it."""
-    name, job = _all(environment, "JOBSET_NAME", "REPLICATED_JOB_NAME")
+    """Return the first pod of a JobSet by the name that JobSet gives it."""
+    name, job = map(environment.get, ("JOBSET_NAME", "REPLICATED_JOB_NAME"))
     return f"{name}-{job}-0-0.{name}" if name and job else None
 
 
@@ -194,11 +172,7 @@ def _with_port(address: str, environment: Mapping[str, str], port: int = PORT) -
     return address if has else f"{address}:{environment.get('JAX_COORDINATOR_PORT', port)}"
 
 
-def _all(environment: Mapping[str, str], *names: str) -> list[str | None]:
-    return [environment.get(name) for name in names]
-
-
-def _number(name: str, said: str) -> int:
-    if not said.strip().isdecimal():
-        raise JShardError(f'{name} is "{said}", which is no number', hint=f"set it like {name}=4")
-    return int(said)
+def _number(name: str, value: str) -> int:
+    if not value.strip().isdecimal():
+        raise JShardError(f'{name} is "{value}", which is no number', hint=f"set it like {name}=4")
+    return int(value)

@@ -29,12 +29,12 @@ class Pulse:
         self.looks: collections.deque[tuple[float, int, bool]] = collections.deque(maxlen=LOOKS)  # when, step, is idle
         self.done = self.handed = 0
         self.stands_in = ""  # the collective that others wait in for this process, where it is known
-        said, memory = os.environ.get(STATUS), os.environ.get(MEMORY)
-        self.pipe = int(said) if said else None
+        pipe, memory = os.environ.get(STATUS), os.environ.get(MEMORY)
+        self.pipe = int(pipe) if pipe else None
         self.memory = mmap.mmap(int(memory), PLACE.size) if memory else None
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """From now on this process does that."""
+        """Set the phase that this process is in from now on."""
         self.phase, self.since = phase, time.monotonic()
         if step is not None:
             self.step = step
@@ -42,17 +42,17 @@ class Pulse:
             PLACE.pack_into(self.memory, 0, self.step, phase.encode())
 
     def stands(self, place: str) -> None:
-        """From now on the others wait for this process in that collective. Told at once: it may be killed before a beat."""
+        """Set the collective that the others wait for this process in. Told at once: it may be killed before a beat."""
         self.stands_in = place
         self.tell()
 
     def waits(self, step: int, result: Any) -> None:
-        """`result` is there once this step is done."""
+        """Note a `result` that is there once this step is done."""
         self.handed = step
         self.results.append((step, result))
 
     def look(self) -> int:
-        """The last step that is done, by its result. For the watching thread."""
+        """Return the last step that is done, by its result. For the watching thread."""
         while self.results:
             step, result = self.results[0]
             if not result.is_ready():
@@ -66,9 +66,9 @@ class Pulse:
 
     @property
     def pace(self) -> dict[str, float]:
-        """The seconds of a step, and how late this process begins one: from the step before being done to this one being
-        handed to the devices. In that time, for data and Python, the devices and all other processes stand idle; it is the
-        part of all looks at which nothing was left to wait for. Who runs ahead is never late."""
+        """Measure the seconds of a step, and how late this process begins one: from the step before being done to this one
+        being handed to the devices. In that time, for data and Python, the devices and all other processes stand idle; it is
+        the part of all looks at which nothing was left to wait for. Who runs ahead is never late."""
         looks = self.looks.copy()
         if len(looks) < ENOUGH or looks[-1][1] == looks[0][1]:
             return {}
@@ -92,7 +92,7 @@ class Pulse:
         return "after" if self.phase == "step" and self.done == self.step else self.phase
 
     def tell(self, **more: Any) -> None:
-        """A line to the launcher, where there is one."""
+        """Send a line to the launcher, where there is one."""
         if self.pipe is None:
             return
         try:

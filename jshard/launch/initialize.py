@@ -5,13 +5,11 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import platform
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Mapping
-from importlib import metadata
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -21,10 +19,10 @@ from jshard.launch.heartbeat import Pulse
 from jshard.launch.local_gpus import cards_of, place_on_host
 from jshard.launch.mismatch import Facts
 from jshard.launch.peer_loss import is_of_connection, who_is_gone
-from jshard.launch.rendezvous import Told, answer
+from jshard.launch.rendezvous import AlreadyReported, answer
 from jshard.layouts.host_malloc import keep_freed
 from jshard.layouts.pretend import THREADS_PER_DEVICE, pretend
-from jshard.version import __version__
+from jshard.version import versions
 
 START_TIMEOUT = 60.0  # seconds that all processes have to appear in
 PRECEDENCE = 2.0  # seconds that rank 0 has to say what it has told the others, before they end
@@ -49,7 +47,7 @@ def init(
     facts: Mapping[str, Facts] | None = None,
     preemption: bool = False,
 ) -> Membership | None:
-    """Joins the launch that this process belongs to; does nothing when it stands alone. Call it before JAX does anything.
+    """Join the launch that this process belongs to; does nothing when it stands alone. Call it before JAX does anything.
 
     `devices` pretends so many CPU devices, in all processes together. `preemption` leaves SIGTERM to JAX, for a program
     that saves when `reached_preemption_sync_point` says so; else SIGTERM ends it.
@@ -66,7 +64,8 @@ def init(
     if devices is not None:
         pretend_part(devices, membership.processes)
     keep_freed()
-    answer(membership, {"installation": _software(), **(facts or {})}, seconds)
+    installation = {**versions(), "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    answer(membership, {"installation": installation, **(facts or {})}, seconds)
     _start_jax(membership, seconds, preemption)
     _Joined.membership = membership
     _Joined.pulse.tell(joined=True)
@@ -79,33 +78,32 @@ def init(
 
 
 def unwatch() -> None:
-    """From now on no other process is told what this one does, nor is it missed: to measure what being watched costs."""
+    """Stop telling the other processes what this one does; they no longer miss it: to measure what being watched costs."""
     if _Joined.unwatch is not None:
         _Joined.unwatch()
 
 
 def _leave() -> None:
-    """JAX waits for all processes now. One that ends by `sys.exit(3)` does not: the others are not at their end."""
+    """Leave in order: JAX waits for all processes now. One that ends by `sys.exit(3)` does not: the others are not at their
+    end."""
     if _Joined.status not in (None, 0):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_Joined.status if isinstance(_Joined.status, int) else 1)
+        _exit(_Joined.status if isinstance(_Joined.status, int) else 1)
     _Joined.pulse.at("ended")
     unwatch()
 
 
 def joined() -> Membership | None:
-    """What this process has joined."""
+    """Return what this process has joined."""
     return _Joined.membership
 
 
 def pulse() -> Pulse:
-    """What this process tells the others of itself; a loop sets `phase` and `step`."""
+    """Return what this process tells the others of itself; a loop sets `phase` and `step`."""
     return _Joined.pulse
 
 
-def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", said: str = "") -> None:
-    """Pretend this process's part of so many CPU devices, as `pretend` does; `said` names them in an error. Every process
+def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", label: str = "") -> None:
+    """Pretend this process's part of so many CPU devices, as `pretend` does; `label` names them in an error. Every process
     has the threads of all, so that none computes otherwise."""
     if devices % processes:
         counts = [count for count in range(1, devices + 1) if devices % count == 0]
@@ -114,7 +112,7 @@ def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", sa
             *[each for each in counts if each > processes][:1],
         ]
         raise JShardError(
-            f"{said or f'{devices} devices'} can't be shared out evenly to {processes} processes",
+            f"{label or f'{devices} devices'} can't be shared out evenly to {processes} processes",
             hint=f"start {' or '.join(map(str, near))} of them: jshard launch -n {near[-1]}",
         )
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
@@ -122,15 +120,6 @@ def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", sa
     if asked.isdecimal() and int(asked) > devices // processes:  # pretended for one process, in the environment
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices // processes)
     pretend(devices // processes, platforms)
-
-
-def _software() -> Facts:
-    return {
-        "Python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
-        "jshard": __version__,
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-    }
 
 
 def _start_jax(membership: Membership, seconds: float, preemption: bool) -> None:
@@ -155,7 +144,7 @@ def _start_jax(membership: Membership, seconds: float, preemption: bool) -> None
 
 
 def _keep_gloo_here() -> None:
-    """Gloo listens at the address of this machine's name, and JAX has no setting for it: it is told at the door."""
+    """Make Gloo listen on loopback: it takes the address of this machine's name, and JAX has no setting for it."""
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     if not isinstance(_jax.make_gloo_tcp_collectives, functools.partial):
@@ -163,7 +152,7 @@ def _keep_gloo_here() -> None:
 
 
 def _hold_end() -> None:
-    """A process that fails ends at once: at an orderly exit JAX would wait for the others, and they for it."""
+    """End a process that fails at once: at an orderly exit JAX would wait for the others, and they for it."""
 
     def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         fail(error.with_traceback(trace))
@@ -184,37 +173,41 @@ def _hold_end() -> None:
     threading.excepthook = thread_ended
 
 
-def fail(error: BaseException, status: int | None = None) -> None:
-    """Says what went wrong, tells the other processes, and ends this one with no further word."""
+def fail(error: BaseException) -> NoReturn:
+    """Say what went wrong, tell the other processes, and end this one with no further word."""
+    status = 1
     if isinstance(error, KeyboardInterrupt):
-        status = 130 if status is None else status
+        status = 130
     elif isinstance(error, JShardError):
-        status = (1 if _came_under_way(error) else 2) if status is None else status
-        if not (isinstance(error, Told) and _Joined.pulse.is_seen_with_all):
+        status = 1 if _came_under_way(error) else 2
+        if not (isinstance(error, AlreadyReported) and _Joined.pulse.is_seen_with_all):
             print(error, file=sys.stderr)
     elif (lost := _lost(error)) is not None:
         culprit, says = lost
         print(says, file=sys.stderr)  # which a launcher leaves out, and says itself
         _Joined.pulse.tell(culprit=culprit, fault=str(says), gone=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _exit(1)
     else:
         traceback.print_exception(error)
-    if _Joined.membership is not None and not isinstance(error, (KeyboardInterrupt, Told)):
+    if _Joined.membership is not None and not isinstance(error, (KeyboardInterrupt, AlreadyReported)):
         from jshard.launch.watchdog import report
 
         report(_Joined.membership, _last_line(error), _Joined.pulse)
-    if isinstance(error, Told):
+    if isinstance(error, AlreadyReported):
         time.sleep(PRECEDENCE)
     _Joined.pulse.tell(fault=_last_line(error))
+    _exit(status)
+
+
+def _exit(status: int) -> NoReturn:
+    """End this process without an orderly exit, at which JAX would wait for the others."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if status is None else status)
+    os._exit(status)
 
 
 def _lost(error: BaseException) -> tuple[int, JShardError] | None:
-    """Which other process is gone, when a connection broke and no launcher sees all processes."""
+    """Find which other process is gone, when a connection broke and no launcher sees all processes."""
     if _Joined.membership is None or _Joined.pulse.is_seen_with_all or not is_of_connection(error):
         return None
     return who_is_gone(_Joined.membership, _Joined.pulse.step, _Joined.pulse.stands_in)

@@ -13,12 +13,12 @@ def _client() -> Any:
 
 
 def write(key: str, value: Any) -> None:
-    """Replaces what was there."""
+    """Write a value, in place of what was there."""
     _client().key_value_set(f"jshard/{key}", json.dumps(value), allow_overwrite=True)
 
 
 def claim(key: str, value: Any) -> bool:
-    """Writes where nothing is written yet; says whether this process was the first."""
+    """Write where nothing is written yet; return whether this process was the first."""
     try:
         _client().key_value_set(f"jshard/{key}", json.dumps(value), allow_overwrite=False)
         return True
@@ -28,27 +28,19 @@ def claim(key: str, value: Any) -> bool:
         raise
 
 
-def read(key: str) -> Any:
-    """What is written now, or None."""
-    try:
-        return json.loads(_client().key_value_try_get(f"jshard/{key}"))
-    except Exception as error:
-        if "NOT_FOUND" in str(error):
-            return None
-        raise
-
-
-def read_all(folder: str) -> dict[str, Any]:
-    """All that is written under `folder`, by the last part of its key."""
+def read_ranks(folder: str) -> dict[int, Any]:
+    """Read all that is written under `folder`, by the rank that its key ends in."""
     found = _client().key_value_dir_get(f"jshard/{folder}/")
-    return {key.rpartition("/")[2]: json.loads(value) for key, value in found}
+    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
 
 
-def wait(key: str, seconds: float) -> Any:
-    """What is written, or will be within so many seconds, or None."""
+def read(key: str, seconds: float | None = None) -> Any:
+    """Read what is written now, or will be within so many seconds, or None."""
     try:
+        if seconds is None:
+            return json.loads(_client().key_value_try_get(f"jshard/{key}"))
         return json.loads(_client().blocking_key_value_get(f"jshard/{key}", max(1, int(seconds * 1000))))
     except Exception as error:
-        if "DEADLINE_EXCEEDED" in str(error):
+        if ("NOT_FOUND" if seconds is None else "DEADLINE_EXCEEDED") in str(error):
             return None
         raise

@@ -11,18 +11,13 @@ from jshard.host import nvidia_cards
 
 
 def cards_of(
-    local: int,
-    count: int,
-    environment: Mapping[str, str] = os.environ,
-    *,
-    cards: int | None = None,
-    strict: bool = False,
+    local: int, count: int, environment: Mapping[str, str] = os.environ, *, strict: bool = False
 ) -> dict[str, str]:
-    """The variable by which process `local` of `count` on this host takes its even part; none where there is nothing to
+    """Return the variable by which process `local` of `count` on this host takes its even part; none where there is nothing to
     share out. A part that is not even is an error if `strict`, else a scheduler has shared them out itself."""
     if "JAX_LOCAL_DEVICE_IDS" in environment or environment.get("JAX_PLATFORMS") == "cpu":
         return {}
-    cards = nvidia_cards(environment) if cards is None else cards
+    cards = nvidia_cards(environment)
     if cards % count and strict:
         raise JShardError(
             f"{cards} GPUs can't be shared out evenly to {count} processes",
@@ -35,7 +30,7 @@ def cards_of(
 
 
 def place_on_host(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Which process of how many on this host a scheduler says that this one is; None where it is the only one."""
+    """Find which process of how many on this host a scheduler says that this one is; None where it is the only one."""
     if "OMPI_COMM_WORLD_LOCAL_RANK" in environment:
         local, count = environment["OMPI_COMM_WORLD_LOCAL_RANK"], environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     elif "SLURM_LOCALID" in environment and "SLURM_STEP_TASKS_PER_NODE" in environment:
@@ -47,6 +42,6 @@ def place_on_host(environment: Mapping[str, str] = os.environ) -> tuple[int, int
 
 
 def _expanded(tasks: str) -> list[int]:
-    """Slurm's `2(x3),1` is 2, 2, 2, 1."""
+    """Expand Slurm's `2(x3),1` to 2, 2, 2, 1."""
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in tasks.split(",")]
     return [int(part[1]) for part in parts if part is not None for _ in range(int(part[2] or 1))]

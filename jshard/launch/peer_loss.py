@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshard.errors import JShardError
@@ -18,8 +19,8 @@ BROKEN = ("Gloo", "NCCL", "onnection", "coordination service", "ocket closed")
 
 def is_of_connection(error: BaseException) -> bool:
     """Whether JAX says that it could not reach another process."""
-    said = str(error)
-    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and any(word in said for word in BROKEN)
+    text = str(error)
+    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and any(word in text for word in BROKEN)
 
 
 def is_gone(membership: Membership) -> bool:
@@ -32,7 +33,7 @@ def is_gone(membership: Membership) -> bool:
 
 
 def rank_0_is_gone(membership: Membership, where: str, place: str = "") -> JShardError:
-    """`where` this process was, and in which collective it waited, when rank 0 was gone."""
+    """Say that rank 0 is gone, `where` this process was, and in which collective it waited, when rank 0 was gone."""
     waited = f", waiting in {place}" if place else ""
     return JShardError(
         f"rank 0 is gone: nothing answers at {membership.coordinator} any more, and rank {membership.rank} was {where}{waited}",
@@ -41,14 +42,14 @@ def rank_0_is_gone(membership: Membership, where: str, place: str = "") -> JShar
 
 
 def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JShardError] | None:
-    """The process that this one has lost, and the sentence on it. Takes up to five seconds, as JAX does not say."""
-    from jshard.launch import kv_store as board
+    """Find the process that this one has lost, and the sentence on it. Takes up to five seconds, as JAX does not say."""
+    from jshard.launch import kv_store
 
     waited = f", and the others waited for it in {place}" if place else ""
-    first: Mapping[str, Any] = {}
+    first: Mapping[int, Any] = {}
     began = time.monotonic()
     while True:
-        found = _answered(lambda: (board.read("fault"), board.read_all("pulse")))
+        found = answered(lambda: (kv_store.read("fault"), kv_store.read_ranks("pulse")))
         if found is None:
             where = f"in step {step}" if step else "before its first step"
             return (0, rank_0_is_gone(membership, where, place if step else "")) if membership.rank != 0 else None
@@ -61,26 +62,23 @@ def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JSh
         if time.monotonic() - began > MISSED:
             break
         time.sleep(0.5)
-    for rank in sorted(notes, key=int):
-        note = notes[rank]
+    for rank, note in sorted(notes.items()):
         same = rank in first and first[rank]["beats"] == note["beats"]
-        if same and note["phase"] != "ended" and int(rank) != membership.rank:
-            return int(rank), JShardError(
+        if same and note["phase"] != "ended" and rank != membership.rank:
+            return rank, JShardError(
                 f"rank {rank} is gone: it was in step {note['step']}{waited}",
                 hint=f"look at process {note['pid']} on {note['host']}: it was killed, or its host is gone",
             )
     return None
 
 
-def _answered(ask: Any) -> Any:
-    """What the service answers; None when it does not."""
+def answered(ask: Callable[[], Any]) -> Any:
+    """Return what the service answers within two seconds; None when it does not."""
     answers: list[Any] = []
 
     def listen() -> None:
-        try:
+        with contextlib.suppress(Exception):  # the service is gone: None says so
             answers.append(ask())
-        except Exception:  # the service is gone: None says so
-            pass
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()

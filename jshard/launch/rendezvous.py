@@ -14,14 +14,13 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import Membership
 from jshard.launch.mismatch import Facts, in_words
 
 LONGEST = 1 << 20  # bytes that one process may say
-MENDS = {
+HINTS = {
     "installation": "install the same versions for all of them",
     "configuration": "start all of them with the same YAML and the same key=value",
 }
@@ -41,13 +40,9 @@ class Present:
     def where(self) -> str:
         return f"process {self.pid} on {self.host}"
 
-    @classmethod
-    def of(cls, said: Any) -> Present:
-        return cls(said["rank"], said["processes"], said["host"], said["pid"], said["facts"])
-
 
 def answer(membership: Membership, facts: Mapping[str, Facts], seconds: float) -> None:
-    """Returns when all processes are there and say the same; else every one of them gets the same error."""
+    """Wait until all processes are there and say the same; else every one of them gets the same error."""
     me = Present(membership.rank, membership.processes, socket.gethostname(), os.getpid(), facts)
     if membership.rank == 0:
         listener = _listen(membership)
@@ -58,7 +53,8 @@ def answer(membership: Membership, facts: Mapping[str, Facts], seconds: float) -
 
 
 def _listen(membership: Membership) -> socket.socket | None:
-    """None when another process has the port already: it may be another rank 0, which knows more."""
+    """Listen where the first process is expected; None when another process has the port already: it may be another rank 0,
+    which knows more."""
     host, port = membership.address
     family = (
         socket.AF_INET6 if ":" in host or (not membership.is_local and socket.has_dualstack_ipv6()) else socket.AF_INET
@@ -82,7 +78,7 @@ def _listen(membership: Membership) -> socket.socket | None:
 
 
 def _call(listener: socket.socket, me: Present, seconds: float) -> None:
-    """Rank 0: waits for the others, judges, and tells all."""
+    """Wait for the others, judge, and tell all: what rank 0 does."""
     here: dict[int, Present] = {0: me}
     lines: dict[socket.socket, bytes] = {}
     fault: tuple[str, str] | None = None
@@ -109,12 +105,10 @@ def _call(listener: socket.socket, me: Present, seconds: float) -> None:
     missing = [rank for rank in range(me.processes) if rank not in here]
     if fault is None and missing:
         fault = _missing(missing, me.processes, seconds)
-    for topic in me.facts if fault is None else ():
-        if (
-            difference := in_words(topic, {rank: each.facts.get(topic, {}) for rank, each in here.items()})
-        ) is not None:
-            fault = difference, MENDS.get(topic, "start all of them alike")
-            break
+    for topic in me.facts:
+        difference = in_words(topic, {rank: each.facts.get(topic, {}) for rank, each in here.items()})
+        if fault is None and difference is not None:
+            fault = difference, HINTS.get(topic, "start all of them alike")
     listener.close()  # before the others go on: JAX's service takes the port over
     for connection in lines:
         with contextlib.suppress(OSError), connection:
@@ -126,12 +120,12 @@ def _call(listener: socket.socket, me: Present, seconds: float) -> None:
 
 
 def _hear(connection: socket.socket, lines: dict[socket.socket, bytes]) -> Present | None:
-    """Who it is, once its line is whole. What is no process of ours is let go."""
+    """Read who it is, once its line is complete. What is no process of ours is let go."""
     try:
         got = connection.recv(65536)
         lines[connection] += got
         if b"\n" in lines[connection]:
-            return Present.of(json.loads(lines[connection]))
+            return Present(**json.loads(lines[connection]))
         if got and len(lines[connection]) < LONGEST:
             return None
     except (OSError, ValueError, KeyError, TypeError):
@@ -166,7 +160,7 @@ def _missing(missing: list[int], processes: int, seconds: float) -> tuple[str, s
 
 
 def _report(membership: Membership, me: Present, seconds: float) -> None:
-    """Any other rank: tells rank 0 who it is and waits for the verdict."""
+    """Tell rank 0 who this is and wait for the verdict: what any other rank does."""
     deadline = time.monotonic() + seconds
     line = json.dumps(dataclasses.asdict(me)).encode() + b"\n"
     verdict = None
@@ -188,7 +182,7 @@ def _report(membership: Membership, me: Present, seconds: float) -> None:
                 raise _no_answer(membership, me, seconds)
             time.sleep(0.05)
     if verdict["fault"] is not None:
-        raise Told(verdict["fault"][0], hint=verdict["fault"][1])
+        raise AlreadyReported(verdict["fault"][0], hint=verdict["fault"][1])
 
 
 def _no_answer(membership: Membership, me: Present, seconds: float) -> JShardError:
@@ -203,5 +197,5 @@ def _no_answer(membership: Membership, me: Present, seconds: float) -> JShardErr
     )
 
 
-class Told(JShardError):
+class AlreadyReported(JShardError):
     """What rank 0 says too: on one machine it need not be read twice."""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from jshard.host import free_port
 from jshard.launch.cluster_env import Membership
@@ -86,16 +86,17 @@ class Supervisor:
             for worker in workers:
                 worker.process.wait()
         if self.asked is not None:
-            return 128 + self.asked, "stopped" if self.asked == signal.SIGINT else f"stopped by {_name(self.asked)}"
+            by = "" if self.asked == signal.SIGINT else f" by {signal.Signals(self.asked).name}"
+            return 128 + self.asked, f"stopped{by}"
         if first is not None and "gone" in first.facts:
             return 1, first.facts["fault"]
         if first is not None and self.lost:
             assert self.abroad is not None
-            return 1, str(rank_0_is_gone(self.abroad, first.said(), first.waited_in()))
+            return 1, str(rank_0_is_gone(self.abroad, first.where(), first.waited_in()))
         return (0, None) if first is None else (first.exit_status, fault_of(first))
 
     def _follow(self, workers: Sequence[Worker]) -> Worker | None:
-        """Prints until all have ended; returns the first that failed."""
+        """Print until all have ended; return the first that failed."""
         first: Worker | None = None
         loud = set(workers)
         while loud:
@@ -117,7 +118,7 @@ class Supervisor:
                 self.lost |= worker is first and "gone" in worker.facts
                 self.alone_at = None if "joined" in rest[0] else self.alone_at
                 if self.bar is not None and worker is workers[0]:
-                    self.bar.show(worker.facts)
+                    self.bar.update(worker.facts)
             elif kind == "end":
                 worker.status = rest[0]
                 if worker.status != 0 and first is None and self.asked is None:
@@ -145,23 +146,23 @@ class Supervisor:
         self.alone_at = None
         program = " ".join(self.command[1:3] if self.command[1] == "-m" else self.command[1:2])
         text = f"no process of {program} has called jshard.init(), so that each works alone; call it before JAX does anything"
-        (self.bar.say if self.bar is not None else self._say)(text)
+        self._print(text, sys.stderr)
 
     def _print_held(self, first: Worker | None, *, at_once: bool = False) -> None:
-        """Prints the lines that are old enough. When a process fails the others fail after it, in many words: what they
+        """Print the lines that are old enough. When a process fails the others fail after it, in many words: what they
         said last is left out, as is what one says that has lost a process of another launcher, but for the one sentence."""
         while self.held:
-            said, worker, stream, text = self.held[0]
+            when, worker, stream, text = self.held[0]
             ending = not self.sees_all and (worker is first or LOG_OF_JAX.match(text) is not None)
-            if not at_once and time.monotonic() < said + (ENDING if ending else HELD):
+            if not at_once and time.monotonic() < when + (ENDING if ending else HELD):
                 return
             self.held.popleft()
             of_use = first is None or (worker is first and not self.lost) or stream == "stdout"
             if of_use and self.asked != signal.SIGINT:
-                self._print(worker, stream, text)
+                self._print(f"[{worker.rank}] {text}", sys.stdout if stream == "stdout" else sys.stderr)
 
     def _press_on(self, workers: Sequence[Worker]) -> None:
-        """Hands on the signal that the user sent, once; kills what has not ended in time."""
+        """Hand on the signal that the user sent, once; kill what has not ended in time."""
         if self.asked is not None and self.kill_at == float("inf"):
             self.kill_at = time.monotonic() + (KILLED_ANYWAY if self.asked == signal.SIGINT else self.grace)
             for worker in workers:
@@ -170,12 +171,11 @@ class Supervisor:
             for worker in workers:
                 worker.send(signal.SIGKILL)
 
-    def _print(self, worker: Worker, stream: str, text: str) -> None:
-        line = f"[{worker.rank}] {text}"
+    def _print(self, line: str, stream: TextIO) -> None:
         if self.bar is not None:
             self.bar.say(line)
         else:
-            print(line, file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+            print(line, file=stream, flush=True)
 
     def _say(self, text: str) -> None:
         if self.bar is not None:
@@ -208,8 +208,8 @@ def _knows_better(worker: Worker, first: Worker) -> bool:
 
 
 def fault_of(worker: Worker) -> str:
-    """The sentence on the first process that failed. What it said itself of its fault, or of another's, is above it."""
-    rank, where = worker.rank, worker.said()
+    """Make the sentence on the first process that failed. What it said itself of its fault, or of another's, is above it."""
+    rank, where = worker.rank, worker.where()
     culprit = worker.facts.get("culprit")
     if culprit is not None and culprit != rank:
         return f"rank {culprit} was at fault, as rank {rank} says above; all were stopped"
@@ -227,10 +227,6 @@ def fault_of(worker: Worker) -> str:
 
 
 def local(count: int) -> list[Membership]:
-    """So many processes on this machine, which meet at a free port of loopback."""
+    """Number `count` processes on this machine, which meet at a free port of loopback."""
     port = free_port()
     return [Membership(f"127.0.0.1:{port}", count, rank, "jshard launch") for rank in range(count)]
-
-
-def _name(number: int) -> str:
-    return signal.Signals(number).name

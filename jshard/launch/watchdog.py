@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import socket
@@ -13,17 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshard.errors import JShardError
-from jshard.launch import kv_store as board
+from jshard.launch import kv_store
 from jshard.launch.cluster_env import Membership
 from jshard.launch.heartbeat import Pulse
-from jshard.launch.status_table import odd_one, table
-from jshard.launch.straggler import Slow
+from jshard.launch.peer_loss import answered
+from jshard.launch.rank_status import Slow, odd_one, table
 
 BEAT = 0.5  # seconds; what the launcher's bar shows is at most so old
 TALK = 1.0  # seconds between two notes to the others, for up to CROWD processes; in proportion for more
-CALM = (
-    2  # times as long between two notes of one whose steps come on: less than SURE, so that it never counts as silent
-)
+CALM = 2  # times as long between two notes of one whose steps come on: below SURE, so that it never counts as silent
 CROWD = 64
 FIRST_STEP = 10  # times as long may pass before the first step is done, which compiles
 WAITS = 1.0  # seconds without a step after which a process asks what the others do
@@ -32,7 +29,7 @@ LOST = 20  # notes not written that are wrong by themselves
 
 
 def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], None]:
-    """Starts the threads; returns what ends them. After `limit` seconds without a step a run counts as hung."""
+    """Start the threads; return what ends them. After `limit` seconds without a step a run counts as hung."""
     answers = _Answers(TALK * max(1.0, membership.processes / CROWD))
     threads = [
         threading.Thread(target=_talk, args=(membership, pulse, answers), daemon=True, name="jshard talk"),
@@ -65,16 +62,15 @@ class _Answers:
         self.heard: dict[int, tuple[int, float]] = {}  # the number of the last note of each, and when it came
         self.since: float | None = None
 
-    def take(self, notes: Mapping[str, Mapping[str, Any]]) -> None:
+    def take(self, notes: dict[int, Mapping[str, Any]]) -> None:
         now = time.monotonic()
-        self.since = self.since or now
-        for rank, note in ((int(rank), note) for rank, note in notes.items()):
+        self.since, self.notes = self.since or now, notes
+        for rank, note in notes.items():
             if self.heard.get(rank, (None, 0))[0] != note["beats"]:
                 self.heard[rank] = note["beats"], now
-        self.notes = {int(rank): note for rank, note in notes.items()}
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that have said nothing for so long, and have not said that they end."""
+        """List the ranks that have said nothing for so long, and have not said that they end."""
         now = time.monotonic()
         heard = sorted(dict(self.heard).items())
         return [rank for rank, (_, when) in heard if now - when > seconds and self.notes[rank]["phase"] != "ended"]
@@ -90,10 +86,10 @@ def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
             continue
         note = {**pulse.facts, "beats": beats, "host": socket.gethostname(), "pid": os.getpid()}
         try:
-            board.write(f"pulse/{membership.rank}", note)
-            fault = board.read("fault")
+            kv_store.write(f"pulse/{membership.rank}", note)
+            fault = kv_store.read("fault")
             if waits:
-                answers.take(board.read_all("pulse"))
+                answers.take(kv_store.read_ranks("pulse"))
             else:
                 answers.forget()
             answers.last = time.monotonic()
@@ -108,7 +104,7 @@ def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
 
 
 def _follow(pulse: Pulse, fault: Mapping[str, Any]) -> None:
-    """Another process has failed: so does this one, by its words."""
+    """End this process as another has failed, by its words."""
     if not pulse.is_seen_with_all:
         pulse.tell(culprit=fault["rank"])
         print(f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", file=sys.stderr, flush=True)
@@ -117,18 +113,9 @@ def _follow(pulse: Pulse, fault: Mapping[str, Any]) -> None:
 
 
 def report(membership: Membership, says: str, pulse: Pulse) -> bool:
-    """Tells the other processes that this one has failed; whether it is the first. Takes at most two seconds."""
-    first = []
+    """Tell the other processes that this one has failed; return whether it is the first. Takes at most two seconds."""
     note = {"rank": membership.rank, "host": socket.gethostname(), "says": says, **pulse.facts}
-
-    def tell() -> None:
-        with contextlib.suppress(Exception):
-            first.append(board.claim("fault", note))
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    thread.join(2)
-    return bool(first and first[0])
+    return bool(answered(lambda: kv_store.claim("fault", note)))
 
 
 def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float) -> None:
@@ -153,7 +140,7 @@ def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float)
 
 
 def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: float, limit: float) -> None:
-    """The table of all ranks, told by the first that asks; the others leave it to that one."""
+    """Print the table of all ranks; the first that asks does, and the others leave it to that one."""
     notes, silent = dict(answers.notes), answers.silent(min(SURE * answers.talk, limit))
     alive = {rank: rank not in silent for rank in notes}
     odd = odd_one(notes, alive)

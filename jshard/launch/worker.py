@@ -88,24 +88,24 @@ class Worker:
         self.events.put(("quiet", self))
 
     def send(self, number: int) -> None:
-        """A signal to the process and all its children."""
+        """Send a signal to the process and all its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
-    def said(self) -> str:
-        """Where it was, to the last moment."""
+    def where(self) -> str:
+        """Say where it was, to the last moment."""
         step, phase = self._place()
         if not step:
             return "before its first step"
         return f"in step {step}" if phase in ("step", "ended") else f"in step {step} ({phase})"
 
     def waited_in(self) -> str:
-        """The collective that the others waited in for it, once it had begun to step; empty where it is not known."""
+        """Name the collective that the others waited in for it, once it had begun to step; empty where it is not known."""
         step, _ = self._place()
         return str(self.facts.get("stands_in") or "") if step else ""
 
     def _place(self) -> tuple[int, str]:
-        """The step and the phase that it wrote last; step 0 before its first."""
+        """Read the step and the phase that it wrote last; step 0 before its first."""
         step, phase = PLACE.unpack(os.pread(self.memory.fileno(), PLACE.size, 0))
         return step, phase.rstrip(b"\0").decode()
 

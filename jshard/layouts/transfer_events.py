@@ -20,7 +20,7 @@ def moved(
     op_name: str, shape: Sequence[int], dtype: Any, source: Where, target: Where, *, by: str = "", moves: Sequence[str] = ()
 ) -> None:  # fmt: skip
     """`by` is the signal that asked, `moves` the collectives and slices, where it takes any; `bytes` are the whole array's."""
-    if events.tell is not None:
+    if events.listeners:
         events.tell(
             "moved", op_name=op_name, by=by, moves=list(moves), shape=list(shape), dtype=str(dtype),
             bytes=math.prod(shape) * dtype.itemsize,

@@ -15,7 +15,7 @@ from jshard.signals.signal import Signal
 
 def tell(configuration: Configuration) -> None:
     """An event for each key, where somebody listens."""
-    if events.tell is not None:
+    if events.listeners:
         for place, key, value in lines(configuration):
             events.tell("config", place=str(place), key=key, value=value)
 
@@ -26,8 +26,8 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
     if mesh is not None:
         for name, size in zip(mesh.names, mesh.sizes, strict=True):
             yield mesh.places.get(name, mesh.place), f"jshard.mesh.{name}", str(size)
-    for key, value in _flat(configuration.train):
-        yield _place(configuration, key), f"jshard.train.{key}", value
+    for key, value in flat(configuration.train):
+        yield _place(configuration, key), f"jshard.train.{key}", _word(value)
     for signal in configuration.signals.values():
         says = list(_keys(signal))
         for key, value in says:
@@ -51,27 +51,29 @@ def _written(signal: Signal, key: str) -> str:
 
 
 def _keys(signal: Signal) -> Iterator[tuple[str, str]]:
-    for key, value in _changed(signal).items():
+    for key, value in changed(signal).items():
         if dataclasses.is_dataclass(value):
-            value = _changed(value)
+            value = changed(value)
         elif key in ("kernel", "expect"):
             value = dict(value)
         if key not in ("name", "place", "places"):
-            yield from _flat(value, "store.optimizer" if key == "store_optimizer" else key)
+            for name, inside in flat(value, "store.optimizer" if key == "store_optimizer" else key):
+                yield name, _word(inside)
 
 
-def _changed(value: Any) -> dict[str, Any]:
+def changed(value: Any) -> dict[str, Any]:
     """The fields of a dataclass that say more than their defaults."""
     fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
     return {name: present for name, (present, default) in fields.items() if present != default}
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested mappings, joined by dots, and their values."""
     if not isinstance(value, Mapping):
-        yield key, _word(value)
+        yield key, value
         return
     for name, inside in value.items():
-        yield from _flat(inside, f"{key}.{name}" if key else str(name))
+        yield from flat(inside, f"{key}.{name}" if key else str(name))
 
 
 def _word(value: Any) -> str:

@@ -12,12 +12,12 @@ from jshard.layouts.put import raw
 
 
 def prepare() -> None:
-    """Imports orbax, which takes a second, before the first step and not in front of the first save."""
+    """Import orbax, which takes a second, before the first step and not in front of the first save."""
     from orbax.checkpoint import v1  # noqa: F401  # the import is the work
 
 
 def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
-    """Begins to write arrays, each process its own parts; returns what waits for the end of it. When this returns the
+    """Begin to write arrays, each process its own parts; return what waits for the end of it. When this returns the
     arrays have been copied and may be donated."""
     from orbax.checkpoint import v1
 
@@ -26,7 +26,7 @@ def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
 
 
 def load(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays, each of the shape and dtype and in the place that `like` says, wherever they lay when they were saved.
+    """Read the arrays, each of the shape and dtype and in the place that `like` says, wherever they lay when they were saved.
     Shapes have been compared before."""
     from orbax.checkpoint import v1
 
@@ -40,6 +40,6 @@ def _told_elsewhere(record: logging.LogRecord) -> bool:
 
 
 def like_raw(array: jax.Array) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and place of `raw(array)`."""
-    plain = raw(array)
-    return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=plain.sharding)
+    """Return the shape, dtype and sharding of `raw(array)`."""
+    numbers = raw(array)
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=numbers.sharding)

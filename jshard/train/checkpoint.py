@@ -23,14 +23,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jshard import events
 from jshard.errors import JShardError
 from jshard.layouts.paths import keys_of
 from jshard.layouts.put import kind, raw, typed
 from jshard.run_names import CONFIGURATION
 from jshard.train.arrays import like_raw, load, prepare, save
-from jshard.train.data_position import positions
 from jshard.train.manifest import Damaged, Manifest, flush
 from jshard.train.settings import Policy
+from jshard.train.sources import positions
 
 ARRAYS = "arrays"
 SHOWN = 3  # faults of a checkpoint that does not fit; the others are counted
@@ -54,9 +55,7 @@ class Checkpoint:
     @classmethod
     def find(cls, folder: Path, which: str, run: str) -> Checkpoint:
         """`which` is "latest", "previous" or the number of a step. Several processes take the one that the first found."""
-        step = cls._found(folder, which)
-        if jax.process_count() > 1:
-            step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+        step = int(multihost_utils.broadcast_one_to_all(np.int32(cls._found(folder, which))))
         return cls(folder / str(step), step, run)
 
     @staticmethod
@@ -111,7 +110,8 @@ class Checkpoint:
             if name not in manifest.arrays:
                 faults.append(f"{self} has no {name}, which {needed_by} needs")
             elif (saved := manifest.arrays[name]) != here:
-                faults.append(f"{name} is {_shown(*saved)} in {self}, and {_shown(*here)} by {needed_by}")
+                was, wanted = (f"{dtype}{list(shape)}" for shape, dtype in (saved, here))
+                faults.append(f"{name} is {was} in {self}, and {wanted} by {needed_by}")
         faults += [f"{self} has {name}, which {needed_by} has not" for name in manifest.arrays if name not in arrays]
         if faults:
             more = f", and {len(faults) - SHOWN} more of this kind" if len(faults) > SHOWN else ""
@@ -135,10 +135,6 @@ class Checkpoint:
 
 
 _ANEW = "start anew by: jshard train, with another output"
-
-
-def _shown(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 def reason(error: BaseException) -> str:
@@ -178,7 +174,7 @@ class Saver:
             self.last = self.saved = resumed.step
         elif there:
             raise JShardError(
-                f"{self.policy.said} already holds checkpoints, the last of step {there[-1]}",
+                f"{self.policy.label} already holds checkpoints, the last of step {there[-1]}",
                 hint=f"type: jshard resume {self.policy.run}, or name another output",
             )
         prepare()
@@ -206,6 +202,7 @@ class Saver:
     def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
         """Begins to save. The state has been copied when this returns, so it may be donated."""
         self.wait()
+        events.tell("saving", step=step, folder=str(self.policy.folder))
         arrays = named(state)
         manifest = Manifest(
             step, positions(position), {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
@@ -247,23 +244,27 @@ class Saver:
         with self._failure_told(f"take step {self.last}"):
             pending.result()
         self.saved = self.last
+        events.tell("saved", step=self.saved, folder=str(self.policy.folder))
         self.say(f"saved step {self.saved}: {self.policy.folder / str(self.saved)}")
 
     def end(self) -> None:
         """Until nothing is being saved by any process: the first puts a checkpoint in place when the others are done."""
         self.wait()
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("jshard has saved")
+        multihost_utils.sync_global_devices("jshard has saved")
 
-    def settle(self) -> None:
-        """The same after a fault, which is the one to raise: what goes wrong here as well is only said."""
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """However training ends, what is being saved is saved to its end."""
         try:
-            self.wait()
+            self.end() if kind is None else self.wait()
         except JShardError as error:
-            self.say(str(error))
-
-    def close(self) -> None:
-        self.worker.shutdown()
+            if kind is None:
+                raise
+            self.say(str(error))  # the fault that ended the training is the one to raise
+        finally:
+            self.worker.shutdown()
 
     @contextlib.contextmanager
     def _failure_told(self, what: str) -> Iterator[None]:
@@ -278,4 +279,4 @@ class Saver:
             go_on = (
                 ", or name another output" if self.saved is None else f", then type: jshard resume {self.policy.run}"
             )
-            raise JShardError(f"{self.policy.said} can't {what}: {why}{back}", hint=hint + go_on) from error
+            raise JShardError(f"{self.policy.label} can't {what}: {why}{back}", hint=hint + go_on) from error

@@ -21,29 +21,29 @@ from jshard.train.sources import Examples, Indexed, Shuffled, Source, Stream, nu
 PAIR = 'return {"train": (x, y), "test": (x, y)}'
 
 
-def examples(said: str, data: Any, part: str) -> Examples:
-    """`data["train"]` or `data.train`, a pair of arrays, or of trees of arrays, of as many rows; `said` opens the error
+def examples(label: str, data: Any, part: str) -> Examples:
+    """Read `data["train"]` or `data.train`, a pair of arrays, or of trees of arrays, of as many rows; `label` opens the error
     when it is not."""
     pair = part_of(data, part)
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise JShardError(f'{said} returns no pair of arrays named "{part}"', hint=PAIR)
-    found = Examples(*numbers(f"{said} returns", pair, f' for "{part}"'))
-    x, y = (_counts(tree) for tree in (found.x, found.y))
-    if len({*x, *y}) != 1 or {*x, *y} <= {None, 0}:
+        raise JShardError(f'{label} returns no pair of arrays named "{part}"', hint=PAIR)
+    found = Examples(*numbers(f"{label} returns", pair, f' for "{part}"'))
+    counts = {len(array) if array.ndim else None for array in jax.tree.leaves((found.x, found.y))}
+    if len(counts) != 1 or counts <= {None, 0}:
         raise JShardError(
-            f'{said} returns inputs of {_shapes(found.x)} and targets of {_shapes(found.y)} for "{part}"',
+            f'{label} returns inputs of {_shapes(found.x)} and targets of {_shapes(found.y)} for "{part}"',
             hint="return as many targets as inputs, and at least one",
         )
     return found
 
 
-def source(said: str, data: Any, *, batch: int, seed: int, shuffle: bool | None, last: str | None) -> Source:
-    """What `data["train"]` is read by: a pair of arrays in memory, anything with a length that gives a pair for a number,
-    an iterable of batches, or a function that returns one."""
+def source(label: str, data: Any, *, batch: int, seed: int, shuffle: bool | None, last: str | None) -> Source:
+    """Choose what `data["train"]` is read by: a pair of arrays in memory, anything with a length that gives a pair for a
+    number, an iterable of batches, or a function that returns one."""
     train = part_of(data, "train")
-    what = f'{said} "train"'
+    what = f'{label} "train"'
     if isinstance(train, tuple):
-        rows: Examples | Indexed = examples(said, data, "train")
+        rows: Examples | Indexed = examples(label, data, "train")
     elif hasattr(train, "__getitem__") and hasattr(train, "__len__") and not isinstance(train, (Mapping, str)):
         rows = Indexed(what, train)
         if len(rows) == 0:
@@ -54,18 +54,12 @@ def source(said: str, data: Any, *, batch: int, seed: int, shuffle: bool | None,
             raise JShardError(f"{what} is in an order of its own, which {key} can't change", hint=f"remove {key}")
         return Stream(what, train, batch)
     else:
-        raise JShardError(f'{said} returns no pair of arrays named "train"', hint=PAIR)
+        raise JShardError(f'{label} returns no pair of arrays named "train"', hint=PAIR)
     return Shuffled(what, rows, batch, seed, shuffle is not False, last or "drop")
 
 
-def in_memory(data: Source, test: Examples | None) -> dict[str, Examples]:
-    """The parts of the data that are there before they are read."""
-    train = data.examples if isinstance(data, Shuffled) else None
-    return {part: each for part, each in (("train", train), ("test", test)) if isinstance(each, Examples)}
-
-
 def numbers_of(y: Any) -> tuple[int, int] | None:
-    """The least and the largest of whole numbers."""
+    """Return the least and the largest of whole numbers."""
     if not isinstance(y, np.ndarray) or not np.issubdtype(y.dtype, np.integer) or not y.size:
         return None
     return int(y.min()), int(y.max())
@@ -75,17 +69,13 @@ def part_of(data: Any, part: str) -> Any:
     return data.get(part) if isinstance(data, Mapping) else getattr(data, part, None)
 
 
-def _counts(tree: Any) -> list[int | None]:
-    return [len(array) if array.ndim else None for array in jax.tree.leaves(tree)]
-
-
 def _shapes(tree: Any) -> str:
     leaves = jax.tree.leaves(tree)
     return f"shape{'s' * (len(leaves) > 1)} {', '.join(str(array.shape) for array in leaves)}"
 
 
 def padded(data: Examples, size: int) -> Iterator[tuple[Examples, np.ndarray]]:
-    """All the data once, in order, in batches of one size; the weights are 0 where a last batch is filled up."""
+    """Yield all the data once, in order, in batches of one size; the weights are 0 where a last batch is filled up."""
     for start in range(0, len(data), size):
         chosen = np.arange(start, start + size)
         weights = (chosen < len(data)).astype(np.float32)
@@ -105,12 +95,12 @@ class Placement:
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in self.mesh_axes)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """The arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""
+        """Put arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""
         where = self._sharding
         return jax.tree.map(lambda array: jax.device_put(array) if where is None else put(array, where), arrays)
 
     def rows(self, batch: int) -> np.ndarray:
-        """The rows of a batch of so many that the devices of this process hold. Which they are is said by where the
+        """List the rows of a batch of this size that the devices of this process hold. Which they are is said by where the
         devices stand along the mesh axes, not by the number of the process: where a batch is whole on devices of several
         processes, each of them has all its rows."""
         if self._sharding is None or self._sharding.is_fully_addressable:
@@ -121,7 +111,7 @@ class Placement:
         return np.flatnonzero(held)
 
     def place(self, size: int, *arrays: Any) -> tuple[Any, ...]:
-        """Batches of `size` rows over all processes, of which these are the `rows` of this one, on the devices."""
+        """Put batches of `size` rows over all processes, of which these are the `rows` of this one, on the devices."""
         where, here = self._sharding, self.rows(size)
         if where is None or where.is_fully_addressable:
             return self(*arrays)
@@ -143,7 +133,7 @@ class Placement:
         return None if self.mesh is None else Layout(self.mesh, self.mesh_axes).sharding
 
     def shapes(self, rows: int, *arrays: Any) -> tuple[Any, ...]:
-        """What a call with so many rows of these would place, as shapes alone: the devices need not be here."""
+        """Describe what a call with this many rows would place, as shapes alone: the devices need not be here."""
         where = self._sharding
 
         def shape(array: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -154,7 +144,7 @@ class Placement:
 
 
 def settle(module: Any, mesh: Mesh | None) -> Any:
-    """The same module with every array of it on the mesh: those that no signal has placed lie whole on every device."""
+    """Put every array of a module on the mesh: those that no signal has placed are replicated."""
     if mesh is None:
         return module
     everywhere = Layout(mesh).sharding

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,21 +14,24 @@ from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger import Ledger, Traced, ledger_of
+from jshard.inspect.plan import Plan, Topology
+from jshard.inspect.plan.aot import LIMIT
+from jshard.inspect.plan.planning import planned
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract
+from jshard.layers.layer import model_arrays
+from jshard.signals import device_sets
+from jshard.signals.active_config import mesh_for
 from jshard.signals.config import Configuration
 from jshard.signals.scope import signal
 from jshard.train.components import Component, parameters_of, transformation
-from jshard.train.data import Examples, Placement, examples, in_memory, numbers_of, part_of, settle, source
-from jshard.train.home import home_of
-from jshard.train.loop import AHEAD, Step
-from jshard.train.loss import cross_entropy
-from jshard.train.objective import Objective, are_classes, check_called, shown
+from jshard.train.data import Examples, Placement, examples, numbers_of, part_of, settle, source
+from jshard.train.loop import AHEAD, Step, step_with_gradients
+from jshard.train.loss import Objective, are_classes, check_called, cross_entropy, shown
 from jshard.train.optimizer import Optimizer
-from jshard.train.settings import LEARNING_RATE, LOG, Policy, Settings
+from jshard.train.settings import Settings
 from jshard.train.sources import Shuffled, Source
-from jshard.train.verifiable_step import step_with_gradients
 
 READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
 
@@ -45,38 +47,31 @@ class Experiment:
     data: Source
     test: Examples | None
     placement: Placement
-    batch: int
-    steps: int
-    seed: int
-    log: int  # say and write figures after every so many steps
-    evaluation: int  # evaluate after every so many
-    output: str | None
     ahead: int = AHEAD  # batches that are read before they are asked for
-    checkpoint: Policy | None = None
-    ran: Path | None = None  # where each process writes what it runs
-    tensorboard: bool = False
     only_shapes: bool = False
     apart: str | None = None  # why no one program is a step: layers, or their backward, on several sets of devices
 
     @classmethod
     def build(cls, configuration: Configuration, mesh: Mesh | None, *, only_shapes: bool = False) -> Experiment:
-        """With `only_shapes` no array is made, and the devices of the mesh need not be here: it can be explained and
+        """Build it. With `only_shapes` no array is made, and the devices of the mesh need not be here: it can be explained and
         compiled, not trained."""
-        said = Settings(configuration)
-        said.require("model")
-        batch, steps, seed = said["batch"], said["steps"], said["seed"]
+        settings = Settings(configuration)
+        settings.require("model")
+        batch, seed = settings["batch"], settings["seed"]
         placement = Placement(mesh, configuration.signals)
-        said.check_rows(placement.ways)
-        component, how = _data(said)
+        settings.check_rows(placement.ways)
+        component, how = _data(settings)
         with as_user_error(f"{component.path} is called"):
-            returned = component(**_rows(component, placement, batch))
+            asks = "rows" in parameters_of(component.function) and "rows" not in component.arguments
+            returned = component(**{"rows": placement.rows(batch)} if asks else {})
         here = f"{component}, which"
         data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
         test = None if part_of(returned, "test") is None else examples(here, returned, "test")
         if isinstance(data, Shuffled):
-            _check_count(said, len(data.examples), batch, data.last, placement)
-        model_named, loss_named = _component(said, "model"), _component(said, "loss") if said["loss"] else None
-        tx = transformation(said["optimizer"], configuration.train_places, LEARNING_RATE)
+            _check_count(settings, len(data.examples), batch, data.last, placement)
+        model_named = Component.of(settings, "model")
+        loss_named = Component.of(settings, "loss") if settings["loss"] else None
+        tx = transformation(settings)
 
         apart = None
 
@@ -89,7 +84,7 @@ class Experiment:
                 model, optimizer = abstract(made)
             else:
                 model = model_named(rngs=nnx.Rngs(seed))
-                home, apart = home_of(model, mesh)
+                home, apart = _home_of(model, mesh, configuration)
                 if home is not mesh:
                     placement = Placement(home, {})
                 settle(model, home)
@@ -97,8 +92,10 @@ class Experiment:
         check_called(model_named, model)
         loss = loss_named or cross_entropy
         loss = signal("objective")(loss) if "objective" in configuration.signals else loss
-        present = {} if loss_named else in_memory(data, test)
-        classes = {part: found for part, each in present.items() if (found := numbers_of(each.y))}
+        parts = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
+        in_memory = {part: numbers_of(each.y) for part, each in parts.items() if isinstance(each, Examples)}
+        classes = {part: numbers for part, numbers in in_memory.items() if numbers and loss_named is None}
+        settings.check_folders()
         return cls(
             configuration=configuration,
             model=model,
@@ -107,53 +104,47 @@ class Experiment:
             data=data,
             test=test,
             placement=placement,
-            batch=batch,
-            steps=steps,
-            seed=seed,
-            log=said.every("log", LOG),
-            evaluation=said.every("evaluation", steps),
-            output=said["output"],
             ahead=how.get("ahead", AHEAD),
-            checkpoint=said.checkpoint(),
-            ran=said.ran(),
-            tensorboard=said.tensorboard(),
             only_shapes=only_shapes,
             apart=apart,
         )
 
+    @functools.cached_property
+    def settings(self) -> Settings:
+        return Settings(self.configuration)
+
     def step(self) -> Step:
-        """The training step, over the arrays of the model and the optimizer as they are now."""
+        """Make the training step, over the arrays of the model and the optimizer as they are now."""
         return Step(self.model, self.optimizer, self.loss, apart=self.apart is not None)
 
     def evaluated_on(self, step: Step, say: Callable[[str], None]) -> Examples | None:
-        """The test data, where the part that is right can be counted; else `say` why nothing is evaluated."""
+        """Return the test data, where the part that is right can be counted; else `say` why nothing is evaluated."""
         data = self.loss.data
         if self.test is None:
             why = 'returns no "test"'
         else:
             outputs = self.outputs(step)
-            (targets,) = self.placement.shapes(self.batch, self.test.take(np.arange(1))[1])
+            (targets,) = self.placement.shapes(self.settings["batch"], self.test.take(np.arange(1))[1])
             if are_classes(outputs, targets):
                 return self.test
             why = f'returns targets {shown(targets)} in "test", which are no classes of the outputs {shown(outputs)}'
         if "evaluation" in self.configuration.train:
             raise JShardError(
-                f"jshard.train.evaluation ({self.configuration.train_places['evaluation']}) is on test data, and {data.path} "
-                f"{why}",
+                f"jshard.train.evaluation ({self.settings.place('evaluation')}) is on test data, and {data.path} {why}",
                 hint='return {"train": (x, y), "test": (x, y)}, or remove evaluation',
             )
         say(f"nothing is evaluated: {data.path} {why}")
         return None
 
     def outputs(self, step: Step) -> Any:
-        """The shapes of what the model makes of a batch."""
-        (x,) = self.placement.shapes(self.batch, self.data.example()[0])
+        """Find the shapes of what the model makes of a batch."""
+        (x,) = self.placement.shapes(self.settings["batch"], self.data.example()[0])
         if self.apart:  # nothing can be traced as a whole
             return step.predict(step.state, self.first_batch()[0])
         return jax.eval_shape(step.predict, step.state, x)
 
     def check_read(self, step: Step) -> Callable[[Any], None]:
-        """What raises an error for classes, among targets that are read meanwhile, which the model has no output for."""
+        """Return what raises an error for classes, among targets that are read later, that the model has no output for."""
         if self.loss.written is not None or "train" in self.loss.classes:
             return lambda y: None
         outputs = self.outputs(step)
@@ -165,7 +156,7 @@ class Experiment:
         return check
 
     def explain(self) -> Ledger:
-        """Every collective of the training step, and what is held between steps."""
+        """List every collective of the training step, and what is held between steps."""
         return self._ledger
 
     @functools.cached_property
@@ -181,28 +172,29 @@ class Experiment:
         step = self.step()
         return step.program.lower(step.state, *self.first_batch())
 
+    def plan(self, topology: Topology, *, limit: float = LIMIT, cache: bool = True) -> Plan:
+        """Compile the training step for devices that are not there."""
+        step = self.step()
+        args, ledger = (step.state, *self.first_batch()), self.explain()
+        return planned(step.program, args, {}, ledger, topology, self.placement.mesh, limit=limit, cache=cache)
+
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
-        """One whole training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and
+        """Verify one training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and
         the parameters and the optimizer state after it."""
         step, args = step_with_gradients(self.loss), (self.model, self.optimizer, *self.first_batch())
         return verify(step, *args, backward=False, meshes=meshes)
 
     def first_batch(self) -> tuple[Any, ...]:
+        batch = self.settings["batch"]
         with as_user_error("data is read"):
             if self.only_shapes:
-                return self.placement.shapes(self.batch, *self.data.example())
-            return self.placement.place(self.batch, *self.data.first(self.placement.rows))
+                return self.placement.shapes(batch, *self.data.example())
+            return self.placement.place(batch, *self.data.first(self.placement.rows))
 
 
-def _component(said: Settings, key: str) -> Component:
-    """What the import path under `key` leads to."""
-    said.require(key)
-    return Component.of(key, said[key], said.place(key))
-
-
-def _data(said: Settings) -> tuple[Component, Mapping[str, Any]]:
-    """What `data` names, and how it says that is read."""
-    component = _component(said, "data")
+def _data(settings: Settings) -> tuple[Component, Mapping[str, Any]]:
+    """Import what `data` names, and return how it says that is read."""
+    component = Component.of(settings, "data")
     how = {key: value for key, value in component.arguments.items() if key in READING}
     taken = sorted(set(how) & set(parameters_of(component.function)))
     if taken:
@@ -214,22 +206,36 @@ def _data(said: Settings) -> tuple[Component, Mapping[str, Any]]:
     return dataclasses.replace(component, arguments=rest), how
 
 
-def _rows(component: Component, placement: Placement, batch: int) -> Mapping[str, Any]:
-    """Which rows of each batch this process needs, for a data function that asks by an argument `rows`."""
-    asks = "rows" in parameters_of(component.function) and "rows" not in component.arguments
-    return {"rows": placement.rows(batch)} if asks else {}
-
-
-def _check_count(said: Settings, count: int, batch: int, last: str, placement: Placement) -> None:
-    """An error when there are too few examples for a batch, or `last: keep` leaves some that can't be split."""
+def _check_count(settings: Settings, count: int, batch: int, last: str, placement: Placement) -> None:
+    """Raise an error when there are too few examples for a batch, or `last: keep` leaves some that can't be split."""
     if batch > count and last != "keep":
         raise JShardError(
-            f"jshard.train.batch ({said.place('batch')}) is {batch}, but there are {count} examples",
+            f"jshard.train.batch ({settings.place('batch')}) is {batch}, but there are {count} examples",
             hint=f"use {count} or fewer",
         )
     if last == "keep" and (count % batch) % placement.ways:
         raise JShardError(
-            f"jshard.train.data.last ({said.place('data.last')}) is keep, and the last batch has {count % batch} of "
+            f"jshard.train.data.last ({settings.place('data.last')}) is keep, and the last batch has {count % batch} of "
             f"{count} examples, which can't be split in {placement.ways}",
             hint="write last: drop or last: fill",
         )
+
+
+def _home_of(model: nnx.Module, mesh: Any, configuration: Configuration) -> tuple[Any, str | None]:
+    """Find the mesh of all layers. Where they, or the backward of one, lie on several sets of devices: none, and why; an error
+    where a layer has no backward, as no gradient gets from one set to the other."""
+    arrays = model_arrays(model).values()
+    named = {each.signal.name: each.signal for each in arrays if each.layout is not None and each.signal is not None}
+    signals = sorted(named.values(), key=lambda each: each.place.line or 0)
+    if mesh is None or not signals:
+        return mesh, None
+    first, home = signals[0], mesh_for(signals[0])[0]
+    for each in signals:
+        if device_sets.differ(home, there := mesh_for(each)[0]) and not (first.backward and each.backward):
+            raise device_sets.apart(each, there, first, home)
+    for each in signals:
+        back = configuration.lookup((each.backward,)) if each.backward is not None else each
+        if device_sets.differ(home, there := mesh_for(back)[0]):
+            why = f"{first} lies on {device_sets.devices_in_words(home)} and {back} on {device_sets.devices_in_words(there)}"
+            return None, f"{why}, so a step is several programs, which are run and not explained"
+    return (home if device_sets.differ(home, mesh) else mesh), None

@@ -49,7 +49,7 @@ class Shape:
         found = FORM.fullmatch(word)
         if found is None:
             raise JShardError(f'--args "{word}" is neither a shape nor a function', hint=f"write it like {EXAMPLE}")
-        dtype, sizes, lies = found[1], [size.strip() for size in found[2].split(",")], found[3]
+        dtype, sizes, axes_words = found[1], [size.strip() for size in found[2].split(",")], found[3]
         if dtype not in DTYPES:
             hint = did_you_mean(dtype, DTYPES, f"use {', '.join(DTYPES[:3])}, int32 or another of JAX")
             raise JShardError(f'--args "{word}" has the dtype "{dtype}", which jshard does not know', hint=hint)
@@ -60,11 +60,11 @@ class Shape:
             )
         if "" in sizes[: -1 if len(sizes) > 1 else None] and sizes != [""]:
             raise JShardError(f'--args "{word}" leaves a size out', hint=f"write it like {EXAMPLE}")
-        axes = None if lies is None else tuple(map(_mesh_axes, lies.split(",")))
+        axes = None if axes_words is None else tuple(map(_mesh_axes, axes_words.split(",")))
         return cls(word, dtype, tuple(int(size) for size in sizes if size), axes)
 
     def made(self, configuration: Configuration, *, only_shapes: bool) -> Any:
-        """The argument; a random key is a real one where there are to be arrays."""
+        """Make the argument; a random key is a real one where there are to be arrays."""
         if self.dtype == "key":
             if not only_shapes:
                 return jax.random.split(jax.random.key(0), self.shape) if self.shape else jax.random.key(0)
@@ -116,7 +116,7 @@ class Maker:
 
 
 def _described(function: Callable[[], Any]) -> Any:
-    """What it returns, shapes for arrays; what is no array is handed through."""
+    """Call a function for shapes in place of arrays; what is no array is handed through."""
     kept: list[Any] = []
     trees: list[Any] = []
 
@@ -147,7 +147,7 @@ class Call:
 
     @classmethod
     def of(cls, name: str, words: Sequence[str]) -> Call:
-        """`name` is `module:function`, each word a shape or another `module:function`."""
+        """Find a function: `name` is `module:function`, each word a shape or another `module:function`."""
         f = function_at(f'"{name}" names a function, but', name)
         if inspect.isclass(f):
             raise JShardError(f'"{name}" names a class', hint="name a function that calls it")
@@ -155,7 +155,8 @@ class Call:
             name, f, tuple(Maker.of(word) if re.fullmatch(IMPORT_PATH.form, word) else Shape.of(word) for word in words)
         )
 
-    def built(self, configuration: Configuration, *, only_shapes: bool) -> Function:
+    def built(self, configuration: Configuration, _: Any, *, only_shapes: bool) -> Function:
+        """Make its arguments, on the mesh of what is loaded."""
         args: list[Any] = []
         for argument in self.arguments:
             made = argument.made(configuration, only_shapes=only_shapes)
@@ -190,7 +191,7 @@ class Function:
     configuration: Configuration
 
     def explain(self) -> Ledger:
-        """Every collective of it and of its gradients; with an optimizer among the arguments, what is held too."""
+        """List every collective of it and of its gradients; with an optimizer among the arguments, what is held too."""
         return explain(self.f, *self.args)
 
     def lowered(self) -> Any:
@@ -199,9 +200,9 @@ class Function:
         return program.lower(*args, **kwargs)
 
     def plan(self, topology: Topology, *, limit: float = LIMIT, cache: bool = True) -> Plan:
-        """It, compiled for devices that are not there."""
+        """Compile it for devices that are not there."""
         return plan(self.f, *self.args, topology=topology.name, limit=limit, cache=cache)
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
-        """Its value and gradients, sharded against unsharded; numbers are put where there are only shapes."""
+        """Verify its value and gradients, sharded against unsharded; numbers are put where there are only shapes."""
         return verify(self.f, *self.args, meshes=meshes)

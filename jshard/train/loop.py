@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.inspect.user_code_errors import as_user_error
+from jshard.inspect.verify.inputs import Named, named_leaves
 from jshard.train.data import Examples, Placement, padded
 from jshard.train.loss import correct
 from jshard.train.prefetch import read_ahead
@@ -60,17 +61,32 @@ class Step:
         self.hits = compiled(lambda state, x, y: correct(predict(state, x), y), out_shardings=_read_by_all(where))
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Trains on one batch and returns its loss, which may not be computed yet."""
+        """Train on one batch and return its loss, which may not be computed yet."""
         self.state, loss = self.program(self.state, x, y)
         return loss
 
     def into(self, model: Any, optimizer: nnx.Optimizer) -> None:
-        """Puts what was learned into the modules that the step was made of."""
+        """Put what was learned into the modules that the step was made of."""
         nnx.update((model, optimizer), self.state)
 
 
+def step_with_gradients(loss: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Named]:
+    """Make a training step as `verify` compares it: it returns the loss and the gradients of the parameters and of inputs that
+    are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
+
+    def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
+        smooth = jnp.issubdtype(x.dtype, jnp.inexact)
+        of = [nnx.DiffState(0, optimizer.wrt), *([1] if smooth else [])]
+        value, (gradients, *of_x) = nnx.value_and_grad(lambda model, x: loss(model(x), y), argnums=of)(model, x)
+        optimizer.update(model, gradients)
+        leaves = {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})}
+        return Named({"loss": value, **{f"gradient of {name}": leaf for name, leaf in leaves.items()}})
+
+    return train
+
+
 def _read_by_all(where: Any) -> NamedSharding | None:
-    """Whole everywhere, when devices of other processes take part, so that each process can read it; else as it comes."""
+    """Replicate results when devices of other processes take part, so that each process can read them."""
     for each in jax.tree.leaves(where):
         if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh) and not each.is_fully_addressable:
             return NamedSharding(each.mesh, PartitionSpec())
@@ -98,15 +114,17 @@ def run(
     *,
     steps: int,
     ahead: int = AHEAD,
-    done: int = 0,
-    position: Position | None = None,
+    since: tuple[int, Position | None] = (0, None),
     begins: Callable[[int], None] = lambda number: None,
     check: Callable[[Any], None] = lambda y: None,
 ) -> Generator[Taken]:
-    """Dispatches the steps behind the first `done`, up to `steps`; `ahead` batches are read and on their way to the
-    devices before they are asked for. `begins` hears of each step before it is dispatched, `check` of the targets that are
-    read. A loss that is no number ends it, at most a few steps later."""
+    """Dispatch the steps behind those that are done by `since`, their number and the position in the data, up to `steps`.
+
+    `ahead` batches are read and on their way to the devices before they are asked for. `begins` hears of each step before it
+    is dispatched, `check` of the targets that are read. A loss that is no number ends it, at most a few steps later.
+    """
     waiting: collections.deque[tuple[int, jax.Array, Position | None]] = collections.deque()
+    done, position = since
     numbers = range(done + 1, steps + 1)
 
     def settle(left: int = 0) -> None:
@@ -137,7 +155,7 @@ def placed(
     count: int,
     check: Callable[[Any], None] = lambda y: None,
 ) -> Generator[tuple[tuple[Any, ...], Position]]:
-    """So many batches on the devices, and the position behind each."""
+    """Yield `count` batches on the devices, and the position behind each."""
     with as_user_error("data is read"):
         for batch in itertools.islice(source.read(position, placement.rows), count):
             check(batch.y)
@@ -145,13 +163,13 @@ def placed(
 
 
 def check_parameters(state: Any, number: int) -> None:
-    """Stops when the parameters behind a step hold a NaN, which the loss of the next step would only tell."""
+    """Stop when the parameters behind a step hold a NaN, which the loss of the next step would only tell."""
     if holds_nan(state):
         raise NotANumber(number, "a parameter behind")
 
 
 def holds_nan(state: Any) -> bool:
-    """Whether a parameter does."""
+    """Say whether a parameter holds a NaN."""
     by_devices: dict[Any, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(nnx.filter_state(state[0], nnx.Param)):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -173,7 +191,7 @@ class NotANumber(Exception):
 
 
 def evaluate(step: Step, data: Examples, placement: Placement, batch: int) -> float:
-    """The part of the targets in `data` that the model gets right, of which a row may have several."""
+    """Compute the part of the targets in `data` that the model gets right, of which a row may have several."""
     right = 0.0
     for chosen, weights in padded(data, batch):
         hits = np.asarray(step.hits(step.state, *placement(chosen.x, chosen.y)))

@@ -30,12 +30,12 @@ class Manifest:
     files: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)  # path -> bytes, SHA-256
 
     def write(self, folder: Path) -> None:
-        """The checksums of all files in `folder`, and this beside them; all of it is on the disk when it returns."""
+        """Write the checksums of all files in `folder`, and this beside them; all of it is on the disk when it returns."""
         files = {str(path.relative_to(folder)): _digest(path, flush=True) for path in _files(folder)}
-        said = {**dataclasses.asdict(dataclasses.replace(self, files=files)), "format": FORMAT}
-        said["sha256"] = _own(said)
+        fields = {**dataclasses.asdict(dataclasses.replace(self, files=files)), "format": FORMAT}
+        fields["sha256"] = _own(fields)
         with (folder / MANIFEST).open("w") as file:
-            json.dump(said, file, indent=1)
+            json.dump(fields, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         for each in {path.parent for path in _files(folder)}:
@@ -43,24 +43,24 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Checks the file itself, and not yet the others."""
+        """Read the file and check it itself, and not yet the others."""
         try:
-            said = json.loads((folder / MANIFEST).read_bytes())
-            own = said.pop("sha256")
+            fields = json.loads((folder / MANIFEST).read_bytes())
+            own = fields.pop("sha256")
         except FileNotFoundError:
             raise Damaged(f"is half-written: it has no {MANIFEST}") from None
         except (ValueError, KeyError, AttributeError, TypeError):
             raise Damaged(f"is damaged: {MANIFEST} is cut off or changed") from None
-        if own != _own(said):
+        if own != _own(fields):
             raise Damaged(f"is damaged: {MANIFEST} is cut off or changed")
-        if said.pop("format") != FORMAT:
+        if fields.pop("format") != FORMAT:
             raise Damaged("was written by another release of jshard, whose format this one does not know")
-        arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in said.pop("arrays").items()}
-        files = {path: (size, digest) for path, (size, digest) in said.pop("files").items()}
-        return cls(**said, arrays=arrays, files=files)
+        arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in fields.pop("arrays").items()}
+        files = {path: (size, digest) for path, (size, digest) in fields.pop("files").items()}
+        return cls(**fields, arrays=arrays, files=files)
 
     def check_files(self, folder: Path) -> None:
-        """Every file is there, as long as it was and with the bytes that it had."""
+        """Check that every file is there, as long as it was and with the bytes that it had."""
         for name, (size, digest) in self.files.items():
             path = folder / name
             if not path.is_file():
@@ -72,7 +72,7 @@ class Manifest:
 
 
 def flush(folder: Path) -> None:
-    """The names in a folder are on the disk."""
+    """Write the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -91,5 +91,5 @@ def _digest(path: Path, *, flush: bool = False) -> tuple[int, str]:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _own(said: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+def _own(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

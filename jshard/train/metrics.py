@@ -13,6 +13,7 @@ import yaml
 from jshard.errors import JShardError, Place, refused
 from jshard.run_names import CONFIGURATION
 from jshard.signals.config import Configuration
+from jshard.signals.effective_config import changed
 from jshard.signals.signal import Signal
 
 TENSORBOARD = "tensorboard"  # in the output folder
@@ -67,7 +68,7 @@ def _board_writer(place: Place) -> Any:
 
 
 def _until(step: int, metrics: Path) -> list[str]:
-    """The lines up to a step. The last may have been cut off, which is no reason to stop."""
+    """Keep the lines up to a step. The last may have been cut off, which is no reason to stop."""
     kept = []
     for line in metrics.read_text().splitlines(keepends=True):
         try:
@@ -79,7 +80,7 @@ def _until(step: int, metrics: Path) -> list[str]:
 
 
 def written(configuration: Configuration) -> str:
-    """The configuration as one YAML text: includes, `extends` and the command line's changes are in it."""
+    """Write the configuration as one YAML text: includes, `extends` and the command line's changes are in it."""
     jshard: dict[str, Any] = {"axis_types": configuration.axis_types, "strict": configuration.strict}
     if configuration.mesh is not None and configuration.mesh.places:
         jshard["mesh"] = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
@@ -88,19 +89,15 @@ def written(configuration: Configuration) -> str:
     if configuration.budget is not None:
         jshard["budget"] = configuration.budget
     if configuration.train:
-        jshard["train"] = plain(configuration.train)
+        jshard["train"] = yaml_value(configuration.train)
     signals = {signal.name: _keys(signal) for signal in configuration.signals.values()}
     return yaml.safe_dump({"jshard": jshard, **signals}, sort_keys=False)
 
 
 def _keys(signal: Signal) -> dict[str, Any]:
-    """What a signal says beyond what it would say if it were empty."""
-    empty = Signal("")
-    keys = {
-        field.name: plain(getattr(signal, field.name))
-        for field in dataclasses.fields(Signal)
-        if field.name not in ("name", "place", "places") and getattr(signal, field.name) != getattr(empty, field.name)
-    }
+    """List the keys that a signal says."""
+    says = changed(signal).items()
+    keys = {name: yaml_value(value) for name, value in says if name not in ("name", "place", "places")}
     if "store_optimizer" in keys:
         keys["store"] = {"optimizer": keys.pop("store_optimizer")}
     if "expect" in keys:
@@ -108,13 +105,15 @@ def _keys(signal: Signal) -> dict[str, Any]:
     return keys
 
 
-def plain(value: Any) -> Any:
-    """Mappings, tuples and dataclasses as what YAML can hold; absent keys are left out."""
+def yaml_value(value: Any) -> Any:
+    """Convert mappings, tuples and dataclasses to what YAML can hold; absent keys are left out."""
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {
-            name: plain(each) for name, each in fields.items() if each is not None and each is not False and each != ()
+            name: yaml_value(each)
+            for name, each in fields.items()
+            if each is not None and each is not False and each != ()
         }
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: yaml_value(each) for key, each in value.items()}
+    return [yaml_value(each) for each in value] if isinstance(value, (list, tuple)) else value

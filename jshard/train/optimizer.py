@@ -1,4 +1,4 @@
-"""`jshard.Optimizer`: any optax transformation, its state born and kept where its parameters lie."""
+"""`jshard.Optimizer`: any optax transformation, its state created and kept where its parameters are."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Optimizer(nnx.Optimizer):
 def optimizer(
     tx: optax.GradientTransformation, model: nnx.Module, wrt: Any = nnx.Param
 ) -> optax.GradientTransformation:
-    """`tx` for the parameters of `model`. Every array of its state that belongs to a parameter is split as the parameter
-    is; under a signal with `store: {optimizer: data}`, over data too, although the parameter is whole there: gradients
-    are sliced, and the updates all-gathered."""
+    """Shard the state of `tx` by the parameters of `model`. Every array of its state that belongs to a parameter is split as
+    the parameter is; under a signal with `store: {optimizer: data}`, over data too, although the parameter is whole there:
+    gradients are sliced, and the updates all-gathered."""
     if configuration() is None:
         return tx
     if _is_on_workers(parameters := nnx.state(model, wrt)):
@@ -60,7 +60,7 @@ def optimizer(
     at_rest, in_state, signals = _places(model, wrt)
     found: dict[Any, _Update] = {}
 
-    def whole_update(params: Any) -> _Update:
+    def full_update(params: Any) -> _Update:
         tree = jax.tree.structure(params)
         if tree not in found:
             found[tree] = _Update.of(tx, params, in_state)
@@ -68,7 +68,7 @@ def optimizer(
 
     def init(params: Any) -> Any:
         leaves, tree = jax.tree.flatten(jax.eval_shape(tx.init, params))
-        shardings = [Layout(mesh(), *axes).sharding for axes in whole_update(params).state_axes]
+        shardings = [Layout(mesh(), *axes).sharding for axes in full_update(params).state_axes]
         assert len(shardings) == len(leaves)
         where = jax.tree.unflatten(tree, shardings)
         return jax.tree.map(typed_as, jax.jit(tx.init, out_shardings=where)(params), where)
@@ -81,11 +81,11 @@ def optimizer(
         transform = optax.with_extra_args_support(tx).update
         if local and any(names for axes in in_state.values() for names in axes):
             _check_elementwise(found.values(), transform, (updates, state, params), extra)
-        lies = None if local else whole_update(updates).state_axes
+        state_axes = None if local else full_update(updates).state_axes
         updates, after = transform(updates, state, params, **extra)
-        if lies is not None:
+        if state_axes is not None:
             leaves, tree = jax.tree.flatten(after)
-            kept = [redistribute(leaf, Layout(mesh(), *axes)) for leaf, axes in zip(leaves, lies, strict=True)]
+            kept = [redistribute(leaf, Layout(mesh(), *axes)) for leaf, axes in zip(leaves, state_axes, strict=True)]
             after = jax.tree.unflatten(tree, kept)
         return _bring(updates, in_state, at_rest, signals, local), after
 
@@ -97,9 +97,9 @@ def _is_on_workers(parameters: Any) -> bool:
 
 
 def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.GradientTransformation:
-    """`tx` for parameters on slices of the mesh: its state is born where each parameter lies, and gradients are brought
+    """Wrap `tx` for parameters on slices of the mesh: its state is created where each parameter is, and gradients are brought
     there from where a `backward` has left them."""
-    lies = {keys_of(path): Layout.of(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]}
+    layouts = {keys_of(path): Layout.of(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]}
     homes = homes_of(jax.tree.leaves(parameters), mesh())
     if len(homes) > 1:  # optax compiles parts of an update for all parameters at once, which no program does here
         like = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, parameters))
@@ -109,10 +109,10 @@ def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.Gradient
                 f"the optimizer reduces over whole parameters ({reduction}), which lie on several sets of workers",
                 hint="use one that treats each element by itself, such as adamw",
             )
-        tx = optax.chain(*(optax.masked(tx, functools.partial(_on, lies, home)) for home in homes))
+        tx = optax.chain(*(optax.masked(tx, functools.partial(_on, layouts, home)) for home in homes))
 
     def brought(path: Path, leaf: Any) -> Any:
-        layout = lies.get(keys_of(path))
+        layout = layouts.get(keys_of(path))
         return redistribute(leaf, layout) if layout is not None and is_elsewhere(leaf, layout.mesh) else leaf
 
     @scope(phase="update")
@@ -123,21 +123,21 @@ def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.Gradient
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _on(lies: dict[Path, Layout | None], home: Any, tree: Any) -> Any:
-    """Which leaves belong to parameters on `home`."""
-    found = {
-        path
-        for path, layout in lies.items()
-        if layout is not None and {*layout.mesh.devices.flat} == {*home.devices.flat}
-    }
-    return jax.tree_util.tree_map_with_path(lambda path, _: keys_of(path) in found, tree)
+def _on(layouts: dict[Path, Layout | None], home: Any, tree: Any) -> Any:
+    """Mark the leaves that belong to parameters on `home`."""
+
+    def is_here(path: Path, _: Any) -> bool:
+        layout = layouts.get(keys_of(path))
+        return layout is not None and {*layout.mesh.devices.flat} == {*home.devices.flat}
+
+    return jax.tree_util.tree_map_with_path(is_here, tree)
 
 
 def _places(
     model: nnx.Module, wrt: Any
 ) -> tuple[dict[Path, Axes], dict[Path, Axes], dict[Path, tuple[str, ...]]]:  # fmt: skip
-    """Of each parameter: how it lies, how its optimizer state lies, and its signal where `store: {optimizer: ...}` makes the
-    two differ."""
+    """Find for each parameter how it is sharded, how its optimizer state is, and its signal where `store: {optimizer: ...}`
+    makes the two differ."""
     at_rest: dict[Path, Axes] = {}
     in_state: dict[Path, Axes] = {}
     signals: dict[Path, tuple[str, ...]] = {}
@@ -158,7 +158,7 @@ def _places(
 def _bring(
     tree: Any, source: dict[Path, Axes], target: dict[Path, Axes], signals: dict[Path, tuple[str, ...]], local: bool
 ) -> Any:
-    """Every leaf whose two layouts differ, moved by collectives of its own and its signal's, through either door."""
+    """Move every leaf whose two layouts differ, by collectives that name its signal, in global view or inside shard_map."""
 
     def bring(path: Path, leaf: Any) -> Any:
         here, there = source.get(keys_of(path)), target.get(keys_of(path))
@@ -202,7 +202,8 @@ class _Update:
 
 
 def _mixes_parts(params: Any) -> JShardError:
-    """For an optimizer whose sums and products go through whole parameters in ways that no split one can take."""
+    """Make the error for an optimizer whose sums and products go through whole parameters in ways that no split one can
+    take."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     for path, leaf in sorted(leaves, key=lambda each: -each[1].ndim):
         if split := [name for names in _axes_of_type(leaf) for name in names]:
@@ -222,7 +223,8 @@ def _axes_of_type(aval: Any) -> Axes:
 
 
 def _check_elementwise(known: Iterable[_Update], transform: Any, operands: Any, extra: dict[str, Any]) -> None:
-    """Inside jshard.step an optimizer sees parts: one that sums over a parameter would sum over the part."""
+    """Raise an error inside jshard.step, where an optimizer sees parts: one that sums over a parameter would sum over the
+    part."""
     reductions = [update.reduction for update in known]
     if not reductions:
         reductions = [_first_reduction(jax.make_jaxpr(lambda *each: transform(*each, **extra))(*operands).jaxpr)]

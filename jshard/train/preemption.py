@@ -21,10 +21,6 @@ class Preempted(SystemExit):
         self.step = step
 
 
-def _service_runs() -> bool:
-    return jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class Notice:
     """`reached(step)` after every step: whether it is the one to stop at. In one process that is the step during which
     SIGTERM came. Of several each may get it: the coordination service tells the others, and all agree on the first step
@@ -33,7 +29,8 @@ class Notice:
     def __init__(self) -> None:
         self.came = False
         self.before: Any = None
-        self.agrees = jax.process_count() > 1 and _service_runs()
+        service: bool = jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
+        self.agrees = jax.process_count() > 1 and service
         self.listens = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Notice:

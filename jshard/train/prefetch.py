@@ -15,7 +15,7 @@ FAREWELL = 5.0  # seconds to wait for a reader that is still inside the user's o
 
 @contextlib.contextmanager
 def read_ahead(made: Iterator[T], depth: int) -> Iterator[Iterator[T]]:
-    """What `made` yields, up to `depth` of it ready before it is asked for; 0 makes each when it is asked for. What goes
+    """Yield what `made` yields, up to `depth` of it ready before it is asked for; 0 makes each when it is asked for. What goes
     wrong there is raised here, with the traceback that it had there."""
     if depth == 0:
         yield made

@@ -38,7 +38,7 @@ class Standing:
 
 
 def standings(logs: Logs, now: float) -> list[Standing]:
-    """A row for each rank, those without a file too. `now` is the wall clock's time."""
+    """Make a row for each rank, those without a file too. `now` is the wall clock's time."""
     pace = {number: _Pace.of(rank) for number, rank in logs.ranks.items()}
     rows = [_row(rank, pace[number], now) for number, rank in sorted(logs.ranks.items())]
     rows = [dataclasses.replace(row, why=tuple(_why(row, rows, pace))) for row in rows]
@@ -55,23 +55,19 @@ class _Pace:
 
     @classmethod
     def of(cls, rank: Rank) -> _Pace:
-        steps = rank.of("step")
-        first = steps[0] if steps else None
-        compiled = bool(rank.of("compiled"))
-        steady = [line for line in steps[-LATEST:] if not (compiled and line is first)]
-        if not steady:
-            return cls(None, 0.0)
-        return cls(_mean(steady, "seconds"), _mean(steady, "fed"))
+        compiled = len(rank.of("compiled")[:1])  # as many of the first steps took their time for that
+        steady = rank.of("step")[compiled:][-LATEST:]
+        return cls(_mean(steady, "seconds"), _mean(steady, "fed")) if steady else cls(None, 0.0)
 
 
 def _mean(lines: Sequence[dict[str, Any]], key: str) -> float:
-    """Steps are sent out by several and then waited for: the middle one of them may have taken no time."""
+    """Average, as steps are sent out by several and then waited for: the middle one of them may have taken no time."""
     return statistics.fmean(float(line[key]) if isinstance(line.get(key), (int, float)) else 0.0 for line in lines)
 
 
 def _row(rank: Rank, pace: _Pace, now: float) -> Standing:
     begin, steps = rank.begin, rank.of("step")
-    here = [line for line in rank.lines if line["attempt"] == rank.attempt_read]
+    here = [line for line in rank.lines if line["attempt"] == rank.attempt]
     last: dict[str, Any] = max(here, key=lambda line: (line["what"] == "ended", line["mono"]), default={})
     losses = [line["loss"] for line in steps if line.get("loss") is not None]
     latest = steps[-1] if steps else {}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    import jax
 
 REDRAW = 0.25  # seconds; reading a loss waits for its step, so it is not done at each
 
@@ -49,13 +52,16 @@ class Bar:
         return self
 
     def __exit__(self, *reason: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         self.bar.stop()
 
     def begin(self, step: int) -> None:
-        """Before each step."""
+        """Hear of each step before it is dispatched."""
 
     def show(self, step: int, loss: jax.Array) -> None:
-        """After each step, also one that has only been dispatched."""
+        """Show each step once it is dispatched."""
         if self.draws and self.rate.seconds > REDRAW:
             self.show_figures(step, figures(float(loss), self.rate.read(step)))
 
@@ -63,12 +69,26 @@ class Bar:
         self.bar.update(self.task, completed=step, description=says)
 
     def say(self, text: str) -> None:
-        """One line above the bar."""
+        """Print one line above the bar."""
         self.console.print(text)
 
 
+class LaunchBar(Bar):
+    """The one bar of several processes: drawn once the first has said how many steps there are."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, Console(highlight=False, soft_wrap=True, markup=False))
+
+    def update(self, facts: Mapping[str, Any]) -> None:
+        """Show what the first process says of itself."""
+        if facts.get("of"):
+            says = facts["says"] or "compiling"
+            self.bar.update(self.task, total=facts["of"], completed=facts["done"], description=says)
+            self.bar.start()
+
+
 def silent() -> Console:
-    """A console that nobody reads."""
+    """Make a console that nobody reads."""
     return Console(quiet=True, force_terminal=False)
 
 
@@ -77,7 +97,7 @@ def in_words(accuracy: float) -> str:
 
 
 def say_result(accuracy: float | None) -> None:
-    """The last line of a training; why there is none was said when it began."""
+    """Print the last line of a training; why there is none was said when it began."""
     if accuracy is not None:
         print(in_words(accuracy))
 

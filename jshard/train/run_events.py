@@ -1,4 +1,4 @@
-"""The course of a training run, told as events: how it begins, what a step runs, each step, and how it ends."""
+"""The events of a training run: how it begins, what a step runs, each step, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,48 +14,44 @@ from jshard.inspect.ledger import explain
 from jshard.run_names import RESTART
 from jshard.train.data import Examples
 from jshard.train.experiment import Experiment
-from jshard.train.log import Log, how, tell_program
+from jshard.train.log import Log, facts, how, tell_program
 from jshard.train.loop import Step, Taken
-from jshard.train.run_metadata import facts
 
 PROGRAM, EVALUATION = "the training step", "the evaluation"
 
 
 @contextlib.contextmanager
-def course(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
-    """What is told goes into the log that the configuration asks for, behind what is there if the run goes on."""
+def run_events(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
+    """Write the events of a run into the log that the configuration asks for, behind what is there if the run goes on."""
+    settings, course = experiment.settings, Course(experiment)
     with contextlib.ExitStack() as stack:
-        if experiment.ran is not None:
-            said = (
-                f'jshard.train.log ({experiment.configuration.train_places["log"]}) writes to "{experiment.ran}", which'
-            )
-            log = Log(experiment.ran, said=said, goes_on=goes_on or RESTART in os.environ)
+        if (folder := settings.ran()) is not None:
+            label = f'jshard.train.log ({settings.place("log")}) writes to "{folder}", which'
+            log = Log(folder, label=label, goes_on=goes_on or RESTART in os.environ)
             stack.callback(log.close)
-        told = Course(experiment)
-        if events.tell is not None:
-            events.tell("begin", **facts(steps=experiment.steps, batch=experiment.batch))
+        if events.listeners:
+            events.tell("begin", **facts(steps=settings["steps"], batch=settings["batch"]))
             if experiment.apart is None:
                 tell_program(PROGRAM, experiment.explain())
         try:
-            yield told
+            yield course
         except BaseException as error:
-            told.ended(how(error))
+            events.tell("ended", step=course.last, how=how(error))
             raise
-        told.ended("finished")
+        events.tell("ended", step=course.last, how=how(None))
 
 
 class Course:
-    """Each call is an event where somebody listens, and a question where nobody does."""
+    """What a run has told of itself, and when its last step was dispatched."""
 
     def __init__(self, experiment: Experiment):
-        self.experiment, self.batch, self.last = experiment, experiment.batch, 0
+        self.experiment, self.batch, self.last = experiment, experiment.settings["batch"], 0
         self.has_evaluated = False
         self.since: float | None = None
-        self.kept: int | None = None
 
     def step(self, taken: Taken) -> None:
-        """A step has been dispatched."""
-        if events.tell is None:
+        """Tell that a step has been dispatched."""
+        if not events.listeners:
             return
         now, self.last = time.perf_counter(), taken.number
         figures = {"step": taken.number, "fed": taken.fed, "called": taken.called, "loss": taken.loss}
@@ -67,39 +63,21 @@ class Course:
             events.tell("step", seconds=seconds, examples_per_second=round(self.batch / seconds, 1), **figures)
         self.since = now
 
-    def evaluates(self, step: Step, test: Examples) -> None:
-        """An evaluation begins: the first tells what its program runs."""
-        if events.tell is not None and not self.has_evaluated:
-            self.has_evaluated, made = True, self.experiment
-            batch = made.placement.shapes(made.batch, *test.take(np.arange(1)))
-            tell_program(EVALUATION, explain(step.hits, step.state, *batch, backward=False))
-
     def restart(self) -> None:
-        """What passed until now, evaluating or saving, is no part of the next step."""
+        """Count from here: what passed until now, evaluating or saving, is no part of the next step."""
         self.since = time.perf_counter()
-
-    def evaluated(self, step: int, accuracy: float) -> None:
-        if events.tell is not None:
-            events.tell("evaluated", step=step, accuracy=accuracy)
-        self.restart()
 
     def resumed(self, step: int, folder: object) -> None:
         self.last = step
-        if events.tell is not None:
-            events.tell("resumed", step=step, folder=str(folder))
+        events.tell("resumed", step=step, folder=str(folder))
 
-    def saving(self, step: int, folder: object) -> None:
-        if events.tell is not None:
-            events.tell("saving", step=step, folder=str(folder))
+    def evaluates(self, step: Step, test: Examples) -> None:
+        """Tell what the program of the first evaluation runs."""
+        if events.listeners and not self.has_evaluated:
+            self.has_evaluated = True
+            batch = self.experiment.placement.shapes(self.batch, *test.take(np.arange(1)))
+            tell_program(EVALUATION, explain(step.hits, step.state, *batch, backward=False))
+
+    def evaluated(self, step: int, accuracy: float) -> None:
+        events.tell("evaluated", step=step, accuracy=accuracy)
         self.restart()
-
-    def saved(self, step: int | None, folder: object) -> None:
-        """Told once of each checkpoint that is in place."""
-        if step is not None and step != self.kept:
-            self.kept = step
-            if events.tell is not None:
-                events.tell("saved", step=step, folder=str(folder))
-
-    def ended(self, how: str) -> None:
-        if events.tell is not None:
-            events.tell("ended", step=self.last, how=how)

@@ -13,7 +13,9 @@ from typing import Any
 from jshard import run_names
 from jshard.errors import JShardError, Place
 from jshard.signals.config import Configuration
+from jshard.signals.schema import TRAIN
 from jshard.signals.signal import Signal
+from jshard.signals.value_types import Table
 
 DEFAULTS: Mapping[str, Any] = {
     "batch": 64,
@@ -28,17 +30,17 @@ KEEP = 3
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What `jshard.train.checkpoint` says; `said` opens a sentence about it."""
+    """What `jshard.train.checkpoint` says; `label` opens a sentence about it."""
 
     every: int
     keep: int
     folder: Path
-    said: str
+    label: str
     run: str  # what `jshard resume` is given
 
 
 class Settings:
-    """What `jshard.train` says, with the defaults, and where."""
+    """What `jshard.train` says, with the defaults, and where: `settings["batch"]`."""
 
     def __init__(self, configuration: Configuration):
         self.configuration = configuration
@@ -46,53 +48,56 @@ class Settings:
     def __getitem__(self, key: str) -> Any:
         return self.configuration.train.get(key, DEFAULTS.get(key))
 
-    def every(self, key: str, default: int) -> int:
-        said = self[key]
-        return said if type(said) is int else said.get("every", default) if isinstance(said, Mapping) else default
+    def table(self, key: str) -> dict[str, Any]:
+        """Return what `key` says as a mapping; a bare value is that of the word which it stands for."""
+        value, kind = self[key], TRAIN[key].kind
+        if value is None or isinstance(value, Mapping):
+            return dict(value or {})
+        assert isinstance(kind, Table) and kind.stands_for is not None
+        return {kind.stands_for: value}
 
     def place(self, key: str) -> Place:
         return self.configuration.train_places.get(key, Place(self.configuration.source))
 
     def checkpoint(self) -> Policy | None:
-        """When to save, and where: in the output folder, unless it is said."""
-        said, output = self["checkpoint"], self["output"]
-        if said is None:
+        """Read when to save, and where: in the output folder, unless another is named."""
+        table = self.table("checkpoint")
+        if not table:
             return None
-        said: Mapping[str, Any] = {"every": said} if isinstance(said, int) else said
-        key, folder = ("checkpoint.folder", str(said["folder"])) if "folder" in said else ("checkpoint", None)
-        if folder is None and output is None:
-            raise JShardError(
-                f"jshard.train.checkpoint ({self.place('checkpoint')}) has no folder to save to",
-                hint="write output: runs/mine beside it, or folder: in it",
-            )
-        where = Path(folder or Path(output) / run_names.CHECKPOINTS)
-        text = f'jshard.train.{key} ({self.place(key)}) saves to "{where}", which'
-        return Policy(said["every"], said.get("keep", KEEP), where, text, str(output or where))
+        folder, key = self._folder("checkpoint", run_names.CHECKPOINTS, "save to")
+        label = f'jshard.train.{key} ({self.place(key)}) saves to "{folder}", which'
+        return Policy(table["every"], table.get("keep", KEEP), folder, label, str(self["output"] or folder))
 
     def ran(self) -> Path | None:
-        """Where each process writes what it runs; None where it does not."""
-        said = self["log"]
-        said = said if isinstance(said, Mapping) else {"ran": said}
-        if not said.get("ran", "folder" in said):
-            return None
-        if "folder" not in said:
-            self._require_output("log", "write output: runs/mine beside it, or folder: in it")
-        return Path(said.get("folder") or Path(self["output"]) / run_names.LOG)
+        """Return where each process writes what it runs; None where it does not."""
+        table = self.table("log")
+        return self._folder("log", run_names.LOG, "write to")[0] if table.get("ran", "folder" in table) else None
 
     def tensorboard(self) -> bool:
         """Whether figures are written for TensorBoard too."""
-        said = self["log"]
-        asked = isinstance(said, Mapping) and said.get("tensorboard", False)
-        if asked:
-            self._require_output("log.tensorboard", "write output: runs/mine")
-        return asked
+        if wanted := self.table("log").get("tensorboard", False):
+            self._output("log.tensorboard", "write to", "write output: runs/mine")
+        return wanted
 
-    def _require_output(self, key: str, hint: str) -> None:
+    def check_folders(self) -> None:
+        """Raise an error where something is to be written and no folder is named."""
+        for look in (self.checkpoint, self.ran, self.tensorboard):
+            look()
+
+    def _folder(self, key: str, name: str, purpose: str) -> tuple[Path, str]:
+        """Return the folder that `key` names, or that of this name in the output folder; and the key that says so."""
+        if (folder := self.table(key).get("folder")) is not None:
+            return Path(folder), f"{key}.folder"
+        return self._output(key, purpose, "write output: runs/mine beside it, or folder: in it") / name, key
+
+    def _output(self, key: str, purpose: str, hint: str) -> Path:
         if self["output"] is None:
-            raise JShardError(f"jshard.train.{key} ({self.place(key)}) has no folder to write to", hint=hint)
+            raise JShardError(f"jshard.train.{key} ({self.place(key)}) has no folder to {purpose}", hint=hint)
+        return Path(self["output"])
 
     def check_rows(self, ways: int | None = None) -> None:
-        """An error when a batch can't be split evenly; in as many ways as the configuration says, unless they are known."""
+        """Raise an error when a batch can't be split evenly; in as many ways as the configuration says, unless they are
+        known."""
         batch, over = self["batch"], rows_over(self.configuration.signals)
         if ways is None:
             mesh = self.configuration.mesh
@@ -106,26 +111,19 @@ class Settings:
                 hint=f"use {above}" if below == 0 else f"use {below} or {above}",
             )
 
-    def check(self) -> list[tuple[str, str]]:
-        """Raises every fault that the text alone tells. Returns what it names that its modules do not show by their source:
-        keys, and import paths or names."""
+    def check(self) -> list[str]:
+        """Raise every fault that the text alone tells. Return the keys that name what no module shows by its source."""
         faults: list[JShardError] = []
-        for look in (lambda: self.require("data"), self.check_rows, self.checkpoint, self.ran, self.tensorboard):
+        for look in (lambda: self.require("data"), self.check_rows, self.check_folders):
             try:
                 look()
             except JShardError as error:
                 faults.append(error)
         if faults:
             raise JShardError.of(faults)
-        named = {key: self[key] for key in ("model", "data", "loss", "optimizer") if self[key] is not None}
-        paths = {
-            key: each if isinstance(each, str) else each.get("path", each.get("name")) for key, each in named.items()
-        }
-        return [
-            (key, path)
-            for key, path in paths.items()
-            if not is_written(f"optax:{path}" if key == "optimizer" else path)
-        ]
+        tables = {key: self.table(key) for key in ("model", "data", "loss", "optimizer") if self[key] is not None}
+        paths = {key: table.get("path") or f"optax:{table['name']}" for key, table in tables.items()}
+        return [key for key, path in paths.items() if not is_written(path)]
 
     def require(self, key: str) -> None:
         if self[key] is None:
@@ -137,7 +135,7 @@ class Settings:
 
 
 def rows_over(signals: Mapping[str, Signal]) -> tuple[str, ...]:
-    """The mesh axes that every `row` names, so that no layer has to gather its input."""
+    """List the mesh axes that every `row` names, so that no layer has to gather its input."""
     rows = [signal.row for signal in signals.values() if signal.row]
     return tuple(name for name in rows[0] if all(name in row for row in rows)) if rows else ()
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jshard.errors import JShardError
 
@@ -41,15 +43,15 @@ class Source(Protocol):
     """What training reads."""
 
     def example(self) -> Batch:
-        """One row or more, to learn shapes from. Nothing is used up."""
+        """Return one row or more, to learn shapes from. Nothing is used up."""
         ...
 
     def first(self, rows: Rows) -> Batch:
-        """This process's rows of the first batch. Nothing is used up."""
+        """Return this process's rows of the first batch. Nothing is used up."""
         ...
 
     def read(self, position: Position | None, rows: Rows) -> Iterator[Read]:
-        """Batches without end, from the beginning or from behind the batch that `position` came with."""
+        """Yield batches without end, from the beginning or from behind the batch that `position` came with."""
         ...
 
 
@@ -71,14 +73,14 @@ class Examples:
 class Indexed:
     """Examples that are read one by one: anything with a length that gives a pair for a number."""
 
-    said: str
+    label: str
     examples: Any
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def take(self, rows: np.ndarray) -> Batch:
-        read = [pair(self.said, self.examples[int(row)]) for row in rows]
+        read = [pair(self.label, self.examples[int(row)]) for row in rows]
         return jax.tree.map(lambda *each: np.stack(each), *read)
 
 
@@ -88,7 +90,7 @@ class Shuffled:
     number of the pass decide; `last` is what becomes of the examples at its end that make no whole batch: "drop" leaves
     them out of this pass, "fill" takes the rest from the next pass, "keep" makes a smaller batch of them."""
 
-    said: str
+    label: str
     examples: Examples | Indexed
     batch: int
     seed: int
@@ -106,7 +108,7 @@ class Shuffled:
         at, row = (0, 0) if position is None else (position["pass"], position["row"])
         if position is not None and position["examples"] != count:
             raise JShardError(
-                f"{self.said} returns {count:,} examples, and returned {position['examples']:,} when the checkpoint was saved",
+                f"{self.label} returns {count:,} examples, and returned {position['examples']:,} when the checkpoint was saved",
                 hint="return the same, or start anew",
             )
         order = self._order(at)
@@ -134,8 +136,8 @@ class Stream:
     needs is taken to hand on the right ones. A position is the iterator's `get_state()` if it has one, as grain's have;
     else it is a number, and that many batches are read and thrown away to get there."""
 
-    def __init__(self, said: str, batches: Any, batch: int):
-        self.said, self.batches, self.batch = said, batches, batch
+    def __init__(self, label: str, batches: Any, batch: int):
+        self.label, self.batches, self.batch = label, batches, batch
         self.iterator: Any = None
         self.unused: list[tuple[Batch, Any]] = []  # a batch that was only looked at, and the state behind it
 
@@ -169,7 +171,7 @@ class Stream:
         if size != len(needed):
             here = "" if len(needed) == self.batch else f", {len(needed)} of them for this process"
             raise JShardError(
-                f"{self.said} gives batch {number} with {size} rows, but jshard.train.batch is {self.batch}{here}",
+                f"{self.label} gives batch {number} with {size} rows, but jshard.train.batch is {self.batch}{here}",
                 hint=f"write batch: {size}, or give {self.batch}",
             )
         return batch
@@ -178,7 +180,7 @@ class Stream:
         return self.unused.pop() if self.unused else self._next(number)
 
     def _next(self, number: int) -> tuple[Batch, Any]:
-        """The next batch, of the next pass where there is none, and the state behind it."""
+        """Return the next batch, of the next pass where there is none, and the state behind it."""
         begun, self.iterator = self.iterator, self.iterator or self._begun()
         value = next(self.iterator, _OVER)
         if value is _OVER and begun is not None:
@@ -188,11 +190,11 @@ class Stream:
             hint = (
                 f"use steps={number}, or return a function that makes a new iterator" if number else "give at least one"
             )
-            raise JShardError(f"{self.said} ends after {number} batches and can't be read again", hint=hint)
-        batch = pair(self.said, value)
+            raise JShardError(f"{self.label} ends after {number} batches and can't be read again", hint=hint)
+        batch = pair(self.label, value)
         if len(sizes := {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}) != 1 or () in sizes:
             shapes = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch))
-            raise JShardError(f"{self.said} gives a batch of arrays {shapes}", hint="give all of them as many rows")
+            raise JShardError(f"{self.label} gives a batch of arrays {shapes}", hint="give all of them as many rows")
         return batch, _state(self.iterator)
 
     def _begun(self) -> Any:
@@ -203,22 +205,22 @@ class Stream:
 _OVER = object()
 
 
-def pair(said: str, value: Any) -> Batch:
-    """The value as a pair of trees of numpy arrays."""
+def pair(label: str, value: Any) -> Batch:
+    """Read a value as a pair of trees of numpy arrays."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise JShardError(f"{said} gives a {type(value).__name__} and not a pair (x, y)", hint="give (x, y)")
-    return numbers(f"{said} gives", value)
+        raise JShardError(f"{label} gives a {type(value).__name__} and not a pair (x, y)", hint="give (x, y)")
+    return numbers(f"{label} gives", value)
 
 
-def numbers(said: str, pair: Any, where: str = "") -> Batch:
-    """Inputs and targets as trees of numpy arrays; an error for what is text, or has no shape of its own."""
+def numbers(label: str, pair: Any, where: str = "") -> Batch:
+    """Read inputs and targets as trees of numpy arrays; an error for what is text, or has no shape of its own."""
     found = jax.tree.map(np.asarray, tuple(pair))
     for what, tree in zip(("inputs", "targets"), found, strict=True):
         for array in jax.tree.leaves(tree):
             if array.dtype.kind in "OSUTmM":
                 kind = "text" if array.dtype.kind in "SUT" else f"{array.dtype}"
                 raise JShardError(
-                    f"{said} {what} of {kind}{where}, and devices take numbers",
+                    f"{label} {what} of {kind}{where}, and devices take numbers",
                     hint="number the classes: np.unique(y, return_inverse=True)[1]"
                     if what == "targets"
                     else "give arrays of numbers",
@@ -236,3 +238,31 @@ def _packed(state: Any) -> Any:
 
 def _unpacked(state: Any) -> Any:
     return base64.b64decode(state["base64"]) if isinstance(state, Mapping) and set(state) == {"base64"} else state
+
+
+def positions(mine: Position) -> Position:
+    """Return what a checkpoint keeps: `mine`, if all processes are at the same place; else all states, by the number of the
+    process. Every process has to ask."""
+    if jax.process_count() == 1 or "state" not in mine:
+        return mine
+    text = np.frombuffer(json.dumps(mine["state"]).encode(), np.uint8)
+    longest = int(multihost_utils.process_allgather(np.int32(len(text))).max())
+    padded = np.pad(text, (0, longest - len(text)), constant_values=ord(" "))
+    states = [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+    if all(state == states[0] for state in states):
+        return mine
+    return {**{key: value for key, value in mine.items() if key != "state"}, "states": states}
+
+
+def own_position(saved: Position, checkpoint: object) -> Position:
+    """Return where this process goes on; an error that names the checkpoint where it can't."""
+    states = saved.get("states")
+    if states is None:
+        return saved
+    if len(states) != jax.process_count():
+        raise JShardError(
+            f"{checkpoint} was saved by {len(states)} processes, each at its own place in a stream of its own, and here are "
+            f"{jax.process_count()}",
+            hint=f"start {len(states)}, or read the data by number: docs/checkpoints.md",
+        )
+    return {**{key: value for key, value in saved.items() if key != "states"}, "state": states[jax.process_index()]}

@@ -24,13 +24,13 @@ class Tracing:
     capture: Capture
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """Around the start of one step of a loop: `with tracing.step(n): loss = train_step(batch)`."""
+        """Mark the start of one step of a loop: `with tracing.step(n): loss = train_step(batch)`."""
         return jax.profiler.StepTraceAnnotation("step", step_num=number)
 
 
 @contextlib.contextmanager
 def trace(folder: str | os.PathLike[str], *, title: str | None = None, **more: Any) -> Iterator[Tracing]:
-    """Captures what all devices of this process do inside, for `jshard timeline`; what computes already is waited for
+    """Capture what all devices of this process do inside, for `jshard timeline`; what computes already is waited for
     before, and what was started inside behind it. Of several processes each has a folder of its own in `folder`.
 
     with jshard.trace("runs/mine") as tracing:
@@ -57,12 +57,12 @@ def trace(folder: str | os.PathLike[str], *, title: str | None = None, **more: A
 
 
 def settle() -> None:
-    """Waits for all that computes."""
+    """Wait for all that computes."""
     jax.block_until_ready(jax.live_arrays())
 
 
 def _make_room(own: Path) -> None:
-    """An earlier capture gives way."""
+    """Remove an earlier capture."""
     with refused(f"no capture can be written to {own}", hint="name another folder by -o runs/mine"):
         (own / CAPTURED).unlink(missing_ok=True)
         if (own / "plugins").is_dir():
@@ -71,7 +71,7 @@ def _make_room(own: Path) -> None:
 
 
 def trace_steps(experiment: Experiment, folder: Path, steps: int, *, first: int, title: str) -> Capture:
-    """Trains from step 1, and captures so many steps from step `first` on. Nothing is evaluated, recorded or saved."""
+    """Train from step 1, and capture `steps` steps from step `first` on. Nothing is evaluated, recorded or saved."""
     step = experiment.step()
     numbered = Numbered(step)
     taken = run(numbered, experiment.data, experiment.placement, steps=first - 1 + steps, ahead=experiment.ahead)

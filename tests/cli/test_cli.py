@@ -18,7 +18,6 @@ import pytest
 
 from jshard.cli import main
 from jshard.errors import JShardError
-from jshard.signals import active_config as current
 from jshard.version import __version__
 from tests.outside import users_environment
 
@@ -41,14 +40,7 @@ def data():
     return {"train": both, "test": both}
 """
 OPENED = "from jshard.cli.target import Target; from jshard.cli.experiment import opened; opened(Target({!r}, {!r}))"
-
-
-@pytest.fixture(autouse=True)
-def _in_the_root_with_nothing_loaded(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    current.unload()
+pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
 def typed(capsys, *words: str) -> tuple[int, list[str], list[str]]:
@@ -442,9 +434,9 @@ def test_verify_takes_further_meshes_and_tells_a_mistyped_one():
 
 
 def test_plan_and_bench_are_commands():
-    from jshard.cli import parse, run_bench
+    from jshard.cli import bench, parse
     from jshard.cli.plan import run as run_plan
 
     for _ in range(2):  # importing their modules must not take the place of what they run
         assert parse(["plan", "configs/digits.yaml", "--topology", "v5e:4x4"]).command is run_plan
-        assert parse(["bench", "kernels", "--size", "4KiB"]).command is run_bench
+        assert parse(["bench", "kernels", "--size", "4KiB"]).command is bench.run

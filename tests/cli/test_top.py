@@ -110,7 +110,7 @@ def test_long_file_is_read_at_its_begin_and_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(merged, "HEAD", 400)
     monkeypatch.setattr(merged, "TAIL", 1500)
     put(tmp_path, 0, begin(0, 1), *steps(500))
-    logs = Logs(folder_of(tmp_path), whole=False).read()
+    logs = Logs(folder_of(tmp_path), full=False).read()
     assert (logs.ranks[0].begin["host"], logs.faults) == ("node0", [])
     found = [line["step"] for line in logs.ranks[0].of("step")]
     assert found[0] == 1 and found[-8:] == list(range(493, 501)) and len(found) < 30

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_bench_times_xla_only_where_kernels_could_but_be_interpreted(capsys, tmp_path):
     table, drawn = tmp_path / "bench.csv", tmp_path / "bench.svg"
     assert (
-        bench.run(["4KiB", "8KiB"], mesh={"d": 2, "t": 4}, axis="t", repeats=2, csv_file=str(table), plot=str(drawn))
+        bench.bench(["4KiB", "8KiB"], mesh={"d": 2, "t": 4}, axis="t", repeats=2, csv_file=str(table), plot=str(drawn))
         == 0
     )
     out = capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_interpreted_kernels_are_never_timed():
 
 def test_product_is_timed_by_xla_only_where_its_kernel_could_but_be_interpreted(capsys, tmp_path):
     table, drawn = tmp_path / "bench.csv", tmp_path / "bench.svg"
-    assert bench.run(sides=[8, 16], repeats=2, csv_file=str(table), plot=str(drawn)) == 0
+    assert bench.bench(sides=[8, 16], repeats=2, csv_file=str(table), plot=str(drawn)) == 0
     out = capsys.readouterr().out
     assert f"cpu, jax {jax.__version__}; products of bfloat16; 2 calls of each in turn" in out
     assert "pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator" in out
@@ -82,10 +82,10 @@ def test_bandwidth_counts_what_must_travel():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: bench.run(sides=[0]), "a square matrix of 0 rows holds nothing to multiply; use --side 1024"),
-        (lambda: bench.run(["4KB"]), '"4KB" is no size of an array; use bytes or a unit: 4096, 64KiB, 1MiB'),
+        (lambda: bench.bench(sides=[0]), "a square matrix of 0 rows holds nothing to multiply; use --side 1024"),
+        (lambda: bench.bench(["4KB"]), '"4KB" is no size of an array; use bytes or a unit: 4096, 64KiB, 1MiB'),
         (
-            lambda: bench.run(mesh={"tensor": 2}, axis="tenser"),
+            lambda: bench.bench(mesh={"tensor": 2}, axis="tenser"),
             'the mesh has no mesh axis "tenser"; did you mean "tensor"?',
         ),
     ],
@@ -98,7 +98,7 @@ def test_what_can_not_be_measured_is_refused(call, sentence):
 
 @pytest.mark.slow
 def test_self_test_tries_every_kernel(interpreted, capsys):
-    assert bench.run(mesh={"t": 2}, self_test=True) == 0
+    assert bench.bench(mesh={"t": 2}, self_test=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "all_reduce by one_shot of float32[2, 7]: exact on every device (interpreted)"
     assert len(lines) == 10 and lines[-1].startswith("all right on 2 x cpu, jax ")
@@ -111,7 +111,7 @@ def test_self_test_finds_a_kernel_that_is_wrong(monkeypatch, capsys):
         measure.MOVES, "reduce_scatter", lambda x, name, algorithm: right(x, name) + (algorithm == "ring")
     )
     monkeypatch.setattr(measure, "ALGORITHMS", {"reduce_scatter": ("ring",)})
-    assert bench.run(mesh={"t": 2}, self_test=True) == 1
+    assert bench.bench(mesh={"t": 2}, self_test=True) == 1
     assert "reduce_scatter by ring of float32[2, 7]: 14 numbers are WRONG (interpreted)" in capsys.readouterr().out
 
 

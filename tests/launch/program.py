@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import jshard
-from jshard.launch import straggler, watchdog
+from jshard.launch import rank_status, watchdog
 from jshard.launch.initialize import pulse
 
 
@@ -52,7 +52,7 @@ def listening() -> set[str]:
 
 def main(fault: str, rank: int, steps: int = 20) -> None:
     if fault == "slow":  # looked for more often, so that it is found in fewer steps
-        watchdog.BEAT, straggler.JUDGE = 0.1, 1.0
+        watchdog.BEAT, rank_status.JUDGE = 0.1, 1.0
     member = jshard.init(devices=4)
     import jax
     import numpy as np

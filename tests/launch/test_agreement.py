@@ -12,8 +12,7 @@ import pytest
 from jshard.cli import rank_main as member
 from jshard.cli.target import Target
 from jshard.errors import JShardError
-from jshard.launch import agreement
-from jshard.launch import kv_store as board
+from jshard.launch import agreement, kv_store
 from jshard.launch.cluster_env import Membership
 from jshard.launch.initialize import pretend_part
 from jshard.signals.config import load_configuration
@@ -31,8 +30,8 @@ def notes(monkeypatch):
             time.sleep(0.005)
         return written.get(key)
 
-    monkeypatch.setattr(board, "write", written.__setitem__)
-    monkeypatch.setattr(board, "wait", wait)
+    monkeypatch.setattr(kv_store, "write", written.__setitem__)
+    monkeypatch.setattr(kv_store, "read", wait)
     monkeypatch.setattr(agreement, "joined", lambda: rank.membership)
 
     def told(facts: dict[int, dict[str, str]], processes: int) -> list[str]:

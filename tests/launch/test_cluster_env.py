@@ -187,16 +187,17 @@ def test_place_on_a_host_is_what_the_scheduler_says(environment, place):
 @pytest.mark.parametrize(
     ("environment", "cards", "taken"),
     [({}, 8, "2,3"), ({}, 4, "1"), ({}, 0, None), ({}, 1, None), ({"JAX_PLATFORMS": "cpu"}, 8, None),
-     ({"JAX_LOCAL_DEVICE_IDS": "0"}, 8, None), ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, None, "1"),
-     ({"CUDA_VISIBLE_DEVICES": "3"}, None, None)],
+     ({"JAX_LOCAL_DEVICE_IDS": "0"}, 8, None), ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 0, "1"),
+     ({"CUDA_VISIBLE_DEVICES": "3"}, 0, None)],
 )  # fmt: skip
 def test_each_process_of_a_host_takes_its_part_of_the_gpus(environment, cards, taken):
-    assert cards_of(1, 4, environment, cards=cards).get("JAX_LOCAL_DEVICE_IDS") == taken
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(cards))), **environment}
+    assert cards_of(1, 4, environment).get("JAX_LOCAL_DEVICE_IDS") == taken
 
 
 def test_gpus_that_can_not_be_shared_out_are_told():
     with pytest.raises(JShardError) as told:
-        cards_of(0, 3, {}, cards=8, strict=True)
+        cards_of(0, 3, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, strict=True)
     assert str(told.value) == (
         "8 GPUs can't be shared out evenly to 3 processes; start a number of processes that divides them, or set "
         "JAX_PLATFORMS=cpu"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jshard.launch import kv_store as board
+from jshard.launch import kv_store
 from jshard.launch import peer_loss as lost
 from jshard.launch.cluster_env import Membership
 from jshard.launch.peer_loss import is_gone, is_of_connection, who_is_gone
@@ -17,12 +17,12 @@ PLACE = "all_reduce of objective over data (a.yaml:4)"
 
 @pytest.fixture
 def service(monkeypatch):
-    """`service(fault, *notes)` is what the board says when it is read, the last note for ever; no time passes."""
+    """`service(fault, *notes)` is what the store says when it is read, the last note for ever; no time passes."""
 
     def says(fault, *notes):
         left = list(notes)
-        monkeypatch.setattr(board, "read", lambda key: fault)
-        monkeypatch.setattr(board, "read_all", lambda folder: left.pop(0) if len(left) > 1 else left[0])
+        monkeypatch.setattr(kv_store, "read", lambda key: fault)
+        monkeypatch.setattr(kv_store, "read_ranks", lambda folder: left.pop(0) if len(left) > 1 else left[0])
 
     now = [0.0]
 
@@ -34,9 +34,9 @@ def service(monkeypatch):
     return says
 
 
-def beats(*numbers: int, phase: str = "step") -> dict[str, dict]:
+def beats(*numbers: int, phase: str = "step") -> dict[int, dict]:
     return {
-        str(rank): {"beats": number, "phase": phase, "step": 7, "pid": 40 + rank, "host": f"node{rank}"}
+        rank: {"beats": number, "phase": phase, "step": 7, "pid": 40 + rank, "host": f"node{rank}"}
         for rank, number in enumerate(numbers)
     }
 
@@ -63,7 +63,7 @@ def test_lost_rank_is_0_when_nobody_answers(monkeypatch):
     def refused(key):
         raise OSError("refused")
 
-    monkeypatch.setattr(board, "read", refused)
+    monkeypatch.setattr(kv_store, "read", refused)
     rank, error = who_is_gone(MEMBER, 7, PLACE)
     assert (rank, str(error)) == (
         0,

@@ -278,7 +278,7 @@ class Told:
     def send(self, number):
         pass
 
-    def said(self):
+    def where(self):
         return "in step 5"
 
     def waited_in(self):

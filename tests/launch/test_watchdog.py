@@ -12,7 +12,7 @@ from jshard.launch import initialize as joining
 from jshard.launch import watchdog
 from jshard.launch.cluster_env import Membership
 from jshard.launch.heartbeat import Pulse
-from jshard.launch.status_table import odd_one, table
+from jshard.launch.rank_status import odd_one, table
 from jshard.launch.watchdog import _Answers
 
 
@@ -106,9 +106,9 @@ def test_watchdog_writes_fewer_notes_while_steps_come_on_and_asks_of_the_others_
 
     answers = _Answers(watchdog.TALK)
     answers.over = Over()
-    monkeypatch.setattr(watchdog.board, "write", lambda key, note: written.append((seconds, key, note["beats"])))
-    monkeypatch.setattr(watchdog.board, "read", lambda key: None)
-    monkeypatch.setattr(watchdog.board, "read_all", lambda key: asked.append(seconds) or {})
+    monkeypatch.setattr(watchdog.kv_store, "write", lambda key, note: written.append((seconds, key, note["beats"])))
+    monkeypatch.setattr(watchdog.kv_store, "read", lambda key: None)
+    monkeypatch.setattr(watchdog.kv_store, "read_ranks", lambda key: asked.append(seconds) or {})
     watchdog._talk(Membership("127.0.0.1:1", 2, 1, "a test"), pulse, answers)
     calm, waits = list(range(0, 11, watchdog.CALM)), list(range(11, 21))
     assert [when for when, *_ in written] == calm + waits
@@ -123,7 +123,7 @@ def test_watchdog_misses_who_writes_no_more_notes_but_not_who_has_ended(monkeypa
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     answers = _Answers(1.0)
     for beats in range(5):
-        written = {"0": ("step", beats), "1": ("step", min(beats, 2)), "2": ("ended", 1)}
+        written = {0: ("step", beats), 1: ("step", min(beats, 2)), 2: ("ended", 1)}
         answers.take({rank: {"phase": phase, "beats": number} for rank, (phase, number) in written.items()})
         now[0] += 1
     assert answers.silent(2.5) == [1]

@@ -16,10 +16,9 @@ from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
 from jshard.train.data import Placement, source
-from jshard.train.data_position import own_position
 from jshard.train.loop import run
 from jshard.train.prefetch import read_ahead
-from jshard.train.sources import Examples, Indexed, Shuffled, Stream
+from jshard.train.sources import Examples, Indexed, Shuffled, Stream, own_position
 from tests.processes import run as run_processes
 
 TEN = Examples(np.arange(10.0), np.arange(10))

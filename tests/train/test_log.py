@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,7 @@ from jshard.train.train import train
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/watching.md").read_text()
-
-
-@pytest.fixture(autouse=True)
-def _in_the_root_with_nothing_loaded(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    yield
-    current.unload()
-    assert events.tell is None  # whoever listened has stopped
+pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
 @pytest.fixture
@@ -187,16 +180,24 @@ def written(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "rank-0000.jsonl").read_text().splitlines()]
 
 
+def until_written(folder: Path, *expected: str) -> None:
+    """Wait for the thread of a log, which alone takes what was heard: a second one would take lines in another order."""
+    for _ in range(2000):
+        if [line["what"] for line in written(folder)] == [*expected]:
+            return
+        time.sleep(0.01)
+    assert [line["what"] for line in written(folder)] == [*expected]
+
+
 def test_log_of_a_loop_of_ones_own_does_not_wait_for_a_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "WAITS", 0.0)
     with jshard.log(tmp_path) as log:
         late = Late(0.5)
         log.step(1, loss=late, examples=8)
         log.step(2, loss=float("nan"))
-        log._drain()
-        assert [line["what"] for line in written(tmp_path)] == ["begin", "waits"]
+        until_written(tmp_path, "begin", "waits")
         late.there = True
-        log._drain()
+        until_written(tmp_path, "begin", "waits", "step", "step")
         monkeypatch.setattr(writing, "WAITS", 60.0)
         log.step(3, loss=Late(0.1), note="mine")
     begin, waits, first, second, ended, third = written(tmp_path)
@@ -444,7 +445,11 @@ def test_configuration_is_told_key_by_key_with_the_line_of_each(heard):
 )
 def test_log_keys_say_what_is_written_where(said, every, folder, board):
     asked = Settings(load_configuration({"jshard": {"train": {"output": "runs/x", **said}}}))
-    assert (asked.every("log", 100), asked.ran(), asked.tensorboard()) == (every, folder and Path(folder), board)
+    assert (asked.table("log").get("every", 100), asked.ran(), asked.tensorboard()) == (
+        every,
+        folder and Path(folder),
+        board,
+    )
 
 
 @pytest.mark.parametrize(
@@ -508,6 +513,6 @@ def test_log_reads_the_loss_of_an_array_and_tells_of_one_that_failed(tmp_path):
 
     assert writing._loss(jnp.float32(0.5)) == {"loss": 0.5}
     assert writing._loss(Failed()) == {"loss": None, "fault": "RuntimeError: a device is gone"}
-    log = Log(tmp_path, said="it", goes_on=False)
+    log = Log(tmp_path, label="it", goes_on=False)
     log.close()
     log.close()

@@ -29,14 +29,7 @@ from jshard.train.trace import trace
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/watching.md").read_text()
-
-
-@pytest.fixture(autouse=True)
-def _in_the_root_with_nothing_loaded(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    yield
-    current.unload()
+pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 
 import jax
@@ -37,14 +36,7 @@ from jshard.train.train import train
 
 ROOT = Path(__file__).parents[2]
 TEN = Examples(np.arange(10.0), np.arange(10))
-
-
-@pytest.fixture(autouse=True)
-def _in_the_root_with_nothing_loaded(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    yield
-    current.unload()
+pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
 def xor(*overrides: str) -> Experiment:

@@ -15,7 +15,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.verify.nan_origin import first, nan_origins
 from jshard.signals import active_config as current
-from jshard.train import nan_replay as again
+from jshard.train import nan_cause as again
 from jshard.train.experiment import Experiment
 from jshard.train.train import train
 from tests.processes import run as run_processes

@@ -190,7 +190,7 @@ def test_evaluation_is_in_evaluation_mode_and_leaves_the_model_in_training_mode(
         variable[...] = jax.device_put(value.astype(np.float32), variable[...].sharding)
     step = built.step()
     where = jax.tree.map(lambda array: array.sharding, step.state)
-    assert evaluate(step, built.test, built.placement, built.batch) == 1.0
+    assert evaluate(step, built.test, built.placement, built.settings["batch"]) == 1.0
     assert (model.drop.deterministic, model.norm.use_running_average, model.own.deterministic) == (False,) * 3
     assert model.viewed.trains
     step(*built.first_batch())

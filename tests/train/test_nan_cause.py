@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jshard.train import nan_batch as module
-from jshard.train.nan_batch import suspect
+from jshard.train import nan_cause as module
+from jshard.train.nan_cause import suspect
 from jshard.train.sources import Examples, Shuffled, every_row
 
 

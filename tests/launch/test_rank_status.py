@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from jshard.launch import heartbeat as module
-from jshard.launch import straggler as slow
+from jshard.launch import rank_status as slow
 from jshard.launch.cluster_env import Membership
 from jshard.launch.heartbeat import Pulse
-from jshard.launch.straggler import Slow, slow_in_words, slow_one
+from jshard.launch.rank_status import Slow, slow_in_words, slow_one
 
 
 class Result:
@@ -62,7 +62,7 @@ def test_slow_rank_is_told_in_one_sentence():
 def test_slow_rank_is_told_once(monkeypatch, capsys):
     now, said = [0.0], notes(0.0, 0.09)
     monkeypatch.setattr(slow.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(slow.board, "read_all", lambda folder: {str(rank): note for rank, note in said.items()})
+    monkeypatch.setattr(slow.kv_store, "read_ranks", lambda folder: said)
     watched, looks = Slow(64), []
     for _ in range(6):
         now[0] += slow.JUDGE
