@@ -14,12 +14,8 @@ PORTS = range(20_000, 32_768)  # below those that Linux and others give to conne
 
 def nvidia_cards(environment: Mapping[str, str] = os.environ) -> int:
     """The NVIDIA GPUs that a process sees."""
-    said = environment.get("CUDA_VISIBLE_DEVICES")
-    return (
-        len(list(Path("/dev").glob("nvidia[0-9]*")))
-        if said is None
-        else len([each for each in said.split(",") if each])
-    )
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return len([*(Path("/dev").glob("nvidia[0-9]*") if visible is None else filter(None, visible.split(",")))])
 
 
 def computes_on_cpus(environment: Mapping[str, str] = os.environ) -> bool:

@@ -55,8 +55,8 @@ class Cause:
     @property
     def words(self) -> list[str]:
         """What a table says in brackets."""
-        told = [f"chosen {self.chosen.partition(',')[0]}"] if self.chosen else []
-        return [*told, *["redistribute"] * self.redistributed, *["remat"] * self.remat]
+        chosen = [f"chosen {self.chosen.partition(',')[0]}"] if self.chosen else []
+        return [*chosen, *["redistribute"] * self.redistributed, *["remat"] * self.remat]
 
     def is_like(self, other: Cause) -> bool:
         """Whether both stand under the same signals, in the same phase."""
@@ -91,14 +91,13 @@ def latest(phases: Iterable[str]) -> str:
 def _read(parts: tuple[Part, ...]) -> Cause:
     path: list[str] = []
     segment: list[str] = []  # the signals since the last transformation
-    told: dict[str, str] = {}
+    last: dict[str, str] = {}  # the last of each field
     phases: set[str] = set()
     remat = False
 
     def close() -> None:
-        if (
-            segment and path[-len(segment) :] != segment
-        ):  # a transposed checkpoint repeats the stack it was called under
+        # a transposed checkpoint repeats the stack it was called under
+        if segment and path[-len(segment) :] != segment:
             path.extend(segment)
         segment.clear()
 
@@ -111,18 +110,12 @@ def _read(parts: tuple[Part, ...]) -> Cause:
         fields = _fields(name)
         if "signal" in fields:
             segment += fields["signal"].split("/")
-            told.pop("key", None)
+            last.pop("key", None)
         phases |= {fields["phase"]} & set(PHASES) if "phase" in fields else set()
-        told |= fields
+        last |= fields
     close()
-    return Cause(
-        tuple(path),
-        latest(phases),
-        told.get("key", ""),
-        told.get("reason") == "redistribute",
-        remat,
-        told.get("chosen", ""),
-    )
+    key, redistributed, chosen = last.get("key", ""), last.get("reason") == "redistribute", last.get("chosen", "")
+    return Cause(tuple(path), latest(phases), key, redistributed, remat, chosen)
 
 
 def _fields(name: str) -> dict[str, str]:

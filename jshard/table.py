@@ -34,9 +34,6 @@ class Shown:
         """The tables and sentences as text, folded to `width`."""
         return as_text(self.blocks(), width)
 
-    def __str__(self) -> str:
-        return self.text()
-
     def __repr__(self) -> str:
         return self.text()
 

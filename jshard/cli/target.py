@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -80,7 +79,7 @@ class Target:
 
 def is_function(path: str) -> bool:
     """Whether it is `module:function` and not the path of a file."""
-    return re.fullmatch(IMPORT_PATH.form, path) is not None and not path.startswith("git:") and not os.path.exists(path)
+    return IMPORT_PATH.parse(path) is not None and not path.startswith("git:") and not os.path.exists(path)
 
 
 def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:

@@ -24,10 +24,9 @@ SETTINGS = {
 def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process keeps what it frees, from now on: one that computes on CPUs does, on Linux with glibc, unless the
     user has told malloc something in the environment (`MALLOC_ARENA_MAX`, `GLIBC_TUNABLES` and so on)."""
-    told = "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or any(
-        name.startswith("MALLOC_") for name in environment
-    )
-    if told or sys.platform != "linux" or not computes_on_cpus(environment):
+    tuned = "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
+    tuned |= any(name.startswith("MALLOC_") for name in environment)
+    if tuned or sys.platform != "linux" or not computes_on_cpus(environment):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl has not
     return mallopt is not None and all(mallopt(number, value) for number, value in SETTINGS.items())

@@ -74,16 +74,16 @@ def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, label: str) -> tu
     return Mesh(grid, ("workers",), axis_types=(AxisType.Auto,)), ("workers",)
 
 
-def homes_of(arrays: Iterable[Any], whole: Any) -> list[Any]:
-    """A mesh for each set of devices that some of the arrays lie on: `whole` for its own, and where nothing places any."""
-    known = {tuple(whole.devices.flat): whole} if isinstance(whole, Mesh) else {}
+def homes_of(arrays: Iterable[Any], full: Any) -> list[Any]:
+    """Find a mesh for each set of devices that some of the arrays are on: `full` for its own, and where no array has any."""
+    known = {tuple(full.devices.flat): full} if isinstance(full, Mesh) else {}
     found: dict[Any, Any] = {}
     for array in arrays:
-        lies = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
-        if isinstance(lies, NamedSharding) and isinstance(lies.mesh, Mesh):
-            devices = tuple(lies.mesh.devices.flat)
-            found.setdefault(devices, known.get(devices, lies.mesh))
-    return list(found.values()) if known and found else [whole]
+        sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            devices = tuple(sharding.mesh.devices.flat)
+            found.setdefault(devices, known.get(devices, sharding.mesh))
+    return list(found.values()) if known and found else [full]
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:

@@ -149,8 +149,8 @@ def _move_traced(x: jax.Array, layout: Layout, source: Layout | None) -> jax.Arr
         return x if source.axes == layout.axes else _compiled_move(source, layout)(x)
     present = Layout.of(x)
     if present is None:
-        whole = replicated(layout.mesh, layout.rank)
-        x, present = jax.sharding.reshard(x, whole.sharding), whole
+        present = replicated(layout.mesh, layout.rank)
+        x = jax.sharding.reshard(x, present.sharding)
     if present.axes == layout.axes:
         return x
     return _compiled_move(Layout(layout.mesh, *present.axes), layout)(x)

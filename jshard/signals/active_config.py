@@ -12,11 +12,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jshard import events
 from jshard.errors import JShardError
 from jshard.layouts import mesh as meshes
 from jshard.layouts.mesh import build_mesh, workers_mesh
-from jshard.signals import effective_config as lines
 from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.effective_config import lines
 from jshard.signals.signal import Signal
 
 
@@ -49,7 +50,9 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence
     configuration = load_configuration(source, overrides)
     with _loaded.lock:
         _become(configuration)
-    lines.tell(configuration)
+    if events.listeners:
+        for place, key, value in lines(configuration):
+            events.tell("config", place=str(place), key=key, value=value)
     return configuration
 
 

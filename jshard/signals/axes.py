@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jshard.errors import Place, did_you_mean, quoted
-from jshard.signals.faults import Path, dotted, listed, said, shown, subject
+from jshard.signals.faults import Path, dotted, listed, shown, subject, value_words
 from jshard.signals.nodes import Node
 from jshard.signals.value_types import Names, Reading, whole_number
 
@@ -92,7 +92,9 @@ class Mesh:
                 reading.faults.add(path, place, "has an empty name", "write data: 2")
             elif number is None or number == 0 or number < -1 or number >= 2**31:
                 hint = f"write {dotted([name])}: 2, or -1 for all devices that are left"
-                reading.faults.add(at, size.place, f"{said(at, size.value)}, which is not a size of a mesh axis", hint)
+                reading.faults.add(
+                    at, size.place, f"{value_words(at, size.value)}, which is not a size of a mesh axis", hint
+                )
             elif number == -1 and rest is not None:
                 fault = f"is -1, as {subject((*path, rest), node.value[rest].place)} is"
                 reading.faults.add(at, size.place, fault, "leave one size open and give the other a number")

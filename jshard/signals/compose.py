@@ -172,7 +172,7 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
         near = difflib.get_close_matches(first, known, n=1) or difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {quoted(near[0])}?" if near else f"write {listed([*Table(TRAIN).known, 'a signal'])}"
         if full := full_key(key):
-            hint = f"write {full}={text}"
+            hint = f"write {dotted([f'{full}={text}'])}"
         return wrong("names no signal and no key of jshard.train", hint)
     if len(path) >= DEEPEST:
         return wrong(f"nests deeper than {DEEPEST} levels", "write it flatter")

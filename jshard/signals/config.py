@@ -15,7 +15,7 @@ from jshard.signals.compose import compose
 from jshard.signals.describe import signal_words
 from jshard.signals.faults import Faults, listed
 from jshard.signals.match import Matcher
-from jshard.signals.resolve import Resolved, is_template, resolve
+from jshard.signals.resolve import is_template, resolve
 from jshard.signals.signal import Signal
 from jshard.table import Block, Rows, Shown
 
@@ -51,6 +51,10 @@ class Configuration(Shown):
     budget_place: Place | None = None
     topology: str | None = None  # v5e:4x4
     topology_place: Place | None = None
+    # The scopes under which `jshard.signal.tensor` has placed an array, and what `lookup` and `digest` found before.
+    placed: set[tuple[str, ...]] = dataclasses.field(default_factory=set, init=False)
+    _looked_up: dict[tuple[str, ...], Signal] = dataclasses.field(default_factory=dict, init=False)
+    _digests: dict[tuple[str, ...], Hashable] = dataclasses.field(default_factory=dict, init=False)
 
     def blocks(self) -> Iterator[Block]:
         yield Rows(self.meaning())
@@ -92,21 +96,8 @@ class Configuration(Shown):
         return max([math.prod(size for size in self.mesh.sizes if size != -1), *numbers])
 
     @functools.cached_property
-    def placed(self) -> set[tuple[str, ...]]:
-        """The scopes under which `jshard.signal.tensor` has placed an array."""
-        return set()
-
-    @functools.cached_property
     def _matcher(self) -> Matcher:
         return Matcher(self.signals.values())
-
-    @functools.cached_property
-    def _looked_up(self) -> dict[tuple[str, ...], Signal]:
-        return {}
-
-    @functools.cached_property
-    def _digests(self) -> dict[tuple[str, ...], Hashable]:
-        return {}
 
     def lookup(self, path: tuple[str, ...]) -> Signal:
         """The signal for a nesting of scope names, outermost first: by the whole path, else by ever shorter ends."""
@@ -166,33 +157,31 @@ def load_configuration(
     resolved = resolve(root, name, faults) if root is not None else None
     faults.stop()
     assert resolved is not None
-    train = resolved.jshard.get("train", {})
+    head, places, signals = resolved
     prefix = "jshard.train."
+    in_train = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
     return Configuration(
         source=name,
-        mesh=_mesh(resolved),
-        axis_types=resolved.jshard.get("axis_types", "explicit" if "mesh" in resolved.jshard else "auto"),
-        strict=resolved.jshard.get("strict", True),
-        default=resolved.jshard.get("default"),
-        signals=MappingProxyType(resolved.signals),
-        train=MappingProxyType(train),
-        train_places=MappingProxyType(
-            {key.removeprefix(prefix): place for key, place in resolved.places.items() if key.startswith(prefix)}
-        ),
-        budget=resolved.jshard.get("budget"),
-        budget_place=resolved.places.get("jshard.budget"),
-        topology=resolved.jshard.get("topology"),
-        topology_place=resolved.places.get("jshard.topology"),
+        mesh=_mesh(head.get("mesh"), places, signals),
+        axis_types=head.get("axis_types", "explicit" if "mesh" in head else "auto"),
+        strict=head.get("strict", True),
+        default=head.get("default"),
+        signals=MappingProxyType(signals),
+        train=MappingProxyType(head.get("train", {})),
+        train_places=MappingProxyType(in_train),
+        budget=head.get("budget"),
+        budget_place=places.get("jshard.budget"),
+        topology=head.get("topology"),
+        topology_place=places.get("jshard.topology"),
     )
 
 
-def _mesh(resolved: Resolved) -> MeshPlan | None:
+def _mesh(
+    sizes: Mapping[str, int] | None, places: Mapping[str, Place], signals: Mapping[str, Signal]
+) -> MeshPlan | None:
     """The mesh that is written; in GT's form, which has workers and no mesh, one axis over all devices."""
-    sizes = resolved.jshard.get("mesh")
     if sizes is not None:
-        places = {name: resolved.places[f"jshard.mesh.{name}"] for name in sizes}
-        return MeshPlan(tuple(sizes), tuple(sizes.values()), resolved.places["jshard.mesh"], places)
-    for signal in resolved.signals.values():
-        if signal.shard is not None:
-            return MeshPlan(("workers",), (-1,), signal.at("shard"))
-    return None
+        of_axes = {name: places[f"jshard.mesh.{name}"] for name in sizes}
+        return MeshPlan(tuple(sizes), tuple(sizes.values()), places["jshard.mesh"], of_axes)
+    shards = [signal.at("shard") for signal in signals.values() if signal.shard is not None]
+    return MeshPlan(("workers",), (-1,), shards[0]) if shards else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jshard.signals.signal import Signal
+from jshard.signals.signal import Shard, Signal
 
 OUTPUTS = {
     "keep": "y stays split",
@@ -17,7 +17,7 @@ OUTPUTS = {
 def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
     """What it splits, where, and what else it asks for; `backward` is the signal of its cotangents."""
     if signal.shard is not None:
-        yield _shard(signal)
+        yield _shard(signal.shard)
     loops = {"rows": signal.row, "columns": signal.column, "reduction": signal.reduction}
     split = [f"{loop} over {' x '.join(names)}" for loop, names in loops.items() if names]
     if split:
@@ -53,9 +53,7 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
         yield f"at most {count} bytes on the wire" if collective == "bytes" else f"{count} {collective} expected"
 
 
-def _shard(signal: Signal) -> str:
-    shard = signal.shard
-    assert shard is not None
+def _shard(shard: Shard) -> str:
     if shard.mesh:
         where = f"mesh axis {' x '.join(shard.mesh)}"
     elif shard.workers is None:

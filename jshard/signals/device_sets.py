@@ -13,9 +13,8 @@ from jshard.errors import JShardError
 from jshard.signals.active_config import configuration, mesh_for
 from jshard.signals.signal import Signal
 
-_first: weakref.WeakKeyDictionary[Any, tuple[Mesh, Signal]] = (
-    weakref.WeakKeyDictionary()
-)  # of each program being traced
+# The first mesh of each program being traced, and the signal that brought it there.
+_first: weakref.WeakKeyDictionary[Any, tuple[Mesh, Signal]] = weakref.WeakKeyDictionary()
 
 
 def check_reach(x: Any, mesh: Any, signal: Signal) -> None:

@@ -6,18 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jshard import events
 from jshard.errors import Place
 from jshard.signals.config import Configuration
 from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
-
-
-def tell(configuration: Configuration) -> None:
-    """An event for each key, where somebody listens."""
-    if events.listeners:
-        for place, key, value in lines(configuration):
-            events.tell("config", place=str(place), key=key, value=value)
 
 
 def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:

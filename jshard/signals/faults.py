@@ -72,7 +72,7 @@ def dotted(path: Iterable[str]) -> str:
     return ".".join(quoted(word)[1:-1] for word in path)
 
 
-def said(path: Path, value: object) -> str:
+def value_words(path: Path, value: object) -> str:
     """What the subject of a path says: signal "layer1" (f:4) `has shard.axis: true`, jshard.strict (f:2) `is 3`."""
     inside_signal = len(path) > 1 and path[0] != "jshard"
     return f"{f'has {dotted(path[1:])}:' if inside_signal else 'is'} {shown(value)}"

@@ -97,11 +97,10 @@ def node_of(value: Any, place: Place, faults: Faults) -> Node | None:
     def made(value: Any, path: Path) -> Node:
         nonlocal count
         count += 1
-        if count > MOST_VALUES or len(path) >= DEEPEST:
-            if count > MOST_VALUES:
-                faults.add((), place, f"holds more than {MOST_VALUES:,} values", "make it smaller")
-            else:
-                faults.add((), place, f"nests deeper than {DEEPEST} levels", "make it flatter")
+        many = count > MOST_VALUES
+        if many or len(path) >= DEEPEST:
+            fault = f"holds more than {MOST_VALUES:,} values" if many else f"nests deeper than {DEEPEST} levels"
+            faults.add((), place, fault, f"make it {'smaller' if many else 'flatter'}")
             raise Stop()
         if value is None or isinstance(value, (bool, str)):
             return Node(value, place)

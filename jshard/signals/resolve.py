@@ -5,17 +5,27 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from jshard.errors import Place, did_you_mean, quoted
-from jshard.signals.conflicts import check_axes, check_output
 from jshard.signals.faults import Faults, Path
 from jshard.signals.match import Matcher
 from jshard.signals.nodes import DEEPEST, Node
 from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE
 from jshard.signals.signal import DTypes, Shard, Signal
 from jshard.signals.value_types import Reading
+
+# Two keys that may not name one mesh axis: keys, and the array that would be split over it twice.
+_ARRAYS = [
+    ("row", "column", "y"),
+    ("row", "reduction", "x"),
+    ("column", "reduction", "w"),
+    ("row", "sequence", "x"),
+    ("column", "store", "w"),
+    ("reduction", "store", "w"),
+    ("column", "store.optimizer", "the optimizer's state of w"),
+    ("reduction", "store.optimizer", "the optimizer's state of w"),
+]
 
 
 @dataclasses.dataclass
@@ -32,17 +42,9 @@ class Written:
         return self.places.get(key, self.place)
 
 
-@dataclasses.dataclass
-class Resolved:
-    """Everything that a configuration says."""
-
-    jshard: dict[str, Any]
-    places: Mapping[str, Place]  # of keys under jshard, "jshard." included
-    signals: dict[str, Signal]
-
-
-def resolve(root: Node, source: str, faults: Faults) -> Resolved:
-    """All that `root` says, checked. What is faulty is left out; the caller raises the faults."""
+def resolve(root: Node, source: str, faults: Faults) -> tuple[dict[str, Any], dict[str, Place], dict[str, Signal]]:
+    """Read and check all that `root` says: what stands under `jshard`, the places of its keys ("jshard." included), and the
+    signals. What is faulty is left out; the caller raises the faults."""
     assert isinstance(root.value, dict)
     head, reading = _head(root, faults)
     written = {
@@ -54,7 +56,7 @@ def resolve(root: Node, source: str, faults: Faults) -> Resolved:
     names.check_backward()
     if "default" in head:
         names.find(head["default"], reading.places["jshard.default"], ("jshard", "default"), "names")
-    return Resolved(head, reading.places, names.signals)
+    return head, reading.places, names.signals
 
 
 def is_template(name: str) -> bool:
@@ -137,9 +139,9 @@ class _Names:
             hint = did_you_mean(other, others, "write the name of a signal or template")
             self.faults.add(about, place, f"extends {quoted(other)}, which is not in {self.source}", hint)
         elif other in chain:
-            way = "" if other == own.name else f" by way of {quoted(own.name)} ({place})"
-            hint = "remove one extends" if way else "remove it"
-            self.faults.add((other,), self.written[other].at("extends"), f"extends itself{way}", hint)
+            via = "" if other == own.name else f" by way of {quoted(own.name)} ({place})"
+            hint = "remove one extends" if via else "remove it"
+            self.faults.add((other,), self.written[other].at("extends"), f"extends itself{via}", hint)
         elif len(chain) >= DEEPEST:
             self.faults.add(about, place, f"extends a chain of more than {DEEPEST} signals", "extend fewer")
         else:
@@ -174,19 +176,16 @@ class _Names:
                     follows[name] = other.name
         seen: set[str] = set()
         for name in follows:
-            way: list[str] = []
+            chain: list[str] = []
             while name in follows and name not in seen:
                 seen.add(name)
-                way.append(name)
+                chain.append(name)
                 name = follows[name]
-            if name in way:
-                self._loops(way[way.index(name) :])
-
-    def _loops(self, loop: list[str]) -> None:
-        first, last = self.signals[loop[0]], self.signals[loop[-1]]
-        way = "" if len(loop) == 1 else f" by way of {quoted(last.name)} ({last.at('backward')})"
-        hint = "remove one backward" if way else "remove backward"
-        self.faults.add((first.name,), first.at("backward"), f"is its own backward{way}", hint)
+            if name in chain:  # it leads back to `name`, by way of the last
+                first, last = self.signals[name], self.signals[chain[-1]]
+                via = "" if first is last else f" by way of {quoted(last.name)} ({last.at('backward')})"
+                hint = "remove one backward" if via else "remove backward"
+                self.faults.add((name,), first.at("backward"), f"is its own backward{via}", hint)
 
 
 def _lay(base: Written, top: Written) -> None:
@@ -210,8 +209,8 @@ def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal
     values["kernel"] = tuple(sorted({**kernels, **values.get("kernel", {})}.items()))
     values["expect"] = _expect(written, values.get("expect", {}), faults)
     signal = Signal(written.name, written.place, written.places, **values)
-    check_axes(signal, faults)
-    check_output(signal, written.broken, faults)
+    _check_axes(signal, faults)
+    _check_output(signal, written.broken, faults)
     return signal
 
 
@@ -243,3 +242,32 @@ def _expect(written: Written, values: dict[str, int], faults: Faults) -> tuple[t
             faults.add((written.name,), written.at(f"expect.{word}"), fault, "keep one")
         found[name] = (word, count)
     return tuple((name, count) for name, (_, count) in sorted(found.items()))
+
+
+def _check_axes(signal: Signal, faults: Faults) -> None:
+    """No array is split twice over one mesh axis."""
+    for first, second, array in _ARRAYS:
+        both = set(signal.axes(first)) & set(signal.axes(second))
+        for mesh_axis in sorted(both):
+            early, late = sorted((first, second), key=lambda key: _line(signal.at(key)))
+            keys = f"{late} and for {early} ({signal.at(early)})"
+            fault = f"names mesh axis {quoted(mesh_axis)} for {keys}, which would split {array} over it twice"
+            faults.add((signal.name,), signal.at(late), fault, "use another mesh axis for one of them")
+
+
+def _line(place: Place) -> tuple[int, int]:
+    return place.line or 0, place.column or 0
+
+
+def _check_output(signal: Signal, broken: set[str], faults: Faults) -> None:
+    """What a layer hands on is something that its strategy makes. Keys in `broken` have a fault already told."""
+    key, what = ("column", "gathered") if signal.output == "gather" else ("reduction", "summed")
+    if signal.output == "keep" and signal.reduction:
+        fault = f"with reduction ({signal.at('reduction')}), but partial sums can't be handed on"
+        hint = "write output: sum or output: scatter"
+    elif signal.output in ("gather", "sum", "scatter") and not signal.axes(key) and key not in broken:
+        fault = f"without {key}, so nothing is {what}"
+        hint = f"name a mesh axis for {key}, or remove output"
+    else:
+        return
+    faults.add((signal.name,), signal.at("output"), f"has output: {signal.output} {fault}", hint)

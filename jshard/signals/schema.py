@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jshard.signals.axes import Axes, Mesh, Workers
 from jshard.signals.topologies import TopologyName
-from jshard.signals.value_types import Bytes, Choice, Flag, Key, Names, Refused, Table, Text, Whole
+from jshard.signals.value_types import Key, Names, Refused, Table, choice, flag, integer, size, text
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-IMPORT_PATH = Text("an import path", "examples.digits:Model", r"\w+(\.\w+)*:\w+(\.\w+)*")
+IMPORT_PATH = text("an import path", "examples.digits:Model", r"\w+(\.\w+)*:\w+(\.\w+)*")
 
 # The words of `expect` -> the name of the collective in the ledger.
 COLLECTIVES = {
@@ -32,15 +33,15 @@ def _later(what: str) -> Key:
 
 def _component(what: str, example: str, further: dict[str, Key] | None = None) -> Key:
     """Something named by its import path, with arguments."""
-    path = Text("an import path", example, IMPORT_PATH.form)
+    path = dataclasses.replace(IMPORT_PATH, example=example)
     keys = {"path": Key(path, "Its import path, module:name.")} | (further or {})
     return Key(Table(keys, bare=path, stands_for="path", open=True, required="path"), what)
 
 
 READING: dict[str, Key] = {
-    "shuffle": Key(Flag("false"), "Each pass over the examples in another order, that the seed decides; true unless said."),
-    "last": Key(Choice(("drop", "fill", "keep")), "What becomes of the examples that make no whole batch at its end."),
-    "ahead": Key(Whole("2", least=0), "How many batches are read before they are asked for."),
+    "shuffle": Key(flag("false"), "Each pass over the examples in another order, that the seed decides; true unless said."),
+    "last": Key(choice(("drop", "fill", "keep")), "What becomes of the examples that make no whole batch at its end."),
+    "ahead": Key(integer("2", least=0), "How many batches are read before they are asked for."),
 }  # fmt: skip
 
 TRAIN: dict[str, Key] = {
@@ -49,75 +50,75 @@ TRAIN: dict[str, Key] = {
         "The data: its import path, or a mapping of path, arguments, and how it is read.", "examples.digits:data", READING
     ),
     "loss": _component("The loss: its import path, or a mapping of path and arguments.", "examples.digits:loss"),
-    "batch": Key(Whole("64"), "Examples in a batch, over all devices."),
-    "steps": Key(Whole("1000"), "How many steps to train."),
-    "seed": Key(Whole("0", least=0), "The seed of weights and batches."),
+    "batch": Key(integer("64"), "Examples in a batch, over all devices."),
+    "steps": Key(integer("1000"), "How many steps to train."),
+    "seed": Key(integer("0", least=0), "The seed of weights and batches."),
     "optimizer": Key(
         Table(
-            {"name": Key(Text("a name", "adamw"), "Its name in optax.")},
-            bare=Text("a name", "adamw"), stands_for="name", open=True, required="name",
+            {"name": Key(text("a name", "adamw"), "Its name in optax.")},
+            bare=text("a name", "adamw"), stands_for="name", open=True, required="name",
         ),
         "The optimizer: a name of optax, or a mapping of name and its arguments.",
     ),
     "evaluation": Key(
-        Table({"every": Key(Whole("100"), "After every so many steps.")}, Whole("100"), "every", required="every"),
+        Table({"every": Key(integer("100"), "After every so many steps.")}, integer("100"), "every", required="every"),
         "Evaluate on the test data after every so many steps.",
     ),
-    "output": Key(Text("a folder", "runs/mlp"), "The folder that results are written to."),
+    "output": Key(text("a folder", "runs/mlp"), "The folder that results are written to."),
     "log": Key(
         Table(
             {
-                "every": Key(Whole("100"), "Figures are said and written after every so many steps; 100 unless said."),
-                "ran": Key(Flag(), "Each process writes what it runs, a line for each step and collective; false unless said."),
-                "folder": Key(Text("a folder", "runs/mlp/log"), "Where, and that it does; output/log unless said."),
-                "tensorboard": Key(Flag(), "Figures are written for TensorBoard too; needs jshard[tensorboard]."),
+                "every": Key(integer("100"), "Figures are said and written after every so many steps; 100 unless said."),
+                "ran": Key(flag(), "Each process writes what it runs, a line for each step and collective; false unless said."),
+                "folder": Key(text("a folder", "runs/mlp/log"), "Where, and that it does; output/log unless said."),
+                "tensorboard": Key(flag(), "Figures are written for TensorBoard too; needs jshard[tensorboard]."),
             },
-            bare=Flag(), stands_for="ran",
+            bare=flag(), stands_for="ran",
         ),
         "What is logged, and when; true is {ran: true}.",
     ),
     "checkpoint": Key(
         Table(
             {
-                "every": Key(Whole("100"), "Save after every so many steps, and after the last."),
-                "keep": Key(Whole("3"), "How many are kept; 3 unless said."),
-                "folder": Key(Text("a folder", "runs/mlp/checkpoints"), "Where; checkpoints in the output folder unless said."),
+                "every": Key(integer("100"), "Save after every so many steps, and after the last."),
+                "keep": Key(integer("3"), "How many are kept; 3 unless said."),
+                "folder": Key(text("a folder", "runs/mlp/checkpoints"), "Where; checkpoints in the output folder unless said."),
             },
-            bare=Whole("100"), stands_for="every", required="every",
+            bare=integer("100"), stands_for="every", required="every",
         ),
         "When all that training needs to go on is saved, and where.",
     ),
     "watchdog": Key(
         Table({
-            "step_timeout": Key(Whole("300"), "Seconds without a step after which several processes count as hung."),
-            "start_timeout": Key(Whole("60"), "Seconds that all processes have to appear in."),
+            "step_timeout": Key(integer("300"), "Seconds without a step after which several processes count as hung."),
+            "start_timeout": Key(integer("60"), "Seconds that all processes have to appear in."),
         }),
         "What watches over several processes.",
     ),
 }  # fmt: skip
 
-_KERNEL = Table({op: Key(Choice(words), f"How {op} is done.") for op, words in KERNELS.items()})
+_KERNEL = Table({op: Key(choice(words), f"How {op} is done.") for op, words in KERNELS.items()})
 
 JSHARD: dict[str, Key] = {
     "mesh": Key(Mesh(), "Mesh axes and their sizes, in device order; one may be -1: all that are left."),
-    "axis_types": Key(Choice(("explicit", "auto")), "explicit unless said: layouts are part of types."),
+    "axis_types": Key(choice(("explicit", "auto")), "explicit unless said: layouts are part of types."),
     "include": Key(Names("a file or a list of files", "base.yaml"), "Files that this one starts from."),
-    "strict": Key(Flag("false"), "A signal that is not written here is an error, unless false."),
-    "default": Key(Text("the name of a signal", "layer1"), "The signal for places that none names."),
+    "strict": Key(flag("false"), "A signal that is not written here is an error, unless false."),
+    "default": Key(text("the name of a signal", "layer1"), "The signal for places that none names."),
     "train": Key(Table(TRAIN), "The experiment; the command line overrides it by a bare key=value."),
     "topology": Key(TopologyName(), "The devices that plan, report and diff compile for where no --topology is given."),
     "kernel": Key(_KERNEL, "Which algorithm each op takes, at every place that says nothing else."),
     "pipeline": _later("The schedule of pipeline stages"),
     "budget": Key(
-        Bytes(), "The most bytes that a device may hold, as in 16GiB: at rest for jshard check, at its peak for jshard plan."
+        size(), "The most bytes that a device may hold, as in 16GiB: at rest for jshard check, at its peak for jshard plan."
     ),
 }  # fmt: skip
 
 _AXES = Axes()
 SHARD: dict[str, Key] = {
-    "axis": Key(Whole("0", least=None), "The axis of the array that is split; -1 is the last."),
+    "axis": Key(integer("0", least=None), "The axis of the array that is split; -1 is the last."),
     "workers": Key(Workers(), "Device numbers; null is all of them."),
-    "replicated": Key(Flag(), "The whole array on each of the workers."),
+    "replicated": Key(flag(), "The whole array on each of the workers."),
     "mesh": Key(_AXES, "Mesh axes to split over, in place of workers."),
 }
 
@@ -131,23 +132,23 @@ SIGNAL: dict[str, Key] = {
         Table({"optimizer": Key(_AXES, "The optimizer's state alone (ZeRO-1).")}, bare=_AXES, required="optimizer"),
         "Parameters and optimizer state rest split over this mesh axis (FSDP); {optimizer: axis}: the state only.",
     ),
-    "output": Key(Choice(("keep", "gather", "sum", "scatter")), "What a layer hands on."),
-    "backward": Key(Text("the name of a signal", "other"), "The signal that cotangents of this place lie by."),
-    "compile": Key(Flag(), "Called outside a jit, a layer under this signal compiles as one program."),
+    "output": Key(choice(("keep", "gather", "sum", "scatter")), "What a layer hands on."),
+    "backward": Key(text("the name of a signal", "other"), "The signal that cotangents of this place lie by."),
+    "compile": Key(flag(), "Called outside a jit, a layer under this signal compiles as one program."),
     "dtype": Key(
         Table({
-            "param": Key(Choice(DTYPES), "What parameters are stored in."),
-            "compute": Key(Choice(DTYPES), "What products are computed in."),
-            "reduce": Key(Choice(DTYPES), "What is summed over devices in."),
+            "param": Key(choice(DTYPES), "What parameters are stored in."),
+            "compute": Key(choice(DTYPES), "What products are computed in."),
+            "reduce": Key(choice(DTYPES), "What is summed over devices in."),
         }),
         "dtypes of this place.",
     ),
-    "remat": Key(Flag(), "Compute activations anew in the backward pass instead of keeping them."),
+    "remat": Key(flag(), "Compute activations anew in the backward pass instead of keeping them."),
     "extends": Key(Names("the name of a signal or a list of names", "_template"), "Start from the keys of these."),
     "expect": Key(
         Table(
-            {word: Key(Whole("1", least=0), f"How many times {name} runs.") for word, name in COLLECTIVES.items()}
-            | {"bytes": Key(Bytes(), "The most bytes on the wire per device, as in 64MiB.")}
+            {word: Key(integer("1", least=0), f"How many times {name} runs.") for word, name in COLLECTIVES.items()}
+            | {"bytes": Key(size(), "The most bytes on the wire per device, as in 64MiB.")}
         ),
         "A promise about collectives that `jshard check` holds.",
     ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -28,11 +27,12 @@ from jshard.signals.signal import Signal
 class Scope:
     """The nesting of names at one point of a program. Equal when nothing below could tell the two apart."""
 
-    __slots__ = ("backward", "digest", "path")
+    __slots__ = ("backward", "digest", "entry", "path")
 
-    def __init__(self, path: tuple[str, ...], backward: str | None = None):
+    def __init__(self, path: tuple[str, ...], backward: str | None = None, entry: Entry | None = None):
         self.path = path
         self.backward = backward
+        self.entry = entry  # the innermost
         self.digest: Hashable = None
         if path and (present := configuration()) is not None:
             self.digest = present.digest(path), None if backward is None else present.lookup((backward,))
@@ -47,27 +47,16 @@ class Scope:
 _context = jax.make_user_context(Scope(()))
 
 
-class _Entered(threading.local):
-    """The signals this thread is inside, innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[Entry] = []
-
-
-_entered = _Entered()
-
-
 class Entry(contextlib.ContextDecorator):
     """One `with jshard.signal(name)`; as a decorator it covers every call of the function."""
 
-    def __init__(self, *names: str, backward: str | None = None, nested: bool = True):
+    def __init__(self, *names: str, backward: str | None = None):
         self.names = names
         self.backward = backward
-        self.nested = nested
         self._exits: contextlib.ExitStack | None = None
 
     def _recreate_cm(self) -> Entry:
-        return Entry(*self.names, backward=self.backward, nested=self.nested)
+        return Entry(*self.names, backward=self.backward)
 
     def __enter__(self) -> Entry:
         if self._exits is not None:
@@ -75,22 +64,19 @@ class Entry(contextlib.ContextDecorator):
                 f'signal "{self.names[-1]}" is entered a second time through one object',
                 hint=f'write `with jshard.signal("{self.names[-1]}"):` anew',
             )
-        outer = _context.value.path if self.nested else ()
-        path = (*outer, *self.names)
+        path = (*_context.value.path, *self.names)
         present = configuration()
         if present is not None:
             present.lookup(path)
             if self.backward is not None:
                 present.lookup((self.backward,))
         with contextlib.ExitStack() as exits:
-            exits.enter_context(_context(Scope(path, self.backward)))
+            exits.enter_context(_context(Scope(path, self.backward, self)))
             exits.enter_context(scope(signal="/".join(self.names)))
             self._exits = exits.pop_all()
-        _entered.stack.append(self)
         return self
 
     def __exit__(self, *reason: Any) -> None:
-        _entered.stack.remove(self)
         assert self._exits is not None
         if isinstance(reason[1], Exception) and not failed_under(reason[1]):
             vars(reason[1])["__jshard_path__"] = active_path()
@@ -136,7 +122,7 @@ def resolve(remembered: tuple[str, ...]) -> tuple[Signal | None, contextlib.Abst
     present, path = configuration(), remembered or active_path()
     if present is None or _context.value.path or not path:
         return active(), contextlib.nullcontext()
-    return present.lookup(path), Entry(*path, nested=False)
+    return present.lookup(path), Entry(*path)
 
 
 def tensor_layout(signal: Signal, rank: int) -> Layout:
@@ -185,11 +171,11 @@ class SignalFunction:
 
     def exit(self, name: str) -> None:
         """Leave the innermost signal, which must be `name`."""
-        if not _entered.stack:
+        top = _context.value.entry
+        if top is None:
             raise JShardError(
                 f'signal "{name}" is left, but none is entered', hint=f'call jshard.signal.enter("{name}") first'
             )
-        top = _entered.stack[-1]
         innermost = "/".join(top.names)
         if innermost != name:
             raise JShardError(

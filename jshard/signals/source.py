@@ -140,12 +140,13 @@ class _Reader:
                 self.add(each.place, fault, 'write "<<: *name" with &name at a mapping')
 
     def repeated(self, path: Path, place: Place, first: Place) -> None:
-        if len(path) == 1:
-            self.faults.add(self.about or path, place, f"is already at {first}", "keep one of the two")
+        if self.about:
+            self.add(place, f"has the key {quoted('.'.join(path))} again", "keep one of the two")
+        elif len(path) == 1:
+            self.faults.add(path, place, f"is already at {first}", "keep one of the two")
         else:
             key = quoted(path[-1] if path[0] == "jshard" else ".".join(path[1:]))
-            says = f"has the key {key} again, after {first}"
-            self.faults.add(self.about or path[:-1], place, says, "keep one of the two")
+            self.faults.add(path[:-1], place, f"has the key {key} again, after {first}", "keep one of the two")
 
 
 def read_text(data: bytes, source: str, faults: Faults) -> Node | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jshard.chips import CHIPS
 from jshard.errors import JShardError, Place, nearest
-from jshard.signals.faults import Path, listed, said
+from jshard.signals.faults import Path, listed, value_words
 from jshard.signals.nodes import Node
 from jshard.signals.value_types import Reading
 
@@ -23,13 +23,13 @@ def read_name(name: str) -> tuple[str, tuple[int, ...]]:
     """The chip and the shape; an error with near names when it means nothing."""
     if wrong := fault_of(name):
         raise JShardError(f'"{name}" is no topology: {wrong[0]}', hint=wrong[1])
-    chip, shape = _split(name)
+    chip, _, shape = written(name).partition(":")
     return chip, tuple(map(int, shape.split("x")))
 
 
 def fault_of(name: str) -> tuple[str, str] | None:
     """What is wrong with a name, and how to fix it."""
-    chip, size = _split(name)
+    chip, _, size = written(name).partition(":")
     shapes = SHAPES.get(chip)
     if shapes is None:
         meant = nearest(chip, SHAPES)
@@ -93,7 +93,7 @@ class TopologyName:
             return name
         why, hint = wrong or ("", f"write topology: {name}")
         which = f"which is no topology{': ' if why else ''}{why}"
-        reading.faults.add(path, node.place, f"{said(path, node.value)}, {which}", hint)
+        reading.faults.add(path, node.place, f"{value_words(path, node.value)}, {which}", hint)
         return None
 
     def json(self) -> dict[str, Any]:
@@ -104,11 +104,6 @@ class TopologyName:
 
 def written(name: str) -> str:
     return name.strip().lower()
-
-
-def _split(name: str) -> tuple[str, str]:
-    chip, _, size = written(name).partition(":")
-    return chip, size
 
 
 def _nearest_size(size: str, chip: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from jshard.errors import Place, did_you_mean, nearest, quoted
-from jshard.signals.faults import Faults, Path, dotted, listed, said
+from jshard.signals.faults import Faults, Path, dotted, listed, value_words
 from jshard.signals.nodes import Node
 
 
@@ -27,7 +27,7 @@ class Reading:
     def wrong(self, kind: Kind, node: Node, path: Path, hint: str = "") -> None:
         """Note that a value is not of its kind."""
         hint = hint or f"write {dotted(path[-1:])}: {kind.example}"
-        self.faults.add(path, node.place, f"{said(path, node.value)}, which is not {kind.wants}", hint)
+        self.faults.add(path, node.place, f"{value_words(path, node.value)}, which is not {kind.wants}", hint)
 
 
 class Kind(Protocol):
@@ -53,56 +53,49 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """Any text, or text of one form."""
+class Single:
+    """A single value: `parse` gives what it means, or None. One of a few `words` has a nearest."""
 
     wants: str
     example: str
-    form: str = r"(?s).+"
+    parse: Callable[[Any], Any]
+    schema: dict[str, Any]
+    words: tuple[str, ...] = ()
 
-    def read(self, node: Node, path: Path, reading: Reading) -> str | None:
-        if isinstance(node.value, str) and re.fullmatch(self.form, node.value):
-            return node.value
-        return reading.wrong(self, node, path)
+    def read(self, node: Node, path: Path, reading: Reading) -> Any:
+        value = self.parse(node.value)
+        if value is None:
+            word = node.value if isinstance(node.value, str) else ""
+            return reading.wrong(self, node, path, did_you_mean(word, self.words, ""))
+        return value
 
     def json(self) -> dict[str, Any]:
-        return {"type": "string", "minLength": 1}
+        return self.schema
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
+def text(wants: str, example: str, form: str = r"(?s).+") -> Single:
+    """Any text, or text of one form."""
+
+    def parse(value: object) -> str | None:
+        return value if isinstance(value, str) and re.fullmatch(form, value) else None
+
+    return Single(wants, example, parse, {"type": "string", "minLength": 1})
+
+
+def choice(words: tuple[str, ...]) -> Single:
     """One word of a few."""
 
-    words: tuple[str, ...]
+    def parse(value: object) -> str | None:
+        return value if isinstance(value, str) and value in words else None
 
-    @property
-    def wants(self) -> str:
-        return listed(self.words)
-
-    @property
-    def example(self) -> str:
-        return self.words[0]
-
-    def read(self, node: Node, path: Path, reading: Reading) -> str | None:
-        if node.value in self.words and isinstance(node.value, str):
-            return node.value
-        word = node.value if isinstance(node.value, str) else ""
-        return reading.wrong(self, node, path, did_you_mean(word, self.words, ""))
-
-    def json(self) -> dict[str, Any]:
-        return {"enum": list(self.words)}
+    return Single(listed(words), words[0], parse, {"enum": list(words)}, words)
 
 
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    example: str = "true"
-    wants: str = "true or false"
+BOOLEAN = {"type": "boolean"}
 
-    def read(self, node: Node, path: Path, reading: Reading) -> bool | None:
-        return node.value if isinstance(node.value, bool) else reading.wrong(self, node, path)
 
-    def json(self) -> dict[str, Any]:
-        return {"type": "boolean"}
+def flag(example: str = "true") -> Single:
+    return Single("true or false", example, lambda value: value if isinstance(value, bool) else None, BOOLEAN)
 
 
 def whole_number(value: object) -> int | None:
@@ -112,46 +105,33 @@ def whole_number(value: object) -> int | None:
     return int(value) if isinstance(value, int) or value.is_integer() else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
+def integer(example: str, least: int | None = 1) -> Single:
     """A whole number, `least` or more."""
 
-    example: str
-    least: int | None = 1
+    def parse(value: object) -> int | None:
+        number = whole_number(value)
+        too_small = number is not None and least is not None and number < least
+        return None if number is None or too_small or abs(number) >= 2**63 else number
 
-    @property
-    def wants(self) -> str:
-        return "a whole number" if self.least is None else f"a whole number of {self.least} or more"
-
-    def read(self, node: Node, path: Path, reading: Reading) -> int | None:
-        number = whole_number(node.value)
-        if number is None or (self.least is not None and number < self.least) or abs(number) >= 2**63:
-            return reading.wrong(self, node, path)
-        return number
-
-    def json(self) -> dict[str, Any]:
-        return {"type": "integer"} | ({} if self.least is None else {"minimum": self.least})
+    more, minimum = ("", {}) if least is None else (f" of {least} or more", {"minimum": least})
+    return Single(f"a whole number{more}", example, parse, {"type": "integer", **minimum})
 
 
-@dataclasses.dataclass(frozen=True)
-class Bytes:
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def size() -> Single:
     """A number of bytes, or text such as "64MiB"."""
 
-    example: str = "64MiB"
-    wants: str = "a size"
-    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-    def read(self, node: Node, path: Path, reading: Reading) -> int | None:
-        number = whole_number(node.value)
+    def parse(value: object) -> int | None:
+        number = whole_number(value)
         if number is not None and 0 <= number < 2**63:
             return number
-        written = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMG]i?B|B)", str(node.value))
-        if written is None:
-            return reading.wrong(self, node, path)
-        return round(float(written[1]) * self.units[written[2]])
+        written = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMG]i?B|B)", str(value))
+        return None if written is None else round(float(written[1]) * UNITS[written[2]])
 
-    def json(self) -> dict[str, Any]:
-        return {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9.]+ ?([KMG]i?B|B)$"}]}
+    forms = [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9.]+ ?([KMG]i?B|B)$"}]
+    return Single("a size", "64MiB", parse, {"anyOf": forms})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +210,7 @@ class Table:
     def read(self, node: Node, path: Path, reading: Reading) -> Any:
         if not isinstance(node.value, dict):
             takes = isinstance(node.value, (str, list, int, float)) and node.value is not True
-            if self.bare is not None and (takes or isinstance(self.bare, Flag)):
+            if self.bare is not None and (takes or self.bare.json() == BOOLEAN):
                 return self.bare.read(node, path, reading)
             return reading.wrong(self, node, path)
         values: dict[str, Any] = {}

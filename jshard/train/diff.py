@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -137,7 +136,7 @@ class _Side:
     @property
     def path(self) -> str:
         """Of the configuration."""
-        return self.config if re.fullmatch(IMPORT_PATH.form, self.target) else self.target
+        return self.config if IMPORT_PATH.parse(self.target) else self.target
 
     @property
     def words(self) -> list[str]:

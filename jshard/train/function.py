@@ -151,9 +151,7 @@ class Call:
         f = function_at(f'"{name}" names a function, but', name)
         if inspect.isclass(f):
             raise JShardError(f'"{name}" names a class', hint="name a function that calls it")
-        return cls(
-            name, f, tuple(Maker.of(word) if re.fullmatch(IMPORT_PATH.form, word) else Shape.of(word) for word in words)
-        )
+        return cls(name, f, tuple(Maker.of(word) if IMPORT_PATH.parse(word) else Shape.of(word) for word in words))
 
     def built(self, configuration: Configuration, _: Any, *, only_shapes: bool) -> Function:
         """Make its arguments, on the mesh of what is loaded."""

@@ -766,6 +766,10 @@ def test_misuse_in_a_mapping_is_told_without_lines():
 ON_THE_COMMAND_LINE = {
     "steps": ['"steps" (the command line) is not key=value; write it like steps=20 or layer1.column=tensor'],
     "=3": ['"=3" (the command line) is not key=value; write it like steps=20 or layer1.column=tensor'],
+    "mesh=\r": ['"mesh=\\r" (the command line) names no signal and no key of jshard.train; write jshard.mesh=\\r'],
+    "layer1={row: data, row: data}": [
+        '"layer1={row: data, row: data}" (the command line) has the key "row" again; keep one of the two'
+    ],
     "stepps=3": ['"stepps=3" (the command line) names no signal and no key of jshard.train; did you mean "steps"?'],
     "laier1.row=data": [
         '"laier1.row=data" (the command line) names no signal and no key of jshard.train; did you mean "layer1"?'
