@@ -1,4 +1,4 @@
-"""All-reduce along mesh axes, by XLA or by a kernel. `collectives.all_reduce` is the specification."""
+"""All-reduce along mesh axes, by XLA, which is the specification, or by a kernel."""
 
 from __future__ import annotations
 
@@ -27,18 +27,39 @@ def all_reduce(
 ) -> Array:
     """Sum `x` (or take the max, min, mean) over the devices along `mesh_axis`; every device gets the same bits.
 
-    "auto" is what `kernels.choose` says. "in_order" adds in device order and costs an all-to-all, of large arrays an
-    all-gather besides. A kernel takes any shape, adds bfloat16 in float32 and rounds once. The gradient is psum's. An
-    algorithm that is named and can't run here is an error.
+    Several mesh axes are reduced by one collective. "auto" is what `kernels.choose` says. "in_order" adds in device order and
+    costs an all-to-all, of large arrays an all-gather besides. A kernel takes any shape, adds bfloat16 in float32 and rounds
+    once. The gradient of a sum is psum's; that of a max or min is shared equally among the devices that have it, at the cost
+    of one more all-reduce. An algorithm that is named and can't run here is an error.
     """
+    collectives.check_choice("all_reduce", "op", op, ("sum", "max", "min", "mean"))
     mesh_axes = collectives.canonicalize_mesh_axes("all_reduce", mesh_axis)
     x = jnp.asarray(x)
     more = None if op in ("sum", "mean") else lambda: (f"a kernel adds, and takes no {op}", 'use algorithm="auto"')
     chosen = resolve_algorithm("all_reduce", algorithm, x, mesh_axes, more)
-    if chosen == "xla":
-        return collectives.all_reduce(x, mesh_axes, op=op)
-    total: Array = _all_reduce(collectives.pvary(x, mesh_axes), mesh_axes, chosen)
+    if not mesh_axes:
+        return x
+    x = collectives.pvary(x, mesh_axes)
+    if op in ("max", "min"):
+        return (_pextremum if jnp.issubdtype(x.dtype, jnp.inexact) else _pmax_or_pmin)(mesh_axes, op, x)
+    total: Array = lax.psum(x, mesh_axes) if chosen == "xla" else _all_reduce(x, mesh_axes, chosen)
     return total / collectives.axis_size(mesh_axes) if op == "mean" else total
+
+
+def _pmax_or_pmin(mesh_axes: tuple[str, ...], op: str, x: Array) -> Array:
+    return lax.pmax(x, mesh_axes) if op == "max" else lax.pmin(x, mesh_axes)
+
+
+_pextremum = jax.custom_jvp(_pmax_or_pmin, nondiff_argnums=(0, 1))  # JAX has no derivative of pmax and pmin
+
+
+@_pextremum.defjvp
+def _pextremum_jvp(mesh_axes, op, primals, tangents):
+    (x,), (x_dot,) = primals, tangents
+    y = _pextremum(mesh_axes, op, x)
+    attained = (x == y).astype(x.dtype)
+    share = attained / lax.psum(attained, mesh_axes)
+    return y, lax.psum(x_dot * share, mesh_axes)
 
 
 def all_reduce_coalesced(arrays: tuple[Array, ...], mesh_axis: MeshAxis, *, algorithm: Algorithm) -> tuple[Array, ...]:

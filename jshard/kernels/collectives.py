@@ -1,4 +1,4 @@
-"""Collectives by mesh axis, inside a shard_map, and the one table of what each costs on the wire.
+"""Collectives by mesh axis, inside a shard_map, that XLA alone runs, and the one table of what each costs on the wire.
 
 Each takes an array and one mesh axis or several, works with `check_vma` on, and differentiates. An array that is invariant
 over a mesh axis counts as the same value on every device; over no mesh axis, `()`, a collective is the identity. Nothing is
@@ -60,50 +60,6 @@ COLLECTIVES: dict[str, Collective] = {
         Collective("broadcast", _BROADCAST, "collective-broadcast", "operand", lambda n: n),
     )
 }
-
-
-def all_reduce(x: Array, mesh_axis: MeshAxis, *, op: Literal["sum", "max", "min", "mean"] = "sum") -> Array:
-    """Sum `x` (or take the max, min, mean) over the devices along `mesh_axis`; every device gets the result.
-
-    Several mesh axes are reduced by one collective. The gradient of a max or min is shared equally among the devices that
-    have it, at the cost of one more all-reduce.
-    """
-    if op not in ("sum", "max", "min", "mean"):
-        raise _not_a_choice("all_reduce", "op", op, ("sum", "max", "min", "mean"))
-    mesh_axes = canonicalize_mesh_axes("all_reduce", mesh_axis)
-    if not mesh_axes:
-        return jnp.asarray(x)
-    x = pvary(x, mesh_axes)
-    if op in ("max", "min"):
-        return (_pextremum if jnp.issubdtype(x.dtype, jnp.inexact) else _pmax_or_pmin)(mesh_axes, op, x)
-    total = lax.psum(x, mesh_axes)
-    return total / axis_size(mesh_axes) if op == "mean" else total
-
-
-def all_gather(
-    x: Array, mesh_axis: MeshAxis, *, axis: int = 0, result: Literal["varying", "invariant"] = "varying"
-) -> Array:
-    """Concatenate the shards of all devices along `mesh_axis`, along array axis `axis`.
-
-    The gradient of a "varying" result is a reduce-scatter. "invariant" says that all devices do the same with the result;
-    its gradient is a slice and moves nothing. Several mesh axes take one gather each, the minor (last) one first.
-    """
-    mesh_axes, x, axis = canonicalize_gather("all_gather", x, mesh_axis, axis, result)
-    for name in reversed(mesh_axes):  # the minor one first: its shards are next to each other in the result
-        to = "varying" if result == "varying" else "invarying"
-        x = lax.all_gather(pvary(x, (name,)), name, axis=axis, tiled=True, to=to)
-    return x
-
-
-def reduce_scatter(x: Array, mesh_axis: MeshAxis, *, axis: int = 0) -> Array:
-    """Sum `x` over the devices along `mesh_axis`; each keeps its own part of array axis `axis`.
-
-    Several mesh axes take one scatter each, the major (first) one first: the inverse order of `all_gather`.
-    """
-    mesh_axes, x, axis = canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
-    for name in mesh_axes:
-        x = lax.psum_scatter(pvary(x, (name,)), name, scatter_dimension=axis, tiled=True)
-    return x
 
 
 def permute(
@@ -199,25 +155,6 @@ def _in_mesh_order(
     return order, [(rank[source], rank[target]) for source, target in pairs]
 
 
-# -- max and min: JAX has no derivative of pmax and pmin --
-
-
-def _pmax_or_pmin(mesh_axes: tuple[str, ...], op: str, x: Array) -> Array:
-    return lax.pmax(x, mesh_axes) if op == "max" else lax.pmin(x, mesh_axes)
-
-
-_pextremum = jax.custom_jvp(_pmax_or_pmin, nondiff_argnums=(0, 1))
-
-
-@_pextremum.defjvp
-def _pextremum_jvp(mesh_axes, op, primals, tangents):
-    (x,), (x_dot,) = primals, tangents
-    y = _pextremum(mesh_axes, op, x)
-    attained = (x == y).astype(x.dtype)
-    share = attained / lax.psum(attained, mesh_axes)
-    return y, lax.psum(x_dot * share, mesh_axes)
-
-
 # -- which values vary --
 
 
@@ -263,8 +200,7 @@ def canonicalize_gather(
     op_name: str, x: Array, mesh_axis: MeshAxis, axis: int, result: str
 ) -> tuple[tuple[str, ...], Array, int]:
     """Return the mesh axes, the array and the axis, not negative, of an op that joins shards."""
-    if result not in ("varying", "invariant"):
-        raise _not_a_choice(op_name, "result", result, ("varying", "invariant"))
+    check_choice(op_name, "result", result, ("varying", "invariant"))
     mesh_axes, x = canonicalize_mesh_axes(op_name, mesh_axis), jnp.asarray(x)
     return mesh_axes, x, _axis(op_name, "joins", x, axis)
 
@@ -308,9 +244,11 @@ def _quoted(mesh_axes: Sequence[str], joint: str = ", ") -> str:
     return joint.join(f'"{name}"' for name in mesh_axes)
 
 
-def _not_a_choice(op_name: str, key: str, word: str, choices: tuple[str, ...]) -> JShardError:
-    hint = did_you_mean(word, choices, f"use {_quoted(choices, ' or ')}")
-    return JShardError(f'{op_name} has no {key} "{word}"', hint=hint)
+def check_choice(op_name: str, key: str, word: str, choices: tuple[str, ...]) -> None:
+    """Raise unless `word` is one of `choices`."""
+    if word not in choices:
+        hint = did_you_mean(word, choices, f"use {_quoted(choices, ' or ')}")
+        raise JShardError(f'{op_name} has no {key} "{word}"', hint=hint)
 
 
 def _axis(op_name: str, verb: str, x: Array, axis: int) -> int:

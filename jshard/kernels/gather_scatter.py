@@ -1,6 +1,6 @@
-"""All-gather and reduce-scatter along mesh axes, by XLA or by a kernel, each the other's gradient.
+"""All-gather and reduce-scatter along mesh axes, by XLA, which is the specification, or by a kernel.
 
-`collectives.all_gather` and `collectives.reduce_scatter` are the specification.
+Each is the other's gradient.
 """
 
 from __future__ import annotations
@@ -30,23 +30,29 @@ def all_gather(
 ) -> Array:
     """Concatenate the shards of all devices along `mesh_axis`, along array axis `axis`.
 
-    "ring" sends half of each shard each way round, from HBM to HBM; the gradient of a "varying" result is the
-    reduce-scatter's ring, of an "invariant" one a slice. "in_order" is XLA's gather with a gradient that is summed in device
+    The gradient of a "varying" result is a reduce-scatter. "invariant" says that all devices do the same with the result;
+    its gradient is a slice and moves nothing. "ring" sends half of each shard each way round, from HBM to HBM, and so does
+    the reduce-scatter of its gradient. "in_order" is XLA's gather with a gradient that is summed in device
     order. Several mesh axes take one gather each, the minor (last) one first.
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather", x, mesh_axis, axis, result)
     chosen = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
     if chosen == "xla" or (chosen == "in_order" and result == "invariant"):  # a slice has no sum
-        return collectives.all_gather(x, mesh_axes, axis=axis, result=result)
+        return _by_xla(x, mesh_axes, axis, result)
     return _all_gather(collectives.pvary(x, mesh_axes), mesh_axes, axis, result, chosen)
 
 
+def _by_xla(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str) -> Array:
+    to = "varying" if result == "varying" else "invarying"
+    for name in reversed(mesh_axes):  # the minor one first: its shards are next to each other in the result
+        x = lax.all_gather(collectives.pvary(x, (name,)), name, axis=axis, tiled=True, to=to)
+    return x
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _all_gather(
-    x: Array, mesh_axes: tuple[str, ...], axis: int, result: Literal["varying", "invariant"], algorithm: str
-) -> Array:
+def _all_gather(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str, algorithm: str) -> Array:
     if algorithm == "in_order":
-        return collectives.all_gather(x, mesh_axes, axis=axis, result=result)
+        return _by_xla(x, mesh_axes, axis, result)
     full = call_batched(lambda x, axis: _gather_kernel(x, mesh_axes, axis), x, axis)
     return collectives.pvary(full, mesh_axes) if result == "varying" else full
 
@@ -71,7 +77,7 @@ def _gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int) -> Array:
     from jshard.kernels.tpu.dma import Group
 
     full = jnp.moveaxis(x, axis, 0)
-    for name in reversed(mesh_axes):  # the minor one first: its shards are next to each other in the result
+    for name in reversed(mesh_axes):
         group = Group.of((name,))
         if group.size > 1:
             payload = jax.ShapeDtypeStruct((group.size, *full.shape), full.dtype)
@@ -87,12 +93,14 @@ def reduce_scatter(
 
     "ring" sends half of each part each way round and adds bfloat16 in float32; its gradient is the all-gather's ring.
     "in_order" is an all-to-all, and adds in device order, bfloat16 in float32 too. Several mesh axes take one scatter each,
-    the major (first) one first.
+    the major (first) one first: the inverse order of `all_gather`.
     """
     mesh_axes, x, axis = collectives.canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
     chosen = resolve_algorithm("reduce_scatter", algorithm, x, mesh_axes)
     if chosen == "xla":
-        return collectives.reduce_scatter(x, mesh_axes, axis=axis)
+        for name in mesh_axes:
+            x = lax.psum_scatter(collectives.pvary(x, (name,)), name, scatter_dimension=axis, tiled=True)
+        return x
     return _reduce_scatter(collectives.pvary(x, mesh_axes), mesh_axes, axis, chosen)
 
 

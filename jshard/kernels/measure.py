@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def measure(
     group, device = mesh.shape[mesh_axis], mesh.devices.flat[0]
     limit = chip_called(device.device_kind, device.platform).link / 1e9
     found = []
-    for op, size in ((op, size) for op in MOVES for size in sizes):
+    for op, size in itertools.product(MOVES, sizes):
         runs = {}
         for algorithm in algorithms_at_hand(op, group, device.platform):
             try:
@@ -81,7 +82,7 @@ def _elements(op: str, size: int, group: int, dtype: Any) -> int:
     return max(size // jnp.dtype(dtype).itemsize // group, 1) * group
 
 
-def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dtype: Any) -> Callable[[], None]:
+def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dtype: Any) -> Callable[[], Any]:
     """Compile a collective and run it once."""
     group = mesh.shape[mesh_axis]
     full = _elements(op, size, group, dtype)
@@ -89,17 +90,20 @@ def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dt
     sharding = jax.NamedSharding(mesh, P(mesh_axis))
     x = jax.make_array_from_callback((group * local,), sharding, lambda index: np.ones(local, jnp.dtype(dtype)))
 
-    def body(x: Array) -> Array:
-        y = MOVES[op](x, mesh_axis, algorithm=algorithm)
-        return lax.pcast(y, mesh_axis, to="varying") if op == "all_reduce" else y
-
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P(mesh_axis)))
-    run(x).block_until_ready()
-
-    def call() -> None:
-        run(x).block_until_ready()
-
+    body = lambda x: _run(op, x, mesh_axis, algorithm)
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P(mesh_axis)))
+    call = lambda: program(x).block_until_ready()
+    call()
     return call
+
+
+def _run(op: str, x: Array, mesh_axis: str, algorithm: Any) -> Array:
+    """Run an op on a device's shard; the result varies over `mesh_axis`."""
+    if op == "matmul":
+        return matmul(x, x.T, algorithm=algorithm)
+    if op in PRODUCTS:
+        return PRODUCTS[op](x, x.T[:, :3], mesh_axis, algorithm=algorithm)
+    return pvary(MOVES[op](x, mesh_axis, algorithm=algorithm), (mesh_axis,))
 
 
 # -- the test against XLA --
@@ -153,20 +157,12 @@ def _compare(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool
     sharding = jax.NamedSharding(mesh, P(mesh_axis))
     x = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
-    def run(x: Array, algorithm: Any) -> Array:
-        if op == "matmul":
-            return matmul(x, x.T, algorithm=algorithm)
-        if op in PRODUCTS:
-            return PRODUCTS[op](x, x.T[:, :3], mesh_axis, algorithm=algorithm)
-        y = MOVES[op](x, mesh_axis, algorithm=algorithm)
-        return lax.pcast(y, mesh_axis, to="varying") if op == "all_reduce" else y
-
     def body(x: Array) -> Array:
         if op == "all_reduce" and algorithm == "xla":  # XLA's own is compared with a gather and a sum
             expected = lax.all_gather(x, mesh_axis).sum(0)
         else:
-            expected = run(x, "xla")
-        wrong = (run(x, algorithm) != expected).sum()
+            expected = _run(op, x, mesh_axis, "xla")
+        wrong = (_run(op, x, mesh_axis, algorithm) != expected).sum()
         return lax.psum(pvary(wrong, mesh.axis_names), mesh.axis_names)
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P()))

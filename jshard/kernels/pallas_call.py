@@ -98,18 +98,16 @@ def launch(
         if mode is None
         else pltpu.InterpretParams(detect_races=mode.races, dma_execution_mode=mode.copies),
         name=f"{cost.op}_{cost.algorithm}",
-        metadata=None if group is None else _metadata(cost, group),
+        metadata=None
+        if group is None
+        else declare(
+            cost.op, group.mesh_axes, cost.payload, algorithm=cost.algorithm, wire=cost.wire, schedule=cost.schedule
+        ),
     )
     if mode is None:
         return tuple(call(*operands))
     found = call(*(invariant_cast_p.bind(x) for x in operands))
     return tuple(pvary(y, tuple(sorted(axes))) for y, axes in zip(found, varying_of, strict=True))
-
-
-def _metadata(cost: KernelCost, group: Group) -> dict[str, str]:
-    return declare(
-        cost.op, group.mesh_axes, cost.payload, algorithm=cost.algorithm, wire=cost.wire, schedule=cost.schedule
-    )
 
 
 def vmem_limit(needed: int) -> int:

@@ -15,7 +15,7 @@ from jax import Array
 
 from jshard.kernels.chip import Chip, chip_called
 from jshard.kernels.local_matmul import matmul
-from jshard.kernels.select_algorithm import GPU_GENERATIONS
+from jshard.kernels.select_algorithm import GPUS
 
 EPILOGUES: dict[str, dict[str, Any]] = {"bare": {}, "bias and gelu": {"activation": "gelu"}}
 CALL_SECONDS = 2e-3  # that one call should take: of a shorter one its dispatch is timed
@@ -43,11 +43,10 @@ class ProductTime:
 
 def algorithms_at_hand(chip: Chip) -> list[str]:
     """List the algorithms that compile for `chip`. What is only interpreted is never timed."""
-    compiles = chip.platform == "tpu" or chip.gpu.get("major") in GPU_GENERATIONS
-    return ["pallas", "xla"] if compiles else ["xla"]
+    return ["pallas", "xla"] if chip.platform == "tpu" or chip.name in GPUS else ["xla"]
 
 
-def time_in_turns(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, tuple[float, float, float]]:
+def time_in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float, float]]:
     """Time each of `runs`: median, lowest and highest seconds of `repeats` calls, each of which waits for its result.
 
     The runs take turns, so that other load, and a clock that slows with heat, fall on all alike.
@@ -77,7 +76,7 @@ def measure(sides: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20)
     return found
 
 
-def _prepared(side: int, epilogue: str, algorithm: Any, dtype: Any, chained: int) -> Callable[[], None]:
+def _prepared(side: int, epilogue: str, algorithm: Any, dtype: Any, chained: int) -> Callable[[], Any]:
     """Compile a chain of products and run it once, on numbers that neither vanish nor overflow along it."""
     random = np.random.default_rng(0)
     x, w = (random.standard_normal((side, side), np.float32) for _ in range(2))
@@ -90,8 +89,6 @@ def _prepared(side: int, epilogue: str, algorithm: Any, dtype: Any, chained: int
             x = matmul(x, w, bias=bias, algorithm=algorithm, **EPILOGUES[epilogue])
         return x
 
-    def call() -> None:
-        chain(x, w, bias).block_until_ready()
-
+    call = lambda: chain(x, w, bias).block_until_ready()
     call()
     return call

@@ -27,6 +27,7 @@ ALGORITHMS = {
 DTYPES = ("float32", "bfloat16", "int32", "int8")
 GPU_DTYPES = ("bfloat16", "float16")  # what tensor cores multiply as it lies in memory
 GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability; the kernel's file
+GPUS = [name for name, each in chips.CHIPS.items() if each.gpu.get("major") in GPU_GENERATIONS]  # that have a kernel
 LONGEST_RING = 64  # a ring takes 4 semaphores a step, and a TPU has about 500
 Unsupported = Callable[[], tuple[str, str] | None]  # why a kernel can't take its operands, and what to type instead
 KiB, MiB = 1 << 10, 1 << 20
@@ -83,16 +84,6 @@ def _size(size: int) -> str:
     return f"{size // MiB} MiB" if size >= MiB else f"{size // KiB} KiB"
 
 
-def _own(group: int, one: int, two: int) -> tuple[Row, ...]:
-    first = _xla(f"psum over {group} is a one-shot kernel of XLA's own up to {_size(one)}", _OWN)
-    second = _xla(f"psum over {group} is a two-shot kernel of XLA's own up to {_size(two)}", _OWN)
-    rows = (
-        Row("all_reduce", "h100 h200 b200", first, group, group, one),
-        Row("all_reduce", "h100 h200 b200", second, group, group, two),
-    )
-    return rows
-
-
 TABLE = (  # the first row that applies counts
     Row("any", "any", _xla("a group of one moves nothing", "arithmetic"), 0, 1),
     Row(
@@ -113,9 +104,18 @@ TABLE = (  # the first row that applies counts
         "cpu",
         _xla("a CPU has no links for a kernel to drive", "tests/kernels/test_select_algorithm.py: HLO of psum"),
     ),
-    *_own(2, MiB, 16 * MiB),
-    *_own(4, 512 * KiB, 8 * MiB),
-    *_own(8, 256 * KiB, 4 * MiB),
+    *(
+        Row(
+            "all_reduce",
+            "h100 h200 b200",
+            _xla(f"psum over {group} is a {shots} kernel of XLA's own up to {_size(limit)}", _OWN),
+            group,
+            group,
+            limit,
+        )
+        for group, one, two in ((2, MiB, 16 * MiB), (4, 512 * KiB, 8 * MiB), (8, 256 * KiB, 4 * MiB))
+        for shots, limit in (("one-shot", one), ("two-shot", two))
+    ),
     Row("all_reduce", "gpu", _xla("psum is NCCL's here, which wins above the sizes of one-shot kernels", _NCCL)),
     Row("matmul", "h100 h200 b200", _xla("no figure says that a kernel beats cuBLAS on this chip", _CUBLAS)),
     Row("reduce_scatter all_gather", "gpu", _xla("NCCL's: neither XLA nor jshard has a kernel for it", _GATHERS)),
@@ -156,9 +156,7 @@ def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str |
     """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for)."""
     _check_known(op)
     target = chips.present_chip() if chip is None else chip if isinstance(chip, Chip) else chips.chip(chip)
-    group = (
-        max(group, 2) if op == "matmul" else group
-    )  # the table's first row, for a group of one, is about collectives
+    group = max(group, 2) if op == "matmul" else group  # the row for a group of one is about collectives
     return next(row.choice for row in TABLE if row.applies(op, target, group, shape, jnp.dtype(dtype)))
 
 
@@ -216,9 +214,8 @@ def _refusal(
         return None if unsupported is None else unsupported()
     chip = chips.present_chip()
     if chip.platform == "gpu" and op == "matmul":
-        if chip.gpu.get("major") not in GPU_GENERATIONS:
-            able = [each.name for each in chips.CHIPS.values() if each.gpu.get("major") in GPU_GENERATIONS]
-            return f"its kernel drives {', '.join(able)}, and this is {chip.name}", use_auto
+        if chip.name not in GPUS:
+            return f"its kernel drives {', '.join(GPUS)}, and this is {chip.name}", use_auto
     elif chip.platform == "gpu" or (chip.platform != "tpu" and chips.interpretation() is None):
         drives = "a TPU or a GPU" if op == "matmul" else "a TPU"
         return f"its kernel drives {drives}, and this is {chip.name}", f"{use_auto}, or try it in kernels.interpret()"

@@ -25,8 +25,7 @@ def rows_for(size: int, dtype: Any) -> int:
 
 def pack(x: Array, parts: int) -> Array:
     """Flatten `x`, cut it into `parts` and pad each to whole tiles: `[parts, rows, 128]`."""
-    rows = rows_for(-(-x.size // parts), x.dtype)
-    return pad_to(x.reshape(-1), parts * rows * LANES).reshape(parts, rows, LANES)
+    return pack_each(x[None], parts)[0]
 
 
 def pack_each(x: Array, parts: int) -> Array:
@@ -38,7 +37,7 @@ def pack_each(x: Array, parts: int) -> Array:
 
 def unpack(tiles: Array, shape: tuple[int, ...]) -> Array:
     """Return the array of `shape` that `pack` made `tiles` of."""
-    return tiles.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return unpack_each(tiles[None], shape)[0]
 
 
 def unpack_each(tiles: Array, shape: tuple[int, ...]) -> Array:

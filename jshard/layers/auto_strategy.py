@@ -14,7 +14,6 @@ from jshard.layers.strategy import Strategy
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import plan_moves
 
-Split = dict[str, tuple[str, ...]]
 # What a chip multiplies in the time that a byte takes to leave it: 400 on v5p, 500 on v5e, 1,100 on v6e and H100 (chips.py).
 MULTIPLICATIONS_A_BYTE = 500
 
@@ -71,8 +70,8 @@ class Choice:
         loops = ("row", "sequence", "column", "reduction")
         words = [f"{loop}={'+'.join(names)}" for loop in loops if (names := getattr(self.strategy, loop))]
         words += ["output=scatter"] if self.strategy.scattered else []
-        way = " ".join(words) or "replicated"
-        return f"{way}, {self.wire:,} B on the wire per device forward, {self.backward:,} B backward"
+        words = words or ["replicated"]
+        return f"{' '.join(words)}, {self.wire:,} B on the wire per device forward, {self.backward:,} B backward"
 
 
 def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice]:
@@ -90,19 +89,19 @@ def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice
     for taken in itertools.product(*(["row"] if name in batch else loops for name in names)):
         split = {loop: tuple(n for n, its in zip(names, taken, strict=True) if its == loop) for loop in loops}
         split.pop("none")
-        outputs = (None, "scatter") if split["reduction"] and rank > 1 else (None,)
-        for output in outputs:
-            if all(_divides(on, split, x.shape, w.shape, scatters=output == "scatter") for on in (mesh, runs_on)):
-                found.append(_priced(x, w, Strategy(mesh, **split, output=output), itemsize))
+        for output in (None, "scatter") if split["reduction"] and rank > 1 else (None,):
+            strategy = Strategy(mesh, **split, output=output)
+            sizes = strategy.splits(x.shape, *w.shape)
+            if all(size % _ways(on, names) == 0 for _, size, names, _ in sizes for on in (mesh, runs_on)):
+                found.append(_priced(x, w, strategy, itemsize))
     return sorted(found, key=lambda choice: (choice.cost, choice.wire, choice.collectives))
 
 
 def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Choice:
     mesh, rank = strategy.mesh, len(x.shape)
     kernel = strategy.kernel()
-    forward, backward, collectives = map(
-        sum, zip(x.moved(strategy.x(rank)), w.moved(kernel), strict=True)
-    )  # fmt: skip
+    moves = x.moved(strategy.x(rank)), w.moved(kernel)
+    forward, backward, collectives = map(sum, zip(*moves, strict=True))
     rows = math.prod(x.shape[:-1]) // _ways(mesh, strategy.batch)
     part = itemsize * rows * w.shape[1] // _ways(mesh, strategy.column)
     if strategy.scattered:  # one mesh axis at a time, each of what the one before has left; gathered again backward
@@ -122,17 +121,6 @@ def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Choice
         backward += COLLECTIVES["all_reduce"].wire(itemsize * size, _ways(mesh, summed))
     ways = _ways(mesh, (*strategy.batch, *strategy.column, *strategy.reduction))
     return Choice(strategy, forward, backward, collectives, math.prod((*x.shape, w.shape[1])) // ways)
-
-
-def _divides(mesh: Mesh, split: Split, x: tuple[int, ...], w: tuple[int, ...], *, scatters: bool) -> bool:
-    row = split.get("row", ())
-    held = [
-        (x[0], (*row, *split["reduction"]) if scatters else row),
-        (x[1] if len(x) > 2 else 0, split.get("sequence", ())),
-        (w[1], split["column"]),
-        (w[0], split["reduction"]),
-    ]
-    return all(size % _ways(mesh, names) == 0 for size, names in held)
 
 
 def _ways(mesh: Mesh, names: tuple[str, ...] | list[str]) -> int:

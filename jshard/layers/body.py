@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.kernels.all_reduction import all_reduce
-from jshard.kernels.collectives import axis_size
+from jshard.kernels.all_reduction import all_reduce, all_reduce_coalesced
+from jshard.kernels.collectives import axis_size, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
-from jshard.layers.strategy import Names, Strategy, spread, varying
+from jshard.layers.strategy import Names, Strategy
 from jshard.layouts.redistribution import take_slice
 from jshard.provenance import scope
 
@@ -46,8 +46,7 @@ class Arithmetic:
     def product(self, x: jax.Array, w: jax.Array, preferred: Any, algorithm: Any = "xla") -> jax.Array:
         preferred = self.preferred_element_type if preferred is None else preferred
         if self.dot_general is lax.dot_general:
-            more = {"precision": self.precision, "preferred_element_type": preferred}
-            return matmul(x, w, algorithm=algorithm, **more)
+            return matmul(x, w, precision=self.precision, preferred_element_type=preferred, algorithm=algorithm)
         more = {} if preferred is None else {"preferred_element_type": preferred}
         return self.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision=self.precision, **more)
 
@@ -66,7 +65,7 @@ class Body:
     def _run(self, x_mk: jax.Array, w_kn: jax.Array, b_n: jax.Array | None) -> jax.Array:
         s, rank, reduce_dtype = self.strategy, x_mk.ndim, self.strategy.reduce_dtype
         t = s.sequence_axis(rank)
-        x_mk, w_kn, b_n = self._in_place(x_mk, w_kn, b_n)
+        x_mk, w_kn, b_n = self._operands_at_compute_dtype(x_mk, w_kn, b_n)
         y_mn = self._product(x_mk, w_kn, reduce_dtype if s.reduction else None)
         if s.reduction:
             summed = tuple(name for name in s.reduction if name not in s.scattered)
@@ -120,9 +119,12 @@ class Body:
                 return matmul_reduce_scatter(x, w, s.scattered, axis=self._scatters_to(t), out_dtype=out, algorithm=how)
         return self.arithmetic.product(x, w, preferred, s.algorithm("matmul"))
 
-    def _in_place(self, x: Any, w: Any, b: Any) -> tuple[Any, Any, Any]:
-        """The operands in the dtype to compute in, gathered where they rest split. Where a value starts to differ between
-        devices, its gradient will be summed: in the reduce dtype, and over the part that rests here."""
+    def _operands_at_compute_dtype(self, x: Any, w: Any, b: Any) -> tuple[Any, Any, Any]:
+        """Cast the operands to the dtype to compute in, and gather them where they rest split.
+
+        Where an operand starts to vary between devices its gradient is summed: in the reduce dtype, over the part that rests
+        here.
+        """
         s, wide = self.strategy, self.strategy.reduce_dtype
         if wide is None:
             x, w, b = self.arithmetic.promoted(x, w, b)
@@ -132,12 +134,12 @@ class Body:
         ]
         each += [] if b is None else [(b, s.bias_batch, s.store, 0)]
         if s.adds_in_order:
-            each = _differing(each, None if wide is None else jnp.dtype(wide))
+            each = _pvary_in_order(each, None if wide is None else jnp.dtype(wide))
         compute = self.arithmetic.dtype or jnp.result_type(*(array for array, *_ in each))
         found = []
         for key, (array, differs, names, axis) in zip(("sequence", "store", "store"), each, strict=False):
             if names or (differs and wide is not None):
-                array = varying(array.astype(wide or array.dtype), differs)
+                array = pvary(array.astype(wide or array.dtype), differs)
             sums = tuple(name for name in names if name in s.batch)
             with scope(key=key):
                 found.append(
@@ -147,13 +149,15 @@ class Body:
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
 
 
-# An array, the axes it differs along, those it rests split over, and on which axis of it.
+# An array, the mesh axes it is to vary over, those it rests split over, and on which axis of it.
 Placed = tuple[jax.Array, Names, Names, int]
 
 
-def _differing(each: list[Placed], wide: Any) -> list[Placed]:
-    """The same, marked as differing along their axes, so that their gradients are added in the order of devices; what starts
-    to differ along the same axes has its gradients added together."""
+def _pvary_in_order(each: list[Placed], wide: Any) -> list[Placed]:
+    """Mark operands as varying over their mesh axes, so that gradients are summed in device order (bitwise reproducible).
+
+    Gradients of operands that vary over the same axes are summed together.
+    """
     arrays = [array if wide is None else array.astype(wide) for array, *_ in each]
     missing = [
         tuple(name for name in differs if name not in jax.typeof(array).mat.varying)
@@ -163,14 +167,27 @@ def _differing(each: list[Placed], wide: Any) -> list[Placed]:
         if axis_size(names) < 3:  # two numbers have one sum, in any order
             continue
         alike = [place for place, others in enumerate(missing) if others == names]
-        for place, array in zip(alike, spread(tuple(arrays[place] for place in alike), names), strict=True):
+        for place, array in zip(alike, _ordered(tuple(arrays[place] for place in alike), names), strict=True):
             arrays[place] = array
     return [(array, differs, names, axis) for array, (_, differs, names, axis) in zip(arrays, each, strict=True)]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _ordered(arrays: tuple[jax.Array, ...], names: Names) -> tuple[jax.Array, ...]:
+    return tuple(lax.pcast(array, names, to="varying") for array in arrays)
+
+
+_ordered.defvjp(
+    lambda arrays, names: (_ordered(arrays, names), None),
+    lambda names, _, cotangents: (all_reduce_coalesced(cotangents, names, algorithm="in_order"),),
+)
+
+
 def _gathered(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, s: Strategy) -> jax.Array:
-    """`x` in `dtype` and gathered over `names`; its gradient is scattered in the dtype of `x`, and summed over `sums`, where
-    devices go on to do different things with it."""
+    """Cast `x` to `dtype` and gather it over `names`. Its gradient is scattered in the dtype of `x`.
+
+    Over `sums`, where devices go on to do different things with it, the gradient is summed as well.
+    """
     if x.dtype == dtype or not names:
         return _whole(x.astype(dtype), names, axis, sums, s)
     return _narrowed(x, names, axis, sums, dtype, x.dtype, s)
@@ -188,11 +205,7 @@ def _narrowed(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, wi
     return _whole(x.astype(dtype), names, axis, sums, s)
 
 
-def _narrowed_keeps(x: jax.Array, *how: Any) -> tuple[jax.Array, None]:
-    return _narrowed(x, *how), None
-
-
-def _narrowed_pulls(
+def _narrowed_bwd(
     names: Names, axis: int, sums: Names, dtype: Any, wide: Any, s: Strategy, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array]:
     cotangent = cotangent.astype(wide)
@@ -204,4 +217,4 @@ def _narrowed_pulls(
     return (cotangent,)
 
 
-_narrowed.defvjp(_narrowed_keeps, _narrowed_pulls)
+_narrowed.defvjp(lambda x, *static: (_narrowed(x, *static), None), _narrowed_bwd)

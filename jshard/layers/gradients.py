@@ -13,18 +13,16 @@ from flax import nnx
 
 from jshard.errors import JShardError, did_you_mean
 from jshard.kernels.all_reduction import all_reduce_coalesced
-from jshard.kernels.collectives import check_vma_enabled
+from jshard.kernels.collectives import check_vma_enabled, pvary
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import model_arrays
 from jshard.layers.reduce import mean
-from jshard.layers.strategy import door, varying
+from jshard.layers.strategy import Names, door
 from jshard.layouts.paths import keys_of
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration
 from jshard.signals.scope import active
-
-Names = tuple[str, ...]
 
 
 def value_and_grad(
@@ -64,7 +62,7 @@ def value_and_grad(
         names = _axes(over, present)
         graph, parameters, rest = nnx.split(model, wrt, ...)
         # What is no parameter is shared with the model, and changes with it.
-        apart = nnx.merge(graph, jax.tree.map(lambda x: varying(x, names), parameters), rest)
+        apart = nnx.merge(graph, jax.tree.map(lambda x: pvary(x, names), parameters), rest)
         (value, (rank, aux)), gradients = plain(apart, *args, **kwargs)
         if not rank:
             _check_summed(value, names)

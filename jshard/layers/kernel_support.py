@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jshard.chips import CHIPS
 from jshard.errors import JShardError
 from jshard.kernels.chip import chip_called, interpretation, present_chip
-from jshard.kernels.select_algorithm import GPU_GENERATIONS, default_algorithm
+from jshard.kernels.select_algorithm import GPUS, default_algorithm
 from jshard.signals.signal import Signal
 
 
@@ -42,13 +41,10 @@ def check_kernels(
     on = mesh.abstract_mesh.abstract_device
     chip = present_chip() if on is None else chip_called(on.device_kind, on.platform)
     for op, word in named:
-        by_gpus = [
-            known.name for known in CHIPS.values() if op == "matmul" and known.gpu.get("major") in GPU_GENERATIONS
-        ]
-        if chip.platform != "tpu" and chip.name not in by_gpus:
-            drives = f"TPUs, {', '.join(by_gpus)}" if by_gpus else "TPUs"
+        gpus = GPUS if op == "matmul" else []
+        if chip.platform != "tpu" and chip.name not in gpus:
             raise JShardError(
-                f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, a kernel for {drives}, and this '
-                f"is {chip.name}",
+                f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, a kernel for '
+                f"{', '.join(['TPUs', *gpus])}, and this is {chip.name}",
                 hint=f"write {op}: auto",
             )

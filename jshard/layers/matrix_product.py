@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -23,6 +25,7 @@ from jshard.signals.scope import active, resolve
 from jshard.signals.signal import Signal
 
 NOBODY = Signal("jshard.matmul")
+_promoted = functools.partial(promote_dtype, inexact=False)  # as jnp.matmul promotes: integers stay integers
 
 
 def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
@@ -98,9 +101,3 @@ def _devices(mesh: Mesh) -> str:
 def _is_hidden(x: Any, w: Any, mesh: Any) -> bool:
     """Whether an operand does not tell where it lies: inside jit on an auto mesh."""
     return not is_explicit(mesh) and any(isinstance(each, Tracer) for each in (x, w))
-
-
-def _promoted(operands: tuple[Any, ...], *, dtype: Any = None) -> tuple[Any, ...]:
-    """All in one dtype: as jnp.matmul takes them, unless the signal names one."""
-    dtype = jnp.result_type(*(each for each in operands if each is not None)) if dtype is None else jnp.dtype(dtype)
-    return tuple(None if each is None else each.astype(dtype) for each in operands)

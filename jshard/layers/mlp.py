@@ -37,8 +37,7 @@ class MLP(Layer):
         signal, scope = resolve(self.signal_path)
         with scope:
             if signal is not None and signal.compile:
-                graphdef, state = nnx.split(self)
-                return _program(graphdef)(state, x)
+                return one_program(*nnx.split(self), x)
             return self._run(x)
 
     def _run(self, x: jax.Array) -> jax.Array:
@@ -48,9 +47,6 @@ class MLP(Layer):
             return self.down(x)
 
 
-@functools.lru_cache(maxsize=1024)
-def _program(graphdef: Any) -> Callable[..., jax.Array]:
-    def one_program(state: Any, x: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, state)._run(x)
-
-    return jax.jit(one_program)
+@functools.partial(jax.jit, static_argnums=0)
+def one_program(graphdef: Any, state: Any, x: jax.Array) -> jax.Array:
+    return nnx.merge(graphdef, state)._run(x)

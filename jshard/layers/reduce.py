@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jshard.errors import JShardError
-from jshard.kernels import collectives
 from jshard.kernels.all_reduction import all_reduce
 from jshard.layers.kernel_support import all_reduce_of
-from jshard.layers.strategy import compiled
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
 from jshard.signals.active_config import configuration, mesh
@@ -52,17 +51,14 @@ class Body:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.kind == "max":
-            return self._largest(x)
+            top = _largest(self, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _top(self, x)
+            return top if self.keepdims else jnp.squeeze(top, self.axes)
         total = all_reduce(jnp.sum(x, self.axes, keepdims=self.keepdims), self.mesh_axes, algorithm=self.algorithm)
         return total / jnp.asarray(self.count, total.dtype) if self.kind == "mean" else total
 
-    def _largest(self, x: jax.Array) -> jax.Array:
-        result = _largest(self, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _top(self, x)
-        return result if self.keepdims else jnp.squeeze(result, self.axes)
-
 
 def _top(body: Body, x: jax.Array) -> jax.Array:
-    return collectives.all_reduce(jnp.max(x, body.axes, keepdims=True), body.mesh_axes, op="max")
+    return all_reduce(jnp.max(x, body.axes, keepdims=True), body.mesh_axes, op="max", algorithm="xla")
 
 
 _largest = jax.custom_jvp(_top, nondiff_argnums=(0,))
@@ -74,15 +70,13 @@ def _largest_derivative(body: Body, primals: Any, tangents: Any) -> tuple[jax.Ar
     (x,), (moves,) = primals, tangents
     top = _largest(body, x)
     holds = (x == top).astype(x.dtype)
-    equals = collectives.all_reduce(jnp.sum(holds, body.axes, keepdims=True), body.mesh_axes)
-    moved = collectives.all_reduce(jnp.sum(holds * moves / equals, body.axes, keepdims=True), body.mesh_axes)
-    return top, moved
+    total = lambda x: all_reduce(jnp.sum(x, body.axes, keepdims=True), body.mesh_axes, algorithm="xla")
+    return top, total(holds * moves / total(holds))
 
 
 def _reduce(kind: str, x: Any, axis: Axis, keepdims: bool) -> jax.Array:
-    x = jnp.asarray(x)
     with resolve(())[1]:
-        return _reduced(kind, x, axis, keepdims)
+        return _reduced(kind, jnp.asarray(x), axis, keepdims)
 
 
 def _reduced(kind: str, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
@@ -100,7 +94,12 @@ def _reduced(kind: str, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
     body = Body(kind, axes, keepdims, mesh_axes, count, _algorithm(kind, layout.mesh, mesh_axes))
     kept = [() if each in axes else names for each, names in enumerate(layout.axes)]
     left = kept if keepdims else [names for each, names in enumerate(kept) if each not in axes]
-    return compiled(body, layout.mesh, layout.spec, Layout(layout.mesh, *left).spec)(x)
+    return _program(body, layout, Layout(layout.mesh, *left), x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _program(body: Body, source: Layout, target: Layout, x: jax.Array) -> jax.Array:
+    return jax.shard_map(body, mesh=source.mesh, in_specs=source.spec, out_specs=target.spec)(x)
 
 
 def _layout(x: jax.Array, axes: tuple[int, ...]) -> Layout | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -69,11 +68,7 @@ def _with_back(product: Product, x: jax.Array, w: jax.Array, b: jax.Array | None
     return product.forward(x, w, b)
 
 
-def _back_keeps(product: Product, x: Any, w: Any, b: Any) -> tuple[jax.Array, Any]:
-    return product.forward(x, w, b), (x, w, b)
-
-
-def _back_pulls(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[Any, ...]:
+def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[Any, ...]:
     """The gradient of the same product where the other signal says: operands and cotangent travel there, and the
     gradients travel back, unless they were computed on other devices, where they stay."""
     back = product.back
@@ -100,15 +95,12 @@ def _back_pulls(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[An
     return jax.vjp(forward, *there(*kept))[1](y_cotangent)
 
 
-_with_back.defvjp(_back_keeps, _back_pulls)
+_with_back.defvjp(lambda product, *operands: (product.forward(*operands), operands), _with_back_bwd)
 
 
-@functools.lru_cache(maxsize=4096)
-def _program(product: Product) -> Callable[..., jax.Array]:
-    def layer(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
-        return product(x, w, b)
-
-    return jax.jit(layer)
+@functools.partial(jax.jit, static_argnums=0)
+def layer(product: Product, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+    return product(x, w, b)
 
 
 def multiply(
@@ -127,11 +119,9 @@ def multiply(
     elif features is not None:
         x = _local_input(asked, signal, x, w, features)
     product = Product(Body(asked, arithmetic), entrance, said=str(signal))
-    if signal.backward is None:
-        return product(x, w, b) if entrance == "local" else _program(product)(x, w, b)
-    product = _with_backward(product, signal, x, w)
-    here = entrance == "local" or product.back is None or product.back.strategy.mesh != asked.mesh
-    return product(x, w, b) if here else _program(product)(x, w, b)
+    product = product if signal.backward is None else _with_backward(product, signal, x, w)
+    one_program = entrance == "global" and (product.back is None or product.back.strategy.mesh == asked.mesh)
+    return layer(product, x, w, b) if one_program else product(x, w, b)
 
 
 def _hindrance(op: str, strategy: Strategy, arithmetic: Arithmetic) -> str | None:

@@ -7,16 +7,13 @@ two axes) between layers, and `store` splits parameters where the strategy leave
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled
 from jshard.kernels.select_algorithm import adds_in_order, default_algorithm
 from jshard.layouts.layout import Layout, check_divides
@@ -24,6 +21,7 @@ from jshard.signals.active_config import mesh_for
 from jshard.signals.signal import Signal
 
 Names = tuple[str, ...]
+Split = tuple[str, int, Names, str]  # a key of a signal, a size, the mesh axes that split it, what it counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +100,21 @@ class Strategy:
         axes[-1] = (*axes[-1], *(() if self.output == "gather" else self.column))
         return Layout(self.mesh, *axes)
 
+    def splits(self, shape: Sequence[int], inputs: int, outputs: int) -> list[Split]:
+        """List what a product of x[shape] and w[inputs, outputs] divides, as the key that says so, the size, and mesh axes."""
+        rank = len(shape)
+        found: list[Split] = [
+            ("reduction", inputs, self.reduction, "inputs"),
+            ("column", outputs, self.column, "columns"),
+        ]
+        if rank > 1:
+            x, y = self.x(rank).axes, self.y(rank).axes
+            rows: list[Split] = [("row", shape[0], x[0], "rows")]
+            if rank > 2:
+                rows += [("sequence", shape[1], axes[1], "sequence positions") for axes in (x, y)]
+            found = [*rows, *found, ("output", shape[0], y[0], "rows")]
+        return found
+
     def parameter(self, *words: str | None) -> Layout:
         """Where a parameter rests whose axes these loops run over, split over `store` as well."""
         return self._whole(*words).also_over(self.store)
@@ -148,47 +161,31 @@ def strategy_of(signal: Signal) -> Strategy:
 
 
 def check_sizes(strategy: Strategy, signal: Signal, shape: Sequence[int], inputs: int, outputs: int) -> None:
-    """An error that names the signal, its line, the size and the mesh axis when a product does not divide."""
-    mesh, rank = strategy.mesh, len(shape)
-    if rank < 2 and strategy.batch:
+    """Raise, with the signal, its line, the size and the mesh axis, when a product does not divide."""
+    if len(shape) < 2 and strategy.batch:
         key = "row" if strategy.row else "sequence"
         raise JShardError(
             f'signal "{signal.name}" ({signal.at(key)}) splits rows over mesh axis "{strategy.batch[0]}", but x has one axis',
             hint="give x a batch axis: x[None]",
         )
-    x, y = strategy.x(rank), strategy.y(rank)
-    words = _Words(signal, mesh)
-    words.hold("row", shape[0], x.axes[0] if rank > 1 else (), "rows")
-    if rank > 2:
-        words.hold("sequence", shape[1], x.axes[1], "sequence positions")
-        words.hold("sequence", shape[1], y.axes[1], "sequence positions")
-    words.hold("reduction", inputs, strategy.reduction, "inputs")
-    words.hold("column", outputs, strategy.column, "columns")
-    if rank > 1:
-        words.hold("output", shape[0], y.axes[0], "rows")
+    _check(strategy, signal, strategy.splits(shape, inputs, outputs))
 
 
 def check_parameters(strategy: Strategy, signal: Signal, inputs: int, outputs: int, *, use_bias: bool) -> None:
-    """The same, for the parameters at rest."""
-    words = _Words(signal, strategy.mesh)
-    words.hold("reduction", inputs, strategy.reduction, "inputs")
-    words.hold("column", outputs, strategy.column, "columns")
-    kernel = strategy.kernel()
-    words.hold("store", inputs, kernel.axes[0], "inputs of the kernel")
-    words.hold("store", outputs, kernel.axes[1], "columns of the kernel")
-    if use_bias:
-        words.hold("store", outputs, strategy.bias().axes[0], "numbers of the bias")
+    """Raise likewise when the parameters at rest do not divide."""
+    kernel, bias = strategy.kernel().axes, strategy.bias().axes[0]
+    store: list[Split] = [
+        ("store", inputs, kernel[0], "inputs of the kernel"),
+        ("store", outputs, kernel[1], "columns of the kernel"),
+        *([("store", outputs, bias, "numbers of the bias")] if use_bias else []),
+    ]
+    _check(strategy, signal, [*strategy.splits((), inputs, outputs), *store])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Words:
-    signal: Signal
-    mesh: Mesh
-
-    def hold(self, key: str, size: int, names: Names, what: str) -> None:
-        key = key if self.signal.shard is None else "shard.axis"
-        said = f'signal "{self.signal.name}" ({self.signal.at(key)})'
-        check_divides(size, names, self.mesh, label=said, what=f"{size} {what}")
+def _check(strategy: Strategy, signal: Signal, splits: Iterable[Split]) -> None:
+    for key, size, names, what in splits:
+        label = f'signal "{signal.name}" ({signal.at(key if signal.shard is None else "shard.axis")})'
+        check_divides(size, names, strategy.mesh, label=label, what=f"{size} {what}")
 
 
 def door(mesh: Mesh, names: Sequence[str], said: str) -> str:
@@ -203,34 +200,3 @@ def door(mesh: Mesh, names: Sequence[str], said: str) -> str:
             hint="use jshard.step, or a shard_map over every mesh axis",
         )
     return "local"
-
-
-def varying(x: jax.Array, names: Sequence[str]) -> jax.Array:
-    """`x` marked as differing along `names`, so that its gradient is summed over them here and in this dtype."""
-    present = jax.typeof(x).mat.varying
-    missing = tuple(name for name in names if name not in present)
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def spread(arrays: tuple[jax.Array, ...], names: Names) -> tuple[jax.Array, ...]:
-    """`arrays`, alike along `names`, as something that differs along them; their gradients are added in the order of devices,
-    small ones together."""
-    return tuple(lax.pcast(array, names, to="varying") for array in arrays)
-
-
-def _spread_keeps(arrays: tuple[jax.Array, ...], names: Names) -> tuple[tuple[jax.Array, ...], None]:
-    return spread(arrays, names), None
-
-
-def _spread_pulls(names: Names, _: None, cotangents: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...]]:
-    return (all_reduce_coalesced(cotangents, names, algorithm="in_order"),)
-
-
-spread.defvjp(_spread_keeps, _spread_pulls)
-
-
-@functools.lru_cache(maxsize=4096)
-def compiled(body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """A per-device body as one program over global arrays; equal calls share it."""
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))

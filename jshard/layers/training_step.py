@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.layers.call_cache import Snapshot, names, take
-from jshard.layouts.layout import Layout
+from jshard.layouts.layout import Layout, as_axes
 from jshard.layouts.mesh import is_explicit, with_axis_types
 from jshard.layouts.paths import words_of
 from jshard.signals.active_config import configuration, mesh, on_mesh
@@ -47,7 +47,7 @@ def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bo
                 f"{_name(f)}, a jshard.step, is traced on an auto mesh, where nothing tells how its arrays lie",
                 hint="call it outside jax.jit, or write axis_types: explicit",
             )
-        layouts = tuple(_spec(leaf, f) for leaf in leaves)
+        layouts = tuple(map(_spec, leaves))
         _all_placed(f, arrays)
         key = (graphdef, tree, layouts, tuple((jax.typeof(leaf)) for leaf in leaves), situation)
         if key not in programs:
@@ -98,9 +98,10 @@ def _situation() -> Any:
     return present.fingerprint, mesh(), active_digest()
 
 
-def _spec(leaf: Any, f: Callable[..., Any]) -> PartitionSpec:
+def _spec(leaf: Any) -> PartitionSpec:
+    """Return how an array, or the type of one on an explicit mesh, is sharded: an entry for each axis."""
     layout = Layout.of(leaf)
-    return PartitionSpec() if layout is None else layout.spec
+    return PartitionSpec(*(None,) * jax.typeof(leaf).ndim) if layout is None else layout.spec
 
 
 def _all_placed(f: Callable[..., Any], arrays: Any) -> None:
@@ -158,7 +159,7 @@ def _check_alike(f: Any, result: Any, specs: Any) -> None:
     except ValueError:  # of another form, which shard_map tells
         return
     for leaf, spec in pairs:
-        split = {name for names in _trimmed(spec) if names for name in names}
+        split = {name for names in spec for name in as_axes(names)}
         apart = sorted(jax.typeof(leaf).mat.varying - split)
         if apart:
             raise JShardError(
@@ -179,21 +180,9 @@ def _found_outputs(f: Any, run: Any, given: Any, specs: Any) -> Any:
         result, after = jax.eval_shape(run, *map(jax.tree.leaves, jax.tree.map(typed, given, specs)))
     before = jax.tree_util.tree_flatten_with_path(specs[0])[0]
     for (path, spec), leaf in zip(before, after, strict=True):
-        now = _spec_of_type(leaf)
-        if _trimmed(spec) != _trimmed(now):
+        if spec != _spec(leaf):
             raise JShardError(
-                f"{_name(f)} takes {_argument(path)} lying as {spec} and leaves it as {now}",
+                f"{_name(f)} takes {_argument(path)} lying as {spec} and leaves it as {_spec(leaf)}",
                 hint="redistribute it to where it was, or keep this part of the step outside jshard.step",
             )
-    return jax.tree.map(_spec_of_type, result)
-
-
-def _spec_of_type(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-    return leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
-
-
-def _trimmed(spec: PartitionSpec) -> tuple[Any, ...]:
-    parts = list(spec)
-    while parts and parts[-1] is None:
-        parts.pop()
-    return tuple(part if isinstance(part, tuple) or part is None else (part,) for part in parts)
+    return jax.tree.map(_spec, result)

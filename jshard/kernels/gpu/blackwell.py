@@ -6,7 +6,6 @@ shared memory, the other feeds them to the tensor core and, when all are summed,
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, swizzled, write_out
+from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, launch, swizzled, write_out
 
 
 def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out: Any, tile: Tile, cores: int) -> Array:
@@ -22,32 +21,24 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out
     del cores  # as many blocks as tiles: the GPU hands them out
     m, n = out.shape
     wide, pieces = chunk(out.dtype), swizzled(tile.depth, x_mk.dtype)
-    run = plgpu.kernel(
-        functools.partial(_matmul, epilogue=epilogue, biased=bias is not None, tile=tile),
-        out_type=out,
-        grid=(m // tile.rows * (n // tile.columns),),
-        grid_names=("tile",),
-        num_threads=2,
-        thread_name="group",
-        scratch_types=[
-            plgpu.SMEM((tile.stages, tile.rows, tile.depth), x_mk.dtype, transforms=pieces),
-            plgpu.SMEM((tile.stages, tile.depth, tile.columns), x_mk.dtype, transforms=pieces),
-            plgpu.TMEM((tile.rows, tile.columns), jnp.float32),
-            plgpu.SMEM((2, tile.rows, wide), out.dtype, transforms=swizzled(wide, out.dtype)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),  # arrived: a tile of x and one of w
-            plgpu.Barrier(num_barriers=tile.stages, orders_tensor_core=True),  # read: the slot may be loaded again
-            plgpu.Barrier(orders_tensor_core=True),  # done: all is summed
-        ],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
-    return run(x_mk, w_kn) if bias is None else run(x_mk, w_kn, bias)
+    scratch = [
+        plgpu.SMEM((tile.stages, tile.rows, tile.depth), x_mk.dtype, transforms=pieces),
+        plgpu.SMEM((tile.stages, tile.depth, tile.columns), x_mk.dtype, transforms=pieces),
+        plgpu.TMEM((tile.rows, tile.columns), jnp.float32),
+        plgpu.SMEM((2, tile.rows, wide), out.dtype, transforms=swizzled(wide, out.dtype)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),  # arrived: a tile of x and one of w
+        plgpu.Barrier(num_barriers=tile.stages, orders_tensor_core=True),  # read: the slot may be loaded again
+        plgpu.Barrier(orders_tensor_core=True),  # done: all is summed
+    ]
+    blocks = m // tile.rows * (n // tile.columns)
+    return launch(_matmul, x_mk, w_kn, bias, epilogue, out, tile, blocks=blocks, warpgroups=2, scratch=scratch)
 
 
 def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -> None:
     b_ref, y_ref, xs, ws, total, outgoing, arrived, read, done = refs if biased else (None, *refs)
     (m, k), n = x_ref.shape, w_ref.shape[1]
     steps, wide = k // tile.depth, chunk(y_ref.dtype)
-    i, j = plgpu.planar_snake(lax.axis_index("tile"), (m // tile.rows, n // tile.columns), 1, tile.band)
+    i, j = plgpu.planar_snake(lax.axis_index("block"), (m // tile.rows, n // tile.columns), 1, tile.band)
     rows, columns = pl.ds(i * tile.rows, tile.rows), pl.ds(j * tile.columns, tile.columns)
 
     @pl.when(lax.axis_index("group") == 0)

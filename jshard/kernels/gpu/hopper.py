@@ -14,25 +14,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, swizzled, write_out
+from jshard.kernels.gpu.tile import Epilogue, Tile, chunk, launch, swizzled, write_out
 
 
 def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out: Any, tile: Tile, cores: int) -> Array:
     """Compute `epilogue(x @ w + bias)`, rounded once to `out.dtype`. Sizes are whole tiles; `bias` is float32."""
     cores = min(cores, out.shape[0] // tile.rows * (out.shape[1] // tile.columns))
-    run = plgpu.kernel(
-        functools.partial(_matmul, epilogue=epilogue, biased=bias is not None, tile=tile),
-        out_type=out,
-        grid=(cores,),
-        grid_names=("core",),
-        num_threads=3,
-        thread_name="group",
-        scratch_types=[
-            plgpu.SMEM((2, 2, tile.rows, chunk(out.dtype)), out.dtype, transforms=swizzled(chunk(out.dtype), out.dtype))
-        ],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
-    return run(x_mk, w_kn) if bias is None else run(x_mk, w_kn, bias)
+    wide = chunk(out.dtype)
+    outgoing = plgpu.SMEM((2, 2, tile.rows, wide), out.dtype, transforms=swizzled(wide, out.dtype))
+    return launch(_matmul, x_mk, w_kn, bias, epilogue, out, tile, blocks=cores, warpgroups=3, scratch=[outgoing])
 
 
 def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -> None:
@@ -64,7 +54,7 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
     def _(buffers: Any) -> None:
         group = lax.axis_index("group")
 
-        @plgpu.nd_loop((m // tile.rows * (n // tile.columns),), collective_axes="core")
+        @plgpu.nd_loop((m // tile.rows * (n // tile.columns),), collective_axes="block")
         def _(turn: Any) -> None:
             i, j = plgpu.planar_snake(turn.index[0], (m // tile.rows, n // tile.columns), 1, tile.band)
             rows, columns = pl.ds(i * tile.rows, tile.rows), pl.ds(j * tile.columns, tile.columns)

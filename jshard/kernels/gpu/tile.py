@@ -1,10 +1,11 @@
-"""Choose the tiles of a matrix product on a GPU, and write them out: what the kernels of both families share."""
+"""Choose the tiles of a matrix product on a GPU, launch, and write tiles out: what the kernels of both families share."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,6 +50,24 @@ def swizzled(columns: int, dtype: Any) -> tuple[Any, Any]:
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * size * 8)
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def launch(
+    body: Callable[..., None], x: Array, w: Array, bias: Array | None, epilogue: Epilogue, out: Any, tile: Tile,
+    *, blocks: int, warpgroups: int, scratch: Sequence[Any],
+) -> Array:  # fmt: skip
+    """Run a kernel on a grid of `blocks`: its references are x, w, the bias if there is one, the result and `scratch`."""
+    run = plgpu.kernel(
+        functools.partial(body, epilogue=epilogue, biased=bias is not None, tile=tile),
+        out_type=out,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="group",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run(x, w) if bias is None else run(x, w, bias)
 
 
 def write_out(sums: Array, bias_ref: Any, epilogue: Epilogue, slot: Any, y_ref: Any, rows: Any, start: Any) -> None:
