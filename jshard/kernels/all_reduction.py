@@ -17,6 +17,7 @@ from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.deterministic_sum import BUCKET_BYTES, ordered_psum
 from jshard.kernels.invariant_cast import set_varying
 from jshard.kernels.select_algorithm import adds_in_order, resolve_algorithm, vmem_budget
+from jshard.kernels.tiles import pack, unpack
 from jshard.kernels.vmap import call_batched
 
 Algorithm = Literal["auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"]
@@ -113,7 +114,6 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     """Pack x into tiles, sum it in pieces that fit the chip's VMEM, unpack."""
     if algorithm == "in_order":
         return ordered_psum(x, mesh_axes)
-    from jshard.kernels.tiles import pack, unpack
     from jshard.kernels.tpu import all_reduce as tpu
     from jshard.kernels.tpu.dma import Group
 
@@ -129,8 +129,6 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
 
 def _halves(x: Array, n: int) -> Array:
     """Pack `x` as n parts of two halves, one for each direction of a ring: `[n, 2, rows, 128]`."""
-    from jshard.kernels.tiles import pack
-
     tiles = pack(x, 2 * n)
     return tiles.reshape(n, 2, *tiles.shape[1:])
 
@@ -143,18 +141,16 @@ def _ring(x: Array, group: Any) -> Array:
 
 def _torus(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     """Reduce-scatter along the first mesh axis, all-reduce along the others, all-gather back: each ring is short."""
-    from jshard.kernels.tiles import unpack
-    from jshard.kernels.tpu import ring
-    from jshard.kernels.tpu.dma import Group, accumulator_dtype
+    from jshard.kernels.tpu import dma, ring
 
     def summed(piece: Array, names: tuple[str, ...]) -> Array:
-        group = Group.of(names[:1])
+        group = dma.Group.of(names[:1])
         if group.size == 1:
             return summed(piece, names[1:]) if len(names) > 1 else piece
         if len(names) == 1:
             return unpack(_ring(piece, group), piece.shape)
         # Parts stay in the accumulator's dtype until the last axis is done: a sum is rounded once, not once per axis.
-        part = ring.reduce_scatter(_halves(piece, group.size), group, piece, out_dtype=accumulator_dtype(x.dtype))
+        part = ring.reduce_scatter(_halves(piece, group.size), group, piece, out_dtype=dma.accumulator_dtype(x.dtype))
         part = summed(part, names[1:]).astype(piece.dtype)
         return unpack(ring.all_gather(part, group, piece), piece.shape)
 
@@ -163,8 +159,6 @@ def _torus(x: Array, mesh_axes: tuple[str, ...]) -> Array:
 
 def _in_pieces(x: Array, body: Callable[[Array], Array], bytes_per_number: int) -> Array:
     """Run `body` on flat pieces of x, one after the other, each of which fits the chip's VMEM."""
-    from jshard.kernels.tiles import unpack
-
     pieces = -(-x.size * bytes_per_number // vmem_budget())
     if pieces == 1:
         return unpack(body(x), x.shape)

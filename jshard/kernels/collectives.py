@@ -188,8 +188,10 @@ def canonicalize_mesh_axes(op_name: str, mesh_axis: MeshAxis) -> tuple[str, ...]
     """Return `mesh_axis` as a tuple, each of which the surrounding shard_map has."""
     mesh_axes = (mesh_axis,) if isinstance(mesh_axis, str) else tuple(mesh_axis)
     for name in mesh_axes:
-        if not _is_bound(name):
-            raise _unbound(op_name, name)
+        try:
+            lax.axis_size(name)
+        except NameError:  # JAX has no other public way to ask; this one knows the axis names of vmap too
+            raise _unbound(op_name, name) from None
         if mesh_axes.count(name) > 1:
             once = ", ".join(f'"{other}"' for other in dict.fromkeys(mesh_axes))
             raise JShardError(f'{op_name} names mesh axis "{name}" twice', hint=f"use ({once},)")
@@ -211,14 +213,6 @@ def canonicalize_scatter(op_name: str, x: Array, mesh_axis: MeshAxis, axis: int)
     axis = _axis(op_name, "splits", x, axis)
     _check_divides(op_name, x, axis, mesh_axes)
     return mesh_axes, x, axis
-
-
-def _is_bound(name: str) -> bool:
-    try:
-        lax.axis_size(name)
-    except NameError:  # JAX has no other public way to ask; this one knows the axis names of vmap too
-        return False
-    return True
 
 
 def _unbound(op_name: str, name: str) -> JShardError:

@@ -20,6 +20,7 @@ from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import check_contraction, matmul, unsupported_operands
 from jshard.kernels.select_algorithm import default_algorithm, resolve_algorithm, vmem_budget
+from jshard.kernels.tiles import LANES, pad_to, round_up, sublanes
 from jshard.kernels.vmap import call_batched
 
 Algorithm = Literal["auto", "fused", "xla"]
@@ -159,10 +160,9 @@ def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _gather_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> tuple[Array, Array]:
-    from jshard.kernels.tpu import fused
-    from jshard.kernels.tpu.dma import Group
+    from jshard.kernels.tpu import dma, fused
 
-    group = Group.of(mesh_axes)
+    group = dma.Group.of(mesh_axes)
     front = jnp.moveaxis(x, axis, 0)
     rows, inputs, outputs = math.prod(front.shape[:-1]), w.shape[0], w.shape[1]
     halves, padded_w, tile = _pad_to_tiles(front.reshape(1, rows, inputs), w)
@@ -178,10 +178,9 @@ def _gather_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, ou
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _scatter_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> Array:
-    from jshard.kernels.tpu import fused
-    from jshard.kernels.tpu.dma import Group
+    from jshard.kernels.tpu import dma, fused
 
-    group = Group.of(mesh_axes)
+    group = dma.Group.of(mesh_axes)
     front = jnp.moveaxis(x, axis, 0)
     mine = front.shape[0] // group.size
     rows, inputs, outputs = mine * math.prod(front.shape[1:-1]), w.shape[0], w.shape[1]
@@ -194,8 +193,6 @@ def _scatter_kernel(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, o
 
 def _pad_to_tiles(parts: Array, w: Array) -> tuple[Array, Array, int]:
     """Pad `[n, rows, K]` to halves of whole tiles, `[n, 2, rows, K]`, and w too; also return the columns of a tile."""
-    from jshard.kernels.tiles import LANES, pad_to, round_up, sublanes
-
     n, rows, inputs = parts.shape
     half, padded_inputs = round_up(-(-rows // 2), sublanes(parts.dtype)), round_up(inputs, LANES)
     tile = _tile(rows, inputs, w.shape[1], parts.dtype)
@@ -205,7 +202,6 @@ def _pad_to_tiles(parts: Array, w: Array) -> tuple[Array, Array, int]:
 
 def _tile(rows: int, inputs: int, outputs: int, dtype: Any) -> int:
     """Return the columns of a tile; 0 if none fits, or none for the gradient, which is the other kernel with w.T."""
-    from jshard.kernels.tiles import LANES, round_up, sublanes
     from jshard.kernels.tpu.fused import columns
 
     half, itemsize = round_up(-(-rows // 2), sublanes(dtype)), jnp.dtype(dtype).itemsize

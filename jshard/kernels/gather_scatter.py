@@ -17,6 +17,7 @@ from jshard.kernels import collectives
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.deterministic_sum import ordered_psum_scatter
 from jshard.kernels.select_algorithm import resolve_algorithm, vmem_budget
+from jshard.kernels.tiles import pack, pack_each, pad_to, unpack, unpack_each
 from jshard.kernels.vmap import call_batched
 
 
@@ -72,13 +73,11 @@ _all_gather.defvjp(lambda x, *static: (_all_gather(x, *static), None), _all_gath
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int) -> Array:
-    from jshard.kernels.tiles import pack, unpack_each
-    from jshard.kernels.tpu import ring
-    from jshard.kernels.tpu.dma import Group
+    from jshard.kernels.tpu import dma, ring
 
     full = jnp.moveaxis(x, axis, 0)
     for name in reversed(mesh_axes):
-        group = Group.of((name,))
+        group = dma.Group.of((name,))
         if group.size > 1:
             payload = jax.ShapeDtypeStruct((group.size, *full.shape), full.dtype)
             parts = unpack_each(ring.all_gather(pack(full, 2), group, payload), full.shape)
@@ -135,11 +134,9 @@ def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: 
 
 def _ring(x: Array, name: str, out_dtype) -> Array:
     """Reduce-scatter `x[n, ...]`, in pieces of each part that fit the chip's VMEM."""
-    from jshard.kernels.tiles import pack_each, pad_to, unpack
-    from jshard.kernels.tpu import ring
-    from jshard.kernels.tpu.dma import Group
+    from jshard.kernels.tpu import dma, ring
 
-    group, shape, size = Group.of((name,)), x.shape[1:], math.prod(x.shape[1:])
+    group, shape, size = dma.Group.of((name,)), x.shape[1:], math.prod(x.shape[1:])
     pieces = max(1, -(-x.size * (x.dtype.itemsize + 8) // vmem_budget()))
     length = -(-size // pieces)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import Array
@@ -21,7 +21,8 @@ from jshard.kernels.chip import interpretation, present_chip
 from jshard.kernels.collectives import pvary
 from jshard.kernels.invariant_cast import invariant_cast_p
 from jshard.kernels.kernel_traffic import Schedule, declare
-from jshard.kernels.tpu.dma import Group
+from jshard.kernels.tpu import dma
+from jshard.kernels.tpu.dma import SMEM, VMEM, Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,8 @@ def launch(
         compiler_params=pltpu.CompilerParams(
             collective_id=None if group is None else group.collective_id,
             has_side_effects=group is not None,  # a device whose result is unused still has to send to the others
-            vmem_limit_bytes=vmem_limit(cost.vmem),
+            # half as much again as the kernel needs, within the chip
+            vmem_limit_bytes=min(max(cost.vmem * 3 // 2, 16 << 20), (present_chip().vmem or 128) << 20),
             # vmap adds an axis to the grid, and in interpret mode no entry here for it
             dimension_semantics=semantics if semantics and mode is None else None,
         ),
@@ -110,7 +112,18 @@ def launch(
     return tuple(pvary(y, tuple(sorted(axes))) for y, axes in zip(found, varying_of, strict=True))
 
 
-def vmem_limit(needed: int) -> int:
-    """Return the VMEM to ask of Mosaic for a kernel that needs `needed` bytes: half as much again, within the chip."""
-    chip = present_chip()
-    return min(max(needed * 3 // 2, 16 << 20), (chip.vmem or 128) << 20)
+def launch_once(
+    body: Callable[..., None], x: Array, result: Result, group: Group, cost: KernelCost, scratch: Sequence[Any],
+    *, partners: Literal["everyone", "neighbours"], memory: pl.BlockSpec = VMEM,
+) -> Array:  # fmt: skip
+    """Run `body(group, rank, x_ref, y_ref, *scratch)` between two barriers, without a grid: all of x and y are in `memory`."""
+
+    def kernel(coordinates_ref: Any, *refs: Any) -> None:
+        inside, rank = group.inside_kernel(coordinates_ref)
+        dma.barrier(inside, rank, partners)
+        body(inside, rank, *refs)
+        dma.barrier(inside, rank, partners)  # all have read what was sent to them: the next call may overwrite it
+
+    spec = pl.GridSpec(in_specs=[SMEM, memory], out_specs=(memory,), scratch_shapes=scratch)
+    (y,) = launch(kernel, [x], [result], spec, cost=cost, group=group)
+    return y

@@ -84,6 +84,17 @@ def _size(size: int) -> str:
     return f"{size // MiB} MiB" if size >= MiB else f"{size // KiB} KiB"
 
 
+def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
+    """Return whether more bytes of a fused scatter wait for the wire than XLA's scatter sends at all.
+
+    The kernel sends 4 bytes a number, in float32, behind 2 * columns operations of its products; a hop goes over one link.
+    """
+    if not chip.link or not shape:
+        return False
+    hidden = (2 * shape[-1] / chip.peak(str(dtype))) / (4 * chip.devices / chip.link)
+    return 4 * (1 - min(1.0, hidden)) >= dtype.itemsize
+
+
 TABLE = (  # the first row that applies counts
     Row("any", "any", _xla("a group of one moves nothing", "arithmetic"), 0, 1),
     Row(
@@ -127,7 +138,7 @@ TABLE = (  # the first row that applies counts
             "its products are too short to hide sums in float32, which the kernel sends where XLA sends fewer bytes",
             _MODEL,
         ),
-        when=lambda *array: _shows_more_than_xla(*array),
+        when=_shows_more_than_xla,
     ),
     Row(
         "all_gather_matmul matmul_reduce_scatter",
@@ -139,17 +150,6 @@ TABLE = (  # the first row that applies counts
     Row("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), 0),
     Row("any", "any", _xla("jshard has no kernels for this chip", "docs/kernels.md"), 0),
 )
-
-
-def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
-    """Return whether more bytes of a fused scatter wait for the wire than XLA's scatter sends at all.
-
-    The kernel sends 4 bytes a number, in float32, behind 2 * columns operations of its products; a hop goes over one link.
-    """
-    if not chip.link or not shape:
-        return False
-    hidden = (2 * shape[-1] / chip.peak(str(dtype))) / (4 * chip.devices / chip.link)
-    return 4 * (1 - min(1.0, hidden)) >= dtype.itemsize
 
 
 def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str | Chip | None = None) -> Choice:
@@ -239,7 +239,7 @@ def _refusal(
     if algorithm == "torus" and len(mesh_axes) < 2:
         return f'a torus has several mesh axes, and "{"".join(mesh_axes)}" is one', 'use algorithm="ring"'
     if algorithm == "one_shot":
-        budget, need = _vmem(chip), (group + 2) * x.size * x.dtype.itemsize
+        budget, need = vmem_budget(), (group + 2) * x.size * x.dtype.itemsize
         if need > budget:
             return (
                 f"{x.size * x.dtype.itemsize:,} bytes from each of {group} devices need {need:,} bytes of VMEM, and "
@@ -257,10 +257,6 @@ def _dtypes(op: str, chip: Chip) -> list[str]:
     return [name for name in DTYPES if name not in missing]
 
 
-def _vmem(chip: Chip) -> int:
-    return (chip.vmem or 16) * MiB * 3 // 4  # the rest is for what Mosaic adds
-
-
 def vmem_budget() -> int:
     """Return the bytes of VMEM that one kernel may take on the chip that is traced for."""
-    return _vmem(chips.present_chip())
+    return (chips.present_chip().vmem or 16) * MiB * 3 // 4  # the rest is for what Mosaic adds

@@ -1,4 +1,4 @@
-"""Models of shapes alone: what a model would be, where each array of it would lie, and no array made."""
+"""Build models of shapes alone: how each array would be sharded, and no array made."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Made = TypeVar("Made")
 
 
 def abstract(factory: Callable[[], Made]) -> Made:
-    """What `factory()` returns (NNX modules, optimizers, pytrees of them), with a `jax.ShapeDtypeStruct` for each
-    array, lying as its signal says on the loaded mesh; what no signal places lies whole on every device. The devices of
-    the mesh need not be here.
+    """Build what `factory()` returns (NNX modules, optimizers, pytrees of them), with a `jax.ShapeDtypeStruct` for each
+    array, sharded as its signal says on the loaded mesh; what no signal places is replicated. The devices of the mesh need
+    not be here.
 
         model = abstract(lambda: Model(rngs=nnx.Rngs(0)))
 
     Layouts are read from types, so a slice of devices (`shard: {workers: [0, 1]}`), which is a mesh of its own, is not
-    seen: what lies on it is taken to lie whole on every device.
+    seen: what lies on it is taken to be replicated.
     """
     if configuration() is None:
         return nnx.eval_shape(factory)
@@ -31,9 +31,9 @@ def abstract(factory: Callable[[], Made]) -> Made:
     with on_mesh(with_axis_types(home, "explicit")):
         made = nnx.eval_shape(factory)
 
-    def lying(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else PartitionSpec()
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(home, spec))
 
     graph, state = nnx.split(made)
-    return nnx.merge(graph, jax.tree.map(lying, state))
+    return nnx.merge(graph, jax.tree.map(placed, state))

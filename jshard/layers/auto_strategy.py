@@ -1,4 +1,4 @@
-"""Choosing a strategy by itself: of all ways to split a product, the one that forward and backward take least time by."""
+"""Choose a strategy for a product: the one of all that takes least time, forward and backward."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ MULTIPLICATIONS_A_BYTE = 500
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array of a product: where it lies now, its shape and the bytes of one number."""
+    """An array of a product: how it is sharded now, its shape and the bytes of one number."""
 
     layout: Layout
     shape: tuple[int, ...]
     itemsize: int
 
     def moved(self, target: Layout) -> tuple[int, int, int]:
-        """What `redistribute` to `target` costs: wire bytes per device, those of its gradient's way back, and in how many
-        steps."""
+        """Price `redistribute` to `target`: wire bytes per device forward and backward, and the number of steps."""
         mesh, axes = target.mesh, [list(names) for names in self.layout.axes]
         forward = backward = collectives = 0
         for step in plan_moves(self.layout.axes, target.axes):
@@ -75,9 +74,10 @@ class Choice:
 
 
 def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice]:
-    """Every way that divides, cheapest first: by what forward and backward cost, then by forward's wire bytes, then by the
-    number of steps, then row before column before reduction. Nothing tells here whether a backward will follow: both operands
-    are taken to want their gradients. `itemsize` is that of the numbers that are summed; sizes divide on `runs_on` too."""
+    """List every strategy that divides the sizes, cheapest first: by what forward and backward cost, then by forward's wire
+    bytes, then by the number of steps, then row before column before reduction. Nothing tells here whether a backward will
+    follow: both operands are taken to want their gradients. `itemsize` is that of the numbers that are summed; sizes divide on
+    `runs_on` too."""
     mesh, rank = x.layout.mesh, len(x.shape)
     present = dict.fromkeys((*x.layout.mesh_axes, *w.layout.mesh_axes, *mesh.axis_names))  # in the order they lie in
     names = [name for name in present if mesh.shape[name] > 1]

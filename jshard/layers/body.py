@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +64,6 @@ class Body:
 
     def _run(self, x_mk: jax.Array, w_kn: jax.Array, b_n: jax.Array | None) -> jax.Array:
         s, rank, reduce_dtype = self.strategy, x_mk.ndim, self.strategy.reduce_dtype
-        t = s.sequence_axis(rank)
         x_mk, w_kn, b_n = self._operands_at_compute_dtype(x_mk, w_kn, b_n)
         y_mn = self._product(x_mk, w_kn, reduce_dtype if s.reduction else None)
         if s.reduction:
@@ -72,7 +71,7 @@ class Body:
             if not self._fuses_scatter:
                 with scope(key=self._scatter_key):
                     y_mn = reduce_scatter(
-                        y_mn, s.scattered, axis=self._scatters_to(t), algorithm=s.algorithm("reduce_scatter")
+                        y_mn, s.scattered, axis=s.scatter_axis(rank), algorithm=s.algorithm("reduce_scatter")
                     )
             with scope(key="output" if s.output == "sum" else "reduction"):
                 y_mn = all_reduce(y_mn, summed, algorithm=s.algorithm("all_reduce"))
@@ -102,21 +101,20 @@ class Body:
     def _scatter_key(self) -> str:
         return "output" if self.strategy.output == "scatter" else "sequence"
 
-    def _scatters_to(self, t: int) -> int:
-        return t if any(name in self.strategy.sequence for name in self.strategy.scattered) else 0
-
     def _product(self, x: jax.Array, w: jax.Array, preferred: Any) -> jax.Array:
         """The product, and with a fused kernel the gather before it or the scatter after it."""
-        s, t = self.strategy, self.strategy.sequence_axis(x.ndim)
+        s = self.strategy
         out = self.arithmetic.preferred_element_type if preferred is None else preferred
         if self._fuses_gather:
             how = s.algorithm("all_gather_matmul")
             with scope(key="sequence"):
-                return all_gather_matmul(x, w, s.gathered, axis=t, out_dtype=out, algorithm=how)
+                return all_gather_matmul(x, w, s.gathered, axis=s.sequence_axis(x.ndim), out_dtype=out, algorithm=how)
         if self._fuses_scatter:
             how = s.algorithm("matmul_reduce_scatter")
             with scope(key=self._scatter_key):
-                return matmul_reduce_scatter(x, w, s.scattered, axis=self._scatters_to(t), out_dtype=out, algorithm=how)
+                return matmul_reduce_scatter(
+                    x, w, s.scattered, axis=s.scatter_axis(x.ndim), out_dtype=out, algorithm=how
+                )
         return self.arithmetic.product(x, w, preferred, s.algorithm("matmul"))
 
     def _operands_at_compute_dtype(self, x: Any, w: Any, b: Any) -> tuple[Any, Any, Any]:
@@ -128,48 +126,43 @@ class Body:
         s, wide = self.strategy, self.strategy.reduce_dtype
         if wide is None:
             x, w, b = self.arithmetic.promoted(x, w, b)
-        each = [
-            (x, s.column, () if self._fuses_gather else s.gathered, s.sequence_axis(x.ndim)),
-            (w, s.batch, s.store, s.kernel_store_axis),
-        ]
-        each += [] if b is None else [(b, s.bias_batch, s.store, 0)]
+        placed = [  # an operand, the mesh axes it varies over, those that split it at rest, on which axis, by which key
+            (x, s.column, () if self._fuses_gather else s.gathered, s.sequence_axis(x.ndim), "sequence"),
+            (w, s.batch, s.store, s.kernel_store_axis, "store"),
+            (b, s.bias_batch, s.store, 0, "store"),
+        ][: 2 if b is None else 3]
+        compute = self.arithmetic.dtype or jnp.result_type(*(each[0] for each in placed))
+        arrays = [x if wide is None or not (over or names) else x.astype(wide) for x, over, names, *_ in placed]
         if s.adds_in_order:
-            each = _pvary_in_order(each, None if wide is None else jnp.dtype(wide))
-        compute = self.arithmetic.dtype or jnp.result_type(*(array for array, *_ in each))
+            arrays = _pvary_in_order(arrays, [over for _, over, *_ in placed])
         found = []
-        for key, (array, differs, names, axis) in zip(("sequence", "store", "store"), each, strict=False):
-            if names or (differs and wide is not None):
-                array = pvary(array.astype(wide or array.dtype), differs)
+        for array, (_, over, names, axis, key) in zip(arrays, placed, strict=True):
+            if names or wide is not None:
+                array = pvary(array, over)
             sums = tuple(name for name in names if name in s.batch)
             with scope(key=key):
-                found.append(
-                    _gathered(array, names, axis, sums, jnp.dtype(array.dtype if wide is None else compute), s)
-                )
+                found.append(_gathered(array, names, axis, sums, jnp.dtype(compute if wide else array.dtype), s))
         x, w, b = (*found, None)[:3]
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
 
 
-# An array, the mesh axes it is to vary over, those it rests split over, and on which axis of it.
-Placed = tuple[jax.Array, Names, Names, int]
-
-
-def _pvary_in_order(each: list[Placed], wide: Any) -> list[Placed]:
+def _pvary_in_order(arrays: Sequence[jax.Array], varies_over: Sequence[Names]) -> list[jax.Array]:
     """Mark operands as varying over their mesh axes, so that gradients are summed in device order (bitwise reproducible).
 
     Gradients of operands that vary over the same axes are summed together.
     """
-    arrays = [array if wide is None else array.astype(wide) for array, *_ in each]
+    found = list(arrays)
     missing = [
-        tuple(name for name in differs if name not in jax.typeof(array).mat.varying)
-        for array, (_, differs, *_) in zip(arrays, each, strict=True)
+        tuple(name for name in over if name not in jax.typeof(array).mat.varying)
+        for array, over in zip(arrays, varies_over, strict=True)
     ]
     for names in dict.fromkeys(missing):
         if axis_size(names) < 3:  # two numbers have one sum, in any order
             continue
         alike = [place for place, others in enumerate(missing) if others == names]
         for place, array in zip(alike, _ordered(tuple(arrays[place] for place in alike), names), strict=True):
-            arrays[place] = array
-    return [(array, differs, names, axis) for array, (_, differs, names, axis) in zip(arrays, each, strict=True)]
+            found[place] = array
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -189,11 +182,11 @@ def _gathered(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, s:
     Over `sums`, where devices go on to do different things with it, the gradient is summed as well.
     """
     if x.dtype == dtype or not names:
-        return _whole(x.astype(dtype), names, axis, sums, s)
+        return _all_gathered(x.astype(dtype), names, axis, sums, s)
     return _narrowed(x, names, axis, sums, dtype, x.dtype, s)
 
 
-def _whole(x: jax.Array, names: Names, axis: int, sums: Names, s: Strategy) -> jax.Array:
+def _all_gathered(x: jax.Array, names: Names, axis: int, sums: Names, s: Strategy) -> jax.Array:
     for name in reversed(names):
         result = "varying" if name in sums else "invariant"
         x = all_gather(x, name, axis=axis, result=result, algorithm=s.algorithm("all_gather"))
@@ -202,7 +195,7 @@ def _whole(x: jax.Array, names: Names, axis: int, sums: Names, s: Strategy) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5, 6))
 def _narrowed(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, wide: Any, s: Strategy) -> jax.Array:
-    return _whole(x.astype(dtype), names, axis, sums, s)
+    return _all_gathered(x.astype(dtype), names, axis, sums, s)
 
 
 def _narrowed_bwd(

@@ -1,8 +1,11 @@
-"""What a call was made of. NNX takes the arguments of every call apart and together again, which costs more than a small
-step does; a call of the same objects, of which nothing but numbers has changed, is recognised in a few microseconds."""
+"""Recognise a call of the same objects, of which nothing but numbers has changed, in a few microseconds.
+
+NNX takes the arguments of every call apart and together again, which costs more than a small step does.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,22 +18,22 @@ from jax.core import Tracer
 Part = tuple[Any, tuple[str, ...] | None, tuple[Any, ...]]  # a dict or list, its keys, its values
 
 
+@dataclasses.dataclass(frozen=True)
 class Snapshot:
     """The attributes of all modules among the arguments, their variables, and what each array was like. It holds the
     modules' parts but none of the arguments themselves, which may go."""
 
-    def __init__(
-        self, program: Any, situation: Any, tree: Any, parts: list[Part], variables: list[Any], arrays: list[Any]
-    ):
-        self.program, self.situation, self.tree, self.parts = program, situation, tree, parts
-        self.variables = variables
-        self.metadata = [dict(each.get_metadata()) for each in variables]
-        self.numbers = [_like(each.get_raw_value()) for each in variables]
-        self.places = [place for place, _ in arrays]
-        self.arrays = [_like(leaf) for _, leaf in arrays]
+    program: Any
+    situation: Any
+    tree: Any  # of the arguments that are no modules
+    parts: list[Part]
+    variables: list[Any]
+    metadata: list[dict[str, Any]]
+    places: list[int]  # of the arrays among the leaves of `tree`, in the order that the program takes them in
+    types: list[tuple[Any, Any]]  # of the variables' numbers, then of the arrays
 
     def operands(self, args: tuple[Any, ...], situation: Any) -> tuple[list[Any], list[Any]] | None:
-        """What the program takes, in its order; None when anything but numbers is not as it was."""
+        """Return what the program takes, in its order; None when anything but numbers is not as it was."""
         leaves, tree = jax.tree.flatten(_others(args))
         if tree != self.tree or situation != self.situation:
             return None
@@ -41,27 +44,23 @@ class Snapshot:
                 return None
         numbers = [variable.get_raw_value() for variable in self.variables]
         arrays = [leaves[place] for place in self.places]
-        if not (_are_like(numbers, self.numbers) and _are_like(arrays, self.arrays)):
+        if not _are_like([*numbers, *arrays], self.types):
             return None
-        for variable, metadata in zip(self.variables, self.metadata, strict=True):
-            if variable.get_metadata() != metadata:
-                return None
-        return numbers, arrays
+        return (numbers, arrays) if [each.get_metadata() for each in self.variables] == self.metadata else None
 
     def keep(self, numbers: Sequence[jax.Array]) -> None:
-        """Puts the results of the program into the variables."""
+        """Put the results of the program into the variables."""
         for variable, number in zip(self.variables, numbers, strict=True):
             variable.set_raw_value(number)
 
 
 def names(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The modules among the arguments, by identity."""
+    """Return the identities of the modules among the arguments."""
     return tuple(id(each) if isinstance(each, nnx.Pytree) else 0 for each in args)
 
 
 def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any) -> Snapshot | None:
-    """The snapshot of a call whose variables NNX found to hold `numbers`; None when there is something in it that can
-    change unseen."""
+    """Take the snapshot of a call whose variables NNX found to hold `numbers`; None when something in it can change unseen."""
     parts: list[Part] = []
     found: dict[int, nnx.Variable] = {}
     if not all(_watch(each, parts, found, set()) for each in args if isinstance(each, nnx.Pytree)):
@@ -74,7 +73,9 @@ def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any
     if sorted(order) != list(range(len(leaves))) or not all(map(_is_array, leaves)):
         return None
     variables = [holders[id(each)] for each in numbers]
-    return Snapshot(program, situation, tree, parts, variables, [(place, leaves[place]) for place in order])
+    metadata = [dict(each.get_metadata()) for each in variables]
+    types = [_type(each) for each in (*numbers, *(leaves[place] for place in order))]
+    return Snapshot(program, situation, tree, parts, variables, metadata, order, types)
 
 
 def _others(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -82,14 +83,14 @@ def _others(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _order(args: tuple[Any, ...], tree: Any) -> list[int]:
-    """The order in which NNX hands on the arrays among the arguments: each marked with its number."""
+    """Find the order in which NNX hands on the arrays among the arguments: each is marked with its number."""
     marked = jax.tree.unflatten(tree, [np.asarray(place) for place in range(tree.num_leaves)])
     mixed = tuple(ours if isinstance(ours, nnx.Pytree) else mark for ours, mark in zip(args, marked, strict=True))
     return [int(leaf) if np.ndim(leaf) == 0 else -1 for leaf in jax.tree.leaves(nnx.split(mixed, nnx.Variable, ...)[2])]
 
 
 def _watch(value: Any, parts: list[Part], variables: dict[int, nnx.Variable], seen: set[int]) -> bool:
-    """Whether every change below `value` shows in `parts` or in `variables`, which are added to."""
+    """Return whether every change below `value` shows in `parts` or in `variables`, which are added to."""
     if isinstance(value, nnx.Variable):
         variables[id(value)] = value
         return _is_array(value.get_raw_value())
@@ -122,12 +123,12 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _like(leaf: Any) -> tuple[Any, Any]:
+def _type(leaf: Any) -> tuple[Any, Any]:
     return getattr(leaf, "aval", None), getattr(leaf, "sharding", None)
 
 
 def _are_like(leaves: list[Any], held: list[tuple[Any, Any]]) -> bool:
-    """Whether all have the shapes, dtypes and places that are held. Results of one program share the objects that say
+    """Return whether all have the shapes, dtypes and shardings of `held`. Results of one program share the objects that say
     so, which are held from then on."""
     for place, (leaf, (aval, sharding)) in enumerate(zip(leaves, held, strict=True)):
         if not _is_array(leaf):
@@ -135,5 +136,5 @@ def _are_like(leaves: list[Any], held: list[tuple[Any, Any]]) -> bool:
         if leaf.aval is not aval or leaf.sharding is not sharding:
             if leaf.aval != aval or leaf.sharding != sharding:
                 return False
-            held[place] = _like(leaf)
+            held[place] = _type(leaf)
     return True

@@ -1,4 +1,4 @@
-"""`jshard.value_and_grad`: the gradients of a whole model, summed over the devices of a batch once, and together."""
+"""`jshard.value_and_grad`: gradients of a model, summed over the devices of a batch once, and together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jshard.kernels.collectives import check_vma_enabled, pvary
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import model_arrays
 from jshard.layers.reduce import mean
-from jshard.layers.strategy import Names, door
+from jshard.layers.strategy import Names, inside_shard_map
 from jshard.layouts.paths import keys_of
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh
@@ -28,8 +28,8 @@ from jshard.signals.scope import active
 def value_and_grad(
     f: Callable[..., Any], *, over: str | Sequence[str] | None = None, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad(f)`, for `f(model, ...)`, with the same results but for their last bit. Inside a `jshard.step`
-    gradients are summed over the mesh axes `over` (those that any `row` names) once, when `f` is done, instead of layer by
+    """Differentiate as `nnx.value_and_grad(f)`, for `f(model, ...)`, but for the last bit. Inside a `jshard.step` gradients are
+    summed over the mesh axes `over` (those that any `row` names) once, when `f` is done, instead of layer by
     layer and in each turn of a loop: one sum of each parameter where `f` takes its batch in several parts, and between CPU
     processes one message for all that are small. The ledger has them under the signal that is active here:
 
@@ -42,16 +42,16 @@ def value_and_grad(
     """
 
     def own(model: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        """The loss, to which each device adds its part, and aux."""
+        """Return the loss, to which each device adds its part, and aux."""
         found, aux = f(model, *args, **kwargs) if has_aux else (f(model, *args, **kwargs), None)
         return (_part_of_mean(found) if jnp.ndim(found) else found), (jnp.ndim(found), aux)
 
-    plain = nnx.value_and_grad(own, argnums=nnx.DiffState(0, wrt), has_aux=True)
+    unsummed = nnx.value_and_grad(own, argnums=nnx.DiffState(0, wrt), has_aux=True)
 
     @functools.wraps(f)
     def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not jax.sharding.get_abstract_mesh().manual_axes:
-            (value, (_, aux)), gradients = plain(model, *args, **kwargs)
+            (value, (_, aux)), gradients = unsummed(model, *args, **kwargs)
             return ((value, aux) if has_aux else value), gradients
         present = configuration()
         if present is None or not check_vma_enabled():
@@ -63,7 +63,7 @@ def value_and_grad(
         graph, parameters, rest = nnx.split(model, wrt, ...)
         # What is no parameter is shared with the model, and changes with it.
         apart = nnx.merge(graph, jax.tree.map(lambda x: pvary(x, names), parameters), rest)
-        (value, (rank, aux)), gradients = plain(apart, *args, **kwargs)
+        (value, (rank, aux)), gradients = unsummed(apart, *args, **kwargs)
         if not rank:
             _check_summed(value, names)
         with scope(phase="backward"):
@@ -85,12 +85,12 @@ def _axes(over: str | Sequence[str] | None, present: Configuration) -> Names:
                 f'jshard.value_and_grad is over mesh axis "{name}", which {dict(mesh().shape)} does not have',
                 hint=did_you_mean(name, mesh().axis_names, f"use {' or '.join(mesh().axis_names)}"),
             )
-    door(mesh(), found, "jshard.value_and_grad")
+    inside_shard_map(found, "jshard.value_and_grad")
     return found
 
 
 def _part_of_mean(losses: jax.Array) -> jax.Array:
-    """Of whole arrays the mean; inside a shard_map what this device's part adds to it."""
+    """Take the mean in global view; inside a shard_map return what this device's shard adds to it."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return mean(losses)
     ways = math.prod(jax.lax.axis_size(name) for name in jax.typeof(losses).mat.varying)
@@ -107,7 +107,7 @@ def _check_summed(value: jax.Array, names: Names) -> None:
 
 
 def _wide(model: Any, gradients: Any) -> list[Any]:
-    """For each gradient the dtype that its layer's signal sums in."""
+    """Return for each gradient the dtype that its layer's signal sums in."""
     placed = model_arrays(model)
     return [
         jnp.dtype(placed[keys_of(path)].reduce_dtype or leaf.dtype)
@@ -116,7 +116,7 @@ def _wide(model: Any, gradients: Any) -> list[Any]:
 
 
 def _summed(gradients: Any, parameters: Any, wide: Sequence[Any]) -> Any:
-    """Each summed over the axes along which its parameter is the same, those over the same axes together."""
+    """Sum each gradient over the mesh axes over which its parameter is invariant, those over the same axes together."""
     leaves, tree = jax.tree.flatten(gradients)
     alike: dict[tuple[Names, Any], list[int]] = {}
     for number, (leaf, parameter, dtype) in enumerate(zip(leaves, jax.tree.leaves(parameters), wide, strict=True)):

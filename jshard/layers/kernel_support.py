@@ -1,4 +1,4 @@
-"""Whether the kernels that a signal names can run where it is called: a name that can't is an error, at its line."""
+"""Check that the kernels that a signal names can run where it is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jshard.signals.signal import Signal
 
 
 def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None) -> Any:
-    """The algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
+    """Return the algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
     if signal is None:
         return default_algorithm("all_reduce")
     check_kernels(signal, mesh, lambda op: hindrance, ops=("all_reduce",))
@@ -22,7 +22,7 @@ def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None
 def check_kernels(
     signal: Signal, mesh: Any, hindrance: Callable[[str], str | None], ops: Sequence[str] | None = None
 ) -> None:
-    """An error for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
+    """Raise for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
     hindrance: what it does not do, in words."""
     named = [
         (op, word)

@@ -29,8 +29,9 @@ _promoted = functools.partial(promote_dtype, inexact=False)  # as jnp.matmul pro
 
 
 def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
-    """`x[..., K] @ w[K, N]`. Under a signal that names a strategy, by that; else by the one that costs least from where x and w
-    lie now, forward and backward, which the ledger names with both prices. Plain `x @ w` when no configuration is loaded."""
+    """Compute `x[..., K] @ w[K, N]` by the strategy of the active signal; if it names none, by the one that costs least from
+    how x and w are sharded now, forward and backward, which the ledger names with both prices. With no configuration loaded
+    it is `x @ w`."""
     signal, scope = resolve(())
     with scope:
         return _product(jnp.asarray(x), jnp.asarray(w), signal, precision)
@@ -44,39 +45,39 @@ def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) 
             f"jshard.matmul of {x.shape} and {w.shape}: the last axis of x does not match the first of w",
             hint="use x[..., K] and w[K, N]",
         )
-    said = signal or NOBODY
-    arithmetic = Arithmetic(dtype=said.dtype.compute, precision=precision, promote_dtype=_promoted)
+    governing = signal or NOBODY
+    arithmetic = Arithmetic(dtype=governing.dtype.compute, precision=precision, promote_dtype=_promoted)
     if signal is not None and _names_a_strategy(signal):
         return multiply(x, w, None, signal, arithmetic)
     if configuration() is None or is_local:
-        x, w = _promoted((x, w), dtype=said.dtype.compute)
+        x, w = _promoted((x, w), dtype=governing.dtype.compute)
         return jnp.matmul(x, w, precision=precision)
     best = choose(x, w)[0]
-    more = {"reduce_dtype": said.dtype.reduce, "remat": said.remat, "kernels": said.kernel}
+    more = {"reduce_dtype": governing.dtype.reduce, "remat": governing.remat, "kernels": governing.kernel}
     strategy = dataclasses.replace(best.strategy, **more)
     unless_seen = ", if x and w are whole (an auto mesh does not tell)" if _is_hidden(x, w, strategy.mesh) else ""
     with scope(chosen=f"{best}{unless_seen}"):
-        return multiply(x, w, None, said, arithmetic, strategy=strategy)
+        return multiply(x, w, None, governing, arithmetic, strategy=strategy)
 
 
 def choose(x: Any, w: Any) -> list[Choice]:
-    """Every way to run `matmul(x, w)` from where x and w lie now, cheapest first, each with its prices."""
-    whole = _mesh_of(x, w)
-    sizes = mesh_to_choose_for() if whole == mesh() else whole
+    """List every strategy of `matmul(x, w)` from how x and w are sharded now, cheapest first, each with its prices."""
+    on = _mesh_of(x, w)
+    sizes = mesh_to_choose_for() if on == mesh() else on
     signal = active() or NOBODY
     summed = signal.dtype.reduce or signal.dtype.compute or jnp.result_type(x, w)
     left, right = (
         Operand(
-            Layout(sizes, *(Layout.of(each) or replicated(whole, jnp.ndim(each))).axes),
+            Layout(sizes, *(Layout.of(each) or replicated(on, jnp.ndim(each))).axes),
             jnp.shape(each),
             jnp.result_type(each).itemsize,
         )
         for each in (x, w)
     )
-    found = choices(left, right, jnp.dtype(summed).itemsize, whole)
-    if _is_hidden(x, w, whole):  # work that is not divided would gather what may lie split
+    found = choices(left, right, jnp.dtype(summed).itemsize, on)
+    if _is_hidden(x, w, on):  # work that is not divided would gather what may lie split
         found.sort(key=lambda choice: (choice.multiplications, choice.cost))
-    return [dataclasses.replace(each, strategy=dataclasses.replace(each.strategy, mesh=whole)) for each in found]
+    return [dataclasses.replace(each, strategy=dataclasses.replace(each.strategy, mesh=on)) for each in found]
 
 
 def _names_a_strategy(signal: Signal) -> bool:
@@ -84,7 +85,7 @@ def _names_a_strategy(signal: Signal) -> bool:
 
 
 def _mesh_of(x: Any, w: Any) -> Mesh:
-    """The mesh that the operands lie on, which is the loaded one unless they were placed on some devices of it."""
+    """Return the mesh of the operands, which is the loaded one unless they were placed on some devices of it."""
     found = [layout.mesh for layout in map(Layout.of, (x, w)) if layout is not None and isinstance(layout.mesh, Mesh)]
     if len(set(found)) > 1:
         raise JShardError(
@@ -99,5 +100,5 @@ def _devices(mesh: Mesh) -> str:
 
 
 def _is_hidden(x: Any, w: Any, mesh: Any) -> bool:
-    """Whether an operand does not tell where it lies: inside jit on an auto mesh."""
+    """Return whether an operand does not tell how it is sharded: inside jit on an auto mesh."""
     return not is_explicit(mesh) and any(isinstance(each, Tracer) for each in (x, w))

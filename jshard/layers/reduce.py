@@ -1,4 +1,4 @@
-"""`sum`, `mean` and `max` of a split array: each device's partial result, then one all-reduce."""
+"""`sum`, `mean` and `max` of a sharded array: each device's partial result, then one all-reduce."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jshard.errors import JShardError
 from jshard.kernels.all_reduction import all_reduce
+from jshard.kernels.collectives import axis_size
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
@@ -24,29 +25,28 @@ Axis = int | Sequence[int] | None
 
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> jax.Array:
-    """The sum over `axis` (all of them unless said), wherever `x` is split."""
+    """Sum over `axis` (default: all axes), however `x` is sharded."""
     return _reduce("sum", x, axis, keepdims)
 
 
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> jax.Array:
-    """The mean over `axis`: the sum of all devices' parts over the size of the whole array."""
+    """Take the mean over `axis`: the sum over all devices, divided by the global size."""
     return _reduce("mean", x, axis, keepdims)
 
 
 def max(x: Any, axis: Axis = None, keepdims: bool = False) -> jax.Array:
-    """The greatest element over `axis`. Its gradient is shared among equals, as `jnp.max` does."""
+    """Take the maximum over `axis`. Its gradient is shared among equal elements, as by `jnp.max`."""
     return _reduce("max", x, axis, keepdims)
 
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """One device's part of a reduction. `count` is the number of elements behind one result, over all devices."""
+    """One device's part of a reduction."""
 
     kind: str
     axes: tuple[int, ...]
     keepdims: bool
     mesh_axes: tuple[str, ...]
-    count: int
     algorithm: Any = "xla"  # of the all-reduce
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -54,7 +54,10 @@ class Body:
             top = _largest(self, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _top(self, x)
             return top if self.keepdims else jnp.squeeze(top, self.axes)
         total = all_reduce(jnp.sum(x, self.axes, keepdims=self.keepdims), self.mesh_axes, algorithm=self.algorithm)
-        return total / jnp.asarray(self.count, total.dtype) if self.kind == "mean" else total
+        if self.kind == "sum":
+            return total
+        count = math.prod(x.shape[axis] for axis in self.axes) * axis_size(self.mesh_axes)
+        return total / jnp.asarray(count, total.dtype)
 
 
 def _top(body: Body, x: jax.Array) -> jax.Array:
@@ -66,12 +69,12 @@ _largest = jax.custom_jvp(_top, nondiff_argnums=(0,))
 
 @_largest.defjvp
 def _largest_derivative(body: Body, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """The mean of the tangents of all elements that are equal to the maximum."""
+    """Take the mean of the tangents of all elements that are equal to the maximum."""
     (x,), (moves,) = primals, tangents
     top = _largest(body, x)
-    holds = (x == top).astype(x.dtype)
+    attained = (x == top).astype(x.dtype)
     total = lambda x: all_reduce(jnp.sum(x, body.axes, keepdims=True), body.mesh_axes, algorithm="xla")
-    return top, total(holds * moves / total(holds))
+    return top, total(attained * moves / total(attained))
 
 
 def _reduce(kind: str, x: Any, axis: Axis, keepdims: bool) -> jax.Array:
@@ -84,14 +87,13 @@ def _reduced(kind: str, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
     if kind == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.float32)
     if jax.sharding.get_abstract_mesh().manual_axes:
-        return _local(kind, x, axes, keepdims, whole=axis is None)
+        return _local(kind, x, axes, keepdims, all_axes=axis is None)
     layout = _layout(x, axes)
     if layout is None:
         return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[kind](x, axes, keepdims=keepdims)
     x = redistribute(x, layout, label=str(active() or f"jshard.{kind}"))
     mesh_axes = tuple(name for each in axes for name in layout.axes[each])
-    count = math.prod(x.shape[each] for each in axes)
-    body = Body(kind, axes, keepdims, mesh_axes, count, _algorithm(kind, layout.mesh, mesh_axes))
+    body = Body(kind, axes, keepdims, mesh_axes, _algorithm(kind, layout.mesh, mesh_axes))
     kept = [() if each in axes else names for each, names in enumerate(layout.axes)]
     left = kept if keepdims else [names for each, names in enumerate(kept) if each not in axes]
     return _program(body, layout, Layout(layout.mesh, *left), x)
@@ -103,14 +105,14 @@ def _program(body: Body, source: Layout, target: Layout, x: jax.Array) -> jax.Ar
 
 
 def _layout(x: jax.Array, axes: tuple[int, ...]) -> Layout | None:
-    """Where `x` lies, if it is split; else where the active signal wants it; None: nothing is known or asked."""
+    """Return how `x` is sharded, if it is; else how the active signal shards it; None where nothing is known or asked."""
     present, signal = Layout.of(x), active()
     if present is not None and present.mesh_axes:
         if isinstance(present.mesh, jax.sharding.Mesh):
             return present
-        whole = mesh() if configuration() is not None else None
-        if whole is not None and whole.abstract_mesh == present.mesh:
-            return Layout(whole, *present.axes)
+        loaded = mesh() if configuration() is not None else None
+        if loaded is not None and loaded.abstract_mesh == present.mesh:
+            return Layout(loaded, *present.axes)
         return present
     if signal is None:
         return present if present is None or isinstance(present.mesh, jax.sharding.Mesh) else None
@@ -124,10 +126,10 @@ def _signal_layout(signal: Signal, rank: int, axes: tuple[int, ...]) -> Layout:
     return layout
 
 
-def _local(kind: str, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, whole: bool) -> jax.Array:
-    """Inside a shard_map: what varies over the mesh is split over it; which axis that splits, the signal must say."""
+def _local(kind: str, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, all_axes: bool) -> jax.Array:
+    """Reduce inside a shard_map. What varies over a mesh axis is split over it; the signal must say which axis that splits."""
     varying = tuple(sorted(jax.typeof(x).mat.varying))
-    if whole or not varying:
+    if all_axes or not varying:
         mesh_axes = varying
     else:
         signal = active()
@@ -139,14 +141,12 @@ def _local(kind: str, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, wh
             )
         layout = _signal_layout(signal, x.ndim, axes)
         mesh_axes = tuple(name for each in axes for name in layout.axes[each] if name in varying)
-    ways = math.prod(jax.lax.axis_size(name) for name in mesh_axes)
-    count = math.prod(x.shape[each] for each in axes) * ways
-    algorithm = _algorithm(kind, None if active() is None else mesh(), mesh_axes)
-    return Body(kind, axes, keepdims, mesh_axes, count, algorithm)(x)
+    on = None if active() is None else mesh()
+    return Body(kind, axes, keepdims, mesh_axes, _algorithm(kind, on, mesh_axes))(x)
 
 
 def _algorithm(kind: str, on: Any, mesh_axes: tuple[str, ...]) -> str:
-    """What the signal says of an all-reduce. A kernel adds: it takes no max."""
+    """Return the algorithm that the signal names for an all-reduce. A kernel adds: it takes no max."""
     if not mesh_axes:
         return "xla"
     return all_reduce_of(active(), on, f"adds, and jshard.{kind} does not" if kind == "max" else None)

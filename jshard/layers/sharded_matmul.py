@@ -1,4 +1,4 @@
-"""`x @ w + b` under a strategy: the two doors of its per-device body, and its gradient where another signal says."""
+"""Run `x @ w + b` under a strategy, in global view or inside a shard_map, and its gradient where another signal says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jshard.errors import JShardError
 from jshard.layers.body import Arithmetic, Body
 from jshard.layers.kernel_support import check_kernels
-from jshard.layers.strategy import Strategy, check_sizes, door, strategy_of
+from jshard.layers.strategy import Strategy, check_sizes, inside_shard_map, strategy_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import move, plan_moves, redistribute
 from jshard.provenance import scope
@@ -24,14 +24,14 @@ from jshard.signals.signal import Signal
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One product, by either door: `global` arrays are brought into place and the body runs in a shard_map; inside a
-    shard_map of somebody else's, `local`, the body runs as it is."""
+    """One product. Global arrays are brought into place and the body runs in a shard_map; inside a shard_map of somebody
+    else's, where arrays are one device's shards, the body runs as it is."""
 
     body: Body
-    entrance: str
+    inside_shard_map: bool
     back: Product | None = None  # where the cotangents lie
     back_scope: str = ""
-    said: str = dataclasses.field(default="a layer", compare=False)  # the signal, for the log of what it moves
+    label: str = dataclasses.field(default="a layer", compare=False)  # the signal, for the log of what it moves
 
     @property
     def strategy(self) -> Strategy:
@@ -41,16 +41,16 @@ class Product:
         return self.forward(x, w, b) if self.back is None else _with_back(self, x, w, b)
 
     def forward(self, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
-        if self.entrance == "local":
+        if self.inside_shard_map:
             return self.body(x, w, b)
         s, rank = self.strategy, jnp.ndim(x)
         specs = (s.x(rank).spec, s.kernel().spec, None if b is None else s.bias().spec)
         placed = self.placed(x, w, b, self)
         return jax.shard_map(self.body, mesh=s.mesh, in_specs=specs, out_specs=s.y(rank).spec)(*placed)
 
-    def placed(self, x: Any, w: Any, b: Any, lying_as: Product) -> tuple[Any, Any, Any]:
-        """The operands, where this product wants them. Local parts are known to lie as another product said."""
-        rank, here, there = jnp.ndim(x), self.strategy, lying_as.strategy
+    def placed(self, x: Any, w: Any, b: Any, source: Product) -> tuple[Any, Any, Any]:
+        """Bring the operands to where this product wants them. Shards are known to be those of the product `source`."""
+        rank, here, there = jnp.ndim(x), self.strategy, source.strategy
         return (
             self.bring(x, there.x(rank), here.x(rank)),
             self.bring(w, there.kernel(), here.kernel()),
@@ -58,9 +58,9 @@ class Product:
         )
 
     def bring(self, x: Any, source: Layout, target: Layout) -> Any:
-        if self.entrance == "local":
+        if self.inside_shard_map:
             return move(x, plan_moves(source.axes, target.axes))
-        return redistribute(x, target, source=source if source.mesh == target.mesh else None, label=self.said)
+        return redistribute(x, target, source=source if source.mesh == target.mesh else None, label=self.label)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -69,8 +69,10 @@ def _with_back(product: Product, x: jax.Array, w: jax.Array, b: jax.Array | None
 
 
 def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[Any, ...]:
-    """The gradient of the same product where the other signal says: operands and cotangent travel there, and the
-    gradients travel back, unless they were computed on other devices, where they stay."""
+    """Differentiate where the other signal says: operands and cotangent travel there, gradients travel back.
+
+    Gradients that were computed on other devices stay there.
+    """
     back = product.back
     assert back is not None
     rank = jnp.ndim(kept[0])
@@ -78,7 +80,7 @@ def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple
 
     def there(*operands: Any) -> tuple[Any, ...]:
         with scope(key="backward"):
-            return back.placed(*operands, lying_as=product)
+            return back.placed(*operands, source=product)
 
     def forward(*operands: Any) -> jax.Array:
         with scope(signal=product.back_scope):
@@ -107,25 +109,25 @@ def multiply(
     x: jax.Array, w: jax.Array, b: jax.Array | None, signal: Signal, arithmetic: Arithmetic,
     *, strategy: Strategy | None = None, features: tuple[int, int] | None = None,
 ) -> jax.Array:  # fmt: skip
-    """`x @ w + b` as `signal` says. `features` are the whole sizes (K, N), needed where arrays are local parts."""
+    """Compute `x @ w + b` as `signal` says. `features` are the global sizes (K, N), needed where arrays are shards."""
     asked = strategy_of(signal) if strategy is None else strategy
     check_kernels(signal, asked.mesh, lambda op: _hindrance(op, asked, arithmetic))
-    entrance = door(asked.mesh, (*asked.batch, *asked.column, *asked.reduction, *asked.store), str(signal))
-    if entrance == "global":
+    inside = inside_shard_map((*asked.batch, *asked.column, *asked.reduction, *asked.store), str(signal))
+    if not inside:
         check_sizes(asked, signal, jnp.shape(x), *jnp.shape(w))
         check_reach(x, asked.mesh, signal)
         if signal.backward is None and is_elsewhere(x, asked.mesh):
             x = redistribute(x, asked.x(jnp.ndim(x)), label=str(signal))
     elif features is not None:
         x = _local_input(asked, signal, x, w, features)
-    product = Product(Body(asked, arithmetic), entrance, said=str(signal))
+    product = Product(Body(asked, arithmetic), inside, label=str(signal))
     product = product if signal.backward is None else _with_backward(product, signal, x, w)
-    one_program = entrance == "global" and (product.back is None or product.back.strategy.mesh == asked.mesh)
+    one_program = not inside and (product.back is None or product.back.strategy.mesh == asked.mesh)
     return layer(product, x, w, b) if one_program else product(x, w, b)
 
 
 def _hindrance(op: str, strategy: Strategy, arithmetic: Arithmetic) -> str | None:
-    """Why a product can't take the kernel that its signal names."""
+    """Say why a product can't take the kernel that its signal names; None if it can."""
     if "matmul" not in op:
         return None
     if not arithmetic.is_plain:
@@ -142,11 +144,11 @@ def _with_backward(product: Product, signal: Signal, x: jax.Array, w: jax.Array)
     assert present is not None and signal.backward is not None
     other = present.lookup((signal.backward,))
     strategy = strategy_of(other)
-    if strategy.mesh != product.strategy.mesh and product.entrance == "local":
+    if strategy.mesh != product.strategy.mesh and product.inside_shard_map:
         raise _elsewhere(product, other)
-    if product.entrance == "global":
+    if not product.inside_shard_map:
         check_sizes(strategy, other, jnp.shape(x), *jnp.shape(w))
-    back = Product(Body(strategy, product.body.arithmetic), product.entrance, said=str(other))
+    back = Product(Body(strategy, product.body.arithmetic), product.inside_shard_map, label=str(other))
     return dataclasses.replace(product, back=back, back_scope=other.name)
 
 
@@ -160,7 +162,7 @@ def _elsewhere(product: Product, other: Signal) -> JShardError:
 def _local_input(
     strategy: Strategy, signal: Signal, x: jax.Array, w: jax.Array, features: tuple[int, int]
 ) -> jax.Array:
-    """Inside a shard_map the sizes tell how the last axis of x lies: bring it to where the body wants it."""
+    """Bring x to where the body wants it: inside a shard_map the sizes tell how its last axis is sharded."""
     expected = strategy.kernel().shard_shape(features, label=str(signal))
     if w.shape != expected:
         raise JShardError(

@@ -1,4 +1,4 @@
-"""The one table of strategies: how a signal's words lay out the three arrays of `x[M,K] @ w[K,N] -> y[M,N]`.
+"""Lay out the three arrays of `x[M,K] @ w[K,N] -> y[M,N]` by a signal's words: the one table of strategies.
 
 `row` splits M, `column` N, `reduction` K; they combine. `sequence` splits axis 1 of activations (axis 0 when they have
 two axes) between layers, and `store` splits parameters where the strategy leaves them whole.
@@ -26,7 +26,7 @@ Split = tuple[str, int, Names, str]  # a key of a signal, a size, the mesh axes 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What a signal asks of a matrix product, on one mesh. Equal for signals that ask alike."""
+    """What a signal asks of a matrix product, on one mesh. Equal for signals that ask for the same."""
 
     mesh: Mesh
     row: Names = ()
@@ -40,17 +40,17 @@ class Strategy:
     kernels: tuple[tuple[str, str], ...] = ()  # op -> algorithm
 
     def algorithm(self, op: str) -> Any:
-        """How `op` is done, unless the signal says: by plain XLA, or in the order of devices between CPU processes."""
+        """Return the algorithm that the signal names for `op`, else XLA's, or between CPU processes the one in device order."""
         return dict(self.kernels).get(op) or default_algorithm(op)
 
     @property
     def adds_in_order(self) -> bool:
-        """Whether gradients too are summed in the order of devices: of what JAX differentiates, it adds them by a psum."""
+        """Return whether gradients too are summed in device order: what JAX differentiates by itself, it sums by a psum."""
         return adds_in_order(self.algorithm("all_reduce")) and check_vma_enabled()
 
     @property
     def scattered(self) -> Names:
-        """The reduction axes that y is scattered to instead of being summed whole."""
+        """The reduction axes that y is scattered over instead of being summed on every device."""
         if self.output == "scatter":
             return tuple(name for name in self.reduction if name in self.sequence) or self.reduction
         if self.output == "sum":
@@ -59,7 +59,7 @@ class Strategy:
 
     @property
     def gathered(self) -> Names:
-        """The sequence axes that the columns lie over, so that x must be gathered first."""
+        """The sequence axes that split the columns too, so that x must be gathered first."""
         return tuple(name for name in self.sequence if name in self.column)
 
     @property
@@ -69,19 +69,23 @@ class Strategy:
 
     @property
     def bias_batch(self) -> Names:
-        """The same for the bias, which is added to y."""
+        """The mesh axes over which gradients of the bias, which is added to y, are summed."""
         return (*self.row, *self._kept, *self.scattered)
 
     @property
     def _kept(self) -> Names:
-        """The sequence axes that neither columns nor reduction lie over: x comes in and y goes out split by them."""
+        """The sequence axes that split neither columns nor the reduction: x comes in and y goes out split by them."""
         return tuple(name for name in self.sequence if name not in self.column and name not in self.reduction)
 
     def sequence_axis(self, rank: int) -> int:
         return 1 if rank > 2 else 0
 
+    def scatter_axis(self, rank: int) -> int:
+        """Return the axis of y that `scattered` splits."""
+        return self.sequence_axis(rank) if any(name in self.sequence for name in self.scattered) else 0
+
     def x(self, rank: int) -> Layout:
-        """Where the input must lie."""
+        """Return the layout of the input."""
         axes: list[Names] = [()] * rank
         axes[0] = self.row
         t = self.sequence_axis(rank)
@@ -90,12 +94,12 @@ class Strategy:
         return Layout(self.mesh, *axes)
 
     def y(self, rank: int) -> Layout:
-        """Where the output lies."""
+        """Return the layout of the output."""
         axes: list[Names] = [()] * rank
         axes[0] = self.row
         t = self.sequence_axis(rank)
-        to = t if any(name in self.sequence for name in self.scattered) else 0
         axes[t] = (*axes[t], *self._kept)
+        to = self.scatter_axis(rank)
         axes[to] = (*axes[to], *self.scattered)
         axes[-1] = (*axes[-1], *(() if self.output == "gather" else self.column))
         return Layout(self.mesh, *axes)
@@ -116,28 +120,28 @@ class Strategy:
         return found
 
     def parameter(self, *words: str | None) -> Layout:
-        """Where a parameter rests whose axes these loops run over, split over `store` as well."""
-        return self._whole(*words).also_over(self.store)
+        """Return the layout at rest of a parameter whose axes these loops run over, split over `store` as well."""
+        return self._unstored(*words).also_over(self.store)
 
     def kernel(self) -> Layout:
-        """Where w rests."""
+        """Return the layout of w at rest."""
         return self.parameter("reduction", "column")
 
     def bias(self) -> Layout:
-        """Where the bias rests: as the columns do."""
+        """Return the layout of the bias at rest: that of the columns."""
         return self.parameter("column")
 
     @property
     def kernel_store_axis(self) -> int:
         """The axis of the kernel that `store` splits."""
-        return self._whole("reduction", "column").spare_axis
+        return self._unstored("reduction", "column").spare_axis
 
-    def _whole(self, *words: str | None) -> Layout:
+    def _unstored(self, *words: str | None) -> Layout:
         return Layout(self.mesh, *(() if word is None else getattr(self, word) for word in words))
 
 
 def strategy_of(signal: Signal) -> Strategy:
-    """The strategy that a signal asks for. GT's `shard` on axis 0 is rows of x with w at rest by its rows; on the last
+    """Return the strategy that a signal asks for. GT's `shard` on axis 0 is rows of x with w at rest by its rows; on the last
     axis it is columns."""
     mesh, shard_axes = mesh_for(signal)
     rest: dict[str, Any] = {
@@ -188,15 +192,13 @@ def _check(strategy: Strategy, signal: Signal, splits: Iterable[Split]) -> None:
         check_divides(size, names, strategy.mesh, label=label, what=f"{size} {what}")
 
 
-def door(mesh: Mesh, names: Sequence[str], said: str) -> str:
-    """`global` where arrays are whole and a shard_map is needed, `local` inside a shard_map over all these mesh axes."""
+def inside_shard_map(names: Sequence[str], label: str) -> bool:
+    """Return whether arrays are one device's shards, inside a shard_map over all these mesh axes; else they are global."""
     manual = set(jax.sharding.get_abstract_mesh().manual_axes)
-    if not manual:
-        return "global"
-    if not all(name in manual for name in names):
-        missing = next(name for name in names if name not in manual)
+    missing = next((name for name in names if name not in manual), None)
+    if manual and missing is not None:
         raise JShardError(
-            f'{said} is over mesh axis "{missing}", inside a shard_map over {", ".join(sorted(manual))} only',
+            f'{label} is over mesh axis "{missing}", inside a shard_map over {", ".join(sorted(manual))} only',
             hint="use jshard.step, or a shard_map over every mesh axis",
         )
-    return "local"
+    return bool(manual)

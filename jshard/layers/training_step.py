@@ -1,4 +1,4 @@
-"""`jshard.step`: a whole training step in one shard_map, through the second door of the same layer bodies."""
+"""`jshard.step`: a full training step in one shard_map, in which the same layer bodies run on shards."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Untyped(JShardError):
 
 
 def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bool = False) -> Callable[..., Any]:
-    """`f(model, optimizer, x, y)` as one program in one shard_map: layers run their bodies directly, and everything else
-    in `f` sees one device's part. Arguments are NNX objects, which are updated in place, and arrays that lie on the
+    """Compile `f(model, optimizer, x, y)` to one program in one shard_map: layers run their bodies directly, and everything
+    else in `f` sees one device's part. Arguments are NNX objects, which are updated in place, and arrays that lie on the
     mesh. Reduce the loss with `jshard.mean`, so that it is the loss of the whole batch.
 
-    Where the results lie is found by tracing `f` through the first door, over whole arrays; for an `f` that only runs
+    How the results are sharded is found by tracing `f` in global view; for an `f` that only runs
     on parts, `outputs` gives a PartitionSpec for each. `donate` gives the memory of the NNX objects to their successors.
     As of `jax.jit`, `.lower(...)` of the result is the program, to be compiled and read.
     """
@@ -70,8 +70,7 @@ def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bo
     def stepped(*args: Any) -> Any:
         situation = _situation()
         snapshot = snapshots.get(names(args))
-        operands = None if snapshot is None else snapshot.operands(args, situation)
-        if snapshot is not None and operands is not None:
+        if snapshot is not None and (operands := snapshot.operands(args, situation)):
             result, numbers = snapshot.program(*operands)
             snapshot.keep(numbers)
             return result
@@ -126,7 +125,7 @@ def _name(f: Callable[..., Any]) -> str:
 
 
 def _program(f: Any, graphdef: Any, given: Any, specs: Any, outputs: Any, *, donate: bool) -> Any:
-    """Over lists of arrays: variables, and the others."""
+    """Make the program, over two lists of arrays: variables, and the others."""
     tree, before = jax.tree.structure(given), jax.tree.structure(given[0])
 
     def run(variables: list[Any], arrays: list[Any]) -> Any:
@@ -153,7 +152,7 @@ def _program(f: Any, graphdef: Any, given: Any, specs: Any, outputs: Any, *, don
 
 
 def _check_alike(f: Any, result: Any, specs: Any) -> None:
-    """An error for a result that differs between devices where its spec says that it is the same."""
+    """Raise when a result varies between devices where its spec says that it is the same."""
     try:
         pairs = zip(jax.tree.leaves(result), jax.tree.leaves(jax.tree.broadcast(specs, result)), strict=True)
     except ValueError:  # of another form, which shard_map tells
@@ -170,7 +169,7 @@ def _check_alike(f: Any, result: Any, specs: Any) -> None:
 
 
 def _found_outputs(f: Any, run: Any, given: Any, specs: Any) -> Any:
-    """The specs of the results, from the types that the same function has over whole arrays on an explicit mesh."""
+    """Find the specs of the results, from the types that the same function has over global arrays on an explicit mesh."""
     twin = with_axis_types(mesh(), "explicit")
 
     def typed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""A whole model, or anything made of arrays, on other devices."""
+"""Move a model, or any tree of arrays, to other devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jshard.layouts.transfer import fewer, on_host, transfer
 
 
 def move(model: Any, to: Mesh | Sequence[Any] | Literal["host"]) -> Any:
-    """`model` (a module, an optimizer, any tree) on another mesh, with every array split over the same mesh axes as before;
-    what was split over none is whole on each device. The old one stays as it is, and its memory is free once it is gone.
+    """Move `model` (a module, an optimizer, any tree) to another mesh, with every array sharded over the same mesh axes as
+    before; what was replicated is replicated. The old one stays as it is, and its memory is free once it is gone.
 
         small = jshard.move(model, jax.make_mesh((1, 2), ("data", "tensor")))
         small = jshard.move(model, jax.devices()[:2])     # the same mesh axes, the first ones smaller
@@ -41,7 +41,7 @@ def move(model: Any, to: Mesh | Sequence[Any] | Literal["host"]) -> Any:
 
 
 def _moving(to: Any, leaves: Sequence[Any]) -> Callable[[str, jax.Array], jax.Array]:
-    """What moves one array."""
+    """Return the function that moves one array."""
     if isinstance(to, str):
         if to != "host":
             raise JShardError(f'jshard.move to "{to}"', hint='use "host", a mesh or devices')
@@ -51,7 +51,7 @@ def _moving(to: Any, leaves: Sequence[Any]) -> Callable[[str, jax.Array], jax.Ar
 
 
 def _of_numbers(x: jax.Array, moved: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Random keys are moved as the numbers that they are."""
+    """Move `x`, a random key as the numbers that it is made of."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return moved(x)
     return jax.random.wrap_key_data(moved(jax.random.key_data(x)), impl=jax.random.key_impl(x))
@@ -59,16 +59,16 @@ def _of_numbers(x: jax.Array, moved: Callable[[jax.Array], jax.Array]) -> jax.Ar
 
 def _layout(name: str, x: jax.Array, mesh: Mesh) -> Layout:
     axes = Layout.from_sharding(x.sharding, x.ndim).axes if isinstance(x.sharding, NamedSharding) else ((),) * x.ndim
-    said = f"jshard.move: {name}"
+    label = f"jshard.move: {name}"
     for mesh_axis in (mesh_axis for names in axes for mesh_axis in names):
         if mesh_axis not in mesh.shape:
             sizes = ", ".join(f"{each}: {size}" for each, size in mesh.shape.items())
             raise JShardError(
-                f'{said} lies over mesh axis "{mesh_axis}", which the mesh {{{sizes}}} does not have',
+                f'{label} lies over mesh axis "{mesh_axis}", which the mesh {{{sizes}}} does not have',
                 hint=f"give the mesh an axis {mesh_axis}, if only of size 1",
             )
     layout = Layout(mesh, *axes)
-    layout.shard_shape(x.shape, label=said)
+    layout.shard_shape(x.shape, label=label)
     return layout
 
 
@@ -90,9 +90,9 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
             f"jshard.move to {len(chosen)} devices of what lies on {len(meshes)} meshes",
             hint="say which mesh it shall lie on: jshard.move(model, mesh)",
         )
-    lying = meshes[0] if meshes else jax.make_mesh((1,), ("devices",), devices=chosen[:1])
-    assert isinstance(lying, Mesh)
-    return fewer(lying, chosen, label="jshard.move")
+    present_mesh = meshes[0] if meshes else jax.make_mesh((1,), ("devices",), devices=chosen[:1])
+    assert isinstance(present_mesh, Mesh)
+    return fewer(present_mesh, chosen, label="jshard.move")
 
 
 def _named(path: Sequence[Any]) -> str:

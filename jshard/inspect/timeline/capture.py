@@ -125,16 +125,18 @@ def describe(folder: Path, title: str, **more: Any) -> Capture:
 
     Call it while the configuration that ran is loaded.
     """
-    events = Capture(folder, {}).read.events
+    events, own = Capture(folder, {}).read.events, jax.process_index()
     metadata = {
         "schema": SCHEMA,
         "title": title,
         "jshard": __version__,
         "jax": jax.__version__,
         "kind": jax.devices()[0].device_kind,
-        "rank": jax.process_index(),
+        "rank": own,
         "processes": jax.process_count(),
-        "devices": {_known_as(device): number for number, device in enumerate(jax.devices()) if _own(device)},
+        "devices": {
+            _known_as(device): number for number, device in enumerate(jax.devices()) if device.process_index == own
+        },
         "steps": sorted({event.step for event in events if event.step is not None}),
         "lines": _lines(events),
         **more,
@@ -160,10 +162,6 @@ def _write(folder: Path, metadata: Mapping[str, Any]) -> None:
 def _known_as(device: Any) -> str:
     """Return the number by which the profiler of its process knows a device."""
     return str(device.id if device.platform == "cpu" else device.local_hardware_id)
-
-
-def _own(device: Any) -> bool:
-    return device.process_index == jax.process_index()
 
 
 def _lines(events: Iterable[Event]) -> list[list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,7 @@ MOST = 30_000  # pixels in height that readers of PNGs take
 
 def drawn(timeline: Drawing) -> tuple[bytes, int]:
     """Return the file, and how many bars were drawn into it."""
-    tops, bottom = _tops(timeline)
+    *tops, bottom = itertools.accumulate((lane.rows * ROW + GAP for lane in timeline.lanes), initial=HEAD + AXIS)
     height = bottom + FOOT + 40 * len(timeline.notes)
     if height > MOST:
         raise JShardError(
@@ -54,15 +55,6 @@ def drawn(timeline: Drawing) -> tuple[bytes, int]:
         count += 1
     _foot(sheet, timeline, bottom)
     return sheet.file(count), count
-
-
-def _tops(timeline: Drawing) -> tuple[list[int], int]:
-    """Return where each lane begins, and where the last one ends."""
-    tops, place = [], HEAD + AXIS
-    for lane in timeline.lanes:
-        tops.append(place)
-        place += lane.rows * ROW + GAP
-    return tops, place
 
 
 def _ticks(length: float) -> Iterator[float]:

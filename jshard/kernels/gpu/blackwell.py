@@ -6,6 +6,7 @@ shared memory, the other feeds them to the tensor core and, when all are summed,
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out
         plgpu.Barrier(orders_tensor_core=True),  # done: all is summed
     ]
     blocks = m // tile.rows * (n // tile.columns)
-    return launch(_matmul, x_mk, w_kn, bias, epilogue, out, tile, blocks=blocks, warpgroups=2, scratch=scratch)
+    body = functools.partial(_matmul, epilogue=epilogue, tile=tile)
+    return launch(body, (x_mk, w_kn, bias), out, blocks=blocks, warpgroups=2, scratch=scratch)
 
 
 def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -> None:

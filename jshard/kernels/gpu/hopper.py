@@ -22,7 +22,8 @@ def matmul(x_mk: Array, w_kn: Array, bias: Array | None, epilogue: Epilogue, out
     cores = min(cores, out.shape[0] // tile.rows * (out.shape[1] // tile.columns))
     wide = chunk(out.dtype)
     outgoing = plgpu.SMEM((2, 2, tile.rows, wide), out.dtype, transforms=swizzled(wide, out.dtype))
-    return launch(_matmul, x_mk, w_kn, bias, epilogue, out, tile, blocks=cores, warpgroups=3, scratch=[outgoing])
+    body = functools.partial(_matmul, epilogue=epilogue, tile=tile)
+    return launch(body, (x_mk, w_kn, bias), out, blocks=cores, warpgroups=3, scratch=[outgoing])
 
 
 def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -> None:

@@ -53,12 +53,12 @@ def swizzled(columns: int, dtype: Any) -> tuple[Any, Any]:
 
 
 def launch(
-    body: Callable[..., None], x: Array, w: Array, bias: Array | None, epilogue: Epilogue, out: Any, tile: Tile,
-    *, blocks: int, warpgroups: int, scratch: Sequence[Any],
-) -> Array:  # fmt: skip
-    """Run a kernel on a grid of `blocks`: its references are x, w, the bias if there is one, the result and `scratch`."""
-    run = plgpu.kernel(
-        functools.partial(body, epilogue=epilogue, biased=bias is not None, tile=tile),
+    body: Callable[..., None], operands: Sequence[Array | None], out: Any, *, blocks: int, warpgroups: int, scratch: Any
+) -> Array:
+    """Run a kernel on `blocks`. Its references are x, w, the bias if it is `biased`, the result and `scratch`."""
+    given = [x for x in operands if x is not None]
+    return plgpu.kernel(
+        functools.partial(body, biased=len(given) > 2),
         out_type=out,
         grid=(blocks,),
         grid_names=("block",),
@@ -66,8 +66,7 @@ def launch(
         thread_name="group",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
-    return run(x, w) if bias is None else run(x, w, bias)
+    )(*given)
 
 
 def write_out(sums: Array, bias_ref: Any, epilogue: Epilogue, slot: Any, y_ref: Any, rows: Any, start: Any) -> None:

@@ -6,16 +6,14 @@ Everything is in VMEM, in tiles (`jshard.kernels.tiles`). Sums are taken in floa
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.pallas_call import KernelCost, Result, launch
+from jshard.kernels.pallas_call import KernelCost, Result, launch_once
 from jshard.kernels.tpu import dma, ring
-from jshard.kernels.tpu.dma import DMA, SMEM, VMEM, Group, Semaphores
+from jshard.kernels.tpu.dma import DMA, Group, Semaphores
 
 
 def one_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
@@ -26,30 +24,30 @@ def one_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
     n, size = group.size, x.size * x.dtype.itemsize
     cost = KernelCost("all_reduce", "one_shot", payload, wire=size * (n - 1), vmem=(n + 2) * size)
     scratch = [pltpu.VMEM((n, *x.shape), x.dtype), Semaphores(DMA, DMA)]
-    return _launch(functools.partial(_one_shot, group=group, rounds=rounds), x, group, cost, scratch)
+    body = functools.partial(_one_shot, rounds=rounds)
+    return launch_once(body, x, _sum_of(x, group), group, cost, scratch, partners="everyone")
 
 
-def _launch(body: Any, x: Array, group: Group, cost: KernelCost, scratch: Sequence[Any]) -> Array:
-    """Run `body` with all of x in VMEM, and all of the sum, which is the same on every device of the group."""
-    spec = pl.GridSpec(in_specs=[SMEM, VMEM], out_specs=(VMEM,), scratch_shapes=scratch)
-    (y,) = launch(body, [x], [Result(x.shape, x.dtype, group.mesh_axes)], spec, cost=cost, group=group)
-    return y
+def _sum_of(x: Array, group: Group) -> Result:
+    return Result(x.shape, x.dtype, group.mesh_axes)  # the same on every device of the group
 
 
-def _one_shot(coordinates_ref, x_ref, y_ref, slots, sems, *, group: Group, rounds: int) -> None:
-    group, rank = group.inside_kernel(coordinates_ref)
-    dma.barrier(group, rank, "everyone")
-
+def _one_shot(group: Group, rank: Any, x_ref, y_ref, slots, sems, *, rounds: int) -> None:
     def push(by: Any) -> Any:
         return dma.remote_copy(x_ref, slots.at[rank], sems, group.device_id(group.shift(rank, by)))
 
-    def run_round(_: Any) -> None:
+    def run_round() -> None:
         slots[rank] = x_ref[...]  # one's own takes its turn in the sum
         dma.copy_to_everyone(group, push)
         dma.in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
-        dma.barrier(group, rank, "everyone")  # all have read their slots: the next round, or call, may overwrite them
 
-    run_round(0) if rounds == 1 else dma.fori(0, rounds, run_round)
+    def run_next_round(_: Any) -> None:
+        dma.barrier(group, rank, "everyone")  # all have read their slots, which this round overwrites
+        run_round()
+
+    run_round()
+    if rounds > 1:
+        dma.fori(1, rounds, run_next_round)
 
 
 def _sum(slots: Any, rows: Any, y_ref: Any, n: int) -> None:
@@ -68,12 +66,10 @@ def two_shot(x: Array, group: Group, payload: Any) -> Array:
     cost = KernelCost("all_reduce", "two_shot", payload, wire=2 * (size // n) * (n - 1), vmem=3 * size)
     # Two pairs of semaphores: a second-shot copy of a device that is ahead must not count as a first-shot one.
     scratch = [pltpu.VMEM(x.shape, x.dtype), Semaphores(DMA, DMA), Semaphores(DMA, DMA)]
-    return _launch(functools.partial(_two_shot, group=group), x, group, cost, scratch)
+    return launch_once(_two_shot, x, _sum_of(x, group), group, cost, scratch, partners="everyone")
 
 
-def _two_shot(coordinates_ref, x_ref, y_ref, slots, scatter_sems, gather_sems, *, group: Group) -> None:
-    group, rank = group.inside_kernel(coordinates_ref)
-    dma.barrier(group, rank, "everyone")
+def _two_shot(group: Group, rank: Any, x_ref, y_ref, slots, scatter_sems, gather_sems) -> None:
     slots[rank] = x_ref[rank]  # one's own takes its turn in the sum
 
     def scatter(by: Any) -> Any:
@@ -87,7 +83,6 @@ def _two_shot(coordinates_ref, x_ref, y_ref, slots, scatter_sems, gather_sems, *
     dma.copy_to_everyone(group, scatter)
     dma.in_blocks(x_ref.shape[1], lambda rows: _sum(slots, rows, y_ref.at[rank], group.size))
     dma.copy_to_everyone(group, gather)
-    dma.barrier(group, rank, "everyone")
 
 
 def bidirectional_ring(x: Array, group: Group, payload: Any) -> Array:
@@ -102,13 +97,10 @@ def bidirectional_ring(x: Array, group: Group, payload: Any) -> Array:
     )
     # The two halves have semaphores of their own: a neighbour that is ahead may gather while this device still scatters.
     scratch = [pltpu.VMEM(x.shape, accumulator), ring.semaphores(n), ring.semaphores(n)]
-    return _launch(functools.partial(_bidirectional_ring, group=group), x, group, cost, scratch)
+    return launch_once(_bidirectional_ring, x, _sum_of(x, group), group, cost, scratch, partners="neighbours")
 
 
-def _bidirectional_ring(coordinates_ref, x_ref, y_ref, slots, scatter_sems, gather_sems, *, group: Group) -> None:
-    group, rank = group.inside_kernel(coordinates_ref)
-    dma.barrier(group, rank, "neighbours")
+def _bidirectional_ring(group: Group, rank: Any, x_ref, y_ref, slots, scatter_sems, gather_sems) -> None:
     ring.scatter(group, rank, x_ref, slots, scatter_sems)
     ring.finish(group, slots, y_ref.at[rank])
     ring.gather(group, rank, y_ref, gather_sems)
-    dma.barrier(group, rank, "neighbours")

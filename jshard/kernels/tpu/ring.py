@@ -7,16 +7,15 @@ twice, so no device waits for another to make room, and a device that is ahead c
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jshard.kernels.pallas_call import KernelCost, Result, launch
+from jshard.kernels.pallas_call import KernelCost, Result, launch_once
 from jshard.kernels.tpu import dma
-from jshard.kernels.tpu.dma import DMA, HBM, SMEM, VMEM, Group, Semaphores
+from jshard.kernels.tpu.dma import DMA, HBM, Group, Semaphores
 
 
 def semaphores(n: int) -> Semaphores:
@@ -105,51 +104,32 @@ def reduce_scatter(x: Array, group: Group, payload: Any, *, out_dtype: Any = Non
 
     Partial sums travel in `accumulator_dtype`, so that a bfloat16 sum is rounded once; they cost twice the bytes.
     """
-    n, accumulator, part = group.size, dma.accumulator_dtype(x.dtype), x.size // group.size
-    (y,) = launch(
-        functools.partial(_reduce_scatter, group=group),
-        [x],
-        [Result(x.shape[1:], x.dtype if out_dtype is None else out_dtype)],
-        pl.GridSpec(
-            in_specs=[SMEM, VMEM], out_specs=(VMEM,), scratch_shapes=[pltpu.VMEM(x.shape, accumulator), semaphores(n)]
-        ),
-        group=group,
-        cost=KernelCost(
-            "reduce_scatter",
-            "ring",
-            payload,
-            wire=part * (n - 1) * accumulator.itemsize,
-            vmem=x.size * (x.dtype.itemsize + accumulator.itemsize) + part * 4,
-        ),
+    accumulator, part = dma.accumulator_dtype(x.dtype), x.size // group.size
+    cost = KernelCost(
+        "reduce_scatter",
+        "ring",
+        payload,
+        wire=part * (group.size - 1) * accumulator.itemsize,
+        vmem=x.size * (x.dtype.itemsize + accumulator.itemsize) + part * 4,
     )
-    return y
+    result = Result(x.shape[1:], x.dtype if out_dtype is None else out_dtype)
+    scratch = [pltpu.VMEM(x.shape, accumulator), semaphores(group.size)]
+    return launch_once(_reduce_scatter, x, result, group, cost, scratch, partners="neighbours")
 
 
-def _reduce_scatter(coordinates_ref, x_ref, y_ref, slots, sems, *, group: Group) -> None:
-    group, rank = group.inside_kernel(coordinates_ref)
-    dma.barrier(group, rank, "neighbours")
+def _reduce_scatter(group: Group, rank: Any, x_ref, y_ref, slots, sems) -> None:
     scatter(group, rank, x_ref, slots, sems)
     finish(group, slots, y_ref)
-    dma.barrier(group, rank, "neighbours")
 
 
 def all_gather(x: Array, group: Group, payload: Any) -> Array:
     """Gather `x[2, rows, 128]` of all devices, `[n, 2, rows, 128]`, from HBM to HBM: nothing needs to fit VMEM."""
-    n = group.size
-    (y,) = launch(
-        functools.partial(_all_gather, group=group),
-        [x],
-        [Result((n, *x.shape), x.dtype, group.mesh_axes)],
-        pl.GridSpec(in_specs=[SMEM, HBM], out_specs=(HBM,), scratch_shapes=[DMA, semaphores(n)]),
-        group=group,
-        cost=KernelCost("all_gather", "ring", payload, wire=x.size * x.dtype.itemsize * (n - 1)),
-    )
-    return y
+    cost = KernelCost("all_gather", "ring", payload, wire=x.size * x.dtype.itemsize * (group.size - 1))
+    result = Result((group.size, *x.shape), x.dtype, group.mesh_axes)
+    scratch = [DMA, semaphores(group.size)]
+    return launch_once(_all_gather, x, result, group, cost, scratch, partners="neighbours", memory=HBM)
 
 
-def _all_gather(coordinates_ref, x_ref, y_ref, copied, sems, *, group: Group) -> None:
-    group, rank = group.inside_kernel(coordinates_ref)
-    dma.barrier(group, rank, "neighbours")
+def _all_gather(group: Group, rank: Any, x_ref, y_ref, copied, sems) -> None:
     dma.copy_locally(x_ref, y_ref.at[rank], copied)  # a part has one place on all devices, and is sent from there
     gather(group, rank, y_ref, sems)
-    dma.barrier(group, rank, "neighbours")
