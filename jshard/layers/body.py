@@ -107,8 +107,7 @@ class Body:
         out = self.arithmetic.preferred_element_type if preferred is None else preferred
         if self._fuses_gather:
             how = s.algorithm("all_gather_matmul")
-            with scope(key="sequence"):
-                return all_gather_matmul(x, w, s.gathered, axis=s.sequence_axis(x.ndim), out_dtype=out, algorithm=how)
+            return all_gather_matmul(x, w, s.gathered, axis=s.sequence_axis(x.ndim), out_dtype=out, algorithm=how)
         if self._fuses_scatter:
             how = s.algorithm("matmul_reduce_scatter")
             with scope(key=self._scatter_key):

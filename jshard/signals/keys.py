@@ -9,7 +9,7 @@ from jshard.errors import JShardError
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration
 from jshard.signals.config import Configuration
-from jshard.signals.signal import AXIS_KEYS, BATCH_KEYS, Signal
+from jshard.signals.signal import AXIS_KEYS, Signal
 
 
 def blamed(cause: Cause, mesh_axes: Sequence[str]) -> Cause:
@@ -27,18 +27,16 @@ def blamed(cause: Cause, mesh_axes: Sequence[str]) -> Cause:
 
 def _key(signal: Signal, cause: Cause, mesh_axes: Sequence[str]) -> str:
     """Of the signal: `remat` for what runs again because of it, the key that the layer wrote around the collective, else the
-    key that names the mesh axis. JAX adds sums of gradients where a value starts to vary, which no layer writes. Where
-    two keys name the axis, `row` and `sequence` go first: devices that hold other rows are what a sum is for. But x is
-    brought to where `reduction` splits it, as the sequence is scattered to later."""
+    first key that names a mesh axis. JAX adds sums of gradients where a value starts to vary, which no layer writes. But x
+    is brought to where `reduction` splits it, as the sequence is scattered to later."""
     if cause.remat and signal.remat:
         return "remat"
     if cause.key and not (signal.shard and cause.key in AXIS_KEYS):
         return cause.key
     if signal.shard is not None:
         return "shard"
-    named = [key for name in mesh_axes for key in AXIS_KEYS if name in signal.axes(key)]
-    first = [frozenset({"reduction"})] * cause.redistributed
-    return next((key for keys in (*first, BATCH_KEYS, AXIS_KEYS) for key in named if key in keys), "")
+    keys = ("reduction", *AXIS_KEYS) if cause.redistributed else AXIS_KEYS
+    return next((key for key in keys if not {*mesh_axes}.isdisjoint(signal.axes(key))), "")
 
 
 def _named(signal: Signal, present: Configuration) -> set[str]:

@@ -10,8 +10,8 @@ from jshard.errors import Place
 
 NOWHERE = Place("no configuration")
 # The keys that name mesh axes. Of two that may name the same one, `row` and `sequence` are the ones that sums are over.
-BATCH_KEYS = frozenset(("row", "sequence"))
-AXIS_KEYS = BATCH_KEYS | {"column", "reduction", "store", "store.optimizer"}
+# In the order in which they answer for a mesh axis: devices that hold other rows are what a sum is for.
+AXIS_KEYS = "row", "sequence", "column", "reduction", "store", "store.optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
