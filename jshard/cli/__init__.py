@@ -127,10 +127,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(2)
-    words, program = split(words) if first == "launch" else (words, [])
-    words, typed = (words[:2], words[2:]) if first == "completion" else (words, [])
+    words, behind = (
+        split(words) if first == "launch" else (words[:2], words[2:]) if first == "completion" else (words, [])
+    )
     chosen, rest = parser.parse_known_args(words)
-    chosen.program, chosen.words = program, typed
+    chosen.words = behind
     if hasattr(chosen, "overrides"):
         _check_dashes(chosen.name, rest, words)
         chosen.overrides += [word for word in rest if not word.startswith("-")]  # argparse takes none behind an option

@@ -88,7 +88,7 @@ def _check(checked: Checked, configuration: Configuration, against: str | None, 
             f"{reason} what can only be read from a training step, and {configuration.source} names none",
             hint="write model and data under jshard.train, or remove it",
         )
-    _hold(checked, configuration, baseline, update, promised=reason is not None)
+    _check_promises(checked, configuration, baseline, update, promised=reason is not None)
 
 
 def _check_experiment(configuration: Configuration) -> None:
@@ -120,7 +120,7 @@ def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> 
     return f"the baseline {baseline} holds" if wanted or os.path.exists(baseline) else None
 
 
-def _hold(checked: Checked, configuration: Configuration, name: str, update: bool, *, promised: bool) -> None:
+def _check_promises(checked: Checked, configuration: Configuration, name: str, update: bool, *, promised: bool) -> None:
     from jshard.cli.experiment import sketched
     from jshard.inspect.ledger.baseline import Baseline, added, removed
     from jshard.inspect.ledger.expect import check_promises, over_budget

@@ -43,7 +43,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    command = command_of(chosen.program, chosen.count or 4)
+    command = command_of(chosen.words, chosen.count or 4)
     alone = [] if chosen.count is not None else [member(chosen)]
     if chosen.count is not None and chosen.count < 1:
         raise JShardError(f"jshard launch can't start {chosen.count} processes", hint="type: jshard launch -n 4")

@@ -14,7 +14,7 @@ class Faults:
     """The faults found so far; raised together, in the order of the files and their lines."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[Place, str, str], tuple[Place, str, str]] = {}
+        self._found: dict[tuple[Place, str, str], tuple[Place, str, str]] = {}
         self._times = 0
         self._sources: dict[str, int] = {}
 
@@ -27,7 +27,7 @@ class Faults:
         of a file and is wrong in the same way for several signals, by a merge or a template, is told once."""
         self._times += 1
         fault = f"{about if isinstance(about, str) else subject(about, place)} {says}"
-        self._said.setdefault((place, says if place.line else fault, hint), (place, fault, hint))
+        self._found.setdefault((place, says if place.line else fault, hint), (place, fault, hint))
 
     def __len__(self) -> int:
         """How many times a fault was noted."""
@@ -35,8 +35,8 @@ class Faults:
 
     def stop(self) -> None:
         """Raise what was found, if anything was."""
-        if self._said:
-            found = sorted(self._said.values(), key=lambda fault: self._order(fault[0]))
+        if self._found:
+            found = sorted(self._found.values(), key=lambda fault: self._order(fault[0]))
             raise JShardError.of(JShardError(fault, hint=hint) for _, fault, hint in found)
 
     def _order(self, place: Place) -> tuple[int, int, int]:

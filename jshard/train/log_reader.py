@@ -144,7 +144,7 @@ class Logs:
     @property
     def missing(self) -> list[int]:
         """List the ranks that the others know of, and that have no file."""
-        count = max((_whole(rank.begin.get("of")) for rank in self.ranks.values()), default=0)
+        count = max((_as_count(rank.begin.get("of")) for rank in self.ranks.values()), default=0)
         return [rank for rank in range(count) if rank not in self.ranks]
 
     @property
@@ -159,5 +159,5 @@ def read(run: str | Path) -> Logs:
     return Logs(folder_of(run)).read()
 
 
-def _whole(value: Any) -> int:
+def _as_count(value: Any) -> int:
     return value if isinstance(value, int) and 0 <= value < 1_000_000 else 0

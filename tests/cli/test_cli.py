@@ -232,6 +232,14 @@ def test_cli_explain_sums_by_signal_axis_and_line(capsys):
     assert [line.split()[0] for line in out] == ["layer2", "objective", "layer1", "-", "memory:", "total:"]
 
 
+@pytest.mark.parametrize("words", [["explain"], ["plan", "--topology", "cpu:4"]], ids=["explain", "plan"])
+def test_cli_prints_the_compiled_text_and_nothing_else(capsys, words):
+    status, out, _ = typed(capsys, words[0], "configs/xor.yaml", *words[1:], "--program")
+    assert status == 0 and out[0].startswith("HloModule, ")
+    assert any(" all-reduce(" in line for line in out)
+    assert not any("xor.yaml" in line for line in out)
+
+
 def test_cli_explain_shows_one_phase(capsys):
     words = [DIGITS, "layer1.store={optimizer: data}", "--phase", "update"]
     _, out, _ = typed(capsys, "explain", *words)

@@ -16,6 +16,7 @@ import jshard
 from jshard import kernels
 from jshard.errors import JShardError
 from jshard.inspect.ledger.ledger import read
+from jshard.jaxprs import equations
 from jshard.kernels import deterministic_sum as in_order
 from jshard.signals.active_config import unload
 
@@ -123,6 +124,20 @@ def test_layers_that_sum_in_order_learn_bitwise_the_same_and_sum_small_gradients
     moved = [each for each in lines if each[1] == "all_to_all"]
     assert moved == [("down", "all_to_all", 4 * 512), ("up", "all_to_all", 4 * 1024), ("first", "all_to_all", 8 * 1088)]
     assert [each[1] for each in lines].count("all_reduce") == 5  # over two devices, any order is the same
+
+
+def test_product_whose_gradients_are_summed_wide_and_in_order_is_of_its_operands_dtype():
+    jshard.load({
+        "jshard": {"mesh": {"data": 4}, "kernel": {"all_reduce": "in_order"}},
+        "first": {"row": "data", "dtype": {"reduce": "float32"}},
+    })  # fmt: skip
+    with jshard.signal("first"):
+        layer = jshard.Linear(16, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    program = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, jnp.ones((8, 16), jnp.bfloat16))
+    unload()
+    products = [eqn for eqn in equations(program) if eqn.primitive.name == "dot_general"]
+    assert [{str(operand.aval.dtype) for operand in eqn.invars} for eqn in products] == [{"bfloat16"}]
 
 
 def test_sums_between_processes_are_taken_in_order(monkeypatch):

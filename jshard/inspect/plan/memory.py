@@ -51,7 +51,8 @@ class Memory:
         share = f"{100 * self.total / self.capacity:.0f} %"
         if self.fits:
             return f"fits: {size(self.total)} of {size(self.capacity)} per device ({share})"
-        return f"does not fit: {size(self.total)} of {size(self.capacity)} per device ({share})"
+        more = size(self.total - self.capacity)
+        return f"does not fit: {size(self.total)} of {size(self.capacity)} per device ({share}), {more} too much"
 
 
 def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], present: Configuration | None) -> Memory:

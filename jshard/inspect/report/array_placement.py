@@ -58,27 +58,27 @@ class Laid:
     def bytes_whole(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
-    def is_everywhere(self, whole: Any) -> bool:
+    def is_everywhere(self, full_mesh: Any) -> bool:
         """Whether every device of the whole mesh holds a part."""
-        if self.mesh is None or whole is None:
-            return self.device is None or not isinstance(whole, Mesh)
-        return dict(self.mesh.shape) == dict(whole.shape)
+        if self.mesh is None or full_mesh is None:
+            return self.device is None or not isinstance(full_mesh, Mesh)
+        return dict(self.mesh.shape) == dict(full_mesh.shape)
 
-    def tiles(self, whole: Any) -> list[Index | None]:
+    def tiles(self, full_mesh: Any) -> list[Index | None]:
         """For each device of the whole mesh, in its order, the index of its part along each axis; None: holds nothing.
         An array that nobody has placed is taken to be on every device, as jit takes it."""
-        count = 1 if whole is None else whole.size
-        if self.mesh is None or whole is None:
+        count = 1 if full_mesh is None else full_mesh.size
+        if self.mesh is None or full_mesh is None:
             full: Index = (0,) * len(self.shape)
-            if self.device is None or not isinstance(whole, Mesh):
+            if self.device is None or not isinstance(full_mesh, Mesh):
                 return [full] * count
-            return [full if device == self.device else None for device in whole.devices.flat]
+            return [full if device == self.device else None for device in full_mesh.devices.flat]
         parts = self._parts()
-        if self.is_everywhere(whole):
+        if self.is_everywhere(full_mesh):
             return list(parts)
-        assert isinstance(self.mesh, Mesh) and isinstance(whole, Mesh), "a slice of a mesh names its devices"
+        assert isinstance(self.mesh, Mesh) and isinstance(full_mesh, Mesh), "a slice of a mesh names its devices"
         by_device = dict(zip(self.mesh.devices.flat, parts, strict=True))
-        return [by_device.get(device) for device in whole.devices.flat]
+        return [by_device.get(device) for device in full_mesh.devices.flat]
 
     def _parts(self) -> list[Index]:
         """For each device of the array's own mesh."""

@@ -37,11 +37,11 @@ def asked_got(facts: Facts, colours: Colours) -> Markup:
 
 def _memory(memory: Memory) -> Markup:
     """What the program needs on each device while it runs, against what the chip has."""
-    whole = max(memory.total, memory.capacity or 0) or 1
+    total = max(memory.total, memory.capacity or 0) or 1
     parts = [(f"m{number % 4}", name, count) for number, (name, count) in enumerate(memory.parts.items())]
     limit = []
     if memory.capacity is not None:
-        edge = min(1000 * memory.capacity / whole, 997)
+        edge = min(1000 * memory.capacity / total, 997)
         limit = [element("rect", x=edge, width=3, height=16, class_="limit")]
     largest = [element("li", str(each)) for each in memory.largest]
     biggest = element("details", element("summary", "What is biggest while it runs"), element("ol", largest))
@@ -49,7 +49,7 @@ def _memory(memory: Memory) -> Markup:
         "div",
         element("h3", "Memory while it runs"),
         element("p", element("b", memory.verdict(), class_="unfit" if memory.fits is False else None)),
-        stack([(class_, count, None) for class_, _, count in parts], whole, *limit, track=True),
+        stack([(class_, count, None) for class_, _, count in parts], total, *limit, track=True),
         legend((class_, name, measured(count)) for class_, name, count in parts if count),
         biggest if largest else None,
         class_="needs",

@@ -110,8 +110,8 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
 def by_axis(facts: Facts, colours: Colours) -> Markup | None:
     """The wire bytes of a step as one bar, a part for each mesh axis."""
     sums, counts = facts.ledger.by("mesh_axes"), facts.ledger.counts("mesh_axes")
-    whole = facts.ledger.total
-    if not whole:
+    step_total = facts.ledger.total
+    if not step_total:
         return None
     parts, legend = [], []
     for names, total in sorted(sums.items(), key=lambda each: -each[1]):
@@ -125,7 +125,7 @@ def by_axis(facts: Facts, colours: Colours) -> Markup | None:
                 element("span", times(counts[names], "collective"), class_="quiet"),
             )
         )
-    return element("div", stack(parts, whole), element("ul", legend, class_="legend"), class_="by-axis")
+    return element("div", stack(parts, step_total), element("ul", legend, class_="legend"), class_="by-axis")
 
 
 def _group(facts: Facts, name: str) -> int | None:

@@ -181,16 +181,16 @@ class _Trial:
     def draws(self) -> tuple[InputRange | None, dict[int, list[np.ndarray]], str]:
         """The largest numbers for which every sum is exact, the reference's results on them by seed; else why not."""
         why = ""
-        for rung in RANGES:
-            results, notes = self.reference.run(self.certified, self.program.probes(rung, SEEDS[0]))
+        for input_range in RANGES:
+            results, notes = self.reference.run(self.certified, self.program.probes(input_range, SEEDS[0]))
             why = _why_inexact(notes)
             if not why:
                 found = {SEEDS[0]: results}
                 for seed in SEEDS[1:]:
-                    results, notes = self.reference.run(self.certified, self.program.probes(rung, seed))
+                    results, notes = self.reference.run(self.certified, self.program.probes(input_range, seed))
                     if not _why_inexact(notes):
                         found[seed] = results
-                return rung, found, ""
+                return input_range, found, ""
         return None, {}, why
 
     @functools.cached_property
@@ -222,35 +222,35 @@ class _Trial:
 
     @property
     def words(self) -> str:
-        rung, found, why = self.draws
-        if rung is None:
+        input_range, found, why = self.draws
+        if input_range is None:
             return f"probes: none is exact (because: {why}), so numbers near the arguments' own"
         stand_ins = f"; stand-ins for {', '.join(self.stood_in)}" if self.stood_in else ""
         draws = f"{len(found)} draw" + "s" * (len(found) != 1)
-        return f"probes: {rung}, {draws}, every sum exact in any order{stand_ins}"
+        return f"probes: {input_range}, {draws}, every sum exact in any order{stand_ins}"
 
     def against(self, side: _Side) -> tuple[list[Finding], FirstDivergence | None]:
-        rung, found, why = self.draws
+        input_range, found, why = self.draws
         _, names, made = self.reference.trace()
         names = [names[n] for n in made]
         off: dict[str, float] = dict.fromkeys(names, 0.0)
         seen: dict[str, bool] = dict.fromkeys(names, False)
         failed: int | None = None
         for seed, reference in found.items():
-            assert rung is not None
-            results, _ = side.run(Evaluation(), self.program.probes(rung, seed))
+            assert input_range is not None
+            results, _ = side.run(Evaluation(), self.program.probes(input_range, seed))
             for name, one, far in zip(names, reference, _offs(reference, results), strict=True):
                 seen[name] |= bool(np.any(one))
                 off[name] = max(off[name], far)
             failed = seed if failed is None and any(off.values()) else failed
         verdicts = {name: ("differs" if off[name] else "bitwise", off[name], 0.0, "") for name in names}
-        loose = rung is None or (failed is not None and bool(self.stood_in))
+        loose = input_range is None or (failed is not None and bool(self.stood_in))
         if loose:
             reference, _, allowed = self.natural
             results, _ = side.run(Evaluation(stand_ins=False), self.program.natural())
             because = why or f"{', '.join(self.stood_in)} had stand-ins that do not hold here"
             for name, far, most in zip(names, _offs(reference, results), allowed, strict=True):
-                if rung is None or off[name]:
+                if input_range is None or off[name]:
                     verdicts[name] = ("differs" if not far <= most else "within", max(far, off[name]), most, because)
                     seen[name] = True
         findings = [
@@ -262,7 +262,7 @@ class _Trial:
         ]  # fmt: skip
         if all(finding.verdict != "differs" for finding in findings):
             return findings, None
-        return findings, self._begin(side, findings, rung, failed)
+        return findings, self._begin(side, findings, input_range, failed)
 
     def _cause(self, name: str) -> Cause:
         path = self.program.signals.get(name.removeprefix("gradient of ").removesuffix(" after"), ())
@@ -289,11 +289,13 @@ class _Trial:
         return "update" if self.program.of_optimizers and name.endswith(" after") else "forward"
 
     def _begin(
-        self, side: _Side, findings: list[Finding], rung: InputRange | None, seed: int | None
+        self, side: _Side, findings: list[Finding], input_range: InputRange | None, seed: int | None
     ) -> FirstDivergence:
         """The program again, listening to what each signal hands on."""
-        exact = rung is not None and seed is not None
-        numbers = self.program.natural() if rung is None or seed is None else self.program.probes(rung, seed)
+        exact = input_range is not None and seed is not None
+        numbers = (
+            self.program.natural() if input_range is None or seed is None else self.program.probes(input_range, seed)
+        )
         how = Evaluation(stand_ins=exact, listen=True)
         tolerance = 0.0 if exact else self.natural[1]
         (reference, heard), (results, other) = self.reference.run(how, numbers), side.run(how, numbers)

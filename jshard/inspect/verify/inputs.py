@@ -46,19 +46,19 @@ RANGES = (
 )  # fmt: skip
 
 
-def draw(name: str, shape: tuple[int, ...], rung: InputRange, seed: int) -> np.ndarray:
+def draw(name: str, shape: tuple[int, ...], input_range: InputRange, seed: int) -> np.ndarray:
     """The numbers of one array, from its name and the seed alone."""
     random = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
-    size = rung.size if len(shape) > 1 or rung.spread == "dense" else min(rung.size, 3)
+    size = input_range.size if len(shape) > 1 or input_range.spread == "dense" else min(input_range.size, 3)
     numbers = random.integers(1, size + 1, shape) * random.choice([-1, 1], shape)
-    if rung.spread == "dense" and size > 1:
+    if input_range.spread == "dense" and size > 1:
         return numbers * (random.random(shape) < 0.9)
     if len(shape) < 2 or not numbers.size:
         return numbers
     rows, columns = numbers.size // shape[-1], shape[-1]
-    if rung.spread == "sparse":
+    if input_range.spread == "sparse":
         kept = random.random((rows, columns)) < 4 / max(rows, columns)
-    elif rung.spread == "single":
+    elif input_range.spread == "single":
         few = min(rows, columns)
         kept = (random.permutation(rows) % few)[:, None] == (random.permutation(columns) % few)[None]
     else:
@@ -141,10 +141,10 @@ class Program:
 
     # -- its arrays --
 
-    def probes(self, rung: InputRange, seed: int) -> list[Any]:
+    def probes(self, input_range: InputRange, seed: int) -> list[Any]:
         """Integers for floating-point arrays, everything else as it was given."""
         return [
-            np.asarray(draw(name, array.shape, rung, seed)) if is_inexact(array) else _as_given(name, array)
+            np.asarray(draw(name, array.shape, input_range, seed)) if is_inexact(array) else _as_given(name, array)
             for name, array in zip(self.names, self.given, strict=True)
         ]
 

@@ -237,7 +237,7 @@ def test_program_that_is_too_large_is_a_verdict(monkeypatch, tmp_path):
     _, *sections = str(told).split("\n\n")
     assert sections == [
         "wire: 0 B on the wire per device asked; what would run is not known, as the program was not compiled to its end",
-        "memory: does not fit: 18.3 GiB of 15.8 GiB per device (116 %)",
+        "memory: does not fit: 18.3 GiB of 15.8 GiB per device (116 %), 2.52 GiB too much",
         "time: no estimate for v5e:4x4, nothing was compiled",
     ]
 

@@ -137,16 +137,16 @@ def test_narrower_dtype_keeps_what_it_can_hold():
 # -- draws --
 
 
-@pytest.mark.parametrize("rung", RANGES, ids=str)
+@pytest.mark.parametrize("input_range", RANGES, ids=str)
 @pytest.mark.parametrize("shape", [(), (5,), (8, 3), (4, 6, 32), (0, 3)])
-def test_draws_are_whole_numbers_by_name_and_seed_alone(rung, shape):
-    numbers = draw("model.kernel", shape, rung, 0)
+def test_draws_are_whole_numbers_by_name_and_seed_alone(input_range, shape):
+    numbers = draw("model.kernel", shape, input_range, 0)
     assert numbers.shape == shape and numbers.dtype.kind == "i"
-    assert np.abs(numbers).max(initial=0) <= rung.size
-    np.testing.assert_array_equal(numbers, draw("model.kernel", shape, rung, 0))
-    if numbers.size > 90 and rung.size > 1:
-        assert not np.array_equal(numbers, draw("model.kernel", shape, rung, 1))
-        assert not np.array_equal(numbers, draw("model.bias", shape, rung, 0))
+    assert np.abs(numbers).max(initial=0) <= input_range.size
+    np.testing.assert_array_equal(numbers, draw("model.kernel", shape, input_range, 0))
+    if numbers.size > 90 and input_range.size > 1:
+        assert not np.array_equal(numbers, draw("model.kernel", shape, input_range, 1))
+        assert not np.array_equal(numbers, draw("model.bias", shape, input_range, 0))
 
 
 def test_single_draws_have_one_number_in_each_row_or_column():

@@ -506,11 +506,11 @@ def test_fault_in_jshards_own_layer_is_caught(monkeypatch):
     model, x = MLP(nnx.Rngs(0)), put((8, 8), "data")
     monkeypatch.setattr(body, "all_reduce", lambda x, mesh_axes, **more: x)
     monkeypatch.setattr(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False))
-    product._program.cache_clear()
+    product.layer.clear_cache()
     try:
         found = verify(loss, model, x, backward=False)
     finally:
-        product._program.cache_clear()
+        product.layer.clear_cache()
     assert caught(found, "layer2", 7, 'a sum over mesh axis "tensor" is missing')
 
 
@@ -522,11 +522,11 @@ def test_fault_in_jshards_own_layer_that_keeps_the_first_part(monkeypatch):
 
     model, x = MLP(nnx.Rngs(0)), put((8, 8), "data")
     monkeypatch.setattr(body, "all_reduce", first)
-    product._program.cache_clear()
+    product.layer.clear_cache()
     try:
         found = verify(loss, model, x)
     finally:
-        product._program.cache_clear()
+        product.layer.clear_cache()
     assert caught(found, "layer2", 7, "values differ")  # reduction
 
 
