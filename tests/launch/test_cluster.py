@@ -65,7 +65,7 @@ def test_the_page_on_processes_names_programs_that_can_be_launched(monkeypatch, 
     monkeypatch.chdir(tmp_path)
     for words in lines:
         own, program = split(words)
-        assert parse(words).program == program
+        assert parse(words).words == program
         assert command_of(program)[1:]
         assert own[0] == "launch"
 
