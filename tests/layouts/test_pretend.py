@@ -100,6 +100,11 @@ OPENED = "from jshard.cli.target import Target; from jshard.cli.experiment impor
             {},
             False,
         ),
+        (
+            "from jshard.cli import main; main(['report', 'configs/xor.yaml', '--topology', 'cpu:4', '--json'])",
+            {},
+            False,
+        ),
         ("from jshard.cli import main; main(['bench', 'kernels', '--size', '8B'])", {}, False),
     ],
 )
