@@ -18,6 +18,7 @@ PHASES = ("forward", "backward", "update")  # in the order of a training step
 FIELDS = frozenset(("signal", "phase", "key", "reason", "chosen"))
 GUARD = re.compile(r"jshard\[([^\]]*)\]")  # `jshard[signal=up]`; what a user types in a scope is left alone
 OP_NAME = re.compile(r'op_name="([^"]*)"')
+JOINED = re.compile(r"((?:.*?/)?)\((.*)\)")
 Part = tuple[str, str]  # what JAX put on the name stack, a "scope" or a "transform", and its name
 
 
@@ -147,10 +148,8 @@ def cause(op_name: str) -> Cause:
 @functools.lru_cache(maxsize=65536)
 def split(op_name: str) -> tuple[str, ...]:
     """The name stacks that XLA joined into one: `what/is/(common:of:them)`."""
-    start = next((at for at in range(len(op_name)) if op_name[at] == "(" and (at == 0 or op_name[at - 1] == "/")), -1)
-    if start < 0 or not op_name.endswith(")"):
-        return (op_name,)
-    return tuple(op_name[:start] + part for part in op_name[start + 1 : -1].split(":"))
+    found = JOINED.fullmatch(op_name)
+    return tuple(found[1] + part for part in found[2].split(":")) if found else (op_name,)
 
 
 def _parts(op_name: str) -> Iterator[Part]:

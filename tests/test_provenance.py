@@ -232,6 +232,9 @@ def test_causes_are_read_from_what_xla_keeps():
     assert cause(f"jit(f)/transpose(jvp({up}))/jvp({up})/psum") == Cause(("up",), B)
     again = f"jit(f)/transpose(jvp())/checkpoint/rematted_computation/{up}/jshard[key=store]/all_gather"
     assert cause(again) == Cause(("up",), B, "store", remat=True)
+    assert not cause(f"jit(f)/again/rematted_computation/{up}/all_gather").remat  # a scope of the user's
+    assert not cause("jit(f)/checkpoint/zeroth/psum").remat
+    assert cause(f"jit(f)/vmap({up})/psum") == Cause(("up",))
     assert cause(f"{up}/jshard[reason=redistribute]/all_gather") == Cause(("up",), redistributed=True)
     assert cause(f"jshard[phase=update]/{up}/mul") == Cause(("up",), U)
     assert cause(f"{up}/jshard[key=store]/jshard[signal=in]/psum") == Cause(("up", "in"))  # a key is of its own signal

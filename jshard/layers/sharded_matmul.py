@@ -65,7 +65,11 @@ class Product:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_back(product: Product, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
-    return product.forward(x, w, b)
+    assert product.back is not None
+    if product.back.strategy.mesh == product.strategy.mesh:
+        return product.forward(x, w, b)
+    # On other devices than its backward it can't be part of one program with it: it is one by itself.
+    return layer(dataclasses.replace(product, back=None), *product.placed(x, w, b, product))
 
 
 def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[Any, ...]:
@@ -84,7 +88,7 @@ def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple
 
     def forward(*operands: Any) -> jax.Array:
         with scope(signal=product.back_scope):
-            return back.forward(*operands)
+            return layer(back, *operands) if elsewhere else back.forward(*operands)
 
     with scope(key="backward"):
         y_cotangent = back.bring(y_cotangent, product.strategy.y(rank), back.strategy.y(rank))
@@ -97,7 +101,7 @@ def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple
     return jax.vjp(forward, *there(*kept))[1](y_cotangent)
 
 
-_with_back.defvjp(lambda product, *operands: (product.forward(*operands), operands), _with_back_bwd)
+_with_back.defvjp(lambda product, *operands: (_with_back(product, *operands), operands), _with_back_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
