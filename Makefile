@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # An environment is made again when pyproject.toml or the Python changes, and not otherwise.
 STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut -d' ' -f1)
+MUTATED := jshard/provenance.py jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
-MUTATED := $(wildcard jshard/provenance*) jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 
 .PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
@@ -59,7 +59,7 @@ hang-test: $(VENV)/.test-$(STAMP)  ## 1,000 steps dispatched without waiting on 
 	@JSHARD_HANG_RUNS=20 JSHARD_HANG_STEPS=1000 $(BIN)/python -m pytest tests/layouts/test_pretend.py -q -k waiting --timeout 7200
 
 mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the rooms that place, ask and count: which does no test notice
-	@$(BIN)/python .ci/mutants.py --of $${JSHARD_MUTANTS_OF:-10} $${JSHARD_MUTANTS:-$(MUTATED)}
+	@$(PRETEND) $(BIN)/python .ci/mutants.py --of $${JSHARD_MUTANTS_OF:-10} $${JSHARD_MUTANTS:-$(MUTATED)}
 
 as-users-compile: $(VENV)/.test-$(STAMP)  ## the whole test suite with XLA's own defaults, which take longer to compile
 	@XLA_FLAGS= $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)

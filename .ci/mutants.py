@@ -1,7 +1,7 @@
 """Change one thing in a module at a time and run the tests nearest to it: a change that no test notices is told.
 
-    python .ci/mutants.py jshard/layouts/layout.py     every change of one module
-    python .ci/mutants.py --of 10 jshard/layers ...    a tenth of the changes of each module, another tenth each day
+    make mutants                                                            a tenth of all changes, another tenth each day
+    JSHARD_MUTANTS=jshard/layouts/layout.py JSHARD_MUTANTS_OF=1 make mutants    every change of one module
 
 cosmic-ray makes the changes. One that can make no difference is listed in docs/mutants.md by its new line, with the reason.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import difflib
+import importlib
 import json
 import os
 import queue
@@ -77,23 +78,21 @@ class Copy:
 
     def passes(self, tests: list[str], module: str, text: str) -> bool:
         assert self.server.stdin is not None and self.server.stdout is not None
-        (self.folder / module).write_text(text)
+        path = self.folder / module
+        original = path.read_text()
+        path.write_text(text)
         self.server.stdin.write(json.dumps(["-qx", "-p", "no:cacheprovider", "--within", "120", *tests]) + "\n")
         self.server.stdin.flush()
         answer = self.server.stdout.readline()
-        shutil.copy(ROOT / module, self.folder / module)
+        path.write_text(original)
         return answer == "0\n"
 
 
 def serve() -> None:
     """Run pytest in a fork for each line on stdin, and print its status: JAX, Flax and pytest are imported once."""
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PJRT_NPROC": "32"}
-    sys.path[:0] = [os.getcwd(), "tests"]
-    import compiled_before  # noqa: F401  before JAX
-    import hypothesis  # noqa: F401
-    import optax  # noqa: F401
+    for name in ("compiled_before", "jax", "flax.nnx", "optax", "hypothesis"):  # the first tells JAX how to compile
+        importlib.import_module(name)
     import pytest
-    from flax import nnx  # noqa: F401
 
     warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of a fork; it has not started here
     for line in sys.stdin:
@@ -128,6 +127,7 @@ def main() -> int:
     ]
     listed = {line.strip().strip("`") for line in EQUAL.read_text().splitlines()}
     waiting: queue.SimpleQueue[tuple[str, list[str], str]] = queue.SimpleQueue()
+    originals = {module: (ROOT / module).read_text() for module in modules}  # the checkout may change meanwhile
     tried, lost, failed = dict.fromkeys(modules, 0), [], []
 
     def try_changes(copy: Copy) -> None:
@@ -136,7 +136,7 @@ def main() -> int:
                 module, tests, text = waiting.get_nowait()
             except queue.Empty:
                 return
-            original = (ROOT / module).read_text()
+            original = originals[module]
             passes = copy.passes(tests, module, text)
             if text == original:
                 failed.extend([] if passes else [module])
@@ -149,7 +149,7 @@ def main() -> int:
 
     for module in modules:
         tests = [test for _, test in checkout.tests_of(module)]
-        for text in [(ROOT / module).read_text(), *changes(module, asked.of)]:
+        for text in [originals[module], *changes(module, asked.of)]:
             waiting.put((module, tests, text))
     print(f"{waiting.qsize() - len(modules)} changes of {len(modules)} modules", flush=True)
     with tempfile.TemporaryDirectory() as folder:

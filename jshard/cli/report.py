@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from typing import TYPE_CHECKING
 
 from jshard.cli.plan import compiled_for
 from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show
 from jshard.signals.config import load_configuration
-
-if TYPE_CHECKING:
-    from jshard.train.experiment import Experiment
-    from jshard.train.function import Function
 
 FILE = "report.html"
 NONE = "none"
@@ -36,7 +30,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     target = Target.of(chosen)
     topology = chosen.topology or load_configuration(target.path, target.overrides).topology or NONE
-    with _sketched(target) if topology == NONE else compiled_for(topology, target) as found:
+    if topology == NONE:
+        from jshard.cli.experiment import (
+            sketched,
+        )  # imports JAX, which `compiled_for` has to tell first that CPU is enough
+
+        traced = sketched(target)
+    else:
+        traced = compiled_for(topology, target)
+    with traced as found:
         from jshard.inspect.report import report
         from jshard.inspect.user_code_errors import as_user_error
         from jshard.train.function import Function
@@ -50,9 +52,3 @@ def run(chosen: argparse.Namespace) -> int:
     else:
         show(f"{page}: {page.save(chosen.output)}")
     return 0
-
-
-def _sketched(target: Target) -> contextlib.AbstractContextManager[Experiment | Function]:
-    from jshard.cli.experiment import sketched  # imports JAX, which `compiled_for` has to tell first that CPU is enough
-
-    return sketched(target)

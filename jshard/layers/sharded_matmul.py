@@ -37,6 +37,11 @@ class Product:
     def strategy(self) -> Strategy:
         return self.body.strategy
 
+    @property
+    def is_two_programs(self) -> bool:
+        """Return whether its backward runs on other devices: one program can't run on both."""
+        return self.back is not None and self.back.strategy.mesh != self.strategy.mesh
+
     def __call__(self, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
         return self.forward(x, w, b) if self.back is None else _with_back(self, x, w, b)
 
@@ -65,11 +70,9 @@ class Product:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_back(product: Product, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
-    assert product.back is not None
-    if product.back.strategy.mesh == product.strategy.mesh:
-        return product.forward(x, w, b)
-    # On other devices than its backward it can't be part of one program with it: it is one by itself.
-    return layer(dataclasses.replace(product, back=None), *product.placed(x, w, b, product))
+    if product.is_two_programs:
+        return layer(dataclasses.replace(product, back=None), *product.placed(x, w, b, product))
+    return product.forward(x, w, b)
 
 
 def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[Any, ...]:
@@ -80,7 +83,6 @@ def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple
     back = product.back
     assert back is not None
     rank = jnp.ndim(kept[0])
-    elsewhere = back.strategy.mesh != product.strategy.mesh
 
     def there(*operands: Any) -> tuple[Any, ...]:
         with scope(key="backward"):
@@ -88,11 +90,11 @@ def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple
 
     def forward(*operands: Any) -> jax.Array:
         with scope(signal=product.back_scope):
-            return layer(back, *operands) if elsewhere else back.forward(*operands)
+            return layer(back, *operands) if product.is_two_programs else back.forward(*operands)
 
     with scope(key="backward"):
         y_cotangent = back.bring(y_cotangent, product.strategy.y(rank), back.strategy.y(rank))
-    if not elsewhere:
+    if not product.is_two_programs:
         return jax.vjp(lambda *operands: forward(*there(*operands)), *kept)[1](y_cotangent)
     if any(isinstance(each, Tracer) for each in (*kept, y_cotangent)):
         present = configuration()
@@ -126,8 +128,7 @@ def multiply(
         x = _local_input(asked, signal, x, w, features)
     product = Product(Body(asked, arithmetic), inside, label=str(signal))
     product = product if signal.backward is None else _with_backward(product, signal, x, w)
-    one_program = not inside and (product.back is None or product.back.strategy.mesh == asked.mesh)
-    return layer(product, x, w, b) if one_program else product(x, w, b)
+    return product(x, w, b) if inside or product.is_two_programs else layer(product, x, w, b)
 
 
 def _hindrance(op: str, strategy: Strategy, arithmetic: Arithmetic) -> str | None:
