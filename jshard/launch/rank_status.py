@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshard import table as text
@@ -71,10 +71,10 @@ def slow_in_words(rank: int, notes: Mapping[int, Mapping[str, Any]]) -> str:
     )
 
 
-def odd_one(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool]) -> int | None:
-    """Find the rank that differs from the others: the first that does not answer, that has ended, or that is behind."""
+def odd_one(notes: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> int | None:
+    """Find the rank that differs from the others: the first of those silent, or that has ended, or that is behind."""
     ranks = sorted(notes)
-    gone = [rank for rank in ranks if not alive[rank]] or [rank for rank in ranks if notes[rank]["phase"] == "ended"]
+    gone = [*silent] or [rank for rank in ranks if notes[rank]["phase"] == "ended"]
     first = min(note["step"] for note in notes.values())
     behind = gone or [rank for rank in ranks if notes[rank]["step"] == first]
     if gone or len(behind) < len(notes):

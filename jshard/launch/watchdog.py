@@ -53,27 +53,26 @@ class _Answers:
 
     def __init__(self, talk: float) -> None:
         self.talk = talk  # seconds between two notes
-        self.last = time.monotonic()  # the last answer of the service
         self.over = threading.Event()  # this process is at its end
         self.forget()
 
     def forget(self) -> None:
+        self.last = time.monotonic()  # the last answer of the service
         self.notes: dict[int, Mapping[str, Any]] = {}
         self.heard: dict[int, tuple[int, float]] = {}  # the number of the last note of each, and when it came
         self.since: float | None = None
 
     def take(self, notes: dict[int, Mapping[str, Any]]) -> None:
-        now = time.monotonic()
+        self.last = now = time.monotonic()
         self.since, self.notes = self.since or now, notes
         for rank, note in notes.items():
             if self.heard.get(rank, (None, 0))[0] != note["beats"]:
                 self.heard[rank] = note["beats"], now
 
     def silent(self, seconds: float) -> list[int]:
-        """List the ranks that have said nothing for so long, and have not said that they end."""
-        now = time.monotonic()
-        heard = sorted(dict(self.heard).items())
-        return [rank for rank, (_, when) in heard if now - when > seconds and self.notes[rank]["phase"] != "ended"]
+        """List the ranks that had said nothing for so long when last asked, the longest silent first, but for those that end."""
+        heard = sorted(dict(self.heard).items(), key=lambda each: each[1][1])
+        return [rank for rank, (_, when) in heard if self.last - when > seconds and self.notes[rank]["phase"] != "ended"]
 
 
 def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
@@ -92,7 +91,6 @@ def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
                 answers.take(kv_store.read_ranks("pulse"))
             else:
                 answers.forget()
-            answers.last = time.monotonic()
             if membership.rank == 0:
                 slow.look(membership)
                 if over:
@@ -135,15 +133,19 @@ def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float)
             _give_up(JShardError(f"{says}: {here}", hint="look at rank 0: it is stopped, or its host is"), pulse, 0)
         hung = pulse.phase != "starting" and quiet > (limit if pulse.done else FIRST_STEP * limit)
         asked = answers.since is not None and time.monotonic() - answers.since > SURE * answers.talk
-        if asked and (hung or answers.silent(lost)):
-            _tell_hang(membership, pulse, answers, quiet, limit)
+        if not asked or not (hung or answers.silent(lost)):
+            continue
+        sure = min(SURE * answers.talk, limit)
+        if len(answers.silent(sure)) > 1 and quiet < limit + sure:
+            continue  # on a busy host one that only came late is heard by then
+        _tell_hang(membership, pulse, answers, quiet, limit)
 
 
 def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: float, limit: float) -> None:
     """Print the table of all ranks; the first that asks does, and the others leave it to that one."""
     notes, silent = dict(answers.notes), answers.silent(min(SURE * answers.talk, limit))
     alive = {rank: rank not in silent for rank in notes}
-    odd = odd_one(notes, alive)
+    odd = odd_one(notes, silent)
     if odd is None:
         fault = f"no rank has done a step for {quiet:.0f} s, though all are alive: {_doing(pulse.facts)}"
         hint = "look at what each printed last, or give a longer step_timeout"
