@@ -66,7 +66,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, map(str, known), n=1)), None)
 
 
-def quoted(text: str) -> str:
+def quoted(text: str, longest: int = 60) -> str:
     """A user's word on one line, in double quotes, cut when it is long."""
-    shown = "".join(c if c.isprintable() and c not in '"\\' else c.encode("unicode_escape").decode() for c in text[:60])
-    return f'"{shown}..."' if len(text) > 60 else f'"{shown}"'
+    cut = text[:longest]
+    shown = "".join(c if c.isprintable() and c not in '"\\' else c.encode("unicode_escape").decode() for c in cut)
+    return f'"{shown}..."' if len(text) > longest else f'"{shown}"'

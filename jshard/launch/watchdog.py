@@ -72,7 +72,9 @@ class _Answers:
     def silent(self, seconds: float) -> list[int]:
         """List the ranks that had said nothing for so long when last asked, the longest silent first, but for those that end."""
         heard = sorted(dict(self.heard).items(), key=lambda each: each[1][1])
-        return [rank for rank, (_, when) in heard if self.last - when > seconds and self.notes[rank]["phase"] != "ended"]
+        return [
+            rank for rank, (_, when) in heard if self.last - when > seconds and self.notes[rank]["phase"] != "ended"
+        ]
 
 
 def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:

@@ -51,7 +51,8 @@ class Configuration(Shown):
     budget_place: Place | None = None
     topology: str | None = None  # v5e:4x4
     topology_place: Place | None = None
-    # The scopes under which `jshard.signal.tensor` has placed an array, and what `lookup` and `digest` found before.
+    # The scopes under which `jshard.signal.tensor` has placed an array, the signals that have claimed a parameter, and what
+    # `lookup` and `digest` found before.
     placed: set[tuple[str, ...]] = dataclasses.field(default_factory=set, init=False)
     _looked_up: dict[tuple[str, ...], Signal] = dataclasses.field(default_factory=dict, init=False)
     _digests: dict[tuple[str, ...], Hashable] = dataclasses.field(default_factory=dict, init=False)

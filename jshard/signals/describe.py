@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jshard.signals.globs import OTHERS
 from jshard.signals.signal import Shard, Signal
 
 OUTPUTS = {
@@ -49,6 +50,8 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
         )
     if signal.kernel:
         yield f"kernels: {', '.join(f'{op} {word}' for op, word in signal.kernel)}"
+    if signal.match:
+        yield f"claims {', '.join('all other parameters' if glob == OTHERS else glob for glob in signal.match)}"
     for collective, count in signal.expect:
         yield f"at most {count} bytes on the wire" if collective == "bytes" else f"{count} {collective} expected"
 

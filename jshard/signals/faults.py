@@ -81,6 +81,6 @@ def value_words(path: Path, value: object) -> str:
 def listed(words: Iterable[str], joint: str = "or") -> str:
     """`a, b or c`, cut when it is long."""
     names = [quoted(word)[1:-1] for word in words]
-    if len(names) > 14:
+    if len(names) > 15:
         return ", ".join(names[:14]) + f" {joint} one of {len(names) - 14} more"
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + f" {joint} {names[-1]}"

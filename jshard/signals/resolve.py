@@ -9,7 +9,7 @@ from typing import Any
 
 from jshard.errors import Place, did_you_mean, quoted
 from jshard.signals.faults import Faults, Path
-from jshard.signals.match import Matcher
+from jshard.signals.match import Matcher, is_glob
 from jshard.signals.nodes import DEEPEST, Node
 from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE
 from jshard.signals.signal import DTypes, Shard, Signal
@@ -211,6 +211,9 @@ def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal
     signal = Signal(written.name, written.place, written.places, **values)
     _check_axes(signal, faults)
     _check_output(signal, written.broken, faults)
+    if signal.match and is_glob(signal.name):
+        fault = "has match, but its name is a glob, which means no one place"
+        faults.add((signal.name,), signal.at("match"), fault, "give it a name of its own")
     return signal
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jshard.signals.axes import Axes, Mesh, Workers
+from jshard.signals.globs import Globs
 from jshard.signals.topologies import TopologyName
 from jshard.signals.value_types import Key, Names, Refused, Table, choice, flag, integer, size, text
 
@@ -156,7 +157,9 @@ SIGNAL: dict[str, Key] = {
     "stage": _later("The mesh axis of pipeline stages"),
     "ring": _later("The mesh axis of ring attention"),
     "kernel": Key(_KERNEL, "Which algorithm each op takes here; xla unless said, auto is what kernels.choose says."),
-    "match": _later("Parameter paths that this signal claims"),
+    "match": Key(
+        Globs(), 'Globs of the parameters of a model that this signal claims: "layers/*/attn/{q,k}_proj/**"; "**": all others.'
+    ),
 }  # fmt: skip
 
 SIGNAL_TABLE = Table(SIGNAL, elsewhere=tuple(JSHARD))

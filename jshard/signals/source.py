@@ -56,7 +56,7 @@ class _Reader:
         event = self.loader.get_event()
         place = self.place(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
-            return self.alias(event.anchor, place, len(path))
+            return self.alias(event.anchor, place, path)
         if event.tag is not None:
             tag = quoted(event.tag.replace("tag:yaml.org,2002:", "!!"))
             hint = "remove it, and quote the value if it is text"
@@ -72,15 +72,16 @@ class _Reader:
             self.anchors[event.anchor] = node
         return node
 
-    def alias(self, anchor: str, place: Place, depth: int) -> Node:
+    def alias(self, anchor: str, place: Place, path: tuple[str | None, ...]) -> Node:
         node = self.anchors.get(anchor)
         if node is None:
             if anchor in self.anchors:
                 raise self.stop(place, f'has "*{anchor}" inside "&{anchor}" itself', "remove it")
             known = [f"*{name}" for name, named in self.anchors.items() if named is not None]
-            hint = did_you_mean(f"*{anchor}", known, f'write "&{anchor}" at what it should stand for')
+            mend = f'write "&{anchor}" at what it should stand for'
+            hint = f'quote it: "*{anchor}"' if "match" in path else did_you_mean(f"*{anchor}", known, mend)
             raise self.stop(place, f'has "*{anchor}", but no "&{anchor}" stands above it', hint)
-        self.grow(place, node.size, depth + node.depth)
+        self.grow(place, node.size, len(path) + node.depth)
         return node
 
     def grow(self, place: Place, size: int, depth: int) -> None:
@@ -189,17 +190,26 @@ def _read(text: str, reader: _Reader) -> Node | None:
 
 # What the scanner and parser say, by a piece of it, in our words.
 _STAR = ('starts a word with "*" or "&", which mean aliases in YAML', 'quote it, as in "*/mlp": {row: data}')
+_INSIDE = (
+    'has a "%s" inside a word of a list, where it means something else in YAML',
+    'quote the word: ["layer?/{q,k}"]',
+)
 _ESCAPE = ("has a backslash in double quotes that YAML does not know", "use single quotes")
 _PROBLEMS = [
     ("character '\\t' that cannot start", "is indented by a tab", "indent by spaces"),
     ("cannot start any token", "starts a value with a character that means something else in YAML", "quote the value"),
     ("mapping values are not allowed", 'has a second ":" where none can stand', "quote the text, or start a new line"),
     ("expected ',' or '}'", 'has a "{" that is not closed', 'write "}" at its end, and commas between'),
+    ("or ']', but got '{'", _INSIDE[0] % "{", _INSIDE[1]),
+    ("or ']', but got '?'", _INSIDE[0] % "?", _INSIDE[1]),
+    ("or ']', but got '{'", _INSIDE[0] % "{", _INSIDE[1]),
+    ("or ']', but got '?'", _INSIDE[0] % "?", _INSIDE[1]),
     ("expected ',' or ']'", 'has a "[" that is not closed', 'write "]" at its end, and commas between'),
     ("could not find expected ':'", 'has a line without ":"', "write it as key: value"),
     ("found unexpected end of stream", "opens a quote that is never closed", "close it"),
     ("expected alphabetic or numeric", *_STAR),
     ("did not find expected alphabetic", *_STAR),
+    ("<block end>, but found '<scalar>'", 'has more text behind a "}", "]" or quote', "quote the whole value"),
     ("expected <block end>", "is indented unlike the lines above it", "indent keys of one mapping alike"),
     ("sequence entries are not allowed", 'has a "- " where no list can start', "start the list on a line of its own"),
     ("mapping keys are not allowed", 'has a "? " where no key can start', "write it as key: value"),

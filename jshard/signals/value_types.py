@@ -142,12 +142,12 @@ class Names:
     example: str
     noun: str = ""  # before a name in a fault
 
-    def read(self, node: Node, path: Path, reading: Reading) -> tuple[str, ...] | None:
+    def read(self, node: Node, path: Path, reading: Reading) -> tuple[str, ...]:
         found: list[str] = []
         for each in node.value if isinstance(node.value, list) else [node]:
             if not isinstance(each.value, str) or not each.value:
-                return reading.wrong(self, each, path)
-            if each.value in found:
+                reading.wrong(self, each, path)
+            elif each.value in found:
                 fault = f"lists {self.noun}{quoted(each.value)} twice in {dotted(path[1:])}"
                 reading.faults.add(path, each.place, fault, "keep one")
             elif self.is_there(each.value, each.place, path, reading):

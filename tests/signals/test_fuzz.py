@@ -82,6 +82,7 @@ plausible_signals = st.fixed_dictionaries(
         "extends": names,
         "backward": names,
         "remat": st.booleans(),
+        "match": st.lists(st.sampled_from(["**", "a/*", "{a,b}/**", "a}", "b**", "/"]), max_size=2),
         "dtype": st.fixed_dictionaries({}, optional={"compute": st.sampled_from(["float32", "bfloat16"])}),
     },
 ) | st.fixed_dictionaries({"shard": st.fixed_dictionaries({"axis": st.integers(-1, 2), "workers": worker_lists})})

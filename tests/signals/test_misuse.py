@@ -26,7 +26,7 @@ IN_A_FILE = {
     "unknown key far": (
         MESH + "layer1: {row: data, zzz: tensor}\n",
         'signal "layer1" (FILE:3) has an unknown key "zzz"; write row, column, reduction, shard, '
-        "sequence, store, output, backward, compile, dtype, remat, extends, expect or kernel",
+        "sequence, store, output, backward, compile, dtype, remat, extends, expect, kernel or match",
     ),
     "unknown nested key": (
         MESH + "layer1: {shard: {axes: 0, workers: [0]}}\n",
@@ -359,9 +359,55 @@ IN_A_FILE = {
         MESH + "layer1: {kernel: {matmul: palas}}\n",
         'signal "layer1" (FILE:3) has kernel.matmul: "palas", which is not auto, pallas or xla; did you mean "pallas"?',
     ),
-    "match": (
-        MESH + "layer1: {match: ['*/kernel']}\n",
-        'signal "layer1" (FILE:3) has match, which is not built yet; remove it',
+    "match of no globs": (
+        MESH + "layer1:\n  match:\n    - 3\n    - ''\n    - {q,k}\n",
+        'signal "layer1" (FILE:5) has match: 3, which is not a glob or a list of globs; write match: ["layers/*/mlp/**"]',
+        'signal "layer1" (FILE:6) has match: "", which is not a glob or a list of globs; write match: ["layers/*/mlp/**"]',
+        'signal "layer1" (FILE:7) has match: a mapping, which is not a glob or a list of globs; write match: '
+        '["layers/*/mlp/**"]',
+    ),
+    "match broken globs": (
+        MESH
+        + "layer1:\n  match:\n    - a/{q,k\n    - a/q}/b\n    - a/{q,{k,v}}\n    - /a\n    - 'a**/b'\n    - b\n    - b\n",
+        'signal "layer1" (FILE:5) has match "a/{q,k", whose "{" is not closed; write "}" after the last alternative',
+        'signal "layer1" (FILE:6) has match "a/q}/b", whose "}" has no "{" before it; write "{" before the first alternative',
+        'signal "layer1" (FILE:7) has match "a/{q,{k,v}}", whose braces stand inside each other or the wrong way round; '
+        'write "{a,b,c}"',
+        'signal "layer1" (FILE:8) has match "/a", which has an empty part; write "a"',
+        'signal "layer1" (FILE:9) has match "a**/b", which has "**" and other letters in one part; write "*" within a part, '
+        'and "**" for any number of parts',
+        'signal "layer1" (FILE:11) lists glob "b" twice in match; keep one',
+    ),
+    "match of many spellings": (
+        MESH + "layer1: {match: 'abc" + "{a,b}" * 10 + "'}\n",
+        'signal "layer1" (FILE:3) has match "abc'
+        + "{a,b}" * 10
+        + '", which has 1,024 spellings, more than 1,000; write "*" for '
+        "some of the alternatives",
+    ),
+    "match under a glob": (
+        MESH + "block*/attn: {match: '**'}\n",
+        'signal "block*/attn" (FILE:3) has match, but its name is a glob, which means no one place; give it a name of its own',
+    ),
+    "match with an unquoted star": (
+        MESH + "layer1: {match: [**]}\n",
+        'FILE:3 starts a word with "*" or "&", which mean aliases in YAML; quote it, as in "*/mlp": {row: data}',
+    ),
+    "match with an unquoted name behind a star": (
+        MESH + "layer1: {match: [*_proj]}\n",
+        'FILE:3 has "*_proj", but no "&_proj" stands above it; quote it: "*_proj"',
+    ),
+    "match with unquoted braces": (
+        MESH + "layer1: {match: [layers/{q,k}_proj]}\n",
+        'FILE:3 has a "{" inside a word of a list, where it means something else in YAML; quote the word: ["layer?/{q,k}"]',
+    ),
+    "match with an unquoted question mark": (
+        MESH + "layer1: {match: [layer?/kernel]}\n",
+        'FILE:3 has a "?" inside a word of a list, where it means something else in YAML; quote the word: ["layer?/{q,k}"]',
+    ),
+    "match with unquoted braces first": (
+        MESH + "layer1:\n  match:\n    - {q,k}_proj/**\n",
+        'FILE:5 has more text behind a "}", "]" or quote; quote the whole value',
     ),
     "jshard kernel": (
         MESH + "  kernel: {matmull: pallas}\n",

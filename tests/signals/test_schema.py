@@ -17,7 +17,7 @@ DESIGN_KEYS = """row column reduction shard sequence store output expert stage r
 match extends expect""".split()
 JSHARD_KEYS = "mesh axis_types include strict default topology kernel pipeline budget train".split()
 TRAIN_KEYS = "model data batch steps optimizer seed checkpoint log loss evaluation output watchdog".split()
-LATER = {"expert", "stage", "ring", "match", "pipeline"}
+LATER = {"expert", "stage", "ring", "pipeline"}
 
 
 def test_schema_has_every_key_of_the_design():

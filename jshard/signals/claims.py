@@ -1,0 +1,95 @@
+"""Which signal claims which parameter of a model that names no signal in its code, by the globs of `match`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+
+from jshard.errors import Place, nearest, quoted
+from jshard.signals.config import Configuration
+from jshard.signals.faults import Faults, listed
+from jshard.signals.globs import LONGEST, OTHERS, Glob, narrowed, spellings
+from jshard.signals.signal import Signal
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A signal that claims a parameter, and by which of its globs."""
+
+    signal: Signal
+    glob: str
+
+    @property
+    def place(self) -> Place:
+        """Where the glob is written."""
+        return self.signal.at(f"match.{self.glob}")
+
+    def __str__(self) -> str:
+        return f'signal "{self.signal.name}" ({self.place}) as {quoted(self.glob, LONGEST)}'
+
+
+def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Claim]:
+    """Find the claim of each parameter, in the order of `paths`: their names in a model, joined by slashes.
+
+    `"**"` alone claims what nobody else does. A parameter that nobody claims, or two signals do, and a glob, or an alternative
+    in it, that no parameter fits, are faults; all are raised as one error. Signals that claim count as used.
+    """
+    paths, faults = list(paths), Faults()
+    found: dict[str, Claim] = {}
+    contested: dict[tuple[Claim, Claim], list[str]] = {}
+    every = [Claim(signal, glob) for signal in configuration.signals.values() for glob in signal.match]
+    for claim in sorted(every, key=lambda claim: claim.glob == OTHERS):
+        glob = Glob(claim.glob)
+        here = [path for path in paths if glob.fits(path)]
+        if claim.glob == OTHERS:
+            here = [path for path in here if path not in found or found[path].glob == OTHERS]
+        for says, hint in () if claim.glob == OTHERS else _misfits(claim.glob, here, paths):
+            faults.add((claim.signal.name,), claim.place, f"has match {quoted(claim.glob, LONGEST)}, {says}", hint)
+        for path in here:
+            first = found.setdefault(path, claim)
+            if first.signal is not claim.signal:
+                contested.setdefault((first, claim), []).append(path)
+    for (first, second), both in contested.items():
+        verb = "is" if len(both) == 1 else "are"
+        says = f"{_some(both, 1)} {verb} claimed by {first} and by {second}"
+        faults.add("parameter" + "s" * (len(both) > 1), second.place, says, "make one of the globs narrower")
+    if left := [path for path in paths if path not in found]:
+        place, says = Place(configuration.source), f"claims {len(left)} of {len(paths)} parameters: {_some(left, 3)}"
+        faults.add(f"no signal of {place}", place, says, 'claim them, or write rest: {match: ["**"]}')
+    faults.stop()
+    configuration.placed.update(tuple(claim.signal.name.split("/")) for claim in found.values())
+    return {path: found[path] for path in paths}
+
+
+def _misfits(glob: str, fits: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Say what of a glob is in no path, all of it or one of its alternatives, and what was meant."""
+    if not fits:
+        yield "which fits no parameter", _meant(glob, paths)
+        return
+    for alternative, alone in narrowed(glob):
+        if not any(map(Glob(alone).fits, fits)):
+            yield f"whose alternative {quoted(alternative)} fits no parameter", _meant(alone, paths)
+
+
+def _meant(glob: str, paths: Collection[str]) -> str:
+    """A hint: the glob with the first part that leads nowhere in place of the nearest that does, else what there is."""
+    parts = next(spellings(glob)).split("/")
+    leads = (any(map(Glob("/".join([*parts[:end], "**"])).fits, paths)) for end in range(1, len(parts) + 1))
+    number = next((number for number, one in enumerate(leads) if not one), None)
+    if number is None:  # it leads somewhere, and further
+        return f"did you mean {quoted('/'.join([*parts, '**']), LONGEST)}?"
+    before, after = parts[:number], parts[number + 1 :]
+    steps = [path.split("/") for path in filter(Glob("/".join([*before, "**"])).fits, paths)]
+    there = {name for path in steps for name in (path if "**" in before else path[number : number + 1])}
+    near = nearest(parts[number], sorted(there))
+    if near is not None and any(map(Glob("/".join([*before, near, *after])).fits, paths)):
+        return f"did you mean {quoted('/'.join([*before, near, *after]), LONGEST)}?"
+    where = f"after {quoted('/'.join(before), LONGEST)}" if before else "first"
+    return f"write {listed(sorted(there))} {where}" if there else "remove it"
+
+
+def _some(paths: Collection[str], most: int) -> str:
+    """The first of them, and how many more there are."""
+    first = list(paths)[:most]
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(quoted(path, LONGEST) for path in first) + more

@@ -1,0 +1,116 @@
+"""Globs over the `/`-joined paths of parameters: `layers/*/attn/{q,k,v}_proj/**`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from jshard.errors import Place, quoted
+from jshard.signals.faults import Path
+from jshard.signals.value_types import Names, Reading
+
+OTHERS = "**"  # by itself: the parameters that nobody else claims
+MOST_SPELLINGS = 1_000
+LONGEST = 200  # letters of a path or a glob that an error shows
+
+
+@dataclasses.dataclass(frozen=True)
+class Globs(Names):
+    """A glob or a list of them; always a tuple once read. The place of each is noted, as `match.layers/**`."""
+
+    wants: str = "a glob or a list of globs"
+    example: str = '["layers/*/mlp/**"]'
+    noun: str = "glob "
+
+    def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
+        reading.places[".".join((*path, name))] = place
+        says, hint = _fault(name)
+        if says:
+            reading.faults.add(path, place, f"has {path[-1]} {quoted(name, LONGEST)}, {says}", hint)
+        return not says
+
+
+class Glob:
+    """A glob over paths: `*` is any text within one part, `?` one letter of it, `**` any number of parts, none too, and `{a,b}`
+    one of the alternatives. All else, dots and brackets too, is itself."""
+
+    def __init__(self, text: str):
+        self.text = text
+        # Each part of a path ends in a slash here, so that "**" is any number of parts wherever it stands.
+        self._fits = re.compile("|".join(map(_regex, spellings(text)))).fullmatch
+        letters = [part.strip("/") for piece, *_ in _choices(text)[::2] for part in re.split("[*?]", piece)]
+        self._holds = max(letters, key=len)  # in every path that it fits, which is soon seen
+
+    def fits(self, path: str) -> bool:
+        return self._holds in path and self._fits(f"{path}/") is not None
+
+
+def spellings(glob: str) -> Iterator[str]:
+    """Write out the alternatives: `{q,k}_proj` is `q_proj` and `k_proj`."""
+    return map("".join, itertools.product(*_choices(glob)))
+
+
+def narrowed(glob: str) -> Iterator[tuple[str, str]]:
+    """Each alternative, and the glob with that one in place of its braces."""
+    choices = _choices(glob)
+    for number in range(1, len(choices), 2):
+        for one in choices[number]:
+            pieces = ["{" + ",".join(each) + "}" if at % 2 else each[0] for at, each in enumerate(choices)]
+            yield one, "".join([*pieces[:number], one, *pieces[number + 1 :]])
+
+
+def _choices(glob: str) -> list[list[str]]:
+    """The pieces of a glob, each as the list of its alternatives."""
+    pieces = re.split(r"\{([^{}]*)\}", glob)
+    return [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
+
+
+def _regex(spelling: str) -> str:
+    """Of the paths, with a slash at the end, that a glob without alternatives fits. It never backtracks over a "*" or "**"
+    once what follows that has been found, so that no glob takes long."""
+    runs: list[list[str]] = [[]]
+    for part in spelling.split("/"):
+        if part == "**":
+            runs.append([])
+        else:
+            runs[-1].append(_with_gaps([_literal(text) for text in part.split("*")], "[^/]") + "/")
+    return _with_gaps(["".join(run) for run in runs], "(?:[^/]*/)")
+
+
+def _with_gaps(pieces: Sequence[str], gap: str) -> str:
+    """The pieces with any number of `gap` between each two: each piece but the last is taken where it comes first."""
+    first, *rest = pieces
+    return (
+        first + "".join(f"(?>{gap}*?{piece})" for piece in rest[:-1]) + "".join(f"{gap}*{piece}" for piece in rest[-1:])
+    )
+
+
+def _literal(text: str) -> str:
+    return "[^/]".join(map(re.escape, text.split("?")))
+
+
+def _fault(glob: str) -> tuple[str, str]:
+    """Say what is wrong with a glob and what to write; nothing where nothing is wrong."""
+    choices = _choices(glob)
+    plain = "".join(text for text, *_ in choices[::2])
+    if "{" in plain or "}" in plain:
+        if glob.count("{") == glob.count("}"):
+            return "whose braces stand inside each other or the wrong way round", 'write "{a,b,c}"'
+        if "{" in plain:
+            return 'whose "{" is not closed', 'write "}" after the last alternative'
+        return 'whose "}" has no "{" before it', 'write "{" before the first alternative'
+    count = math.prod(map(len, choices))
+    if count > MOST_SPELLINGS:
+        return f"which has {count:,} spellings, more than {MOST_SPELLINGS:,}", 'write "*" for some of the alternatives'
+    parts = [part for spelling in spellings(glob) for part in spelling.split("/")]
+    if not all(parts):
+        return "which has an empty part", f"write {quoted('/'.join(filter(None, glob.split('/'))) or '**', LONGEST)}"
+    if any("**" in part and part != "**" for part in parts):
+        return (
+            'which has "**" and other letters in one part',
+            'write "*" within a part, and "**" for any number of parts',
+        )
+    return "", ""

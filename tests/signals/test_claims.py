@@ -1,0 +1,193 @@
+"""Which parameter is whose: globs against a matcher that is slow and plain, and every way that claims can be wrong."""
+
+from __future__ import annotations
+
+import fnmatch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jshard.errors import JShardError
+from jshard.signals.claims import claims
+from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.globs import Glob, spellings
+from jshard.signals.keys import unused
+
+MESH = "jshard:\n  mesh: {data: 2, tensor: 4}\n"
+PATHS = [
+    f"layers/{layer}/{name}"
+    for layer in range(3)
+    for name in ("attn/q_proj/kernel", "attn/k_proj/kernel", "attn/o_proj/kernel", "mlp/up/kernel", "norm/scale")
+] + ["embed/embedding"]
+
+
+@pytest.fixture
+def loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def load(text: str) -> Configuration:
+        (tmp_path / "c.yaml").write_text(MESH + text)
+        return load_configuration("c.yaml")
+
+    return load
+
+
+def claimed(configuration: Configuration, paths=PATHS) -> dict[str, list[str]]:
+    by_signal: dict[str, list[str]] = {}
+    for path, claim in claims(configuration, paths).items():
+        by_signal.setdefault(claim.signal.name, []).append(path)
+    return by_signal
+
+
+def faults_of(configuration: Configuration, paths=PATHS) -> tuple[str, ...]:
+    with pytest.raises(JShardError) as told:
+        claims(configuration, paths)
+    return told.value.faults
+
+
+def test_claims_say_signal_glob_and_line(loaded):
+    configuration = loaded(
+        "attn:\n  column: tensor\n  match:\n    - layers/*/attn/{q,k}_proj/**\n    - layers/*/mlp/**\n"
+        "out: {reduction: tensor, match: '**/o_proj/kernel'}\nrest: {match: ['**']}\n"
+    )
+    found = claims(configuration, PATHS)
+    assert list(found) == PATHS
+    assert claimed(configuration) == {
+        "attn": [path for path in PATHS if "q_proj" in path or "k_proj" in path or "mlp" in path],
+        "out": [path for path in PATHS if "o_proj" in path],
+        "rest": [path for path in PATHS if "norm" in path or "embed" in path],
+    }
+    up = found["layers/1/mlp/up/kernel"]
+    assert (up.signal.name, up.glob, str(up.place)) == ("attn", "layers/*/mlp/**", "c.yaml:7")
+    assert str(found["layers/2/attn/o_proj/kernel"]) == 'signal "out" (c.yaml:8) as "**/o_proj/kernel"'
+    assert up == claims(configuration, PATHS)["layers/1/mlp/up/kernel"] and hash(up) == hash(found[PATHS[3]])
+
+
+def test_claims_two_globs_of_one_signal_may_fit_one_parameter(loaded):
+    assert claimed(loaded("a: {match: ['layers/**', '**/kernel', 'embed/*']}\n")) == {"a": PATHS}
+
+
+def test_claims_of_others_may_find_none(loaded):
+    assert claimed(loaded("a: {match: ['layers/**', 'embed/*']}\nrest: {match: ['**']}\n")) == {"a": PATHS}
+
+
+def test_claims_by_a_template_keep_its_line(loaded):
+    found = claims(loaded("_t:\n  row: data\n  match: ['**']\na: {extends: _t}\n"), PATHS)
+    assert str(found[PATHS[0]]) == 'signal "a" (c.yaml:5) as "**"'
+
+
+def test_claims_that_are_wrong_are_one_error_in_the_order_of_the_file(loaded):
+    configuration = loaded(
+        "attn:\n  match:\n    - layers/*/attn/{q,k,w}_proj/**\n    - layers/*/atn/o_proj/**\n    - layers/*/mlp/up\n"
+        "b:\n  match: ['**/q_proj/kernel', 'zzz/*', 'layers/7/**', '**/kernl', 'embed/embedding']\n"
+        "c: {match: ['embed/*']}\n"
+    )
+    assert faults_of(configuration) == (
+        'no signal of c.yaml claims 9 of 16 parameters: "layers/0/attn/o_proj/kernel", "layers/0/mlp/up/kernel", '
+        '"layers/0/norm/scale" and 6 more; claim them, or write rest: {match: ["**"]}',
+        'signal "attn" (c.yaml:5) has match "layers/*/attn/{q,k,w}_proj/**", whose alternative "w" fits no parameter; did you '
+        'mean "layers/*/attn/q_proj/**"?',
+        'signal "attn" (c.yaml:6) has match "layers/*/atn/o_proj/**", which fits no parameter; did you mean '
+        '"layers/*/attn/o_proj/**"?',
+        'signal "attn" (c.yaml:7) has match "layers/*/mlp/up", which fits no parameter; did you mean "layers/*/mlp/up/**"?',
+        'parameters "layers/0/attn/q_proj/kernel" and 2 more are claimed by signal "attn" (c.yaml:5) as '
+        '"layers/*/attn/{q,k,w}_proj/**" and by signal "b" (c.yaml:9) as "**/q_proj/kernel"; make one of the globs narrower',
+        'signal "b" (c.yaml:9) has match "zzz/*", which fits no parameter; write embed or layers first',
+        'signal "b" (c.yaml:9) has match "layers/7/**", which fits no parameter; write 0, 1 or 2 after "layers"',
+        'signal "b" (c.yaml:9) has match "**/kernl", which fits no parameter; did you mean "**/kernel"?',
+        'parameter "embed/embedding" is claimed by signal "b" (c.yaml:9) as "embed/embedding" and by signal "c" (c.yaml:10) as '
+        '"embed/*"; make one of the globs narrower',
+    )
+
+
+def test_claims_of_all_others_by_two_signals_are_double(loaded):
+    assert faults_of(loaded("a: {match: '**'}\nb: {match: '**'}\n")) == (
+        'parameters "layers/0/attn/q_proj/kernel" and 15 more are claimed by signal "a" (c.yaml:3) as "**" and by signal "b" '
+        '(c.yaml:4) as "**"; make one of the globs narrower',
+    )
+
+
+def test_claims_of_a_configuration_without_match(loaded):
+    assert faults_of(loaded("a: {row: data}\n"), ["w"]) == (
+        'no signal of c.yaml claims 1 of 1 parameters: "w"; claim them, or write rest: {match: ["**"]}',
+    )
+    assert claims(loaded("a: {row: data}\n"), []) == {}
+
+
+def test_claims_count_as_used(loaded, monkeypatch):
+    configuration = loaded("a: {match: 'layers/**'}\nrest: {match: '**'}\nother: {}\n")
+    monkeypatch.setattr("jshard.signals.keys.configuration", lambda: configuration)
+    assert [signal.name for signal in unused(())] == ["a", "rest", "other"]
+    claims(configuration, PATHS)
+    assert [signal.name for signal in unused(())] == ["other"]
+    claims(loaded("a: {match: 'layers/**'}\nb: {match: '**'}\n"), PATHS)
+
+
+def test_claims_are_told_in_words(loaded):
+    configuration = loaded("a: {column: tensor, match: ['layers/**', 'embed/*']}\nrest: {match: '**'}\n")
+    assert [says for _, says in configuration.meaning()][1:] == [
+        "a: columns over tensor; claims layers/**, embed/*", "rest: replicated; claims all other parameters",
+    ]  # fmt: skip
+
+
+def test_claims_tell_configurations_apart(loaded):
+    one, other = (loaded(f"a: {{match: '{glob}'}}\n") for glob in ("**", "layers/**"))
+    assert one.fingerprint != other.fingerprint
+    assert one.fingerprint == loaded("\n\na: {match: '**'}\n").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("glob", "fits", "misses"),
+    [
+        ("a/*/b", ["a/x/b", "a/0/b", "a/x.y/b"], ["a/b", "a/x/y/b"]),
+        ("a/**", ["a", "a/b", "a/b/c"], ["b/a", "ab"]),
+        ("**/b", ["b", "a/b", "a/0/b"], ["a/b/c", "ab"]),
+        ("a/**/b", ["a/b", "a/x/b", "a/x/y/b"], ["a", "a/bb"]),
+        ("**", ["a", "a/b"], []),
+        ("blocks.0/{qkv,proj}/kernel", ["blocks.0/qkv/kernel"], ["blocksx0/qkv/kernel", "blocks.0/kernel"]),
+        ("layers/1/w", ["layers/1/w"], ["layers/11/w", "layers/1/w/value"]),
+        ("layers/?/w", ["layers/1/w"], ["layers/11/w", "layers//w"]),
+        ("{a/b,c}/w", ["a/b/w", "c/w"], ["a/w"]),
+        ("norm{,_1}/scale", ["norm/scale", "norm_1/scale"], ["norm_/scale"]),
+        ("h[0]/w", ["h[0]/w"], ["h0/w"]),
+        ("*_proj", ["q_proj", "_proj"], ["proj", "a/q_proj"]),
+    ],
+)
+def test_glob_fits(glob, fits, misses):
+    assert all(map(Glob(glob).fits, fits)) and not any(map(Glob(glob).fits, misses))
+
+
+def slowly(path: list[str], glob: list[str]) -> bool:
+    if not glob:
+        return not path
+    if glob[0] == "**":
+        return any(slowly(path[taken:], glob[1:]) for taken in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], glob[0].replace("[", "[[]")) and slowly(path[1:], glob[1:])
+
+
+parts = st.text("ab.0[", min_size=1, max_size=3)
+pieces = (
+    parts | st.text("ab*?", min_size=1, max_size=4).filter(lambda part: "**" not in part) | st.sampled_from(["**", "*"])
+)
+alternatives = st.lists(parts, min_size=1, max_size=2).map(lambda words: "{" + ",".join(words) + "}")
+
+
+@settings(max_examples=400, deadline=None, database=None)
+@given(
+    st.lists(pieces | alternatives, min_size=1, max_size=5).map("/".join),
+    st.lists(st.lists(parts, min_size=1, max_size=5), min_size=1, max_size=8),
+)
+def test_glob_fits_what_a_plain_matcher_does(glob, paths):
+    fast = Glob(glob)
+    for path in paths:
+        assert fast.fits("/".join(path)) == any(slowly(path, each.split("/")) for each in spellings(glob)), (glob, path)
+
+
+def test_claims_of_many_parameters_are_cheap():
+    """A glob that tried every end of every path would take hours; this takes a quarter of a second."""
+    paths = [f"model/layers/{i}/block_{j}/attn/{m}_proj/kernel" for i in range(100) for j in range(20) for m in "qkvou"]
+    signals = {f"s{i}": {"match": [f"**/layers/{i}/block_*/a*n/{{q,k,v,o,u}}_proj/**"]} for i in range(50)}
+    claims(load_configuration({"jshard": {"mesh": {"data": 2}}, **signals, "rest": {"match": "**"}}), paths)
+    assert Glob("*a*a*a*a*a*a*a*a*b").fits("a" * 5000) is False
+    assert Glob("/".join(["**/a"] * 12 + ["b"])).fits("/".join("a" * 2000)) is False
