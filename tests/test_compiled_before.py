@@ -24,6 +24,15 @@ def test_program_keeps_its_own_names(name):
         jax.clear_caches()
 
 
+def test_program_is_the_same_in_a_context_that_was_used_before():
+    lowered = []
+    for k in range(11):  # others between
+        jax.jit(lambda x, k=k: x + k).lower(jnp.ones(k + 1))
+        lowered.append(jax.jit(lambda x: jnp.sin(x) * 3.25).lower(jnp.ones(7)))
+    assert len({each.as_text(debug_info=True) for each in lowered}) == 1
+    assert len({each.compiler_ir().context for each in lowered}) < 11
+
+
 def test_sweep_removes_what_is_torn_or_old_and_counts_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_before, "PLACE", tmp_path)
     monkeypatch.setattr(compiled_before, "SWEPT", tmp_path / "swept")
