@@ -70,7 +70,7 @@ class _Answers:
                 self.heard[rank] = note["beats"], now
 
     def silent(self, seconds: float) -> list[int]:
-        """List the ranks that had said nothing for so long when last asked, the longest silent first, but for those that end."""
+        """List the ranks silent for so long when last asked, the longest silent first, but for those that end."""
         heard = sorted(dict(self.heard).items(), key=lambda each: each[1][1])
         return [
             rank for rank, (_, when) in heard if self.last - when > seconds and self.notes[rank]["phase"] != "ended"
