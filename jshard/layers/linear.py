@@ -17,6 +17,7 @@ from jshard.layers.strategy import check_parameters, strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.redistribution import as_array
 from jshard.signals.scope import active, resolve
+from jshard.signals.signal import PRODUCT
 
 _kernel_init = nnx.initializers.lecun_normal()
 _bias_init = nnx.initializers.zeros_init()
@@ -32,7 +33,7 @@ class Linear(nnx.Linear, Layer):
             self.up = jshard.Linear(784, 1024, rngs=rngs)
     """
 
-    parameter_axes: ClassVar = {"kernel": ("reduction", "column"), "bias": ("column",)}
+    parameter_axes: ClassVar = {"kernel": PRODUCT["w"], "bias": PRODUCT["b"]}
 
     def __init__(
         self, in_features: int, out_features: int, *, use_bias: bool = True, param_dtype: Any = jnp.float32,

@@ -18,7 +18,7 @@ from jshard.kernels.collectives import check_vma_enabled
 from jshard.kernels.select_algorithm import adds_in_order, default_algorithm
 from jshard.layouts.layout import Layout, check_divides
 from jshard.signals.active_config import mesh_for
-from jshard.signals.signal import Signal
+from jshard.signals.signal import PRODUCT, Signal
 
 Names = tuple[str, ...]
 Split = tuple[str, int, Names, str]  # a key of a signal, a size, the mesh axes that split it, what it counts
@@ -86,22 +86,21 @@ class Strategy:
 
     def x(self, rank: int) -> Layout:
         """Return the layout of the input."""
-        axes: list[Names] = [()] * rank
-        axes[0] = self.row
-        t = self.sequence_axis(rank)
-        axes[t] = (*axes[t], *(name for name in self.sequence if name not in self.reduction))
-        axes[-1] = (*axes[-1], *self.reduction)
-        return Layout(self.mesh, *axes)
+        between = tuple(name for name in self.sequence if name not in self.reduction)
+        return self._activation("x", rank, (self.sequence_axis(rank), between))
 
     def y(self, rank: int) -> Layout:
         """Return the layout of the output."""
+        return self._activation(
+            "y", rank, (self.sequence_axis(rank), self._kept), (self.scatter_axis(rank), self.scattered)
+        )
+
+    def _activation(self, array: str, rank: int, *between: tuple[int, Names]) -> Layout:
+        first, last = (getattr(self, word) for word in PRODUCT[array])
+        last = () if array == "y" and self.output == "gather" else last
         axes: list[Names] = [()] * rank
-        axes[0] = self.row
-        t = self.sequence_axis(rank)
-        axes[t] = (*axes[t], *self._kept)
-        to = self.scatter_axis(rank)
-        axes[to] = (*axes[to], *self.scattered)
-        axes[-1] = (*axes[-1], *(() if self.output == "gather" else self.column))
+        for axis, names in ((0, first), *between, (-1, last)):
+            axes[axis] = (*axes[axis], *names)
         return Layout(self.mesh, *axes)
 
     def splits(self, shape: Sequence[int], inputs: int, outputs: int) -> list[Split]:
@@ -119,25 +118,26 @@ class Strategy:
             found = [*rows, *found, ("output", shape[0], y[0], "rows")]
         return found
 
+    def in_use(self, *words: str | None) -> Layout:
+        """Return the layout, while it is multiplied, of a parameter whose axes these loops run over."""
+        return Layout(self.mesh, *(() if word is None else getattr(self, word) for word in words))
+
     def parameter(self, *words: str | None) -> Layout:
-        """Return the layout at rest of a parameter whose axes these loops run over, split over `store` as well."""
-        return self._unstored(*words).also_over(self.store)
+        """Return the layout at rest of such a parameter, split over `store` as well."""
+        return self.in_use(*words).also_over(self.store)
 
     def kernel(self) -> Layout:
         """Return the layout of w at rest."""
-        return self.parameter("reduction", "column")
+        return self.parameter(*PRODUCT["w"])
 
     def bias(self) -> Layout:
-        """Return the layout of the bias at rest: that of the columns."""
-        return self.parameter("column")
+        """Return the layout of the bias at rest."""
+        return self.parameter(*PRODUCT["b"])
 
     @property
     def kernel_store_axis(self) -> int:
         """The axis of the kernel that `store` splits."""
-        return self._unstored("reduction", "column").spare_axis
-
-    def _unstored(self, *words: str | None) -> Layout:
-        return Layout(self.mesh, *(() if word is None else getattr(self, word) for word in words))
+        return self.in_use(*PRODUCT["w"]).spare_axis()
 
 
 def strategy_of(signal: Signal) -> Strategy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -84,15 +84,20 @@ class Layout:
         axes[axis] = as_axes(mesh_axes)
         return Layout(self.mesh, *axes)
 
-    @property
-    def spare_axis(self) -> int:
-        """The axis to split further: the first that is whole, else the first."""
-        return next((axis for axis, names in enumerate(self.axes) if not names), 0)
+    def spare_axis(self, ways: int = 1, shape: Sequence[int] | None = None, keep: Collection[int] = ()) -> int:
+        """The axis to split further, of those not in `keep`: the first that is whole, else the first. Of an array of this shape
+        the first of them that divides into that many ways more, if one does."""
+        axes = sorted((axis for axis in range(self.rank) if axis not in keep), key=lambda axis: bool(self.axes[axis]))
+        divides = (axis for axis in axes if shape is None or shape[axis] % (self.ways(axis) * ways) == 0)
+        return next(divides, axes[0])
 
-    def also_over(self, mesh_axes: MeshAxes) -> Layout:
+    def also_over(self, mesh_axes: MeshAxes, shape: Sequence[int] | None = None, keep: Collection[int] = ()) -> Layout:
         """The same, split over these mesh axes too, along the spare axis. A number by itself stays whole."""
-        names, axis = as_axes(mesh_axes), self.spare_axis
-        return self.with_axis(axis, (*self.axes[axis], *names)) if names and self.rank else self
+        names = as_axes(mesh_axes)
+        if not names or self.rank == len(keep):
+            return self
+        axis = self.spare_axis(math.prod(self.mesh.shape[name] for name in names), shape, keep)
+        return self.with_axis(axis, (*self.axes[axis], *names))
 
     def shard_shape(self, shape: Sequence[int], *, label: str = "a layout") -> tuple[int, ...]:
         """The shape of one device's part; an error when the rank is another or a size does not divide."""

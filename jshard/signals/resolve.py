@@ -12,19 +12,15 @@ from jshard.signals.faults import Faults, Path
 from jshard.signals.match import Matcher, is_glob
 from jshard.signals.nodes import DEEPEST, Node
 from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE
-from jshard.signals.signal import DTypes, Shard, Signal
+from jshard.signals.signal import PRODUCT, DTypes, Shard, Signal
 from jshard.signals.value_types import Reading
 
 # Two keys that may not name one mesh axis: keys, and the array that would be split over it twice.
 _ARRAYS = [
-    ("row", "column", "y"),
-    ("row", "reduction", "x"),
-    ("column", "reduction", "w"),
+    *((*reversed(words), array) for array, words in PRODUCT.items() if len(words) > 1),
     ("row", "sequence", "x"),
-    ("column", "store", "w"),
-    ("reduction", "store", "w"),
-    ("column", "store.optimizer", "the optimizer's state of w"),
-    ("reduction", "store.optimizer", "the optimizer's state of w"),
+    *((word, "store", "w") for word in PRODUCT["w"]),
+    *((word, "store.optimizer", "the optimizer's state of w") for word in PRODUCT["w"]),
 ]
 
 

@@ -13,6 +13,10 @@ NOWHERE = Place("no configuration")
 # In the order in which they answer for a mesh axis: devices that hold other rows are what a sum is for.
 AXIS_KEYS = "row", "sequence", "column", "reduction", "store", "store.optimizer"
 
+# The word that splits each axis of the arrays of a product x[M,K] @ w[K,N] + b[N] -> y[M,N]. x and y may have more axes between
+# the two, one of which `sequence` splits.
+PRODUCT = {"x": ("row", "reduction"), "w": ("reduction", "column"), "b": ("column",), "y": ("row", "column")}
+
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
