@@ -163,7 +163,9 @@ def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout 
     return Layout(mesh, *spec, *(None,) * ((rank or 0) - len(spec)))
 
 
-def check_divides(size: int, mesh_axes: Sequence[str], mesh: Any, *, label: str, what: str) -> None:
+def check_divides(
+    size: int, mesh_axes: Sequence[str], mesh: Any, *, label: str, what: str, otherwise: str = "pad"
+) -> None:
     """An error with the nearest sizes that do when `size` does not divide over `mesh_axes`."""
     ways = math.prod(mesh.shape[name] for name in mesh_axes)
     if ways and size % ways == 0:
@@ -172,4 +174,4 @@ def check_divides(size: int, mesh_axes: Sequence[str], mesh: Any, *, label: str,
     below, above = size // ways * ways, -(-size // ways) * ways
     use = f"use {above}" if below == 0 else f"use {below} or {above}"
     axes = f"mesh axis {names}" if len(mesh_axes) == 1 else f"mesh axes {names}"
-    raise JShardError(f"{label} splits {what} over {axes} of size {ways}", hint=f"{use}, or pad")
+    raise JShardError(f"{label} splits {what} over {axes} of size {ways}", hint=f"{use}, or {otherwise}")

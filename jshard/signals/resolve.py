@@ -207,10 +207,18 @@ def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal
     signal = Signal(written.name, written.place, written.places, **values)
     _check_axes(signal, faults)
     _check_output(signal, written.broken, faults)
+    _check_match(signal, faults)
+    return signal
+
+
+def _check_match(signal: Signal, faults: Faults) -> None:
+    """What claims parameters has one name, and places them on the mesh that all of a model lies on."""
     if signal.match and is_glob(signal.name):
         fault = "has match, but its name is a glob, which means no one place"
         faults.add((signal.name,), signal.at("match"), fault, "give it a name of its own")
-    return signal
+    if signal.match and signal.shard is not None and signal.shard.workers:
+        fault = f"has match beside shard.workers ({signal.at('shard.workers')}), which are a mesh of their own"
+        faults.add((signal.name,), signal.at("match"), fault, "write shard: {axis: 0, mesh: data}")
 
 
 def _shard(written: Written, values: dict[str, Any], faults: Faults) -> Shard:

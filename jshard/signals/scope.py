@@ -125,16 +125,18 @@ def resolve(remembered: tuple[str, ...]) -> tuple[Signal | None, contextlib.Abst
     return present.lookup(path), Entry(*path)
 
 
-def tensor_layout(signal: Signal, rank: int) -> Layout:
-    """Where an array placed under `signal` lies: as its `shard` says, else axis 0 over `row` and the last over `column`."""
+def tensor_layout(signal: Signal, rank: int, label: str = "") -> Layout:
+    """Where an array placed under `signal` lies: as its `shard` says, else axis 0 over `row` and the last over `column`.
+    `label` names it in an error."""
     mesh, shard_axes = mesh_for(signal)
     axes: list[tuple[str, ...]] = [()] * rank
     if signal.shard is not None:
         if not signal.shard.replicated and signal.shard.axis is not None:
             axis = signal.shard.axis
             if not -rank <= axis < rank:
+                label = label or f"a rank-{rank} array"
                 raise JShardError(
-                    f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {axis} of a rank-{rank} array',
+                    f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {axis} of {label}',
                     hint="use " + (listed(map(str, range(rank))) if rank else "a replicated signal"),
                 )
             axes[axis] = shard_axes

@@ -389,6 +389,11 @@ IN_A_FILE = {
         MESH + "block*/attn: {match: '**'}\n",
         'signal "block*/attn" (FILE:3) has match, but its name is a glob, which means no one place; give it a name of its own',
     ),
+    "match beside workers": (
+        MESH + "layer1: {match: '**', shard: {axis: 0, workers: [0, 1]}}\n",
+        'signal "layer1" (FILE:3) has match beside shard.workers (FILE:3), which are a mesh of their own; write shard: {axis: 0, '
+        "mesh: data}",
+    ),
     "match with an unquoted star": (
         MESH + "layer1: {match: [**]}\n",
         'FILE:3 starts a word with "*" or "&", which mean aliases in YAML; quote it, as in "*/mlp": {row: data}',

@@ -1,0 +1,107 @@
+"""Where a claimed parameter lies: the words of its signal, read by what its first use does along each of its axes.
+
+A role is the word that splits such an axis: "reduction" is summed over (as are the rows of a table that is looked up), "column"
+is kept, or added to what is kept. No word splits the others: "batch" runs along both operands, a scan goes along "scan", which
+`store` leaves whole too, and None has no use that tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from jshard.errors import JShardError, quoted
+from jshard.layers.strategy import strategy_of
+from jshard.layouts.layout import Layout, check_divides
+from jshard.signals.claims import Claim
+from jshard.signals.globs import LONGEST
+from jshard.signals.scope import tensor_layout
+from jshard.signals.signal import PRODUCT, Signal
+
+Roles = tuple[str | None, ...]  # one for each axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A parameter by its path in the model, its claim, and the role of each of its axes."""
+
+    path: str
+    claim: Claim
+    shape: tuple[int, ...]
+    roles: Roles
+
+    def __str__(self) -> str:
+        return f"{quoted(self.path, LONGEST)} {self.shape}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rest:
+    """How a parameter lies in use, and at rest, where `store` splits it further."""
+
+    in_use: Layout
+    at_rest: Layout
+
+
+def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "") -> Layout:
+    """Lay a parameter out by the words of its signal: of each role the first axis is split. A `shard` places it whatever its
+    roles."""
+    if signal.shard is not None:
+        return tensor_layout(signal, len(roles), label)
+    words = (role if role in PRODUCT["w"] and roles.index(role) == axis else None for axis, role in enumerate(roles))
+    return strategy_of(signal).in_use(*words)
+
+
+def parameter_layouts(uses: Iterable[Use]) -> dict[str, Rest]:
+    """Find for each parameter how it lies. What does not divide, or is split twice over one mesh axis, are raised as one error,
+    what is alike in several parameters as one sentence."""
+    alike: dict[tuple[Claim, tuple[int, ...], Roles], list[Use]] = {}
+    for use in uses:
+        alike.setdefault((use.claim, use.shape, use.roles), []).append(use)
+    found: dict[str, Rest] = {}
+    faults: list[JShardError] = []
+    for same in alike.values():
+        try:
+            layout = _layout(same[0], len(same) - 1)
+            found |= {use.path: layout for use in same}
+        except JShardError as fault:
+            faults.append(fault)
+    if faults:
+        raise JShardError.of(faults)
+    return found
+
+
+def _layout(use: Use, more: int) -> Rest:
+    signal = use.claim.signal
+    in_use = layout_in_use(signal, use.roles, str(use))
+    for axis, role in enumerate(use.roles):
+        _check(use, more, in_use, axis, "shard.axis" if signal.shard is not None else role or "")
+    for name in set(signal.store) & set(in_use.mesh_axes):  # a word and `store` that share one are a fault of the file
+        raise JShardError(
+            f'signal "{signal.name}" ({signal.at("store")}) names mesh axis "{name}" for store and for shard '
+            f"({signal.at('shard')}), which would split {_several(use, more)} over it twice",
+            hint="use another mesh axis for one of them",
+        )
+    at_rest = in_use.also_over(signal.store, use.shape, [at for at, role in enumerate(use.roles) if role == "scan"])
+    for axis in range(len(use.shape)):
+        _check(use, more, at_rest, axis, "store")
+    return Rest(in_use, at_rest)
+
+
+def _check(use: Use, more: int, layout: Layout, axis: int, key: str) -> None:
+    """Raise an error where an axis does not divide. Heads that are too few name the two mesh axes that would do."""
+    signal, size, ways, names = use.claim.signal, use.shape[axis], layout.ways(axis), layout.axes[axis]
+    label, what = f'signal "{signal.name}" ({signal.at(key)})', f"axis {axis} of {_several(use, more)}"
+    fit = math.gcd(size, ways)
+    if key == "column" and use.roles.count("column") > 1 and 1 < fit < ways and len(names) == 1:
+        raise JShardError(
+            f'{label} splits {what} over mesh axis "{names[0]}" of size {ways}',
+            hint=f"write {{kv: {fit}, group: {ways // fit}}} for {names[0]}: {ways} in jshard.mesh, column: kv here, and "
+            "column: [kv, group] where it divides",
+        )
+    check_divides(size, names, layout.mesh, label=label, what=what, otherwise=f"claim it without {key.split('.')[0]}")
+
+
+def _several(use: Use, more: int) -> str:
+    """The parameter, how many like it there are, and where they are claimed."""
+    return f"{use}{f' and {more} more' if more else ''} claimed at {use.claim.place}"

@@ -1,0 +1,164 @@
+"""Where claimed parameters lie, by the words of their signals and the roles of their axes; and each sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from jshard.errors import JShardError
+from jshard.layers import Linear
+from jshard.layers.roles import Use, layout_in_use, parameter_layouts
+from jshard.signals.active_config import configuration, load, unload
+from jshard.signals.claims import claims
+
+CONFIG = """\
+jshard:
+  mesh: {data: 2, tensor: 4}
+columns:
+  row: data
+  column: tensor
+  match: ["columns/**"]
+sums: {reduction: tensor, match: ["sums/**"]}
+both:
+  column: [tensor]
+  store: data
+  match:
+    - both/**
+stored: {row: data, store: data, match: ["stored/**"]}
+split: {store: [data, tensor], match: ["split/**"]}
+axis: {shard: {axis: 1, mesh: tensor}, store: data, match: ["axis/**"]}
+last: {shard: {axis: -1, mesh: [data, tensor]}, match: ["last/**"]}
+twice:
+  shard: {axis: 0, mesh: data}
+  store: data
+  match: ["twice/**"]
+everywhere: {shard: {replicated: true}, match: ["everywhere/**"]}
+rest: {match: ["**"]}
+"""
+D, T = ("data",), ("tensor",)
+R, C, B, S = "reduction", "column", "batch", "scan"
+
+
+@pytest.fixture(autouse=True)
+def loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    load("c.yaml")
+    yield
+    unload()
+
+
+def used(*uses) -> list[Use]:
+    """Of (path, shape, roles); what is not claimed here has a claim by another path of its signal."""
+    paths = {path for path, *_ in uses}
+    present = configuration()
+    assert present is not None
+    others = [f"{name}/-" for name in present.signals]
+    found = claims(present, [*paths, *others])
+    return [Use(path, found[path], shape, roles) for path, shape, roles in uses]
+
+
+def laid(path, shape, roles):
+    ((_, rest),) = parameter_layouts(used((path, shape, roles))).items()
+    assert layout_in_use(used((path, shape, roles))[0].claim.signal, roles) == rest.in_use
+    return rest.in_use.axes, rest.at_rest.axes
+
+
+CASES = {
+    "a kernel by columns": ("columns/w", (8, 16), (R, C), ((), T), ((), T)),
+    "a kernel stored transposed": ("columns/w", (16, 8), (C, R), (T, ()), (T, ())),
+    "heads": ("columns/w", (8, 4, 16), (R, C, C), ((), T, ()), ((), T, ())),
+    "a bias of heads": ("columns/b", (4, 16), (C, C), (T, ()), (T, ())),
+    "heads summed": ("sums/w", (4, 16, 8), (R, R, C), (T, (), ()), (T, (), ())),
+    "a bias after a sum": ("sums/b", (8,), (C,), ((),), ((),)),
+    "rows of a table": ("sums/embedding", (16, 8), (R, C), (T, ()), (T, ())),
+    "stacked experts": ("columns/w", (6, 8, 16), (B, R, C), ((), (), T), ((), (), T)),
+    "no use that tells": ("columns/w", (8, 16), (None, None), ((), ()), ((), ())),
+    "a number": ("stored/scale", (), (), (), ()),
+    "kept beside stored": ("both/w", (8, 16), (R, C), ((), T), (D, T)),
+    "stored where it divides": ("both/w", (3, 16), (R, C), ((), T), ((), (*T, *D))),
+    "a bias stored on top": ("both/b", (16,), (C,), (T,), ((*T, *D),)),
+    "a filter, stored where it divides": ("stored/w", (3, 3, 6, 8), (R, R, R, C), ((), (), (), ()), ((), (), D, ())),
+    "layers of a scan stay whole": ("stored/w", (4, 6, 8), (S, R, C), ((), (), ()), ((), D, ())),
+    "a number of each layer": ("stored/w", (4,), (S,), ((),), ((),)),
+    "stored over two": ("split/w", (4, 16), (R, C), ((), ()), ((), (*D, *T))),
+    "shard": ("axis/w", (8, 16), (R, C), ((), T), (D, T)),
+    "shard of no use": ("last/w", (8, 16, 8), (None, None, None), ((), (), (*D, *T)), ((), (), (*D, *T))),
+    "shard whole": ("everywhere/w", (7, 5), (R, C), ((), ()), ((), ())),
+    "others": ("w", (7, 5), (R, C), ((), ()), ((), ())),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameter_lies_as_the_words_and_its_roles_say(case):
+    path, shape, roles, in_use, at_rest = CASES[case]
+    assert laid(path, shape, roles) == (in_use, at_rest)
+
+
+def test_linear_is_one_row_of_the_table():
+    from flax import nnx
+
+    from jshard.signals.scope import signal
+
+    for name in ("columns", "sums", "both", "stored"):
+        with signal(name):
+            layer = Linear(16, 16, rngs=nnx.Rngs(0))
+        roles = {"kernel": (R, C), "bias": (C,)}
+        uses = used(*((f"{name}/{each}", (16,) * len(role), role) for each, role in roles.items()))
+        rests = parameter_layouts(uses).values()
+        assert [rest.at_rest for rest in rests] == list(layer.parameter_layouts().values())
+
+
+def faults_of(*uses) -> tuple[str, ...]:
+    with pytest.raises(JShardError) as told:
+        parameter_layouts(used(*uses))
+    return told.value.faults
+
+
+def test_what_does_not_divide_is_one_sentence_for_all_that_are_alike():
+    assert faults_of(
+        *((f"columns/{layer}/attn/k_proj/w", (8, 2, 16), (R, C, C)) for layer in range(3)),
+        ("columns/mlp/w", (8, 10), (R, C)),
+        ("columns/ok", (8, 16), (R, C)),
+        ("sums/w", (6, 8), (R, C)),
+        ("stored/b", (5,), (C,)),
+        ("axis/w", (4, 9), (None, None)),
+        ("columns/3/attn/k_proj/w", (8, 6, 16), (R, C, C)),
+        ("columns/three", (8, 3, 16), (R, C, C)),
+    ) == (
+        'signal "columns" (c.yaml:5) splits axis 1 of "columns/0/attn/k_proj/w" (8, 2, 16) and 2 more claimed at c.yaml:6 over '
+        'mesh axis "tensor" of size 4; write {kv: 2, group: 2} for tensor: 4 in jshard.mesh, column: kv here, and column: [kv, '
+        "group] where it divides",
+        'signal "columns" (c.yaml:5) splits axis 1 of "columns/mlp/w" (8, 10) claimed at c.yaml:6 over mesh axis "tensor" of '
+        "size 4; use 8 or 12, or claim it without column",
+        'signal "sums" (c.yaml:7) splits axis 0 of "sums/w" (6, 8) claimed at c.yaml:7 over mesh axis "tensor" of size 4; use 4 '
+        "or 8, or claim it without reduction",
+        'signal "stored" (c.yaml:13) splits axis 0 of "stored/b" (5,) claimed at c.yaml:13 over mesh axis "data" of size 2; use '
+        "4 or 6, or claim it without store",
+        'signal "axis" (c.yaml:15) splits axis 1 of "axis/w" (4, 9) claimed at c.yaml:15 over mesh axis "tensor" of size 4; use '
+        "8 or 12, or claim it without shard",
+        'signal "columns" (c.yaml:5) splits axis 1 of "columns/3/attn/k_proj/w" (8, 6, 16) claimed at c.yaml:6 over mesh axis '
+        '"tensor" of size 4; write {kv: 2, group: 2} for tensor: 4 in jshard.mesh, column: kv here, and column: [kv, group] where '
+        "it divides",
+        'signal "columns" (c.yaml:5) splits axis 1 of "columns/three" (8, 3, 16) claimed at c.yaml:6 over mesh axis "tensor" of '
+        "size 4; use 4, or claim it without column",
+    )
+
+
+def test_two_mesh_axes_are_what_few_heads_take():
+    load({
+        "jshard": {"mesh": {"data": 2, "kv": 2, "group": 2}},
+        "q": {"column": ["kv", "group"], "match": "q"}, "k": {"column": "kv", "match": "k"},
+    })  # fmt: skip
+    present = configuration()
+    assert present is not None
+    found = claims(present, ["q", "k"])
+    uses = [Use(path, found[path], (8, heads, 16), (R, C, C)) for path, heads in (("q", 8), ("k", 2))]
+    assert [rest.in_use.axes[1] for rest in parameter_layouts(uses).values()] == [("kv", "group"), ("kv",)]
+
+
+def test_an_axis_that_is_not_there_and_a_mesh_axis_twice_are_one_sentence_each():
+    assert faults_of(("axis/b", (8,), (C,)), ("twice/w", (8, 8), (R, C))) == (
+        'signal "axis" (c.yaml:15) shards axis 1 of "axis/b" (8,); use 0',
+        'signal "twice" (c.yaml:19) names mesh axis "data" for store and for shard (c.yaml:18), which would split "twice/w" (8, 8) '
+        "claimed at c.yaml:20 over it twice; use another mesh axis for one of them",
+    )
