@@ -24,6 +24,7 @@ import jshard
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.ledger import explain
 from jshard.signals.active_config import unload
+from jshard.signals.scope import outside
 
 BATCH, LENGTH, INPUTS, OUTPUTS = 8, 8, 16, 24
 AXES = {"d": "data", "t": "tensor", "p": "pipe"}
@@ -253,8 +254,10 @@ def forward_and_gradients(layer: Any, x: jax.Array, cotangent: jax.Array, run: A
 
 
 def layer_of(case: Case, **arguments: Any) -> jshard.Linear:
+    with outside():
+        rngs = nnx.Rngs(0)
     with jshard.signal("layer"):
-        return jshard.Linear(INPUTS, OUTPUTS, kernel_init=integers, bias_init=integers, rngs=nnx.Rngs(0), **arguments)
+        return jshard.Linear(INPUTS, OUTPUTS, kernel_init=integers, bias_init=integers, rngs=rngs, **arguments)
 
 
 @functools.cache
@@ -263,13 +266,14 @@ def dense(rank: int, compute: str | None = None, param: str = "float32") -> Any:
     layer = nnx.Linear(
         INPUTS, OUTPUTS, kernel_init=integers, bias_init=integers, dtype=compute, param_dtype=param, rngs=nnx.Rngs(0)
     )  # fmt: skip
+    graph, state = nnx.split(layer)
     x_shape, y_shape = shapes(rank)
-    y, of_parameters, of_x = forward_and_gradients(layer, numbers(x_shape), cast(numbers(y_shape, 1), compute, param))
-    return y, of_parameters, of_x
+    run = jax.jit(lambda state, x, y: forward_and_gradients(nnx.merge(graph, state), x, y))
+    return run(state, numbers(x_shape), cast(numbers(y_shape, 1), compute))
 
 
-def cast(cotangent: np.ndarray, compute: str | None, param: str) -> jax.Array:
-    return jnp.asarray(cotangent, compute or jnp.float32)
+def cast(cotangent: np.ndarray, compute: str | None) -> np.ndarray:
+    return cotangent.astype(jnp.dtype(compute or jnp.float32))
 
 
 def dense_of(case: Case) -> Any:
@@ -284,7 +288,7 @@ def placed(array: Any, spec: jax.P) -> jax.Array:
 def operands(case: Case) -> tuple[jax.Array, jax.Array]:
     """x and the cotangent of y, where the layer wants them."""
     x_shape, y_shape = shapes(case.rank)
-    cotangent = cast(numbers(y_shape, 1), case.keys.get("dtype", {}).get("compute"), "")
+    cotangent = cast(numbers(y_shape, 1), case.keys.get("dtype", {}).get("compute"))
     return placed(numbers(x_shape), case.spec("x")), placed(cotangent, case.spec("y"))
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,18 @@ os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+
+
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """What calls Python is kept by no cache: compile it with no optimization at all, unless the suite runs as users compile."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", os.environ["XLA_FLAGS"] == QUICK)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def write_in_one_move() -> None:

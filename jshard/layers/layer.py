@@ -16,7 +16,7 @@ from jshard.layers.strategy import strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import configuration
-from jshard.signals.scope import active_path, resolve
+from jshard.signals.scope import active_path, outside, resolve
 from jshard.signals.signal import Signal
 
 Path = tuple[Any, ...]  # of an array in the state of a model
@@ -48,9 +48,9 @@ class Layer(nnx.Module):
         self, name: str, initializer: Any, shape: tuple[int, ...], rngs: nnx.Rngs, dtype: Any = jnp.float32
     ) -> nnx.Param[Any]:
         """Draw a parameter where it rests, each device its part: the numbers that Flax draws, on every mesh."""
-        key, signal, layouts = rngs.params(), _signal_at(self.signal_path), self.parameter_layouts()
+        signal, layouts = _signal_at(self.signal_path), self.parameter_layouts()
         if signal is None:
-            return nnx.Param(initializer(key, shape, dtype))
+            return nnx.Param(initializer(rngs.params(), shape, dtype))
         kind = type(self).__name__
         if name not in layouts:
             raise JShardError(
@@ -58,7 +58,8 @@ class Layer(nnx.Module):
                 hint=f'name it in {kind}.parameter_axes: {{"{name}": ("reduction", "column")}}',
             )
         layouts[name].shard_shape(shape, label=f"{signal}, in {name} of a {kind},")
-        return nnx.Param(create(initializer, key, shape, signal.dtype.param or dtype, layouts[name]))
+        with outside():
+            return nnx.Param(create(initializer, rngs.params(), shape, signal.dtype.param or dtype, layouts[name]))
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Enter the signal that holds for a call: the active one, else the remembered one."""

@@ -16,7 +16,7 @@ from jshard.layers.sharded_matmul import multiply
 from jshard.layers.strategy import check_parameters, strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.redistribution import as_array
-from jshard.signals.scope import active, resolve
+from jshard.signals.scope import active, outside, resolve
 from jshard.signals.signal import PRODUCT
 
 _kernel_init = nnx.initializers.lecun_normal()
@@ -46,10 +46,11 @@ class Linear(nnx.Linear, Layer):
             param_dtype, layouts = signal.dtype.param or param_dtype, self.parameter_layouts()
             kernel_init = functools.partial(create, kernel_init, layout=layouts["kernel"])
             bias_init = functools.partial(create, bias_init, layout=layouts["bias"])
-        nnx.Linear.__init__(
-            self, in_features, out_features, use_bias=use_bias, param_dtype=param_dtype,
-            kernel_init=kernel_init, bias_init=bias_init, rngs=rngs, **arguments,
-        )  # fmt: skip
+        with outside():
+            nnx.Linear.__init__(
+                self, in_features, out_features, use_bias=use_bias, param_dtype=param_dtype,
+                kernel_init=kernel_init, bias_init=bias_init, rngs=rngs, **arguments,
+            )  # fmt: skip
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """`inputs[..., in_features]` to `[..., out_features]`, lying as the signal says."""

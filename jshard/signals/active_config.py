@@ -36,6 +36,11 @@ _loaded = _Loaded()
 _fingerprint = jax.make_user_context(None)
 
 
+def no_fingerprint() -> contextlib.AbstractContextManager[Any]:
+    """Let what is traced inside be one program under all configurations: nothing there asks for any."""
+    return _fingerprint(None)
+
+
 def _become(configuration: Configuration | None, mesh: Mesh | None = None, stands_for: Mesh | None = None) -> None:
     _loaded.configuration, _loaded.mesh, _loaded.environment_read = configuration, mesh, True
     _loaded.stands_for = stands_for

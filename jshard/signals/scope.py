@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jshard.layouts.layout import Layout, Placement
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import as_array, redistribute
 from jshard.provenance import scope
-from jshard.signals.active_config import configuration, mesh_for
+from jshard.signals.active_config import configuration, mesh_for, no_fingerprint
 from jshard.signals.device_sets import check_reach
 from jshard.signals.faults import listed
 from jshard.signals.signal import Signal
@@ -114,6 +114,13 @@ def active_path() -> tuple[str, ...]:
 def active_digest() -> Hashable:
     """What a program traced here can depend on, for caches beside jit's own."""
     return _context.value.digest
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Leave every signal: keys and numbers that are drawn inside hang on none, and are one program for all of them."""
+    with _context(Scope(())), no_fingerprint():
+        yield
 
 
 def resolve(remembered: tuple[str, ...]) -> tuple[Signal | None, contextlib.AbstractContextManager[Any]]:

@@ -39,7 +39,7 @@ class Optimizer(nnx.Optimizer):
     def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
         super().__init__(model, optimizer(tx, model, wrt), wrt=wrt)
         if configuration() is not None and not _is_on_workers(nnx.state(model, wrt)):
-            self.step[...] = redistribute(self.step[...], Layout(mesh()))
+            self.step.set_value(redistribute(self.step.get_value(), Layout(mesh())))
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
         """Update `model` by its gradients; the ledger's phase of it is "update"."""

@@ -128,6 +128,21 @@ def test_a_second_creation_compiles_nothing(layout):
     assert cases.compilations(make) == 0
 
 
+def test_layer_under_another_signal_or_configuration_is_drawn_by_the_same_programs():
+    rngs = nnx.Rngs(0)
+
+    def drawn(first):
+        signals = {"a": first, "b": {"column": "tensor"}}
+        with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}}, **signals}):
+            for name in signals:
+                with jshard.signal(name):
+                    layer = jshard.Linear(16, 24, rngs=rngs)
+            return layer.kernel[...]
+
+    drawn({"row": "data", "column": "tensor"})
+    assert cases.compilations(lambda: drawn({"column": "tensor", "output": "gather"})) == 0
+
+
 def test_a_new_array_that_does_not_divide():
     with (
         cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}}}) as grid,
