@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from jshard.cli.target import Target, find_modules_here, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
+from jshard.signals.claims import claims
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.topologies import fitted
+from jshard.table import table
 from jshard.train.settings import Settings
 
 SCHEMA = "jshard.check/1"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jshard check [-h] path [path ...] [key=value ...] [--against BASELINE] [--update] [--json]"
+    parser.usage = (
+        "jshard check [-h] path [path ...] [key=value ...] [--claims] [--against BASELINE] [--update] [--json]"
+    )
+    parser.add_argument(
+        "--claims",
+        action="store_true",
+        help="list the parameters of the model, and which match claims each; nothing else is held",
+    )
     parser.add_argument(
         "--against", metavar="BASELINE", help="the baseline to hold; else the path's, with .baseline for .yaml"
     )
@@ -39,7 +51,7 @@ def run(chosen: argparse.Namespace) -> int:
         found = Checked(target, configuration.meaning())
         if not chosen.json:
             show(configuration.text())
-        _check(found, configuration, chosen.against, chosen.update)
+        _check(found, configuration, chosen)
         if not chosen.json:
             found.print()
         checked.append(found)
@@ -55,32 +67,42 @@ class Checked:
 
     target: Target
     meaning: list[tuple[str, str]]
+    claims: list[dict[str, str]] = dataclasses.field(
+        default_factory=list
+    )  # one for each parameter, where they are listed
     holds: list[str] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
 
     def print(self) -> None:
-        for line in self.holds:
+        for line in (*table(list(_alike(self.claims))), *self.holds):
             show(line)
         for sentence in self.broken:
             tell(sentence)
 
     def document(self) -> dict[str, object]:
         means = [{"place": place, "says": words} for place, words in self.meaning]
+        listed = {"claims": self.claims} if self.claims else {}
         return {
-            "path": self.target.path, "function": self.target.function, "meaning": means, "holds": self.holds,
+            "path": self.target.path, "function": self.target.function, "meaning": means, **listed, "holds": self.holds,
             "broken": self.broken,
         }  # fmt: skip
 
 
-def _check(checked: Checked, configuration: Configuration, against: str | None, update: bool) -> None:
-    target = checked.target
+def _check(checked: Checked, configuration: Configuration, chosen: argparse.Namespace) -> None:
+    target, against, update = checked.target, chosen.against, chosen.update
     if configuration.topology is not None and configuration.mesh is not None:
         sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
         fitted(sizes, configuration.mesh.place, configuration.topology, configuration.topology_place)
+    if chosen.claims:
+        return _check_claims(checked, configuration, listed=True)
     _check_experiment(configuration)
     baseline = against or _beside(target)
     reason = _needs_a_step(configuration, baseline, update or against is not None)
     has_a_step = "model" in configuration.train or target.function is not None
+    if "model" in configuration.train and any(signal.match for signal in configuration.signals.values()):
+        _check_claims(checked, configuration, listed=False)
+        if reason is None:
+            return
     if reason is None and not (has_a_step and configuration.signals):  # a file for others to include names no signal
         return
     if not has_a_step:
@@ -102,6 +124,45 @@ def _check_experiment(configuration: Configuration) -> None:
         from jshard.train.components import Component, transformation
 
         transformation(settings) if key == "optimizer" else Component.of(settings, key)
+
+
+def _check_claims(checked: Checked, configuration: Configuration, *, listed: bool) -> None:
+    """Hold that each parameter of the model has one claim, and list them. No array is made, and no device need be here."""
+    if "model" not in configuration.train:
+        raise JShardError(
+            f"--claims lists the parameters of a model, and {configuration.source} names none",
+            hint="write model: examples.digits:Model under jshard.train",
+        )
+    find_modules_here()
+    from jshard.train.experiment import parameter_shapes
+
+    shapes = parameter_shapes(configuration)
+    found = claims(configuration, shapes)
+    counts = collections.Counter(claim.signal.name for claim in found.values())
+    checked.holds.append(
+        f"{len(found)} parameters are claimed: {', '.join(f'{name} {n}' for name, n in counts.items())}"
+    )
+    if listed:
+        checked.claims += [
+            {
+                "place": str(claim.place),
+                "signal": claim.signal.name,
+                "path": path,
+                "array": shapes[path],
+                "match": claim.glob,
+            }
+            for path, claim in found.items()
+        ]
+
+
+def _alike(claimed: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:
+    """A row for each, and one for all that differ in the numbers of their paths alone."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for each in claimed:
+        path = re.sub(r"[0-9]+", "*", each["path"])
+        alike.setdefault((each["place"], each["signal"], path, each["array"]), []).append(each["path"])
+    for (place, signal, path, array), paths in alike.items():
+        yield place, signal, *((paths[0], array, "") if len(paths) == 1 else (path, array, f"x {len(paths)}"))
 
 
 def _beside(target: Target) -> str:

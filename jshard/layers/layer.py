@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -15,6 +16,7 @@ from jshard.errors import JShardError
 from jshard.layers.strategy import strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.layout import Layout
+from jshard.layouts.paths import words_of
 from jshard.signals.active_config import configuration
 from jshard.signals.scope import active_path, outside, resolve
 from jshard.signals.signal import Signal
@@ -102,6 +104,21 @@ def model_arrays(model: Any) -> ModelArrays:
         layout = layouts[around].get(str(name[0])) if len(name) == 1 else None
         found[path] = ModelArray(under, _signal_at(under), layout)
     return found
+
+
+def parameters_by_path(model: Any) -> dict[str, Any]:
+    """Find the parameters of an NNX model, or of Linen's variables, by the paths that `match` claims them by: what leads to
+    each in the model, joined by slashes. `params` is left out of Linen's; a parameter that the model has twice is one."""
+    if isinstance(model, Mapping):
+        leaves = jax.tree_util.tree_flatten_with_path(model.get("params", model))[0]
+        found = [(words_of(path), leaf) for path, leaf in leaves]
+    else:
+        found = [
+            ([*map(str, path), *words_of(inside[1:])], leaf)  # a variable may hold a tree
+            for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+            for inside, leaf in jax.tree_util.tree_flatten_with_path(variable)[0]
+        ]
+    return {"/".join(words): leaf for words, leaf in found}
 
 
 def parameter_of(path: Path, parameters: Iterable[Path]) -> Path | None:

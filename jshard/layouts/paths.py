@@ -16,8 +16,8 @@ def key_of(step: Any) -> Any:
 
 def keys_of(path: Sequence[Any]) -> tuple[Any, ...]:
     """Those of all steps; the `value` of a variable is the variable itself."""
-    found = tuple(map(key_of, path))
-    return found[:-1] if found[-1:] == ("value",) else found
+    ends_in_a_variable = len(path) > 0 and getattr(path[-1], "name", None) == "value"
+    return tuple(map(key_of, path[:-1] if ends_in_a_variable else path))
 
 
 def words_of(path: Sequence[Any]) -> list[str]:

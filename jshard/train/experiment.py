@@ -20,9 +20,9 @@ from jshard.inspect.plan.planning import planned
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract
-from jshard.layers.layer import model_arrays
+from jshard.layers.layer import model_arrays, parameters_by_path
 from jshard.signals import device_sets
-from jshard.signals.active_config import mesh_for
+from jshard.signals.active_config import mesh_for, unload
 from jshard.signals.config import Configuration
 from jshard.signals.scope import signal
 from jshard.train.components import Component, parameters_of, transformation
@@ -57,6 +57,7 @@ class Experiment:
         compiled, not trained."""
         settings = Settings(configuration)
         settings.require("model")
+        _check_not_claimed(configuration)
         batch, seed = settings["batch"], settings["seed"]
         placement = Placement(mesh, configuration.signals)
         settings.check_rows(placement.ways)
@@ -192,6 +193,17 @@ class Experiment:
             return self.placement.place(batch, *self.data.first(self.placement.rows))
 
 
+def parameter_shapes(configuration: Configuration) -> dict[str, str]:
+    """Find the parameters of the model that a configuration names, as `float32[784,1024]` by path. The model is built of
+    shapes, with no configuration loaded."""
+    settings = Settings(configuration)
+    named = Component.of(settings, "model")
+    unload()
+    with as_user_error(f"{named.path} is built"):
+        model = nnx.eval_shape(lambda: named(rngs=nnx.Rngs(settings["seed"])))
+    return {path: jax.typeof(leaf).str_short() for path, leaf in parameters_by_path(model).items()}
+
+
 def _data(settings: Settings) -> tuple[Component, Mapping[str, Any]]:
     """Import what `data` names, and return how it says that is read."""
     component = Component.of(settings, "data")
@@ -204,6 +216,16 @@ def _data(settings: Settings) -> tuple[Component, Mapping[str, Any]]:
         )
     rest = {key: value for key, value in component.arguments.items() if key not in READING}
     return dataclasses.replace(component, arguments=rest), how
+
+
+def _check_not_claimed(configuration: Configuration) -> None:
+    """Raise an error for signals that claim parameters: no training step is partitioned by them yet."""
+    for each in configuration.signals.values():
+        if each.match:
+            raise JShardError(
+                f'signal "{each.name}" ({each.at("match")}) has match, and a training step is not partitioned by claims yet',
+                hint=f"remove it, or read who claims what: jshard check {configuration.source} --claims",
+            )
 
 
 def _check_count(settings: Settings, count: int, batch: int, last: str, placement: Placement) -> None:

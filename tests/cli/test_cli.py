@@ -112,7 +112,7 @@ three: {reduction: tensor, sequence: tensor, output: scatter, store: {optimizer:
 four: {shard: {axis: 1, workers: [0, 1]}}
 five: {shard: {workers: null, replicated: true}}
 six: {shard: {axis: 0, mesh: data}, expect: {psum: 1, bytes: 64MiB}}
-seven: {}
+seven: {match: ["a/**", "**"]}
 eight: {shard: {axis: 1, workers: [2, 3]}, backward: four, compile: true}
 """)
     _, out, _ = typed(capsys, "check", str(path))  # and a sentence about `expect`, which needs an experiment
@@ -126,7 +126,7 @@ eight: {shard: {axis: 1, workers: [2, 3]}, backward: four, compile: true}
         "four: axis 1 of every array over workers 0, 1",
         "five: whole on all workers",
         "six: axis 0 of every array over mesh axis data; 1 all_reduce expected; at most 67108864 bytes on the wire",
-        "seven: replicated",
+        "seven: replicated; claims a/**, all other parameters",
         'eight: axis 1 of every array over workers 2, 3; cotangents lie as "four" says; not compiled as one program, as '
         "the backward is on other workers",
     ]

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
 from jshard.inspect.report.array_placement import GRADIENT, OPTIMIZER, PARAMETER
 from jshard.inspect.report.gather import facts_of_function
-from jshard.layers.layer import model_arrays
+from jshard.layers.layer import model_arrays, parameters_by_path
 
 P = jax.P
 ROOT = Path(__file__).parent.parent.parent
@@ -225,3 +226,46 @@ def test_nobody_outside_layers_asks_for_a_kind_of_layer():
 
 def test_page_on_layers_shows_this_one():
     assert inspect.getsource(Gated) in (ROOT / "docs" / "layers.md").read_text()
+
+
+class Strange(nnx.Module):
+    """What models of others do to paths."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(2, 3, use_bias=False, rngs=rngs) for _ in range(11)])
+        self.tied = self.layers[0]
+        self.by_name = nnx.Dict({"x.y": nnx.Param(jnp.ones(2)), "3": nnx.Param(jnp.ones(3))})
+        setattr(self, "blocks.0", nnx.BatchNorm(2, rngs=rngs))
+        self.tree = nnx.Param({"a": jnp.ones(4), "value": jnp.ones(5)})
+        self.value = nnx.LoRAParam(jnp.ones(6))
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_parameters_by_path_of_nnx():
+    found = {path: leaf.shape for path, leaf in parameters_by_path(Strange(nnx.Rngs(0))).items()}
+    assert found == {
+        **{f"layers/{number}/kernel": (2, 3) for number in range(11)},
+        "by_name/x.y": (2,), "by_name/3": (3,), "blocks.0/scale": (2,), "blocks.0/bias": (2,), "tree/a": (4,), "tree/value": (5,),
+        "value": (6,),
+    }  # fmt: skip
+    assert parameters_by_path(nnx.eval_shape(lambda: Strange(nnx.Rngs(0)))).keys() == found.keys()
+
+
+def test_parameters_by_path_of_linen_is_that_of_its_bridge():
+    class Net(nn.Module):
+        boxed: bool = True  # with names of mesh axes, which a bridge takes on a mesh of them alone
+
+        @nn.compact
+        def __call__(self, x):
+            ones = nn.initializers.ones
+            box = nn.with_partitioning(ones, (None, "model")) if self.boxed else ones
+            return nn.Dense(2, kernel_init=box)(nn.BatchNorm(use_running_average=False)(x)) * self.param(
+                "value", nn.ones, (2,)
+            )
+
+    x = jnp.ones((1, 2))
+    variables = Net().init(jax.random.key(0), x)
+    names = {"BatchNorm_0/bias", "BatchNorm_0/scale", "Dense_0/bias", "Dense_0/kernel", "value"}
+    assert parameters_by_path(variables).keys() == parameters_by_path(variables["params"]).keys() == names
+    bridged = nnx.bridge.ToNNX(Net(boxed=False), rngs=nnx.Rngs(0)).lazy_init(x)
+    assert parameters_by_path(bridged).keys() == names

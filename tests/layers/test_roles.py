@@ -75,6 +75,7 @@ CASES = {
     "no use that tells": ("columns/w", (8, 16), (None, None), ((), ()), ((), ())),
     "a number": ("stored/scale", (), (), (), ()),
     "kept beside stored": ("both/w", (8, 16), (R, C), ((), T), (D, T)),
+    "stored along what is whole": ("both/w", (16, 8), (C, R), (T, ()), (T, D)),
     "stored where it divides": ("both/w", (3, 16), (R, C), ((), T), ((), (*T, *D))),
     "a bias stored on top": ("both/b", (16,), (C,), (T,), ((*T, *D),)),
     "a filter, stored where it divides": ("stored/w", (3, 3, 6, 8), (R, R, R, C), ((), (), (), ()), ((), (), D, ())),

@@ -1,0 +1,82 @@
+"""`jshard check` of a model that names no signal: who claims what, as docs/claims.md shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jshard.cli import main
+from jshard.signals.active_config import unload
+
+PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
+MODEL, YAML, CONSOLE = (
+    re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    for language in ("python", "yaml", "console")
+)
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("decoder.py").write_text(MODEL + "\n\ndef data():\n    raise AssertionError\n")
+    Path("decoder.yaml").write_text(YAML)
+
+    def checked(*words):
+        status = main(["check", "decoder.yaml", *words])
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err.splitlines()
+
+    yield checked
+    unload()
+
+
+def test_check_lists_claims_as_the_page_says(check):
+    _, *lines = CONSOLE.splitlines()
+    assert check("--claims") == (0, lines, [])
+
+
+def test_check_counts_claims_of_an_experiment(check):
+    status, out, err = check("jshard.train.data=decoder:data")
+    assert (status, out[-1], err) == (0, "29 parameters are claimed: rest 5, keys 8, out 8, queries 8", [])
+
+
+def test_check_tells_what_claims_lack(check):
+    status, out, err = check("--claims", 'keys.match=["layers/*/kay/**"]', "rest.match=[]")
+    assert status == 2 and not any("parameters are claimed" in line for line in out)
+    assert err == [
+        'signal "keys" (the command line) has match "layers/*/kay/**", which fits no parameter; write k, '
+        'norm, out or q after "layers/*"',
+        'no signal of decoder.yaml claims 13 of 29 parameters: "embed/embedding", "layers/0/k/bias", "layers/0/k/kernel" and 10 '
+        'more; claim them, or write rest: {match: ["**"]}',
+    ]
+
+
+def test_check_has_the_claims_in_its_document(check):
+    (configuration,) = json.loads("\n".join(check("--claims", "--json")[1]))["configurations"]
+    assert len(configuration["claims"]) == 29
+    assert configuration["claims"][0] == {
+        "place": "decoder.yaml:7", "signal": "rest", "path": "embed/embedding", "array": "float32[128,32]", "match": "**",
+    }  # fmt: skip
+    assert configuration["holds"] == ["29 parameters are claimed: rest 5, keys 8, out 8, queries 8"]
+
+
+def test_check_of_claims_without_a_model_is_one_sentence(check):
+    Path("decoder.yaml").write_text("jshard: {mesh: {data: 2}}\na: {match: '**'}\n")
+    assert check("--claims")[::2] == (
+        2,
+        ["--claims lists the parameters of a model, and decoder.yaml names none; write model: examples.digits:Model under "
+         "jshard.train"],
+    )  # fmt: skip
+    assert check()[::2] == (0, [])
+
+
+def test_a_training_step_by_claims_is_one_sentence(check):
+    assert check("jshard.train.data=decoder:data", "keys.expect.psum=1")[::2] == (
+        2,
+        ['signal "queries" (decoder.yaml:4) has match, and a training step is not partitioned by claims yet; remove it, or read '
+         "who claims what: jshard check decoder.yaml --claims"],
+    )  # fmt: skip
