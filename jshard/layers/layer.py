@@ -108,14 +108,17 @@ def model_arrays(model: Any) -> ModelArrays:
 
 def parameters_by_path(model: Any) -> dict[str, Any]:
     """Find the parameters of an NNX model, or of Linen's variables, by the paths that `match` claims them by: what leads to
-    each in the model, joined by slashes. `params` is left out of Linen's; a parameter that the model has twice is one."""
+    each in the model, joined by slashes. `params` is left out of Linen's; a parameter that the model has twice is one; those
+    of a layer that was built under a signal are that signal's, and not among them."""
     if isinstance(model, Mapping):
         leaves = jax.tree_util.tree_flatten_with_path(model.get("params", model))[0]
         found = [(words_of(path), leaf) for path, leaf in leaves]
     else:
+        layers = model_arrays(model)
         found = [
             ([*map(str, path), *words_of(inside[1:])], leaf)  # a variable may hold a tree
             for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+            if not layers[path].signal_path
             for inside, leaf in jax.tree_util.tree_flatten_with_path(variable)[0]
         ]
     return {"/".join(words): leaf for words, leaf in found}

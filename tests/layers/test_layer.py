@@ -239,6 +239,9 @@ class Strange(nnx.Module):
         self.tree = nnx.Param({"a": jnp.ones(4), "value": jnp.ones(5)})
         self.value = nnx.LoRAParam(jnp.ones(6))
         self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.free = jshard.Linear(7, 1, use_bias=False, rngs=rngs)
+        with jshard.signal("layer1"):
+            self.placed = jshard.Linear(2, 2, rngs=rngs)
 
 
 def test_parameters_by_path_of_nnx():
@@ -246,7 +249,7 @@ def test_parameters_by_path_of_nnx():
     assert found == {
         **{f"layers/{number}/kernel": (2, 3) for number in range(11)},
         "by_name/x.y": (2,), "by_name/3": (3,), "blocks.0/scale": (2,), "blocks.0/bias": (2,), "tree/a": (4,), "tree/value": (5,),
-        "value": (6,),
+        "value": (6,), "free/kernel": (7, 1),
     }  # fmt: skip
     assert parameters_by_path(nnx.eval_shape(lambda: Strange(nnx.Rngs(0)))).keys() == found.keys()
 
