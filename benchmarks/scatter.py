@@ -40,17 +40,17 @@ def measured(rows: int, layout: str = "rows") -> dict[str, dict[str, float]]:
     jshard.scatter(np.zeros(8 * COLUMNS, np.float32) if root else None, jshard.Layout(mesh, "w"))  # connects them
     found, results = {}, []
     for method in ("scatter", "broadcast"):  # what is not given back makes the second look better than it is
-        before = _memory("VmRSS", reset=True)
+        before = memory("VmRSS", reset=True)
         begin = time.perf_counter()
         results.append(jax.block_until_ready(jshard.scatter(whole, laid, method=method)))
         seconds = time.perf_counter() - begin
-        found[method] = {"seconds": seconds, "mebibytes": _memory("VmHWM") - before}
+        found[method] = {"seconds": seconds, "mebibytes": memory("VmHWM") - before}
     for one, other in zip(*(each.addressable_shards for each in results), strict=True):
         assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes(), "the two methods differ"
     return found
 
 
-def _memory(key: str, *, reset: bool = False) -> float:
+def memory(key: str, *, reset: bool = False) -> float:
     """MiB of this process, as Linux says; `reset` makes the peak start again from here."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
@@ -60,16 +60,20 @@ def _memory(key: str, *, reset: bool = False) -> float:
 
 def in_processes(count: int, mebibytes: int, layout: str = "rows", *, timeout: float = 600) -> list[dict[str, Any]]:
     """What `measured` finds in each of `count` processes."""
-    address = f"127.0.0.1:{free_port()}"
+    return each_rank("benchmarks.scatter", count, str(mebibytes), layout, timeout=timeout)
+
+
+def each_rank(module: str, count: int, *words: str, timeout: float = 600) -> list[dict[str, Any]]:
+    """What each of `count` processes of `python -m module --one address count words... rank` prints last, as JSON."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
         "PJRT_NPROC": os.environ.get("PJRT_NPROC", "32"),
     }
-    words = [sys.executable, "-m", "benchmarks.scatter", "--one", address, str(count), str(mebibytes), layout]
+    command = [sys.executable, "-m", module, "--one", f"127.0.0.1:{free_port()}", str(count), *words]
     started = [
-        subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, env=environment, text=True)
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, env=environment, text=True)
         for rank in range(count)
     ]
     deadline = time.monotonic() + timeout

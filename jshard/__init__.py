@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from jshard.train.optimizer import Optimizer as Optimizer
     from jshard.train.optimizer import optimizer as optimizer
     from jshard.train.trace import trace as trace
+    from jshard.train.weights import save_weights as save_weights
+    from jshard.train.weights import weights as weights
     from jshard.version import __version__ as __version__
 
 _ROOMS = {
@@ -65,6 +67,7 @@ _ROOMS = {
     "jshard.train.log": ("log",),
     "jshard.train.optimizer": ("Optimizer", "optimizer"),
     "jshard.train.trace": ("trace",),
+    "jshard.train.weights": ("save_weights", "weights"),
     "jshard.version": ("__version__",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -31,6 +31,11 @@ WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
     "evaluated": (INFO, lambda fields: f"step {fields['step']}: test accuracy {100 * fields['accuracy']:.1f} %"),
     "saving": (INFO, "begins to save step {step} in {folder}".format_map),
     "saved": (INFO, "has saved step {step} in {folder}".format_map),
+    "weights_read": (
+        INFO,
+        "read {read:,} of the {of:,} B of {file} into {parameters} parameters in {seconds:.1f} s".format_map,
+    ),
+    "weights_written": (INFO, "wrote {parameters} parameters, {of:,} B, to {file} in {seconds:.1f} s".format_map),
     "ended": (INFO, "ended behind step {step}: {how}".format_map),
 }
 

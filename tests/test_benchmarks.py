@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import log, plan, processes, step, watchdog
+from benchmarks import log, plan, processes, step, watchdog, weights
 from jshard.signals.active_config import unload
 
 
@@ -45,6 +45,13 @@ def test_quick_benchmark_of_a_plan_prints_what_the_compiler_and_the_cache_take(c
     first, again = capsys.readouterr().out.splitlines()
     assert re.fullmatch(f"{of} by its compiler {took}", first)
     assert re.fullmatch(f"{of} from the cache {took}", again)
+
+
+@pytest.mark.slow
+def test_quick_benchmark_of_weights_prints_a_line_of_bytes_and_memory(capsys):
+    weights.main(["--processes", "2", "--mebibytes", "16"])
+    ours = r"16 MiB in 2 processes, a shard is 8 MiB; jshard reads 8 MiB, holds \d+ MiB, takes [\d.]+ s"
+    assert re.fullmatch(ours + r"(; library reads \d+ MiB, holds \d+ MiB, takes [\d.]+ s)?\n", capsys.readouterr().out)
 
 
 FIRST = {processes.HAND: [3.0, 2.0, 1.0], "DDP": [3.0, 2.0, 1.00001]}

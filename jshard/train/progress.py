@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -85,6 +94,18 @@ class LaunchBar(Bar):
             says = facts["says"] or "compiling"
             self.bar.update(self.task, total=facts["of"], completed=facts["done"], description=says)
             self.bar.start()
+
+
+@contextlib.contextmanager
+def byte_bar(label: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
+    """Draw how many bytes are done, on a terminal and while it goes on; on nothing else."""
+    console = console or Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.update(task, advance=count)
 
 
 def silent() -> Console:
