@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, quoted
 from jshard.layers.strategy import strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.layout import Layout
@@ -121,7 +121,16 @@ def parameters_by_path(model: Any) -> dict[str, Any]:
             if not layers[path].signal_path
             for inside, leaf in jax.tree_util.tree_flatten_with_path(variable)[0]
         ]
-    return {"/".join(words): leaf for words, leaf in found}
+    named: dict[str, Any] = {}
+    for words, leaf in found:
+        path = "/".join(words)
+        if path in named:
+            raise JShardError(
+                f"two parameters of a {type(model).__name__} have the path {quoted(path)}",
+                hint="give one of them another name: a name with a slash reads as two",
+            )
+        named[path] = leaf
+    return named
 
 
 def parameter_of(path: Path, parameters: Iterable[Path]) -> Path | None:

@@ -234,7 +234,9 @@ class Strange(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(2, 3, use_bias=False, rngs=rngs) for _ in range(11)])
         self.tied = self.layers[0]
-        self.by_name = nnx.Dict({"x.y": nnx.Param(jnp.ones(2)), "3": nnx.Param(jnp.ones(3))})
+        self.by_name = nnx.Dict(
+            {"x.y": nnx.Param(jnp.ones(2)), "a/b": nnx.Param(jnp.ones(8)), "3": nnx.Param(jnp.ones(3))}
+        )
         setattr(self, "blocks.0", nnx.BatchNorm(2, rngs=rngs))
         self.tree = nnx.Param({"a": jnp.ones(4), "value": jnp.ones(5)})
         self.value = nnx.LoRAParam(jnp.ones(6))
@@ -248,10 +250,18 @@ def test_parameters_by_path_of_nnx():
     found = {path: leaf.shape for path, leaf in parameters_by_path(Strange(nnx.Rngs(0))).items()}
     assert found == {
         **{f"layers/{number}/kernel": (2, 3) for number in range(11)},
-        "by_name/x.y": (2,), "by_name/3": (3,), "blocks.0/scale": (2,), "blocks.0/bias": (2,), "tree/a": (4,), "tree/value": (5,),
+        "by_name/x.y": (2,), "by_name/a/b": (8,), "by_name/3": (3,), "blocks.0/scale": (2,), "blocks.0/bias": (2,), "tree/a": (4,), "tree/value": (5,),
         "value": (6,), "free/kernel": (7, 1),
     }  # fmt: skip
     assert parameters_by_path(nnx.eval_shape(lambda: Strange(nnx.Rngs(0)))).keys() == found.keys()
+
+
+def test_parameters_of_one_path_are_one_sentence():
+    with pytest.raises(JShardError) as told:
+        parameters_by_path(nnx.Dict({"a/b": nnx.Param(jnp.ones(1)), "a": nnx.Dict({"b": nnx.Param(jnp.ones(1))})}))
+    assert str(told.value) == (
+        'two parameters of a Dict have the path "a/b"; give one of them another name: a name with a slash reads as two'
+    )
 
 
 def test_parameters_by_path_of_linen_is_that_of_its_bridge():
