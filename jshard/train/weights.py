@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,10 +33,11 @@ from jshard.train.tensors.safetensors import (
     WORDS,
     FileTensor,
     Header,
+    by_name,
+    index_of,
     new_header,
     read_at,
-    read_header,
-    read_tensors,
+    read_headers,
     write_at,
 )
 
@@ -93,7 +96,7 @@ def save_weights(
     With `like`, the file that they were read from, its names, their order and its metadata are kept, and so is what the
     lines of `rename` skip: unchanged weights give the same bytes. Without, names are found by reading the lines backwards,
     as far as they tell (`permute` does, `reshape` doesn't), or are the parameters' paths; the order is the library's.
-    It is written as `FILE.partial`, which takes the file's name once it is whole.
+    It is written as `FILE.partial`, which takes the file's name once it is whole. Like a folder of parts, a folder is written.
     """
     path, begin, converts = Path(path), time.perf_counter(), _converts(dtype)
     leaves, renaming = _all_or_faults(lambda: leaves_of(model), lambda: _renaming(rename, model))
@@ -101,40 +104,57 @@ def save_weights(
         hint = f"read them first: jshard.weights(model, {quoted(str(like or 'FILE'))})"
         raise joined([JShardError(f"{leaf} is a shape without numbers", hint=hint) for leaf in abstract])
     faults: list[JShardError] = []
-    header = _laid_out(path, leaves, renaming, metadata) if like is None else read_header(Path(like), faults)
+    headers = [_laid_out(path, leaves, renaming, metadata)] if like is None else read_headers(Path(like), faults)
     source = str(path if like is None else like)
-    filled = assign(header.tensors, leaves, renaming, source, converts=converts, faults=faults, writes=True)
-    partial, leads = path.with_name(f"{path.name}.partial"), jax.process_index() == 0
-    wanted = [leaf for leaf in leaves if leaf.path in filled]
+    filled = assign(by_name(headers), leaves, renaming, source, converts=converts, faults=faults, writes=True)
+    index = None if like is None else index_of(Path(like))
+    in_folder = like is not None and Path(like).is_dir()
+    places = {header.path: path / header.path.name if in_folder else path for header in headers}
+    partial = {source: place.with_name(f"{place.name}.partial") for source, place in places.items()}
+    leads, wanted = jax.process_index() == 0, [leaf for leaf in leaves if leaf.path in filled]
 
     def make() -> None:
-        with partial.open("wb") as file:
-            write_at(file.fileno(), header.text, 0)
-            _allocate(file.fileno(), header.size)
-            for tensor in () if like is None else _kept(header, filled):
-                _copy(tensor, file.fileno())
+        if in_folder:
+            path.mkdir(exist_ok=True)
+        for header in headers:
+            with partial[header.path].open("wb") as file:
+                write_at(file.fileno(), header.text, 0)
+                _allocate(file.fileno(), header.size)
+                for tensor in () if like is None else _kept(header, filled):
+                    _copy(tensor, file.fileno())
 
     def fill() -> None:
         total = sum(leaf.bytes_here for leaf in wanted)
-        with partial.open("r+b") as file, byte_bar(f"writing {path}", total, _console()) as show:
+        with contextlib.ExitStack() as stack, byte_bar(f"writing {path}", total, _console()) as show:
+            files = {source: stack.enter_context(each.open("r+b")).fileno() for source, each in partial.items()}
             for leaf in wanted:
-                _write(leaf, filled[leaf.path], file.fileno())
+                _write(leaf, filled[leaf.path], files)
                 show(leaf.bytes_here)
-            os.fsync(file.fileno())
+            for file in files.values():
+                os.fsync(file)
 
     def place() -> None:
-        partial.replace(path)
-        flush(path.parent)
+        for source, each in partial.items():
+            each.replace(places[source])
+        if index is not None and index.parent.resolve() != path.resolve():
+            shutil.copyfile(index, path / index.name)
+        flush(path if in_folder else path.parent)
 
     try:
         for deed, by_all in ((make, False), (fill, True), (place, False)):
             _together(deed if by_all or leads else lambda: None, path)
     except JShardError:
-        if leads:
-            partial.unlink(missing_ok=True)
+        for each in partial.values() if leads else ():
+            each.unlink(missing_ok=True)
         raise
     seconds = time.perf_counter() - begin
-    events.tell("weights_written", file=str(path), parameters=len(wanted), of=header.size, seconds=seconds)
+    events.tell(
+        "weights_written",
+        file=str(path),
+        parameters=len(wanted),
+        of=sum(header.size for header in headers),
+        seconds=seconds,
+    )
 
 
 def _all_or_faults(*deeds: Callable[[], Any]) -> list[Any]:
@@ -180,13 +200,10 @@ def _tensors(path: Path) -> tuple[Mapping[str, Any], list[JShardError]]:
     if path.is_dir():
         if (arrays := stored(path)) is not None:
             return arrays, faults
-        if not [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]:
-            fault = f"{path} holds neither safetensors nor a checkpoint by orbax"
-            raise JShardError(fault, hint="name the folder with model.safetensors in it")
     elif not path.exists():
         near = [each.name for each in path.parent.glob("*")]
         raise JShardError(f"there is no {path}", hint=did_you_mean(path.name, near, "name a file or folder of weights"))
-    return read_tensors(path, faults), faults
+    return by_name(read_headers(path, faults)), faults
 
 
 def _read(leaf: Leaf, pieces: Sequence[Piece]) -> tuple[jax.Array, int]:
@@ -263,7 +280,7 @@ def _allocate(file: int, size: int) -> None:
         os.ftruncate(file, size)
 
 
-def _write(leaf: Leaf, pieces: Sequence[Piece], file: int) -> None:
+def _write(leaf: Leaf, pieces: Sequence[Piece], files: Mapping[Path, int]) -> None:
     boxes = boxes_of(leaf.value.sharding, leaf.value.shape)
     for shard in leaf.value.addressable_shards:
         if shard.replica_id:
@@ -273,7 +290,7 @@ def _write(leaf: Leaf, pieces: Sequence[Piece], file: int) -> None:
             if (found := piece.within(boxes[shard.device], part)) is not None:
                 data, box = found
                 for block in piece.view.blocks(box, data):
-                    piece.tensor.write(file, *block)
+                    piece.tensor.write(files[piece.tensor.path], *block)
 
 
 def _together(deed: Callable[[], None], path: Path) -> None:

@@ -297,19 +297,19 @@ def test_file_and_rename_file_that_are_not_there_are_told_together(files, tmp_pa
     ]
     with pytest.raises(
         JShardError,
-        match="^empty holds neither safetensors nor a checkpoint by orbax; name the folder with model.safetensors in it$",
+        match="^empty holds no safetensors; name the folder with model.safetensors in it$",
     ):
         jshard.weights({}, "empty")
 
 
 def test_random_state_without_numbers_is_told(files):
-    model = nnx.eval_shape(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0)))
     with pytest.raises(JShardError) as told:
         jshard.weights(model, files())
     assert str(told.value).splitlines() == [
-        f"rngs/{name} is random state without numbers, and a file of weights has none; type nnx.reseed(model, default=0) before" for name in ("count", "key")
+        f"rngs/{name} is random state without numbers, and a file of weights has none; type nnx.reseed(model, dropout=0) before" for name in ("count", "key")
     ]  # fmt: skip
-    nnx.reseed(model, default=0)
+    nnx.reseed(model, dropout=0)
     jshard.weights(model, files())
 
 
@@ -342,6 +342,33 @@ def test_unchanged_weights_are_saved_as_the_same_bytes(abstract, files):
     jshard.save_weights(model, "x.safetensors", rename="r.txt", like=path)  # in place of what it is like
     check(jshard.weights(abstract(), path, rename="r.txt"), EXPECTED | {"scales": EXPECTED["scales"] + 1})
     assert sorted(each.name for each in Path().iterdir()) == ["again.safetensors", "r.txt", "x.safetensors"]
+
+
+def test_folder_of_parts_is_read_and_saved_as_the_same_bytes(abstract, files, tmp_path):
+    (tmp_path / "hub").mkdir()
+    parts = {"hub/a.safetensors": list(CONTENT)[:3], "hub/b.safetensors": list(CONTENT)[3:]}
+    for path, names in parts.items():
+        files(path, **{name: CONTENT[name] for name in names})
+    places = {name.replace("__", "."): Path(path).name for path, names in parts.items() for name in names}
+    Path("hub/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}, indent=3))
+    model = jshard.weights(abstract(), "hub", rename="r.txt")
+    check(model)
+    jshard.save_weights(model, "again", rename="r.txt", like="hub")
+    assert {each.name: each.read_bytes() for each in Path("again").iterdir()} == {
+        each.name: each.read_bytes() for each in Path("hub").iterdir()
+    }
+    model.scales.set_value(model.scales.get_value() + 1)
+    jshard.save_weights(model, "hub", rename="r.txt", like="hub")
+    check(jshard.weights(abstract(), "hub", rename="r.txt"), EXPECTED | {"scales": EXPECTED["scales"] + 1})
+    assert len([*Path("hub").iterdir()]) == 3
+
+
+def test_linens_variables_are_read_by_the_paths_of_claims(files):
+    tree = {"params": {"a": {"kernel": jnp.zeros(3)}}, "batch_stats": {"a": {"mean": jnp.zeros(2)}}}
+    read = jshard.weights(tree, files(a__kernel=numbers(3), batch_stats__a__mean=numbers(2)))
+    assert (np.asarray(read["params"]["a"]["kernel"]) == numbers(3)).all() and (
+        np.asarray(read["batch_stats"]["a"]["mean"]) == numbers(2)
+    ).all()
 
 
 def test_names_are_found_by_reading_the_lines_backwards(files):

@@ -68,15 +68,17 @@ class Leaf:
 def leaves_of(model: Any) -> list[Leaf]:
     """The parameters of an NNX module, and other variables, in the order of its state; or the leaves of a tree."""
     if not isinstance(model, nnx.Module):
-        flat = jax.tree_util.tree_flatten_with_path(model)[0]
-        return [Leaf("/".join(words_of(path)), value) for path, value in flat]
+        flat = [(words_of(path), value) for path, value in jax.tree_util.tree_flatten_with_path(model)[0]]
+        return [
+            Leaf("/".join(words[words[0] == "params" :]), value) for words, value in flat
+        ]  # Linen's, as claims have them
     found, faults = [], []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         name, value = "/".join(map(str, path)), variable.get_value()
         if isinstance(variable, nnx.RngState):
             if isinstance(value, jax.ShapeDtypeStruct):
                 fault = f"{name} is random state without numbers, and a file of weights has none"
-                faults.append(JShardError(fault, hint="type nnx.reseed(model, default=0) before"))
+                faults.append(JShardError(fault, hint=f"type nnx.reseed(model, {variable.tag}=0) before"))
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             found.append(Leaf(name, value, isinstance(variable, (nnx.Param, nnx.BatchStat)), variable))
         elif isinstance(variable, nnx.Param):

@@ -155,6 +155,7 @@ def write_at(file: int, left: memoryview | bytes, at: int) -> None:
 class Header:
     """`text` is what the file begins with, its length too; `size` is that of the whole file."""
 
+    path: Path
     text: bytes
     tensors: Mapping[str, FileTensor]
     size: int
@@ -207,7 +208,7 @@ def read_header(path: Path, cut_off: list[JShardError]) -> Header:
     if there != size:
         cut = ": it was cut off" if there < size else ""
         cut_off.append(JShardError(f"{path} has {there:,} bytes and by its header {size:,}{cut}", hint=again))
-    return Header(text, tensors, size)
+    return Header(path, text, tensors, size)
 
 
 class _Pairs:
@@ -256,41 +257,51 @@ def new_header(
         name: FileTensor(name, path, arrays[name][1], tuple(arrays[name][0]), start + entries[name]["data_offsets"][0])
         for name in order
     }
-    return Header(len(text).to_bytes(8, "little") + text, tensors, start + at)
+    return Header(path, len(text).to_bytes(8, "little") + text, tensors, start + at)
 
 
-def read_tensors(path: Path, cut_off: list[JShardError]) -> dict[str, FileTensor]:
+def read_headers(path: Path, cut_off: list[JShardError]) -> list[Header]:
     """Read the header of a file, or those of all files of a folder, by its index if it has one; all that is wrong with them
     is one error, and what is cut off is added to `cut_off`."""
-    index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
+    index = index_of(path)
     named = None if index is None else _weight_map(index)
     parts = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if named is not None:
         parts = [path / name for name in sorted(set(named.values()))]
+    if not parts:
+        raise JShardError(f"{path} holds no safetensors", hint="name the folder with model.safetensors in it")
     faults: list[JShardError] = []
-    tensors: dict[str, FileTensor] = {}
+    headers: list[Header] = []
+    home: dict[str, Path] = {}
     for part in parts:
         try:
-            found = read_header(part, cut_off).tensors
+            headers.append(found := read_header(part, cut_off))
         except JShardError as error:
             faults.append(error)
             continue
-        for name in sorted(tensors.keys() & found.keys()):
-            fault = f"{quoted(name)} is in {tensors[name].path.name} and in {part.name} of {path}"
+        for name in sorted(home.keys() & found.tensors.keys()):
+            fault = f"{quoted(name)} is in {home[name].name} and in {part.name} of {path}"
             faults.append(JShardError(fault, hint="take one of the files away"))
-        tensors |= found
-    if faults:
-        raise JShardError.of([*faults, *cut_off])
-    for name in sorted(named.keys() ^ tensors.keys()) if named else ():
+        home |= dict.fromkeys(found.tensors, part)
+    for name in sorted(named.keys() ^ home.keys()) if named and not faults else ():
         has = (
             f"does not name {quoted(name)}, which is there"
-            if name in tensors
+            if name in home
             else f"has {quoted(name)}, which no part has"
         )
         faults.append(JShardError(f"{index} {has}", hint="fetch them again"))
     if faults:
         raise JShardError.of([*faults, *cut_off])
-    return tensors
+    return headers
+
+
+def index_of(path: Path) -> Path | None:
+    """The file that says which tensors the parts in a folder hold."""
+    return next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
+
+
+def by_name(headers: Sequence[Header]) -> dict[str, FileTensor]:
+    return {name: tensor for header in headers for name, tensor in header.tensors.items()}
 
 
 def _weight_map(index: Path) -> dict[str, str]:

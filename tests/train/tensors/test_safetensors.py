@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jshard.errors import JShardError
-from jshard.train.tensors.safetensors import DTYPES, new_header, read_header, read_tensors
+from jshard.train.tensors.safetensors import DTYPES, by_name, new_header, read_header, read_headers
 
 
 def safetensors(entries, data: bytes = b"", *, text: bytes | None = None) -> bytes:
@@ -97,8 +97,14 @@ PART = safetensors({"a": tensor(0, 8)}, bytes(8))
 def test_all_that_is_wrong_with_a_folder_is_told(tmp_path, index, faults):
     folder(tmp_path, index, one=PART, again=PART, two=safetensors({}, text=b"no"))
     with pytest.raises(JShardError) as told:
-        read_tensors(tmp_path, [])
+        read_headers(tmp_path, [])
     assert sorted(str(told.value).splitlines()) == sorted(fault.format(tmp_path) for fault in faults)
+
+
+def test_folder_without_safetensors_is_told(tmp_path):
+    with pytest.raises(JShardError) as told:
+        read_headers(tmp_path, [])
+    assert str(told.value) == f"{tmp_path} holds no safetensors; name the folder with model.safetensors in it"
 
 
 def test_parts_of_a_folder_are_read_by_its_index(tmp_path):
@@ -106,7 +112,7 @@ def test_parts_of_a_folder_are_read_by_its_index(tmp_path):
         tmp_path, {"a": "one.safetensors", "b": "b.safetensors"}, one=PART, b=safetensors({"b": tensor(0, 4)}, bytes(4))
     )
     (tmp_path / "consolidated.safetensors").write_bytes(PART)  # not named, so not read
-    found = read_tensors(tmp_path, [])
+    found = by_name(read_headers(tmp_path, []))
     assert {name: (each.path.name, each.shape) for name, each in found.items()} == {
         "a": ("one.safetensors", (2,)),
         "b": ("b.safetensors", (1,)),
