@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard-tests")
 PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1]}"
@@ -36,13 +38,21 @@ os.environ |= {
 
 
 @contextlib.contextmanager
-def unoptimized() -> Iterator[None]:
-    """What calls Python is kept by no cache: compile it with no optimization at all, unless the suite runs as users compile."""
+def interpreting() -> Iterator[None]:
+    """Interpreted kernels call Python, so no cache keeps them: they are compiled without optimization. And the interpreter makes
+    NumPy arrays of what it is handed: JAX need not place that on a device, thousands of times. Not where the suite runs as
+    users compile."""
     import jax
+    from jax._src import callback
 
-    jax.config.update("jax_disable_most_optimizations", os.environ["XLA_FLAGS"] == QUICK)
-    try:
+    if os.environ["XLA_FLAGS"] != QUICK:
         yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with mock.patch.object(callback, "api", SimpleNamespace(device_put=lambda args, device: args)):
+            yield
+            jax.effects_barrier()
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
 

@@ -20,7 +20,7 @@ def copies(request):
 @pytest.fixture
 def interpreted(capsys):
     """Runs kernels on pretend TPUs, and looks at what the interpreter found."""
-    with kernels.interpret(), compiled_before.unoptimized():
+    with kernels.interpret(), compiled_before.interpreting():
         yield
     clean(capsys)
 

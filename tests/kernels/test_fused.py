@@ -45,6 +45,7 @@ def test_matmul_of_any_shape_is_exact(interpreted, m, k, n, dtype):
     [(None, "float32"), ("relu", "bfloat16"), ("gelu", "float32"), ("silu", "bfloat16"), ("tanh", "float32")],
 )
 def test_matmul_has_bias_and_activation_in_its_epilogue_with_gradients(interpreted, activation, dtype):
+    jax.config.update("jax_disable_most_optimizations", False)  # a tanh that is not optimized differs in its last bits
     x, w, b = integers(2, 5, 7, dtype=dtype), integers(7, 3, dtype=dtype, by=3), integers(3, dtype=dtype) / 4
 
     def run(algorithm):

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -60,7 +61,7 @@ def stand_in(name: str, x: Sequence[Any], known: Sequence[float | None], complet
     if name in POSITIVE or name in SIGNED:
         return _scrambled(name, x)
     if name == "div":
-        return _divided(x[0], x[1], known[1], near=not complete[1])
+        return _divided(x[0], x[1], known=known[1], near=not complete[1])
     if name == "mul" and (known[0] is None) != (known[1] is None):
         constant, other = (known[0], x[1]) if known[1] is None else (known[1], x[0])
         return other * jnp.asarray(as_power_of_two(constant), other.dtype)
@@ -81,6 +82,7 @@ def _shift(number: float) -> float:
     return number if abs(number) >= MASK or not math.isfinite(number) else round(16 * number) / 16
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _scrambled(name: str, x: Sequence[Any]) -> Any:
     floats = [each for each in x if is_float(each)]
     shape = jnp.broadcast_shapes(*(each.shape for each in x))
@@ -105,6 +107,7 @@ def _bits(x: Any) -> Any:
     return lax.bitcast_convert_type(jnp.where((single == 0) | ~jnp.isfinite(single), 0.0, single), jnp.uint32)
 
 
+@jax.jit
 def folded(x: Any) -> Any:
     """Small whole numbers as they are, others scrambled into small ones."""
     if not x.size:
@@ -120,7 +123,8 @@ def mixed(bits: Any) -> Any:
     return bits ^ lax.shift_right_logical(bits, jnp.uint32(16))
 
 
-def _divided(x: Any, y: Any, known: float | None, *, near: bool) -> Any:
+@functools.partial(jax.jit, static_argnames=("known", "near"))
+def _divided(x: Any, y: Any, *, known: float | None, near: bool) -> Any:
     """`x` over the power of two that is `near` y, as counts of devices and elements need it, or over 1 or 2."""
     if known is not None:
         return x / jnp.asarray(as_power_of_two(known), x.dtype)
@@ -187,6 +191,7 @@ def bits_needed(primitive: Any, x: Sequence[Any], parameters: dict[str, Any]) ->
     return jnp.log2(functools.reduce(jnp.maximum, largest)) - step.astype(jnp.float32)
 
 
+@jax.jit
 def _step(x: Any) -> Any:
     """The exponent of the largest power of two that all elements are multiples of."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
