@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from jshard.errors import Place, did_you_mean, nearest, quoted, reason
 from jshard.signals.faults import COMMAND_LINE, Faults, Path, dotted, listed, subject
 from jshard.signals.nodes import DEEPEST, Node, collection, read_mapping
-from jshard.signals.schema import JSHARD_TABLE, SIGNAL_TABLE, TRAIN
+from jshard.signals.schema import JSHARD_TABLE, TRAIN
 from jshard.signals.source import read_text, read_word
 from jshard.signals.value_types import Key, Table
 
@@ -138,7 +137,7 @@ def _at(node: Node | None, *path: str) -> Node | None:
 
 def overlay(base: Node, top: Node, levels: int = 2) -> Node:
     """`top` over `base`, key by key: a signal's keys, and the keys of what is under `jshard`."""
-    if levels == 0 or not isinstance(base.value, dict) or not isinstance(top.value, dict):
+    if not levels or not isinstance(base.value, dict) or not isinstance(top.value, dict):
         return top
     both = dict(base.value)
     for key, node in top.value.items():
@@ -163,33 +162,30 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
     names = [*root.value, "jshard"]
     owner = max((name for name in names if key == name or key.startswith(f"{name}.")), key=len, default=None)
     if owner is not None:
-        path = [owner, *key[len(owner) + 1 :].split(".")] if key != owner else [owner]
+        path = [owner, *key.removeprefix(owner).split(".")[1:]]
     elif key.split(".")[0] in TRAIN:
         path = ["jshard", "train", *key.split(".")]
     else:
         known = [*root.value, *TRAIN, "jshard"]
-        first = key.split(".")[0]
-        near = difflib.get_close_matches(first, known, n=1) or difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {quoted(near[0])}?" if near else f"write {listed([*Table(TRAIN).known, 'a signal'])}"
+        near = nearest(key.split(".")[0], known) or nearest(key, known)
+        hint = f"did you mean {quoted(near)}?" if near else f"write {listed([*Table(TRAIN).known, 'a signal'])}"
         if full := full_key(key):
             hint = f"write {dotted([f'{full}={text}'])}"
         return wrong("names no signal and no key of jshard.train", hint)
     if len(path) >= DEEPEST:
         return wrong(f"nests deeper than {DEEPEST} levels", "write it flatter")
-    before = len(faults)
     value = read_word(text, COMMAND_LINE, faults, about)
-    if value is None or len(faults) > before:
+    if value is None:
         return root
     if path[0] == "jshard" and "include" in (path[1:2] or (value.value if isinstance(value.value, dict) else ())):
         return wrong("can't include a file", "write jshard.include in the file")
     mesh = _at(root, "jshard", "mesh")
-    if path[:2] == ["jshard", "mesh"] and len(path) == 3 and mesh is not None and isinstance(mesh.value, dict):
+    if path[:2] == ["jshard", "mesh"] and path[2:] and mesh is not None and isinstance(mesh.value, dict):
         name = path[2]
         if name not in mesh.value:  # a new axis would be a mesh that nothing uses, of more devices
             hint = did_you_mean(name, mesh.value, "give the whole mesh: jshard.mesh={...}")
             return wrong(f"sets mesh axis {quoted(name)}, which is not in jshard.mesh ({mesh.place})", hint)
-    table = JSHARD_TABLE if path[0] == "jshard" else SIGNAL_TABLE
-    return _placed(root, path, value, place, Table({path[0]: Key(table, "")}))
+    return _placed(root, path, value, place, Table({"jshard": Key(JSHARD_TABLE, "")}))  # a signal has no short forms
 
 
 def full_key(key: str) -> str | None:
@@ -215,5 +211,5 @@ def _placed(node: Node | None, path: list[str], value: Node, place: Place, table
         inside, keys = {table.stands_for: node}, {table.stands_for: node.place}
     row = table.keys.get(path[0]) if isinstance(table, Table) else None
     inside[path[0]] = _placed(inside.get(path[0]), path[1:], value, place, row.kind if row is not None else None)
-    keys[path[0]] = keys.get(path[0], place) if len(path) > 1 else place
+    keys[path[0]] = keys.get(path[0], place) if path[1:] else place
     return collection(inside, node.place if node is not None else place, keys)

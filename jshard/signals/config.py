@@ -94,7 +94,7 @@ class Configuration(Shown):
         numbers = [max(s.shard.workers) + 1 for s in self.signals.values() if s.shard is not None and s.shard.workers]
         if self.mesh is None:
             return None
-        return max([math.prod(size for size in self.mesh.sizes if size != -1), *numbers])
+        return max([math.prod(map(abs, self.mesh.sizes)), *numbers])
 
     @functools.cached_property
     def _matcher(self) -> Matcher:
@@ -116,8 +116,8 @@ class Configuration(Shown):
                 f"signal {quoted(name)} is matched by both {both}", hint=f"write {quoted('/'.join(end))} itself"
             )
         if found:
-            concrete = "/".join(end)
-            return found[0] if found[0].name == concrete else dataclasses.replace(found[0], name=concrete)
+            [signal], concrete = found, "/".join(end)
+            return signal if signal.name == concrete else dataclasses.replace(signal, name=concrete)
         if self.default is not None:
             return self.lookup((self.default,))
         if not self.strict or not path:

@@ -74,7 +74,7 @@ def dotted(path: Iterable[str]) -> str:
 
 def value_words(path: Path, value: object) -> str:
     """What the subject of a path says: signal "layer1" (f:4) `has shard.axis: true`, jshard.strict (f:2) `is 3`."""
-    inside_signal = len(path) > 1 and path[0] != "jshard"
+    inside_signal = path[1:] and path[0] != "jshard"
     return f"{f'has {dotted(path[1:])}:' if inside_signal else 'is'} {shown(value)}"
 
 
@@ -83,4 +83,5 @@ def listed(words: Iterable[str], joint: str = "or") -> str:
     names = [quoted(word)[1:-1] for word in words]
     if len(names) > 15:
         return ", ".join(names[:14]) + f" {joint} one of {len(names) - 14} more"
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + f" {joint} {names[-1]}"
+    *others, last = names
+    return f"{', '.join(others)} {joint} {last}" if others else last

@@ -69,6 +69,36 @@ def test_config_takes_a_path_object_and_a_mapping():
     assert str(configuration.signals["layer1"]) == 'signal "layer1" (<dict>)'
 
 
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": -1}, {"data": -1, "tensor": 2}, {"data": 2**31 - 1}])
+def test_config_takes_one_open_size_and_any_number_of_devices(sizes: dict):
+    configuration = load_configuration({"jshard": {"mesh": sizes}})
+    assert configuration.mesh == MeshPlan(tuple(sizes), tuple(sizes.values()), Place(""))
+    assert configuration.devices == max(sizes.values())
+
+
+def test_config_takes_any_number_of_a_device():
+    configuration = load_configuration({"layer1": {"shard": {"axis": 0, "workers": [2**31 - 1]}}})
+    assert configuration.devices == 2**31
+
+
+def test_config_of_workers_is_a_mesh_that_stands_where_the_first_do():
+    text = "layer1: {shard: {axis: 0, workers: [0, 1]}}\nlayer2: {shard: {axis: 0, workers: null}}\n"
+    mesh = loaded(text).mesh
+    assert mesh == MeshPlan(("workers",), (-1,), Place("")) and str(mesh.place) == "configs/here.yaml:1"
+
+
+@pytest.mark.parametrize(
+    "mesh, words",
+    [("{data: 2, tensor: 4}", "8 devices"), ("{data: 1}", "1 device"), ("{data: 2, tensor: -1}", "all devices")],
+)
+def test_config_says_what_it_means(mesh: str, words: str):
+    assert loaded(f"jshard: {{mesh: {mesh}, topology: 'v5e:4x4'}}\n\nlayer1: {{row: data}}\n").meaning() == [
+        ("configs/here.yaml:1", f"mesh {mesh} of {words}, explicit"),
+        ("configs/here.yaml:1", "plans are made for v5e:4x4"),
+        ("configs/here.yaml:3", "layer1: rows over data"),
+    ]
+
+
 def test_config_reads_every_key_of_a_signal():
     configuration = loaded(
         "jshard: {mesh: {data: 2, tensor: 2, pipe: 2}}\n"
@@ -110,6 +140,12 @@ def test_config_looks_up_the_longest_name_and_exact_before_globs():
     glob = configuration.lookup(("decoder", "block3", "attn"))
     assert glob.name == "block3/attn" and str(glob.place) == "configs/here.yaml:4"
     assert configuration.lookup(("decoder", "attn")) is configuration.lookup(("decoder", "attn"))
+    assert loaded("'layer?': {remat: true}\n").lookup(("layer1",)).name == "layer1"
+    with pytest.raises(JShardError) as told:
+        loaded("'a*': {}\n'*b': {}\n'?b': {}\n").lookup(("ab",))
+    assert str(told.value) == (
+        'signal "ab" is matched by both "a*" (configs/here.yaml:1) and "*b" (configs/here.yaml:2); write "ab" itself'
+    )
 
 
 def test_config_answers_for_places_that_nothing_names():
@@ -240,18 +276,39 @@ def test_include_composes_files_and_keeps_their_places(folder: Path):
     assert load_configuration({"jshard": {"include": "configs/parts/b.yaml"}}).signals["layer2"].row == ("data",)
 
 
+def test_include_is_laid_under_a_signal_key_by_key_and_no_deeper(folder: Path):
+    (folder / "base.yaml").write_text(
+        "attn: {dtype: {param: float32}, remat: true}\nlayer1: {dtype: {param: float32}, remat: true}\nlayer2: 3\n"
+        "layer3: {remat: true}\n"
+    )
+    text = "jshard: {include: base.yaml}\nattn: {dtype: {compute: bfloat16}}\nlayer1: {dtype: {compute: bfloat16}}\nlayer2: {}\n"
+    configuration = loaded(text)
+    for name in ("attn", "layer1"):
+        assert configuration.signals[name] == Signal(name, remat=True, dtype=DTypes(compute="bfloat16"))
+    assert configuration.signals["layer2"] == Signal("layer2")
+    with pytest.raises(JShardError, match=r'^signal "layer3" \(configs/here.yaml:5\) says nothing; '):
+        loaded(text + "layer3:\n")
+
+
 def test_override_goes_to_the_experiment_a_signal_or_jshard():
     configuration = load_configuration(
         "configs/mlp.yaml",
         ["steps=1e3", "optimizer.learning_rate=1e-3", "model.hidden=017", "layer1.column=[]", "layer2={row: [data]}"]
-        + ["jshard.mesh.data=4", "jshard.strict=false", "evaluation=10", "evaluation.every=20"],
+        + ["jshard.mesh.data=4", "jshard.strict=false", "evaluation=10", "evaluation.every=20"]
+        + ["jshard.kernel.matmul=xla", "layer2.dtype.compute=bfloat16"],
     )
+    assert load_configuration("configs/mlp.yaml", ["jshard.mesh={tensor: 2, data: 2}"]).devices == 4
+    assert configuration.mesh is not None and str(configuration.mesh.place) == "configs/mlp.yaml:2"
+    assert str(configuration.train_places["optimizer"]) == "configs/mlp.yaml:6"
     assert configuration.train["steps"] == 1000 and isinstance(configuration.train["steps"], int)
     assert configuration.train["optimizer"] == {"name": "adamw", "learning_rate": 1e-3}
     assert configuration.train["model"] == {"path": "examples.digits:Model", "hidden": 17}
     assert configuration.train["evaluation"] == {"every": 20}
-    assert configuration.signals["layer1"] == Signal("layer1", row=("data",))
-    assert configuration.signals["layer2"] == Signal("layer2", row=("data",))
+    kernel = (("matmul", "xla"),)
+    assert configuration.signals["layer1"] == Signal("layer1", row=("data",), kernel=kernel)
+    assert configuration.signals["layer2"] == Signal(
+        "layer2", row=("data",), kernel=kernel, dtype=DTypes(compute="bfloat16")
+    )
     assert configuration.mesh == MeshPlan(("data", "tensor"), (4, 4), Place(""))
     assert not configuration.strict
     command = Place("the command line")

@@ -343,6 +343,32 @@ IN_A_FILE = {
         'jshard.mesh.data (FILE:1) is "two", which is not a size of a mesh axis; write data: 2, or -1 '
         "for all devices that are left",
     ),
+    "mesh huge": (
+        "jshard: {mesh: {data: 2147483648}}\n",
+        "jshard.mesh.data (FILE:1) is 2147483648, which is not a size of a mesh axis; write data: 2, or -1 for "
+        "all devices that are left",
+    ),
+    "mesh of which one size is wrong": (
+        "jshard: {mesh: {data: 0, tensor: 4}}\nlayer1: {shard: {axis: 0, workers: [5]}}\n",
+        "jshard.mesh.data (FILE:1) is 0, which is not a size of a mesh axis; write data: 2, or -1 for "
+        "all devices that are left",
+    ),
+    "worker huge": (
+        "layer1: {shard: {axis: 0, workers: [2147483648]}}\n",
+        'signal "layer1" (FILE:1) names worker 2147483648; use the number of a device',
+    ),
+    "axis not in mesh, twice": (
+        MESH + "layer1: {row: tensr, column: tensr}\n",
+        'signal "layer1" (FILE:3) names mesh axis "tensr", which is not in jshard.mesh (FILE:2: data, tensor); '
+        'did you mean "tensor"?',
+    ),
+    "signals before jshard in the alphabet": (
+        MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {ring: data}\nd: {store: {}}\n",
+        'signal "a" (FILE:3) has row: 3, which is not a mesh axis or a list of them; write row: data',
+        'signal "b" (FILE:4) has an unknown key "colum"; did you mean "column"?',
+        'signal "c" (FILE:5) has ring, which is not built yet; remove it',
+        'signal "d" (FILE:6) has store without optimizer; write optimizer: data',
+    ),
     "expert": (
         MESH + "layer1: {expert: data}\n",
         'signal "layer1" (FILE:3) has expert, which is not built yet; remove it',
@@ -876,7 +902,36 @@ ON_THE_COMMAND_LINE = {
     "jshard={include: base.yaml}": [
         '"jshard={include: base.yaml}" (the command line) can\'t include a file; write jshard.include in the file'
     ],
-    "layer1." + ".".join("x" * 60) + "=1": [
+    "laier1.dtype.compute=bfloat16": [
+        '"laier1.dtype.compute=bfloat16" (the command line) names no signal and no key of jshard.train; did you mean '
+        '"layer1"?'
+    ],
+    "decodr.attn.mlp.row=data": [
+        '"decodr.attn.mlp.row=data" (the command line) names no signal and no key of jshard.train; did you mean '
+        '"decoder.attn.mlp"?'
+    ],
+    "attn={include: base.yaml}": [
+        'signal "attn" (the command line) has an unknown key "include"; write it under "jshard:"'
+    ],
+    "layer1={include: base.yaml}": [
+        'signal "layer1" (the command line) has an unknown key "include"; write it under "jshard:"'
+    ],
+    "jshard.train.include=base.yaml": [
+        'jshard.train (the command line) has an unknown key "include"; write model, data, loss, batch, steps, seed, '
+        "optimizer, evaluation, output, log, checkpoint or watchdog"
+    ],
+    "jshard.mesh.dta.x=1": [
+        '"jshard.mesh.dta.x=1" (the command line) sets mesh axis "dta", which is not in jshard.mesh (configs/mlp.yaml:2); '
+        'did you mean "data"?'
+    ],
+    "layer1.row.x=1": [
+        'signal "layer1" (configs/mlp.yaml:3) has row: a mapping, which is not a mesh axis or a list of them; write row: data'
+    ],
+    "layer1.foo.bar=1": [
+        'signal "layer1" (the command line) has an unknown key "foo"; write row, column, reduction, shard, sequence, '
+        "store, output, backward, compile, dtype, remat, extends, expect or kernel"
+    ],
+    "layer1." + ".".join("x" * 49) + "=1": [
         '"layer1.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x..." (the command line) nests deeper than 50 '
         "levels; write it flatter"
     ],
@@ -885,7 +940,7 @@ ON_THE_COMMAND_LINE = {
 
 @pytest.mark.parametrize("word", ON_THE_COMMAND_LINE)
 def test_misuse_on_the_command_line_is_told(folder: Path, word: str):
-    (folder / "mlp.yaml").write_text(MESH + "layer1: {row: data}\n")
+    (folder / "mlp.yaml").write_text(MESH + "layer1: {row: data}\nattn: {}\ndecoder.attn.mlp: {}\n")
     assert faults_of("configs/mlp.yaml", [word]) == ON_THE_COMMAND_LINE[word]
 
 
@@ -894,8 +949,8 @@ def test_misuse_in_included_files_points_into_them(folder: Path):
     (folder / "mlp.yaml").write_text(
         "jshard: {include: [parts/a.yaml, parts/b.yaml, none.yaml]}\nlayer1: {rwo: data}\n"
     )
-    (folder / "parts" / "a.yaml").write_text(MESH + "layer2: {row: dta}\n")
-    (folder / "parts" / "b.yaml").write_text("jshard:\n  mesh: {data: 8}\nlayer3: {}\nlayer2: {}\n")
+    (folder / "parts" / "a.yaml").write_text(MESH + "layer2: {row: dta}\nattn: {}\n")
+    (folder / "parts" / "b.yaml").write_text("jshard:\n  mesh: {data: 8}\nlayer3: {}\nlayer2: {}\nattn: {}\n")
     assert faults_of("configs/mlp.yaml") == [
         'jshard.include (configs/mlp.yaml:1) names "configs/none.yaml", which is not there; '
         "give the path of a YAML file",
@@ -906,6 +961,16 @@ def test_misuse_in_included_files_points_into_them(folder: Path):
         "; keep one of the two",
         'signal "layer2" (configs/parts/b.yaml:4) is already at configs/parts/a.yaml:3, and configs/mlp.yaml includes '
         "both; keep one of the two",
+        'signal "attn" (configs/parts/b.yaml:5) is already at configs/parts/a.yaml:4, and configs/mlp.yaml includes '
+        "both; keep one of the two",
+    ]
+    (folder / "mlp.yaml").write_text("jshard: {include: [parts/a.yaml, parts/b.yaml]}\n")
+    (folder / "parts" / "a.yaml").write_text("jshard: {include: c.yaml, axis_types: auto}\n")
+    (folder / "parts" / "b.yaml").write_text("jshard: {include: c.yaml, axis_types: auto}\n")
+    (folder / "parts" / "c.yaml").write_text("layer1: {}\n")
+    assert faults_of("configs/mlp.yaml") == [
+        "jshard.axis_types (configs/parts/b.yaml:1) is already at configs/parts/a.yaml:1, and configs/mlp.yaml includes "
+        "both; keep one of the two"
     ]
 
 
@@ -918,6 +983,10 @@ def test_misuse_of_include_is_told(folder: Path):
     (folder / "nul.yaml").write_text('jshard:\n  include: "a\\0b"\n')
     assert faults_of("configs/mlp.yaml") == [
         'jshard.include (configs/mlp.yaml:2) names "configs/bsae.yaml", which is not there; did you mean "base.yaml"?'
+    ]
+    (folder / "mlp.yaml").write_text("jshard:\n  include: slf.yaml\n")
+    assert faults_of("configs/mlp.yaml") == [
+        'jshard.include (configs/mlp.yaml:2) names "configs/slf.yaml", which is not there; did you mean "self.yaml"?'
     ]
     assert faults_of("configs/base.yaml") == [
         'jshard.include (configs/other.yaml:2) includes "base.yaml", which includes this file; '

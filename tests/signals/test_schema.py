@@ -76,8 +76,11 @@ def accepts(schema: dict, value: object, root: dict) -> bool:
     if isinstance(value, str):
         return len(value) >= schema.get("minLength", 0) and re.search(schema.get("pattern", ""), value) is not None
     if isinstance(value, list):
-        unique = not schema.get("uniqueItems") or len(set(map(str, value))) == len(value)
-        return unique and all(accepts(schema.get("items", {}), each, root) for each in value)
+        if (schema.get("uniqueItems") and len(set(map(str, value))) < len(value)) or len(value) < schema.get(
+            "minItems", 0
+        ):
+            return False
+        return all(accepts(schema.get("items", {}), each, root) for each in value)
     if isinstance(value, dict):
         if len(value) < schema.get("minProperties", 0) or set(schema.get("required", ())) - set(value):
             return False
@@ -127,9 +130,17 @@ def test_schema_refuses_wrong_types_and_unknown_keys():
     for wrong in (
         {"a": {"rwo": "data"}}, {"a": {"row": True}}, {"a": {"shard": {"axis": True}}},
         {"jshard": {"mesh": {"a": 0}}}, {}, {"jshard": {"mehs": {}}}, {"a": {"output": "gathr"}},
-        {"a": {"stage": "x"}}, {"jshard": {"train": {"batch": 0}}},
+        {"a": {"stage": "x"}}, {"jshard": {"train": {"batch": 0}}}, {"jshard": {"mesh": {}}}, {"jshard": {"mesh": {"a": -2}}},
+        *({"a": {"shard": {"axis": 0, "workers": workers}}} for workers in ([], [-1], [0, 0])), {"a": {"row": ["a", "a"]}},
+        {"a": {"row": ""}}, {"jshard": {"budget": -1}},
     ):  # fmt: skip
         assert not accepts(schema, wrong, schema), wrong
+    for right in (
+        {"a": {"shard": {"axis": 0, "workers": [0]}}},
+        {"jshard": {"mesh": {"a": 1}}},
+        {"jshard": {"budget": 0}},
+    ):
+        assert accepts(schema, right, schema), right
 
 
 def test_schema_takes_every_configuration_of_the_repository():

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jshard.errors import JShardError, Place
-from jshard.signals.faults import Faults
+from jshard.signals.faults import Faults, listed, shown
 from jshard.signals.nodes import Node, read_mapping, scalar
 from jshard.signals.source import read_text, read_word
 
@@ -32,13 +32,13 @@ def at(node: Node, *path: str | int) -> Node:
         ("1e-4", 1e-4), ("1E5", 1e5), ("+1.5e+3", 1500.0), (".5", 0.5), ("2.", 2.0), ("-0.0", -0.0), ("1_000", 1000),
         ("017", 17), ("0o17", 15), ("0x1F", 31), ("-3", -3), ("+3", 3), ("0", 0),
         (".inf", math.inf), ("-.inf", -math.inf),
-        ("true", True), ("True", True), ("false", False), ("null", None), ("~", None), ("", None),
+        ("true", True), ("True", True), ("TRUE", True), ("false", False), ("False", False), ("FALSE", False), ("null", None), ("~", None), ("", None),
         ("no", "no"), ("No", "No"), ("yes", "yes"), ("on", "on"), ("off", "off"), ("y", "y"), ("n", "n"),
         ("12:30", "12:30"), ("1:2:3", "1:2:3"), ("2024-01-01", "2024-01-01"), ("1.2.3", "1.2.3"),
         ("1e", "1e"), ("e5", "e5"),
         ("_1", "_1"), ("1__0", "1__0"), ("0b11", "0b11"), ("64MiB", "64MiB"), ("inf", "inf"), ("nan", "nan"),
         ("=", "="),
-        ("9" * 50, "9" * 50), ("\u0661", "\u0661"),
+        ("9" * 40, int("9" * 40)), ("9" * 41, "9" * 41), ("\u0661", "\u0661"),
     ],
 )  # fmt: skip
 def test_scalar_means_what_people_expect(word: str, value: object):
@@ -82,6 +82,11 @@ def test_anchor_again_means_the_latest():
     assert read("a: &x 1\nb: *x\nc: &x 2\nd: *x\n").plain() == {"a": 1, "b": 1, "c": 2, "d": 2}
 
 
+def test_collections_know_how_many_values_they_hold_and_how_deep():
+    node = read("a: []\nb: [1, [2, {c: 3}]]\n")
+    assert [(each.size, each.depth) for each in (at(node, "a"), at(node, "b"), node)] == [(1, 1), (6, 4), (8, 5)]
+
+
 def test_source_sees_a_byte_order_mark_and_any_line_end():
     faults = Faults()
     node = read_text(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", "f", faults)
@@ -120,6 +125,26 @@ def test_faults_come_in_the_order_of_files_and_lines():
     assert told.value.faults == tuple(
         f"{fault}; do not" for fault in ("b:2 is 3", "b:2 is 7", "b:9 is None", "a:1 is None", "elsewhere is None")
     )
+
+
+def test_faults_of_no_line_come_first_and_those_of_no_column_before_the_line():
+    faults = Faults()
+    for place in (Place("f", 1, 1), Place("f", 1), Place("f")):
+        faults.add((), place, f"is {place.column}", "do not")
+    with pytest.raises(JShardError) as told:
+        faults.stop()
+    assert told.value.faults == ("f is None; do not", "f:1 is None; do not", "f:1 is 1; do not")
+
+
+def test_numbers_are_shown_as_long_as_they_can_be_read():
+    assert shown(10**30 - 1) == "9" * 30 and shown(1 - 10**30) == "-" + "9" * 30
+    assert shown(10**30) == shown(10**31) == shown(-(10**30)) == "a number of more than 30 digits"
+
+
+def test_words_are_listed_up_to_fourteen():
+    assert (listed(["a"]), listed("ab"), listed("abc", "and")) == ("a", "a or b", "a, b and c")
+    assert listed("abcdefghijklmn") == "a, b, c, d, e, f, g, h, i, j, k, l, m or n"
+    assert listed("abcdefghijklmnop") == "a, b, c, d, e, f, g, h, i, j, k, l, m, n or one of 2 more"
 
 
 def test_fault_of_a_shared_piece_is_told_once():
