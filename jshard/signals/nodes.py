@@ -76,7 +76,7 @@ def document(root: Node | None, source: str, faults: Faults) -> Node | None:
     if root is None or root.value is None or root.value == {}:
         if not faults:
             example = "write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}"
-            faults.add(source, Place(source, 1), "says nothing", example)
+            faults.add(source, Place(source), "says nothing", example)
     elif not isinstance(root.value, dict):
         hint = "write signals by name, as in layer1: {row: data}"
         faults.add((), root.place, f"is {shown(root.value)}, not a mapping of signals", hint)

@@ -71,7 +71,7 @@ def test_config_takes_a_path_object_and_a_mapping():
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": -1}, {"data": -1, "tensor": 2}, {"data": 2**31 - 1}])
 def test_config_takes_one_open_size_and_any_number_of_devices(sizes: dict):
-    configuration = load_configuration({"jshard": {"mesh": sizes}})
+    configuration = load_configuration({"jshard": {"mesh": sizes}, "a": {"shard": {"axis": 0, "workers": [1]}}})
     assert configuration.mesh == MeshPlan(tuple(sizes), tuple(sizes.values()), Place(""))
     assert configuration.devices == max(sizes.values())
 

@@ -14,6 +14,7 @@ MESH = "jshard:\n  mesh: {data: 2, tensor: 4}\n"
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
 )
+AN_EXAMPLE = "write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}"
 DEEP = "a: " + "[" * 200 + "]" * 200
 DEEP_BY_ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 80))
 
@@ -361,6 +362,32 @@ IN_A_FILE = {
         MESH + "layer1: {row: tensr, column: tensr}\n",
         'signal "layer1" (FILE:3) names mesh axis "tensr", which is not in jshard.mesh (FILE:2: data, tensor); '
         'did you mean "tensor"?',
+    ),
+    "extends a signal misspelt that comes later": (
+        MESH + "a: {extends: laier}\nlayer: {}\n",
+        'signal "a" (FILE:3) extends "laier", which is not in FILE; did you mean "layer"?',
+    ),
+    "extends itself by way of one before it in the alphabet": (
+        MESH + "y: {extends: x}\nx: {extends: y}\n",
+        'signal "y" (FILE:3) extends itself by way of "x" (FILE:4); remove one extends',
+    ),
+    "default that three globs match": (
+        MESH + "  default: ab\n'a*': {}\n'*b': {}\n'?b': {}\n",
+        'jshard.default (FILE:3) names "ab", which both "a*" (FILE:4) and "*b" (FILE:5) match; name one of the two',
+    ),
+    "one mesh axis twice, the later key first in the table": (
+        MESH + "layer1:\n  reduction: tensor\n  row: tensor\n",
+        'signal "layer1" (FILE:5) names mesh axis "tensor" for row and for reduction (FILE:4), which would split x over it '
+        "twice; use another mesh axis for one of them",
+    ),
+    "one mesh axis twice on a line, the later key first in the table": (
+        MESH + "layer1: {reduction: tensor, row: tensor}\n",
+        'signal "layer1" (FILE:3) names mesh axis "tensor" for row and for reduction (FILE:3), which would split x over it '
+        "twice; use another mesh axis for one of them",
+    ),
+    "fewer than no collective": (
+        MESH + "layer1: {expect: {psum: 0}}\nlayer2: {expect: {psum: -1}}\n",
+        'signal "layer2" (FILE:4) has expect.psum: -1, which is not a whole number of 0 or more; write psum: 1',
     ),
     "signals before jshard in the alphabet": (
         MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {ring: data}\nd: {store: {}}\n",
@@ -782,9 +809,10 @@ def test_misuse_is_of_forty_kinds_at_least():
         ("# caf\xe9\n".encode("latin-1"), "configs/mlp.yaml:1 is not UTF-8 text; save the file as UTF-8"),
         ("layer1: {}\n".encode("utf-16"), "configs/mlp.yaml:1 is not UTF-8 text; save the file as UTF-8"),
         (b"layer1: {}\n\0", "configs/mlp.yaml:2 has the character U+0000, which YAML does not allow; remove it"),
+        *((data, f"configs/mlp.yaml says nothing; {AN_EXAMPLE}") for data in (b"", b"# to come\n", b"~\n", b"{}\n")),
         (b"#" * 4_000_001, "configs/mlp.yaml has 4,000,001 bytes, more than a configuration's 4,000,000; split it"),
     ],
-    ids=["latin-1", "utf-16", "nul", "huge"],
+    ids=["latin-1", "utf-16", "nul", "empty", "comment", "null", "no signal", "huge"],
 )
 def test_misuse_of_bytes_is_told(folder: Path, data: bytes, sentence: str):
     (folder / "mlp.yaml").write_bytes(data)
@@ -830,9 +858,7 @@ def test_misuse_in_a_mapping_is_told_without_lines():
         "jshard.train.model (<dict>) holds something of type type, which YAML could not say; "
         "write text, a number, true, false, a list or a mapping"
     )
-    assert faults_of({}) == [
-        "<dict> says nothing; write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}"
-    ]
+    assert faults_of({}) == [f"<dict> says nothing; {AN_EXAMPLE}"]
     endless: dict = {}
     endless["layer1"] = endless
     assert faults_of(endless) == ["<dict> nests deeper than 50 levels; make it flatter"]

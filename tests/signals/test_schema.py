@@ -143,6 +143,29 @@ def test_schema_refuses_wrong_types_and_unknown_keys():
         assert accepts(schema, right, schema), right
 
 
+LEAST = {
+    "train.data": {"path": "m:f", "ahead": 0}, "train.seed": 0, "train.batch": 1, "train.steps": 1,
+    "train.evaluation": {"every": 1}, "train.log": {"every": 1}, "train.checkpoint": {"every": 1, "keep": 1},
+    "train.watchdog": {"step_timeout": 1, "start_timeout": 1}, "budget": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LEAST)
+def test_schema_and_loader_take_the_least_number_and_none_below(key: str):
+    def written(value: object) -> dict:
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        return {"jshard": value}
+
+    assert load_configuration(written(LEAST[key])) and accepts(json_schema(), written(LEAST[key]), json_schema())
+    for name, least in LEAST[key].items() if isinstance(LEAST[key], dict) else [(None, LEAST[key])]:
+        if isinstance(least, int):
+            wrong = written(least - 1 if name is None else LEAST[key] | {name: least - 1})
+            assert not accepts(json_schema(), wrong, json_schema()), wrong
+            with pytest.raises(JShardError, match=" is -?[0-9], which is not a "):
+                load_configuration(wrong)
+
+
 def test_schema_takes_every_configuration_of_the_repository():
     yaml = pytest.importorskip("yaml")
     root = Path(__file__).parents[2]

@@ -87,6 +87,12 @@ def test_collections_know_how_many_values_they_hold_and_how_deep():
     assert [(each.size, each.depth) for each in (at(node, "a"), at(node, "b"), node)] == [(1, 1), (6, 4), (8, 5)]
 
 
+def test_lists_nest_as_deep_as_is_said():
+    assert read("a: " + "[" * 48 + "]" * 48).depth == 49
+    with pytest.raises(JShardError, match="^f:1 nests deeper than 50 levels; write it flatter$"):
+        read("a: " + "[" * 49 + "]" * 49)
+
+
 def test_source_sees_a_byte_order_mark_and_any_line_end():
     faults = Faults()
     node = read_text(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", "f", faults)
