@@ -143,7 +143,7 @@ class _Reader:
     def repeated(self, path: Path, place: Place, first: Place) -> None:
         if self.about:
             self.add(place, f"has the key {quoted('.'.join(path))} again", "keep one of the two")
-        elif len(path) == 1:
+        elif not path[1:]:
             self.faults.add(path, place, f"is already at {first}", "keep one of the two")
         else:
             key = quoted(path[-1] if path[0] == "jshard" else ".".join(path[1:]))
@@ -152,9 +152,10 @@ class _Reader:
 
 def read_text(data: bytes, source: str, faults: Faults) -> Node | None:
     """The one mapping that a YAML file is; None, and its faults noted, when it isn't one."""
-    place = Place(source, 1)
     if len(data) > MOST_BYTES:
-        faults.add(source, place, f"has {len(data):,} bytes, more than a configuration's {MOST_BYTES:,}", "split it")
+        faults.add(
+            source, Place(source), f"has {len(data):,} bytes, more than a configuration's {MOST_BYTES:,}", "split it"
+        )
         return None
     try:
         text = data.decode("utf-8")
@@ -180,8 +181,7 @@ def _read(text: str, reader: _Reader) -> Node | None:
         _not_yaml(error, reader)
     except yaml.reader.ReaderError as error:
         place = Place(reader.source, None if reader.about else text.count("\n", 0, error.position) + 1)
-        character = error.character if isinstance(error.character, int) else ord(error.character[:1])
-        reader.add(place, f"has the character U+{character:04X}, which YAML does not allow", "remove it")
+        reader.add(place, f"has the character U+{error.character:04X}, which YAML does not allow", "remove it")
     except (ValueError, OverflowError):  # PyYAML's own, for numbers in escapes and directives that no one can mean
         place = reader.place(reader.loader.get_mark())
         reader.add(place, "has an escape or a % line with an impossible number", "remove it")

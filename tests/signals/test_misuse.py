@@ -389,6 +389,11 @@ IN_A_FILE = {
         MESH + "layer1: {expect: {psum: 0}}\nlayer2: {expect: {psum: -1}}\n",
         'signal "layer2" (FILE:4) has expect.psum: -1, which is not a whole number of 0 or more; write psum: 1',
     ),
+    "key again deeper": (
+        MESH + "  train: {steps: 1, steps: 2}\na: {shard: {axis: 0, axis: 1}}\n",
+        'jshard.train (FILE:3) has the key "steps" again, after FILE:3; keep one of the two',
+        'signal "a" (FILE:4) has the key "shard.axis" again, after FILE:4; keep one of the two',
+    ),
     "signals before jshard in the alphabet": (
         MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {ring: data}\nd: {store: {}}\n",
         'signal "a" (FILE:3) has row: 3, which is not a mesh axis or a list of them; write row: data',
@@ -808,11 +813,13 @@ def test_misuse_is_of_forty_kinds_at_least():
     [
         ("# caf\xe9\n".encode("latin-1"), "configs/mlp.yaml:1 is not UTF-8 text; save the file as UTF-8"),
         ("layer1: {}\n".encode("utf-16"), "configs/mlp.yaml:1 is not UTF-8 text; save the file as UTF-8"),
+        (b"\nlayer1: \xff\n", "configs/mlp.yaml:2 is not UTF-8 text; save the file as UTF-8"),
+        (b"\n\n\0", "configs/mlp.yaml:3 has the character U+0000, which YAML does not allow; remove it"),
         (b"layer1: {}\n\0", "configs/mlp.yaml:2 has the character U+0000, which YAML does not allow; remove it"),
         *((data, f"configs/mlp.yaml says nothing; {AN_EXAMPLE}") for data in (b"", b"# to come\n", b"~\n", b"{}\n")),
         (b"#" * 4_000_001, "configs/mlp.yaml has 4,000,001 bytes, more than a configuration's 4,000,000; split it"),
     ],
-    ids=["latin-1", "utf-16", "nul", "empty", "comment", "null", "no signal", "huge"],
+    ids=["latin-1", "utf-16", "line", "nul above", "nul", "empty", "comment", "null", "no signal", "huge"],
 )
 def test_misuse_of_bytes_is_told(folder: Path, data: bytes, sentence: str):
     (folder / "mlp.yaml").write_bytes(data)

@@ -61,6 +61,7 @@ def test_source_keeps_lines_of_keys_and_values():
 
 
 def test_names_that_yaml_calls_booleans_stay_names():
+    assert read("x: {1a: {b: 2}}").plain() == {"x": {"1a": {"b": 2}}}
     assert read("no: {on: off}\nyes: [y, n]\n").plain() == {"no": {"on": "off"}, "yes": ["y", "n"]}
 
 
