@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jshard.layers import max as max
     from jshard.layers import mean as mean
     from jshard.layers import move as move
+    from jshard.layers import shard as shard
     from jshard.layers import step as step
     from jshard.layers import sum as sum
     from jshard.layers import value_and_grad as value_and_grad
@@ -58,7 +59,19 @@ _ROOMS = {
     "jshard.inspect.verify": ("verify",),
     "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "send_recv"),
     "jshard.launch.initialize": ("init",),
-    "jshard.layers": ("Layer", "Linear", "MLP", "matmul", "max", "mean", "move", "step", "sum", "value_and_grad"),
+    "jshard.layers": (
+        "Layer",
+        "Linear",
+        "MLP",
+        "matmul",
+        "max",
+        "mean",
+        "move",
+        "shard",
+        "step",
+        "sum",
+        "value_and_grad",
+    ),
     "jshard.layouts": ("Layout", "gather", "redistribute", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
     "jshard.signals.active_config": ("load", "mesh", "unload"),

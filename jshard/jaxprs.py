@@ -38,3 +38,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for each in inner(eqn):
             yield from equations(each)
+
+
+def scanned(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    asked = eqn.params
+    if "ft_in" in asked:
+        consts, carried, *_ = (len(tree) for tree in asked["ft_in"].unpack())
+        return consts, carried
+    return asked["num_consts"], asked["num_carry"]

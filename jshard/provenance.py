@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import jax
+from jax._src import source_info_util
 
 from jshard.errors import Place
 
@@ -158,3 +160,17 @@ def _parts(op_name: str) -> Iterator[Part]:
         *outer, name = word.split("(")
         yield from (("transform", each) for each in outer if each not in ("jit", "pjit"))
         yield "scope", name.rstrip(")")
+
+
+# -- the user's own line --
+
+_INSIDE = (str(Path(__file__).parent), str(Path(jax.__file__).parent), "/flax/")
+
+
+def source_of(eqn: Any) -> str:
+    """`model.py:12`: the innermost line of the program that is not jshard's, JAX's or Flax's."""
+    for frame in source_info_util.summarize(eqn.source_info, num_frames=50).splitlines()[::-1]:
+        found = re.match(r"(.+?):(\d+)", frame.strip())
+        if found and not any(inside in found[1] for inside in _INSIDE):
+            return f"{Path(found[1]).name}:{found[2]}"
+    return ""

@@ -14,8 +14,8 @@ import jshard
 
 PROMISED = """
 load unload mesh signal Layer Linear MLP matmul sum mean max all_reduce all_gather reduce_scatter permute all_to_all broadcast Layout
-redistribute scatter gather send_recv move step value_and_grad explain plan report diff verify optimizer Optimizer pretend init log
-trace weights save_weights JShardError __version__
+redistribute scatter gather send_recv move shard step value_and_grad explain plan report diff verify optimizer Optimizer pretend
+init log trace weights save_weights JShardError __version__
 """.split()
 
 

@@ -9,5 +9,6 @@ from jshard.layers.mlp import MLP as MLP
 from jshard.layers.reduce import max as max
 from jshard.layers.reduce import mean as mean
 from jshard.layers.reduce import sum as sum
+from jshard.layers.sharding import shard as shard
 from jshard.layers.training_step import step as step
 from jshard.layers.transfer import move as move

@@ -56,7 +56,8 @@ class Linear(nnx.Linear, Layer):
         """`inputs[..., in_features]` to `[..., out_features]`, lying as the signal says."""
         signal, scope = resolve(self.signal_path)
         if signal is None:
-            return super().__call__(inputs) if out_sharding is None else super().__call__(inputs, out_sharding)
+            with scope:
+                return super().__call__(inputs) if out_sharding is None else super().__call__(inputs, out_sharding)
         if out_sharding is not None:
             raise JShardError(
                 f"{signal} says where the output lies, and so does out_sharding=", hint="remove out_sharding="

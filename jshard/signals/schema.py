@@ -160,6 +160,10 @@ SIGNAL: dict[str, Key] = {
     "match": Key(
         Globs(), 'Globs of the parameters of a model that this signal claims: "layers/*/attn/{q,k}_proj/**"; "**": all others.'
     ),
+    "allow": Key(
+        Names("the name of a JAX primitive or a list of names", "[sort]"),
+        "Primitives that jshard.shard has no rule for, and may gather whole arrays for.",
+    ),
 }  # fmt: skip
 
 SIGNAL_TABLE = Table(SIGNAL, elsewhere=tuple(JSHARD))

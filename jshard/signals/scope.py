@@ -45,6 +45,7 @@ class Scope:
 
 
 _context = jax.make_user_context(Scope(()))
+unplaced = jax.make_user_context(False)  # a program is traced as for one device: signals name places and place nothing
 
 
 class Entry(contextlib.ContextDecorator):
@@ -99,7 +100,7 @@ def _words(name: Any) -> list[str]:
 def active() -> Signal | None:
     """The signal that holds here, resolved: outside every scope `jshard.default`, or None, as with no configuration."""
     present, path, backward = configuration(), active_path(), _context.value.backward
-    if present is None or not path:
+    if present is None or not path or unplaced.value:
         return None
     signal = present.lookup(path)
     return signal if backward is None else dataclasses.replace(signal, backward=backward)
@@ -129,6 +130,8 @@ def resolve(remembered: tuple[str, ...]) -> tuple[Signal | None, contextlib.Abst
     present, path = configuration(), remembered or active_path()
     if present is None or _context.value.path or not path:
         return active(), contextlib.nullcontext()
+    if unplaced.value:
+        return None, Entry(*path)
     return present.lookup(path), Entry(*path)
 
 

@@ -59,6 +59,7 @@ class Signal:
     kernel: tuple[tuple[str, str], ...] = ()  # op -> algorithm, jshard.kernel included
     expect: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False)
     match: tuple[str, ...] = ()  # globs of the parameters that it claims
+    allow: tuple[str, ...] = ()  # primitives without a rule that may gather
 
     def at(self, key: str) -> Place:
         """Where `key` was written; the signal's own place when it was not."""

@@ -82,6 +82,7 @@ plausible_signals = st.fixed_dictionaries(
         "extends": names,
         "backward": names,
         "remat": st.booleans(),
+        "allow": st.lists(st.sampled_from(["fft", "sort"]), max_size=2),
         "match": st.lists(st.sampled_from(["**", "a/*", "{a,b}/**", "a}", "b**", "/"]), max_size=2),
         "dtype": st.fixed_dictionaries({}, optional={"compute": st.sampled_from(["float32", "bfloat16"])}),
     },

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.entries import Choice, Left, Line
@@ -20,7 +17,7 @@ from jshard.jaxprs import bare, equations, inner
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
 from jshard.kernels.lint import is_remote
-from jshard.provenance import Cause
+from jshard.provenance import Cause, source_of
 from jshard.signals.keys import blamed
 
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}
@@ -198,17 +195,3 @@ def _refuse_unknown(eqn: Any, around: Around) -> None:
             f'the program calls {eqn.primitive.name} over mesh axis "{mesh_axes[0]}", which jshard has no price for',
             hint=f"use one of {', '.join(f'jshard.{name}' for name in COLLECTIVES)}",
         )
-
-
-# -- the user's own line --
-
-_INSIDE = (str(Path(__file__).parents[2]), str(Path(jax.__file__).parent), "/flax/")
-
-
-def source_of(eqn: Any) -> str:
-    """`model.py:12`: the innermost line of the program that is not jshard's, JAX's or Flax's."""
-    for frame in source_info_util.summarize(eqn.source_info, num_frames=50).splitlines()[::-1]:
-        found = re.match(r"(.+?):(\d+)", frame.strip())
-        if found and not any(inside in found[1] for inside in _INSIDE):
-            return f"{Path(found[1]).name}:{found[2]}"
-    return ""

@@ -24,10 +24,9 @@ import jax.export
 
 from jshard.errors import JShardError
 from jshard.inspect.compiled.collective import Large
-from jshard.inspect.ledger.jaxpr_walk import source_of
 from jshard.inspect.plan.topology import Topology
 from jshard.jaxprs import equations
-from jshard.provenance import cause, op_name
+from jshard.provenance import cause, op_name, source_of
 
 LIMIT = 600  # seconds that a compilation may take
 ENVIRONMENT = {

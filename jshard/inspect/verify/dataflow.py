@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jshard.inspect.verify.exact_surrogates import COLLECTIVE_SUMS, NONLINEAR, OPAQUE, POSITIVE, SIGNED, SUMS, is_float
-from jshard.jaxprs import bare, called, equations, inner
+from jshard.jaxprs import bare, called, equations, inner, scanned
 
 
 def inexact_operations(jaxpr: Any) -> list[str]:
@@ -69,15 +69,6 @@ def _reached_in_loop(eqn: Any, operands: list[Names]) -> list[Names]:
         if carry == operands[consts : consts + carried]:
             return results
         operands = [*operands[:consts], *carry, *operands[consts + carried :]]
-
-
-def scanned(eqn: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried."""
-    asked = eqn.params
-    if "ft_in" in asked:
-        consts, carried, *_ = (len(tree) for tree in asked["ft_in"].unpack())
-        return consts, carried
-    return asked["num_consts"], asked["num_carry"]
 
 
 def meshes_in(jaxpr: Any) -> list[Any]:

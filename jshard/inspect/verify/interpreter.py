@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_array, is_inexact
-from jshard.inspect.verify.dataflow import is_identity, narrowed_for_a_sum, needed_whole, scanned, sums_in
+from jshard.inspect.verify.dataflow import is_identity, narrowed_for_a_sum, needed_whole, sums_in
 from jshard.inspect.verify.exact_surrogates import (
     COLLECTIVE_SUMS,
     KEEPS_WHOLE,
@@ -33,7 +33,7 @@ from jshard.inspect.verify.exact_surrogates import (
     stand_in,
 )
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later, worst
-from jshard.jaxprs import bare, called
+from jshard.jaxprs import bare, called, scanned
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,319 @@
+"""Rules of what holds a program of its own: loops, branches, checkpoints, functions with a derivative of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core as jax_core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import Literal
+
+from jshard.errors import JShardError
+from jshard.jaxprs import bare, called, scanned
+from jshard.layers.partition.engine import Partition, Rule
+from jshard.layers.partition.part import Part
+from jshard.layouts.redistribution import Axes
+from jshard.provenance import source_of
+
+
+def _alike(part: Part, x: Any) -> Part:
+    """The same place for another array: in another trace nothing may be remembered of this one."""
+    return dataclasses.replace(part, x=x, make=None, cache={})
+
+
+def _made(run: Partition, part: Part) -> Part:
+    """What can go into another trace: an array. A stored parameter stays at rest, and is gathered where it is used."""
+    return part if part.make is None else run.force(part)
+
+
+def _like(run: Partition, parts: Sequence[Part], axes: Sequence[Axes]) -> list[Array]:
+    return [run.place(part, each).x for part, each in zip(parts, axes, strict=True)]
+
+
+def _checkpoint(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    parts, found = [_made(run, part) for part in parts], list[Part]()
+
+    def body(*xs: Array) -> list[Array]:
+        found[:] = map(run.force, run.run(eqn.params["jaxpr"], list(map(_alike, parts, xs))))
+        return [part.x for part in found]
+
+    how = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
+    return found_after(jax.checkpoint(body, **how), parts, found)
+
+
+def found_after(body: Callable[..., list[Array]], parts: list[Part], found: list[Part]) -> list[Part]:
+    outs = body(*(part.x for part in parts))
+    return [_alike(part, x) for part, x in zip(found, outs, strict=True)]
+
+
+def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """What is carried is split as it goes in, or further as the loop leaves it; the axis that one goes along is whole."""
+    asked, jaxpr = eqn.params, eqn.params["jaxpr"]
+    count, carried = scanned(eqn)
+    parts = [_made(run, part) for part in parts]
+    consts, carry, over = parts[:count], parts[count : count + carried], parts[count + carried :]
+    over = [_led_by_whole(run, part) for part in over]
+    for part in over:
+        if part.is_undecided and part.parameter is not None and part.of[0] is not None:
+            part.parameter.roles[part.of[0]] = "scan"
+    made: list[Part] = []
+
+    def step(
+        axes: list[Axes], carries: Sequence[Array], each: Sequence[Array], consts: Sequence[Array]
+    ) -> tuple[Any, Any]:
+        inner = [_alike(part, x) for part, x in zip(parts[:count], consts, strict=True)]
+        inner += [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
+        inner += [_one_of(part, x) for part, x in zip(over, each, strict=True)]
+        made[:] = run.run(jaxpr, inner)
+        made[carried:] = map(run.force, made[carried:])
+        return _like(run, made[:carried], axes), [part.x for part in made[carried:]]
+
+    axes = [part.axes for part in map(run.force, carry)]
+    axes = _settled(run, axes, lambda axes: _traced(
+        run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
+        [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
+    last, ys = lax.scan(
+        lambda c, e: step(axes, c, e, [part.x for part in consts]),
+        _like(run, carry, axes), [part.x for part in over],
+        length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"],
+    )  # fmt: skip
+    results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
+    shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
+    return results + [Part(s, ((), *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
+
+
+def _traced(run: Partition, body: Callable[..., Any], xs: Sequence[Any], made: list[Part], carried: int) -> list[Axes]:
+    """How the results that are carried are split when the body runs once; nothing of this trace stays."""
+    before = list(run.moved)
+    jax.make_jaxpr(body)(*xs)
+    run.moved[:] = before
+    return [part.axes for part in made[:carried]]
+
+
+def _settled(run: Partition, axes: list[Axes], once: Callable[[list[Axes]], list[Axes]]) -> list[Axes]:
+    """Split what is carried as the body leaves it, where that is split further; until it stays so."""
+    for _ in range(3):
+        after = once(axes)
+        wanted = [new if _finer(old, new) else old for old, new in zip(axes, after, strict=True)]
+        if wanted == axes:
+            break
+        axes = wanted
+    return axes
+
+
+def _finer(old: Axes, new: Axes) -> bool:
+    return old != new and all(b[: len(a)] == a for a, b in zip(old, new, strict=True))
+
+
+def _led_by_whole(run: Partition, part: Part) -> Part:
+    """The axis that a scan goes along is whole on every device, of a stored parameter too."""
+    if part.rest is not None and part.rest[0]:
+        part = run.force(part)
+    return run.place(part, ((), *part.axes[1:])) if part.axes[0] else part
+
+
+def _one_of(part: Part, x: Array) -> Part:
+    """One of those that a scan goes along: a layer of stacked parameters is a parameter."""
+    rest = None if part.rest is None else part.rest[1:]
+    return Part(
+        part.shape[1:], part.axes[1:], x, rest=rest, signal=part.signal, parameter=part.parameter, of=part.of[1:]
+    )
+
+
+def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    asked, parts = eqn.params, [_made(run, part) for part in parts]
+    of_test, of_body = asked["cond_nconsts"], asked["body_nconsts"]
+    test_consts, consts, carry = parts[:of_test], parts[of_test : of_test + of_body], parts[of_test + of_body :]
+    made: list[Part] = []
+
+    def inner(parts: Sequence[Part], xs: Sequence[Any]) -> list[Part]:
+        return [_alike(part, x) for part, x in zip(parts, xs, strict=True)]
+
+    def step(axes: list[Axes], carries: Sequence[Array], given: Sequence[Any]) -> list[Array]:
+        state = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
+        made[:] = run.run(asked["body_jaxpr"], [*inner(consts, given), *state])
+        return _like(run, made, axes)
+
+    def test(carries: Sequence[Array]) -> Array:
+        state = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
+        (found,) = run.run(asked["cond_jaxpr"], [*inner(test_consts, [p.x for p in test_consts]), *state])
+        return run.place(found, ()).x
+
+    axes = [part.axes for part in map(run.force, carry)]
+    axes = _settled(run, axes, lambda axes: _traced(
+        run, lambda *xs: step(axes, xs[len(consts) :], xs[: len(consts)]),
+        [*(p.x for p in consts), *_like(run, carry, axes)], made, len(carry)))  # fmt: skip
+    last = lax.while_loop(test, lambda c: step(axes, c, [p.x for p in consts]), _like(run, carry, axes))
+    return [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
+
+
+def _cond(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """All branches leave their results as the first does."""
+    index, *given = [run.force(part) for part in parts]
+    made: list[Part] = []
+
+    def branch(jaxpr: Any, axes: list[Axes] | None) -> Callable[..., list[Array]]:
+        def body(*xs: Array) -> list[Array]:
+            made[:] = map(run.force, run.run(jaxpr, list(map(_alike, given, xs))))
+            return [part.x for part in made] if axes is None else _like(run, made, axes)
+
+        return body
+
+    branches, xs = eqn.params["branches"], [part.x for part in given]
+    axes = _traced(run, branch(branches[0], None), xs, made, len(eqn.outvars))
+    outs = lax.switch(run.place(index, ()).x, [branch(each, axes) for each in branches], *xs)
+    return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, axes, outs, strict=True)]
+
+
+def alone(eqn: Any) -> Callable[..., list[Any]]:
+    """The function on global arrays that one equation is."""
+    jaxpr = type(bare(called(eqn)))(
+        [],
+        [v for v in eqn.invars if not isinstance(v, Literal)],
+        list(eqn.outvars),
+        [eqn],
+        debug_info=bare(called(eqn)).debug_info,
+    )
+    return lambda *xs: jax_core.eval_jaxpr(jaxpr, [], *xs)
+
+
+def _described(parts: Sequence[Part]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(part.shape, part.x.dtype) for part in parts]
+
+
+def _tangent(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.float0 if not jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype)
+
+
+def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """The derivative is the function's own, run on parts as well."""
+    parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if not isinstance(atom, Literal)]
+    whole_call, given, found = alone(eqn), _described(parts), list[Part]()
+    smooth = [jnp.issubdtype(each.dtype, jnp.inexact) for each in given]
+
+    def forward(xs: Sequence[Array]) -> list[Part]:
+        it = iter(list(map(_alike, parts, xs)))
+        args = [run.literal(a) if isinstance(a, Literal) else next(it) for a in eqn.invars]
+        return [run.force(part) for part in run.run(called(eqn), args)]
+
+    @jax.custom_jvp
+    def call(*xs: Array) -> list[Array]:
+        found[:] = forward(xs)
+        return [part.x for part in found]
+
+    def both(*xs: Any) -> Any:
+        primals, tangents = list(xs[: len(parts)]), iter(xs[len(parts) :])
+        t = [
+            next(tangents) if s else np.zeros(p.shape, jax.dtypes.float0) for p, s in zip(primals, smooth, strict=True)
+        ]
+        out, out_t = jax.jvp(whole_call, primals, t)
+        return [*out, *(x for o, x in zip(out, out_t, strict=True) if jnp.issubdtype(o.dtype, jnp.inexact))]
+
+    @call.defjvp
+    def _rule(primals: Any, tangents: Any) -> Any:
+        some = [(part, t) for part, t, s in zip(parts, tangents, smooth, strict=True) if s]
+        jaxpr = _unplaced(both, [*given, *(each for each, s in zip(given, smooth, strict=True) if s)])
+        args = [*map(_alike, parts, primals), *(Part(part.shape, part.axes, t) for part, t in some)]
+        results = run.run(jaxpr, args)
+        found[:] = outs = [run.force(part) for part in results[: len(eqn.outvars)]]
+        after = iter(results[len(eqn.outvars) :])
+        t = [
+            run.place(next(after), part.axes).x
+            if jnp.issubdtype(part.x.dtype, jnp.inexact)
+            else np.zeros(part.x.shape, jax.dtypes.float0)
+            for part in outs
+        ]
+        return [part.x for part in outs], t
+
+    outs = call(*(part.x for part in parts))
+    return [_alike(part, x) for part, x in zip(found, outs, strict=True)]
+
+
+def _unplaced(f: Callable[..., Any], given: Sequence[Any]) -> Any:
+    """Trace a function on global arrays, where no mesh is."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(f)(*given)
+
+
+def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """The two halves of the function's own derivative, each run on parts."""
+    parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if not isinstance(atom, Literal)]
+    whole_call, given, found, kept = alone(eqn), _described(parts), list[Part](), list[Part]()
+    smooth = [jnp.issubdtype(each.dtype, jnp.inexact) for each in given]
+    tree: Any = None
+
+    def half(*xs: Any) -> Any:
+        nonlocal tree
+        outs, back = jax.vjp(
+            lambda *some: whole_call(*_merged(some, xs, smooth)), *(x for x, s in zip(xs, smooth, strict=True) if s)
+        )
+        residuals, tree = jax.tree.flatten(back)
+        return [*outs, *residuals]
+
+    @jax.custom_vjp
+    def call(*xs: Array) -> list[Array]:
+        it = iter(list(map(_alike, parts, xs)))
+        args = [run.literal(a) if isinstance(a, Literal) else next(it) for a in eqn.invars]
+        found[:] = [run.force(part) for part in run.run(called(eqn), args)]
+        return [part.x for part in found]
+
+    def fwd(*xs: Array) -> Any:
+        results = [run.force(part) for part in run.run(_unplaced(half, given), list(map(_alike, parts, xs)))]
+        found[:], kept[:] = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
+        return [part.x for part in found], [part.x for part in kept]
+
+    def bwd(residuals: Any, cotangents: Any) -> Any:
+        ends, residual_parts = list(found), list(map(_alike, kept, residuals))
+        wanted = [jnp.issubdtype(part.x.dtype, jnp.inexact) for part in ends]
+
+        def other_half(*xs: Any) -> Any:
+            back = jax.tree.unflatten(tree, xs[: len(kept)])
+            cts = iter(xs[len(kept) :])
+            return list(
+                back(
+                    [
+                        next(cts) if w else np.zeros(p.shape, jax.dtypes.float0)
+                        for p, w in zip(ends, wanted, strict=True)
+                    ]
+                )
+            )
+
+        some = [Part(p.shape, p.axes, ct) for p, ct, w in zip(ends, cotangents, wanted, strict=True) if w]
+        jaxpr = _unplaced(other_half, [*_described(kept), *_described(some)])
+        after = iter(run.run(jaxpr, [*residual_parts, *some]))
+        return tuple(run.place(next(after), part.axes).x if s else None for part, s in zip(parts, smooth, strict=True))
+
+    call.defvjp(fwd, bwd)
+    outs = call(*(part.x for part in parts))
+    return [_alike(part, x) for part, x in zip(found, outs, strict=True)]
+
+
+def _merged(some: Sequence[Any], xs: Sequence[Any], smooth: Sequence[bool]) -> list[Any]:
+    it = iter(some)
+    return [next(it) if s else x for x, s in zip(xs, smooth, strict=True)]
+
+
+def _dropped(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """A placement in the model's own code: the configuration says how arrays lie."""
+    return list(parts)
+
+
+def _refused(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    raise JShardError(
+        f"{source_of(eqn)} calls {eqn.primitive.name}, which has collectives and devices of its own",
+        hint="leave that part of the model out of jshard.shard, or give the model its path without it",
+    )
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("checkpoint", "remat2", "remat"), _checkpoint),
+    **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _dropped),
+    **dict.fromkeys(("shard_map", "pallas_call"), _refused),
+    "cond": _cond, "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
+    "custom_vjp_call_jaxpr": _custom_vjp, "scan": _scan, "while": _while,
+}  # fmt: skip

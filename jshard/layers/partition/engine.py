@@ -1,0 +1,298 @@
+"""Runs a jaxpr on each device's part of its arrays, inside a shard_map, by the table of what each primitive does to axes.
+
+What is split in an operand stays split in the result, where the table says that it may: greedy, and the same on every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax._src import source_info_util
+from jax.extend.core import Literal
+from jax.sharding import Mesh
+
+from jshard.errors import JShardError
+from jshard.jaxprs import bare, called
+from jshard.kernels.all_reduction import all_reduce
+from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, localized
+from jshard.layers.partition.part import Names, Part, vary, whole
+from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factors, factors
+from jshard.layouts.redistribution import Axes, Move
+from jshard.provenance import scope, source_of
+from jshard.signals.signal import Signal
+
+# Operations after which a stored parameter is still one, and still at rest.
+STAYS = frozenset("convert_element_type copy stop_gradient transpose".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """An array that an operation could not take as it was split."""
+
+    primitive: str
+    source: str
+    signal: str
+    shape: tuple[int, ...]
+    before: Axes
+    after: Axes
+
+
+class Partition:
+    """One run over one jaxpr. `moved` lists what had to move, `unruled` the primitives that no rule was known for."""
+
+    def __init__(self, mesh: Mesh, rules: Mapping[str, Rule]):
+        self.mesh, self.sizes, self.rules = mesh, dict(mesh.shape), rules
+        self.moved: list[Moved] = []
+        self.unruled: dict[str, int] = {}
+        self.nearest: Signal | None = None  # the claim of the parameter used last
+        self.eqn: Any = None
+
+    # -- a jaxpr --
+
+    def run(self, jaxpr: Any, args: Sequence[Part]) -> list[Part]:
+        """Run a jaxpr, closed or open, on parts of its arguments."""
+        consts, jaxpr = getattr(jaxpr, "consts", ()), bare(jaxpr)
+        known: dict[Any, Part] = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Part:
+            return self.literal(atom) if isinstance(atom, Literal) else known[atom]
+
+        last = last_uses(jaxpr)
+        for number, eqn in enumerate(jaxpr.eqns):
+            parts = [read(atom) for atom in eqn.invars]
+            for part in parts:
+                part.settle()
+            with self._traced_at(eqn, parts):
+                results = self.rule(eqn, parts)
+            known.update(zip(eqn.outvars, results, strict=True))
+            for gone in last.get(number, ()):
+                known.pop(gone, None)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _traced_at(self, eqn: Any, parts: Sequence[Part]) -> Any:
+        """The user's line and scopes, and the nearest claim where no scope names a signal."""
+        self.eqn = eqn
+        claim = next((part.signal for part in parts if part.signal is not None), None)
+        self.nearest = claim or self.nearest
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        if self.nearest is not None and "jshard[signal=" not in str(stack):
+            with source_info_util.user_context(None, name_stack=stack), scope(signal=self.nearest.name):
+                stack = source_info_util.current_name_stack()
+        # not `eqn.ctx.manager`: it would bring back the mesh of the trace, and the axes of this shard_map would be gone
+        return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+
+    def literal(self, atom: Any) -> Part:
+        return self.constant(jnp.asarray(atom.val, atom.aval.dtype))
+
+    def constant(self, x: Any) -> Part:
+        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        return Part(tuple(x.shape), whole(x.ndim), x)
+
+    # -- an equation --
+
+    def rule(self, eqn: Any, parts: list[Part]) -> list[Part]:
+        name = eqn.primitive.name
+        if name in self.rules:
+            return self.rules[name](self, eqn, parts)
+        if called(eqn) is not None:
+            return self.run(called(eqn), parts)
+        found = factors(eqn)
+        if found is None:
+            return self.gathered(eqn, parts)
+        if name in ELEMENTWISE and (lazy := self._lazy(eqn, parts, found)):
+            return [lazy]
+        if name == "transpose" and parts[0].rest is not None:
+            return [self.later(eqn, parts, found)]  # one gather serves both ways round
+        if name in STAYS and (parts[0].rest is not None or parts[0].is_undecided):
+            order = eqn.params.get("permutation", tuple(range(len(parts[0].shape))))
+            (x,) = self.bind(eqn, [parts[0].x])
+            return [parts[0].at_rest(x, tuple(parts[0].axes[at] for at in order), shape_of(eqn), order)]
+        return self.by_factors(eqn, parts, found)
+
+    def by_factors(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part]:
+        choice = self.choose(found, parts)
+        xs = self.placed(parts, found, choice)
+        return self.results(eqn, self.bind(eqn, xs, found, choice), found, choice)
+
+    def placed(self, parts: Sequence[Part], found: Factors, choice: Choice) -> list[Array]:
+        names = frozenset(name for each in choice.values() for name in each)
+        return [self.local(p, axes_of(f, choice), names) for p, f in zip(parts, found.operands, strict=True)]
+
+    def results(self, eqn: Any, outs: Sequence[Array], found: Factors, choice: Choice) -> list[Part]:
+        """Reduce over devices what the table says, and say how the results are split."""
+        results = []
+        for variable, out, of in zip(eqn.outvars, outs, found.results, strict=True):
+            for factor, kind in enumerate(found.kinds):
+                if kind not in (KEPT, FIXED, LOOKUP) and factor in choice:
+                    out = self.reduce(out, choice[factor], kind)
+            results.append(Part(tuple(variable.aval.shape), axes_of(of, choice), out))
+        return results
+
+    def reduce(self, x: Array, names: tuple[str, ...], kind: str, key: str = "") -> Array:
+        if x.dtype == jnp.bool_:
+            return self.reduce(x.astype(jnp.int32), names, kind, key).astype(jnp.bool_)
+        algorithm: Any = "auto" if self.nearest is None else dict(self.nearest.kernel).get("all_reduce", "auto")
+        fields = {"key": key} if key else {}
+        with scope(**fields):
+            return all_reduce(x, names, op=kind, algorithm=algorithm if kind == "sum" else "auto")  # type: ignore[arg-type]
+
+    def local(self, part: Part, axes: Axes, names: Names) -> Array:
+        return part.local(axes, names, self._moving)
+
+    def force(self, part: Part) -> Part:
+        """The part itself: what was put off is made, and a stored parameter gathered."""
+        if part.make is None and part.rest is None and not part.is_undecided:
+            return part
+        return Part(part.shape, part.axes, self.local(part, part.axes, frozenset()))
+
+    def place(self, part: Part, axes: Axes) -> Part:
+        return Part(part.shape, axes, self.local(part, axes, frozenset()))
+
+    def _moving(self, part: Part, axes: Axes, steps: tuple[Move, ...]) -> Any:
+        """Say who asks for the moves: `sequence` for what it has scattered, else the operation that can't take it as it is."""
+        claim = self.nearest
+        if (
+            claim is not None
+            and claim.sequence
+            and all(s.kind == "slice" or s.mesh_axis in claim.sequence for s in steps)
+        ):
+            return scope(key="sequence")
+        name = "the result" if self.eqn is None else self.eqn.primitive.name
+        source, by = "" if self.eqn is None else source_of(self.eqn), "" if claim is None else claim.name
+        self.moved.append(Moved(name, source, by, part.shape, part.axes, axes))
+        return scope(reason="redistribute")
+
+    def choose(self, found: Factors, parts: Sequence[Part]) -> Choice:
+        """Choose the mesh axes of each factor: as claimed parameters are split, then as the larger operands are."""
+        order = sorted(
+            (part.signal is None or not any(part.axes), part.make is not None, -self._local_size(part), number)
+            for number, part in enumerate(parts)
+            if not part.is_undecided
+        )
+        choice: Choice = {}
+        for *_, number in order:
+            used = {name for names in choice.values() for name in names}
+            for of, names in zip(found.operands[number], parts[number].axes, strict=True):
+                for factor, some in self._spread(of, names, found):
+                    if found.kinds[factor] != FIXED and factor not in choice and not used.intersection(some):
+                        choice[factor] = some
+        return self._contiguous(found, choice)
+
+    def _spread(self, of: Sequence[int], names: Sequence[str], found: Factors) -> Iterator[tuple[int, tuple[str, ...]]]:
+        return spread(of, names, found.sizes, self.sizes)
+
+    def _local_size(self, part: Part) -> float:
+        return math.prod(local_shape(part.shape, part.axes, self.sizes))
+
+    def _contiguous(self, found: Factors, choice: Choice) -> Choice:
+        """Leave out what would not be one piece of an axis: a minor factor is split only below major ones split to the end."""
+        for of in (of for each in (*found.operands, *found.results) for of in each):
+            open_ = False
+            for factor in of:
+                if open_:
+                    choice.pop(factor, None)
+                ways = math.prod(self.sizes[name] for name in choice.get(factor, ()))
+                open_ |= ways != found.sizes[factor]
+        return choice
+
+    def _lazy(self, eqn: Any, parts: Sequence[Part], found: Factors) -> Part | None:
+        """What is computed of nothing but numbers and what was put off is put off too."""
+        if (
+            not any(part.make for part in parts)
+            or not all(part.make or not part.shape for part in parts)
+            or len(eqn.outvars) > 1
+        ):
+            return None
+
+        return self.later(eqn, parts, found)
+
+    def later(self, eqn: Any, parts: Sequence[Part], found: Factors) -> Part:
+        """Put an operation off: it is done where its result is needed, as that needs it split."""
+
+        def make(axes: Axes, names: Names) -> Array:
+            choice = {
+                f: some for of, n in zip(found.results[0], axes, strict=True) for f, some in self._spread(of, n, found)
+            }
+            xs = [self.local(p, axes_of(of, choice), names) for p, of in zip(parts, found.operands, strict=True)]
+            return self.bind(eqn, xs, found, choice)[0]
+
+        choice = self.choose(found, parts)
+        return Part(shape_of(eqn), axes_of(found.results[0], choice), make=make, signal=parts[0].signal)
+
+    def gathered(self, eqn: Any, parts: Sequence[Part]) -> list[Part]:
+        """Run what no rule is known for on whole arrays, where that moves nothing or the nearest claim allows it."""
+        name, split = eqn.primitive.name, [part for part in parts if any(part.axes)]
+        self.unruled[name] = self.unruled.get(name, 0) + 1
+        if split and name not in (self.nearest.allow if self.nearest is not None else ()):
+            over = "+".join(dict.fromkeys(mesh_axis for names in split[0].axes for mesh_axis in names))
+            where = "any signal" if self.nearest is None else f"{self.nearest}"
+            raise JShardError(
+                f"{source_of(eqn)} calls {name}, for which jshard.shard has no rule, on an array {split[0].shape} that is "
+                f"split over {over}, nearest to {where}",
+                hint=f"write allow: [{name}] under that signal, to have the array gathered there",
+            )
+        outs = self.bind(eqn, [self.local(part, whole(len(part.shape)), frozenset()) for part in parts])
+        return [Part(tuple(v.aval.shape), whole(len(v.aval.shape)), x) for v, x in zip(eqn.outvars, outs, strict=True)]
+
+    def bind(
+        self, eqn: Any, xs: Sequence[Any], found: Factors | None = None, choice: Choice | None = None, **others: Any
+    ) -> list[Any]:
+        """Run the primitive on local parts, with the parameters that say sizes made local."""
+        names = frozenset().union(*(jax.typeof(x).mat.varying for x in xs))
+        params = {**eqn.params, **{key: None for key in ("out_sharding", "sharding") if key in eqn.params}}
+        if found is not None and choice:
+            params |= localized(eqn, found, choice, self.sizes)
+        params |= others
+        out = eqn.primitive.bind(*(vary(x, names) for x in xs), **eqn.primitive.get_bind_params(params))
+        return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def spread(
+    of: Sequence[int], names: Sequence[str], counts: Sequence[int], sizes: Mapping[str, int]
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the mesh axes of an axis factor by factor, major first, as far as they divide."""
+    left = list(names)
+    for factor in of:
+        some: list[str] = []
+        ways = 1
+        while left and counts[factor] % (ways * sizes[left[0]]) == 0:
+            ways *= sizes[left[0]]
+            some.append(left.pop(0))
+        if some:
+            yield factor, tuple(some)
+        if ways != counts[factor]:
+            return
+
+
+def known(eqn: Any) -> Factors:
+    """Return the factors of an equation of the table."""
+    found = factors(eqn)
+    assert found is not None
+    return found
+
+
+def shape_of(eqn: Any) -> tuple[int, ...]:
+    return tuple(eqn.outvars[0].aval.shape)
+
+
+def last_uses(jaxpr: Any) -> dict[int, list[Any]]:
+    """List, by the number of an equation, the variables that none after it uses."""
+    last = {
+        atom: number for number, eqn in enumerate(jaxpr.eqns) for atom in eqn.invars if not isinstance(atom, Literal)
+    }
+    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    found: dict[int, list[Any]] = {}
+    for atom, number in last.items():
+        if atom not in kept:
+            found.setdefault(number, []).append(atom)
+    return found
+
+
+Rule = Callable[[Partition, Any, list[Part]], list[Part]]

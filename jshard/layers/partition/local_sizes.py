@@ -1,0 +1,58 @@
+"""The parameters of primitives that say sizes, for one device's part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.layouts.axes import Factored, Factors
+from jshard.layouts.redistribution import Axes
+
+Choice = dict[int, tuple[str, ...]]  # for each factor, the mesh axes that it is split over
+
+
+def axes_of(of: Factored, choice: Choice) -> Axes:
+    """Return the mesh axes of each axis: those of its factors, major first."""
+    return tuple(tuple(name for factor in each for name in choice.get(factor, ())) for each in of)
+
+
+def local_shape(shape: tuple[int, ...], axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of one device's part."""
+    return tuple(n // math.prod(sizes[name] for name in names) for n, names in zip(shape, axes, strict=True))
+
+
+def localized(eqn: Any, found: Factors, choice: Choice, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the parameters of a primitive that say sizes, for one device's part."""
+    params, name = eqn.params, eqn.primitive.name
+    made = local_shape(tuple(eqn.outvars[0].aval.shape), axes_of(found.results[0], choice), sizes)
+    if name == "broadcast_in_dim":
+        return {"shape": made}
+    if name == "reshape":
+        return {"new_sizes": made}
+    if name == "dynamic_slice":
+        return {"slice_sizes": made}
+    if name == "slice":
+        given = eqn.invars[0].aval.shape
+        local = local_shape(given, axes_of(found.operands[0], choice), sizes)
+        ends = zip(params["limit_indices"], given, local, strict=True)
+        return {"limit_indices": tuple(size if size != n else end for end, n, size in ends)}
+    if name == "conv_general_dilated":
+        ways = {
+            key: params[key] // _groups(params[key], found, choice, sizes, axis)
+            for key, axis in (
+                ("feature_group_count", params["dimension_numbers"].lhs_spec[1]),
+                ("batch_group_count", params["dimension_numbers"].lhs_spec[0]),
+            )
+        }
+        return ways
+    return {}
+
+
+def _groups(count: int, found: Factors, choice: Choice, sizes: Mapping[str, int], axis: int) -> int:
+    """Into how many parts the groups are split: the major factor of their axis."""
+    ways = 1
+    if count > 1:
+        for name in choice.get(found.operands[0][axis][0], ()):
+            ways *= sizes[name]
+    return ways

@@ -1,0 +1,112 @@
+"""Rules of lookups: a table that is split where one looks up answers on every device, and the answers are summed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.lax import GatherScatterMode
+
+from jshard.layers.partition.engine import Partition, Rule, known
+from jshard.layers.partition.local_sizes import axes_of, local_shape
+from jshard.layers.partition.part import Part
+from jshard.layers.partition.product import settle, sum_or_scatter
+from jshard.layers.partition.shape import first
+from jshard.layouts.axes import LOOKUP
+
+
+def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    found = known(eqn)
+    settle(parts, found)
+    choice = run.choose(found, parts)
+    table, indices = run.placed(parts, found, choice)
+    numbers, shape = eqn.params["dimension_numbers"], parts[0].shape
+    looked_up = {
+        axis: choice[of[0]]
+        for axis, of in enumerate(found.operands[0])
+        if found.kinds[of[0]] == LOOKUP and of[0] in choice
+    }
+    local = local_shape(shape, axes_of(found.operands[0], choice), run.sizes)
+    sizes = (
+        1 if axis in looked_up else local[axis] if size == shape[axis] else size
+        for axis, size in enumerate(eqn.params["slice_sizes"])
+    )
+    params: dict[str, Any] = {"slice_sizes": tuple(sizes)}
+    if not looked_up:
+        return run.results(eqn, run.bind(eqn, [table, indices], **params), found, choice)
+    mode = GatherScatterMode.from_any(eqn.params["mode"])
+    indices, here, valid = _own(run, shape, indices, numbers.start_index_map, looked_up, mode)
+    (out,) = run.bind(eqn, [table, indices], **params, mode=GatherScatterMode.CLIP)
+    at = [axis for axis in range(out.ndim) if axis not in numbers.offset_dims]
+    beside = jnp.zeros((), out.dtype)
+    if mode == GatherScatterMode.FILL_OR_DROP:  # what is outside of the table the first device says
+        names = [name for each in looked_up.values() for name in each]
+        first = sum(lax.axis_index(name) for name in names) == 0
+        beside = jnp.where(lax.broadcast_in_dim(first & ~valid, out.shape, at), _fill(eqn, out), beside)
+    out = jnp.where(lax.broadcast_in_dim(here, out.shape, at), out, beside)
+    axes = list(axes_of(found.results[0], choice))
+    out = sum_or_scatter(run, out, axes, tuple(name for each in looked_up.values() for name in each), parts[0].signal)
+    return [Part(tuple(eqn.outvars[0].aval.shape), tuple(axes), out)]
+
+
+def _fill(eqn: Any, out: Array) -> Any:
+    fill = eqn.params.get("fill_value")
+    if fill is None:
+        fill = (
+            jnp.nan
+            if jnp.issubdtype(out.dtype, jnp.inexact)
+            else (
+                jnp.iinfo(out.dtype).max
+                if jnp.issubdtype(out.dtype, jnp.unsignedinteger)
+                else jnp.iinfo(out.dtype).min
+                if jnp.issubdtype(out.dtype, jnp.integer)
+                else True
+            )
+        )
+    return jnp.asarray(fill, out.dtype)
+
+
+def _own(run: Partition, shape: Any, indices: Array, start: Any, looked_up: Any, mode: Any) -> Any:
+    """Count indices from this device's first row; return them, which of them are its own, and which are in the table at all."""
+    inside: list[Array] = []
+    valid: list[Array] = []
+    columns = []
+    for place, axis in enumerate(start):
+        column = indices[..., place]
+        if mode != GatherScatterMode.FILL_OR_DROP:
+            column = jnp.clip(column, 0, shape[axis] - 1)
+        valid.append((column >= 0) & (column < shape[axis]))
+        if axis in looked_up:
+            size = shape[axis] // math.prod(run.sizes[name] for name in looked_up[axis])
+            column = column - first(looked_up[axis], size, run.sizes, column.dtype)
+            inside.append((column >= 0) & (column < size))
+        columns.append(column)
+    within = functools.reduce(jnp.logical_and, valid)
+    return jnp.stack(columns, -1), functools.reduce(jnp.logical_and, inside) & within, within
+
+
+def _scatter(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    found = known(eqn)
+    adds = eqn.primitive.name in ("scatter-add", "scatter_add")
+    choice = run.choose(found, parts)
+    # a table written to by places that are split is written whole: only sums of what each device writes can be joined
+    for factor, kind in enumerate(found.kinds):
+        if kind == LOOKUP or (kind == "sum" and not adds):
+            choice.pop(factor, None)
+    table, indices, updates = run.placed(parts, found, choice)
+    names = tuple(name for f, kind in enumerate(found.kinds) if kind == "sum" for name in choice.get(f, ()))
+    if not names:
+        return run.results(eqn, run.bind(eqn, [table, indices, updates]), found, choice)
+    (mine,) = run.bind(eqn, [jnp.zeros_like(table), indices, updates])
+    axes = axes_of(found.results[0], choice)
+    table = run.local(parts[0], axes, frozenset(n for each in axes for n in each))
+    return [Part(tuple(eqn.outvars[0].aval.shape), axes, table + run.reduce(mine, names, "sum"))]
+
+
+RULES: dict[str, Rule] = {
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+}

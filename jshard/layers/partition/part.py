@@ -1,0 +1,153 @@
+"""One device's part of an array, and how it comes to where an operation needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+
+from jshard.kernels.gather_scatter import all_gather
+from jshard.layers.roles import Use, layout_in_use
+from jshard.layouts.redistribution import Axes, Move, move, plan_moves, take_slice
+from jshard.provenance import scope
+from jshard.signals.claims import Claim
+from jshard.signals.signal import Signal
+
+Names = frozenset[str]
+Moving = Callable[
+    ["Part", Axes, tuple[Move, ...]], contextlib.AbstractContextManager[Any]
+]  # records moves, and says who asks
+
+
+@dataclasses.dataclass(eq=False)
+class Parameter:
+    """A parameter whose place its first use decides: the roles of its axes, and how it is split by them in use."""
+
+    path: str
+    claim: Claim
+    shape: tuple[int, ...]
+    sizes: Mapping[str, int]  # of the mesh
+    roles: list[str | None]
+    axes: Axes | None = None
+
+    def decide(self, roles: Sequence[str | None]) -> None:
+        """Take the roles that a use gives the axes. What does not divide stays whole here: it is told with all others."""
+        self.roles = [before or role for before, role in zip(self.roles, roles, strict=True)]
+        axes = layout_in_use(self.claim.signal, self.roles, self.path).axes
+        ways = [math.prod(self.sizes[name] for name in names) for names in axes]
+        self.axes = tuple(names if n % w == 0 else () for n, names, w in zip(self.shape, axes, ways, strict=True))
+
+    def use(self) -> Use:
+        return Use(self.path, self.claim, self.shape, tuple(self.roles))
+
+
+@dataclasses.dataclass(eq=False)
+class Part:
+    """One device's part of an array of `shape`, which varies over the mesh axes that split it, and over no other.
+
+    `make` makes it where it is needed (a broadcast, an iota): it costs nothing to split, and its gradient is summed small.
+    """
+
+    shape: tuple[int, ...]
+    axes: Axes  # the mesh axes that split each axis, in use
+    x: Any = None  # the array, unless `make` makes it
+    make: Callable[[Axes, Names], Array] | None = None
+    rest: Axes | None = None  # of a stored parameter: how it rests, and `x` is
+    signal: Signal | None = None  # which claims it: a parameter, or what is only cast or transposed from one
+    parameter: Parameter | None = None
+    of: tuple[int | None, ...] = ()  # the axis of the parameter that each axis is
+    cache: dict[Any, Array] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), self
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.parameter is not None and self.parameter.axes is None
+
+    def settle(self) -> None:
+        """Take the place that another use of the parameter has decided meanwhile."""
+        parameter = self.parameter
+        if parameter is not None and parameter.axes is not None and self.make is None:
+            axes = tuple(() if at is None else parameter.axes[at] for at in self.of)
+            if axes != self.axes and self.rest is None:
+                self.x, self.axes = move(self.x, plan_moves(self.axes, axes)), axes
+                self.cache.clear()
+
+    def local(self, axes: Axes, names: Names, moving: Moving) -> Array:
+        """Return this device's part when split by `axes`, varying over `names` too. What two uses need alike is made once, and
+        its gradient summed once."""
+        names = names | names_of(axes)
+        key = axes, names
+        if key not in self.cache:
+            self.cache[key] = self._local(axes, names, moving)
+        return self.cache[key]
+
+    def _local(self, axes: Axes, names: Names, moving: Moving) -> Array:
+        if self.make is not None:
+            return self.make(axes, names)
+        if self.is_undecided:
+            assert self.parameter is not None
+            word_of = {self.parameter.claim.signal.axes(word): word for word in ("reduction", "column")}
+            roles: list[str | None] = [None] * len(self.parameter.shape)
+            for at, split_by in zip(self.of, axes, strict=True):
+                if at is not None and split_by:
+                    roles[at] = word_of.get(split_by)
+            self.parameter.decide(roles)
+        self.settle()
+        x = self._in_use(names) if self.rest is not None else self.x
+        steps = plan_moves(self.axes, axes)
+        with moving(self, axes, steps) if any(step.kind != "slice" for step in steps) else contextlib.nullcontext():
+            for step in steps:
+                x = _step(x, step, names)
+        return vary(x, names)
+
+    def _in_use(self, names: Names) -> Array:
+        """Gather a stored parameter. Where a use varies over the axis its gradient is scattered back, not summed everywhere."""
+        assert self.rest is not None
+        missing = [(axis, name) for axis, rest in enumerate(self.rest) for name in rest if name not in self.axes[axis]]
+        key = tuple((axis, name, name in names) for axis, name in missing)
+        if key not in self.cache:
+            x = self.x
+            with scope(key="store"):
+                for axis, name, varies in reversed(key):
+                    x = all_gather(x, name, axis=axis, result="varying" if varies else "invariant", algorithm="xla")
+            self.cache[key] = x
+        return self.cache[key]
+
+    def at_rest(self, x: Array, axes: Axes, shape: tuple[int, ...], order: tuple[int, ...]) -> Part:
+        """The same parameter after an operation that leaves it where it rests: `order` are the axes that each axis was."""
+        rest = None if self.rest is None else tuple(self.rest[at] for at in order)
+        of = tuple(self.of[at] for at in order) if self.of else ()
+        return Part(shape, axes, x, rest=rest, signal=self.signal, parameter=self.parameter, of=of)
+
+
+def _step(x: Any, step: Move, names: Names) -> Array:
+    if step.kind == "slice" and step.mesh_axis in jax.typeof(x).mat.varying:
+        size = x.shape[step.axis] // lax.axis_size(step.mesh_axis)  # it was made to vary, or gathered at its use
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(step.mesh_axis) * size, size, step.axis)
+    if step.kind == "slice":
+        return take_slice(x, step.mesh_axis, step.axis)
+    if step.kind == "all_gather":
+        result = "varying" if step.mesh_axis in names else "invariant"
+        return all_gather(x, step.mesh_axis, axis=step.axis, result=result, algorithm="xla")
+    return move(x, [step])
+
+
+def vary(x: Any, names: Names) -> Array:
+    """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them."""
+    missing = tuple(sorted(names - jax.typeof(x).mat.varying))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def names_of(axes: Axes) -> Names:
+    return frozenset(name for each in axes for name in each)
+
+
+def whole(rank: int) -> Axes:
+    return ((),) * rank

@@ -1,0 +1,73 @@
+"""Rules of products: a parameter lies as its signal's words say, and a sum over devices is scattered where `sequence` asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from jshard.kernels.gather_scatter import reduce_scatter
+from jshard.layers.partition.engine import Partition, Rule, known
+from jshard.layers.partition.local_sizes import axes_of
+from jshard.layers.partition.part import Part
+from jshard.layouts.axes import KEPT, LOOKUP, Factors
+from jshard.provenance import scope
+from jshard.signals.signal import Signal
+
+
+def settle(parts: list[Part], found: Factors) -> None:
+    """Decide how parameters lie whose first use this is: summed axes are `reduction`, kept ones `column`."""
+    for number, part in enumerate(parts):
+        if part.is_undecided and part.make is None:
+            others = {f for other, of in enumerate(found.operands) if other != number for each in of for f in each}
+            assert part.parameter is not None
+            roles: list[str | None] = [None] * len(part.parameter.shape)
+            for at, of in zip(part.of, found.operands[number], strict=True):
+                kinds = {found.kinds[factor] for factor in of}
+                if at is not None and of:
+                    kept = "batch" if others & set(of) else "column"
+                    roles[at] = "reduction" if kinds <= {"sum", LOOKUP} else kept if kinds == {KEPT} else None
+            part.parameter.decide(roles)
+            part.settle()
+
+
+def _dot_general(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    found = known(eqn)
+    settle(parts, found)
+    choice = run.choose(found, parts)
+    (out,) = run.bind(eqn, run.placed(parts, found, choice), found, choice)
+    axes = list(axes_of(found.results[0], choice))
+    claim = next((part.signal for part in parts if part.signal is not None), None)
+    for factor, kind in enumerate(found.kinds):
+        if kind == "sum" and factor in choice:
+            out = sum_or_scatter(run, out, axes, choice[factor], claim)
+    result = Part(tuple(eqn.outvars[0].aval.shape), tuple(axes), out)
+    if claim is not None and claim.output == "gather":
+        with scope(key="output"):
+            return [run.place(result, tuple(tuple(n for n in names if n not in claim.column) for names in axes))]
+    return [result]
+
+
+def sum_or_scatter(
+    run: Partition, out: Array, axes: list[tuple[str, ...]], names: tuple[str, ...], claim: Signal | None
+) -> Array:
+    """Sum a product over devices; over mesh axes of its signal's `sequence` each device keeps its part of axis 1."""
+    at = 1 if out.ndim > 2 else 0
+    rest = []
+    for name in names:
+        if claim is not None and name in claim.sequence and out.shape[at] % run.sizes[name] == 0:
+            with scope(key="sequence"):
+                out = reduce_scatter(out, name, axis=at, algorithm="xla")
+            axes[at] = (*axes[at], name)
+        else:
+            rest.append(name)
+    return run.reduce(out, tuple(rest), "sum", key="reduction" if claim is not None else "") if rest else out
+
+
+def _convolution(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    found = known(eqn)
+    settle(parts, found)
+    return run.by_factors(eqn, parts, found)
+
+
+RULES: dict[str, Rule] = {"dot_general": _dot_general, "conv_general_dilated": _convolution}

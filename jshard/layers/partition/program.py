@@ -1,0 +1,111 @@
+"""A traced function of global arrays as one program in one shard_map, in which each device runs its part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jshard.jaxprs import bare
+from jshard.layers.partition import calls, lookup, product, shape
+from jshard.layers.partition.engine import Moved, Partition
+from jshard.layers.partition.part import Parameter, Part, whole
+from jshard.layers.roles import parameter_layouts
+from jshard.layouts.layout import Layout
+from jshard.layouts.redistribution import Axes
+from jshard.signals.claims import Claim
+
+RULES = {**calls.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """What goes into a program: the parameter at `path`, as `claim` says, or an array that is split as `axes` say."""
+
+    axes: Axes = ()
+    claim: Claim | None = None
+    path: str = ""
+
+
+class Program:
+    """Where everything lies is found by a first trace, in which parameters are whole; `in_axes` is how they have to rest."""
+
+    def __init__(self, mesh: Mesh, jaxpr: Any, inputs: Sequence[Input]):
+        self.mesh, self.jaxpr, self.inputs = mesh, jaxpr, inputs
+        self.types = [v.aval for v in bare(jaxpr).invars]
+        self.use = [tuple(each.axes) for each in inputs]
+        self.rest: list[Axes | None] = [None] * len(inputs)
+        self.moved: list[Moved] = []
+        self.unruled: dict[str, int] = {}
+        self.out_axes: list[Axes] = []
+        self._find()
+
+    @property
+    def in_axes(self) -> list[Axes]:
+        return [use if rest is None else rest for use, rest in zip(self.use, self.rest, strict=True)]
+
+    def _find(self) -> None:
+        parameters = [
+            None if i.claim is None else _parameter(t, i, dict(self.mesh.shape))
+            for t, i in zip(self.types, self.inputs, strict=True)
+        ]
+
+        def first(*xs: Any) -> Any:
+            parts = [
+                Part(t.shape, use, x) if p is None
+                else Part(t.shape, whole(t.ndim), x, signal=p.claim.signal, parameter=p, of=tuple(range(t.ndim)))
+                for t, use, x, p in zip(self.types, self.use, xs, parameters, strict=True)
+            ]  # fmt: skip
+            Partition(self.mesh, RULES).run(self.jaxpr, parts)
+            return jnp.zeros(())
+
+        self._traced(first, self.use)
+        lie = parameter_layouts(each.use() for each in parameters if each is not None)
+        for number, found in enumerate(parameters):
+            if found is not None:
+                self.use[number], self.rest[number] = lie[found.path].in_use.axes, lie[found.path].at_rest.axes
+        run = Partition(self.mesh, RULES)
+
+        def second(*xs: Any) -> Any:
+            self.out_axes = [run.force(part).axes for part in run.run(self.jaxpr, self._parts(xs))]
+            return jnp.zeros(())
+
+        self._traced(second, self.in_axes)
+        self.moved, self.unruled = run.moved, run.unruled
+
+    def _traced(self, f: Any, in_axes: Sequence[Axes]) -> None:
+        placed = [Layout(self.mesh, *axes) for axes in in_axes]
+        given = [
+            jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=p.sharding) for t, p in zip(self.types, placed, strict=True)
+        ]
+        specs = tuple(each.spec for each in placed)
+        jax.eval_shape(jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()), *given)
+
+    def _parts(self, xs: Sequence[Any]) -> list[Part]:
+        signals = [None if each.claim is None else each.claim.signal for each in self.inputs]
+        each = zip(self.types, self.use, self.rest, xs, signals, strict=True)
+        return [Part(t.shape, use, x, rest=None if rest == use else rest, signal=by) for t, use, rest, x, by in each]
+
+    def __call__(self, *xs: Any) -> list[Any]:
+        """Run on arrays that lie as `in_axes` say."""
+        specs = tuple(Layout(self.mesh, *axes).spec for axes in self.in_axes)
+        out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
+
+        def body(*xs: Any) -> list[Any]:
+            run = Partition(self.mesh, RULES)
+            results = run.run(self.jaxpr, self._parts(xs))
+            return [run.place(part, axes).x for part, axes in zip(results, self.out_axes, strict=True)]
+
+        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
+
+
+def _parameter(aval: Any, given: Input, sizes: Mapping[str, int]) -> Parameter:
+    assert given.claim is not None
+    found = Parameter(given.path, given.claim, tuple(aval.shape), sizes, [None] * aval.ndim)
+    if given.claim.signal.shard is not None:
+        found.decide(found.roles)
+    return found

@@ -1,0 +1,89 @@
+"""Rules of operations that make arrays, or shape them anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshard.layers.partition.engine import Partition, Rule, known, shape_of
+from jshard.layers.partition.local_sizes import local_shape
+from jshard.layers.partition.part import Names, Part, vary, whole
+from jshard.layouts.axes import Factors
+from jshard.layouts.redistribution import Axes
+
+
+def _broadcast(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """Put off: where it is needed is how its operand is split."""
+    return [run.later(eqn, parts[:1], known(eqn))]
+
+
+def _iota(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    shape, dtype, along = shape_of(eqn), eqn.params["dtype"], eqn.params["dimension"]
+
+    def make(axes: Axes, names: Names) -> Array:
+        local = local_shape(shape, axes, run.sizes)
+        return vary(
+            lax.broadcasted_iota(dtype, local, along) + first(axes[along], local[along], run.sizes, dtype), names
+        )
+
+    return [Part(shape, whole(len(shape)), make=make)]
+
+
+def first(names: tuple[str, ...], size: int, sizes: dict[str, int], dtype: Any) -> Any:
+    """The place of this device's first element along an axis that `names` split."""
+    index: Any = 0
+    for name in names:
+        index = index * sizes[name] + lax.axis_index(name)
+    return jnp.asarray(index * size, dtype)
+
+
+def _drawn(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """Random bits are cut from those of the whole array: the same numbers on every mesh."""
+    shape = shape_of(eqn)
+
+    def make(axes: Axes, names: Names) -> Array:
+        key = run.local(parts[0], whole(len(parts[0].shape)), frozenset())
+        bits = vary(run.bind(eqn, [key])[0], names)
+        for axis, each in enumerate(axes):
+            if each:
+                size = local_shape(shape, axes, run.sizes)[axis]
+                bits = lax.dynamic_slice_in_dim(bits, first(each, size, run.sizes, jnp.int32), size, axis)
+        return bits
+
+    return [Part(shape, whole(len(shape)), make=make)]
+
+
+def _reshape(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    part, found = parts[0], known(eqn)
+    if part.rest is not None or part.is_undecided:
+        moved = _at_rest(run, eqn, part, found)
+        if moved is not None:
+            return [moved]
+    return run.by_factors(eqn, parts, found)
+
+
+def _at_rest(run: Partition, eqn: Any, part: Part, found: Factors) -> Part | None:
+    """The parameter in its new shape where it rests; None where its axes are not the same axes any more."""
+    was = {of: at for at, of in enumerate(found.operands[0]) if of}
+    order = [was.get(of) if of else None for of in found.results[0]]
+    if len(was) != sum(at is not None for at in order):
+        return None
+    rest = part.axes if part.rest is None else part.rest
+    choice = {of[0]: rest[at] for of, at in was.items() if rest[at]}
+    (x,) = run.bind(eqn, [part.x], found, choice)
+
+    def turned(axes: Axes) -> Axes:
+        return tuple(() if at is None else axes[at] for at in order)
+
+    of = tuple(None if at is None else part.of[at] for at in order) if part.of else ()
+    turned_rest = None if part.rest is None else turned(part.rest)
+    return Part(
+        shape_of(eqn), turned(part.axes), x, rest=turned_rest, signal=part.signal, parameter=part.parameter, of=of
+    )
+
+
+RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _broadcast, "iota": _iota, "random_bits": _drawn, "reshape": _reshape, "expand_dims": _reshape,
+}  # fmt: skip

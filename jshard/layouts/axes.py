@@ -1,0 +1,320 @@
+"""What each primitive of JAX does to the axes of its arrays: the one table, which the partition and the ledger read.
+
+Each axis counts one factor or several, major first. `x[M,K] @ w[K,N]` has three: M and N go on into the result, K is summed.
+Split over devices, a factor that goes on needs nothing, one that is summed a sum over devices; a fixed one must not be split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+Factored = tuple[tuple[int, ...], ...]  # for each axis of an array, its factors, major first
+KEPT, FIXED, LOOKUP = "kept", "fixed", "lookup"  # any other kind is the reduction over devices: sum, max, min
+
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type "
+    "cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to "
+    "erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow "
+    "is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not "
+    "one_minus_square or polygamma polynomial population_count pow real "
+    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta "
+    "random_gamma_grad".split()
+)
+REDUCTIONS = {
+    "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min",
+    "reduce_prod": FIXED, "reduce_xor": FIXED, "argmax": FIXED, "argmin": FIXED,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The factors of one equation: those of each operand and of each result, how many elements each counts, and its kind."""
+
+    operands: tuple[Factored, ...]
+    results: tuple[Factored, ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[str, ...]
+
+
+class _New:
+    """Numbers the factors of one equation."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.kinds: list[str] = []
+
+    def __call__(self, size: int, kind: str = KEPT) -> tuple[int, ...]:
+        self.sizes.append(int(size))
+        self.kinds.append(kind)
+        return (len(self.sizes) - 1,)
+
+    def all(self, shape: Sequence[int], fixed: Sequence[int] = ()) -> Factored:
+        return tuple(self(size, FIXED if axis in fixed else KEPT) for axis, size in enumerate(shape))
+
+    def done(self, operands: Sequence[Factored], results: Sequence[Factored]) -> Factors:
+        return Factors(tuple(operands), tuple(results), tuple(self.sizes), tuple(self.kinds))
+
+
+Rule = Callable[
+    [Any, _New, list[tuple[int, ...]], list[tuple[int, ...]]], tuple[Sequence[Factored], Sequence[Factored]]
+]
+
+
+def factors(eqn: Any) -> Factors | None:
+    """Return the factors of an equation; None where no rule is known."""
+    name = eqn.primitive.name
+    rule = RULES.get(name) or (_scatter if name.startswith("scatter") else None)
+    if rule is None:
+        return None
+    new = _New()
+    given = [tuple(v.aval.shape) for v in eqn.invars]
+    made = [tuple(v.aval.shape) for v in eqn.outvars]
+    return new.done(*rule(eqn.params, new, given, made))
+
+
+def _elementwise(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """An operand may be a number, or have axes of one element that stand for as many as the result has."""
+    out = new.all(made[0])
+    alike = [tuple(f if n == m else () for f, n, m in zip(out, shape, made[0], strict=False)) for shape in given]
+    return [each if len(shape) == len(out) else () for each, shape in zip(alike, given, strict=True)], [out] * len(made)
+
+
+def _broadcast(params: Any, new: _New, given: Any, made: Any) -> Any:
+    out = new.all(made[0])
+    operand = (
+        out[to] if n == made[0][to] else () for n, to in zip(given[0], params["broadcast_dimensions"], strict=True)
+    )
+    return [tuple(operand), *[()] * (len(given) - 1)], [out]
+
+
+def _reshape(params: Any, new: _New, given: Any, made: Any) -> Any:
+    old, out = common_factors(given[0], made[0], new)
+    return [old, *[()] * (len(given) - 1)], [out]
+
+
+def common_factors(old: Sequence[int], made: Sequence[int], new: _New) -> tuple[Factored, Factored]:
+    """Factor two shapes of one run of elements by the finer axes of both. Of 6 x 4 as 4 x 6 only the two halves go on."""
+    before: list[tuple[int, ...]] = [()] * len(old)
+    after: list[tuple[int, ...]] = [()] * len(made)
+    for ours, theirs in grouped(old, made):
+        have, want = [old[a] for a in ours], [made[b] for b in theirs]
+        a = b = 0
+        while a < len(have) and b < len(want) and (size := math.gcd(have[a], want[b])) > 1:
+            factor = new(size)
+            before[ours[a]] += factor
+            after[theirs[b]] += factor
+            have[a], want[b] = have[a] // size, want[b] // size
+            a, b = a + (have[a] == 1), b + (want[b] == 1)
+        for sizes, axes, found in ((have, ours, before), (want, theirs, after)):
+            for size, axis in zip(sizes, axes, strict=True):
+                found[axis] += new(size, FIXED) if size > 1 else ()
+    return tuple(before), tuple(after)
+
+
+def grouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the runs of axes with as many elements before as after, without axes of size 1."""
+    before = [axis for axis, size in enumerate(old) if size != 1]
+    after = [axis for axis, size in enumerate(new) if size != 1]
+    while before:
+        one, other = [before.pop(0)], [after.pop(0)] if after else []
+        while other and (have := math.prod(old[a] for a in one)) != (got := math.prod(new[a] for a in other)):
+            if have < got:
+                one.append(before.pop(0))
+            else:
+                other.append(after.pop(0))
+        yield one, other
+
+
+def _transpose(params: Any, new: _New, given: Any, made: Any) -> Any:
+    old = new.all(given[0])
+    return [old], [tuple(old[axis] for axis in params["permutation"])]
+
+
+def _squeeze(params: Any, new: _New, given: Any, made: Any) -> Any:
+    old = new.all(given[0])
+    gone = {axis % len(old) for axis in params["dimensions"]}
+    return [old], [tuple(factor for axis, factor in enumerate(old) if axis not in gone)]
+
+
+def _reduce(kind: str) -> Rule:
+    def rule(params: Any, new: _New, given: Any, made: Any) -> Any:
+        old = tuple(new(n, kind if axis in params["axes"] else KEPT) for axis, n in enumerate(given[0]))
+        left = tuple(factor for axis, factor in enumerate(old) if axis not in params["axes"])
+        return [old] * len(given), [left] * len(made)
+
+    return rule
+
+
+def _dot_general(params: Any, new: _New, given: Any, made: Any) -> Any:
+    (summed, their_summed), (batch, their_batch) = params["dimension_numbers"]
+    left: list[Any] = [new(n) for n in given[0]]
+    right: list[Any] = [new(n) for n in given[1]]
+    for one, other in zip(batch, their_batch, strict=True):
+        right[other] = left[one]
+    for one, other in zip(summed, their_summed, strict=True):
+        left[one] = right[other] = new(given[0][one], "sum")
+    free = [left[a] for a in range(len(left)) if a not in (*summed, *batch)]
+    free += [right[a] for a in range(len(right)) if a not in (*their_summed, *their_batch)]
+    return [tuple(left), tuple(right)], [(*(left[a] for a in batch), *free)]
+
+
+def _convolution(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """Batch and features may be split, and groups of either; places in space not."""
+    numbers = params["dimension_numbers"]
+    x, w, y = (
+        new.all(given[0], range(len(given[0]))),
+        new.all(given[1], range(len(given[1]))),
+        list(new.all(made[0], range(len(made[0])))),
+    )
+    x, w = list(x), list(w)
+    batch, features = numbers.lhs_spec[:2]
+    of_kernel, into = numbers.rhs_spec[0], numbers.rhs_spec[1]
+    groups, batches = params["feature_group_count"], params["batch_group_count"]
+    group, batch_group = (new(groups) if groups > 1 else ()), (new(batches) if batches > 1 else ())
+    rows, summed = new(given[0][batch] // batches), new(given[1][into], "sum")
+    made_of = new(given[1][of_kernel] // (groups * batches))
+    x[batch], x[features], w[into] = (*batch_group, *rows), (*group, *summed), summed
+    w[of_kernel] = (*group, *batch_group, *made_of)
+    y[numbers.out_spec[0]], y[numbers.out_spec[1]] = rows, w[of_kernel]
+    return [tuple(x), tuple(w)], [tuple(y)]
+
+
+def _along(*names: str, also: Callable[[Any], Any] | None = None) -> Rule:
+    """The axes that parameters name are fixed; all others go from all operands into all results."""
+
+    def rule(params: Any, new: _New, given: Any, made: Any) -> Any:
+        fixed = {int(axis) for name in names if name in params for axis in np.atleast_1d(params[name])}
+        fixed |= set(also(params)) if also is not None else set()
+        kept = {axis: new(n) for axis, n in enumerate(given[0]) if axis not in fixed}
+        return tuple([_with_fixed(shape, kept, new) for shape in each] for each in (given, made))
+
+    return rule
+
+
+def _with_fixed(shape: Sequence[int], kept: dict[int, tuple[int, ...]], new: _New) -> Factored:
+    return tuple(kept[axis] if axis in kept else new(n, FIXED) for axis, n in enumerate(shape))
+
+
+def _resized(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """Axes that have another size afterwards are fixed (a slice, a tile); all others go on."""
+    return _by_size(new, given, made, given[0], made[0])
+
+
+def _by_size(new: _New, given: Any, made: Any, one: Sequence[int], other: Sequence[int]) -> Any:
+    kept = {axis: new(n) for axis, (n, m) in enumerate(zip(one, other, strict=True)) if n == m}
+    return tuple([_with_fixed(shape, kept, new) if shape else () for shape in each] for each in (given, made))
+
+
+def _dynamic_update_slice(params: Any, new: _New, given: Any, made: Any) -> Any:
+    return _by_size(new, given, made, given[0], given[1])
+
+
+def _stack(params: Any, new: _New, given: Any, made: Any) -> Any:
+    each, at = new.all(given[0]), params["axis"]
+    return [each] * len(given), [(*each[:at], new(len(given), FIXED), *each[at:])]
+
+
+def _unstack(params: Any, new: _New, given: Any, made: Any) -> Any:
+    each, at = new.all(made[0]), params["axis"]
+    return [(*each[:at], new(len(made), FIXED), *each[at:])], [each] * len(made)
+
+
+def _gather(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """A table split along an axis that is looked up in is asked on every device, and the answers are summed."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    indices: list[Any] = [new(n) for n in given[1][:-1]]
+    together = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    table: list[Any] = []
+    window: list[Any] = []
+    for axis, (size, n) in enumerate(zip(sizes, given[0], strict=True)):
+        if axis in together:
+            table.append(indices[together[axis]])
+            continue
+        looked_up = axis in numbers.start_index_map
+        whole = size == n and not looked_up
+        table.append(new(n) if whole else new(n, LOOKUP if looked_up and size == 1 else FIXED))
+        if axis not in numbers.collapsed_slice_dims:
+            window.append(table[axis] if whole else new(size, FIXED))
+    rows, windows = iter(indices), iter(window)
+    out = tuple(next(windows) if axis in numbers.offset_dims else next(rows) for axis in range(len(made[0])))
+    return [tuple(table), (*indices, new(given[1][-1], FIXED))], [out]
+
+
+def _scatter(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """A window goes on; rows of updates that are added may be different ones on each device."""
+    numbers = params["dimension_numbers"]
+    inserted, together = numbers.inserted_window_dims, numbers.operand_batching_dims
+    indices: list[Any] = [new(n, "sum") for n in given[1][:-1]]
+    table: list[Any] = []
+    for axis, n in enumerate(given[0]):
+        looked_up = axis in numbers.scatter_dims_to_operand_dims
+        table.append(new(n, LOOKUP if looked_up and axis in inserted else FIXED if looked_up else KEPT))
+    for axis, other in zip(together, numbers.scatter_indices_batching_dims, strict=True):
+        table[axis] = indices[other] = new(given[0][axis])
+    window = [axis for axis in range(len(table)) if axis not in (*inserted, *together)]
+    to = dict(zip(numbers.update_window_dims, window, strict=True))
+    rows = iter(indices)
+    updates = []
+    for axis, n in enumerate(given[2]):
+        if axis not in to:
+            updates.append(next(rows))
+        else:
+            updates.append(table[to[axis]] if n == given[0][to[axis]] else new(n, FIXED))
+    return [tuple(table), (*indices, new(given[1][-1], FIXED)), tuple(updates)], [tuple(table)]
+
+
+def _each(params: Any, new: _New, given: Any, made: Any) -> Any:
+    each = [new.all(shape) for shape in given]
+    return each, each
+
+
+def _made(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """What comes of nothing but its place, or of a key."""
+    return [new.all(shape, range(len(shape))) for shape in given], [new.all(shape) for shape in made]
+
+
+def _batch_of(last: int) -> Rule:
+    """The last axes are fixed; those before are many of the same."""
+
+    def rule(params: Any, new: _New, given: Any, made: Any) -> Any:
+        lead = new.all(given[0][: len(given[0]) - last])
+        return tuple(
+            [tuple(lead[a] if a < len(lead) else new(n, FIXED) for a, n in enumerate(shape)) for shape in each]
+            for each in (given, made)
+        )
+
+    return rule
+
+
+def _fft(params: Any, new: _New, given: Any, made: Any) -> Any:
+    return _batch_of(len(params["fft_lengths"]))(params, new, given, made)
+
+
+def _pad(params: Any, new: _New, given: Any, made: Any) -> Any:
+    kept = {axis: new(n) for axis, n in enumerate(given[0]) if not any(params["padding_config"][axis])}
+    return [_with_fixed(given[0], kept, new), ()], [_with_fixed(made[0], kept, new)]
+
+
+_windowed = _along(also=lambda p: [axis for axis, size in enumerate(p["window_dimensions"]) if size > 1])
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **{name: _reduce(kind) for name, kind in REDUCTIONS.items()},
+    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp split".split(), _along("axis")),
+    **dict.fromkeys("reduce_window_max reduce_window_min reduce_window_sum reduce_window".split(), _windowed),
+    **dict.fromkeys("select_and_scatter_add select_and_gather_add".split(), _windowed),
+    **dict.fromkeys("random_bits iota random_seed random_split random_fold_in random_wrap random_unwrap".split(), _made),
+    "broadcast_in_dim": _broadcast, "concatenate": _along("dimension"), "conv_general_dilated": _convolution,
+    "dot_general": _dot_general, "dynamic_slice": _resized, "dynamic_update_slice": _dynamic_update_slice,
+    "expand_dims": _reshape, "fft": _fft, "gather": _gather, "pad": _pad, "random_clone": _elementwise,
+    "reshape": _reshape, "rev": _along("dimensions"), "slice": _resized, "sort": _along("dimension"),
+    "squeeze": _squeeze, "stack": _stack, "tile": _resized, "top_k": _along("axis"), "transpose": _transpose,
+    "unstack": _unstack, "optimization_barrier": _each,
+    **dict.fromkeys("cholesky eigh qr lu triangular_solve svd tridiagonal_solve".split(), _batch_of(2)),
+}  # fmt: skip

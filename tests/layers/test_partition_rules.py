@@ -1,0 +1,277 @@
+"""Each rule of the partition: an operation on parts equals the operation on whole arrays, in value and gradient, however its
+operands are split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jshard
+from jshard.errors import JShardError
+from jshard.jaxprs import bare, equations
+from jshard.layers import partition
+from jshard.layers.partition.program import RULES
+from jshard.layouts.axes import factors
+from jshard.layouts.layout import Layout
+from jshard.signals.claims import Claim
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def below(end, *shape):
+    return rng.integers(0, end, shape).astype(np.int32)
+
+
+@jax.custom_vjp
+def doubled_backward(x):
+    return jnp.sin(x).sum(0)
+
+
+doubled_backward.defvjp(lambda x: (jnp.sin(x).sum(0), x), lambda x, ct: (2 * jnp.cos(x) * ct,))
+
+
+def conv(x, w, *, strides=(1, 1), padding="SAME", groups=1, batches=1):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, w, strides, padding, dimension_numbers=numbers, feature_group_count=groups, batch_group_count=batches
+    )
+
+
+def pooled(x, start, reduce):
+    return lax.reduce_window(x, start, reduce, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def attention(q, k, v):
+    scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), jnp.einsum("bthd,bshd->bhts", q, k), -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+def loss(x, targets):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x), targets[:, None], axis=1).mean()
+
+
+X, HEADS, IMAGE = normal(4, 8), normal(2, 4, 4, 8), normal(4, 4, 4, 8)
+CASES = {
+    "add": (lambda x, b: jnp.sin(x + b), X, normal(8)),
+    "argmax": (lambda x: jnp.argmax(x, 1), X),
+    "attention": (attention, HEADS, normal(2, 4, 4, 8), normal(2, 4, 4, 8)),
+    "batched lookup": (loss, X, below(8, 4)),
+    "branch": (lambda x: lax.cond(x.sum() > 0, jnp.sin, lambda x: x.T.reshape(4, 8), x), X),
+    "checkpoint": (lambda x, w: jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w.T)(x, w), X, normal(8, 8)),
+    "clip": (lambda x: jnp.clip(x, -0.5, 0.5), X),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), X, normal(4, 8)),
+    "convolution": (conv, IMAGE, normal(3, 3, 8, 4)),
+    "convolution, batch groups": (lambda x, w: conv(x, w, batches=2), IMAGE, normal(3, 3, 8, 4)),
+    "convolution, depthwise": (lambda x, w: conv(x, w, groups=8), IMAGE, normal(3, 3, 1, 8)),
+    "convolution, grouped": (lambda x, w: conv(x, w, strides=(2, 2), padding="VALID", groups=4), IMAGE, normal(3, 3, 2, 16)),
+    "cumsum": (lambda x: jnp.cumsum(x, 1), X),
+    "custom derivative": (lambda x: jax.nn.relu(x) + jax.nn.silu(x), X),
+    "custom reverse derivative": (doubled_backward, X),
+    "dropout": (lambda x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0), X),
+    "dynamic slice": (lambda x, at: lax.dynamic_slice(x, (0, at[0]), (4, 2)), X, below(6, 1)),
+    "dynamic update": (lambda x, u, at: lax.dynamic_update_slice(x, u, (0, at[0], 0)), normal(4, 8, 4), normal(4, 1, 4), below(8, 1)),
+    "embedding": (lambda table, at: table[at], normal(8, 4), below(8, 4, 8)),
+    "embedding, beyond its end": (lambda table, at: jnp.take(table, at, axis=0, fill_value=3.0), normal(8, 4), below(12, 4, 8)),
+    "fft": (lambda x: jnp.abs(jnp.fft.rfft(x)), X),
+    "loop": (lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x @ jnp.ones((8, 8), x.dtype)), x), X),
+    "max and min": (lambda x: (x.max(0), x.min(1), x.max()), X),
+    "one hot": (lambda at: jax.nn.one_hot(at, 8), below(8, 4)),
+    "outer": (jnp.outer, normal(4), normal(8)),
+    "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2))), X),
+    "pool": (lambda x: (pooled(x, -jnp.inf, lax.max), pooled(x, 0.0, lax.add)), IMAGE),
+    "product": (lambda x, w: x @ w, X, normal(8, 16)),
+    "product of numbers": (lambda x: jnp.prod(x, 1), X),
+    "reshape, joined": (lambda x: x.reshape(32), X),
+    "reshape, mixed": (lambda x: x.reshape(12, 8), normal(8, 12)),
+    "reshape, split": (lambda x: x.reshape(4, 2, 4), X),
+    "reversed": (lambda x: x[:, ::-1], X),
+    "rms norm": (lambda x, scale: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale, X, normal(8)),
+    "scan": (lambda x, w: lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w), X, normal(3, 8, 8)),
+    "scan, from zero": (lambda x: lax.scan(lambda c, x: (c + x, c * 2), jnp.zeros(8), x), X),
+    "scatter": (lambda x, u: x.at[jnp.array([0, 2])].set(u), normal(8, 4), normal(2, 4)),
+    "scatter-add": (lambda x, at, u: x.at[at].add(u), normal(8, 4), below(8, 8), normal(8, 4)),
+    "slice": (lambda x: (x[:, 1:5], x[:, ::2]), X),
+    "some and all": (lambda x: ((x > 0).all(1), (x > 0).any(0)), X),
+    "sort": (lambda x: jnp.sort(x, 1), X),
+    "split and stack": (lambda x: jnp.stack(jnp.split(x, 2, 1), 1), X),
+    "tile": (lambda x: jnp.tile(x, (2, 1)), X),
+    "top k": (lambda x: lax.top_k(x, 2)[0], X),
+    "transpose": (lambda x: jnp.transpose(x, (2, 0, 1)), normal(4, 8, 2)),
+    "triangle": (jnp.tril, normal(8, 8)),
+    "variance": (lambda x: (x.var(0), x.std(1)), X),
+    "while": (lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1], X),
+}  # fmt: skip
+NOT_DIFFERENTIABLE = {"while"}
+
+
+def splits(args, sizes) -> Iterator[tuple]:
+    """Each axis of each array by itself over each mesh axis that divides it; then all arrays at once."""
+    whole = [((),) * np.ndim(x) for x in args]
+    yield tuple(whole)
+    every = list(whole)
+    for number, x in enumerate(args):
+        for axis, name in itertools.product(range(np.ndim(x)), sizes):
+            if x.shape[axis] % sizes[name] == 0:
+                one = tuple((name,) if at == axis else () for at in range(np.ndim(x)))
+                yield (*whole[:number], one, *whole[number + 1 :])
+                every[number] = one
+    yield tuple(every)
+
+
+def placed(mesh, x, axes):
+    return jax.sharding.reshard(x, Layout(mesh, *axes).sharding)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "tensor": 4}, {"data": 8}], ids=lambda sizes: "x".join(map(str, sizes.values()))
+)
+@pytest.mark.parametrize("case", CASES)
+def test_each_rule_equals_the_operation_on_whole_arrays(mesh, case, sizes):
+    f, *args = CASES[case]
+    ways = dict.fromkeys(splits(args, sizes))
+    on, jaxpr = mesh(**sizes), jax.make_jaxpr(f)(*args)
+    smooth = [] if case in NOT_DIFFERENTIABLE else [at for at, x in enumerate(args) if x.dtype == np.float32]
+
+    def value_and_gradient(g, args):
+        def scalar(*some):
+            given = list(args)
+            for at, x in zip(smooth, some, strict=True):
+                given[at] = x
+            results = jax.tree.leaves(g(*given))
+            floats = [placed(on, y, ((),) * y.ndim) for y in results if jnp.issubdtype(y.dtype, jnp.floating)]
+            return sum(
+                (jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))) for y in floats), 0.0
+            ), results
+
+        if not smooth:
+            return jax.tree.leaves(g(*args)), ()
+        gradients, results = jax.grad(scalar, argnums=tuple(range(len(smooth))), has_aux=True)(
+            *(args[at] for at in smooth)
+        )
+        return results, gradients
+
+    programs = {way: partition.Program(on, jaxpr, [partition.Input(axes) for axes in way]) for way in ways}
+    assert not any(program.unruled for program in programs.values())
+
+    @jax.jit
+    def all_of_them(*args):
+        each = {
+            way: value_and_gradient(p, [placed(on, x, axes) for x, axes in zip(args, way, strict=True)])
+            for way, p in programs.items()
+        }
+        return value_and_gradient(f, args), [each[way] for way in ways]
+
+    with jax.set_mesh(on):
+        dense, parts = jax.device_get(
+            all_of_them(*(jax.device_put(x, Layout(on, *((),) * x.ndim).sharding) for x in args))
+        )
+    for way, each in zip(ways, parts, strict=True):
+        for want, got in zip(jax.tree.leaves(dense), jax.tree.leaves(each), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=str(way))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_lie_as_their_arrays_do(mesh, case):
+    """Traced alone: no program is compiled."""
+    f, *args = CASES[case]
+    on, jaxpr = mesh(data=2, tensor=4), jax.make_jaxpr(f)(*args)
+    smooth = tuple(at for at, x in enumerate(args) if x.dtype == np.float32)
+    if case in NOT_DIFFERENTIABLE or not smooth:
+        return
+    *_, way = splits(args, {"data": 2, "tensor": 4})
+    program = partition.Program(on, jaxpr, [partition.Input(axes) for axes in way])
+    given = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Layout(on, *a).sharding) for x, a in zip(args, way, strict=True)
+    ]
+
+    def scalar(*args):
+        return sum((jnp.sum(y) for y in program(*args) if jnp.issubdtype(y.dtype, jnp.floating)), jnp.zeros(()))
+
+    with jax.set_mesh(on):
+        gradients = jax.eval_shape(jax.grad(scalar, argnums=smooth), *given)
+    for at, gradient in zip(smooth, gradients, strict=True):
+        assert Layout.from_sharding(gradient.sharding, gradient.ndim).axes == way[at]
+
+
+REDUCED = {  # operands split like this cost these collectives forward, of so many bytes each
+    ("product", (((), ("tensor",)), (("tensor",), ()))): [("psum", 256)],
+    ("product", ((("data",), ()), ((), ("tensor",)))): [],
+    ("product", ((("data",), ("tensor",)), (("tensor",), ()))): [("psum", 128)],
+    ("embedding", ((("tensor",), ()), (("data",), ()))): [("psum", 256)],
+    ("rms norm", (((), ("tensor",)), (("tensor",),))): [("psum", 16)],
+    ("batched lookup", (((), ("tensor",)), ((),))): [("pmax", 16), ("psum", 16), ("psum", 16)],
+    ("reshape, split", (((), ("data",)),)): [],
+    ("reshape, joined", (((), ("data",)),)): [("all_gather_invariant", 64)],
+    ("sort", ((("data",), ()),)): [],
+    ("triangle", ((("data",), ("tensor",)),)): [],
+    ("convolution", ((("data",), (), (), ()), ((), (), (), ("tensor",)))): [],
+    ("convolution", (((), (), (), ("tensor",)), ((), (), ("tensor",), ()))): [("psum", 1024)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "way"), REDUCED, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_rule_asks_for_no_collective_but_these(mesh, case, way):
+    f, *args = CASES[case]
+    on = mesh(data=2, tensor=4)
+    program = partition.Program(on, jax.make_jaxpr(f)(*args), [partition.Input(axes) for axes in way])
+    given = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Layout(on, *a).sharding) for x, a in zip(args, way, strict=True)
+    ]
+    with jax.set_mesh(on):
+        traced = jax.make_jaxpr(program)(*given)
+    names = (
+        "psum",
+        "psum_invariant",
+        "pmax",
+        "pmin",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "reduce_scatter",
+        "ppermute",
+    )
+    found = [
+        (eqn.primitive.name.replace("psum_invariant", "psum"), math.prod(v.aval.shape) * v.aval.dtype.itemsize)
+        for eqn in equations(traced)
+        if eqn.primitive.name in names
+        for v in eqn.invars[:1]
+    ]
+    assert found == REDUCED[case, way]
+
+
+def householder(x):
+    return jnp.sin(lax.linalg.householder_product(x, jnp.ones(8)))
+
+
+def test_a_primitive_without_a_rule_is_an_error_unless_a_signal_allows_it(mesh):
+    on = mesh(data=8)
+    jaxpr = jax.make_jaxpr(householder)(normal(8, 8))
+    assert factors(bare(jaxpr).eqns[1]) is None
+    assert "householder_product" not in RULES
+    with pytest.raises(JShardError) as error:
+        partition.Program(on, jaxpr, [partition.Input((("data",), ()))])
+    line = householder.__code__.co_firstlineno + 1
+    assert str(error.value) == (
+        f"test_partition_rules.py:{line} calls householder_product, for which jshard.shard has no rule, on an array (8, 8) that is split over "
+        "data, nearest to any signal; write allow: [householder_product] under that signal, to have the array gathered there"
+    )
+    whole = partition.Program(on, jaxpr, [partition.Input(((), ()))])  # nothing moves
+    assert whole.unruled == {"householder_product": 1}
+    words = {"row": "data", "store": "data", "allow": ["householder_product"], "match": ["**"]}
+    claim = Claim(jshard.load({"jshard": {"mesh": {"data": 8}}, "a": words}).signals["a"], "**")
+    allowed = partition.Program(on, jax.make_jaxpr(lambda w, x: householder(x * w))(normal(8), normal(8, 8)),
+                      [partition.Input(((),), claim, "w"), partition.Input((("data",), ()))])  # fmt: skip
+    assert [(moved.primitive, moved.before, moved.after) for moved in allowed.moved] == [
+        ("householder_product", (("data",), ()), ((), ()))
+    ]

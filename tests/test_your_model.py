@@ -1,0 +1,38 @@
+"""The page on a model of one's own: what it shows is written to files and run, and prints what the page says."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.outside import users_environment
+
+PAGE = (Path(__file__).parent.parent / "docs/your-model.md").read_text()
+SHOWN = re.findall(r"^```console\n\$ python ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "says"), SHOWN, ids=[words for words, _ in SHOWN])
+def test_page_prints_what_its_program_prints(tmp_path, words, says):
+    files = ["model.py", "train.py", "fsdp.yaml", "tensor.yaml"]
+    for name, text in zip(files, [*blocks("python"), *blocks("yaml")], strict=True):
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, *words.split()],
+        cwd=tmp_path,
+        env=users_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert doctest.OutputChecker().check_output(says, done.stdout, doctest.ELLIPSIS), done.stdout
