@@ -65,16 +65,17 @@ class Change(NamedTuple):
     lines: range  # of the statement that was changed
 
 
-def changes(module: str, of: int) -> Iterator[Change]:
+def changes(module: str, text: str, of: int) -> Iterator[Change]:
     """Yield a module with one thing changed: one in `of` of all changes, others each day."""
     from cosmic_ray.commands import init
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
     from cosmic_ray.work_db import WorkDB, use_db
 
-    text = (ROOT / module).read_text()
     with tempfile.TemporaryDirectory() as folder, use_db(Path(folder, "all.sqlite"), WorkDB.Mode.create) as work:
-        init([ROOT / module], work, {})
+        file = Path(folder, Path(module).name)
+        file.write_text(text)  # the checkout may change meanwhile
+        init([file], work, {})
         found = sorted((item.mutations[0] for item in work.work_items), key=lambda each: each.start_pos)
     statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt | ast.excepthandler)]
     seen, kept = {_meaning(text)}, []
@@ -476,7 +477,7 @@ def main() -> int:
                 memory.put(key, [by, _digest(texts.get(by.split("::")[0], "")) if by else tests_text])
                 return by
 
-            began, lost, over, all_changes = time.monotonic(), 0, 0, [*changes(module, asked.of)]
+            began, lost, over, all_changes = time.monotonic(), 0, 0, [*changes(module, texts[module], asked.of)]
             none = Change(module, texts[module], range(1, texts[module].count("\n") + 1))
             if all_changes and (by := within(Copy.notices, none, tests_of(none), asked.within)):
                 failing.append(by)

@@ -962,7 +962,7 @@ ON_THE_COMMAND_LINE = {
     ],
     "layer1.foo.bar=1": [
         'signal "layer1" (the command line) has an unknown key "foo"; write row, column, reduction, shard, sequence, '
-        "store, output, backward, compile, dtype, remat, extends, expect or kernel"
+        "store, output, backward, compile, dtype, remat, extends, expect, kernel or match"
     ],
     "layer1." + ".".join("x" * 49) + "=1": [
         '"layer1.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x..." (the command line) nests deeper than 50 '

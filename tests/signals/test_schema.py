@@ -143,6 +143,34 @@ def test_schema_refuses_wrong_types_and_unknown_keys():
         assert accepts(schema, right, schema), right
 
 
+SIZES = {
+    "1B": 1, "2KB": 2_000, "3MB": 3_000_000, "4GB": 4_000_000_000, "5KiB": 5_120, "6MiB": 6_291_456, "7GiB": 7_516_192_768,
+    "1.5KiB": 1_536, "12 MB": 12_000_000, "0": None, 0: 0, 2**63 - 1: 2**63 - 1, 2**63: None, -1: None, True: None, "1TiB": None,
+    "1" * 15 + "B": int("1" * 15), "1" * 16 + "B": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", SIZES)
+def test_sizes_are_bytes(written: object):
+    if SIZES[written] is None:
+        with pytest.raises(JShardError, match="which is not a size; write budget: 64MiB$"):
+            load_configuration({"jshard": {"budget": written}})
+    else:
+        assert load_configuration({"jshard": {"budget": written}}).budget == SIZES[written]
+
+
+def test_whole_numbers_are_those_of_64_bits():
+    assert load_configuration({"jshard": {"train": {"steps": 2**63 - 1}}}).train["steps"] == 2**63 - 1
+    for steps in (2**63, -(2**63), 1.5, True, "3"):
+        with pytest.raises(
+            JShardError, match="^jshard.train.steps .* is not a whole number of 1 or more; write steps: 1000$"
+        ):
+            load_configuration({"jshard": {"train": {"steps": steps}}})
+    assert load_configuration({"a": {"shard": {"axis": 1 - 2**63}}}).signals["a"].shard.axis == 1 - 2**63
+    with pytest.raises(JShardError, match="which is not a whole number; write axis: 0$"):
+        load_configuration({"a": {"shard": {"axis": -(2**63)}}})
+
+
 LEAST = {
     "train.data": {"path": "m:f", "ahead": 0}, "train.seed": 0, "train.batch": 1, "train.steps": 1,
     "train.evaluation": {"every": 1}, "train.log": {"every": 1}, "train.checkpoint": {"every": 1, "keep": 1},
