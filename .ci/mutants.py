@@ -37,7 +37,7 @@ import time
 import types
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ ELSEWHERE = 77  # the status of a process that can't make the change in place
 class Change(NamedTuple):
     module: str
     text: str
-    lines: range  # of the statement that was changed
+    at: int  # the lines of the statement that was changed, and those that use the name that it gives a value, each a bit
 
 
 def changes(module: str, text: str, of: int) -> Iterator[Change]:
@@ -77,7 +77,9 @@ def changes(module: str, text: str, of: int) -> Iterator[Change]:
         file.write_text(text)  # the checkout may change meanwhile
         init([file], work, {})
         found = sorted((item.mutations[0] for item in work.work_items), key=lambda each: each.start_pos)
-    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt | ast.excepthandler)]
+    tree = ast.parse(text)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.excepthandler)]
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     seen, kept = {_meaning(text)}, []
     for each in found:
         line, column = each.start_pos
@@ -93,9 +95,13 @@ def changes(module: str, text: str, of: int) -> Iterator[Change]:
             seen.add(meaning)
             around = [node for node in statements if node.lineno <= line <= (node.end_lineno or line)]
             around.sort(key=lambda node: (node.lineno, node.col_offset))
-            if around and isinstance(around[-1], ast.Assert):  # says what always holds
-                continue
-            kept.append(Change(module, changed, _head(around[-1]) if around else range(line, line + 1)))
+            bases = [base for node in around if isinstance(node, ast.ClassDef) for base in node.bases]
+            if any("Protocol" in ast.unparse(base) for base in bases) or isinstance((around or [None])[-1], ast.Assert):
+                continue  # for type checkers; and what always holds
+            lines = {*(_head(around[-1]) if around else [line])}
+            given = {node.id for node in names if node.lineno in lines and around[-1:] == around[:1]}
+            lines |= {node.lineno for node in names if node.id in given}
+            kept.append(Change(module, changed, _bits(lines)))
     yield from kept[datetime.date.today().toordinal() % of :: of]
 
 
@@ -186,7 +192,7 @@ class Copy:
         asked = {"limit": LIMIT, "within": within}
         changed = {"module": change.module, "original": original, "text": change.text}
         status, test = self._ask(self.collected, {"tests": tests, **asked, **changed})
-        anew = status == ELSEWHERE or (status == 0 and _bits(change.lines) & self.at_import.get(change.module, 0))
+        anew = status == ELSEWHERE or (status == 0 and change.at & self.at_import.get(change.module, 0))
         for some in [tests[:12], tests[12:400]] if anew else []:
             status, test = self._ask(self.bare, {"tests": some, **asked}) if some else (0, "")
             if status:
@@ -361,7 +367,7 @@ def serve(place: str, files: list[str]) -> None:
         os._exit(pytest.main([*options, *command["tests"]], plugins=[server]))
 
 
-def _bits(lines: range) -> int:
+def _bits(lines: Iterable[int]) -> int:
     return sum(1 << line for line in lines)
 
 
@@ -454,7 +460,7 @@ def main() -> int:
             noticed: Counter[str] = Counter()
 
             def tests_of(change: Change, module=module, noticed=noticed) -> list[str]:
-                at = _bits(change.lines)
+                at = change.at
                 anywhere = -1 if at & made[0].at_import.get(module, 0) else at
                 files = {test.split("::")[0] for test, each in found.items() if each.get(module, 0) & anywhere}
                 able = []
@@ -478,7 +484,7 @@ def main() -> int:
                 return by
 
             began, lost, over, all_changes = time.monotonic(), 0, 0, [*changes(module, texts[module], asked.of)]
-            none = Change(module, texts[module], range(1, texts[module].count("\n") + 1))
+            none = Change(module, texts[module], -1)
             if all_changes and (by := within(Copy.notices, none, tests_of(none), asked.within)):
                 failing.append(by)
                 print(f"{by} fails with {module} as it is", flush=True)

@@ -81,7 +81,7 @@ def value_words(path: Path, value: object) -> str:
 def listed(words: Iterable[str], joint: str = "or") -> str:
     """`a, b or c`, cut when it is long."""
     names = [quoted(word)[1:-1] for word in words]
-    if len(names) > 15:
+    if len(names) > 16:
         return ", ".join(names[:14]) + f" {joint} one of {len(names) - 14} more"
     *others, last = names
     return f"{', '.join(others)} {joint} {last}" if others else last

@@ -27,7 +27,7 @@ IN_A_FILE = {
     "unknown key far": (
         MESH + "layer1: {row: data, zzz: tensor}\n",
         'signal "layer1" (FILE:3) has an unknown key "zzz"; write row, column, reduction, shard, '
-        "sequence, store, output, backward, compile, dtype, remat, extends, expect, kernel or match",
+        "sequence, store, output, backward, compile, dtype, remat, extends, expect, kernel, match or allow",
     ),
     "unknown nested key": (
         MESH + "layer1: {shard: {axes: 0, workers: [0]}}\n",
@@ -962,7 +962,7 @@ ON_THE_COMMAND_LINE = {
     ],
     "layer1.foo.bar=1": [
         'signal "layer1" (the command line) has an unknown key "foo"; write row, column, reduction, shard, sequence, '
-        "store, output, backward, compile, dtype, remat, extends, expect, kernel or match"
+        "store, output, backward, compile, dtype, remat, extends, expect, kernel, match or allow"
     ],
     "layer1." + ".".join("x" * 49) + "=1": [
         '"layer1.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x..." (the command line) nests deeper than 50 '

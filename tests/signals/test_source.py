@@ -148,10 +148,10 @@ def test_numbers_are_shown_as_long_as_they_can_be_read():
     assert shown(10**30) == shown(10**31) == shown(-(10**30)) == "a number of more than 30 digits"
 
 
-def test_words_are_listed_up_to_fifteen():
+def test_words_are_listed_up_to_sixteen():
     assert (listed(["a"]), listed("ab"), listed("abc", "and")) == ("a", "a or b", "a, b and c")
-    assert listed("abcdefghijklmno") == "a, b, c, d, e, f, g, h, i, j, k, l, m, n or o"
-    assert listed("abcdefghijklmnop") == "a, b, c, d, e, f, g, h, i, j, k, l, m, n or one of 2 more"
+    assert listed("abcdefghijklmnop") == "a, b, c, d, e, f, g, h, i, j, k, l, m, n, o or p"
+    assert listed("abcdefghijklmnopq") == "a, b, c, d, e, f, g, h, i, j, k, l, m, n or one of 3 more"
 
 
 def test_fault_of_a_shared_piece_is_told_once():
