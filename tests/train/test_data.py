@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -229,32 +230,28 @@ def test_source_of_another_form_is_told(train, how, sentence):
 # -- reading ahead --
 
 
-class Slow:
-    """A source whose batches take so long to make."""
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_reading_ahead_hides_the_time_of_the_producer_behind_the_step(ahead):
+    turn, made, during = threading.Condition(), 0, []
 
-    def __init__(self, seconds):
-        self.seconds = seconds
+    class Counted:
+        def read(self, position, rows):
+            nonlocal made
+            for read in shuffled().read(position, rows):
+                with turn:
+                    made += 1
+                    turn.notify()
+                yield read
 
-    def read(self, position, rows):
-        for read in shuffled().read(position, rows):
-            time.sleep(self.seconds)
-            yield read
+    def step(x, y):
+        """Ends when the batch behind its own is there; without reading ahead that one is made after it."""
+        with turn:
+            during.append(turn.wait_for(lambda: made > len(during) + 1, 30 if ahead and len(during) < 29 else 0.01))
+        return np.float32(0)
 
-
-def test_reading_ahead_hides_the_time_of_the_producer_behind_the_step():
-    def took(producer, step, ahead):
-        def slow_step(x, y):
-            time.sleep(step)
-            return np.float32(0)
-
-        since = time.perf_counter()
-        for _ in run(slow_step, Slow(producer), Placement(None, {}), steps=30, ahead=ahead):
-            pass
-        return time.perf_counter() - since
-
-    slower = max(took(0.02, 0, 2), took(0, 0.02, 2))
-    assert took(0.02, 0.02, 2) < 1.3 * slower
-    assert took(0.02, 0.02, 0) > 1.6 * slower  # it is the reading ahead that does it
+    for _ in run(step, Counted(), Placement(None, {}), steps=30, ahead=ahead):
+        assert during[-1] == (ahead > 0 and len(during) < 30)  # behind the last there is none
+    assert len(during) == 30
 
 
 def test_reading_ahead_reads_no_further_than_it_should_and_stops():
