@@ -28,7 +28,7 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
         script = tmp_path / "program.py"
         script.write_text(RANK + program)
         command = [sys.executable, "-m", "jshard", "launch", *words, str(script), "word", "--option", "3"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HERE": str(tmp_path)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "HERE": str(tmp_path)}
         return subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
         )
@@ -37,7 +37,11 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
 
 
 def finished(started: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
-    out, err = started.communicate(timeout=60)
+    try:
+        out, err = started.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        started.send_signal(signal.SIGABRT)  # it says where each of its threads stands
+        pytest.fail("it did not end:\n" + "\n".join(started.communicate(timeout=10)))
     return started.returncode, sorted(out.splitlines()), err.splitlines()
 
 
