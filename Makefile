@@ -62,7 +62,7 @@ mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the room
 	@$(PRETEND) $(BIN)/python .ci/mutants.py --of $${JSHARD_MUTANTS_OF:-10} $${JSHARD_MUTANTS:-$(MUTATED)}
 
 as-users-compile: $(VENV)/.test-$(STAMP)  ## the whole test suite with XLA's own defaults, which take longer to compile
-	@XLA_FLAGS= $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
+	@XLA_FLAGS= JSHARD_TESTS_FRESH=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
 
 nightly:  ## as-users-compile, fuzz, verify-random, kernel-product, hang-test, soak and mutants; goes on after one that fails
 	@$(MAKE) --keep-going as-users-compile fuzz verify-random kernel-product hang-test soak mutants

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_NPROC", "32")  # at the default, pretend devices on few cores can wait for ever
 
 import compiled_before
+import forked
 import jax
 import pytest
 from browser import browser as browser  # a fixture of those that open a page
@@ -103,6 +105,8 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     compiled_before.write_in_one_move()
     compiled_before.reuse_contexts()
+    if sys.platform == "linux":
+        subprocess.Popen = forked.Popen
     if not hasattr(config, "workerinput"):  # once, not in each worker
         config.stash[BEGAN] = time.monotonic(), compiled_before.sweep()
 
@@ -121,6 +125,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         else f"cold: {compiled:,} programs compiled"
     )
     reporter.write_line(f"{cases:,} cases in {minutes:.1f} minutes, {state}")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Processes that the test starts are new ones, and not forked from one that has imported JAX."""
+    monkeypatch.setattr(forked, "fresh", True)
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def test_facade_tells_the_nearest_name():
     assert str(told.value) == "jshard has no 'Liner'; did you mean jshard.Linear?"
 
 
+@pytest.mark.usefixtures("fresh")
 def test_facade_imports_nothing_before_a_name_is_used():
     program = (
         "import sys, jshard; print([name for name in sys.modules if name.startswith('jshard.')], 'jax' in sys.modules)"

@@ -230,6 +230,7 @@ def test_floors_lower_imports_are_allowed(tmp_path):
 
 
 @pytest.mark.parametrize("name", WITHOUT_JAX)
+@pytest.mark.usefixtures("fresh")
 def test_floors_configuration_needs_no_jax(name):
     program = f"import sys, jshard.{name}; print(sorted({{'jax', 'jaxlib', 'flax', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)

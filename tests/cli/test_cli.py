@@ -66,6 +66,7 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         ["check", DIGITS, "batch=15"],
     ],
 )
+@pytest.mark.usefixtures("fresh")
 def test_cli_answers_without_importing_jax(words):
     program = (
         "import sys\nfrom jshard.cli import main\n"

@@ -226,6 +226,7 @@ def test_top_finds_the_folder_that_the_configuration_names(tmp_path):
         folder_of(tmp_path)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_top_needs_no_jax(tmp_path):
     program = "import sys\nfrom jshard.cli import main\nmain(sys.argv[1:])\nprint({'jax', 'numpy'} & set(sys.modules))"
     done = subprocess.run(

@@ -167,8 +167,8 @@ class _Soak:
             self._wait(launcher, lambda: self.step > 0, "the first step")
             if not pids:
                 self.began = time.monotonic()  # a slow machine takes long to start, and gets as many faults
-            before, pids = pids, processes_of(launcher.pid)
-            assert sorted(pids) == list(range(self.form.ranks)), pids
+            before = pids
+            pids = {rank: int((self.here / f"pid.{rank}").read_text()) for rank in range(self.form.ranks)}
             self.found.left += [pid for pid in before.values() if alive(pid)]
             self.found.peaks.append({})
             first = self.step
@@ -270,15 +270,6 @@ def losses(run: Path) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = {line["step"]: line["loss"] for line in lines if "loss" in line}
     return [found[step] for step in sorted(found)]
-
-
-def processes_of(launcher: int) -> dict[int, int]:
-    """The process of each rank."""
-    found = {}
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        found.update({int(each[15:]): int(child) for each in variables if each.startswith(b"JAX_PROCESS_ID=")})
-    return found
 
 
 def mebibytes(pid: int) -> float:

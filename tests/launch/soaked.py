@@ -42,6 +42,7 @@ class Rows:
         numbers = np.random.default_rng(0)
         self.x, self.y = numbers.normal(size=(64, 8)).astype(np.float32), numbers.integers(0, 4, 64).astype(np.int32)
         self.here, self.rank = Path(os.environ["SOAK_HERE"]), os.environ.get("JAX_PROCESS_ID", "0")
+        (self.here / f"pid.{self.rank}").write_text(str(os.getpid()))
         self.ahead, self.read = 12, 0  # rows of the first batch and of those that are read ahead
 
     def __len__(self) -> int:

@@ -40,6 +40,7 @@ def faults(start: str, **variables: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc than glibc's")
+@pytest.mark.usefixtures("fresh")
 def test_pretended_devices_take_the_memory_of_a_step_from_the_system_once():
     assert faults("jshard.pretend(2)") < PAGES / 20
     assert faults("") > PAGES / 20  # if these get few, this test says nothing

@@ -36,6 +36,7 @@ def told(finished):
     return [json.loads(each.stdout.split("told ")[1]) for each in finished]
 
 
+@pytest.mark.usefixtures("fresh")  # each has another seed of hashes
 def test_scatter_in_two_processes_of_two_devices():
     one, other = told(processes.run(SCRIPT, 2, "all", devices=2))
     assert one["eight"] + other["eight"] == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]

@@ -365,6 +365,7 @@ def test_gt_files_load_unchanged_and_mean_what_they_say():
     assert {path.name for path in GT.glob("*.yaml")} == {"stages.yaml", "arrays.yaml", "compiled.yaml"}
 
 
+@pytest.mark.usefixtures("fresh")
 def test_config_loads_without_jax():
     program = (
         "import sys\nfrom jshard.signals.config import load_configuration\n"
