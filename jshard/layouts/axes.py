@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,23 @@ def factors(eqn: Any) -> Factors | None:
     given = [tuple(v.aval.shape) for v in eqn.invars]
     made = [tuple(v.aval.shape) for v in eqn.outvars]
     return new.done(*rule(eqn.params, new, given, made))
+
+
+def spread(
+    of: Sequence[int], names: Sequence[str], counts: Sequence[int], sizes: Mapping[str, int]
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the mesh axes of an axis factor by factor, major first, as far as they divide."""
+    left = list(names)
+    for factor in of:
+        some: list[str] = []
+        ways = 1
+        while left and counts[factor] % (ways * sizes[left[0]]) == 0:
+            ways *= sizes[left[0]]
+            some.append(left.pop(0))
+        if some:
+            yield factor, tuple(some)
+        if ways != counts[factor]:
+            return
 
 
 def _elementwise(params: Any, new: _New, given: Any, made: Any) -> Any:

@@ -22,7 +22,7 @@ from jshard.jaxprs import bare, called
 from jshard.kernels.all_reduction import all_reduce
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, localized
 from jshard.layers.partition.part import Names, Part, vary, whole
-from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factors, factors
+from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factors, factors, spread
 from jshard.layouts.redistribution import Axes, Move
 from jshard.provenance import scope, source_of
 from jshard.signals.signal import Signal
@@ -252,23 +252,6 @@ class Partition:
         params |= others
         out = eqn.primitive.bind(*(vary(x, names) for x in xs), **eqn.primitive.get_bind_params(params))
         return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def spread(
-    of: Sequence[int], names: Sequence[str], counts: Sequence[int], sizes: Mapping[str, int]
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the mesh axes of an axis factor by factor, major first, as far as they divide."""
-    left = list(names)
-    for factor in of:
-        some: list[str] = []
-        ways = 1
-        while left and counts[factor] % (ways * sizes[left[0]]) == 0:
-            ways *= sizes[left[0]]
-            some.append(left.pop(0))
-        if some:
-            yield factor, tuple(some)
-        if ways != counts[factor]:
-            return
 
 
 def known(eqn: Any) -> Factors:
