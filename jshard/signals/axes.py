@@ -101,7 +101,7 @@ class Mesh:
             else:
                 sizes[name] = number
                 rest = name if number == -1 else rest
-        return sizes if sizes and len(sizes) == len(node.value) else None
+        return sizes if len(sizes) == len(node.value) else None
 
     def json(self) -> dict[str, Any]:
         size = {"type": "integer", "anyOf": [{"minimum": 1}, {"const": -1}]}
