@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ MODEL, YAML, CONSOLE = (
 def check(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "decoder", raising=False)  # the tests have a module of that name as well
     Path("decoder.py").write_text(MODEL + "\n\ndef data():\n    raise AssertionError\n")
     Path("decoder.yaml").write_text(YAML)
 
@@ -32,6 +34,7 @@ def check(tmp_path, monkeypatch, capsys):
 
     yield checked
     unload()
+    sys.modules.pop("decoder", None)
 
 
 def test_check_lists_claims_as_the_page_says(check):
