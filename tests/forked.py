@@ -311,7 +311,11 @@ def _run(words: Sequence[str]) -> None:
     sys.orig_argv = list(words)
     own = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(os.path.realpath(what)))
-    sys.path[:] = [*([] if apart else [first]), *own, *BASE]
+    sys.path[:] = [
+        *([] if apart else [first]),
+        *own,
+        *(path for path in BASE if path not in own),
+    ]  # site takes none twice
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = builtins
     sys.argv = [kind or what, *rest]
