@@ -184,12 +184,7 @@ def _dot_general(params: Any, new: _New, given: Any, made: Any) -> Any:
 def _convolution(params: Any, new: _New, given: Any, made: Any) -> Any:
     """Batch and features may be split, and groups of either; places in space not."""
     numbers = params["dimension_numbers"]
-    x, w, y = (
-        new.all(given[0], range(len(given[0]))),
-        new.all(given[1], range(len(given[1]))),
-        list(new.all(made[0], range(len(made[0])))),
-    )
-    x, w = list(x), list(w)
+    x, w, y = (list(new.all(shape, range(len(shape)))) for shape in (*given, *made))
     batch, features = numbers.lhs_spec[:2]
     of_kernel, into = numbers.rhs_spec[0], numbers.rhs_spec[1]
     groups, batches = params["feature_group_count"], params["batch_group_count"]

@@ -50,14 +50,8 @@ def _moved(eqn: Any, found: Factors, given: list[Split], made: list[Split]) -> l
     """Read from the table: a fixed factor is not split, all operands split one alike, and results at least as they do."""
     sizes = next(v.aval.sharding.mesh.shape for v in (*eqn.invars, *eqn.outvars) if not v.aval.sharding.mesh.empty)
     moved: list[str] = []
-    have: dict[int, list[tuple[str, ...]]] = {}
-    for split, of in zip(given, found.operands, strict=True):
-        for factor, names in _by_factor(split, of, found, sizes, moved):
-            have.setdefault(factor, []).append(names)
-    wanted: dict[int, list[tuple[str, ...]]] = {}
-    for split, of in zip(made, found.results, strict=True):
-        for factor, names in _by_factor(split, of, found, sizes, moved):
-            wanted.setdefault(factor, []).append(names)
+    have = _by_factor(given, found.operands, found, sizes, moved)
+    wanted = _by_factor(made, found.results, found, sizes, moved)
     for factor, kind in enumerate(found.kinds):
         mine, theirs = have.get(factor, []), wanted.get(factor, [])
         if kind in (FIXED, LOOKUP) or (kind != KEPT and eqn.primitive.name != "dot_general"):
@@ -72,18 +66,15 @@ def _moved(eqn: Any, found: Factors, given: list[Split], made: list[Split]) -> l
 
 
 def _by_factor(
-    split: Split, of: Any, found: Factors, sizes: Any, moved: list[str]
-) -> list[tuple[int, tuple[str, ...]]]:
-    """The mesh axes of each factor of an array; those that end within one are moved."""
-    each = []
-    for names, numbers in zip(split, of, strict=True):
-        left = names
-        for factor, some in spread(numbers, names, found.sizes, sizes):
-            each.append((factor, some))
-            left = left[len(some) :]
-        moved += left
-        spread_over = {factor for factor, _ in each}
-        each += [(factor, ()) for factor in numbers if factor not in spread_over]
+    splits: list[Split], factored: Any, found: Factors, sizes: Any, moved: list[str]
+) -> dict[int, list[tuple[str, ...]]]:
+    """The mesh axes of each factor, as each array has them; those that end within a factor are moved."""
+    each: dict[int, list[tuple[str, ...]]] = {}
+    for names, numbers in (axis for pair in zip(splits, factored, strict=True) for axis in zip(*pair, strict=True)):
+        over = dict(spread(numbers, names, found.sizes, sizes))
+        for factor in numbers:
+            each.setdefault(factor, []).append(over.get(factor, ()))
+        moved += names[sum(map(len, over.values())) :]
     return each
 
 

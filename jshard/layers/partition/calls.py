@@ -43,10 +43,11 @@ def _checkpoint(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return [part.x for part in found]
 
     how = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
-    return found_after(jax.checkpoint(body, **how), parts, found)
+    return _results(jax.checkpoint(body, **how), parts, found)
 
 
-def found_after(body: Callable[..., list[Array]], parts: list[Part], found: list[Part]) -> list[Part]:
+def _results(body: Callable[..., list[Array]], parts: Sequence[Part], found: list[Part]) -> list[Part]:
+    """Run a body that leaves in `found` how its results are split."""
     outs = body(*(part.x for part in parts))
     return [_alike(part, x) for part, x in zip(found, outs, strict=True)]
 
@@ -66,7 +67,7 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     def step(
         axes: list[Axes], carries: Sequence[Array], each: Sequence[Array], consts: Sequence[Array]
     ) -> tuple[Any, Any]:
-        inner = [_alike(part, x) for part, x in zip(parts[:count], consts, strict=True)]
+        inner = list(map(_alike, parts[:count], consts))
         inner += [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
         inner += [_one_of(part, x) for part, x in zip(over, each, strict=True)]
         made[:] = run.run(jaxpr, inner)
@@ -131,17 +132,14 @@ def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     test_consts, consts, carry = parts[:of_test], parts[of_test : of_test + of_body], parts[of_test + of_body :]
     made: list[Part] = []
 
-    def inner(parts: Sequence[Part], xs: Sequence[Any]) -> list[Part]:
-        return [_alike(part, x) for part, x in zip(parts, xs, strict=True)]
-
     def step(axes: list[Axes], carries: Sequence[Array], given: Sequence[Any]) -> list[Array]:
         state = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
-        made[:] = run.run(asked["body_jaxpr"], [*inner(consts, given), *state])
+        made[:] = run.run(asked["body_jaxpr"], [*map(_alike, consts, given), *state])
         return _like(run, made, axes)
 
     def test(carries: Sequence[Array]) -> Array:
         state = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
-        (found,) = run.run(asked["cond_jaxpr"], [*inner(test_consts, [p.x for p in test_consts]), *state])
+        (found,) = run.run(asked["cond_jaxpr"], [*map(_alike, test_consts, [p.x for p in test_consts]), *state])
         return run.place(found, ()).x
 
     axes = [part.axes for part in map(run.force, carry)]
@@ -186,8 +184,11 @@ def _described(parts: Sequence[Part]) -> list[Any]:
     return [jax.ShapeDtypeStruct(part.shape, part.x.dtype) for part in parts]
 
 
-def _tangent(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.float0 if not jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype)
+def _called_on(run: Partition, eqn: Any, parts: Sequence[Part], xs: Sequence[Array]) -> list[Part]:
+    """Run the jaxpr that an equation calls; `parts` are those of its operands that are no literals."""
+    it = iter(list(map(_alike, parts, xs)))
+    args = [run.literal(a) if isinstance(a, Literal) else next(it) for a in eqn.invars]
+    return [run.force(part) for part in run.run(called(eqn), args)]
 
 
 def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -196,14 +197,9 @@ def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     whole_call, given, found = alone(eqn), _described(parts), list[Part]()
     smooth = [jnp.issubdtype(each.dtype, jnp.inexact) for each in given]
 
-    def forward(xs: Sequence[Array]) -> list[Part]:
-        it = iter(list(map(_alike, parts, xs)))
-        args = [run.literal(a) if isinstance(a, Literal) else next(it) for a in eqn.invars]
-        return [run.force(part) for part in run.run(called(eqn), args)]
-
     @jax.custom_jvp
     def call(*xs: Array) -> list[Array]:
-        found[:] = forward(xs)
+        found[:] = _called_on(run, eqn, parts, xs)
         return [part.x for part in found]
 
     def both(*xs: Any) -> Any:
@@ -230,8 +226,7 @@ def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         ]
         return [part.x for part in outs], t
 
-    outs = call(*(part.x for part in parts))
-    return [_alike(part, x) for part, x in zip(found, outs, strict=True)]
+    return _results(call, parts, found)
 
 
 def _unplaced(f: Callable[..., Any], given: Sequence[Any]) -> Any:
@@ -257,9 +252,7 @@ def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
     @jax.custom_vjp
     def call(*xs: Array) -> list[Array]:
-        it = iter(list(map(_alike, parts, xs)))
-        args = [run.literal(a) if isinstance(a, Literal) else next(it) for a in eqn.invars]
-        found[:] = [run.force(part) for part in run.run(called(eqn), args)]
+        found[:] = _called_on(run, eqn, parts, xs)
         return [part.x for part in found]
 
     def fwd(*xs: Array) -> Any:
@@ -289,8 +282,7 @@ def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return tuple(run.place(next(after), part.axes).x if s else None for part, s in zip(parts, smooth, strict=True))
 
     call.defvjp(fwd, bwd)
-    outs = call(*(part.x for part in parts))
-    return [_alike(part, x) for part, x in zip(found, outs, strict=True)]
+    return _results(call, parts, found)
 
 
 def _merged(some: Sequence[Any], xs: Sequence[Any], smooth: Sequence[bool]) -> list[Any]:

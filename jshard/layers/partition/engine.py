@@ -64,16 +64,13 @@ class Partition:
         def read(atom: Any) -> Part:
             return self.literal(atom) if isinstance(atom, Literal) else known[atom]
 
-        last = last_uses(jaxpr)
-        for number, eqn in enumerate(jaxpr.eqns):
+        for eqn in jaxpr.eqns:
             parts = [read(atom) for atom in eqn.invars]
             for part in parts:
                 part.settle()
             with self._traced_at(eqn, parts):
                 results = self.rule(eqn, parts)
             known.update(zip(eqn.outvars, results, strict=True))
-            for gone in last.get(number, ()):
-                known.pop(gone, None)
         return [read(atom) for atom in jaxpr.outvars]
 
     def _traced_at(self, eqn: Any, parts: Sequence[Part]) -> Any:
@@ -113,7 +110,7 @@ class Partition:
         if name in STAYS and (parts[0].rest is not None or parts[0].is_undecided):
             order = eqn.params.get("permutation", tuple(range(len(parts[0].shape))))
             (x,) = self.bind(eqn, [parts[0].x])
-            return [parts[0].at_rest(x, tuple(parts[0].axes[at] for at in order), shape_of(eqn), order)]
+            return [parts[0].at_rest(x, shape_of(eqn), order)]
         return self.by_factors(eqn, parts, found)
 
     def by_factors(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part]:
@@ -121,8 +118,9 @@ class Partition:
         xs = self.placed(parts, found, choice)
         return self.results(eqn, self.bind(eqn, xs, found, choice), found, choice)
 
-    def placed(self, parts: Sequence[Part], found: Factors, choice: Choice) -> list[Array]:
-        names = frozenset(name for each in choice.values() for name in each)
+    def placed(self, parts: Sequence[Part], found: Factors, choice: Choice, names: Names = frozenset()) -> list[Array]:
+        """Bring the operands to how they are split by this choice, varying over `names` too."""
+        names = names.union(*choice.values())
         return [self.local(p, axes_of(f, choice), names) for p, f in zip(parts, found.operands, strict=True)]
 
     def results(self, eqn: Any, outs: Sequence[Array], found: Factors, choice: Choice) -> list[Part]:
@@ -220,8 +218,7 @@ class Partition:
             choice = {
                 f: some for of, n in zip(found.results[0], axes, strict=True) for f, some in self._spread(of, n, found)
             }
-            xs = [self.local(p, axes_of(of, choice), names) for p, of in zip(parts, found.operands, strict=True)]
-            return self.bind(eqn, xs, found, choice)[0]
+            return self.bind(eqn, self.placed(parts, found, choice, names), found, choice)[0]
 
         choice = self.choose(found, parts)
         return Part(shape_of(eqn), axes_of(found.results[0], choice), make=make, signal=parts[0].signal)
@@ -263,19 +260,6 @@ def known(eqn: Any) -> Factors:
 
 def shape_of(eqn: Any) -> tuple[int, ...]:
     return tuple(eqn.outvars[0].aval.shape)
-
-
-def last_uses(jaxpr: Any) -> dict[int, list[Any]]:
-    """List, by the number of an equation, the variables that none after it uses."""
-    last = {
-        atom: number for number, eqn in enumerate(jaxpr.eqns) for atom in eqn.invars if not isinstance(atom, Literal)
-    }
-    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    found: dict[int, list[Any]] = {}
-    for atom, number in last.items():
-        if atom not in kept:
-            found.setdefault(number, []).append(atom)
-    return found
 
 
 Rule = Callable[[Partition, Any, list[Part]], list[Part]]

@@ -38,21 +38,9 @@ def localized(eqn: Any, found: Factors, choice: Choice, sizes: Mapping[str, int]
         ends = zip(params["limit_indices"], given, local, strict=True)
         return {"limit_indices": tuple(size if size != n else end for end, n, size in ends)}
     if name == "conv_general_dilated":
-        ways = {
-            key: params[key] // _groups(params[key], found, choice, sizes, axis)
-            for key, axis in (
-                ("feature_group_count", params["dimension_numbers"].lhs_spec[1]),
-                ("batch_group_count", params["dimension_numbers"].lhs_spec[0]),
-            )
-        }
-        return ways
+        numbers = params["dimension_numbers"]
+        axes = {"feature_group_count": numbers.lhs_spec[1], "batch_group_count": numbers.lhs_spec[0]}
+        # the groups are the major factor of their axis
+        split = {key: found.operands[0][axis][:1] if params[key] > 1 else () for key, axis in axes.items()}
+        return {key: local_shape((params[key],), axes_of((of,), choice), sizes)[0] for key, of in split.items()}
     return {}
-
-
-def _groups(count: int, found: Factors, choice: Choice, sizes: Mapping[str, int], axis: int) -> int:
-    """Into how many parts the groups are split: the major factor of their axis."""
-    ways = 1
-    if count > 1:
-        for name in choice.get(found.operands[0][axis][0], ()):
-            ways *= sizes[name]
-    return ways

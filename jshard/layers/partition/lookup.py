@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import GatherScatterMode
 
-from jshard.layers.partition.engine import Partition, Rule, known
+from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.local_sizes import axes_of, local_shape
 from jshard.layers.partition.part import Part
 from jshard.layers.partition.product import settle, sum_or_scatter
@@ -37,19 +37,19 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     params: dict[str, Any] = {"slice_sizes": tuple(sizes)}
     if not looked_up:
         return run.results(eqn, run.bind(eqn, [table, indices], **params), found, choice)
+    names = tuple(name for each in looked_up.values() for name in each)
     mode = GatherScatterMode.from_any(eqn.params["mode"])
     indices, here, valid = _own(run, shape, indices, numbers.start_index_map, looked_up, mode)
     (out,) = run.bind(eqn, [table, indices], **params, mode=GatherScatterMode.CLIP)
     at = [axis for axis in range(out.ndim) if axis not in numbers.offset_dims]
     beside = jnp.zeros((), out.dtype)
     if mode == GatherScatterMode.FILL_OR_DROP:  # what is outside of the table the first device says
-        names = [name for each in looked_up.values() for name in each]
-        first = sum(lax.axis_index(name) for name in names) == 0
-        beside = jnp.where(lax.broadcast_in_dim(first & ~valid, out.shape, at), _fill(eqn, out), beside)
+        is_first = sum(lax.axis_index(name) for name in names) == 0
+        beside = jnp.where(lax.broadcast_in_dim(is_first & ~valid, out.shape, at), _fill(eqn, out), beside)
     out = jnp.where(lax.broadcast_in_dim(here, out.shape, at), out, beside)
     axes = list(axes_of(found.results[0], choice))
-    out = sum_or_scatter(run, out, axes, tuple(name for each in looked_up.values() for name in each), parts[0].signal)
-    return [Part(tuple(eqn.outvars[0].aval.shape), tuple(axes), out)]
+    out = sum_or_scatter(run, out, axes, names, parts[0].signal)
+    return [Part(shape_of(eqn), tuple(axes), out)]
 
 
 def _fill(eqn: Any, out: Array) -> Any:
@@ -102,8 +102,8 @@ def _scatter(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return run.results(eqn, run.bind(eqn, [table, indices, updates]), found, choice)
     (mine,) = run.bind(eqn, [jnp.zeros_like(table), indices, updates])
     axes = axes_of(found.results[0], choice)
-    table = run.local(parts[0], axes, frozenset(n for each in axes for n in each))
-    return [Part(tuple(eqn.outvars[0].aval.shape), axes, table + run.reduce(mine, names, "sum"))]
+    table = run.local(parts[0], axes, frozenset())
+    return [Part(shape_of(eqn), axes, table + run.reduce(mine, names, "sum"))]
 
 
 RULES: dict[str, Rule] = {

@@ -120,11 +120,16 @@ class Part:
             self.cache[key] = x
         return self.cache[key]
 
-    def at_rest(self, x: Array, axes: Axes, shape: tuple[int, ...], order: tuple[int, ...]) -> Part:
-        """The same parameter after an operation that leaves it where it rests: `order` are the axes that each axis was."""
-        rest = None if self.rest is None else tuple(self.rest[at] for at in order)
-        of = tuple(self.of[at] for at in order) if self.of else ()
-        return Part(shape, axes, x, rest=rest, signal=self.signal, parameter=self.parameter, of=of)
+    def at_rest(self, x: Array, shape: tuple[int, ...], order: Sequence[int | None]) -> Part:
+        """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
+        one that is new."""
+
+        def ordered(axes: Axes) -> Axes:
+            return tuple(() if at is None else axes[at] for at in order)
+
+        rest = None if self.rest is None else ordered(self.rest)
+        of = tuple(None if at is None else self.of[at] for at in order) if self.of else ()
+        return Part(shape, ordered(self.axes), x, rest=rest, signal=self.signal, parameter=self.parameter, of=of)
 
 
 def _step(x: Any, step: Move, names: Names) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 from jax import Array
 
 from jshard.kernels.gather_scatter import reduce_scatter
-from jshard.layers.partition.engine import Partition, Rule, known
+from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.local_sizes import axes_of
 from jshard.layers.partition.part import Part
 from jshard.layouts.axes import KEPT, LOOKUP, Factors
@@ -41,7 +41,7 @@ def _dot_general(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     for factor, kind in enumerate(found.kinds):
         if kind == "sum" and factor in choice:
             out = sum_or_scatter(run, out, axes, choice[factor], claim)
-    result = Part(tuple(eqn.outvars[0].aval.shape), tuple(axes), out)
+    result = Part(shape_of(eqn), tuple(axes), out)
     if claim is not None and claim.output == "gather":
         with scope(key="output"):
             return [run.place(result, tuple(tuple(n for n in names if n not in claim.column) for names in axes))]

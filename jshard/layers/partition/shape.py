@@ -73,15 +73,7 @@ def _at_rest(run: Partition, eqn: Any, part: Part, found: Factors) -> Part | Non
     rest = part.axes if part.rest is None else part.rest
     choice = {of[0]: rest[at] for of, at in was.items() if rest[at]}
     (x,) = run.bind(eqn, [part.x], found, choice)
-
-    def turned(axes: Axes) -> Axes:
-        return tuple(() if at is None else axes[at] for at in order)
-
-    of = tuple(None if at is None else part.of[at] for at in order) if part.of else ()
-    turned_rest = None if part.rest is None else turned(part.rest)
-    return Part(
-        shape_of(eqn), turned(part.axes), x, rest=turned_rest, signal=part.signal, parameter=part.parameter, of=of
-    )
+    return part.at_rest(x, shape_of(eqn), order)
 
 
 RULES: dict[str, Rule] = {
