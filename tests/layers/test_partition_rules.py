@@ -61,10 +61,37 @@ def loss(x, targets):
     return -jnp.take_along_axis(jax.nn.log_softmax(x), targets[:, None], axis=1).mean()
 
 
+def extremes(one, other):
+    return jnp.minimum(one[0], other[0]), jnp.maximum(one[1], other[1])
+
+
+def decomposed(x):
+    values = jnp.abs(lax.stop_gradient(jnp.linalg.eigvals(x))).sum(-1)
+    symmetric = x @ jnp.swapaxes(x, -1, -2) + jnp.eye(2, dtype=x.dtype)
+    r, sign = jnp.linalg.qr(x)[1], jnp.linalg.slogdet(x)[1]
+    return (
+        values,
+        jnp.linalg.cholesky(symmetric),
+        jnp.linalg.eigvalsh(symmetric),
+        jnp.linalg.svdvals(x),
+        jnp.abs(r),
+        sign,
+    )
+
+
+def drawn(x):
+    one, other = jax.random.split(
+        jax.random.wrap_key_data(jax.random.key_data(jax.random.fold_in(jax.random.key(0), 1)))
+    )
+    return x * jax.random.gamma(one, jnp.abs(x) + 1), jax.random.normal(jax.random.clone(other), x.shape)
+
+
 X, HEADS, IMAGE = normal(4, 8), normal(2, 4, 4, 8), normal(4, 4, 4, 8)
+MATRICES = normal(4, 2, 2) + 2 * np.eye(2, dtype=np.float32)
 CASES = {
     "add": (lambda x, b: jnp.sin(x + b), X, normal(8)),
     "argmax": (lambda x: jnp.argmax(x, 1), X),
+    "argmin and maximum so far": (lambda x: (jnp.argmin(x, 0), lax.cummax(x, 1), lax.cummin(x), lax.cumprod(x, 1), lax.cumlogsumexp(x)), X),
     "attention": (attention, HEADS, normal(2, 4, 4, 8), normal(2, 4, 4, 8)),
     "batched lookup": (loss, X, below(8, 4)),
     "branch": (lambda x: lax.cond(x.sum() > 0, jnp.sin, lambda x: x.T.reshape(4, 8), x), X),
@@ -78,20 +105,28 @@ CASES = {
     "cumsum": (lambda x: jnp.cumsum(x, 1), X),
     "custom derivative": (lambda x: jax.nn.relu(x) + jax.nn.silu(x), np.maximum(X, 0)),
     "custom reverse derivative": (doubled_backward, X),
+    "beta": (lambda x: jax.scipy.special.betainc(2.0, 3.0, jax.nn.sigmoid(x)), X),
+    "diagonal": (jnp.diagonal, normal(8, 8)),
     "dropout": (lambda x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0), X),
     "dynamic slice": (lambda x, at: lax.dynamic_slice(x, (0, at[0]), (4, 2)), X, below(6, 1)),
     "dynamic update": (lambda x, u, at: lax.dynamic_update_slice(x, u, (0, at[0], 0)), normal(4, 8, 4), normal(4, 1, 4), below(8, 1)),
     "embedding": (lambda table, at: table[at], normal(8, 4), below(8, 4, 8)),
     "embedding, beyond its end": (lambda table, at: jnp.take(table, at, axis=0, fill_value=3.0), normal(8, 4), below(12, 4, 8)),
+    "empty": (lambda x: jnp.where(x > 9e9, jnp.empty_like(x), x), X),
+    "extremes": (lambda x: lax.reduce((lax.stop_gradient(x),) * 2, (jnp.inf, -jnp.inf), extremes, (1,)), X),
     "fft": (lambda x: jnp.abs(jnp.fft.rfft(x)), X),
+    "linear algebra": (decomposed, MATRICES),
+    "linear system": (jnp.linalg.solve, MATRICES, normal(4, 2, 2)),
     "loop": (lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x @ jnp.ones((8, 8), x.dtype)), x), X),
     "max and min": (lambda x: (x.max(0), x.min(1), x.max()), X),
     "one hot": (lambda at: jax.nn.one_hot(at, 8), below(8, 4)),
     "outer": (jnp.outer, normal(4), normal(8)),
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2))), X),
     "pool": (lambda x: (pooled(x, -jnp.inf, lax.max), pooled(x, 0.0, lax.add)), IMAGE),
+    "ordered": (lambda x: lax.optimization_barrier(jnp.sin(x)), X),
     "product": (lambda x, w: x @ w, X, normal(8, 16)),
     "product of numbers": (lambda x: jnp.prod(x, 1), X),
+    "random numbers": (drawn, X),
     "reshape, joined": (lambda x: x.reshape(32), X),
     "reshape, mixed": (lambda x: x.reshape(12, 8), normal(8, 12)),
     "reshape, split": (lambda x: x.reshape(4, 2, 4), X),
@@ -101,6 +136,7 @@ CASES = {
     "scan, from zero": (lambda x: lax.scan(lambda c, x: (c + x, c * 2), jnp.zeros(8), x), X),
     "scatter": (lambda x, u: x.at[jnp.array([0, 2])].set(u), normal(8, 4), normal(2, 4)),
     "scatter-add": (lambda x, at, u: x.at[at].add(u), normal(8, 4), below(8, 8), normal(8, 4)),
+    "searched": (lambda x: jnp.searchsorted(jnp.arange(4.0), x), X),
     "slice": (lambda x: (x[:, 1:5], x[:, ::2]), X),
     "some and all": (lambda x: ((x > 0).all(1), (x > 0).any(0)), X),
     "sort": (lambda x: jnp.sort(x, 1), X),
