@@ -46,7 +46,8 @@ ROOT = Path(__file__).parent.parent
 EQUAL = ROOT / "docs" / "mutants.md"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard-mutants")
 # `int | None` is an annotation, which nothing evaluates; of other operators one replacement each is enough. A test that
-# notices `<` and `!=` in the place of `<=` has both of its ends; an `is` in the place of `==` asks what Python keeps twice.
+# notices `<` and `!=` in the place of `<=` has both of its ends; an `is` in the place of `==` asks what Python keeps twice;
+# `[1]` in the place of `[0]` is the last of two, and of one there is no other.
 LEFT_OUT = re.compile(
     r"core/Replace(BinaryOperator_(BitOr|LShift|RShift|BitXor|BitAnd|Pow|Mod|Div)_\w+"
     r"|BinaryOperator_\w+_(BitOr|LShift|RShift|BitXor|BitAnd|Pow|Mod|Div|FloorDiv)|UnaryOperator_\w+"
@@ -87,6 +88,11 @@ def changes(module: str, text: str, of: int) -> Iterator[Change]:
         if LEFT_OUT.match(each.operator_name) or DECORATOR.match(said) or said[:column].endswith(("strict=", "init=")):
             continue
         changed = mutate_code(text, get_operator(each.operator_name)(**each.operator_args), each.occurrence)
+        if (
+            said[column - 1 :].startswith("[0]")
+            and "-" in (changed or text).splitlines()[line - 1][column : column + 2]
+        ):
+            continue
         try:
             meaning = _meaning(changed or text)
         except SyntaxError:  # `if not found := ...`

@@ -85,13 +85,13 @@ def spread(
     left = list(names)
     for factor in of:
         some: list[str] = []
-        ways = 1
-        while left and counts[factor] % (ways * sizes[left[0]]) == 0:
-            ways *= sizes[left[0]]
+        rest = counts[factor]
+        while left and not rest % sizes[left[0]]:
+            rest //= sizes[left[0]]
             some.append(left.pop(0))
         if some:
             yield factor, tuple(some)
-        if ways != counts[factor]:
+        if rest > 1:
             return
 
 
@@ -99,7 +99,7 @@ def _elementwise(params: Any, new: _New, given: Any, made: Any) -> Any:
     """An operand may be a number, or have axes of one element that stand for as many as the result has."""
     out = new.all(made[0])
     alike = [tuple(f if n == m else () for f, n, m in zip(out, shape, made[0], strict=False)) for shape in given]
-    return [each if len(shape) == len(out) else () for each, shape in zip(alike, given, strict=True)], [out] * len(made)
+    return alike, [out] * len(made)
 
 
 def _broadcast(params: Any, new: _New, given: Any, made: Any) -> Any:
@@ -107,40 +107,42 @@ def _broadcast(params: Any, new: _New, given: Any, made: Any) -> Any:
     operand = (
         out[to] if n == made[0][to] else () for n, to in zip(given[0], params["broadcast_dimensions"], strict=True)
     )
-    return [tuple(operand), *[()] * (len(given) - 1)], [out]
+    return [tuple(operand)], [out]
 
 
 def _reshape(params: Any, new: _New, given: Any, made: Any) -> Any:
     old, out = common_factors(given[0], made[0], new)
-    return [old, *[()] * (len(given) - 1)], [out]
+    return [old], [out]
 
 
 def common_factors(old: Sequence[int], made: Sequence[int], new: _New) -> tuple[Factored, Factored]:
     """Factor two shapes of one run of elements by the finer axes of both. Of 6 x 4 as 4 x 6 only the two halves go on."""
     before: list[tuple[int, ...]] = [()] * len(old)
     after: list[tuple[int, ...]] = [()] * len(made)
-    for ours, theirs in grouped(old, made):
-        have, want = [old[a] for a in ours], [made[b] for b in theirs]
-        a = b = 0
-        while a < len(have) and b < len(want) and (size := math.gcd(have[a], want[b])) > 1:
+    for ours, theirs in _grouped(old, made):
+        have, want = {axis: old[axis] for axis in ours}, {axis: made[axis] for axis in theirs}
+        while ours and (size := math.gcd(have[ours[0]], want[theirs[0]])) > 1:
             factor = new(size)
-            before[ours[a]] += factor
-            after[theirs[b]] += factor
-            have[a], want[b] = have[a] // size, want[b] // size
-            a, b = a + (have[a] == 1), b + (want[b] == 1)
-        for sizes, axes, found in ((have, ours, before), (want, theirs, after)):
-            for size, axis in zip(sizes, axes, strict=True):
-                found[axis] += new(size, FIXED) if size > 1 else ()
+            for axis, left, found in ((ours[0], have, before), (theirs[0], want, after)):
+                found[axis] += factor
+                left[axis] //= size
+            ours, theirs = ours[have[ours[0]] == 1 :], theirs[want[theirs[0]] == 1 :]
+        for left, found in ((have, before), (want, after)):
+            for axis, size in left.items():
+                found[axis] += new(size, FIXED) if size != 1 else ()
     return tuple(before), tuple(after)
 
 
-def grouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def _grouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the runs of axes with as many elements before as after, without axes of size 1."""
     before = [axis for axis, size in enumerate(old) if size != 1]
     after = [axis for axis, size in enumerate(new) if size != 1]
+    if 0 in old:
+        yield before, after
+        return
     while before:
-        one, other = [before.pop(0)], [after.pop(0)] if after else []
-        while other and (have := math.prod(old[a] for a in one)) != (got := math.prod(new[a] for a in other)):
+        one, other = [before.pop(0)], [after.pop(0)]
+        while (have := math.prod(old[a] for a in one)) != (got := math.prod(new[a] for a in other)):
             if have < got:
                 one.append(before.pop(0))
             else:
@@ -155,8 +157,7 @@ def _transpose(params: Any, new: _New, given: Any, made: Any) -> Any:
 
 def _squeeze(params: Any, new: _New, given: Any, made: Any) -> Any:
     old = new.all(given[0])
-    gone = {axis % len(old) for axis in params["dimensions"]}
-    return [old], [tuple(factor for axis, factor in enumerate(old) if axis not in gone)]
+    return [old], [tuple(factor for axis, factor in enumerate(old) if axis not in params["dimensions"])]
 
 
 def _reduce(kind: str) -> Rule:
@@ -189,7 +190,7 @@ def _convolution(params: Any, new: _New, given: Any, made: Any) -> Any:
     batch, features = numbers.lhs_spec[:2]
     of_kernel, into = numbers.rhs_spec[0], numbers.rhs_spec[1]
     groups, batches = params["feature_group_count"], params["batch_group_count"]
-    group, batch_group = (new(groups) if groups > 1 else ()), (new(batches) if batches > 1 else ())
+    group, batch_group = new(groups), new(batches)
     rows, summed = new(given[0][batch] // batches), new(given[1][into], "sum")
     made_of = new(given[1][of_kernel] // (groups * batches))
     x[batch], x[features], w[into] = (*batch_group, *rows), (*group, *summed), summed

@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def spec(self) -> PartitionSpec:
-        return PartitionSpec(*(None if not n else n[0] if len(n) == 1 else n for n in self.axes))
+        return PartitionSpec(*self.axes)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -84,19 +84,22 @@ class Layout:
         axes[axis] = as_axes(mesh_axes)
         return Layout(self.mesh, *axes)
 
-    def spare_axis(self, ways: int = 1, shape: Sequence[int] | None = None, keep: Collection[int] = ()) -> int:
+    def spare_axis(
+        self, mesh_axes: MeshAxes = None, shape: Sequence[int] | None = None, keep: Collection[int] = ()
+    ) -> int:
         """The axis to split further, of those not in `keep`: the first that is whole, else the first. Of an array of this shape
-        the first of them that divides into that many ways more, if one does."""
+        the first of them that divides over these mesh axes too, if one does."""
+        ways = math.prod(self.mesh.shape[name] for name in as_axes(mesh_axes))
         axes = sorted((axis for axis in range(self.rank) if axis not in keep), key=lambda axis: bool(self.axes[axis]))
-        divides = (axis for axis in axes if shape is None or shape[axis] % (self.ways(axis) * ways) == 0)
+        divides = (axis for axis in axes if shape is None or not shape[axis] % (self.ways(axis) * ways))
         return next(divides, axes[0])
 
     def also_over(self, mesh_axes: MeshAxes, shape: Sequence[int] | None = None, keep: Collection[int] = ()) -> Layout:
         """The same, split over these mesh axes too, along the spare axis. A number by itself stays whole."""
         names = as_axes(mesh_axes)
-        if not names or self.rank == len(keep):
+        if not names or self.rank <= len(keep):
             return self
-        axis = self.spare_axis(math.prod(self.mesh.shape[name] for name in names), shape, keep)
+        axis = self.spare_axis(names, shape, keep)
         return self.with_axis(axis, (*self.axes[axis], *names))
 
     def shard_shape(self, shape: Sequence[int], *, label: str = "a layout") -> tuple[int, ...]:
@@ -160,7 +163,7 @@ def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout 
             f"{label} was given {spec}, and no mesh is set or loaded that it could mean",
             hint=f"give it jax.NamedSharding(mesh, {spec}), or call jshard.load first",
         )
-    return Layout(mesh, *spec, *(None,) * ((rank or 0) - len(spec)))
+    return Layout(mesh, *spec, *(None,) * ((rank or len(spec)) - len(spec)))
 
 
 def check_divides(
@@ -168,10 +171,10 @@ def check_divides(
 ) -> None:
     """An error with the nearest sizes that do when `size` does not divide over `mesh_axes`."""
     ways = math.prod(mesh.shape[name] for name in mesh_axes)
-    if ways and size % ways == 0:
+    if not size % ways:
         return
     names = " x ".join(f'"{name}"' for name in mesh_axes)
     below, above = size // ways * ways, -(-size // ways) * ways
-    use = f"use {above}" if below == 0 else f"use {below} or {above}"
-    axes = f"mesh axis {names}" if len(mesh_axes) == 1 else f"mesh axes {names}"
-    raise JShardError(f"{label} splits {what} over {axes} of size {ways}", hint=f"{use}, or {otherwise}")
+    use = f"use {below} or {above}" if below else f"use {above}"
+    axes = "mesh axes" if mesh_axes[1:] else "mesh axis"
+    raise JShardError(f"{label} splits {what} over {axes} {names} of size {ways}", hint=f"{use}, or {otherwise}")

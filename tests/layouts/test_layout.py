@@ -62,6 +62,24 @@ def test_layout_reads_like_what_it_means(grid):
     assert layout.with_axis(0, None).with_axis(1, "data") == Layout(grid, None, "data", "tensor")
 
 
+def test_what_is_split_further_is_split_along_its_first_whole_axis_that_divides(mesh):
+    cube = mesh(data=2, tensor=2, pipe=2)
+    for axes, over, shape, keep, expected in (
+        ((None, None), "data", None, (), ("data", None)),
+        (("data", None), "pipe", None, (), ("data", "pipe")),
+        (("data", "tensor"), "pipe", None, (), (("data", "pipe"), "tensor")),
+        ((None, "tensor"), ("data", "pipe"), (6, 8), (), (None, ("tensor", "data", "pipe"))),
+        ((None, None), ("data", "pipe"), (2, 4), (), (None, ("data", "pipe"))),
+        ((None, "tensor"), "data", (3, 2), (), ("data", "tensor")),  # divides nowhere: the first
+        ((None, None, None), "data", None, (0,), (None, "data", None)),
+        ((None,), "data", None, (0,), (None,)),
+        ((), "data", None, (), ()),
+        ((None,), None, None, (), (None,)),
+    ):
+        assert Layout(cube, *axes).also_over(over, shape, keep) == Layout(cube, *expected)
+    assert Layout(cube, "data", None).spare_axis() == 1
+
+
 def test_layouts_are_equal_by_mesh_and_axes(grid):
     layout = Layout(grid, "data", None)
     assert layout == Layout(grid, ("data",), ()) and hash(layout) == hash(Layout(grid, ("data",), ()))

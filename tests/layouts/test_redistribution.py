@@ -203,6 +203,10 @@ REFUSED = {
     "a device": (1.0, jax.sharding.SingleDeviceSharding(jax.devices()[0]), f"was given a SingleDeviceSharding as layout; {KINDS}"),
     "unconstrained": ([1.0], P(P.UNCONSTRAINED), "was given P(UNCONSTRAINED,), which does not say where each axis lies; "
                       "name a mesh axis or None for each axis"),
+    "unreduced": ([1.0], P(unreduced={"data"}), "was given P(unreduced={'data'}), which does not say where each axis lies; "
+                  "name a mesh axis or None for each axis"),
+    "reduced": ([1.0], P(reduced={"data"}), "was given P(reduced={'data'}), which does not say where each axis lies; "
+                "name a mesh axis or None for each axis"),
     "rank": (1.0, P("data"), "lays out 1 axes, but the array () has 0; give 0 axes"),
 }  # fmt: skip
 
