@@ -331,9 +331,11 @@ def abstract_mlp():
     return nnx.eval_shape(lambda: jshard.MLP(16, 32, 16, rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+@pytest.mark.parametrize("how", ["explicit", "auto", "shard"])
 @pytest.mark.parametrize("name", SIGNALS)
-def test_mlp_compiles_to_what_is_written_by_hand(name, axis_types):
+def test_mlp_compiles_to_what_is_written_by_hand(name, how):
+    """By itself on both kinds of mesh, and in one program by jshard.shard."""
+    axis_types, wrap = ("explicit", jshard.shard) if how == "shard" else (how, lambda model: model)
     with cases.loaded(configuration_of(name, axis_types)) as grid:
         parameters, x = shapes_of_mlp(name, grid)
         layers = layers_by_hand(name, grid)
@@ -342,7 +344,7 @@ def test_mlp_compiles_to_what_is_written_by_hand(name, axis_types):
             y, pull = jax.vjp(functools.partial(mlp_by_hand, layers), parameters, x)
             return y, *pull(cotangent)
 
-        ours = compiled_text(through_the_layer(abstract_mlp()), parameters, x, x)
+        ours = compiled_text(through_the_layer(wrap(abstract_mlp())), parameters, x, x)
         assert normal(ours) == normal(compiled_text(hand, parameters, x, x))
 
 

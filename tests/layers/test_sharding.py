@@ -253,6 +253,29 @@ def test_layers_of_jshard_ask_for_the_same_under_shard_as_by_themselves():
     ]  # the mean's own
 
 
+class SideBySide(nnx.Module):
+    def __init__(self, rngs):
+        with jshard.signal("heads"):
+            self.q, self.k, self.v = (jshard.Linear(8, 16, rngs=rngs) for _ in range(3))
+
+    def __call__(self, x):
+        x = jnp.sin(x)
+        return self.q(x) * self.k(x) + self.v(x)
+
+
+@pytest.mark.parametrize(("words", "costs"), [
+    ({"row": "data", "column": "tensor"}, [("backward", "all_reduce")]),
+    ({"column": "tensor", "sequence": "tensor"}, [("backward", "reduce_scatter"), ("forward", "all_gather")]),
+], ids=["tensor", "sequence"])  # fmt: skip
+def test_three_layers_of_jshard_side_by_side_bring_their_input_once(words, costs):
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "heads": words})
+    model, place = SideBySide(nnx.Rngs(0)), jax.P(None, "tensor") if "sequence" in words else jax.P("data")
+    x = jshard.redistribute(jnp.ones((2, 8, 8)), place)
+    ledger = jshard.explain(lambda x: jax.vjp(jshard.shard(lambda x: model(x)), x)[1](jnp.ones((2, 8, 16))), x)
+    of_x = [line for line in ledger if line.mesh_axes == ("tensor",) and line.payload]
+    assert sorted((line.phase, line.collective) for line in of_x for _ in range(line.count)) == costs
+
+
 def test_without_a_configuration_everything_runs_as_it_is():
     jshard.unload()
     model = jshard.shard(Ours(nnx.Rngs(0)))

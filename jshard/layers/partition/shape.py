@@ -10,7 +10,6 @@ from jax import Array, lax
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.local_sizes import local_shape
 from jshard.layers.partition.part import Names, Part, vary, whole
-from jshard.layouts.axes import Factors
 from jshard.layouts.redistribution import Axes
 
 
@@ -57,23 +56,13 @@ def _drawn(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
 def _reshape(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     part, found = parts[0], known(eqn)
-    if part.rest is not None or part.is_undecided:
-        moved = _at_rest(run, eqn, part, found)
-        if moved is not None:
-            return [moved]
-    return run.by_factors(eqn, parts, found)
-
-
-def _at_rest(run: Partition, eqn: Any, part: Part, found: Factors) -> Part | None:
-    """The parameter in its new shape where it rests; None where its axes are not the same axes any more."""
+    if part.rest is not None:
+        return [run.later(eqn, parts[:1], found)]  # gathered as it rests, once for all its uses
     was = {of: at for at, of in enumerate(found.operands[0]) if of}
     order = [was.get(of) if of else None for of in found.results[0]]
-    if len(was) != sum(at is not None for at in order):
-        return None
-    rest = part.axes if part.rest is None else part.rest
-    choice = {of[0]: rest[at] for of, at in was.items() if rest[at]}
-    (x,) = run.bind(eqn, [part.x], found, choice)
-    return part.at_rest(x, shape_of(eqn), order)
+    if part.is_undecided and len(was) == sum(at is not None for at in order):  # its axes are the same axes still
+        return [part.at_rest(run.bind(eqn, [part.x])[0], shape_of(eqn), order)]
+    return run.by_factors(eqn, parts, found)
 
 
 RULES: dict[str, Rule] = {
