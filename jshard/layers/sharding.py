@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -176,6 +178,7 @@ class _Situation:
 
 @functools.lru_cache(maxsize=256)
 def _program(s: _Situation) -> tuple[Program, _Out]:
+    _check_takes_its_models(s.f)
     out, count = _Out(), len(s.paths)
 
     def alone(*xs: Any) -> list[Any]:
@@ -199,6 +202,21 @@ def _program(s: _Situation) -> tuple[Program, _Out]:
     program = Program(s.mesh, jaxpr, [*inputs, *(Input(whole(np.ndim(x))) for x in out.consts)])
     out.compiled = jax.jit(program)
     return program, out
+
+
+def _check_takes_its_models(f: Callable[..., Any]) -> None:
+    """Refuse a model that a function only closes over: its parameters would be constants, and stay what they are now."""
+    if not inspect.isfunction(f):
+        return
+    used = inspect.getclosurevars(f)
+    for name, value in {**used.globals, **used.nonlocals}.items():
+        if isinstance(value, nnx.Module):
+            line = f"{Path(f.__code__.co_filename).name}:{f.__code__.co_firstlineno}"
+            raise JShardError(
+                f"{f.__name__} ({line}) uses the model {name} and does not take it: its parameters would not be placed, "
+                "and stay what they are now",
+                hint=f"give it {name} as an argument",
+            )
 
 
 def _claims(s: _Situation) -> list[Claim | None]:

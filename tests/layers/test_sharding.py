@@ -271,9 +271,30 @@ def test_three_layers_of_jshard_side_by_side_bring_their_input_once(words, costs
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "heads": words})
     model, place = SideBySide(nnx.Rngs(0)), jax.P(None, "tensor") if "sequence" in words else jax.P("data")
     x = jshard.redistribute(jnp.ones((2, 8, 8)), place)
-    ledger = jshard.explain(lambda x: jax.vjp(jshard.shard(lambda x: model(x)), x)[1](jnp.ones((2, 8, 16))), x)
+
+    def called(model, x):
+        graphdef, state = nnx.split(model)
+        pull = jax.vjp(lambda x: jshard.shard(SideBySide.__call__)(nnx.merge(graphdef, state), x), x)[1]
+        return pull(jnp.ones((2, 8, 16)))
+
+    ledger = jshard.explain(called, model, x)
     of_x = [line for line in ledger if line.mesh_axes == ("tensor",) and line.payload]
     assert sorted((line.phase, line.collective) for line in of_x for _ in range(line.count)) == costs
+
+
+def test_a_function_that_only_closes_over_its_model_is_told():
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "heads": {"row": "data"}})
+    net = SideBySide(nnx.Rngs(0))
+
+    def forward(x):
+        return net(x)
+
+    with pytest.raises(JShardError) as error:
+        jshard.shard(forward)(jnp.ones((8, 8)))
+    assert str(error.value) == (
+        f"forward (test_sharding.py:{forward.__code__.co_firstlineno}) uses the model net and does not take it: its "
+        "parameters would not be placed, and stay what they are now; give it net as an argument"
+    )
 
 
 def test_without_a_configuration_everything_runs_as_it_is():
