@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 import jshard
 from jshard.errors import JShardError
@@ -311,3 +312,24 @@ def test_a_primitive_without_a_rule_is_an_error_unless_a_signal_allows_it(mesh):
     assert [(moved.primitive, moved.before, moved.after) for moved in allowed.moved] == [
         ("householder_product", (("data",), ()), ((), ()))
     ]
+
+
+def mapped(x):
+    auto = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(lambda x: lax.pmean(x, "data"), mesh=auto, in_specs=jax.P("data"), out_specs=jax.P())(x)
+
+
+def kernel(x):
+    return pl.pallas_call(lambda x, y: y.__setitem__(..., x[...]), out_shape=jax.typeof(x), interpret=True)(x)
+
+
+@pytest.mark.parametrize(("f", "primitive"), [(mapped, "shard_map"), (kernel, "pallas_call")])
+def test_a_shard_map_or_kernel_of_the_models_own_is_one_sentence(mesh, f, primitive):
+    jaxpr = jax.make_jaxpr(f)(normal(8))
+    with pytest.raises(JShardError) as error:
+        partition.Program(mesh(data=8), jaxpr, [partition.Input((("data",),))])
+    line = f.__code__.co_firstlineno + (2 if f is mapped else 1)
+    assert str(error.value) == (
+        f"test_partition_rules.py:{line} calls {primitive}, which has collectives and devices of its own; leave that part of "
+        "the model out of jshard.shard, or give the model its path without it"
+    )
