@@ -21,21 +21,21 @@ AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 def build_mesh(sizes: Mapping[str, int], *, axis_types: str = "explicit", label: str = "the mesh") -> Mesh:
     """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `label` opens the errors."""
     present = jax.devices()
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if -1 in sizes.values():
-        open_axis = next(name for name, size in sizes.items() if size == -1)
+    given = {name: size for name, size in sizes.items() if size != -1}
+    open_axis = next((name for name in sizes if name not in given), None)
+    if open_axis is not None:
+        known = math.prod(given.values())
         if len(present) % known:
             raise JShardError(
                 f'{label} leaves mesh axis "{open_axis}" open, but {len(present)} devices do not divide by {known}',
                 hint=f"give sizes whose product divides {len(present)}",
             )
-        sizes = {name: len(present) // known if size == -1 else size for name, size in sizes.items()}
+        sizes = {**sizes, open_axis: len(present) // known}
     count = math.prod(sizes.values())
     if count > len(present):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise JShardError(
-            f"{label} asks for {product} = {count} devices, but {len(present)} "
-            f"{'is' if len(present) == 1 else 'are'} here",
+            f"{label} asks for {product} = {count} devices, but {len(present)} {'are' if present[1:] else 'is'} here",
             hint=f"make it smaller, or pretend with JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={2 * count} JAX_PLATFORMS=cpu",
         )
     grid = np.array(present[:count], dtype=object).reshape(tuple(sizes.values()))
@@ -96,9 +96,7 @@ def with_axis_types(mesh: Mesh, axis_types: str) -> Mesh:
     kinds = (AXIS_TYPES[axis_types],) * len(mesh.axis_names)
     if mesh.axis_types == kinds:
         return mesh
-    if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=kinds)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    return mesh.update(axis_types=kinds)
 
 
 def absent_mesh(sizes: Mapping[str, int], *, axis_types: str = "explicit") -> Any:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jshard
 from jshard.layouts import Layout, build_mesh
-from jshard.layouts.mesh import is_explicit, with_axis_types, workers_mesh
+from jshard.layouts.mesh import absent_mesh, homes_of, is_explicit, present_mesh, with_axis_types, workers_mesh
 
 P = jax.P
 
@@ -120,12 +120,33 @@ def test_twins_and_slices_of_a_mesh(grid):
     assert with_axis_types(auto(grid), "explicit") == grid
     whole, names = workers_mesh(grid, None, label="it")
     assert whole is grid and names == ("data", "tensor")
-    part, names = workers_mesh(grid, (2, 3), label="it")
-    assert [device.id for device in part.devices.flat] == [2, 3] and names == ("workers",)
+    for workers in ((2, 3), (0, 1), (1, 0, 2, 3, 4, 5, 6, 7)):
+        part, names = workers_mesh(grid, workers, label="it")
+        assert tuple(device.id for device in part.devices.flat) == workers and names == ("workers",)
+
+
+def test_homes_are_one_mesh_for_each_set_of_devices(grid):
+    """Numbers on the host, and arrays that are traced, have none."""
+    part, _ = workers_mesh(grid, (2, 3), label="it")
+    ours, others = (jax.device_put(1.0, jax.NamedSharding(of, P())) for of in (auto(grid), part))
+    assert homes_of([1.0, ours, ours, others], grid) == [grid, part] and homes_of([others], grid) == [part]
+    seen = []
+    jax.jit(lambda x: seen.append(homes_of([x, others], grid)))(jax.device_put(1.0, jax.NamedSharding(grid, P())))
+    assert seen == [[part]]
+    absent = absent_mesh({"data": 2})
+    assert homes_of([np.ones(2)], grid) == [grid] and homes_of([ours], absent) == [absent]
+
+
+def test_the_mesh_that_is_set_is_present(grid):
+    assert present_mesh() is None
+    with jax.set_mesh(grid):
+        assert present_mesh() == grid
+        assert jax.eval_shape(lambda: jnp.ones(present_mesh().size)).shape == (8,)
 
 
 def test_mesh_takes_what_is_left_for_an_open_size():
     assert dict(build_mesh({"data": -1, "tensor": 4}).shape) == {"data": 2, "tensor": 4}
+    assert [*build_mesh({"tensor": 4, "data": -1}).shape.items()] == [("tensor", 4), ("data", 2)]
     assert dict(build_mesh({"data": 2}).shape) == {"data": 2}
     assert [device.id for device in build_mesh({"data": 2, "tensor": 4}).devices.flat] == list(range(8))
 
@@ -176,7 +197,17 @@ def test_a_mesh_that_does_not_fit_the_machine():
     )
 
 
-def test_a_worker_that_is_not_there(grid):
-    assert sentence(workers_mesh, grid, (1, 8), label="it") == (
-        "it names worker 8, but the mesh has 8 devices; use numbers from 0 to 7"
+def test_a_mesh_that_does_not_fit_one_device(monkeypatch):
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
+    assert sentence(build_mesh, {"data": 2}) == (
+        "the mesh asks for data 2 = 2 devices, but 1 is here; "
+        "make it smaller, or pretend with JAX_NUM_CPU_DEVICES=2 PJRT_NPROC=4 JAX_PLATFORMS=cpu"
+    )
+
+
+@pytest.mark.parametrize("worker", [-1, 8, 9])
+def test_a_worker_that_is_not_there(grid, worker):
+    assert sentence(workers_mesh, grid, (1, worker), label="it") == (
+        f"it names worker {worker}, but the mesh has 8 devices; use numbers from 0 to 7"
     )
