@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jshard.cli.target import Target, find_modules_here, function_arguments
@@ -15,6 +14,7 @@ from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 from jshard.signals.claims import claims
 from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.globs import numberless
 from jshard.signals.topologies import fitted
 from jshard.table import table
 from jshard.train.settings import Settings
@@ -99,10 +99,8 @@ def _check(checked: Checked, configuration: Configuration, chosen: argparse.Name
     baseline = against or _beside(target)
     reason = _needs_a_step(configuration, baseline, update or against is not None)
     has_a_step = "model" in configuration.train or target.function is not None
-    if "model" in configuration.train and any(signal.match for signal in configuration.signals.values()):
+    if "model" in configuration.train and configuration.has_claims:
         _check_claims(checked, configuration, listed=False)
-        if reason is None:
-            return
     if reason is None and not (has_a_step and configuration.signals):  # a file for others to include names no signal
         return
     if not has_a_step:
@@ -159,8 +157,9 @@ def _alike(claimed: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:
     """A row for each, and one for all that differ in the numbers of their paths alone."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for each in claimed:
-        path = re.sub(r"[0-9]+", "*", each["path"])
-        alike.setdefault((each["place"], each["signal"], path, each["array"]), []).append(each["path"])
+        alike.setdefault((each["place"], each["signal"], numberless(each["path"]), each["array"]), []).append(
+            each["path"]
+        )
     for (place, signal, path, array), paths in alike.items():
         yield place, signal, *((paths[0], array, "") if len(paths) == 1 else (path, array, f"x {len(paths)}"))
 
@@ -185,6 +184,7 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
     from jshard.cli.experiment import sketched
     from jshard.inspect.ledger.baseline import Baseline, added, removed
     from jshard.inspect.ledger.expect import check_promises, over_budget
+    from jshard.inspect.ledger.whole import whole
     from jshard.train.experiment import Experiment
 
     target = checked.target
@@ -193,7 +193,8 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
             checked.holds.append(program.apart)
             return
         ledger = program.explain()
-    checked.holds += map(str, (*ledger.left, *ledger.unsplit))
+        is_whole = whole(program.model) if isinstance(program, Experiment) else []
+    checked.holds += map(str, (*ledger.left, *ledger.unsplit, *is_whole))
     try:
         if kept := check_promises(ledger, configuration):
             checked.holds.append(f"{kept} of {kept} expectations hold")

@@ -9,10 +9,12 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.layouts.creation import create_all
 from jshard.layouts.mesh import with_axis_types
 from jshard.signals.active_config import configuration, mesh, on_mesh
 
 Made = TypeVar("Made")
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 def abstract(factory: Callable[[], Made]) -> Made:
@@ -37,3 +39,12 @@ def abstract(factory: Callable[[], Made]) -> Made:
 
     graph, state = nnx.split(made)
     return nnx.merge(graph, jax.tree.map(placed, state))
+
+
+def created(factory: Callable[[], Model], placed: Callable[[], Model]) -> Model:
+    """Build what `placed()` returns, with the numbers that the same model has of `factory()`: each device computes its part,
+    and no array is whole on one that holds a part of it."""
+    model = abstract(placed)
+    where = jax.tree.map(lambda array: array.sharding, nnx.state(model))
+    nnx.update(model, create_all(lambda: nnx.state(factory()), where))
+    return model

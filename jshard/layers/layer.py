@@ -16,8 +16,9 @@ from jshard.errors import JShardError, quoted
 from jshard.layers.strategy import strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import words_of
+from jshard.layouts.paths import keys_of, words_of
 from jshard.signals.active_config import configuration
+from jshard.signals.claims import found_claims
 from jshard.signals.scope import active_path, outside, resolve
 from jshard.signals.signal import Signal
 
@@ -70,8 +71,8 @@ class Layer(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ModelArray:
-    """What is known of one array of a model: the scope that the innermost layer around it was built in, the signal that means,
-    and where the layer says that the array rests; None where none says so."""
+    """What is known of one array of a model: the scope that the innermost layer around it was built in, or the signal that
+    claims it; the signal that means; and where the array rests, as the layer or the claim says; None where none says so."""
 
     signal_path: tuple[str, ...] = ()
     signal: Signal | None = None
@@ -90,8 +91,31 @@ class ModelArrays(dict[Path, ModelArray]):
         return self[path[:-1]] if path else ModelArray()
 
 
+def is_sharded(model: Any) -> bool:
+    """Whether `jshard.shard` runs it: its parameters are claimed."""
+    return hasattr(type(model), "_jshard_original")
+
+
 def model_arrays(model: Any) -> ModelArrays:
     """For every variable in the state of a model, or of modules in a list, by its path there."""
+    found = built_arrays(model)
+    if (present := configuration()) is None:
+        return found
+    sharded = {path: module for path, module in nnx.iter_modules(model) if is_sharded(module)}
+    for root, module in sharded.items():
+        if any(root[:end] in sharded for end in range(len(root))):
+            continue  # it runs as part of the one around it
+        leaves = {path: leaf for path, leaf in parameters(module) if not found[*root, *path].signal_path}
+        names = {"/".join(map(str, path)): path for path in leaves}
+        for name, claim in found_claims(present, names).items():
+            path = names[name]
+            under = tuple(claim.signal.name.split("/"))
+            found[*root, *path] = ModelArray(under, claim.signal, Layout.of(leaves[path]))
+    return found
+
+
+def built_arrays(model: Any) -> ModelArrays:
+    """The same of what layers of jshard were built under alone."""
     found = ModelArrays()
     layers = {path: each for path, each in nnx.iter_modules(model) if isinstance(each, Layer) and each.signal_path}
     layouts = {path: layer.parameter_layouts() for path, layer in layers.items()}
@@ -111,19 +135,13 @@ def parameters_by_path(model: Any) -> dict[str, Any]:
     each in the model, joined by slashes. `params` is left out of Linen's; a parameter that the model has twice is one; those
     of a layer that was built under a signal are that signal's, and not among them."""
     if isinstance(model, Mapping):
-        leaves = jax.tree_util.tree_flatten_with_path(model.get("params", model))[0]
-        found = [(words_of(path), leaf) for path, leaf in leaves]
+        found = jax.tree_util.tree_flatten_with_path(model.get("params", model))[0]
     else:
-        layers = model_arrays(model)
-        found = [
-            ([*map(str, path), *words_of(inside[1:])], leaf)  # a variable may hold a tree
-            for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-            if not layers[path].signal_path
-            for inside, leaf in jax.tree_util.tree_flatten_with_path(variable)[0]
-        ]
+        built = built_arrays(model)
+        found = [(path, leaf) for path, leaf in parameters(model) if not built[path].signal_path]
     named: dict[str, Any] = {}
-    for words, leaf in found:
-        path = "/".join(words)
+    for keys, leaf in found:
+        path = "/".join(words_of(keys))
         if path in named:
             raise JShardError(
                 f"two parameters of a {type(model).__name__} have the path {quoted(path)}",
@@ -131,6 +149,12 @@ def parameters_by_path(model: Any) -> dict[str, Any]:
             )
         named[path] = leaf
     return named
+
+
+def parameters(model: Any) -> list[tuple[Path, Any]]:
+    """The arrays of a model's parameters, by the keys that lead to them; a variable may hold a tree."""
+    leaves = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]
+    return [(keys_of(path), leaf) for path, leaf in leaves]
 
 
 def parameter_of(path: Path, parameters: Iterable[Path]) -> Path | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jshard.errors import JShardError, quoted
 from jshard.layers.strategy import strategy_of
@@ -41,6 +42,15 @@ class Rest:
 
     in_use: Layout
     at_rest: Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A parameter, how it lies, and the equation that told: the first product or lookup that it is in."""
+
+    use: Use
+    lies: Rest
+    told_by: Any = None
 
 
 def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "") -> Layout:

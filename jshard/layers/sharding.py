@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +19,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.layers.layer import model_arrays
+from jshard.layers.layer import built_arrays, is_sharded
 from jshard.layers.partition import Input, Program
 from jshard.layers.partition.part import whole
+from jshard.layers.roles import Placed
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import keys_of, words_of
 from jshard.layouts.redistribution import Axes, redistribute
@@ -39,9 +41,8 @@ def shard(program: T, *args: Any, **kwargs: Any) -> T:
     `jax.ShapeDtypeStruct`s, else by its first call. With no configuration loaded everything runs as it is.
     """
     if isinstance(program, nnx.Module):
-        cls = type(program)
-        if not hasattr(cls, "_jshard_original"):
-            program.__class__ = _sharded_class(cls)
+        if not is_sharded(program):
+            program.__class__ = _sharded_class(type(program))
         if args or kwargs:
             place(program, *args, **kwargs)
         return program
@@ -55,9 +56,36 @@ def shard(program: T, *args: Any, **kwargs: Any) -> T:
 
 def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
     """Move the parameters of a model to where a call with these arguments uses them; the arguments may be abstract."""
-    if configuration() is not None:
-        call = _Call(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]
-        call.place()
+    if configuration() is None:
+        return
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    calls: list[_Call] = []
+
+    def call(given: list[Any]) -> None:
+        it = iter(given)
+        args, kwargs = jax.tree.unflatten(
+            tree, [next(it) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
+        )
+        calls.append(_Call(type(model)._jshard_original.__call__, (model, *args), kwargs))  # type: ignore[attr-defined]
+
+    jax.eval_shape(call, shapes)  # Flax takes what only describes an array for a constant
+    calls[0].keep(calls[0].placed())
+
+
+def composed(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f(model(x), *rest)` as a function of the model, x and the rest, partitioned as a whole where the model is."""
+    function = lambda model, x, *rest: f(model(x), *rest)
+    return _sharded(function) if is_sharded(model) else function
+
+
+def placements() -> Mapping[str, Placed]:
+    """How parameters lie by the program that was traced last for them, by path, under what is loaded now."""
+    present = configuration()
+    return {} if present is None or present.mesh is None else _placements.get((present.fingerprint, mesh()), {})
+
+
+_placements: collections.OrderedDict[Any, dict[str, Placed]] = collections.OrderedDict()
 
 
 @functools.cache
@@ -107,7 +135,7 @@ class _Call:
         self.paths = tuple("/".join(words_of(path)[2:]) for path, _ in named)
         modules = [(at, each) for at, each in enumerate(args) if isinstance(each, nnx.Module)]
         built = {
-            (0, at, *path): each.signal_path for at, module in modules for path, each in model_arrays(module).items()
+            (0, at, *path): each.signal_path for at, module in modules for path, each in built_arrays(module).items()
         }
         layers = tuple(built.get(keys_of(path), ()) for path, _ in named)
         self.static = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
@@ -124,24 +152,27 @@ class _Call:
         )  # fmt: skip
         self.program, self.out = _program(situation)
 
-    def place(self) -> None:
-        """Give the model its parameters where they rest."""
-        placed = [
+    def placed(self) -> list[Any]:
+        """The parameters where they rest."""
+        return [
             redistribute(x, Layout(self.program.mesh, *axes), label=f"jshard.shard ({path})")
             for x, axes, path in zip(self.numbers, self.program.in_axes, self.paths, strict=False)
         ]
-        if not any(isinstance(x, Tracer) for x in placed):
-            nnx.update(self.args, jax.tree.unflatten(self.tree, placed))
-        self.numbers = placed
+
+    def keep(self, placed: list[Any]) -> None:
+        """Give the model these parameters."""
+        nnx.update(self.args, jax.tree.unflatten(self.tree, placed))
 
     def run(self) -> Any:
-        self.place()
+        numbers = self.placed()
+        if not any(isinstance(x, Tracer) for x in numbers):  # a gradient would lie as the parameter did before
+            self.keep(numbers)
         axes = self.program.in_axes[len(self.numbers) :]
         arrays = [
             redistribute(x, Layout(self.program.mesh, *a), label="jshard.shard")
             for x, a in zip([*self.arrays, *self.out.consts], axes, strict=True)
         ]
-        outs = self.out.compiled(*self.numbers, *arrays)
+        outs = self.out.compiled(*numbers, *arrays)
         result, state = jax.tree.unflatten(self.out.tree, outs)
         nnx.update(self.args, state)
         return result
@@ -201,6 +232,9 @@ def _program(s: _Situation) -> tuple[Program, _Out]:
     jaxpr, out.consts = closed_over(jaxpr)
     program = Program(s.mesh, jaxpr, [*inputs, *(Input(whole(np.ndim(x))) for x in out.consts)])
     out.compiled = jax.jit(program)
+    _placements.setdefault((s.fingerprint, s.mesh), {}).update(program.placed)
+    while len(_placements) > 16:
+        _placements.popitem(last=False)
     return program, out
 
 
@@ -224,8 +258,7 @@ def _claims(s: _Situation) -> list[Claim | None]:
     present = configuration()
     assert present is not None
     left = [path for path, built in zip(s.paths, s.layers, strict=True) if not built]
-    asked = any(signal.match for signal in present.signals.values())
-    claimed = claims(present, left) if left and asked else {}
+    claimed = claims(present, left) if left and present.has_claims else {}
     found = []
     for path, built in zip(s.paths, s.layers, strict=True):
         claim = Claim(present.lookup(built), "") if built else claimed.get(path)

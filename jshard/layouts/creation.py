@@ -34,12 +34,26 @@ def typed_as(created: Any, sharding: NamedSharding) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _compiled_creation(initializer: Any, shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:
     def creation(key: jax.Array) -> jax.Array:
-        created = _step_by_step(lambda key: initializer(key, shape, dtype), key)
+        (created,) = _step_by_step(lambda key: initializer(key, shape, dtype), key)
         return _moved_from_rows(created, layout) if _is_narrow(layout, shape) else created
 
     # On absent devices nothing is made, and vmap takes no out_shardings there: the type that follows says the same.
     absent = isinstance(layout.mesh, AbstractMesh)
     return jax.jit(creation, out_shardings=None if absent else layout.sharding)
+
+
+def create_all(f: Callable[[], Any], where: Any) -> Any:
+    """Compute `f()`, a tree of arrays, shard by shard as `where` has it: the same bits on every mesh as outside jit on one
+    device, where `f` draws each array by one initializer."""
+
+    def creation() -> list[jax.Array]:
+        drawn = _step_by_step(f)
+        layouts = [Layout.from_sharding(each, x.ndim) for x, each in zip(drawn, jax.tree.leaves(where), strict=True)]
+        each = zip(drawn, layouts, strict=True)
+        return [_moved_from_rows(x, layout) if _is_narrow(layout, x.shape) else x for x, layout in each]
+
+    made = jax.jit(creation, out_shardings=jax.tree.leaves(where))()
+    return jax.tree.unflatten(jax.tree.structure(where), made)
 
 
 NARROW = 8  # XLA's CPU loops over fewer numbers round erf_inv in another way (docs/design/0005-layers.md)
@@ -74,12 +88,12 @@ def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
     return jax.lax.slice_in_dim(constrained(created, *rows, last), 0, created.shape[axis] - padded[axis][1], axis=axis)
 
 
-def _step_by_step(f: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
-    """`f(key)`, each operation rounded as when it runs alone: compiled as a whole, XLA would fold constants together and
-    draw numbers that differ in the last bit from what Flax draws."""
-    jaxpr = jax.make_jaxpr(f)(key)
+def _step_by_step(f: Callable[..., Any], *args: jax.Array) -> list[jax.Array]:
+    """The arrays of `f(*args)`, each operation rounded as when it runs alone: compiled as a whole, XLA would fold constants
+    together and draw numbers that differ in the last bit from what Flax draws."""
+    jaxpr = jax.make_jaxpr(f)(*args)
     jaxpr, constants = jaxpr.jaxpr, jaxpr.consts
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True)) | {jaxpr.invars[0]: key}
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
 
     def value(variable: Any) -> Any:
         if isinstance(variable, Literal):
@@ -92,4 +106,4 @@ def _step_by_step(f: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Ar
         results = equation.primitive.bind(*map(value, equation.invars), **parameters)
         results = results if equation.primitive.multiple_results else [results]
         values |= zip(equation.outvars, jax.lax.optimization_barrier(tuple(results)), strict=True)
-    return value(jaxpr.outvars[0])
+    return list(map(value, jaxpr.outvars))

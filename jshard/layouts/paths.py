@@ -15,9 +15,8 @@ def key_of(step: Any) -> Any:
 
 
 def keys_of(path: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of all steps; the `value` of a variable is the variable itself."""
-    ends_in_a_variable = len(path) > 0 and getattr(path[-1], "name", None) == "value"
-    return tuple(map(key_of, path[:-1] if ends_in_a_variable else path))
+    """Those of all steps; the `value` of a variable is the variable itself, also where it holds a tree."""
+    return tuple(key_of(step) for step in path if getattr(step, "name", None) != "value")
 
 
 def words_of(path: Sequence[Any]) -> list[str]:

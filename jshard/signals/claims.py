@@ -37,9 +37,7 @@ def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Clai
     paths, faults = list(paths), Faults()
     found: dict[str, Claim] = {}
     contested: dict[tuple[Claim, Claim], list[str]] = {}
-    every = [Claim(signal, glob) for signal in configuration.signals.values() for glob in signal.match]
-    for claim in sorted(every, key=lambda claim: claim.glob == OTHERS):
-        glob = Glob(claim.glob)
+    for claim, glob in _globs(configuration):
         here = [path for path in paths if glob.fits(path)]
         if claim.glob == OTHERS:
             here = [path for path in here if path not in found or found[path].glob == OTHERS]
@@ -59,6 +57,19 @@ def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Clai
     faults.stop()
     configuration.placed.update(tuple(claim.signal.name.split("/")) for claim in found.values())
     return {path: found[path] for path in paths}
+
+
+def found_claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Claim]:
+    """The same for some parameters of a model whose claims are known to have no fault: nothing is told."""
+    globs = _globs(configuration)
+    found = {path: next((claim for claim, glob in globs if glob.fits(path)), None) for path in paths}
+    return {path: claim for path, claim in found.items() if claim is not None}
+
+
+def _globs(configuration: Configuration) -> list[tuple[Claim, Glob]]:
+    """Every glob, `"**"` by itself last."""
+    every = [Claim(signal, glob) for signal in configuration.signals.values() for glob in signal.match]
+    return [(claim, Glob(claim.glob)) for claim in sorted(every, key=lambda claim: claim.glob == OTHERS)]
 
 
 def _misfits(glob: str, fits: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -96,6 +96,11 @@ class Configuration(Shown):
             return None
         return max([math.prod(map(abs, self.mesh.sizes)), *numbers])
 
+    @property
+    def has_claims(self) -> bool:
+        """Whether a signal claims parameters, by `match`."""
+        return any(signal.match for signal in self.signals.values())
+
     @functools.cached_property
     def _matcher(self) -> Matcher:
         return Matcher(self.signals.values())

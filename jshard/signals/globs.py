@@ -48,6 +48,11 @@ class Glob:
         return self._holds in path and self._fits(f"{path}/") is not None
 
 
+def numberless(path: str) -> str:
+    """The path with a star for each number in it: that of all layers of a stack."""
+    return re.sub(r"[0-9]+", "*", path)
+
+
 def spellings(glob: str) -> Iterator[str]:
     """Write out the alternatives: `{q,k}_proj` is `q_proj` and `k_proj`."""
     return map("".join, itertools.product(*_choices(glob)))

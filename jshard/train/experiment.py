@@ -19,8 +19,9 @@ from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import planned
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify import Verification, verify
-from jshard.layers.abstract import abstract
+from jshard.layers.abstract import abstract, created
 from jshard.layers.layer import model_arrays, parameters_by_path
+from jshard.layers.sharding import shard
 from jshard.signals import device_sets
 from jshard.signals.active_config import mesh_for, unload
 from jshard.signals.config import Configuration
@@ -57,7 +58,6 @@ class Experiment:
         compiled, not trained."""
         settings = Settings(configuration)
         settings.require("model")
-        _check_not_claimed(configuration)
         batch, seed = settings["batch"], settings["seed"]
         placement = Placement(mesh, configuration.signals)
         settings.check_rows(placement.ways)
@@ -76,21 +76,31 @@ class Experiment:
 
         apart = None
 
-        def made() -> tuple[nnx.Module, nnx.Optimizer]:
+        def built() -> nnx.Module:
             model = model_named(rngs=nnx.Rngs(seed))
-            return model, Optimizer(model, tx)
+            check_called(model_named, model)
+            return model
 
+        is_claimed = mesh is not None and configuration.has_claims
+        with as_user_error("data is read"):
+            inputs = placement.shapes(batch, data.example()[0]) if is_claimed else ()
+
+        def claimed() -> nnx.Module:
+            model = built()
+            with as_user_error(f"{model_named.path} is called"):
+                return shard(model, *inputs)
+
+        made = claimed if is_claimed else built
         with as_user_error(f"{model_named.path} is built"):
             if only_shapes:
-                model, optimizer = abstract(made)
+                model, optimizer = abstract(lambda: (model := made(), Optimizer(model, tx)))
             else:
-                model = model_named(rngs=nnx.Rngs(seed))
+                model = created(built, claimed) if is_claimed else built()
                 home, apart = _home_of(model, mesh, configuration)
                 if home is not mesh:
                     placement = Placement(home, {})
                 settle(model, home)
                 optimizer = settle(Optimizer(model, tx), home)
-        check_called(model_named, model)
         loss = loss_named or cross_entropy
         loss = signal("objective")(loss) if "objective" in configuration.signals else loss
         parts = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
@@ -216,16 +226,6 @@ def _data(settings: Settings) -> tuple[Component, Mapping[str, Any]]:
         )
     rest = {key: value for key, value in component.arguments.items() if key not in READING}
     return dataclasses.replace(component, arguments=rest), how
-
-
-def _check_not_claimed(configuration: Configuration) -> None:
-    """Raise an error for signals that claim parameters: no training step is partitioned by them yet."""
-    for each in configuration.signals.values():
-        if each.match:
-            raise JShardError(
-                f'signal "{each.name}" ({each.at("match")}) has match, and a training step is not partitioned by claims yet',
-                hint=f"remove it, or read who claims what: jshard check {configuration.source} --claims",
-            )
 
 
 def _check_count(settings: Settings, count: int, batch: int, last: str, placement: Placement) -> None:

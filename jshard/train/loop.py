@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify.inputs import Named, named_leaves
+from jshard.layers.sharding import composed
 from jshard.train.data import Examples, Placement, padded
 from jshard.train.loss import correct
 from jshard.train.prefetch import read_ahead
@@ -43,22 +44,23 @@ class Step:
         compiled: Any = (lambda f, **how: f) if apart else jax.jit
         graph, self.state = nnx.split((model, optimizer))
         where = jax.tree.map(lambda array: array.sharding, self.state)
+        objective, hits = composed(model, loss), composed(model, correct)
 
         def train(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
-            value, gradients = nnx.value_and_grad(lambda model: loss(model(x), y))(model)
+            value, gradients = nnx.value_and_grad(objective)(model, x, y)
             optimizer.update(model, gradients)
             return nnx.state((model, optimizer)), value
 
-        def predict(state: Any, x: Any) -> Any:
+        def evaluated(state: Any) -> Any:
             model, _ = nnx.merge(graph, state)
             model = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
             model.eval()  # modules of the user's that have these attributes, and no view
-            return model(x)
+            return model
 
         self.program = compiled(train, donate_argnums=0, out_shardings=(where, None))
-        self.predict = predict
-        self.hits = compiled(lambda state, x, y: correct(predict(state, x), y), out_shardings=_read_by_all(where))
+        self.predict = lambda state, x: evaluated(state)(x)
+        self.hits = compiled(lambda state, x, y: hits(evaluated(state), x, y), out_shardings=_read_by_all(where))
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Train on one batch and return its loss, which may not be computed yet."""
@@ -77,7 +79,7 @@ def step_with_gradients(loss: Callable[[jax.Array, jax.Array], jax.Array]) -> Ca
     def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
         smooth = jnp.issubdtype(x.dtype, jnp.inexact)
         of = [nnx.DiffState(0, optimizer.wrt), *([1] if smooth else [])]
-        value, (gradients, *of_x) = nnx.value_and_grad(lambda model, x: loss(model(x), y), argnums=of)(model, x)
+        value, (gradients, *of_x) = nnx.value_and_grad(composed(model, loss), argnums=of)(model, x, y)
         optimizer.update(model, gradients)
         leaves = {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})}
         return Named({"loss": value, **{f"gradient of {name}": leaf for name, leaf in leaves.items()}})

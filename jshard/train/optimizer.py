@@ -147,7 +147,7 @@ def _places(
         at_rest[path] = in_state[path] = ((),) * jnp.ndim(leaf) if layout is None else layout.axes
         here = placed[path]
         if here.layout is not None and here.signal is not None and here.signal.store_optimizer:
-            split = here.layout.also_over(here.signal.store_optimizer)
+            split = here.layout.also_over(here.signal.store_optimizer, jnp.shape(leaf))
             split.shard_shape(
                 jnp.shape(leaf), label=f'signal "{here.signal.name}" ({here.signal.at("store.optimizer")})'
             )

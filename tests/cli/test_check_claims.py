@@ -18,13 +18,20 @@ MODEL, YAML, CONSOLE = (
     for language in ("python", "yaml", "console")
 )
 
+DATA = """
+
+def data():
+    tokens = jnp.arange(512).reshape(64, 8) % 128
+    return {"train": (tokens, tokens)}
+"""
+
 
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "decoder", raising=False)  # the tests have a module of that name as well
-    Path("decoder.py").write_text(MODEL + "\n\ndef data():\n    raise AssertionError\n")
+    Path("decoder.py").write_text(MODEL + DATA)
     Path("decoder.yaml").write_text(YAML)
 
     def checked(*words):
@@ -42,9 +49,14 @@ def test_check_lists_claims_as_the_page_says(check):
     assert check("--claims") == (0, lines, [])
 
 
-def test_check_counts_claims_of_an_experiment(check):
-    status, out, err = check("jshard.train.data=decoder:data")
-    assert (status, out[-1], err) == (0, "29 parameters are claimed: rest 5, keys 8, out 8, queries 8", [])
+def test_check_of_an_experiment_counts_claims_and_lists_what_lies_whole_and_need_not(check):
+    status, out, err = check("jshard.train.data=decoder:data", "keys.expect.all_gather=0")
+    assert (status, err) == (0, [])
+    assert out[-3:] == [
+        "29 parameters are claimed: rest 5, keys 8, out 8, queries 8",
+        "decoder.yaml:6  out  whole: layers/*/out/bias x 4 float32[32], 512 B on each device; would be split by store: data (32 in 2)",
+        "1 of 1 expectations hold",
+    ]
 
 
 def test_check_tells_what_claims_lack(check):
@@ -75,11 +87,3 @@ def test_check_of_claims_without_a_model_is_one_sentence(check):
          "jshard.train"],
     )  # fmt: skip
     assert check()[::2] == (0, [])
-
-
-def test_a_training_step_by_claims_is_one_sentence(check):
-    assert check("jshard.train.data=decoder:data", "keys.expect.psum=1")[::2] == (
-        2,
-        ['signal "queries" (decoder.yaml:4) has match, and a training step is not partitioned by claims yet; remove it, or read '
-         "who claims what: jshard check decoder.yaml --claims"],
-    )  # fmt: skip

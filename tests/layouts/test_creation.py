@@ -11,6 +11,7 @@ from flax import nnx
 
 import jshard
 from jshard.layouts import Layout, create
+from jshard.layouts.creation import create_all
 
 INITIALIZERS = {
     "lecun_normal": nnx.initializers.lecun_normal(),
@@ -118,6 +119,27 @@ def test_narrow_parts_are_moved_and_never_whole(shape):
         program = jax.jit(lambda key: create(INITIALIZERS["normal"], key, shape, jnp.float32, layout))
         memory = program.lower(jax.random.key(0)).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 5 * full // 8 + 4096
+
+
+def test_a_tree_of_arrays_is_drawn_in_parts_with_the_numbers_of_one_device():
+    def draw():
+        key = jax.random.key(3)
+        return {
+            "w": INITIALIZERS["lecun_normal"](key, (1024, 512)),
+            "narrow": INITIALIZERS["normal"](key, (64, 24)),
+            "scale": jnp.ones(7),
+            "key": key,
+        }
+
+    with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}}}) as grid:
+        axes = {"w": ("data", "tensor"), "narrow": (None, ("data", "tensor")), "scale": (None,), "key": ()}
+        where = {name: Layout(grid, *each).sharding for name, each in axes.items()}
+        made = create_all(draw, where)
+        memory = jax.jit(lambda: create_all(draw, where)).lower().compile().memory_analysis()
+    for name, array in draw().items():
+        assert made[name].sharding == where[name]
+        np.testing.assert_array_equal(*(jax.random.key_data(x) if name == "key" else x for x in (made[name], array)))
+    assert memory.temp_size_in_bytes < 4 * 1024 * 512
 
 
 def test_a_second_creation_compiles_nothing(layout):

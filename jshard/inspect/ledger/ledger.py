@@ -11,6 +11,7 @@ from typing import Any
 from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError
+from jshard.inspect.ledger.claimed import Claimed
 from jshard.inspect.ledger.entries import Choice, Left, Line, Unused, joined, once
 from jshard.inspect.ledger.jaxpr_walk import walk
 from jshard.inspect.ledger.memory import KINDS, Rest
@@ -34,6 +35,7 @@ class Ledger(Shown):
     unused: tuple[Unused, ...] = ()
     left: tuple[Left, ...] = ()  # what the compiler moves and nobody asked for; not in the sums
     memory: tuple[Rest, ...] = ()  # what a training step holds between steps; empty where there is no optimizer
+    claims: tuple[Claimed, ...] = ()  # what the claims of a model say, and how its parameters lie
     unsplit: tuple[Unsplit, ...] = ()  # parameters that lie whole under a signal that would split them
     is_auto: bool = False  # whether arrays lie on Auto axes, where the compiler adds collectives of its own
 
@@ -85,6 +87,8 @@ class Ledger(Shown):
     def blocks(self) -> Iterator[Block]:
         yield Rows([line.cells() for line in self.lines], NUMBERS)
         yield from map(str, (*self.left, *self.choices, *self.unused, *self.unsplit))
+        if self.claims:
+            yield Rows([claim.cells() for claim in self.claims])
         if self.memory:
             yield Rows([_memory_cells(rest) for rest in self.memory], range(3, 8))
             yield self.memory_summary()
@@ -130,14 +134,14 @@ class Ledger(Shown):
         return f"memory: {exact_size(self.held)} at rest per device ({parts})"
 
     def to_json(self) -> str:
-        """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `unsplit`,
-        `is_auto`, `memory` and `total`."""
+        """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `claims`,
+        `unsplit`, `is_auto`, `memory` and `total`."""
         totals = {key: self.by(key) for key in ("phase", "signal", "axis", "line")}
         document = {
             "schema": SCHEMA,
             "lines": list(map(line_document, self.lines)),
             "left": list(map(caused_document, self.left)),
-            **{key: list(map(document_of, getattr(self, key))) for key in ("choices", "unused", "unsplit")},
+            **{key: list(map(document_of, getattr(self, key))) for key in ("choices", "unused", "claims", "unsplit")},
             "is_auto": self.is_auto,
             "memory": [{**document_of(rest), "total": rest.total} for rest in self.memory],
             "total": {"wire": self.total, "count": self.count, "memory": self.held, **totals},
@@ -154,9 +158,10 @@ class Ledger(Shown):
                 hint="write it anew: jshard explain --json",
             )
         kinds = {
-            "lines": Line, "choices": Choice, "unused": Unused, "left": Left, "memory": Rest, "unsplit": Unsplit
+            "lines": Line, "choices": Choice, "unused": Unused, "left": Left, "memory": Rest, "unsplit": Unsplit,
+            "claims": Claimed,
         }  # fmt: skip
-        # "left", "unsplit" and "is_auto" are newer than the others
+        # "claims", "left", "unsplit" and "is_auto" are newer than the others
         return cls(
             **{key: tuple(entry_of(kind, each) for each in document.get(key, ())) for key, kind in kinds.items()},
             is_auto=document.get("is_auto", False),

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
+from jshard.inspect.ledger.claimed import claimed
 from jshard.inspect.ledger.entries import Unused
 from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
 from jshard.inspect.ledger.ledger import Ledger, read
@@ -21,6 +22,7 @@ from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.layers.layer import model_arrays
+from jshard.layers.sharding import placements
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
 from jshard.layouts.paths import keys_of, words_of
@@ -54,12 +56,15 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
     ledger = read(jaxpr)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
+    # a claimed parameter that no word splits is told beside its claim
+    names = [None if "/".join(name or ()) in placements() else name for name in traced.parameters]
     built_under = {each.signal_path for each in model_arrays(nodes).values()}
     return dataclasses.replace(
         ledger,
         unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *built_under})),
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
-        unsplit=unsplit(jaxpr, traced.arrays, traced.parameters, modules),
+        claims=claimed(models),
+        unsplit=unsplit(jaxpr, traced.arrays, names, modules),
         is_auto=bool(ledger.lines or traced.meshes)
         and not (is_typed or all(map(is_explicit, traced.meshes if loaded is None else [loaded]))),
     )

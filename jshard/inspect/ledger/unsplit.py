@@ -52,7 +52,7 @@ def unsplit(
     uses = _first_uses(jaxpr, {})
     for number, (array, name) in enumerate(zip(arrays, names, strict=True)):
         path, rank = uses.get(number, ((), 0))
-        if name is None or not path or _is_split(array):
+        if name is None or not path or is_split(array):
             continue
         signal = present.lookup(path)
         if keys := _splitting(signal, rank, mesh().shape):
@@ -70,7 +70,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _is_split(array: Any) -> bool:
+def is_split(array: Any) -> bool:
+    """Whether a device holds a part of it."""
     sharding = getattr(array, "sharding", None)
     return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
 

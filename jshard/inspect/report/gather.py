@@ -19,6 +19,7 @@ from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.facts import Facts, Text
 from jshard.jaxprs import inner
+from jshard.layers.sharding import composed
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
 from jshard.provenance import Cause
@@ -44,9 +45,7 @@ def facts_of_experiment(experiment: Experiment, plan: Any = None) -> Facts:
     present = experiment.configuration
     train = present.train
 
-    def objective(model: Any, x: Any, *rest: Any) -> Any:
-        return experiment.loss(model(x), *rest)
-
+    objective = composed(experiment.model, experiment.loss)
     batch = experiment.first_batch()
     laid = _at_rest([((), experiment.model)], [experiment.optimizer])
     laid += [_laid(BATCH, ("batch", name), array, ()) for name, array in zip("xy", batch, strict=False)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from jshard.inspect.ledger.entries import Line, joined
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.shell import stack
+from jshard.inspect.report.shell import stack, table
 from jshard.inspect.report.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
 from jshard.markup import Markup, element
 from jshard.provenance import PHASES
@@ -63,7 +63,7 @@ def ledger_table(facts: Facts, colours: Colours) -> Markup:
         aria_labelledby="fold-by",
     )
     every = element("button", "Fold all", type="button", id="fold-all", class_="plain")
-    table = element(
+    lines_table = element(
         "table",
         element("thead", element("tr", head)),
         element("tbody", rows),
@@ -71,7 +71,7 @@ def ledger_table(facts: Facts, colours: Colours) -> Markup:
         id="ledger",
         data_columns=len(COLUMNS),
     )
-    scroller = element("div", table, class_="scroller", tabindex=0, role="region", aria_label="ledger")
+    scroller = element("div", lines_table, class_="scroller", tabindex=0, role="region", aria_label="ledger")
     return element("div", element("div", choose, every, class_="controls"), scroller, _notes(facts), class_="ledger")
 
 
@@ -105,6 +105,13 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
         data_count=line.count,
         data_total=line.total,
     )
+
+
+def claims_table(facts: Facts) -> Markup | None:
+    """What each claim says beside how its parameters lie."""
+    head = "Line", "Signal", "Says", "Parameter", "Array", "In use", "At rest", "A device's part", "Told by", "But"
+    rows = ((linked(each.place, facts.sources), *each.cells()[1:]) for each in facts.ledger.claims)
+    return table("claims", head, rows, numbers=()) if facts.ledger.claims else None
 
 
 def by_axis(facts: Facts, colours: Colours) -> Markup | None:

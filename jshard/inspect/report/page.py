@@ -10,7 +10,7 @@ import numpy as np
 from jshard.inspect.report.array_placement import PARAMETER
 from jshard.inspect.report.asked_got import asked_got
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.ledger_table import by_axis, ledger_table
+from jshard.inspect.report.ledger_table import by_axis, claims_table, ledger_table
 from jshard.inspect.report.memory_bars import memory_bars
 from jshard.inspect.report.mesh_picture import mesh_picture
 from jshard.inspect.report.model_tree import model_tree
@@ -54,6 +54,7 @@ def page(facts: Facts) -> str:
                 "Where everything lies",
                 "Choose an array: each device shows the part of it that it holds.",
                 _places(facts, colours, pictures),
+                claims_table(facts),
             ),
             section(
                 "ledger-section",

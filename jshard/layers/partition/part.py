@@ -33,10 +33,13 @@ class Parameter:
     shape: tuple[int, ...]
     sizes: Mapping[str, int]  # of the mesh
     roles: list[str | None]
+    equation: Callable[[], Any]  # the one that is run now
     axes: Axes | None = None
+    told_by: Any = None  # the equation that decided
 
     def decide(self, roles: Sequence[str | None]) -> None:
         """Take the roles that a use gives the axes. What does not divide stays whole here: it is told with all others."""
+        self.told_by = self.told_by or self.equation()
         self.roles = [before or role for before, role in zip(self.roles, roles, strict=True)]
         axes = layout_in_use(self.claim.signal, self.roles, self.path).axes
         ways = [math.prod(self.sizes[name] for name in names) for names in axes]

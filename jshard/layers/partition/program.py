@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jshard.jaxprs import bare
 from jshard.layers.partition import calls, lookup, product, shape
 from jshard.layers.partition.engine import Moved, Partition
 from jshard.layers.partition.part import Parameter, Part, whole
-from jshard.layers.roles import parameter_layouts
+from jshard.layers.roles import Placed, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import Axes
 from jshard.signals.claims import Claim
@@ -39,6 +39,7 @@ class Program:
         self.types = [v.aval for v in bare(jaxpr).invars]
         self.use = [tuple(each.axes) for each in inputs]
         self.rest: list[Axes | None] = [None] * len(inputs)
+        self.placed: dict[str, Placed] = {}
         self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
         self.out_axes: list[Axes] = []
@@ -49,9 +50,9 @@ class Program:
         return [use if rest is None else rest for use, rest in zip(self.use, self.rest, strict=True)]
 
     def _find(self) -> None:
+        trial, run = (Partition(self.mesh, RULES) for _ in range(2))
         parameters = [
-            None if i.claim is None else _parameter(t, i, dict(self.mesh.shape))
-            for t, i in zip(self.types, self.inputs, strict=True)
+            None if i.claim is None else _parameter(t, i, trial) for t, i in zip(self.types, self.inputs, strict=True)
         ]
 
         def first(*xs: Any) -> Any:
@@ -60,7 +61,7 @@ class Program:
                 else Part(t.shape, whole(t.ndim), x, signal=p.claim.signal, parameter=p, of=tuple(range(t.ndim)))
                 for t, use, x, p in zip(self.types, self.use, xs, parameters, strict=True)
             ]  # fmt: skip
-            Partition(self.mesh, RULES).run(self.jaxpr, parts)
+            trial.run(self.jaxpr, parts)
             return jnp.zeros(())
 
         self._traced(first, self.use)
@@ -68,7 +69,7 @@ class Program:
         for number, found in enumerate(parameters):
             if found is not None:
                 self.use[number], self.rest[number] = lie[found.path].in_use.axes, lie[found.path].at_rest.axes
-        run = Partition(self.mesh, RULES)
+                self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by)
 
         def second(*xs: Any) -> Any:
             self.out_axes = [run.force(part).axes for part in run.run(self.jaxpr, self._parts(xs))]
@@ -103,9 +104,10 @@ class Program:
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
 
 
-def _parameter(aval: Any, given: Input, sizes: Mapping[str, int]) -> Parameter:
+def _parameter(aval: Any, given: Input, run: Partition) -> Parameter:
     assert given.claim is not None
-    found = Parameter(given.path, given.claim, tuple(aval.shape), sizes, [None] * aval.ndim)
+    roles: list[str | None] = [None] * aval.ndim
+    found = Parameter(given.path, given.claim, tuple(aval.shape), run.sizes, roles, lambda: run.eqn)
     if given.claim.signal.shard is not None:
         found.decide(found.roles)
     return found

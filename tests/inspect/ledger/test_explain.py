@@ -336,7 +336,9 @@ def test_explain_document_comes_back_as_it_was(model, x):
 def test_explain_document_has_a_version_and_refuses_another(model, x):
     document = json.loads(explain(loss, model, x).to_json())
     assert document["schema"] == "jshard.explain/1"
-    assert sorted(document) == ["choices", "is_auto", "left", "lines", "memory", "schema", "total", "unsplit", "unused"]
+    assert sorted(document) == [
+        "choices", "claims", "is_auto", "left", "lines", "memory", "schema", "total", "unsplit", "unused",
+    ]  # fmt: skip
     assert sorted(document["total"]) == ["axis", "count", "line", "memory", "phase", "signal", "wire"]
     assert sum(line["total"] for line in document["lines"]) == document["total"]["wire"] == 516
     document["schema"] = "jshard.explain/0"
