@@ -13,7 +13,7 @@ import pytest
 from tests.outside import users_environment
 
 PAGE = (Path(__file__).parent.parent / "docs/your-model.md").read_text()
-SHOWN = re.findall(r"^```console\n\$ python ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SHOWN = re.findall(r"^```console\n\$ (python|jshard) ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def blocks(kind: str) -> list[str]:
@@ -21,18 +21,18 @@ def blocks(kind: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "says"), SHOWN, ids=[words for words, _ in SHOWN])
-def test_page_prints_what_its_program_prints(tmp_path, words, says):
-    files = ["model.py", "train.py", "fsdp.yaml", "tensor.yaml"]
+@pytest.mark.parametrize(("command", "words", "says"), SHOWN, ids=[words for _, words, _ in SHOWN])
+def test_page_prints_what_its_program_prints(tmp_path, command, words, says):
+    files = ["model.py", "train.py", "data.py", "fsdp.yaml", "tensor.yaml", "trained.yaml"]
     for name, text in zip(files, [*blocks("python"), *blocks("yaml")], strict=True):
         (tmp_path / name).write_text(text)
     done = subprocess.run(
-        [sys.executable, *words.split()],
+        [sys.executable, *(["-m", "jshard"] if command == "jshard" else []), *words.split()],
         cwd=tmp_path,
         env=users_environment(),
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, re.sub("^.*: pretending 8 CPU devices for mesh .*\n", "", done.stderr)) == (0, "")
     assert doctest.OutputChecker().check_output(says, done.stdout, doctest.ELLIPSIS), done.stdout
