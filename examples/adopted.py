@@ -1,7 +1,9 @@
 """Two models of plain Flax for handwritten digits, which know nothing of meshes: where they lie is said in YAML alone.
 
 jshard train configs/adopt/transformer.yaml
-jshard train configs/adopt/cnn.yaml
+jshard train configs/cnn/data.yaml
+jshard train configs/cnn/fsdp.yaml
+jshard train configs/cnn/tensor.yaml
 """
 
 from __future__ import annotations

@@ -34,7 +34,11 @@ def printed(*words: str) -> str:
 
 def test_examples_each_say_how_they_are_run():
     named = {command.split()[0].removeprefix("examples.") for command in COMMANDS}
-    elsewhere = {"digits", "pod"}  # by tests/train/test_train.py, and by the outputs of docs/see-it-before-it-runs.md
+    elsewhere = {
+        "digits",
+        "pod",
+        "adopted",
+    }  # tests/train/test_train.py, docs/see-it-before-it-runs.md, tests/test_adopt.py
     assert named | elsewhere == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 

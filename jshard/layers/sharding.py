@@ -153,10 +153,13 @@ class _Call:
         self.program, self.out = _program(situation)
 
     def placed(self) -> list[Any]:
-        """The parameters where they rest."""
+        """The parameters where they rest; the shape of one says where it will."""
+        layouts = [Layout(self.program.mesh, *axes) for axes in self.program.in_axes]
         return [
-            redistribute(x, Layout(self.program.mesh, *axes), label=f"jshard.shard ({path})")
-            for x, axes, path in zip(self.numbers, self.program.in_axes, self.paths, strict=False)
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding)
+            if isinstance(x, jax.ShapeDtypeStruct)
+            else redistribute(x, layout, label=f"jshard.shard ({path})")
+            for x, layout, path in zip(self.numbers, layouts, self.paths, strict=False)
         ]
 
     def keep(self, placed: list[Any]) -> None:

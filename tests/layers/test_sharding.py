@@ -253,6 +253,16 @@ def test_layers_of_jshard_ask_for_the_same_under_shard_as_by_themselves():
     ]  # the mean's own
 
 
+def test_of_a_model_that_is_only_described_shapes_say_where_they_will_lie():
+    jshard.load(PLANS["tensor and fsdp"])
+    described = nnx.eval_shape(lambda: Decoder(nnx.Rngs(0)))
+    nnx.reseed(described, default=0)
+    model = jshard.shard(described, jax.ShapeDtypeStruct((8, 8), np.int32))
+    kernel = model.blocks[0].up.kernel.get_value()
+    assert isinstance(kernel, jax.ShapeDtypeStruct)
+    assert kernel.sharding == jax.NamedSharding(jshard.mesh(), jax.P("data", "tensor"))
+
+
 class SideBySide(nnx.Module):
     def __init__(self, rngs):
         with jshard.signal("heads"):
