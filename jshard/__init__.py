@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jshard.errors import JShardError as JShardError
-    from jshard.inspect.ledger import explain as explain
+    from jshard.inspect.plan import explain as explain
     from jshard.inspect.plan import plan as plan
     from jshard.inspect.report import report as report
     from jshard.inspect.verify import verify as verify
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "jshard.errors": ("JShardError",),
-    "jshard.inspect.ledger": ("explain",),
-    "jshard.inspect.plan": ("plan",),
+    "jshard.inspect.plan": ("explain", "plan"),
     "jshard.inspect.report": ("report",),
     "jshard.inspect.verify": ("verify",),
     "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "send_recv"),

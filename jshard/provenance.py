@@ -36,6 +36,12 @@ def scope(**fields: str):
     return jax.named_scope(f"jshard[{words}]")
 
 
+def placed_in(stack: Any, signal: str) -> Any:
+    """Add the scope of a signal to the name stack of an equation that stands under none."""
+    with source_info_util.user_context(None, name_stack=stack), scope(signal=signal):
+        return source_info_util.current_name_stack()
+
+
 @dataclasses.dataclass(frozen=True)
 class Cause:
     """Why a collective, or another operation, stands where it does."""
@@ -147,6 +153,11 @@ def cause(op_name: str) -> Cause:
     return found.pop() if len(found) == 1 else Cause()
 
 
+def operation(op_name: str) -> str:
+    """The primitive that an instruction comes from: `dot_general`, or several where XLA joined instructions."""
+    return "+".join(dict.fromkeys(each.rpartition("/")[2] for each in split(op_name)))
+
+
 @functools.lru_cache(maxsize=65536)
 def split(op_name: str) -> tuple[str, ...]:
     """The name stacks that XLA joined into one: `what/is/(common:of:them)`."""
@@ -164,13 +175,46 @@ def _parts(op_name: str) -> Iterator[Part]:
 
 # -- the user's own line --
 
-_INSIDE = (str(Path(__file__).parent), str(Path(jax.__file__).parent), "/flax/")
+_INSIDE = (str(Path(__file__).parent), str(Path(jax.__file__).parent), "/flax/", "<frozen ", "/bin/jshard")
 
 
 def source_of(eqn: Any) -> str:
     """`model.py:12`: the innermost line of the program that is not jshard's, JAX's or Flax's."""
-    for frame in source_info_util.summarize(eqn.source_info, num_frames=50).splitlines()[::-1]:
-        found = re.match(r"(.+?):(\d+)", frame.strip())
-        if found and not any(inside in found[1] for inside in _INSIDE):
-            return f"{Path(found[1]).name}:{found[2]}"
-    return ""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=50).splitlines()[::-1]
+    return _own(found.groups() for frame in frames if (found := re.match(r"\s*(.+?):(\d+)", frame)))
+
+
+def _own(frames: Iterable[Sequence[str]]) -> str:
+    """Of files and lines, innermost first, the first that is the user's."""
+    own = ((file, line) for file, line in frames if not any(inside in file for inside in _INSIDE))
+    return next((f"{Path(file).name}:{line}" for file, line in own), "")
+
+
+class StackFrames:
+    """The lines of the program behind the instructions of a compiled text, by the tables above it."""
+
+    def __init__(self, text: str):
+        tables = ("FileNames", "FileLocations", "StackFrames")
+        self.files, self.locations, self.frames = (_table(text, name) for name in tables)
+        # XLA counts the parents from one, and a frame without one has the first: a root's own number
+        self.offset = 1 if self.frames.get("1", "").endswith("parent_frame_id=1}") else 0
+
+    def source(self, text: str) -> str:
+        """`model.py:12`: the innermost line behind an instruction that is not jshard's, JAX's or Flax's."""
+        found = re.search(r"\bstack_frame_id=(\d+)", text)
+        if found is None:
+            found = re.search(r'\bsource_file="([^"]*)" source_line=(\d+)', text)
+            return _own([found.groups()] if found else ())
+        return _own(self._outwards(int(found[1])))
+
+    def _outwards(self, number: int) -> Iterator[tuple[str, str]]:
+        while frame := self.frames.get(str(number)):
+            location, parent = re.findall(r"_id=(\d+)", frame)
+            fields = dict(re.findall(r"(\w+)=(\d+)", self.locations[location]))
+            yield self.files[fields["file_name_id"]].strip('"'), fields["line"]
+            number = int(parent) - self.offset
+
+
+def _table(text: str, name: str) -> dict[str, str]:
+    found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+    return dict(line.split(" ", 1) for line in found[1].splitlines()) if found else {}

@@ -22,7 +22,7 @@ from flax import nnx
 
 import jshard
 from jshard.inspect.compiled import collectives_in, wire_bytes
-from jshard.inspect.ledger import explain
+from jshard.inspect.plan import explain
 from jshard.signals.active_config import unload
 from jshard.signals.scope import outside
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.inspect.compiled import collectives_in
-from jshard.inspect.ledger import explain
+from jshard.inspect.plan import explain
 from jshard.kernels import all_reduce
-from jshard.provenance import Cause, cause, causes, scope
+from jshard.provenance import Cause, StackFrames, cause, causes, operation, scope
 from jshard.signals.active_config import load, unload
 from jshard.signals.keys import blamed
 
@@ -248,3 +248,43 @@ def test_instruction_that_xla_made_of_several_has_the_cause_of_each():
     assert cause(joined.replace("down", "up")) == Cause(("up",), B)
     assert causes(joined.removeprefix("jit(f)/")) == causes(joined)
     assert causes("jshard[signal=up]/jit(f)") == (Cause(("up",)),)  # a call is not joined of several
+
+
+TABLES = """HloModule jit_f, num_partitions=8
+
+FileNames
+1 "/home/me/model.py"
+2 "/lib/python3/site-packages/flax/nnx/nn/linear.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=40 end_line=41 column=4 end_column=9}
+2 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=4 end_column=9}
+3 {file_name_id=2 function_name_id=1 line=99 end_line=99 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=%d}
+2 {file_location_id=2 parent_frame_id=%d}
+3 {file_location_id=3 parent_frame_id=%d}
+4 {file_location_id=3 parent_frame_id=%d}
+
+
+ENTRY %%main () -> f32[] {
+"""
+
+
+@pytest.mark.parametrize("parents", [(1, 2, 3, 1), (0, 1, 2, 0)], ids=["from one", "from none"])
+def test_the_users_line_of_an_instruction_is_the_innermost_that_is_not_a_librarys(parents):
+    frames = StackFrames(TABLES % parents)
+    lines = [frames.source(f'metadata={{op_name="jit(f)/dot_general" stack_frame_id={n}}}') for n in range(5)]
+    assert lines == ["", "model.py:40", "model.py:7", "model.py:7", ""]
+    assert frames.source('metadata={op_name="jit(f)/add" source_file="/home/me/loss.py" source_line=3}') == "loss.py:3"
+    assert frames.source("no metadata") == StackFrames("").source("stack_frame_id=3") == ""
+
+
+def test_the_operation_behind_an_instruction_is_the_last_of_its_stack_and_several_where_joined():
+    assert operation("jit(f)/transpose(jvp())/while/body/dot_general") == "dot_general"
+    assert operation("jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)") == "reduce_sum+dot_general"
+    assert operation("") == ""

@@ -78,7 +78,7 @@ def joined(
             full = dict(zip(asked_mesh.names, asked_mesh.sizes, strict=True)) | dict(sizes)
             check_all_have_devices(label, full)
     program = opened(target)
-    ledger = program.explain()
+    ledger = program.asked
     agree("program", program_of(program, str(ledger)), hint="start all of them with the same code and data")
     pulse().stands(first_between_processes(ledger, None if asked_mesh is None else mesh()))
     return program
@@ -89,7 +89,7 @@ def joined_experiment(target: Target) -> Experiment:
     experiment = joined(target, preemption=True)
     assert isinstance(experiment, Experiment)
     if jax.process_index() == 0:
-        print(experiment.explain())
+        print(experiment.asked)
     return experiment
 
 

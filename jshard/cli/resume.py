@@ -69,7 +69,7 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
 
     experiment = experiment_of(target)
     if resume is None:
-        show(experiment.apart or experiment.explain().text(width()))
+        show(experiment.apart or experiment.asked.text(width()))
     say_result(train(experiment, resume=resume() if resume else None))
     return 0
 

@@ -39,7 +39,14 @@ def _sentence(doing: str, error: Exception) -> JShardError:
     message = " ".join(str(error).split()).rstrip(".;:")
     message = message if len(message) <= LONGEST else message[:LONGEST].rsplit(" ", 1)[0] + " ..."
     fault = f"{where} fails while {doing}: {type(error).__name__}" + (f": {message}" if message else "")
-    return JShardError(fault, hint=f"fix {place}" if place else "call it by itself to see all of Python's frames")
+    hint = f"fix {place}" if place else "call it by itself to see all of Python's frames"
+    if type(error).__name__ == "ShardingTypeError" and configuration() is not None:  # JAX keeps the class to itself
+        name = "that function" if frame is None else frame.name
+        hint = (
+            f"give {name} to jshard.shard, write output: gather for the signal of the product before it, or axis_types: auto "
+            "under jshard"
+        )
+    return JShardError(fault, hint=hint)
 
 
 def _own_frame(error: Exception) -> traceback.FrameSummary | None:

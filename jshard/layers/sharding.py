@@ -38,7 +38,8 @@ def shard(program: T, *args: Any, **kwargs: Any) -> T:
     """Run a model, or a function that takes one, on each device's part, as the signals say that claim its parameters.
 
     A model keeps its class and code; the parameters of it are placed by a trace of its call with `args`, which may be
-    `jax.ShapeDtypeStruct`s, else by its first call. With no configuration loaded everything runs as it is.
+    `jax.ShapeDtypeStruct`s, else by its first call. With no configuration loaded everything runs as it is. On
+    `axis_types: auto` parameters and rows are placed by the same signals, and the program is left to XLA.
     """
     if isinstance(program, nnx.Module):
         if not is_sharded(program):

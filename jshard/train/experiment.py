@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jshard.errors import JShardError
 from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.plan import Plan, Topology
+from jshard.inspect.plan.added import with_added
 from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import planned
 from jshard.inspect.user_code_errors import as_user_error
@@ -171,12 +172,19 @@ class Experiment:
         return self._ledger
 
     @functools.cached_property
-    def _ledger(self) -> Ledger:
+    def asked(self) -> Ledger:
+        """What the training step asks for: without what the compiler adds, for which it has to be compiled."""
         if self.apart:
             raise JShardError(self.apart, hint="name the same workers for both, or mesh axes")
+        return ledger_of(self._traced(), [self.model, self.optimizer])
+
+    @functools.cached_property
+    def _ledger(self) -> Ledger:
+        return with_added(self.asked, self._traced())
+
+    def _traced(self) -> Traced:
         step = self.step()
-        traced = Traced(step.program, (step.state, *self.first_batch()), {})
-        return ledger_of(traced, [self.model, self.optimizer])
+        return Traced(step.program, (step.state, *self.first_batch()), {})
 
     def lowered(self) -> Any:
         """Lower the training step for the devices of its mesh."""
@@ -186,8 +194,8 @@ class Experiment:
     def plan(self, topology: Topology, *, limit: float = LIMIT, cache: bool = True) -> Plan:
         """Compile the training step for devices that are not there."""
         step = self.step()
-        args, ledger = (step.state, *self.first_batch()), self.explain()
-        return planned(step.program, args, {}, ledger, topology, self.placement.mesh, limit=limit, cache=cache)
+        args = step.state, *self.first_batch()
+        return planned(step.program, args, {}, self.asked, topology, self.placement.mesh, limit=limit, cache=cache)
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
         """Verify one training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 
 from jshard.errors import JShardError, did_you_mean
-from jshard.inspect.ledger import Ledger, Traced, explain
-from jshard.inspect.plan import Plan, Topology, plan
+from jshard.inspect.ledger import Ledger, Traced, ledger_of
+from jshard.inspect.plan import Plan, Topology, explain, plan
 from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import program_of
 from jshard.inspect.user_code_errors import as_user_error
@@ -191,6 +191,12 @@ class Function:
     def explain(self) -> Ledger:
         """List every collective of it and of its gradients; with an optimizer among the arguments, what is held too."""
         return explain(self.f, *self.args)
+
+    @property
+    def asked(self) -> Ledger:
+        """What it asks for: without what the compiler adds, for which it has to be compiled."""
+        traced = Traced(self.f, self.args, {})
+        return ledger_of(traced, traced.nodes)
 
     def lowered(self) -> Any:
         """Lower it for the devices of the mesh."""

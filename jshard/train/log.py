@@ -27,9 +27,9 @@ import jax
 
 from jshard import events
 from jshard.errors import JShardError, reason, refused
-from jshard.inspect.ledger import explain
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.serialize import line_document
+from jshard.inspect.plan import explain
 from jshard.signals import active_config
 from jshard.train.log_reader import path_of
 from jshard.train.metrics import written

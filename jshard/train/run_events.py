@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jshard import events
-from jshard.inspect.ledger import explain
+from jshard.inspect.ledger import Traced, ledger_of
 from jshard.run_names import RESTART
 from jshard.train.data import Examples
 from jshard.train.experiment import Experiment
@@ -32,7 +32,7 @@ def run_events(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
         if events.listeners:
             events.tell("begin", **facts(steps=settings["steps"], batch=settings["batch"]))
             if experiment.apart is None:
-                tell_program(PROGRAM, experiment.explain())
+                tell_program(PROGRAM, experiment.asked)
         try:
             yield course
         except BaseException as error:
@@ -76,7 +76,8 @@ class Course:
         if events.listeners and not self.has_evaluated:
             self.has_evaluated = True
             batch = self.experiment.placement.shapes(self.batch, *test.take(np.arange(1)))
-            tell_program(EVALUATION, explain(step.hits, step.state, *batch, backward=False))
+            traced = Traced(step.hits, (step.state, *batch), {})
+            tell_program(EVALUATION, ledger_of(traced, traced.nodes, backward=False))
 
     def evaluated(self, step: int, accuracy: float) -> None:
         events.tell("evaluated", step=step, accuracy=accuracy)

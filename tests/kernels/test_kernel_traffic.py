@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
-from jshard.inspect.ledger import explain, read
+from jshard.inspect.ledger import read
+from jshard.inspect.plan import explain
 from jshard.kernels.kernel_traffic import declare
 from jshard.signals.active_config import unload
 

@@ -11,7 +11,7 @@ from flax import nnx
 import jshard
 from jshard import kernels
 from jshard.errors import JShardError
-from jshard.inspect.ledger import explain
+from jshard.inspect.plan import explain
 from jshard.kernels.select_algorithm import ALGORITHMS
 from jshard.signals.active_config import configuration, unload
 from jshard.signals.schema import KERNELS

@@ -11,7 +11,7 @@ import pytest
 
 import jshard
 from jshard.inspect.compiled import wire_bytes
-from jshard.inspect.ledger import explain
+from jshard.inspect.plan import explain
 from jshard.layers import auto_strategy, choose
 from jshard.layers.auto_strategy import Operand, choices
 from jshard.signals.active_config import unload

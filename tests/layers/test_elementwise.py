@@ -10,7 +10,7 @@ import pytest
 
 import jshard
 from jshard.inspect.compiled import collectives_in
-from jshard.inspect.ledger import explain
+from jshard.inspect.plan import explain
 from jshard.signals.active_config import unload
 
 MESHES = [(devices, axis_types) for devices in (1, 2, 4) for axis_types in ("explicit", "auto")]

@@ -14,7 +14,7 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
-from jshard.inspect.ledger import explain
+from jshard.inspect.plan import explain
 from jshard.signals.active_config import unload
 
 SIGNALS = {

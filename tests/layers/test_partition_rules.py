@@ -301,7 +301,8 @@ def test_a_primitive_without_a_rule_is_an_error_unless_a_signal_allows_it(mesh):
     line = householder.__code__.co_firstlineno + 1
     assert str(error.value) == (
         f"test_partition_rules.py:{line} calls householder_product, for which jshard.shard has no rule, on an array (8, 8) that is split over "
-        "data, nearest to any signal; write allow: [householder_product] under that signal, to have the array gathered there"
+        "data, nearest to any signal; write allow: [householder_product] under that signal, to have the array gathered there, "
+        "or axis_types: auto under jshard, to leave the program to XLA"
     )
     whole = partition.Program(on, jaxpr, [partition.Input(((), ()))])  # nothing moves
     assert whole.unruled == {"householder_product": 1}

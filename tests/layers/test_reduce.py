@@ -13,7 +13,7 @@ import pytest
 import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
-from jshard.inspect.ledger import explain
+from jshard.inspect.plan import explain
 from jshard.signals.active_config import unload
 
 # Small integers with ties in every row and column: sums are exact, and a maximum is held by many.

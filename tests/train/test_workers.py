@@ -15,7 +15,7 @@ from flax import nnx
 
 from jshard.cli import main
 from jshard.errors import JShardError
-from jshard.inspect.ledger import explain
+from jshard.inspect.plan import explain
 from jshard.layers import Linear
 from jshard.signals import active_config
 from jshard.signals.scope import signal

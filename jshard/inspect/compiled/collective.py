@@ -28,6 +28,9 @@ class CompiledCollective:
     causes: tuple[Cause, ...]  # of each payload, as far as XLA kept its name stack
     asynchronous: bool = False  # started, and waited for later
     members: tuple[int, ...] = ()  # the devices of its first group, by their number in the mesh
+    operations: tuple[
+        str, ...
+    ] = ()  # the primitive that each payload comes from: dot_general, psum; "" where XLA lost it
 
     @property
     def total(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from jshard.inspect.compiled.collective import CompiledCollective, itemsize
 from jshard.inspect.compiled.replica_groups import members
 from jshard.kernels.collectives import COLLECTIVES
-from jshard.provenance import cause, op_name, split
+from jshard.provenance import StackFrames, cause, op_name, operation, split
 
 KIND_OF = {collective.opcode: collective for collective in COLLECTIVES.values()}
 
@@ -93,6 +93,7 @@ class Program:
         self.computations: dict[str, Computation] = {}
         self.entry = ""
         self.read: set[str] = set()
+        self.frames = StackFrames(text)
         inside: Computation = {}
         for line in text.splitlines():
             if found := COMPUTATION.match(line):
@@ -195,6 +196,8 @@ class Program:
         payloads = tuple(size for _, size in arrays)
         if kind.name == "all_to_all":  # one array, in parts
             payloads = (sum(payloads),)
+        names = self._names(name, each, site.around, len(payloads))
+        sources = self._sources(name, each, site.around, len(payloads))
         return CompiledCollective(
             collective=kind.name,
             opcode=each.opcode,
@@ -203,7 +206,10 @@ class Program:
             dtypes=tuple(dtype for dtype, _ in arrays),
             count=site.count,
             count_known=site.count_known,
-            causes=tuple(map(cause, self._names(name, each, site.around, len(payloads)))),
+            causes=tuple(
+                dataclasses.replace(cause(own), source=source) for own, source in zip(names, sources, strict=True)
+            ),
+            operations=tuple(map(operation, names)),
             asynchronous=(site.is_async or is_start) and '"is_sync":true' not in each.rest,
             members=joined,
         )
@@ -229,6 +235,14 @@ class Program:
             inside = [op_name(each.rest) for each in self.computations.get(adds[1], {}).values()] if adds else []
             own = next((each for each in inside if "/" in each), "")
         return tuple(taken.get(number, own) for number in range(arrays))
+
+    def _sources(self, name: str, collective: Instruction, around: str, arrays: int) -> tuple[str, ...]:
+        """The line of the program behind each array: of a combined collective, behind what makes each of its operands."""
+        own = self.frames.source(collective.rest) or self.frames.source(around)
+        makers = [self.computations[name].get(operand, NOTHING) for operand in collective.operands]
+        if arrays == 1 or len(makers) != arrays:
+            return (own,) * arrays
+        return tuple(self.frames.source(maker.rest) or own for maker in makers)
 
 
 def _element(computation: Computation, holder: Instruction, index: int) -> Instruction:

@@ -6,5 +6,4 @@ from jshard.inspect.ledger.entries import Line as Line
 from jshard.inspect.ledger.ledger import Ledger as Ledger
 from jshard.inspect.ledger.ledger import read as read
 from jshard.inspect.ledger.tracing import Traced as Traced
-from jshard.inspect.ledger.tracing import explain as explain
 from jshard.inspect.ledger.tracing import ledger_of as ledger_of

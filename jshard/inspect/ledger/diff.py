@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from jshard.inspect.ledger.entries import Left, Line, joined, once
@@ -83,10 +83,14 @@ class Difference(Shown):
         return not (self.changes or self.memory or self.left) if self.proven_same is None else self.proven_same
 
     def blocks(self) -> Iterator[Block]:
-        if self.same:
+        is_left = self.before.compiler != self.after.compiler  # one side to XLA: both are shown in full
+        if self.same and not is_left:
             yield self.program or "the same collectives and memory"
             return
-        yield Rows([change.cells() for change in self.changes], (6,))
+        if is_left:
+            yield Rows(list(_side_by_side(self.before, self.after)), range(5, 9))
+        else:
+            yield Rows([change.cells() for change in self.changes], (6,))
         yield Rows([_cells_of_left(kind, left) for kind, left in self.left])
         yield Rows([self._memory_cells(signal) for signal in self.memory], (3,))
         yield f"wire: {from_to(self.before.total, self.after.total)} per device"
@@ -99,7 +103,7 @@ class Difference(Shown):
         left = collections.Counter((left.primitive, kind) for kind, left in self.left)
         parts += [f"{times} {primitive} {kind} that the compiler decides" for (primitive, kind), times in left.items()]
         parts += ["memory changed"] if self.memory else []
-        return f"differs: {', '.join(parts) or self.program}"
+        return "the same collectives and memory" if self.same else f"differs: {', '.join(parts) or self.program}"
 
     def to_json(self) -> str:
         """One document, `"schema": "jshard.diff/1"`."""
@@ -160,12 +164,37 @@ def might_be_one_program(before: Ledger, after: Ledger) -> bool:
 
 
 def _changes(before: Ledger, after: Ledger) -> Iterator[Change[Line]]:
+    kind: Key = (
+        _unplaced_once if before.compiler == after.compiler else lambda line: (_where(line), line.payload, line.dtype)
+    )
     return changes(
-        *(joined(ledger.lines, _unplaced_once) for ledger in (before, after)),
-        same=_unplaced,
-        alike=(_unplaced_once, lambda line: (line.signal, line.phase, line.collective, line.mesh_axes)),
+        *(joined(ledger.lines, kind) for ledger in (before, after)),
+        same=lambda line: (kind(line), line.count),
+        alike=(kind, _where),
         moved=lambda line: (line.collective, line.payload, line.dtype, line.count),
     )
+
+
+def _where(line: Line) -> Hashable:
+    return line.signal, line.phase, line.collective, line.mesh_axes
+
+
+def _side_by_side(before: Ledger, after: Ledger) -> Iterator[tuple[str, ...]]:
+    """What either side puts on the wire, of each signal, phase, collective and mesh axes; of these only one adds."""
+    rows: dict[Hashable, tuple[list[Line], list[Line]]] = {}
+    for number, ledger in enumerate((before, after)):
+        for line in ledger:
+            rows.setdefault(_where(line), ([], []))[number].append(line)
+    for sides in rows.values():
+        places = dict.fromkeys(line.line for lines in sides for line in lines)
+        words = (*sides[0], *sides[1])[0].cells()[1:5]
+        yield (f"  {' -> '.join(places)}", *words, *(cell for lines in sides for cell in _in_sum(lines)))
+
+
+def _in_sum(lines: Sequence[Line]) -> tuple[str, str]:
+    by = dict.fromkeys(f"added by {line.compiler}" if line.compiler else "asked" for line in lines)
+    total = f"{sum(line.total for line in lines):,} B on the wire"
+    return (f"{sum(line.count for line in lines):,} {' and '.join(by)}", total) if lines else ("none", "")
 
 
 Key = Callable[[Any], Hashable]

@@ -68,6 +68,7 @@ class Line(Caused):
     kernel: str = ""  # the algorithm of a kernel that declares it
     declared: int | None = None  # bytes on the wire that such a kernel says of itself, once
     schedule: Schedule | None = None  # what it computes meanwhile
+    compiler: str = ""  # whose partitioner added it, for what stands in `primitive`: XLA for CPU
 
     @property
     def wire(self) -> int:
@@ -87,6 +88,9 @@ class Line(Caused):
     @property
     def via(self) -> str:
         """How it got here, in words: redistribute, remat, branch 1 of 2, sharding in types, no signal asked."""
+        if self.compiler:
+            caused = " at ".join(filter(None, (self.primitive, self.source)))
+            return ", ".join(filter(None, (super().via, caused, f"added by {self.compiler}")))
         kernel = f"kernel {self.kernel}, as it declares" if self.kernel else ""
         more = "sharding in types" * self.typed, kernel, "no signal asked" * (not self.asked)
         return ", ".join(filter(None, (super().via, *more)))
@@ -103,7 +107,7 @@ class Line(Caused):
             self.signal,
             self.phase,
             self.collective,
-            f"over {self.axis} ({self.group})",
+            f"over {self.axis or '?'} ({self.group})",
             f"{times}{self.count:,} x {self.payload:,} B",
             self.dtype,
             f"{times}{self.total:,} B on the wire",

@@ -23,6 +23,7 @@ from jshard.units import exact_size
 
 SCHEMA = "jshard.explain/1"
 
+OF_ITS_OWN = "on axis_types: auto the compiler adds collectives of its own: see jshard explain"
 NUMBERS = (5, 7)  # the columns of `cells` that stand to the right
 
 
@@ -38,6 +39,7 @@ class Ledger(Shown):
     claims: tuple[Claimed, ...] = ()  # what the claims of a model say, and how its parameters lie
     unsplit: tuple[Unsplit, ...] = ()  # parameters that lie whole under a signal that would split them
     is_auto: bool = False  # whether arrays lie on Auto axes, where the compiler adds collectives of its own
+    compiler: str = ""  # the one that was asked which: XLA for CPU; their lines are among `lines`
 
     @property
     def total(self) -> int:
@@ -76,7 +78,8 @@ class Ledger(Shown):
         def alike(entry: Line | Left) -> bool:
             return all(getattr(entry, name, None) == value for name, value in columns.items())
 
-        return Ledger(tuple(filter(alike, self.lines)), left=tuple(filter(alike, self.left)), is_auto=self.is_auto)
+        lines, left = tuple(filter(alike, self.lines)), tuple(filter(alike, self.left))
+        return Ledger(lines, left=left, is_auto=self.is_auto, compiler=self.compiler)
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)
@@ -114,10 +117,10 @@ class Ledger(Shown):
     def summary(self) -> str:
         """The last line of the table."""
         uncounted = f"; not counted: {len(self.left)} that the compiler decides" if self.left else ""
-        if self.is_auto:
-            uncounted += (
-                "; on axis_types: auto the compiler adds collectives of its own where it needs them: see jshard plan"
-            )
+        if self.compiler:
+            uncounted += f"; {self.added_in_words()}"
+        elif self.is_auto:
+            uncounted += f"; {OF_ITS_OWN}"
         if not self.lines:
             return f"total: no collectives{uncounted}"
         phases = ", ".join(f"{phase} {total:,} B" for phase, total in self.by("phase").items())
@@ -128,6 +131,12 @@ class Ledger(Shown):
             words += "; every branch of a cond is counted"
         return words + uncounted
 
+    def added_in_words(self) -> str:
+        """How much of it the compiler added."""
+        added = [line for line in self.lines if line.compiler]
+        many = f"{sum(line.count for line in added):,} of them, {exact_size(sum(line.total for line in added))},"
+        return f"{many if added else 'none'} added by {self.compiler}; what another chip's adds: jshard plan"
+
     def memory_summary(self) -> str:
         kinds = {words: sum(getattr(rest, kind) for rest in self.memory) for kind, words in KINDS.items()}
         parts = ", ".join(f"{words} {number:,} B" for words, number in kinds.items() if number)
@@ -135,7 +144,7 @@ class Ledger(Shown):
 
     def to_json(self) -> str:
         """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `claims`,
-        `unsplit`, `is_auto`, `memory` and `total`."""
+        `unsplit`, `is_auto`, `compiler`, `memory` and `total`."""
         totals = {key: self.by(key) for key in ("phase", "signal", "axis", "line")}
         document = {
             "schema": SCHEMA,
@@ -143,6 +152,7 @@ class Ledger(Shown):
             "left": list(map(caused_document, self.left)),
             **{key: list(map(document_of, getattr(self, key))) for key in ("choices", "unused", "claims", "unsplit")},
             "is_auto": self.is_auto,
+            "compiler": self.compiler,
             "memory": [{**document_of(rest), "total": rest.total} for rest in self.memory],
             "total": {"wire": self.total, "count": self.count, "memory": self.held, **totals},
         }
@@ -161,10 +171,11 @@ class Ledger(Shown):
             "lines": Line, "choices": Choice, "unused": Unused, "left": Left, "memory": Rest, "unsplit": Unsplit,
             "claims": Claimed,
         }  # fmt: skip
-        # "claims", "left", "unsplit" and "is_auto" are newer than the others
+        # "claims", "left", "unsplit", "is_auto" and "compiler" are newer than the others
         return cls(
             **{key: tuple(entry_of(kind, each) for each in document.get(key, ())) for key, kind in kinds.items()},
             is_auto=document.get("is_auto", False),
+            compiler=document.get("compiler", ""),
         )
 
 

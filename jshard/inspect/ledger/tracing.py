@@ -1,4 +1,4 @@
-"""`jshard.explain(f, *args)`: the ledger of a function's forward and backward, read without running anything."""
+"""The ledger of what a function's forward and backward ask for, read without running anything."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
 from jshard.inspect.user_code_errors import as_user_error
+from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
 from jshard.layers.sharding import placements
 from jshard.layers.training_step import Untyped
@@ -30,22 +31,9 @@ from jshard.signals.active_config import mesh, on_mesh
 from jshard.signals.keys import unused
 
 
-def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **kwargs: Any) -> Ledger:
-    """Every collective that `f(*args)` asks for, each with the YAML line that asked for it.
-
-    Arguments are arrays, `jax.ShapeDtypeStruct`s, NNX modules and pytrees of them; `f` may be jitted, or a module. With
-    `backward` left out, a function that holds a gradient already (a training step) is read as it is, and any other is
-    read with the gradients of every floating-point array among its arguments. With an optimizer among the arguments, the
-    ledger also says what is held between steps.
-
-        print(jshard.explain(loss, model, x))
-    """
-    traced = Traced(f, args, kwargs)
-    return ledger_of(traced, traced.nodes, backward=backward)
-
-
 def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
-    """The ledger of a function whose arrays are those of these modules and optimizers, or of what they were split into."""
+    """The ledger of what a function asks for whose arrays are those of these modules and optimizers, or of what they were
+    split into."""
     loaded, is_typed = present_mesh(), False
     try:
         jaxpr = _jaxpr(traced, backward)
@@ -65,7 +53,9 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
         claims=claimed(models),
         unsplit=unsplit(jaxpr, traced.arrays, names, modules),
-        is_auto=bool(ledger.lines or traced.meshes)
+        is_auto=bool(
+            ledger.lines or traced.meshes or any(e.primitive.name == "sharding_constraint" for e in equations(jaxpr))
+        )
         and not (is_typed or all(map(is_explicit, traced.meshes if loaded is None else [loaded]))),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jshard.inspect.plan.added import explain as explain
 from jshard.inspect.plan.comparison import Comparison as Comparison
 from jshard.inspect.plan.comparison import compare as compare
 from jshard.inspect.plan.memory import Memory as Memory

@@ -13,7 +13,9 @@ from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.match import Ask, Pair, Pairs, Run, paired
 
-DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "pred": "bool"}
+DTYPES = {
+    "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "pred": "bool", "s32": "int32", "u32": "uint32",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Run:
     """One array of a collective that runs, and how many of its runs are not yet accounted for."""
 
     def __init__(self, got: CompiledCollective, number: int, sizes: Mapping[str, int]):
-        self.got = got
+        self.got, self.number = got, number
         self.left = got.count
         self.payload, self.dtype = got.payloads[number], got.dtypes[min(number, len(got.dtypes) - 1)]
         self.cause = got.causes[number]

@@ -68,7 +68,7 @@ def plan(
     away = _away(target, here.arrays)
     deviceless.check_installed(target)
     with moved_to(away):
-        traced = Traced(*here.holding([_on_absent(each, away, target) for each in here.arrays])[1])
+        traced = Traced(*here.holding([on_absent(each, away, target) for each in here.arrays])[1])
         ledger = ledger_of(traced, traced.nodes, backward=backward)
         program, args, kwargs = program_of(traced, backward)
         return planned(program, args, kwargs, ledger, target, away, limit=limit, cache=cache)
@@ -158,7 +158,7 @@ def _sharding(leaf: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def _on_absent(array: Any, away: Any, topology: Topology) -> Any:
+def on_absent(array: Any, away: Any, topology: Topology) -> Any:
     """A shape that lies on the absent devices as the array lies now: whole where it lies on one device."""
     if not is_array(array):
         return array

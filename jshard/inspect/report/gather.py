@@ -16,6 +16,7 @@ from jshard.errors import Place
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import held, place_of
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
+from jshard.inspect.plan.added import with_added
 from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.facts import Facts, Text
 from jshard.jaxprs import inner
@@ -70,7 +71,7 @@ def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     traced = Traced(f, args, kwargs)
     present = current.configuration()
     title, about = getattr(f, "__qualname__", None) or type(f).__name__, () if present is None else (present.source,)
-    return _facts(title, about, laid, traced, ledger_of(traced, traced.nodes), plan)
+    return _facts(title, about, laid, traced, with_added(ledger_of(traced, traced.nodes), traced), plan)
 
 
 def _facts(

@@ -4,6 +4,7 @@ order."""
 from __future__ import annotations
 
 from jshard.inspect.ledger.entries import Line, joined
+from jshard.inspect.ledger.ledger import OF_ITS_OWN
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.shell import stack, table
 from jshard.inspect.report.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
@@ -150,9 +151,9 @@ def _notes(facts: Facts) -> Markup | None:
         notes.append(
             f"{times(sum(line.count for line in unasked), 'collective')} of {size(total)} no signal asked for."
         )
-    if ledger.is_auto:
-        notes.append(
-            "On axis_types: auto the compiler adds collectives of its own where it needs them: see jshard plan."
-        )
+    if ledger.compiler:
+        notes.append(f"On axis_types: auto {ledger.added_in_words()}.")
+    elif ledger.is_auto:
+        notes.append(f"O{OF_ITS_OWN[1:]}.")
     notes += map(str, (*ledger.left, *ledger.choices, *ledger.unused, *ledger.unsplit))
     return element("ul", [element("li", words) for words in notes], class_="notes") if notes else None

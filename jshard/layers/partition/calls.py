@@ -296,9 +296,11 @@ def _dropped(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
 
 def _refused(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    if run.only_looks:
+        return run.skipped(eqn)
     raise JShardError(
         f"{source_of(eqn)} calls {eqn.primitive.name}, which has collectives and devices of its own",
-        hint="leave that part of the model out of jshard.shard, or give the model its path without it",
+        hint="give the model its path without it, or write axis_types: auto under jshard, to leave the program to XLA",
     )
 
 

@@ -24,7 +24,7 @@ from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, lo
 from jshard.layers.partition.part import Names, Part, vary, whole
 from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factors, factors, spread
 from jshard.layouts.redistribution import Axes, Move
-from jshard.provenance import scope, source_of
+from jshard.provenance import placed_in, scope, source_of
 from jshard.signals.signal import Signal
 
 # Operations after which a stored parameter is still one, and still at rest.
@@ -44,10 +44,11 @@ class Moved:
 
 
 class Partition:
-    """One run over one jaxpr. `moved` lists what had to move, `unruled` the primitives that no rule was known for."""
+    """One run over one jaxpr. `moved` lists what had to move, `unruled` the primitives that no rule was known for. One that
+    only looks for where parameters lie makes zeros for the results of those."""
 
-    def __init__(self, mesh: Mesh, rules: Mapping[str, Rule]):
-        self.mesh, self.sizes, self.rules = mesh, dict(mesh.shape), rules
+    def __init__(self, mesh: Mesh, rules: Mapping[str, Rule], *, only_looks: bool = False):
+        self.mesh, self.sizes, self.rules, self.only_looks = mesh, dict(mesh.shape), rules, only_looks
         self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
         self.nearest: Signal | None = None  # the claim of the parameter used last
@@ -80,8 +81,7 @@ class Partition:
         self.nearest = claim or self.nearest
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         if self.nearest is not None and "jshard[signal=" not in str(stack):
-            with source_info_util.user_context(None, name_stack=stack), scope(signal=self.nearest.name):
-                stack = source_info_util.current_name_stack()
+            stack = placed_in(stack, self.nearest.name)
         # not `eqn.ctx.manager`: it would bring back the mesh of the trace, and the axes of this shard_map would be gone
         return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
@@ -227,16 +227,23 @@ class Partition:
         """Run what no rule is known for on whole arrays, where that moves nothing or the nearest claim allows it."""
         name, split = eqn.primitive.name, [part for part in parts if any(part.axes)]
         self.unruled[name] = self.unruled.get(name, 0) + 1
+        if self.only_looks:
+            return self.skipped(eqn)
         if split and name not in (self.nearest.allow if self.nearest is not None else ()):
             over = "+".join(dict.fromkeys(mesh_axis for names in split[0].axes for mesh_axis in names))
             where = "any signal" if self.nearest is None else f"{self.nearest}"
             raise JShardError(
                 f"{source_of(eqn)} calls {name}, for which jshard.shard has no rule, on an array {split[0].shape} that is "
                 f"split over {over}, nearest to {where}",
-                hint=f"write allow: [{name}] under that signal, to have the array gathered there",
+                hint=f"write allow: [{name}] under that signal, to have the array gathered there, or axis_types: auto under "
+                "jshard, to leave the program to XLA",
             )
         outs = self.bind(eqn, [self.local(part, whole(len(part.shape)), frozenset()) for part in parts])
         return [Part(tuple(v.aval.shape), whole(len(v.aval.shape)), x) for v, x in zip(eqn.outvars, outs, strict=True)]
+
+    def skipped(self, eqn: Any) -> list[Part]:
+        shapes = [(tuple(v.aval.shape), v.aval.dtype) for v in eqn.outvars]
+        return [Part(shape, whole(len(shape)), jnp.zeros(shape, dtype)) for shape, dtype in shapes]
 
     def bind(
         self, eqn: Any, xs: Sequence[Any], found: Factors | None = None, choice: Choice | None = None, **others: Any

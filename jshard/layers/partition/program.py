@@ -1,22 +1,28 @@
-"""A traced function of global arrays as one program in one shard_map, in which each device runs its part."""
+"""A traced function of global arrays as one program in one shard_map, in which each device runs its part; on Auto axes it is
+left to XLA."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core as jax_core
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.jaxprs import bare
 from jshard.layers.partition import calls, lookup, product, shape
 from jshard.layers.partition.engine import Moved, Partition
+from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
 from jshard.layers.roles import Placed, parameter_layouts
 from jshard.layouts.layout import Layout
+from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import Axes
+from jshard.signals.active_config import configuration
 from jshard.signals.claims import Claim
 
 RULES = {**calls.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
@@ -32,7 +38,8 @@ class Input:
 
 
 class Program:
-    """Where everything lies is found by a first trace, in which parameters are whole; `in_axes` is how they have to rest."""
+    """Where everything lies is found by a first trace, in which parameters are whole; `in_axes` is how they have to rest. On
+    `axis_types: auto` that is all that is asked."""
 
     def __init__(self, mesh: Mesh, jaxpr: Any, inputs: Sequence[Input]):
         self.mesh, self.jaxpr, self.inputs = mesh, jaxpr, inputs
@@ -42,15 +49,17 @@ class Program:
         self.placed: dict[str, Placed] = {}
         self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
-        self.out_axes: list[Axes] = []
-        self._find()
+        self._place()
+        present = configuration()
+        if present is None or present.axis_types != "auto":
+            self.out_axes  # noqa: B018  # what no rule takes is told before anything runs
 
     @property
     def in_axes(self) -> list[Axes]:
         return [use if rest is None else rest for use, rest in zip(self.use, self.rest, strict=True)]
 
-    def _find(self) -> None:
-        trial, run = (Partition(self.mesh, RULES) for _ in range(2))
+    def _place(self) -> None:
+        trial = Partition(self.mesh, RULES, only_looks=True)
         parameters = [
             None if i.claim is None else _parameter(t, i, trial) for t, i in zip(self.types, self.inputs, strict=True)
         ]
@@ -71,12 +80,18 @@ class Program:
                 self.use[number], self.rest[number] = lie[found.path].in_use.axes, lie[found.path].at_rest.axes
                 self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by)
 
+    @functools.cached_property
+    def out_axes(self) -> list[Axes]:
+        """How results are split: found by a second trace, in which parameters lie where they rest."""
+        run, found = Partition(self.mesh, RULES), list[Axes]()
+
         def second(*xs: Any) -> Any:
-            self.out_axes = [run.force(part).axes for part in run.run(self.jaxpr, self._parts(xs))]
+            found[:] = [run.force(part).axes for part in run.run(self.jaxpr, self._parts(xs))]
             return jnp.zeros(())
 
         self._traced(second, self.in_axes)
         self.moved, self.unruled = run.moved, run.unruled
+        return found
 
     def _traced(self, f: Any, in_axes: Sequence[Axes]) -> None:
         placed = [Layout(self.mesh, *axes) for axes in in_axes]
@@ -93,6 +108,9 @@ class Program:
 
     def __call__(self, *xs: Any) -> list[Any]:
         """Run on arrays that lie as `in_axes` say."""
+        if not is_explicit(self.mesh):
+            claims = [each.claim.signal.name if each.claim else None for each in self.inputs]
+            return jax_core.eval_jaxpr(named(self.jaxpr, claims), [], *xs)
         specs = tuple(Layout(self.mesh, *axes).spec for axes in self.in_axes)
         out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
 

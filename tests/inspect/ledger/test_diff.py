@@ -16,10 +16,11 @@ import jshard
 from jshard.cli import main
 from jshard.errors import JShardError, Place
 from jshard.inspect.compiled.program_text import first_difference, normalised
-from jshard.inspect.ledger import Ledger, Line, explain
+from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.diff import compare, might_be_one_program
 from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.plan import explain
 from jshard.layouts.mesh import absent_mesh
 from jshard.provenance import Cause, scope
 from jshard.signals.active_config import on_mesh, unload

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import wire_bytes
-from jshard.inspect.ledger import Ledger, explain
+from jshard.inspect.ledger import Ledger
+from jshard.inspect.plan import explain
 from jshard.kernels import all_reduce
 from jshard.provenance import scope
 from jshard.signals.active_config import unload
@@ -337,7 +338,7 @@ def test_explain_document_has_a_version_and_refuses_another(model, x):
     document = json.loads(explain(loss, model, x).to_json())
     assert document["schema"] == "jshard.explain/1"
     assert sorted(document) == [
-        "choices", "claims", "is_auto", "left", "lines", "memory", "schema", "total", "unsplit", "unused",
+        "choices", "claims", "compiler", "is_auto", "left", "lines", "memory", "schema", "total", "unsplit", "unused",
     ]  # fmt: skip
     assert sorted(document["total"]) == ["axis", "count", "line", "memory", "phase", "signal", "wire"]
     assert sum(line["total"] for line in document["lines"]) == document["total"]["wire"] == 516

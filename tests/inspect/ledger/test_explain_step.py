@@ -22,7 +22,8 @@ import jshard
 from jshard.cli.experiment import sketched
 from jshard.cli.target import Target
 from jshard.inspect.compiled import wire_bytes
-from jshard.inspect.ledger import Ledger, explain
+from jshard.inspect.ledger import Ledger
+from jshard.inspect.plan import explain
 from jshard.layers.abstract import abstract
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import mesh, on_mesh, unload

@@ -19,11 +19,11 @@ import jshard
 from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
-from jshard.inspect.ledger import explain
 from jshard.inspect.ledger.baseline import Baseline, added
 from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.expect import check_promises
 from jshard.inspect.ledger.ledger import Ledger, read
+from jshard.inspect.plan import explain
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, unload
 

@@ -111,8 +111,8 @@ def test_a_layer_built_under_another_signal_and_an_array_cut_by_workers():
         assert found == [("cut", "kernel", 512, "shard: tensor", LINEAR)]
 
 
-def test_the_last_line_says_that_the_compiler_adds_collectives_on_an_auto_mesh():
-    added = "on axis_types: auto the compiler adds collectives of its own where it needs them: see jshard plan"
+def test_the_last_line_says_what_the_compiler_adds_on_an_auto_mesh():
+    added = "none added by XLA for CPU; what another chip's adds: jshard plan"
     for axis_types, told in (("auto", f"; {added}"), ("explicit", "")):
         with cases.loaded({"jshard": {"mesh": {"data": 2}, "axis_types": axis_types}}):
             x = cases.placed(X, P("data"))

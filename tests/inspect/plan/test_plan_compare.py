@@ -16,7 +16,7 @@ from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.traffic import collectives_in
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.ledger.tracing import explain
+from jshard.inspect.plan import explain
 from jshard.inspect.plan.comparison import compare
 from jshard.layouts.mesh import absent_mesh
 from jshard.provenance import Cause, cause
