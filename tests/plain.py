@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 drawn: list[bool] = []  # of each model: whether its parameters were traced, and not made, while it was built
 
@@ -15,7 +16,7 @@ class Dense(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         self.up, self.norm = nnx.Linear(16, 32, rngs=rngs), nnx.LayerNorm(32, rngs=rngs)
         self.dropout, self.down = nnx.Dropout(0.2, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
-        drawn.append(isinstance(self.up.kernel[...], jax.core.Tracer))
+        drawn.append(isinstance(self.up.kernel[...], Tracer))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(self.dropout(self.norm(nnx.relu(self.up(x)))))
@@ -27,7 +28,7 @@ class Filters(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         self.first, self.norm = nnx.Conv(1, 8, (3, 3), rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
         self.second, self.head = nnx.Conv(8, 8, (3, 3), rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
-        drawn.append(isinstance(self.head.kernel[...], jax.core.Tracer))
+        drawn.append(isinstance(self.head.kernel[...], Tracer))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nnx.relu(self.norm(self.first(x.reshape(-1, 4, 4, 1))))

@@ -143,7 +143,7 @@ class _Call:
         self.numbers = [x for _, x in named]
         self.arrays = [leaf for leaf in leaves if _is_array(leaf)]
         types = tuple(
-            (jnp.shape(x), jax.typeof(x).dtype if not hasattr(x, "dtype") else x.dtype)
+            (jnp.shape(x), x.dtype if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).dtype)
             for x in [*self.numbers, *self.arrays]
         )
         layouts = tuple(None if isinstance(x, jax.ShapeDtypeStruct) else _layout(x, mesh()) for x in self.arrays)

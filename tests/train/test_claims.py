@@ -108,6 +108,7 @@ def test_parameters_and_optimizer_state_lie_where_they_are_claimed(tmp_path):
 
 def test_an_override_places_anew(tmp_path):
     built = experiment("Dense", "tensor", tmp_path, "wide.store=data")
+    assert isinstance(built.model, plain.Dense)
     assert lies(built.model.up.kernel) == (P("data", "tensor"), (8, 8))
 
 
@@ -116,6 +117,7 @@ def test_no_array_is_made_to_explain(tmp_path):
     configuration = current.load(tmp_path / "tensor.yaml")
     built = Experiment.build(configuration, current.mesh(), only_shapes=True)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(built.model)))
+    assert isinstance(built.model, plain.Dense)
     assert built.model.up.kernel.get_value().sharding.spec == P(None, "tensor")
     assert len(built.explain().claims) == 6
 

@@ -55,8 +55,10 @@ def _in_brackets(axes: tuple[str, ...]) -> str:
 def claimed(models: Iterable[nnx.Module]) -> tuple[Claimed, ...]:
     """List the claimed parameters of models that a program of `jshard.shard` was traced for, in the order of the file."""
     present, found = configuration(), placements()
+    if present is None:
+        return ()
     alike: dict[Claimed, list[str]] = {}
-    for model in models if present is not None and found else ():
+    for model in models if found else ():
         for path, leaf in parameters_by_path(model).items():
             placed = found.get(path)
             if placed is not None and placed.use.shape == tuple(leaf.shape) and (claim := placed.use.claim).glob:
