@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from flax import nnx
 from jax.core import Tracer
 
@@ -33,6 +35,19 @@ class Filters(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nnx.relu(self.norm(self.first(x.reshape(-1, 4, 4, 1))))
         return self.head(nnx.relu(self.second(x)).mean((1, 2)))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(8)(nn.LayerNorm()(nn.relu(nn.Dense(32)(x))))
+
+
+def bridged(*, rngs: nnx.Rngs) -> nnx.Module:
+    """A model of Linen as one of NNX."""
+    model = nnx.bridge.ToNNX(Linen(), rngs=rngs).lazy_init(jnp.ones((1, 16)))
+    drawn.append(any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))))
+    return model
 
 
 def data() -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -30,8 +30,8 @@ PLANS = {
 }
 # What a step asks for beside all-reduces: each parameter is gathered once, and each gradient scattered once, but that of a
 # scale that meets the statistics of the batch, which are whole.
-COUNTS = {"Dense": (6, 6), "Filters": (8, 7)}
-NAMES = {"Dense": ("up", "down"), "Filters": ("first", "second")}
+COUNTS = {"Dense": (6, 6), "Filters": (8, 7), "bridged": (6, 6)}
+NAMES = {"Dense": ("up", "down"), "Filters": ("first", "second"), "bridged": ("Dense_0", "Dense_1")}
 
 
 def experiment(model, plan, tmp_path, *overrides, mesh=None, **train):
