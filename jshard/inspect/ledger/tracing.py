@@ -44,8 +44,8 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
     ledger = read(jaxpr)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
-    # a claimed parameter that no word splits is told beside its claim
-    names = [None if "/".join(name or ()) in placements() else name for name in traced.parameters]
+    by_claims = placements()  # what no word splits of these is told beside its claim
+    names = [None if "/".join(name or ()) in by_claims else name for name in traced.parameters]
     built_under = {each.signal_path for each in model_arrays(nodes).values()}
     return dataclasses.replace(
         ledger,
