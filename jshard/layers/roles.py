@@ -1,8 +1,8 @@
 """Where a claimed parameter lies: the words of its signal, read by what its first use does along each of its axes.
 
 A role is the word that splits such an axis: "reduction" is summed over (as are the rows of a table that is looked up), "column"
-is kept, or added to what is kept. No word splits the others: "batch" runs along both operands, a scan goes along "scan", which
-`store` leaves whole too, and None has no use that tells.
+is kept, or added to what is kept. No word splits the others: "batch" runs along both operands, a scan goes
+along "scan", or a loop that is written out cuts it, and `store` leaves it whole too; None has no use that tells.
 """
 
 from __future__ import annotations

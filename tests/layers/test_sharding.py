@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
@@ -363,3 +364,41 @@ def test_an_array_that_lies_on_the_mesh_stays_as_it_is():
     product, total = f(x, np.ones((8, 8), np.float32))
     assert Layout.of(product).axes == ((), ("tensor",))
     assert total == 64
+
+
+class Experts(nnx.Module):
+    """Stacked kernels, of which a loop in Python takes one after the other."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (8, WIDTH, 64)))
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (8, 64, WIDTH)))
+
+    def __call__(self, x):
+        return sum(nnx.relu(x @ self.up[at]) @ self.down[at] for at in range(8))
+
+
+def test_pieces_of_a_parameter_lie_as_its_words_say():
+    def loss(model, x):
+        return jnp.square(model(x)).sum()
+
+    x = rng.normal(size=(8, WIDTH)).astype(np.float32)
+    jshard.unload()
+    wanted = jax.device_get(nnx.grad(loss)(Experts(nnx.Rngs(0)), x))
+    words = {"row": "data", "store": "data"}
+    jshard.load({
+        "jshard": {"mesh": {"data": 2, "tensor": 4}},
+        "up": {**words, "column": "tensor", "match": ["up"]},
+        "down": {**words, "reduction": "tensor", "match": ["down"]},
+    })  # fmt: skip
+    model, sharded = jshard.shard(Experts(nnx.Rngs(0)), x), jshard.shard(loss)
+    assert [spec(model.up), spec(model.down)] == [P(None, "data", "tensor"), P(None, "tensor", "data")]
+    got = nnx.jit(nnx.grad(sharded))(model, x)
+    for name in ("up", "down"):
+        want = wanted[name][...]
+        np.testing.assert_allclose(got[name][...], want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+        assert spec(got[name]) == spec(getattr(model, name))
+    ledger = jshard.explain(lambda *args: nnx.grad(sharded)(*args), model, x)
+    gathers = ledger.only(collective="all_gather")
+    assert [(line.signal, line.shape, line.mesh_axes, line.count) for line in gathers] == [
+        ("up", (8, 32, 16), ("data",), 1), ("down", (8, 16, 32), ("data",), 1)
+    ]  # fmt: skip

@@ -27,8 +27,9 @@ from jshard.layouts.redistribution import Axes, Move
 from jshard.provenance import placed_in, scope, source_of
 from jshard.signals.signal import Signal
 
-# Operations after which a stored parameter is still one, and still at rest.
-STAYS = frozenset("convert_element_type copy stop_gradient transpose".split())
+# Operations after which a parameter is still one, and at rest; and those that give it another shape, or pieces of it.
+CASTS = frozenset("convert_element_type copy stop_gradient".split())
+SHAPES = frozenset("expand_dims reshape slice split squeeze transpose unstack".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +106,39 @@ class Partition:
             return self.gathered(eqn, parts)
         if name in ELEMENTWISE and (lazy := self._lazy(eqn, parts, found)):
             return [lazy]
-        if name == "transpose" and parts[0].rest is not None:
-            return [self.later(eqn, parts, found)]  # one gather serves both ways round
-        if name in STAYS and (parts[0].rest is not None or parts[0].is_undecided):
-            order = eqn.params.get("permutation", tuple(range(len(parts[0].shape))))
-            (x,) = self.bind(eqn, [parts[0].x])
-            return [parts[0].at_rest(x, shape_of(eqn), order)]
+        if name in CASTS | SHAPES and (still := self._parameter(eqn, parts[0], found)):
+            return still
         return self.by_factors(eqn, parts, found)
+
+    def _parameter(self, eqn: Any, part: Part, found: Factors) -> list[Part] | None:
+        """Return a parameter that is cast, which stays at rest, or shaped anew: put off, so that it is gathered and marked once
+        for all its uses. None where it is no parameter, or need not be told from another array."""
+        if part.is_undecided:
+            return self._still_undecided(eqn, part, found)
+        if eqn.primitive.name in CASTS:
+            order = range(len(part.shape))
+            return None if part.rest is None else [part.at_rest(self.bind(eqn, [part.x])[0], part.shape, order)]
+        return (
+            None
+            if part.signal is None
+            else [self.later(eqn, [part], found, number) for number in range(len(eqn.outvars))]
+        )
+
+    def _still_undecided(self, eqn: Any, part: Part, found: Factors) -> list[Part] | None:
+        """Return a parameter in its new shape, or pieces of it. An axis that is cut is split by no word. None where axes are
+        not the same axes any more."""
+        was = {of: at for at, of in enumerate(found.operands[0]) if of}
+        orders = [[was.get(of) if of else None for of in result] for result in found.results]
+        for of, at in was.items():
+            if any(at in order for order in orders):
+                continue
+            if len(of) > 1 or (part.shape[at] > 1 and len(part.shape) == 1):
+                return None
+            if part.parameter is not None and (axis := part.of[at]) is not None:
+                part.parameter.roles[axis] = "scan"
+        shapes = [tuple(variable.aval.shape) for variable in eqn.outvars]
+        xs = self.bind(eqn, [part.x])
+        return [part.at_rest(x, shape, order) for x, shape, order in zip(xs, shapes, orders, strict=True)]
 
     def by_factors(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part]:
         choice = self.choose(found, parts)
@@ -211,17 +238,24 @@ class Partition:
 
         return self.later(eqn, parts, found)
 
-    def later(self, eqn: Any, parts: Sequence[Part], found: Factors) -> Part:
+    def later(self, eqn: Any, parts: Sequence[Part], found: Factors, number: int = 0) -> Part:
         """Put an operation off: it is done where its result is needed, as that needs it split."""
 
         def make(axes: Axes, names: Names) -> Array:
             choice = {
-                f: some for of, n in zip(found.results[0], axes, strict=True) for f, some in self._spread(of, n, found)
+                f: some
+                for of, n in zip(found.results[number], axes, strict=True)
+                for f, some in self._spread(of, n, found)
             }
-            return self.bind(eqn, self.placed(parts, found, choice, names), found, choice)[0]
+            return self.bind(eqn, self.placed(parts, found, choice, names), found, choice)[number]
 
         choice = self.choose(found, parts)
-        return Part(shape_of(eqn), axes_of(found.results[0], choice), make=make, signal=parts[0].signal)
+        return Part(
+            tuple(eqn.outvars[number].aval.shape),
+            axes_of(found.results[number], choice),
+            make=make,
+            signal=parts[0].signal,
+        )
 
     def gathered(self, eqn: Any, parts: Sequence[Part]) -> list[Part]:
         """Run what no rule is known for on whole arrays, where that moves nothing or the nearest claim allows it."""

@@ -54,17 +54,6 @@ def _drawn(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     return [Part(shape, whole(len(shape)), make=make)]
 
 
-def _reshape(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    part, found = parts[0], known(eqn)
-    if part.rest is not None:
-        return [run.later(eqn, parts[:1], found)]  # gathered as it rests, once for all its uses
-    was = {of: at for at, of in enumerate(found.operands[0]) if of}
-    order = [was.get(of) if of else None for of in found.results[0]]
-    if part.is_undecided and len(was) == sum(at is not None for at in order):  # its axes are the same axes still
-        return [part.at_rest(run.bind(eqn, [part.x])[0], shape_of(eqn), order)]
-    return run.by_factors(eqn, parts, found)
-
-
 RULES: dict[str, Rule] = {
-    "broadcast_in_dim": _broadcast, "iota": _iota, "random_bits": _drawn, "reshape": _reshape, "expand_dims": _reshape,
+    "broadcast_in_dim": _broadcast, "iota": _iota, "random_bits": _drawn,
 }  # fmt: skip
