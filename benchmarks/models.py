@@ -1,0 +1,95 @@
+"""Other people's models by `jshard.shard`, a line for each under each plan: how far its loss and gradients are from one
+device's, what is gathered that is no parameter, and the wire against that of XLA's partitioner for arrays that lie alike.
+
+    python -m benchmarks.models [MODEL ...] [--plans data,fsdp] [--topology v5e:2x4] [--no-wire]
+
+The models, their batches and plans are the table of tests/other_models.py; the Makefile says how to install their packages.
+Numbers are those of eight pretended CPU devices, for tiny models; the wire is that of larger ones on absent TPUs (`pip install
+"jshard[tpu]"`), in bytes of each device for a loss and its gradients. A line is written as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jshard
+from tests.other_models import MODELS, TINY, Adopted, Size
+
+WIDE = Size(tokens=64, width=128, words=512)  # TPUs pad what is smaller, and sum what is scattered
+HEADINGS = f"{'model':12}{'plan':21}{'loss':>9}{'gradients':>11}{'gathers':>9}{'wire':>13}{'XLA':>13}{'of XLA':>8}"
+
+
+def deviation(wanted: Any, got: Any) -> float:
+    """The largest difference between two trees, for each array in parts of its largest number."""
+    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
+    return max(float(np.abs(np.asarray(x) - w).max() / max(np.abs(w).max(), 1e-9)) for w, x in pairs)
+
+
+def numbers(adopted: Adopted, plan: str, alone: Any) -> tuple[float, float, int]:
+    """How far loss and gradients are from `alone`, and how many gathers are not of parameters."""
+    jshard.load(adopted.plans[plan])
+    model, sharded = adopted.build(), jshard.shard(adopted.loss)
+    sharded(model, *adopted.batch(TINY))  # parameters move to where they rest
+    step = nnx.value_and_grad(sharded)
+    loss, gradients = jax.device_get(nnx.jit(step)(model, *adopted.batch(TINY)))
+    ledger = jshard.explain(lambda model, *batch: step(model, *batch), model, *adopted.batch(TINY))
+    moves = sum(line.count for line in ledger if "redistribute" in line.via)
+    return deviation(alone[0], loss), deviation(alone[1], gradients), moves
+
+
+def wire(adopted: Adopted, plan: str, topology: str) -> tuple[int, int]:
+    """Bytes on the wire of each device, by jshard and by the partitioner, which is told how arguments and gradients lie."""
+    configuration = adopted.plans[plan]
+    jshard.load(configuration)
+    model, sharded = adopted.build(WIDE), jshard.shard(adopted.loss)
+    rows = jax.NamedSharding(jshard.mesh(), jax.P("data"))
+    batch = [jax.device_put(x, rows) for x in adopted.batch(WIDE)]
+    sharded(model, *batch)  # parameters move to where they rest
+    specs = jax.tree.map(lambda x: x.sharding.spec, nnx.state(model, nnx.Param))
+
+    def constrained(model: Any, *batch: Any) -> Any:
+        loss, gradients = nnx.value_and_grad(adopted.loss)(model, *batch)
+        place = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.NamedSharding(jshard.mesh(), spec))
+        return loss, jax.tree.map(place, gradients, specs)
+
+    ours = jshard.plan(lambda *args: nnx.value_and_grad(sharded)(*args), model, *batch, topology=topology)
+    jshard.load({**configuration, "jshard": {**configuration["jshard"], "axis_types": "auto"}})
+    theirs = jshard.plan(constrained, model, *batch, topology=topology, backward=False)
+    return sum(got.total for got in ours.got), sum(got.total for got in theirs.got)
+
+
+def line(name: str, plan: str, adopted: Adopted, alone: Any, topology: str) -> str:
+    loss, gradients, moves = numbers(adopted, plan, alone)
+    text = f"{name:12}{plan:21}{loss:9.1e}{gradients:11.1e}{moves:9,}"
+    if topology:
+        ours, theirs = wire(adopted, plan, topology)
+        text += f"{ours:11,} B{theirs:11,} B{ours / max(theirs, 1):8.2f}"
+    return text
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description="Other people's models, sharded.")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="some of them; all if none is named")
+    parser.add_argument("--plans", default="", help="some of them, with commas between: data,fsdp")
+    parser.add_argument("--topology", default="v5e:2x4")
+    parser.add_argument("--no-wire", action="store_true", help="compile nothing for absent TPUs")
+    asked = parser.parse_args(arguments)
+    jshard.pretend(8)
+    warnings.simplefilter("ignore", DeprecationWarning)  # these models take names that JAX is going to remove
+    print(HEADINGS, flush=True)
+    for name in asked.models or MODELS:
+        adopted = MODELS[name]
+        jshard.unload()
+        alone = jax.device_get(nnx.jit(nnx.value_and_grad(adopted.loss))(adopted.build(), *adopted.batch(TINY)))
+        for plan in [plan for plan in adopted.plans if plan in (asked.plans or ",".join(adopted.plans)).split(",")]:
+            print(line(name, plan, adopted, alone, "" if asked.no_wire else asked.topology), flush=True)
+
+
+if __name__ == "__main__":
+    main()
