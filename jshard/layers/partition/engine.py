@@ -22,14 +22,16 @@ from jshard.jaxprs import bare, called
 from jshard.kernels.all_reduction import all_reduce
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, localized
 from jshard.layers.partition.part import Names, Part, vary, whole
-from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factors, factors, spread
+from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factored, Factors, factors, spread
 from jshard.layouts.redistribution import Axes, Move
 from jshard.provenance import placed_in, scope, source_of
 from jshard.signals.signal import Signal
 
-# Operations after which a parameter is still one, and at rest; and those that give it another shape, or pieces of it.
+# Operations after which a parameter is at rest still, those after which it is one still, or pieces of one, and those that are
+# put off where all that goes into them is.
 CASTS = frozenset("convert_element_type copy stop_gradient".split())
-SHAPES = frozenset("expand_dims reshape slice split squeeze transpose unstack".split())
+STAYS = CASTS | frozenset("expand_dims reshape slice split squeeze transpose unstack".split())
+PUT_OFF = ELEMENTWISE | STAYS | frozenset("concatenate pad rev stack tile".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,25 +106,23 @@ class Partition:
         found = factors(eqn)
         if found is None:
             return self.gathered(eqn, parts)
-        if name in ELEMENTWISE and (lazy := self._lazy(eqn, parts, found)):
-            return [lazy]
-        if name in CASTS | SHAPES and (still := self._parameter(eqn, parts[0], found)):
+        if name in PUT_OFF and (lazy := self._lazy(eqn, parts, found)):
+            return lazy
+        if name in STAYS and (still := self._parameter(eqn, parts[0], found)):
             return still
         return self.by_factors(eqn, parts, found)
 
     def _parameter(self, eqn: Any, part: Part, found: Factors) -> list[Part] | None:
         """Return a parameter that is cast, which stays at rest, or shaped anew: put off, so that it is gathered and marked once
         for all its uses. None where it is no parameter, or need not be told from another array."""
+        name = eqn.primitive.name
         if part.is_undecided:
             return self._still_undecided(eqn, part, found)
-        if eqn.primitive.name in CASTS:
-            order = range(len(part.shape))
-            return None if part.rest is None else [part.at_rest(self.bind(eqn, [part.x])[0], part.shape, order)]
-        return (
-            None
-            if part.signal is None
-            else [self.later(eqn, [part], found, number) for number in range(len(eqn.outvars))]
-        )
+        if part.rest is not None and name in CASTS:
+            return [part.at_rest(self.bind(eqn, [part.x])[0], part.shape, range(len(part.shape)))]
+        if name in CASTS or part.signal is None or (part.rest is None and name in ("reshape", "expand_dims")):
+            return None
+        return self.later(eqn, [part], found)
 
     def _still_undecided(self, eqn: Any, part: Part, found: Factors) -> list[Part] | None:
         """Return a parameter in its new shape, or pieces of it. An axis that is cut is split by no word. None where axes are
@@ -227,35 +227,29 @@ class Partition:
                 open_ |= ways != found.sizes[factor]
         return choice
 
-    def _lazy(self, eqn: Any, parts: Sequence[Part], found: Factors) -> Part | None:
-        """What is computed of nothing but numbers and what was put off is put off too."""
-        if (
-            not any(part.make for part in parts)
-            or not all(part.make or not part.shape for part in parts)
-            or len(eqn.outvars) > 1
-        ):
+    def _lazy(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part] | None:
+        """What is made of nothing but numbers and what was put off is put off too."""
+        if not any(part.make for part in parts) or not all(part.make or not part.shape for part in parts):
             return None
-
         return self.later(eqn, parts, found)
 
-    def later(self, eqn: Any, parts: Sequence[Part], found: Factors, number: int = 0) -> Part:
-        """Put an operation off: it is done where its result is needed, as that needs it split."""
-
-        def make(axes: Axes, names: Names) -> Array:
-            choice = {
-                f: some
-                for of, n in zip(found.results[number], axes, strict=True)
-                for f, some in self._spread(of, n, found)
-            }
-            return self.bind(eqn, self.placed(parts, found, choice, names), found, choice)[number]
-
+    def later(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part]:
+        """Put an operation off: it is done where a result of it is needed, as that needs it split."""
         choice = self.choose(found, parts)
-        return Part(
-            tuple(eqn.outvars[number].aval.shape),
-            axes_of(found.results[number], choice),
-            make=make,
-            signal=parts[0].signal,
-        )
+
+        def result(number: int, of: Factored) -> Part:
+            shape = tuple(eqn.outvars[number].aval.shape)
+
+            def make(axes: Axes, names: Names) -> Array:
+                asked = {f: some for at, n in zip(of, axes, strict=True) for f, some in self._spread(at, n, found)}
+                choice = {f: some for f, some in asked.items() if found.kinds[f] != FIXED}
+                choice = self._contiguous(found, choice)
+                out = self.bind(eqn, self.placed(parts, found, choice, names), found, choice)[number]
+                return self.local(Part(shape, axes_of(of, choice), out), axes, names)
+
+            return Part(shape, axes_of(of, choice), make=make, signal=parts[0].signal)
+
+        return [result(number, of) for number, of in enumerate(found.results)]
 
     def gathered(self, eqn: Any, parts: Sequence[Part]) -> list[Part]:
         """Run what no rule is known for on whole arrays, where that moves nothing or the nearest claim allows it."""
