@@ -188,6 +188,12 @@ def test_floors_no_room_exports_the_name_of_its_own_module():
     assert shadowed == []
 
 
+def test_floors_no_two_files_of_tests_have_one_name():
+    """pytest would import one of them in place of the other, and stop; alone, each is found."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert [name for name in {*names} if names.count(name) > 1] == []
+
+
 @pytest.mark.parametrize(
     ("room", "text", "fault"),
     [
