@@ -80,19 +80,19 @@ def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice
     `runs_on` too."""
     mesh, rank = x.layout.mesh, len(x.shape)
     present = dict.fromkeys((*x.layout.mesh_axes, *w.layout.mesh_axes, *mesh.axis_names))  # in the order they lie in
-    names = [name for name in present if mesh.shape[name] > 1]
-    loops = (*(["row"] if rank > 1 else []), *(["sequence"] if rank > 2 else []), "column", "reduction", "none")
+    names = [name for name in present if mesh.shape[name] >= 2]
+    loops = (*(["row"] if rank >= 2 else []), *(["sequence"] if rank >= 3 else []), "column", "reduction", "none")
     found: list[Choice] = []
     split: dict[str, Any]
     # A batch that is split stays so where w is whole: one product must not gather it for all that follow.
-    batch = set(x.layout.axes[0] if rank > 1 else ()) - set(w.layout.mesh_axes)
+    batch = set(x.layout.axes[0] if rank >= 2 else ()) - set(w.layout.mesh_axes)
     for taken in itertools.product(*(["row"] if name in batch else loops for name in names)):
         split = {loop: tuple(n for n, its in zip(names, taken, strict=True) if its == loop) for loop in loops}
         split.pop("none")
-        for output in (None, "scatter") if split["reduction"] and rank > 1 else (None,):
+        for output in (None, "scatter") if split["reduction"] and rank >= 2 else (None,):
             strategy = Strategy(mesh, **split, output=output)
             sizes = strategy.splits(x.shape, *w.shape)
-            if all(size % _ways(on, names) == 0 for _, size, names, _ in sizes for on in (mesh, runs_on)):
+            if not any(size % _ways(on, names) for _, size, names, _ in sizes for on in (mesh, runs_on)):
                 found.append(_priced(x, w, strategy, itemsize))
     return sorted(found, key=lambda choice: (choice.cost, choice.wire, choice.collectives))
 

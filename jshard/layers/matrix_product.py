@@ -87,7 +87,7 @@ def _names_a_strategy(signal: Signal) -> bool:
 def _mesh_of(x: Any, w: Any) -> Mesh:
     """Return the mesh of the operands, which is the loaded one unless they were placed on some devices of it."""
     found = [layout.mesh for layout in map(Layout.of, (x, w)) if layout is not None and isinstance(layout.mesh, Mesh)]
-    if len(set(found)) > 1:
+    if len(set(found)) >= 2:
         raise JShardError(
             f"jshard.matmul of arrays on different devices: x on {_devices(found[0])}, w on {_devices(found[1])}",
             hint="place both under one signal: jshard.signal.tensor(x, name=...)",

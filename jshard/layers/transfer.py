@@ -85,7 +85,7 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
         chosen.append(each)
     shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
     meshes = list(dict.fromkeys(each.mesh for each in shardings if isinstance(each, NamedSharding)))
-    if len(meshes) > 1:
+    if len(meshes) >= 2:
         raise JShardError(
             f"jshard.move to {len(chosen)} devices of what lies on {len(meshes)} meshes",
             hint="say which mesh it shall lie on: jshard.move(model, mesh)",

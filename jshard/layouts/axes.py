@@ -91,7 +91,7 @@ def spread(
             some.append(left.pop(0))
         if some:
             yield factor, tuple(some)
-        if rest > 1:
+        if rest >= 2:
             return
 
 
@@ -190,7 +190,7 @@ def _convolution(params: Any, new: _New, given: Any, made: Any) -> Any:
     batch, features = numbers.lhs_spec[:2]
     of_kernel, into = numbers.rhs_spec[0], numbers.rhs_spec[1]
     groups, batches = params["feature_group_count"], params["batch_group_count"]
-    group, batch_group = new(groups), new(batches)
+    group, batch_group = (new(groups) if groups >= 2 else ()), (new(batches) if batches >= 2 else ())
     rows, summed = new(given[0][batch] // batches), new(given[1][into], "sum")
     made_of = new(given[1][of_kernel] // (groups * batches))
     x[batch], x[features], w[into] = (*batch_group, *rows), (*group, *summed), summed
@@ -251,7 +251,7 @@ def _gather(params: Any, new: _New, given: Any, made: Any) -> Any:
             table.append(indices[together[axis]])
             continue
         looked_up = axis in numbers.start_index_map
-        whole = size == n and not looked_up
+        whole = size >= n and not looked_up
         table.append(new(n) if whole else new(n, LOOKUP if looked_up and size == 1 else FIXED))
         if axis not in numbers.collapsed_slice_dims:
             window.append(table[axis] if whole else new(size, FIXED))
@@ -279,7 +279,7 @@ def _scatter(params: Any, new: _New, given: Any, made: Any) -> Any:
         if axis not in to:
             updates.append(next(rows))
         else:
-            updates.append(table[to[axis]] if n == given[0][to[axis]] else new(n, FIXED))
+            updates.append(table[to[axis]] if n >= given[0][to[axis]] else new(n, FIXED))
     return [tuple(table), (*indices, new(given[1][-1], FIXED)), tuple(updates)], [tuple(table)]
 
 
@@ -315,7 +315,7 @@ def _pad(params: Any, new: _New, given: Any, made: Any) -> Any:
     return [_with_fixed(given[0], kept, new), ()], [_with_fixed(made[0], kept, new)]
 
 
-_windowed = _along(also=lambda p: [axis for axis, size in enumerate(p["window_dimensions"]) if size > 1])
+_windowed = _along(also=lambda p: [axis for axis, size in enumerate(p["window_dimensions"]) if size >= 2])
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),

@@ -33,7 +33,7 @@ def gather(x: Any, *, root: int | None = None) -> Any:
         return x if root in (None, jax.process_index()) else None
     if not isinstance(x, Tracer):
         return _gather(x, root)
-    if root is not None and jax.process_count() > 1:
+    if root is not None and jax.process_count() >= 2:
         raise JShardError(
             "jshard.gather to one root can't be differentiated or compiled, as the others would have nothing to go on with",
             hint="use jshard.gather(x), without root",
@@ -73,9 +73,9 @@ def check_root(op_name: str, root: int | None) -> None:
     """An error when there is no process `root`."""
     count = jax.process_count()
     if root is not None and root not in range(count):
-        there = "there is one process" if count == 1 else f"there are {count} processes"
+        there = "there is one process" if count < 2 else f"there are {count} processes"
         raise JShardError(
-            f"{op_name} names root {root!r}, but {there}", hint="use 0" if count == 1 else f"use 0 to {count - 1}"
+            f"{op_name} names root {root!r}, but {there}", hint="use 0" if count < 2 else f"use 0 to {count - 1}"
         )
 
 

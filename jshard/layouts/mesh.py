@@ -21,7 +21,7 @@ AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 def build_mesh(sizes: Mapping[str, int], *, axis_types: str = "explicit", label: str = "the mesh") -> Mesh:
     """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `label` opens the errors."""
     present = jax.devices()
-    given = {name: size for name, size in sizes.items() if size != -1}
+    given = {name: size for name, size in sizes.items() if size >= 1}
     open_axis = next((name for name in sizes if name not in given), None)
     if open_axis is not None:
         known = math.prod(given.values())

@@ -120,7 +120,7 @@ def _sending(doors: Mesh, source: int, targets: tuple[int, ...], *, everyone: bo
 
 def tell(doors: Mesh, call: dict[str, Any]) -> list[dict[str, Any]]:
     """What each process says of the call it makes, told to all of them."""
-    if doors.size == 1:
+    if doors.size < 2:
         return [call]
     note = json.dumps(call).encode()
     assert len(note) <= NOTE, call
@@ -131,7 +131,7 @@ def tell(doors: Mesh, call: dict[str, Any]) -> list[dict[str, Any]]:
 def is_shared(op_name: str, x: jax.Array, to: str, doors: Mesh) -> bool:
     """Whether `x` is one array of all processes, and not one of its own in each; an error when it is neither, or when it
     goes elsewhere `to` on one of them."""
-    if doors.size == 1:
+    if doors.size < 2:
         return True
     devices, me = x.sharding.device_set, jax.process_index()
     what = f"{x.dtype}{list(x.shape)} on {listed(devices)}"
@@ -158,7 +158,7 @@ def listed(devices: Iterable[Device]) -> str:
     """Devices by number, in a few words that differ when they do."""
     numbers = numbers_of(devices)
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"device {numbers[0]}" if len(numbers) == 1 else f"devices {numbers[0]} to {numbers[-1]}"
+        return f"devices {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"device {numbers[0]}"
     if len(numbers) <= 16:
         return f"devices {', '.join(map(str, numbers))}"
     return (

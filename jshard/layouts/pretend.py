@@ -42,7 +42,7 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
         if there < count or (platforms == "cpu" and jax.default_backend() != "cpu"):
             raise JShardError(
                 f"{count} devices can't be pretended: JAX has already started with {there} CPU "
-                f"{'device' if there == 1 else 'devices'}",
+                f"{'device' if there < 2 else 'devices'}",
                 hint=f"call jshard.pretend({count}) before anything that makes an array, or start Python with "
                 f"JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={THREADS_PER_DEVICE * count}",
             ) from started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,12 +26,12 @@ Axes = tuple[tuple[str, ...], ...]
 @dataclasses.dataclass(frozen=True)
 class Move:
     """One step: `slice` splits `axis` over `mesh_axis` (no collective), `all_gather` makes it whole again, and
-    `all_to_all` takes `mesh_axis` from `source` to `axis`."""
+    `all_to_all` takes `mesh_axis` from `source` to `axis`, which are one axis for the others."""
 
     kind: str
     mesh_axis: str
     axis: int
-    source: int = -1
+    source: int
 
 
 def plan_moves(source: Axes, target: Axes) -> tuple[Move, ...]:
@@ -40,29 +41,23 @@ def plan_moves(source: Axes, target: Axes) -> tuple[Move, ...]:
     want = [list(names) for names in target]
     moves: list[Move] = []
 
-    def common(axis: int) -> int:
-        count = 0
-        while count < min(len(have[axis]), len(want[axis])) and have[axis][count] == want[axis][count]:
-            count += 1
-        return count
-
-    def surplus(axis: int) -> bool:
-        return len(have[axis]) > common(axis)
+    def beyond(axis: int) -> tuple[list[str], list[str]]:
+        """What each has behind what both begin with."""
+        pairs = zip(have[axis], want[axis], strict=False)
+        count = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        return have[axis][count:], want[axis][count:]
 
     while have != want:
         used = {name for names in have for name in names}
-        ready = {
-            axis: want[axis][common(axis)]
-            for axis in range(len(have))
-            if have[axis] != want[axis] and not surplus(axis)
-        }
+        apart = [beyond(axis) for axis in range(len(have))]
+        ready = {axis: missing[0] for axis, (surplus, missing) in enumerate(apart) if missing and not surplus}
         free = next(((axis, name) for axis, name in ready.items() if name not in used), None)
         if free is not None:
             axis, name = free
             have[axis].append(name)
-            moves.append(Move("slice", name, axis))
+            moves.append(Move("slice", name, axis, axis))
             continue
-        ends = [axis for axis in range(len(have)) if surplus(axis)]
+        ends = [axis for axis, (surplus, _) in enumerate(apart) if surplus]
         swap = next(((axis, to) for axis in ends for to, name in ready.items() if have[axis][-1] == name), None)
         if swap is not None:
             axis, to = swap
@@ -70,7 +65,7 @@ def plan_moves(source: Axes, target: Axes) -> tuple[Move, ...]:
             moves.append(Move("all_to_all", have[to][-1], to, axis))
             continue
         axis = next((axis for axis in ends if not any(have[axis][-1] in names for names in want)), ends[0])
-        moves.append(Move("all_gather", have[axis].pop(), axis))
+        moves.append(Move("all_gather", have[axis].pop(), axis, axis))
     return tuple(moves)
 
 
@@ -92,12 +87,13 @@ take_slice.defvjp(
 def move(x: jax.Array, moves: Sequence[Move]) -> jax.Array:
     """The steps, on one device's part (inside shard_map)."""
     for step in moves:
-        if step.kind == "slice":
-            x = take_slice(x, step.mesh_axis, step.axis)
-        elif step.kind == "all_gather":
-            x = lax.all_gather(x, step.mesh_axis, axis=step.axis, tiled=True, to="invarying")
-        else:
-            x = lax.all_to_all(x, step.mesh_axis, split_axis=step.axis, concat_axis=step.source, tiled=True)
+        match step.kind:
+            case "slice":
+                x = take_slice(x, step.mesh_axis, step.axis)
+            case "all_gather":
+                x = lax.all_gather(x, step.mesh_axis, axis=step.axis, tiled=True, to="invarying")
+            case _:
+                x = lax.all_to_all(x, step.mesh_axis, split_axis=step.axis, concat_axis=step.source, tiled=True)
     return x
 
 

@@ -115,7 +115,7 @@ def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[La
         if process == root and given["kind"] == "none":
             raise JShardError(
                 f"process {root} is the root of jshard.scatter and gave no array",
-                hint=f"write {here}" if doors.size > 1 else "give it one",
+                hint=f"write {here}" if doors.size >= 2 else "give it one",
             )
         if process != root and given["kind"] != "none" and given.get("shape") != [0]:
             raise JShardError(

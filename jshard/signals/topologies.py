@@ -41,8 +41,8 @@ def fault_of(name: str) -> tuple[str, str] | None:
         counts = f"{shapes.axes} sizes" if shapes.axes else "one count"
         sizes = [f"{chip}:{each}" for each in shapes.examples[:4]]
         return f"{chip} takes {counts} after the colon", f"use {listed(sizes)}"
-    if shapes.host and int(size) > shapes.host and int(size) % shapes.host:
-        below = int(size) // shapes.host * shapes.host
+    below = int(size) // shapes.host * shapes.host if shapes.host else 0
+    if below and int(size) % shapes.host:
         fault = f"its hosts have {shapes.host} GPUs each, and the last would not be full"
         return fault, f"use {chip}:{below} or {chip}:{below + shapes.host}"
     return None
@@ -58,7 +58,7 @@ def fitted(sizes: Mapping[str, int], mesh_place: Place, name: str, place: Place 
     """The sizes of a mesh that takes all devices of a topology, -1 worked out. `place` is where the topology is written,
     None where it was asked for by `--topology`."""
     devices = devices_of(name)
-    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fixed = abs(math.prod(sizes.values()))
     is_open = -1 in sizes.values()
     if (devices // fixed * fixed if is_open else fixed) != devices:
         has = f"{'fixes' if is_open else 'has'} {fixed:,} devices"
@@ -67,7 +67,7 @@ def fitted(sizes: Mapping[str, int], mesh_place: Place, name: str, place: Place 
             f"jshard.mesh ({mesh_place}) {has}, and {there} has {devices:,}",
             hint=hint_of(fixed, name, "use --topology " if place is None else "write topology: "),
         )
-    return {axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}
+    return {axis: size if size >= 1 else devices // fixed for axis, size in sizes.items()}
 
 
 def hint_of(devices: int, name: str, words: str, whose: str = "its sizes") -> str:
@@ -108,4 +108,4 @@ def written(name: str) -> str:
 
 def _nearest_size(size: str, chip: str) -> str:
     examples = SHAPES[chip].examples
-    return size if size in examples else nearest(size, examples) or examples[min(3, len(examples) - 1)]
+    return size if size in examples else nearest(size, examples) or examples[3]

@@ -178,8 +178,11 @@ def test_move_refuses_where_nothing_can_go(mesh):
         ({"w": x}, mesh(b=2), 'jshard.move: w lies over mesh axis "a", which the mesh {b: 2} does not have; '
          "give the mesh an axis a, if only of size 1"),
         ({"w": x}, mesh(a=3 * 2), 'jshard.move: w splits axis 0 of size 8 over mesh axis "a" of size 6; use 6 or 12, or pad'),
+        ({"w": x}, [0, -1], "jshard.move to device -1, but 8 are here; use 0 to 7"),
         ({"w": x}, [0, 8], "jshard.move to device 8, but 8 are here; use 0 to 7"),
         ({"w": x}, [0, 1, 2], "jshard.move to 3 devices, over which the mesh {a: 4} can't be made smaller; "
+         "give it a number of devices that divides 4, or a mesh"),
+        ({"w": x}, [], "jshard.move to 0 devices, over which the mesh {a: 4} can't be made smaller; "
          "give it a number of devices that divides 4, or a mesh"),
         ({"w": x, "v": y}, [0, 1], "jshard.move to 2 devices of what lies on 2 meshes; "
          "say which mesh it shall lie on: jshard.move(model, mesh)"),

@@ -334,6 +334,6 @@ def test_a_shard_map_or_kernel_of_the_models_own_is_one_sentence(mesh, f, primit
         partition.Program(mesh(data=8), jaxpr, [partition.Input((("data",),))])
     line = f.__code__.co_firstlineno + (2 if f is mapped else 1)
     assert str(error.value) == (
-        f"test_partition_rules.py:{line} calls {primitive}, which has collectives and devices of its own; leave that part of "
-        "the model out of jshard.shard, or give the model its path without it"
+        f"test_partition_rules.py:{line} calls {primitive}, which has collectives and devices of its own; give the model "
+        "its path without it, or write axis_types: auto under jshard, to leave the program to XLA"
     )

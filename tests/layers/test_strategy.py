@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cases
 import jax
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from jshard.errors import JShardError
 from jshard.layers import MLP, Linear, matmul, mean, sum
 from jshard.layers.strategy import Strategy, strategy_of
 from jshard.layouts import Layout, redistribute
-from jshard.signals.active_config import load, mesh, unload
+from jshard.signals.active_config import configuration, load, mesh, unload
 from jshard.signals.scope import signal
+from jshard.signals.signal import Shard, Signal
 
 CONFIG = """\
 jshard:
@@ -31,11 +33,13 @@ sequence: {row: data, column: tensor, sequence: tensor}
 gt: {shard: {axis: 0, workers: null}}
 gt2: {shard: {axis: 2, workers: null}}
 zero1: {row: data, store: {optimizer: data}}
+between: {sequence: tensor}
+between sums: {reduction: tensor, sequence: tensor}
 """
 
 
 @pytest.fixture(autouse=True)
-def configuration(tmp_path, monkeypatch):
+def loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(CONFIG)
     load("c.yaml")
@@ -99,6 +103,13 @@ CALLED = {
         "scattered",
         (6, 16),
     ): 'signal "scattered" (c.yaml:7) splits 6 rows over mesh axis "tensor" of size 4; use 4 or 8, or pad',
+    (
+        "between",
+        (16,),
+    ): 'signal "between" (c.yaml:16) splits rows over mesh axis "tensor", but x has one axis; give x a batch axis: x[None]',
+    ("between sums", (4, 6, 16)): (
+        'signal "between sums" (c.yaml:17) splits 6 sequence positions over mesh axis "tensor" of size 4; use 4 or 8, or pad'
+    ),
     ("sequence", (4, 6, 16)): (
         'signal "sequence" (c.yaml:12) splits 6 sequence positions over mesh axis "tensor" of size 4; use 4 or 8, or pad'
     ),
@@ -187,6 +198,33 @@ def test_redistributing_what_does_not_divide_is_one_sentence():
 # -- what the words mean --
 
 
+def test_layouts_are_those_of_the_table_of_cases():
+    """Not one program: tests/layers/test_linear.py has what they cost."""
+    for case in cases.on("2x2x2"):
+        load(case.configuration("2x2x2"))
+        strategy = strategy_of(configuration().lookup(("layer",)))
+        found = {
+            "x": strategy.x(case.rank),
+            "kernel": strategy.kernel(),
+            "bias": strategy.bias(),
+            "y": strategy.y(case.rank),
+        }
+        assert {array: layout.spec for array, layout in found.items()} == {
+            array: case.spec(array) for array in found
+        }, case.name
+
+
+def test_gt_words_are_rows_columns_or_whole():
+    on, both = mesh(), ("data", "tensor")
+    for shard, expected in (
+        (Shard(0), {"row": both, "store": both}), (Shard(1), {"column": both}), (Shard(-1), {"column": both}),
+        (Shard(0, replicated=True), {}), (Shard(None), {}),
+    ):  # fmt: skip
+        assert strategy_of(Signal("a", shard=shard)) == Strategy(on, **expected)
+    with pytest.raises(JShardError):
+        strategy_of(Signal("a", shard=Shard(-2)))
+
+
 def test_gt_axis_0_is_rows_with_the_kernel_at_rest_by_rows():
     with signal("gt"):
         layer = Linear(16, 8, rngs=nnx.Rngs(0))
@@ -196,11 +234,9 @@ def test_gt_axis_0_is_rows_with_the_kernel_at_rest_by_rows():
 
 def test_equal_signals_are_one_strategy():
     load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "a": {"row": "data"}, "b": {"row": ["data"]}})
-    from jshard.signals.active_config import configuration
-
-    loaded = configuration()
-    assert loaded is not None
-    a, b = (strategy_of(loaded.lookup((name,))) for name in "ab")
+    present = configuration()
+    assert present is not None
+    a, b = (strategy_of(present.lookup((name,))) for name in "ab")
     assert a == b == Strategy(mesh(), row=("data",))
     assert hash(a) == hash(b)
 

@@ -147,6 +147,7 @@ def test_the_mesh_that_is_set_is_present(grid):
 def test_mesh_takes_what_is_left_for_an_open_size():
     assert dict(build_mesh({"data": -1, "tensor": 4}).shape) == {"data": 2, "tensor": 4}
     assert [*build_mesh({"tensor": 4, "data": -1}).shape.items()] == [("tensor", 4), ("data", 2)]
+    assert dict(build_mesh({"data": -1, "tensor": 1}).shape) == {"data": 8, "tensor": 1}
     assert dict(build_mesh({"data": 2}).shape) == {"data": 2}
     assert [device.id for device in build_mesh({"data": 2, "tensor": 4}).devices.flat] == list(range(8))
 
@@ -197,12 +198,13 @@ def test_a_mesh_that_does_not_fit_the_machine():
     )
 
 
-def test_a_mesh_that_does_not_fit_one_device(monkeypatch):
-    one = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda: one)
-    assert sentence(build_mesh, {"data": 2}) == (
-        "the mesh asks for data 2 = 2 devices, but 1 is here; "
-        "make it smaller, or pretend with JAX_NUM_CPU_DEVICES=2 PJRT_NPROC=4 JAX_PLATFORMS=cpu"
+@pytest.mark.parametrize(("count", "are"), [(1, "1 is"), (2, "2 are")])
+def test_a_mesh_that_does_not_fit_one_device_or_two(monkeypatch, count, are):
+    some = jax.devices()[:count]
+    monkeypatch.setattr(jax, "devices", lambda: some)
+    assert sentence(build_mesh, {"data": 4}) == (
+        f"the mesh asks for data 4 = 4 devices, but {are} here; "
+        "make it smaller, or pretend with JAX_NUM_CPU_DEVICES=4 PJRT_NPROC=8 JAX_PLATFORMS=cpu"
     )
 
 

@@ -172,6 +172,21 @@ def test_gather_hands_back_what_is_on_the_host():
     assert jshard.gather(2.0) == 2.0
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_gather_to_one_root_is_no_part_of_a_program_of_several_processes(monkeypatch, count):
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    to_one = lambda: jax.eval_shape(lambda x: jshard.gather(x, root=0), jnp.ones(2))
+    if count == 1:
+        assert to_one().shape == (2,)
+        return
+    with pytest.raises(JShardError) as raised:
+        to_one()
+    assert str(raised.value) == (
+        "jshard.gather to one root can't be differentiated or compiled, as the others would have nothing to go on with; "
+        "use jshard.gather(x), without root"
+    )
+
+
 def test_scatter_reads_a_mapped_file_block_by_block(mesh, tmp_path, monkeypatch):
     monkeypatch.setattr(boxes, "BLOCK", 64)
     np.save(tmp_path / "x.npy", np.arange(64, dtype=np.float32).reshape(8, 8))
@@ -187,9 +202,11 @@ def test_parts_that_only_touch_share_nothing():
 
 def test_blocks_cover_a_part_and_are_of_one_shape(monkeypatch):
     monkeypatch.setattr(boxes, "BLOCK", 100)
-    for box in (((3, 10), (2, 15)), ((0, 1), (0, 203)), ((1, 8), (0, 8)), ((5, 6),), ()):
+    for box, shape in (
+        (((3, 10), (2, 15)), (1, 13)), (((0, 1), (0, 203)), (1, 25)), (((1, 8), (0, 8)), (3, 8)), (((5, 6),), (1,)), ((), ()),
+    ):  # fmt: skip
         found = list(blocks(box, 4))
-        assert len({boxes.lengths(block) for block in found}) == 1
+        assert {boxes.lengths(block) for block in found} == {shape}
         covered = np.zeros([end for _, end in box])
         for block in found:
             assert boxes.is_inside(block, box)
@@ -197,12 +214,14 @@ def test_blocks_cover_a_part_and_are_of_one_shape(monkeypatch):
             covered[boxes.index(block)] = 1
         assert covered.sum() == np.prod(boxes.lengths(box))
     assert list(blocks(((0, 0), (0, 8)), 4)) == []
+    assert boxes.index(((2, 4), (5, 6)), ((1, 9), (5, 7))) == (slice(1, 3), slice(0, 1))
 
 
 def test_blocks_of_all_shapes_travel_as_few_numbers_of_words():
     shapes = [(rows, columns, size) for rows in range(1, 600) for columns in (1, 7, 300) for size in (1, 2, 4, 8)]
     counts = {word_count(((0, rows), (0, columns)), size): rows * columns * size for rows, columns, size in shapes}
     assert sorted(counts) == [2**power for power in range(8, 20)]
+    assert [word_count(((0, many),), 1) for many in (1024, 1025, 2048, 2049)] == [256, 512, 512, 1024]
     for rows, columns, size in shapes:
         assert 4 * word_count(((0, rows), (0, columns)), size) >= rows * columns * size
 

@@ -41,6 +41,9 @@ def localized(eqn: Any, found: Factors, choice: Choice, sizes: Mapping[str, int]
         numbers = params["dimension_numbers"]
         axes = {"feature_group_count": numbers.lhs_spec[1], "batch_group_count": numbers.lhs_spec[0]}
         # the groups are the major factor of their axis
-        split = {key: axes_of((found.operands[0][axis][:1],), choice) for key, axis in axes.items()}
+        split = {
+            key: axes_of((found.operands[0][axis][:1] if params[key] >= 2 else (),), choice)
+            for key, axis in axes.items()
+        }
         return {key: local_shape((params[key],), of, sizes)[0] for key, of in split.items()}
     return {}

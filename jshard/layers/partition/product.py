@@ -25,8 +25,7 @@ def settle(parts: list[Part], found: Factors) -> None:
             for at, of in zip(part.of, found.operands[number], strict=True):
                 kinds = {found.kinds[factor] for factor in of}
                 if at is not None and of:
-                    larger = {factor for factor in of if found.sizes[factor] > 1} or set(of)  # one group is none
-                    kept = "batch" if others & larger else "column"
+                    kept = "batch" if others & set(of) else "column"
                     roles[at] = "reduction" if kinds <= {"sum", LOOKUP} else kept if kinds == {KEPT} else None
             part.parameter.decide(roles)
             part.settle()
