@@ -1,24 +1,30 @@
-"""What a jaxpr holds, read without running it: every equation, the meshes, and where numbers are made coarser to be summed."""
+"""What a jaxpr holds, read without running it: what stands in the way of a proof, the meshes, and where numbers are made
+coarser to be summed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jshard.inspect.verify.exact_surrogates import COLLECTIVE_SUMS, NONLINEAR, OPAQUE, POSITIVE, SIGNED, SUMS, is_float
+from jshard.inspect.ledger.jaxpr_walk import Around
+from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, PROVABLE, SUMS, is_scrambled, touches_floats
 from jshard.jaxprs import bare, called, equations, inner, scanned
+from jshard.provenance import Cause, source_of
+
+Names = frozenset[str]
+NONE: Names = frozenset()
+OUTSIDE = Around()
+COMPARISON = "comparison"  # by the order of whole numbers, which none has modulo a prime
+Asked = Callable[[tuple[str, ...]], Names]  # the dtypes that the signals of a path ask for
 
 
 def inexact_operations(jaxpr: Any) -> list[str]:
     """The names of the operations of a jaxpr that run by a stand-in."""
-    return sorted({name for eqn in equations(jaxpr) for name in _stood_in(eqn)})
-
-
-Names = frozenset[str]
-NONE: Names = frozenset()
+    return sorted({name for eqn in equations(jaxpr) for name in _stood_in(eqn)} - {COMPARISON})
 
 
 def inexact_on_the_way(jaxpr: Any) -> list[Names]:
@@ -28,14 +34,9 @@ def inexact_on_the_way(jaxpr: Any) -> list[Names]:
 
 def _stood_in(eqn: Any) -> Names:
     name = eqn.primitive.name
-    if (name in POSITIVE or name in SIGNED or name == "div") and is_float(eqn.outvars[0].aval) and not is_identity(eqn):
-        return frozenset(["division" if name == "div" else name])
-    return NONE
-
-
-def is_identity(eqn: Any) -> bool:
-    """A first power, as moments of a gradient are written."""
-    return eqn.primitive.name == "integer_pow" and eqn.params["y"] == 1
+    if is_scrambled(eqn):
+        return frozenset([name])
+    return frozenset([COMPARISON]) if name in ORDERED and name != "select_n" and touches_floats(eqn) else NONE
 
 
 def _reached(jaxpr: Any, given: Sequence[Names]) -> list[Names]:
@@ -76,8 +77,65 @@ def meshes_in(jaxpr: Any) -> list[Any]:
     return [eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
 
 
-def sums_in(jaxpr: Any) -> bool:
-    return any(eqn.primitive.name in SUMS | OPAQUE and is_float(eqn.outvars[0].aval) for eqn in equations(jaxpr))
+@dataclasses.dataclass(frozen=True)
+class Obstacle:
+    """An operation that numbers modulo a prime can't stand for."""
+
+    primitive: str
+    cause: Cause
+
+    def __str__(self) -> str:
+        cause = self.cause
+        at = f' in signal "{cause.signal}"' if cause.path else f" at {cause.source}" if cause.source else ""
+        return f"{self.primitive}{at} has no exact stand-in"
+
+
+def obstacle(jaxpr: Any, platform: str) -> Obstacle | None:
+    """The first operation of a jaxpr that can't be proven in every bit on devices of `platform`."""
+    for outer in bare(jaxpr).eqns:
+        for eqn, here, _ in _leaves([outer]):
+            if _stops(eqn, platform):
+                cause = here.blamed(eqn)
+                return Obstacle(eqn.primitive.name, dataclasses.replace(cause, source=cause.source or source_of(outer)))
+    return None
+
+
+def _stops(eqn: Any, platform: str) -> bool:
+    name = eqn.primitive.name
+    if name == "while":  # how often it runs would hang on numbers that stand for others
+        return any(map(touches_floats, equations(eqn.params["cond_jaxpr"])))
+    if name == "conv_general_dilated" and platform == "gpu" and touches_floats(eqn):  # cuDNN has none of whole numbers
+        return True
+    dtypes = (getattr(variable.aval, "dtype", jnp.int32) for variable in (*eqn.invars, *eqn.outvars))
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes) or (
+        touches_floats(eqn) and name not in PROVABLE
+    )
+
+
+def narrowest_sum(jaxpr: Any, asked: Asked) -> float:
+    """The last bit of the narrowest dtype, of 16 bits or fewer, that something is summed in or rounded to; zero where none is.
+    What nobody asked to be rounded before a sum over devices is left out, lest it excuse itself."""
+    last = 0.0
+    for eqn, here, narrowed in _leaves(bare(jaxpr).eqns, narrowed_for_a_sum(bare(jaxpr))):
+        if eqn.primitive.name in SUMS or eqn.primitive.name == "convert_element_type":
+            dtype = getattr(eqn.outvars[0].aval, "dtype", jnp.int32)
+            of_sum = any(_is_in(v, narrowed) for v in (*eqn.invars, *eqn.outvars))
+            if jnp.issubdtype(dtype, jnp.floating) and (not of_sum or str(dtype) in asked(here.cause.path)):
+                last = max(last, float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0)
+    return last
+
+
+def _leaves(
+    eqns: Sequence[Any], narrowed: Set[Any] = frozenset(), around: Around = OUTSIDE
+) -> Iterator[tuple[Any, Around, Set[Any]]]:
+    """Every equation that runs by itself, and every while loop, with what is around it and what its jaxpr narrows for sums."""
+    for eqn in eqns:
+        here, name = around.entering(eqn), eqn.primitive.name
+        held = name in ("shard_map", "scan", "while", "cond") or called(eqn) is not None
+        if not held or name == "while":
+            yield eqn, here, narrowed
+        for each in inner(eqn) if held else ():
+            yield from _leaves(each.eqns, narrowed_for_a_sum(each), here)
 
 
 def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:
@@ -115,13 +173,5 @@ def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:
     return found
 
 
-def needed_whole(jaxpr: Any) -> set[Any]:
-    """The variables that something not linear is computed from, here or in a call: no terms of a sum are left to add."""
-    found: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        needed = eqn.invars if eqn.primitive.name in NONLINEAR else []
-        if (body := called(eqn)) is not None:
-            inside = needed_whole(bare(body))
-            needed = [outer for outer, given in zip(eqn.invars, bare(body).invars, strict=True) if given in inside]
-        found |= {variable for variable in needed if not isinstance(variable, Literal)}
-    return found
+def _is_in(variable: Any, some: Set[Any]) -> bool:
+    return not isinstance(variable, Literal) and variable in some

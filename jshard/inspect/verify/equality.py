@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,22 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.inspect.verify.dataflow import inexact_on_the_way, inexact_operations, meshes_in
+from jshard.inspect.verify.dataflow import (
+    COMPARISON,
+    inexact_on_the_way,
+    inexact_operations,
+    meshes_in,
+    narrowest_sum,
+    obstacle,
+)
 from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
-from jshard.inspect.verify.inputs import RANGES, InputRange, Program
+from jshard.inspect.verify.inputs import Program
 from jshard.inspect.verify.interpreter import Evaluation, quickly
-from jshard.inspect.verify.records import Note, excess
+from jshard.inspect.verify.misfits import misfits
+from jshard.inspect.verify.records import Note
+from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.verification import Finding, Verification, in_words
+from jshard.jaxprs import equations
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import build_mesh, with_axis_types
 from jshard.layouts.put import on_host, raw
@@ -39,32 +49,59 @@ def verify(
     """Whether `f(*args)` is the same on the configured mesh as on one device: the value and the gradients of all
     floating-point arguments, or what a training step returns and leaves behind.
 
-    Unsharded is the same program on a mesh of the same axes, each of size one. Both run on the same small whole numbers
-    instead of the arguments' own, with stand-ins for what is not exact on them, so that equal means equal in every bit;
-    where that can't be had, the line says why and within which tolerance. `meshes` are further sizes to try:
+    Unsharded is the same program on a mesh of the same axes, each of size one. Both run on the same whole numbers modulo a
+    prime instead of the arguments' own, with stand-ins for what has no meaning there (exp, rsqrt), so that equal means equal
+    in every bit; where that can't be had, the line says why, and how large a deviation it would have caught. `meshes` are
+    further sizes to try:
 
         print(jshard.verify(loss, model, x, y, meshes=[{"data": 4, "tensor": 2}]))
     """
+    with _bar(4 * (len(meshes) + 2)) as tell:
+        return _verified(Program(f, args, kwargs, backward), meshes, tolerance, tell)
+
+
+def _verified(
+    program: Program, meshes: Sequence[Mapping[str, int]], tolerance: float, tell: Callable[[str], None]
+) -> Verification:
     configured = mesh()
-    program = Program(f, args, kwargs, backward)
-    sides = [_Side(program, configured, configured)]
+    sides = [_Side(program, configured, configured, tell)]
     try:
         sides[0].trace()
     except Untyped:  # a jshard.step on an auto mesh: the same, where types say how arrays lie
         configured = with_axis_types(configured, "explicit")
-        sides = [_Side(program, configured, configured)]
+        sides = [_Side(program, configured, configured, tell)]
     _check_own(program, sides[0].trace()[0])
-    trial = _Trial(program, _Side(program, _of_ones(configured), configured), tolerance)
-    sides += [_Side(program, _resized(configured, sizes), configured) for sizes in meshes]
-    for side in (trial.reference, *sides[1:]):
+    reference = _Side(program, _of_ones(configured), configured, tell)
+    sides += [_Side(program, _resized(configured, sizes), configured, tell) for sizes in meshes]
+    for side in (reference, *sides[1:]):
         _traced_elsewhere(side)
+    trial = _Trial(program, reference, sides, tolerance)
     findings: list[Finding] = []
     begins: list[FirstDivergence] = []
     for side in sides:
         more, begin = trial.against(side)
         findings += more
         begins += [begin] if begin is not None else []
-    return Verification(tuple(findings), tuple(begins), trial.words)
+    return Verification(tuple(findings), tuple(begins), trial.words, misfits(sides[0].trace()[0]))
+
+
+@contextlib.contextmanager
+def _bar(steps: int) -> Iterator[Callable[[str], None]]:
+    """Draw what is being done, on a terminal and while it goes on; on nothing else."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("verify"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    is_drawn = console.is_terminal and jax.process_index() == 0
+    with Progress(*columns, console=console, transient=True, disable=not is_drawn) as bar:
+        task, done = bar.add_task("", total=steps), itertools.count()
+
+        def tell(what: str) -> None:
+            completed = next(done)
+            bar.update(task, description=what, completed=completed, total=max(steps, completed + 1))
+
+        yield tell
 
 
 def _check_own(program: Program, jaxpr: Any) -> None:
@@ -130,8 +167,8 @@ def _resized(configured: Mesh, sizes: Mapping[str, int]) -> Mesh:
 class _Side:
     """The program on one mesh."""
 
-    def __init__(self, program: Program, mesh: Mesh, configured: Mesh):
-        self.program, self.mesh, self.configured = program, mesh, configured
+    def __init__(self, program: Program, mesh: Mesh, configured: Mesh, tell: Callable[[str], None]):
+        self.program, self.mesh, self.configured, self.tell = program, mesh, configured, tell
         self.traced: tuple[Any, list[str], list[int]] | None = None
         self.compiled: dict[Evaluation, Any] = {}
 
@@ -141,7 +178,8 @@ class _Side:
 
     def trace(self) -> tuple[Any, list[str], list[int]]:
         if self.traced is None:
-            arrays = self.program.placed(self.program.probes(RANGES[0], 0), self.mesh)
+            self.tell(f"traces {self.program.title} for {in_words(self.sizes)}")
+            arrays = self.program.placed(self.program.natural(), self.mesh)
             with self.here():
                 self.traced = self.program.trace(arrays)
         return self.traced
@@ -158,6 +196,7 @@ class _Side:
     def run(self, how: Evaluation, numbers: list[Any]) -> tuple[list[np.ndarray], list[Note]]:
         """The results that are made, and the notes, as numpy arrays."""
         jaxpr, _, made = self.trace()
+        self.tell(f"{'runs' if how in self.compiled else 'compiles'} {self.program.title} on {in_words(self.sizes)}")
         if how not in self.compiled:
 
             def evaluated(arrays: list[Any]) -> Any:
@@ -173,25 +212,21 @@ class _Side:
 class _Trial:
     """The reference, run once for each draw, and every other mesh against it."""
 
-    def __init__(self, program: Program, reference: _Side, tolerance: float):
+    def __init__(self, program: Program, reference: _Side, sides: Sequence[_Side], tolerance: float):
         self.program, self.reference, self.tolerance = program, reference, tolerance
-        self.certified = Evaluation(certify=True, asked=_asked)
+        jaxprs = [each.trace()[0] for each in (reference, *sides)]
+        platform = reference.mesh.devices.flat[0].platform
+        found = next(filter(None, (obstacle(jaxpr, platform) for jaxpr in jaxprs)), None)
+        self.modulus = None if found else modulus_for([eqn for jaxpr in jaxprs for eqn in equations(jaxpr)])
+        self.why = "" if self.modulus else str(found or "a sum has more terms than any modulus allows")
+        self.exactly = Evaluation(self.modulus, asked=_asked)
 
     @functools.cached_property
-    def draws(self) -> tuple[InputRange | None, dict[int, list[np.ndarray]], str]:
-        """The largest numbers for which every sum is exact, the reference's results on them by seed; else why not."""
-        why = ""
-        for input_range in RANGES:
-            results, notes = self.reference.run(self.certified, self.program.probes(input_range, SEEDS[0]))
-            why = _why_inexact(notes)
-            if not why:
-                found = {SEEDS[0]: results}
-                for seed in SEEDS[1:]:
-                    results, notes = self.reference.run(self.certified, self.program.probes(input_range, seed))
-                    if not _why_inexact(notes):
-                        found[seed] = results
-                return input_range, found, ""
-        return None, {}, why
+    def draws(self) -> dict[int, list[np.ndarray]]:
+        """The reference's results on whole numbers, by seed."""
+        if self.modulus is None:
+            return {}
+        return {seed: self.reference.run(self.exactly, self.program.probes(self.modulus, seed))[0] for seed in SEEDS}
 
     @functools.cached_property
     def stood_in(self) -> list[str]:
@@ -208,61 +243,57 @@ class _Trial:
     def natural(self) -> tuple[list[np.ndarray], float, list[float]]:
         """The reference's results by the true operations, the tolerance that its narrowest sums allow, and what each of the
         results allows: rounding may move it as far as it moves when the numbers that go in are moved by as much."""
-        how, numbers = dataclasses.replace(self.certified, stand_ins=False), self.program.natural()
-        results, notes = self.reference.run(how, numbers)
-        kinds = [jnp.finfo(note.where.dtype) for note in notes if note.where.kind in ("sum", "narrowing")]
-        last_bit = max([float(kind.eps) for kind in kinds if kind.bits < 32], default=0.0)
+        numbers = self.program.natural()
+        results, _ = self.reference.run(Evaluation(), numbers)
+        last_bit = narrowest_sum(self.reference.trace()[0], _asked)
         tolerance = max(self.tolerance, 4 * last_bit)
         allowed = [tolerance] * len(results)
         for seed in range(SHAKES):
-            shaken, _ = self.reference.run(how, _shaken(numbers, max(last_bit, 2.0**-23) / 2, seed))
+            shaken, _ = self.reference.run(Evaluation(), _shaken(numbers, max(last_bit, 2.0**-23) / 2, seed))
             pairs = zip(allowed, results, shaken, strict=True)
             allowed = [max(most, 2 * far) if np.isfinite(far := _off(*each)) else most for most, *each in pairs]
         return results, tolerance, allowed
 
     @property
     def words(self) -> str:
-        input_range, found, why = self.draws
-        if input_range is None:
-            return f"probes: none is exact (because: {why}), so numbers near the arguments' own"
+        if self.modulus is None:
+            return f"probes: none is exact (because: {self.why}), so numbers near the arguments' own"
         stand_ins = f"; stand-ins for {', '.join(self.stood_in)}" if self.stood_in else ""
-        draws = f"{len(found)} draw" + "s" * (len(found) != 1)
-        return f"probes: {input_range}, {draws}, every sum exact in any order{stand_ins}"
+        draws = f"probes: whole numbers modulo {self.modulus}, {len(SEEDS)} draws"
+        return f"{draws}, every sum exact in any order{stand_ins}"
 
     def against(self, side: _Side) -> tuple[list[Finding], FirstDivergence | None]:
-        input_range, found, why = self.draws
         _, names, made = self.reference.trace()
         names = [names[n] for n in made]
-        off: dict[str, float] = dict.fromkeys(names, 0.0)
-        seen: dict[str, bool] = dict.fromkeys(names, False)
+        differs, seen = [False] * len(names), [self.modulus is None] * len(names)
         failed: int | None = None
-        for seed, reference in found.items():
-            assert input_range is not None
-            results, _ = side.run(Evaluation(), self.program.probes(input_range, seed))
-            for name, one, far in zip(names, reference, _offs(reference, results), strict=True):
-                seen[name] |= bool(np.any(one))
-                off[name] = max(off[name], far)
-            failed = seed if failed is None and any(off.values()) else failed
-        verdicts = {name: ("differs" if off[name] else "bitwise", off[name], 0.0, "") for name in names}
-        loose = input_range is None or (failed is not None and bool(self.stood_in))
-        if loose:
+        for seed, reference in self.draws.items():
+            assert self.modulus is not None
+            results, _ = side.run(self.exactly, self.program.probes(self.modulus, seed))
+            offs = _offs(reference, results, self.modulus)
+            differs = [before or far > 0 for before, far in zip(differs, offs, strict=True)]
+            seen = [before or bool(np.any(one)) for before, one in zip(seen, reference, strict=True)]
+            failed = seed if failed is None and any(differs) else failed
+        verdicts = [("bitwise", 0.0, 0.0, "")] * len(names)
+        if self.modulus is None or failed is not None:  # how far it is by the true operations
             reference, _, allowed = self.natural
-            results, _ = side.run(Evaluation(stand_ins=False), self.program.natural())
-            because = why or f"{', '.join(self.stood_in)} had stand-ins that do not hold here"
-            for name, far, most in zip(names, _offs(reference, results), allowed, strict=True):
-                if input_range is None or off[name]:
-                    verdicts[name] = ("differs" if not far <= most else "within", max(far, off[name]), most, because)
-                    seen[name] = True
+            offs = _offs(reference, side.run(Evaluation(), self.program.natural())[0])
+            for n, (far, most, stand_ins) in enumerate(zip(offs, allowed, self.on_the_way, strict=True)):
+                because = self.why or f"{', '.join(stand_ins)} had stand-ins that do not hold here"
+                if far <= most and (self.modulus is None or (differs[n] and stand_ins)):
+                    verdicts[n] = "within", far, most, because
+                elif differs[n] or self.modulus is None:
+                    verdicts[n] = "differs", far, most, because
         findings = [
             Finding(
-                side.sizes, name, *verdicts[name], not seen[name], blamed(self._cause(name), ()),
-                stand_ins if verdicts[name][0] == "bitwise" else (), self._kind(name),
+                side.sizes, name, *verdict, not any_, blamed(self._cause(name), ()),
+                tuple(each for each in stand_ins if each != COMPARISON) if verdict[0] == "bitwise" else (), self._kind(name),
             )
-            for name, stand_ins in zip(names, self.on_the_way, strict=True)
+            for name, verdict, any_, stand_ins in zip(names, verdicts, seen, self.on_the_way, strict=True)
         ]  # fmt: skip
         if all(finding.verdict != "differs" for finding in findings):
             return findings, None
-        return findings, self._begin(side, findings, input_range, failed)
+        return findings, self._begin(side, findings, failed)
 
     def _cause(self, name: str) -> Cause:
         path = self.program.signals.get(name.removeprefix("gradient of ").removesuffix(" after"), ())
@@ -276,7 +307,7 @@ class _Trial:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Of what is left behind, by how much it was changed: that tells more of an update than the parameter it is
         added to."""
-        if not name.endswith(" after") or one.dtype.kind != "f" or one.shape != two.shape:
+        if not name.endswith(" after") or one.dtype.kind not in "fi" or one.shape != two.shape:
             return one, two
         before = np.asarray(numbers[self.program.names.index(name.removesuffix(" after"))]).astype(np.float64)
         return one.astype(np.float64) - before, two.astype(np.float64) - before
@@ -288,24 +319,20 @@ class _Trial:
             return "backward"
         return "update" if self.program.of_optimizers and name.endswith(" after") else "forward"
 
-    def _begin(
-        self, side: _Side, findings: list[Finding], input_range: InputRange | None, seed: int | None
-    ) -> FirstDivergence:
+    def _begin(self, side: _Side, findings: list[Finding], seed: int | None) -> FirstDivergence:
         """The program again, listening to what each signal hands on."""
-        exact = input_range is not None and seed is not None
-        numbers = (
-            self.program.natural() if input_range is None or seed is None else self.program.probes(input_range, seed)
-        )
-        how = Evaluation(stand_ins=exact, listen=True)
-        tolerance = 0.0 if exact else self.natural[1]
+        modulus = None if seed is None else self.modulus
+        numbers = self.program.natural() if modulus is None or seed is None else self.program.probes(modulus, seed)
+        how = Evaluation(modulus, listen=True, asked=_asked)
+        tolerance = 0.0 if modulus is not None else self.natural[1]
         (reference, heard), (results, other) = self.reference.run(how, numbers), side.run(how, numbers)
-        begin = beginning(heard, other, side.sizes, tolerance)
+        begin = beginning(heard, other, side.sizes, tolerance, modulus)
         if begin is not None:
             return begin
         for finding, one, two in zip(findings, reference, results, strict=True):
             if finding.verdict == "differs":
-                allowed = 0.0 if exact else finding.tolerance
-                likeness = compared(*self._changes(finding.name, one, two, numbers), side.sizes, allowed)
+                allowed = 0.0 if modulus is not None else finding.tolerance
+                likeness = compared(*self._changes(finding.name, one, two, numbers), side.sizes, allowed, modulus)
                 cause = blamed(finding.cause, likeness.mesh_axes)
                 looks = likeness.cause or "another process has a copy that is off, and this one has not"
                 return FirstDivergence(side.sizes, cause, finding.off, looks)
@@ -321,13 +348,13 @@ def _shaken(numbers: list[Any], size: float, seed: int) -> list[Any]:
     ]
 
 
-def _offs(reference: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> list[float]:
+def _offs(reference: Sequence[np.ndarray], results: Sequence[np.ndarray], modulus: int | None = None) -> list[float]:
     """How far each result is off on any process, so that all go on alike: each has read its own copy of what is replicated."""
-    offs = [_off(*pair) for pair in zip(reference, results, strict=True)]
+    offs = [_off(*pair, modulus) for pair in zip(reference, results, strict=True)]
     return offs if jax.process_count() == 1 else process_allgather(np.array(offs)).max(0).tolist()
 
 
-def _off(one: np.ndarray, two: np.ndarray) -> float:
+def _off(one: np.ndarray, two: np.ndarray, modulus: int | None = None) -> float:
     if one.shape != two.shape:
         return float("inf")
     if np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"):
@@ -335,21 +362,7 @@ def _off(one: np.ndarray, two: np.ndarray) -> float:
     one, two = one.astype(np.float64), two.astype(np.float64)
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         return 0.0 if np.array_equal(one, two, equal_nan=True) else float("inf")
-    return relative(one, two)
-
-
-def _why_inexact(notes: list[Note]) -> str:
-    """Which sum may not be exact: the one that is furthest from it. Empty when all are."""
-    worst = max(notes, key=lambda note: float(np.max(excess(note))), default=None)
-    if worst is None or float(np.max(excess(worst))) <= 0:
-        return ""
-    where, cause = worst.where, worst.where.cause
-    at = f' in signal "{cause.signal}"' if cause.path else f" at {cause.source}" if cause.source else ""
-    if where.kind == "opaque":
-        return f"{where.primitive}{at} has no exact stand-in"
-    if where.kind == "narrowing":
-        return f"a value{at} does not fit {where.dtype}"
-    return f"a sum of {where.primitive}{at} needs more bits than {where.dtype} has"
+    return relative(one, two, modulus) or 1.0  # whole numbers of the program's own may differ by the modulus
 
 
 def _asked(path: tuple[str, ...]) -> frozenset[str]:

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jshard.inspect.verify.exact_surrogates import as_power_of_two
 from jshard.inspect.verify.records import Note
+from jshard.inspect.verify.residues import centered
 from jshard.provenance import Cause
 from jshard.signals.keys import blamed
 
 LOW_BITS = 2.0**-6
+LOW_RESIDUES = 2.0**-4  # of half the modulus: what numbers rounded to multiples of eight leave in a sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +48,19 @@ class Likeness:
 
 
 def beginning(
-    reference: Sequence[Note], other: Sequence[Note], mesh: Mapping[str, int], tolerance: float
+    reference: Sequence[Note], other: Sequence[Note], mesh: Mapping[str, int], tolerance: float, modulus: int | None = None
 ) -> FirstDivergence | None:  # fmt: skip
-    """The first signal, in program order, whose output is not that of the reference; None when there is none.
+    """The first signal, in program order, whose output is not that of the reference; None when there is none. With a
+    `modulus` numbers are compared modulo that.
 
     What one device holds in the midst of a shard_map may rightly be like nothing in the reference: a term of a sum, a
     maximum of its own part. It is suspected only if no equal value comes between it and one that is wrong for certain.
     """
     suspects: list[tuple[Note, Likeness]] = []
     for one, two in _pairs(reference, other):
-        likeness = _likeness(one, two, mesh, tolerance)
+        likeness = _likeness(one, two, mesh, tolerance, modulus)
         if likeness.kind == "equal":
-            suspects = []
+            suspects = [] if two.where.of_sum else suspects
         elif likeness.kind != "unknown":
             suspects.append((two, likeness))
             if not any(two.where.lead):
@@ -97,7 +99,7 @@ def _at(note: Note) -> Any:
     return cause.path, cause.phase, cause.source, where.primitive, where.lead
 
 
-def _likeness(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float) -> Likeness:
+def _likeness(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float, modulus: int | None) -> Likeness:
     full = np.asarray(one.value).astype(np.float64)
     lead = two.where.lead
     stacked = [place for place, names in enumerate(lead) if names]
@@ -110,12 +112,12 @@ def _likeness(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float) -
         if guess is None:
             best = Likeness("differs", 1.0, DISAGREE) if best.kind == "unknown" else best
             continue
-        found = compared(full, guess, mesh, tolerance)
+        found = compared(full, guess, mesh, tolerance, modulus)
         if found.kind == "equal":
             if not summed:
                 return found
             axes = " and ".join(f'"{name}"' for name in summed)
-            off = compared(full, parts.reshape((-1, *full.shape))[0], mesh, tolerance).off
+            off = compared(full, parts.reshape((-1, *full.shape))[0], mesh, tolerance, modulus).off
             return Likeness("partial", off, f"a sum over mesh axis {axes} is missing", summed)
         if not summed and (best.kind == "unknown" or best.cause in (DIFFER, DISAGREE)):
             best = found
@@ -174,67 +176,65 @@ DIFFER = "values differ"
 DISAGREE = "devices disagree where all should have the same"
 
 
-def compared(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], tolerance: float) -> Likeness:
+def compared(
+    one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], tolerance: float, modulus: int | None = None
+) -> Likeness:
     """How `two` compares to the reference `one`: equal (within `tolerance` of the largest; bitwise for 0), or what the
     difference looks like."""
     if one.shape != two.shape:
         return Likeness("unknown")
+    if modulus is not None:
+        one, two = centered(one, modulus), centered(two, modulus)
     if np.array_equal(one, two, equal_nan=True):
         return Likeness("equal")
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         return Likeness("differs", math.inf, "some numbers are not finite")
-    off = relative(one, two)
+    off = relative(one, two, modulus)
     if off <= tolerance:
         return Likeness("equal", off)
-    return Likeness("differs", off, *_cause(one, two, mesh, off))
+    return Likeness("differs", off, *_cause(one, two, mesh, off, modulus))
 
 
-def relative(one: np.ndarray, two: np.ndarray) -> float:
-    largest = float(np.max(np.abs(one), initial=0.0))
-    off = float(np.max(np.abs(two - one), initial=0.0))
+def relative(one: np.ndarray, two: np.ndarray, modulus: int | None = None) -> float:
+    """The largest difference, in parts of the largest magnitude."""
+    far = two - one if modulus is None else centered(two - one, modulus)
+    largest, off = (float(np.max(np.abs(each), initial=0.0)) for each in (one, far))
     return off / largest if largest else math.inf if off else 0.0
 
 
-def _cause(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], off: float) -> tuple[str, tuple[str, ...]]:
-    if found := _factor(one, two, mesh):
+def _cause(
+    one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], off: float, modulus: int | None
+) -> tuple[str, tuple[str, ...]]:
+    if found := _factor(one, two, mesh, modulus):
         return found
-    if off <= LOW_BITS:
+    if off <= (LOW_BITS if modulus is None else LOW_RESIDUES):
         return "only low bits differ: a sum in bfloat16, or in another dtype with few bits", ()
     if _moved(one, two, mesh):
         return "the right numbers in other places: a swapped axis, parts in another order, or another device's part", ()
     return DIFFER, ()
 
 
-def _factor(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, tuple[str, ...]] | None:
+def _factor(
+    one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], modulus: int | None
+) -> tuple[str, tuple[str, ...]] | None:
     """Everything is off by one factor that is the size of a mesh axis, or of several."""
-    seen = one != 0
-    if not seen.any() or two[~seen].any():
-        return None
-    ratios = two[seen] / one[seen]
-    ratio = float(ratios.flat[0])
-    if ratio <= 0 or not np.allclose(ratios, ratio, rtol=1e-6):
+    if not one.any():
         return None
     live = [name for name, size in mesh.items() if size > 1]
-    for count in range(1, len(live) + 1):
-        fits = []
-        for some in itertools.combinations(live, count):
-            size = math.prod(mesh[name] for name in some)
-            if any(math.isclose(ratio, factor, rel_tol=1e-6) for factor in _factors(size, ratio)):
-                fits.append(some)
+    for count, is_large in itertools.product(range(1, len(live) + 1), (True, False)):
+        small, large = (one, two) if is_large else (two, one)
+        every = itertools.combinations(live, count)
+        fits = [
+            some for some in every if relative(large, math.prod(mesh[name] for name in some) * small, modulus) < 1e-6
+        ]
         if fits:
             axes = " or ".join(" x ".join(f'"{name}"' for name in some) for some in fits)
             size = math.prod(mesh[name] for name in fits[0])
             word, why = "small", "a sum over it is missing, or it is divided by the count twice"
-            if ratio > 1:
+            if is_large:
                 word, why = "large", "a sum over it too many, or a mean that divides by one device's count"
             return f"{size} times too {word}, which is the size of mesh axis {axes}: {why}", fits[0]
     return None
-
-
-def _factors(size: int, ratio: float) -> tuple[float, float]:
-    """A factor as it is, and as its stand-in shows it."""
-    both = (float(size), as_power_of_two(size))
-    return both if ratio > 1 else (1 / both[0], 1 / both[1])
 
 
 def _moved(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int]) -> bool:

@@ -1,5 +1,5 @@
-"""What verify puts into a program: small integers for every floating-point array, the same on every mesh; and the program
-with a name for everything that comes out of it."""
+"""What verify puts into a program: whole numbers modulo a prime for every floating-point array, the same on every mesh; and the
+program with a name for everything that comes out of it."""
 
 from __future__ import annotations
 
@@ -19,51 +19,20 @@ from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.tracing import Traced, is_array, is_inexact
-from jshard.inspect.verify.exact_surrogates import mixed
+from jshard.inspect.verify.residues import mixed
 from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, words_of
 from jshard.layouts.put import is_key, kind, on_host, put, raw, typed
+from jshard.signals.active_config import configuration
+from jshard.signals.claims import found_claims
 
 
-@dataclasses.dataclass(frozen=True)
-class InputRange:
-    """One way to draw: whole numbers up to `size`, on all places (`dense`) or on few, so that sums stay small."""
-
-    size: int
-    spread: str  # dense; sparse: about four to a row; single: one to a row or to a column
-
-    def __str__(self) -> str:
-        where = {"dense": "", "sparse": ", about four to a row", "single": ", one to a row or column"}[self.spread]
-        return f"whole numbers from -{self.size} to {self.size}{where}"
-
-
-# Larger numbers find more: a sum in bfloat16 is exact below 256.
-RANGES = (
-    InputRange(31, "dense"), InputRange(7, "dense"), InputRange(3, "dense"), InputRange(1, "dense"),
-    InputRange(7, "sparse"), InputRange(1, "sparse"), InputRange(3, "single"), InputRange(1, "single"),
-)  # fmt: skip
-
-
-def draw(name: str, shape: tuple[int, ...], input_range: InputRange, seed: int) -> np.ndarray:
-    """The numbers of one array, from its name and the seed alone."""
+def draw(name: str, shape: tuple[int, ...], prime: int, seed: int) -> np.ndarray:
+    """The numbers of one array, from its name and the seed alone: all that there are modulo a prime, equally often."""
     random = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
-    size = input_range.size if len(shape) > 1 or input_range.spread == "dense" else min(input_range.size, 3)
-    numbers = random.integers(1, size + 1, shape) * random.choice([-1, 1], shape)
-    if input_range.spread == "dense" and size > 1:
-        return numbers * (random.random(shape) < 0.9)
-    if len(shape) < 2 or not numbers.size:
-        return numbers
-    rows, columns = numbers.size // shape[-1], shape[-1]
-    if input_range.spread == "sparse":
-        kept = random.random((rows, columns)) < 4 / max(rows, columns)
-    elif input_range.spread == "single":
-        few = min(rows, columns)
-        kept = (random.permutation(rows) % few)[:, None] == (random.permutation(columns) % few)[None]
-    else:
-        kept = np.ones((rows, columns), bool)
-    return numbers * kept.reshape(shape)
+    return random.integers(-(prime // 2), prime // 2 + 1, shape, np.int32)
 
 
 def near(name: str, given: Any, *, parameter: bool) -> np.ndarray:
@@ -109,7 +78,7 @@ class Program:
             return result
 
         self.traced = Traced(named, (f, *args), kwargs)
-        self.backward = backward
+        self.backward, self.with_gradients = backward, None
         self.names = self._names(_parameter_names(f, args, kwargs))
         self.of_optimizers: set[str] = set()  # the names of their state
         self.signals = self._signals()
@@ -124,13 +93,20 @@ class Program:
         return [".".join(filter(None, words)) for words in paths]
 
     def _signals(self) -> dict[str, tuple[str, ...]]:
-        """The signal that each parameter's layer was built under, by the name of the parameter."""
+        """The signal that each parameter's layer was built under, or that claims it, by the name of the parameter."""
+        present, claims = configuration(), {}
         found: dict[str, tuple[str, ...]] = {}
         of_models: dict[Path, tuple[str, ...]] = {}
         paths = {name: each.inner for name, each in zip(self.names, self.traced.paths, strict=True) if each.inner}
+        parameters = {each.inner for each in self.traced.paths if each.is_parameter}
         placed = model_arrays(self.traced.nodes)
+        if present is not None:  # of a model that only a function given to jshard.shard takes
+            claims = found_claims(present, {"/".join(map(str, path[1:])) for path in parameters})
         for name, path in paths.items():
-            if under := placed[path].signal_path:
+            under, claim = placed[path].signal_path, claims.get("/".join(map(str, path[1:])))
+            if not under and path in parameters and claim is not None:
+                under = tuple(claim.signal.name.split("/"))
+            if under:
                 found[name] = of_models[path[1:]] = under
         for name, (number, *rest) in paths.items():  # an optimizer's, by the parameters it belongs to
             if isinstance(self.traced.nodes[number], nnx.Optimizer):
@@ -141,10 +117,10 @@ class Program:
 
     # -- its arrays --
 
-    def probes(self, input_range: InputRange, seed: int) -> list[Any]:
-        """Integers for floating-point arrays, everything else as it was given."""
+    def probes(self, prime: int, seed: int) -> list[Any]:
+        """Whole numbers modulo a prime for floating-point arrays, everything else as it was given."""
         return [
-            np.asarray(draw(name, array.shape, input_range, seed)) if is_inexact(array) else _as_given(name, array)
+            np.asarray(draw(name, array.shape, prime, seed)) if is_inexact(array) else _as_given(name, array)
             for name, array in zip(self.names, self.given, strict=True)
         ]
 
@@ -168,14 +144,15 @@ class Program:
     def trace(self, arrays: list[Any]) -> tuple[Any, list[str], list[int]]:
         """The jaxpr, a name for each result, and the numbers of those that are not simply handed through."""
         traced = self.traced.with_arrays(arrays)
-        self.backward = traced.lacks_backward(self.backward)
-        with_gradients = functools.partial(
+        if self.with_gradients is None:
+            self.with_gradients = traced.lacks_backward(self.backward)
+        call_with_gradients = functools.partial(
             traced.call_with_gradients, cotangent=lambda number, leaf: _cotangent(self.returned[number], leaf)
         )
-        jaxpr = jax.make_jaxpr(with_gradients if self.backward else traced.call)(arrays)
+        jaxpr = jax.make_jaxpr(call_with_gradients if self.with_gradients else traced.call)(arrays)
         names = list(self.returned)
         names += [f"{name} after" for name in self.names[: self.traced.state_tree.num_leaves]]
-        if self.backward:
+        if self.with_gradients:
             inexact = [name for name, array in zip(self.names, self.given, strict=True) if is_inexact(array)]
             names += [f"gradient of {name}" for name in inexact]
         results, operands = bare(jaxpr).outvars, set(bare(jaxpr).invars)
@@ -235,7 +212,7 @@ def _as_given(name: str, array: Any) -> Any:
 
 def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
     sharding = getattr(given, "sharding", None)
-    dtype = given.dtype
+    dtype = np.int32 if is_inexact(given) and numbers.dtype == np.int32 else given.dtype  # probes stay whole numbers
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         if isinstance(numbers, jax.Array) and is_key(given):
             return numbers

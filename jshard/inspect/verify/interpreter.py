@@ -1,52 +1,36 @@
-"""Runs a jaxpr by its equations, with exact stand-ins for what is not exact, and notes on the way: what each sum would
-need to be exact, what each signal hands on, and when an equation first made a NaN."""
+"""Runs a jaxpr by its equations, on its own numbers or on whole ones modulo a prime, and notes on the way: what each signal
+hands on, and when an equation first made a NaN."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_array, is_inexact
-from jshard.inspect.verify.dataflow import is_identity, narrowed_for_a_sum, needed_whole, sums_in
-from jshard.inspect.verify.exact_surrogates import (
-    COLLECTIVE_SUMS,
-    KEEPS_WHOLE,
-    NONLINEAR,
-    OPAQUE,
-    SCALAR_PASSES,
-    SUMS,
-    bits_needed,
-    folded,
-    is_float,
-    is_kept,
-    stand_in,
-)
-from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later, worst
-from jshard.jaxprs import bare, called, scanned
+from jshard.inspect.verify.dataflow import Asked, narrowed_for_a_sum
+from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later
+from jshard.inspect.verify.residues import SUMS, coarse, embedded, is_float, results_of, touches_floats
+from jshard.jaxprs import bare, called, inner, scanned
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How to run: with `stand_ins` or by the true operations, noting what sums need (`certify`) and what signals hand on
+    """How to run: by the true operations, or on whole numbers modulo a prime, the `modulus`; noting what signals hand on
     (`listen`). `asked` gives the dtypes that the signals of a path ask for. With `nan_origins` there is a note for every
     equation: by how many equations it was that its result first held a NaN, or NEVER."""
 
-    stand_ins: bool = True
-    certify: bool = False
+    modulus: int | None = None
     listen: bool = False
     nan_origins: bool = False
-    asked: Callable[[tuple[str, ...]], frozenset[str]] = lambda path: frozenset()
+    asked: Asked = lambda path: frozenset()
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
         """The results of a closed jaxpr, and the notes, in program order."""
@@ -75,21 +59,14 @@ class _Level:
         self.notes: list[Note] = []
         self.turns = 0  # equations run until now, those of loops as often as they run
         self.values: dict[Any, Any] = {}
-        self.known: dict[Any, float] = {}  # scalar constants, and arrays filled with one
-        self.complete: set[Any] = set()  # what is all there at each element, and no term of a sum over devices
+        self.of_sums: set[Any] = set()  # where it listens: what a sum goes into
         self.inside = [around.entering(eqn) for eqn in self.jaxpr.eqns]
 
-    def run(
-        self, arrays: Sequence[Any], known: Sequence[float | None] = (), complete: Sequence[bool] = ()
-    ) -> tuple[list[Any], list[Note]]:
-        jaxpr, consts = self.jaxpr, self.consts
-        if self.how.stand_ins:
-            self.complete = needed_whole(jaxpr) | set(itertools.compress(jaxpr.invars, complete))
+    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
+        jaxpr, consts = self.jaxpr, map(self._constant, self.jaxpr.constvars, self.consts)
         for variables, given in ((jaxpr.constvars, consts), (jaxpr.invars, arrays)):
             self.values |= zip(variables, given, strict=True)
-        self.known |= {v: _scalar(c) for v, c in zip(jaxpr.constvars, consts, strict=True) if _scalar(c) is not None}
-        self.known |= {v: number for v, number in zip(jaxpr.invars, known, strict=False) if number is not None}
-        self.summed_narrow = narrowed_for_a_sum(jaxpr) if self.how.certify else set()
+        self.summed_narrow = narrowed_for_a_sum(jaxpr) if self.how.modulus else set()
         heard = self._handed_on() if self.how.listen else {}
         for number, (eqn, here) in enumerate(zip(jaxpr.eqns, self.inside, strict=True)):
             with eqn.ctx.manager:
@@ -98,19 +75,23 @@ class _Level:
                 self.values[variable] = result
             for variable in heard.get(number, ()):
                 if is_float(variable.aval):
-                    self._note(self.values[variable], "value", eqn, here)
+                    self._note(self.values[variable], "value", eqn, here, of_sum=variable in self.of_sums)
             if self.how.nan_origins and not _holds_noted(eqn):
                 self._ask(results, eqn, here)
         return [self._value(variable) for variable in jaxpr.outvars], self.notes
 
     def _value(self, variable: Any) -> Any:
-        return variable.val if isinstance(variable, Literal) else self.values[variable]
+        return self._constant(variable, variable.val) if isinstance(variable, Literal) else self.values[variable]
 
-    def _number(self, variable: Any) -> float | None:
-        return _scalar(variable.val) if isinstance(variable, Literal) else self.known.get(variable)
+    def _constant(self, variable: Any, value: Any) -> Any:
+        return embedded(value, self.how.modulus) if self.how.modulus and is_float(variable.aval) else value
 
-    def _is_complete(self, variable: Any) -> bool:
-        return self._number(variable) is not None or _is_in(variable, self.complete)
+    def _typed(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The values as arrays, each of its variable's dtype."""
+        return [
+            jnp.asarray(each, jnp.int32 if self.how.modulus and is_float(v.aval) else v.aval.dtype)
+            for each, v in zip(values, variables, strict=True)
+        ]
 
     # -- one equation --
 
@@ -120,43 +101,15 @@ class _Level:
             return self._call(eqn, x, here)
         if name in ("shard_map", "scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, x, here)
-        if is_identity(eqn):
-            return x
-        known = [self._number(variable) for variable in eqn.invars]
-        if name in SCALAR_PASSES and known[0] is not None and len(eqn.invars) == 1:
-            self.known[eqn.outvars[0]] = known[0]
-        floats = any(is_inexact(variable.aval) for variable in (*eqn.invars, *eqn.outvars))
-        if floats and self.how.stand_ins and is_float(eqn.outvars[0].aval):
-            arrays = _typed(x, eqn.invars)
-            several = [self._is_complete(variable) for variable in eqn.invars if is_inexact(variable.aval)]
-            if name in NONLINEAR or (name in KEEPS_WHOLE and all(several)):
-                self.complete.add(eqn.outvars[0])
-            result = stand_in(name, arrays, known, several)
-            if name in ("mul", "add", "sub") and all(several) and known == [None, None]:
-                return [folded(eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params)))]
-            if result is not None:
-                return [result]
-        if floats and self.how.certify:
-            self._certify(eqn, x, here)
-        parameters = eqn.primitive.get_bind_params(eqn.params)
-        results = eqn.primitive.bind(*x, **parameters)
+        if self.how.modulus and touches_floats(eqn):
+            if not eqn.outvars:  # a print
+                return []
+            results = results_of(eqn, self._typed(x, eqn.invars), self.how.modulus)
+            is_asked = str(eqn.outvars[0].aval.dtype) in self.how.asked(here.cause.path)
+            narrowed = name == "convert_element_type" and eqn.outvars[0] in self.summed_narrow
+            return [coarse(each, self.how.modulus) for each in results] if narrowed and not is_asked else results
+        results = eqn.primitive.bind(*x, **eqn.primitive.get_bind_params(eqn.params))
         return results if eqn.primitive.multiple_results else [results]
-
-    def _certify(self, eqn: Any, x: list[Any], here: Around) -> None:
-        name, result = eqn.primitive.name, eqn.outvars[0].aval
-        if name in OPAQUE or (name in SUMS and jnp.issubdtype(result.dtype, jnp.complexfloating)):
-            self._note(jnp.float32(0), "opaque", eqn, here)
-        elif name in SUMS and is_float(result):
-            if name in COLLECTIVE_SUMS and any(_is_in(variable, self.summed_narrow) for variable in eqn.invars):
-                return
-            needed = bits_needed(eqn.primitive, _typed(x, eqn.invars), eqn.primitive.get_bind_params(eqn.params))
-            self._note(needed, "sum", eqn, here)
-        elif name == "convert_element_type" and is_float(result) and is_float(eqn.invars[0].aval):
-            narrower = jnp.finfo(result.dtype).nmant < jnp.finfo(eqn.invars[0].aval.dtype).nmant
-            asked = str(result.dtype) in self.how.asked(here.cause.path)
-            if narrower and (asked or eqn.outvars[0] not in self.summed_narrow):
-                kept = is_kept(jnp.asarray(x[0], eqn.invars[0].aval.dtype), result.dtype)
-                self._note(jnp.where(kept, 0.0, 1000.0).astype(jnp.float32), "narrowing", eqn, here)
 
     def _ask(self, results: Sequence[Any], eqn: Any, here: Around) -> None:
         if eqn.primitive.name in BEARS_NO_NAN:
@@ -174,32 +127,27 @@ class _Level:
         self.notes += notes if not self.how.nan_origins else [later(note, self.turns) for note in notes]
         self.turns += level.turns
 
-    def _note(self, value: Any, kind: str, eqn: Any, here: Around) -> None:
-        where = Where(kind, here.blamed(eqn), eqn.primitive.name, str(eqn.outvars[0].aval.dtype))
+    def _note(self, value: Any, kind: str, eqn: Any, here: Around, of_sum: bool = True) -> None:
+        where = Where(kind, here.blamed(eqn), eqn.primitive.name, str(eqn.outvars[0].aval.dtype), of_sum=of_sum)
         self.notes.append(Note(value, where))
 
     # -- equations that hold jaxprs --
 
     def _call(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
         level = _Level(self.how, called(eqn), here)
-        known = [self._number(variable) for variable in eqn.invars]
-        complete = [self._is_complete(variable) for variable in eqn.invars]
-        results, notes = level.run(x, known, complete)
+        results, notes = level.run(x)
         self._take(notes, level)
-        inside = zip(eqn.outvars, level.jaxpr.outvars, strict=True)
-        self.complete |= {outer for outer, result in inside if level._is_complete(result)}
         return [_typed_as(result, variable.aval) for result, variable in zip(results, eqn.outvars, strict=True)]
 
     def _shard_map(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
         asked, mesh = eqn.params, eqn.params["mesh"]
         manual = asked["newly_manual_axes"]
         names = tuple(name for name in mesh.axis_names if name in manual)
-        complete = [self._is_complete(variable) for variable in eqn.invars]
         levels: list[_Level] = []  # JAX may trace a body more than once
 
         def body(*parts: Any) -> tuple[list[Any], list[Note]]:
             levels.append(level := _Level(self.how, asked["jaxpr"], here, is_body=True))
-            results, notes = level.run(parts, complete=complete)
+            results, notes = level.run(parts)
             return results, [Note(jnp.expand_dims(note.value, 0), note.where) for note in notes]
 
         results, notes = jax.shard_map(
@@ -211,17 +159,14 @@ class _Level:
 
     def _scan(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
         asked, (consts, carried) = eqn.params, scanned(eqn)
-        known = [self._number(variable) for variable in eqn.invars[:consts]]
-        complete = [n < consts and self._is_complete(variable) for n, variable in enumerate(eqn.invars)]
-        complete[consts + carried :] = [self._is_complete(variable) for variable in eqn.invars[consts + carried :]]
         levels: list[_Level] = []
 
         def body(carry: list[Any], each: list[Any]) -> tuple[list[Any], Any]:
             levels.append(level := _Level(self.how, asked["jaxpr"], here, is_body=True))
-            results, notes = level.run([*x[:consts], *carry, *each], known, complete)
+            results, notes = level.run([*x[:consts], *carry, *each])
             return results[:carried], (results[carried:], notes)
 
-        first = _typed(x[consts : consts + carried], eqn.invars[consts : consts + carried])
+        first = self._typed(x[consts : consts + carried], eqn.invars[consts : consts + carried])
         last, (stacked, notes) = lax.scan(
             body, first, x[consts + carried :], length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"]
         )
@@ -236,14 +181,12 @@ class _Level:
         asked = eqn.params
         held, kept = asked["cond_nconsts"], asked["body_nconsts"]
         parts = x[:held], x[held : held + kept]
-        if self.how.certify and sums_in(bare(asked["body_jaxpr"])):
-            self._note(jnp.float32(0), "opaque", eqn, here)
-        quiet = dataclasses.replace(self.how, certify=False, listen=False, nan_origins=False)
+        quiet = dataclasses.replace(self.how, listen=False, nan_origins=False)
 
         def run(inner: Any, constants: list[Any], carry: Any) -> list[Any]:
             return _Level(quiet, inner, here).run([*constants, *carry])[0]
 
-        first = _typed(x[held + kept :], eqn.invars[held + kept :])
+        first = self._typed(x[held + kept :], eqn.invars[held + kept :])
         return lax.while_loop(
             lambda carry: run(asked["cond_jaxpr"], parts[0], carry)[0],
             lambda carry: run(asked["body_jaxpr"], parts[1], carry),
@@ -251,21 +194,12 @@ class _Level:
         )
 
     def _cond(self, eqn: Any, x: list[Any], here: Around) -> Any:
-        """Only the branch that runs is certified, by what its worst sum needs."""
         how = dataclasses.replace(self.how, listen=False, nan_origins=False)
-        known = [self._number(variable) for variable in eqn.invars[1:]]
 
-        def branch(inner: Any) -> Callable[..., tuple[list[Any], Any]]:
-            def run(*arrays: Any) -> tuple[list[Any], Any]:
-                results, notes = _Level(how, inner, here).run(arrays, known)
-                return _typed(results, eqn.outvars), worst(notes)
+        def branch(inner: Any) -> Callable[..., list[Any]]:
+            return lambda *arrays: self._typed(_Level(how, inner, here).run(arrays)[0], eqn.outvars)
 
-            return run
-
-        results, most = lax.switch(x[0], [branch(inner) for inner in eqn.params["branches"]], *x[1:])
-        if self.how.certify:
-            self._note(most, "branch", eqn, here)
-        return results
+        return lax.switch(x[0], [branch(inner) for inner in eqn.params["branches"]], *x[1:])
 
     # -- what signals hand on --
 
@@ -275,6 +209,9 @@ class _Level:
         eqns = enumerate(self.jaxpr.eqns)
         made = {variable: number for number, eqn in eqns for variable in eqn.outvars if is_array(variable.aval)}
         names = [eqn.primitive.name for eqn in self.jaxpr.eqns]
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name in SUMS or any(inner(eqn)) or any(_is_in(v, self.of_sums) for v in eqn.invars):
+                self.of_sums.update(eqn.outvars)
         leaving: dict[Any, None] = {v: None for v, n in made.items() if names[n] == "shard_map" or names[n] in SUMS}
         for eqn, here in zip(self.jaxpr.eqns, self.inside, strict=True):
             for variable in eqn.invars:
@@ -292,11 +229,6 @@ class _Level:
         return by_number
 
 
-def _typed(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """The values as arrays, each of its variable's dtype."""
-    return [jnp.asarray(each, variable.aval.dtype) for each, variable in zip(values, variables, strict=True)]
-
-
 def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
     """Whether an array does; of one whose type says how it lies, whether each device's part does, and the mesh axes."""
     where = jax.typeof(x).sharding
@@ -309,21 +241,13 @@ def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
     return look(x), names
 
 
+def _is_in(variable: Any, some: set[Any]) -> bool:
+    return not isinstance(variable, Literal) and variable in some
+
+
 def _holds_noted(eqn: Any) -> bool:
     """Whether its inner equations are noted one by one."""
     return eqn.primitive.name in ("shard_map", "scan") or called(eqn) is not None
-
-
-def _scalar(value: Any) -> float | None:
-    """A constant as a number, if it is one."""
-    if isinstance(value, (bool, np.bool_)) or jnp.ndim(value) or isinstance(value, Tracer):
-        return None
-    dtype = jnp.result_type(value)
-    return float(value) if jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) else None
-
-
-def _is_in(variable: Any, some: set[Any]) -> bool:
-    return not isinstance(variable, Literal) and variable in some
 
 
 def _typed_as(result: Any, aval: Any) -> Any:

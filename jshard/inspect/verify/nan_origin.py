@@ -44,7 +44,7 @@ def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[
 
     def asked(*args: Any) -> Any:
         jaxpr = jax.make_jaxpr(f)(*args)
-        _, notes = Evaluation(stand_ins=False, nan_origins=True)(jaxpr, jax.tree.leaves(args))
+        _, notes = Evaluation(nan_origins=True)(jaxpr, jax.tree.leaves(args))
         alike: dict[str, list[Note]] = {}  # by type: each group is joined over devices at once, which compiles sooner
         for note in notes:
             alike.setdefault(str(jax.typeof(note.value)), []).append(note)

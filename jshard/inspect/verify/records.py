@@ -1,16 +1,13 @@
-"""What is written down while a program runs by its equations: what a sum would need to be exact, what a signal hands on."""
+"""What is written down while a program runs by its equations: what a signal hands on, when a NaN was made."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jshard.inspect.verify.exact_surrogates import precision
 from jshard.provenance import Cause
 
 
@@ -19,11 +16,12 @@ class Where:
     """What is noted, and where in the program. `lead` are the axes put before the array's own: a scan's trips, or the mesh
     axes of a shard_map, whose devices are stacked."""
 
-    kind: str  # sum, narrowing, opaque; value; birth
+    kind: str  # value, birth
     cause: Cause
     primitive: str
     dtype: str
     lead: tuple[tuple[str, ...], ...] = ()  # () is a scan; a shard_map has its mesh axes
+    of_sum: bool = True  # whether a sum goes into it: if it is right, so are sums before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +34,6 @@ class Note:
 
 
 jax.tree_util.register_dataclass(Note, data_fields=["value"], meta_fields=["where"])
-
-
-def excess(note: Note) -> Any:
-    """By how many bits a sum is not exact; at most 0 when it is."""
-    if note.where.kind == "branch":
-        return note.value
-    return note.value + 1000.0 if note.where.kind == "opaque" else note.value - precision(note.where.dtype)
-
-
-def worst(notes: Sequence[Note]) -> Any:
-    """By how many bits the worst of these sums is not exact (below 0: all are)."""
-    most = jnp.float32(-1000)
-    for note in notes:
-        most = jnp.maximum(most, jnp.max(excess(note)).astype(jnp.float32))
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # all branches of a cond must have one type
-    missing = tuple(name for name in manual if name not in jax.typeof(most).mat.varying)
-    return lax.pcast(most, missing, to="varying") if missing else most
 
 
 # -- when a NaN was born --

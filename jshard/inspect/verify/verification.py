@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jshard.inspect.verify.first_divergence import FirstDivergence
+from jshard.inspect.verify.misfits import Misfit
 from jshard.provenance import Cause
 from jshard.table import Block, Rows, Shown
 
@@ -30,7 +31,7 @@ class Finding:
     @property
     def words(self) -> str:
         if self.verdict == "within":
-            return f"within {self.tolerance:.2g} (because: {self.because})"
+            return f"within {self.tolerance:.2g} (because: {self.because}; a larger deviation would have been caught)"
         if self.verdict == "differs":
             return f"differs by {self.off:.2g}"
         words = "bitwise, but zero all over" if self.zero else "bitwise"
@@ -44,6 +45,7 @@ class Verification(Shown):
     findings: tuple[Finding, ...]
     beginnings: tuple[FirstDivergence, ...]
     probes: str
+    misfits: tuple[Misfit, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -64,6 +66,8 @@ class Verification(Shown):
         yield self.probes
         yield Rows([row[not several :] for row in rows])
         yield from (f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings)
+        if self.misfits:
+            yield f"{self.misfits[0]}" + (f"; {len(self.misfits) - 1} more behind it" if self.misfits[1:] else "")
         yield self.verdict
 
     def _joined(self) -> list[tuple[Finding, int]]:
@@ -117,6 +121,7 @@ class Verification(Shown):
                 "probes": self.probes,
                 "findings": findings,
                 "beginnings": begins,
+                "misfits": [str(each) for each in self.misfits],
             },
             indent=2,
         )

@@ -1,6 +1,8 @@
-"""What verify draws and computes with: exact stand-ins and certificates of sums."""
+"""What verify draws and computes with: arithmetic modulo a prime, and what a difference looks like."""
 
 from __future__ import annotations
+
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -8,56 +10,128 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard.inspect.verify.exact_surrogates import as_power_of_two, bits_needed, is_kept
+from jshard.inspect.verify.dataflow import narrowest_sum, obstacle
 from jshard.inspect.verify.first_divergence import compared
-from jshard.inspect.verify.inputs import RANGES, InputRange, draw
+from jshard.inspect.verify.inputs import draw
 from jshard.inspect.verify.interpreter import Evaluation
-from jshard.inspect.verify.records import excess
+from jshard.inspect.verify.residues import PRIMES, centered, embedded, inverse, modulus_for
+from jshard.jaxprs import equations
+
+P = PRIMES[0]
 
 
 def evaluated(f, *args, **how):
     return Evaluation(**how)(jax.make_jaxpr(f)(*args), args)
 
 
-# -- stand-ins --
+def modulo(f, *args):
+    """The first result on whole numbers; the program is one of floating-point numbers."""
+    described = [jax.ShapeDtypeStruct(np.shape(each), np.float32) for each in args]
+    return np.asarray(Evaluation(modulus=P)(jax.make_jaxpr(f)(*described), list(args))[0][0])
 
 
-def test_power_of_two_of_a_constant_is_multiplicative():
-    for a in range(1, 60):
-        for b in range(1, 60):
-            assert as_power_of_two(a * b) == as_power_of_two(a) * as_power_of_two(b)
-            assert as_power_of_two(float(np.float32(a / b))) == as_power_of_two(a) / as_power_of_two(b)
+def numbers(*shape, seed=0):
+    return draw("x", shape, P, seed)
+
+
+# -- arithmetic modulo a prime --
+
+
+@pytest.mark.parametrize("prime", PRIMES)
+def test_division_undoes_multiplication_modulo_every_prime(prime):
+    assert all(prime % n for n in range(2, prime))
+    x = np.arange(-(prime // 2), prime // 2 + 1, dtype=np.int32)
+    one = centered(np.asarray(inverse(x, prime)).astype(np.int64) * x, prime)
+    np.testing.assert_array_equal(one, x != 0)
 
 
 @pytest.mark.parametrize(
-    ("constant", "power"), [(0.0, 0.0), (1.0, 1.0), (-8.0, -8.0), (0.1, 0.125), (1e-3, 2.0**-9), (1 / 3, 0.25)]
-)
-def test_power_of_two_of_a_constant(constant, power):
-    assert as_power_of_two(constant) == power
+    ("constant", "fraction"),
+    [(0.0, 0), (1.0, 1), (-8.0, -8), (0.1, Fraction(1, 10)), (np.float32(1 / 3), Fraction(1, 3)), (1e-6, Fraction(1, 10**6)),
+     (0.75, Fraction(3, 4)), (2.0**30, 2**30), (3.0 * 2.0**-9, Fraction(3, 512))],
+)  # fmt: skip
+def test_a_constant_is_the_fraction_that_it_is_rounded_from(constant, fraction):
+    fraction = Fraction(fraction)
+    found = int(embedded(constant, P))
+    assert (found * fraction.denominator - fraction.numerator) % P == 0 and abs(found) <= P // 2
 
 
-def test_stand_ins_are_functions_of_their_argument_alone():
-    x = np.random.default_rng(0).integers(-9, 9, (50,)).astype(np.float32)
-    for f in (jnp.exp, jnp.tanh, lax.rsqrt, jnp.log, jnp.square, jax.nn.sigmoid):
-        (y,), _ = evaluated(f, x)
-        (again,), _ = evaluated(f, x[::-1])
-        np.testing.assert_array_equal(y, again[::-1])
-        assert np.array_equal(y, np.round(y)) and np.abs(y).max() <= 4
-        assert len(np.unique(np.asarray(y))) > 2
-        (minus,), _ = evaluated(f, np.array([-0.0], np.float32))
-        (plus,), _ = evaluated(f, np.array([0.0], np.float32))
-        assert minus == plus
+def test_an_array_of_constants_is_exact_and_infinity_the_end_of_all():
+    x = np.array([0.0, 1.5, -3.25, 2.0**40, 1e-30, -np.inf, np.inf, np.nan, -3e38])
+    found = embedded(x, P)
+    for one, got in zip(x[:5], found[:5], strict=True):
+        exact = Fraction(one)
+        assert (int(got) * exact.denominator - exact.numerator) % P == 0
+    assert found[5:].tolist() == [-(P // 2), P // 2, 0, -(P // 2)]
 
 
-def test_division_stays_linear_and_a_mean_of_means_is_the_mean():
-    x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    (whole,), _ = evaluated(lambda x: x.mean(), x)
-    (twice,), _ = evaluated(lambda x: x.mean(0).mean(), x)
-    assert whole == twice
-    for y in (3.0, np.float32([7.0])):
-        (one,), _ = evaluated(lambda x, y=y: (x / y).sum(), x)
-        parts = [evaluated(lambda x, y=y: (x / y).sum(), row)[0][0] for row in x]
-        assert one == sum(parts)
+def test_sums_products_and_quotients_keep_the_laws_of_arithmetic():
+    """Written in two ways, as a program and its parts are, they are equal in every bit."""
+    x, y, w = numbers(6, 8), numbers(6, 8, seed=1), numbers(8, 4, seed=2)
+    np.testing.assert_array_equal(modulo(lambda x: x.mean(), x), modulo(lambda x: x.mean(0).mean(), x))
+    np.testing.assert_array_equal(
+        modulo(lambda x, w: x @ w / 3 - w[0], x, w),
+        modulo(lambda x, w: x[:, :5] / 3 @ w[:5] + (x[:, 5:] @ w[5:] / 3 - w[0]), x, w),
+    )
+    np.testing.assert_array_equal(
+        modulo(lambda x, y: (x / y + 1) * y, x, y), modulo(lambda x, y: x + y, x, np.where(y, y, 1)) * (y != 0)
+    )
+    np.testing.assert_array_equal(modulo(lambda x: x.var(0), x), modulo(lambda x: (x**2).mean(0) - x.mean(0) ** 2, x))
+    np.testing.assert_array_equal(modulo(lambda x: x**-2, x), modulo(lambda x: 1 / lax.square(x), x))
+    np.testing.assert_array_equal(modulo(lambda x: jnp.cumsum(x, 0)[-1], x), modulo(lambda x: x.sum(0), x))
+    exact = centered(np.asarray(x, np.int64) @ w, P)
+    np.testing.assert_array_equal(modulo(lambda x, w: x @ w, x, w), exact)
+
+
+def test_lookups_scatters_and_convolutions_are_exact():
+    x, kernel = numbers(2, 9, 3), numbers(4, 3, 5, seed=1)
+    places = np.array([1, 1, 0, 7, 1])
+
+    def convolved(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+    def by_products(x, kernel):
+        padded = jnp.pad(x, ((0, 0), (1, 2), (0, 0)))
+        return sum(padded[:, n : n + 9] @ kernel[n] for n in range(4))
+
+    np.testing.assert_array_equal(modulo(convolved, x, kernel), modulo(by_products, x, kernel))
+    np.testing.assert_array_equal(
+        modulo(jax.grad(lambda k, x: (convolved(x, k) ** 2).sum()), kernel, x),
+        modulo(jax.grad(lambda k, x: (by_products(x, k) ** 2).sum()), kernel, x),
+    )
+    x = numbers(8, 4)
+    one_hot = np.eye(8, dtype=np.float32)[places]
+    np.testing.assert_array_equal(modulo(lambda x: x[places], x), modulo(lambda x: one_hot @ x, x))
+    added = modulo(lambda x: jnp.zeros((8, 4)).at[places].add(x[:5]), x)
+    np.testing.assert_array_equal(added, modulo(lambda x: one_hot.T @ x[:5], x))
+    np.testing.assert_array_equal(
+        modulo(lambda x: jnp.zeros(8).at[places].max(x[:5, 0]), x)[1], max(0, *x[[0, 1, 4], 0])
+    )
+
+
+def test_stand_ins_are_functions_of_their_argument_alone_and_each_its_own():
+    x = numbers(500)
+    seen = []
+    for f in (jnp.exp, jnp.tanh, lax.rsqrt, jnp.log, jax.nn.sigmoid, jnp.sin, jnp.cos, jnp.floor, lambda x: x**0.3):
+        y = modulo(f, x)
+        np.testing.assert_array_equal(y, modulo(f, x[::-1])[::-1])
+        assert np.abs(y).max() <= P // 2 and len(np.unique(y)) > 300
+        assert not np.array_equal(centered(y[1:].astype(int) + y[:-1], P), modulo(f, centered(x[1:] + x[:-1], P)))
+        seen.append(y.tobytes())
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_modulus_is_the_largest_for_which_every_sum_stays_in_32_bits():
+    def of(f, *shapes):
+        described = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        return modulus_for(list(equations(jax.make_jaxpr(f)(*described))))
+
+    assert of(jnp.matmul, (2, 2000), (2000, 2)) == 2039
+    assert of(jnp.matmul, (2, 8000), (8000, 2)) == 1021
+    assert of(jnp.sum, (2**20,)) == 2039
+    assert of(jnp.sum, (2**22,)) == 1021
+    assert of(lambda x, w: lax.scan(lambda c, w: (c @ w, None), x, w)[0], (4, 30000), (1, 30000, 30000)) == 509
+    assert of(jnp.sum, (2**33,)) is None
 
 
 def test_true_operations_without_stand_ins():
@@ -66,7 +140,7 @@ def test_true_operations_without_stand_ins():
     def f(x):
         return jnp.tanh(x @ x).mean() / 3 + lax.cond(x[0, 0] > 0, jnp.exp, jnp.sin, x).sum()
 
-    (got,), _ = evaluated(f, x, stand_ins=False)
+    (got,), _ = evaluated(f, x)
     np.testing.assert_allclose(got, f(x), rtol=1e-6)
 
 
@@ -85,75 +159,59 @@ def test_evaluation_goes_into_everything_that_holds_a_jaxpr():
         return jax.vmap(lambda a: lax.map(lambda b: 2 * b, a[None]))(y).sum()
 
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    (got,), _ = evaluated(f, x, stand_ins=False)
+    (got,), _ = evaluated(f, x)
     assert got == f(x)
     trips = jax.make_jaxpr(lambda x: lax.while_loop(lambda y: y[0, 0] < 100, lambda y: 2 * y + 1, x))(x)
-    assert Evaluation(stand_ins=False)(trips, [x])[0][0][0, 0] == 127
-    (value, slope), _ = evaluated(jax.value_and_grad(f), x, stand_ins=False)
+    assert Evaluation()(trips, [x])[0][0][0, 0] == 127
+    (value, slope), _ = evaluated(jax.value_and_grad(f), x)
     np.testing.assert_array_equal(slope, jax.grad(f)(x))
     assert value == f(x)
 
 
-# -- certificates --
+# -- what can't be proven --
 
 
-@pytest.mark.parametrize(
-    ("x", "bits"), [([1, 1], 1), ([3, 5, 0], 3), ([2, 4, 8], np.log2(7)), ([0.5, 0.25], np.log2(3)), ([0, 0], -np.inf)]
-)
-def test_bits_that_a_sum_needs(x, bits):
-    x = jnp.array(x, jnp.float32)
-    (eqn,) = (jax.make_jaxpr(lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None))(x)).jaxpr.eqns
-    np.testing.assert_allclose(bits_needed(eqn.primitive, [x], eqn.params), bits, rtol=1e-5)
-
-
-def exact(f, *args):
-    _, notes = evaluated(f, *args, certify=True)
-    return all(float(np.max(excess(note))) <= 0 for note in notes)
-
-
-def test_certificate_follows_the_dtype_of_the_sum():
-    x = np.full((8, 8), 31, np.float32)
-    assert exact(lambda x: (x @ x).sum(), x)
-    assert not exact(lambda x: (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).sum(), x)
-    assert exact(lambda x: x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16), np.eye(8, dtype=np.float32))
-    assert not exact(lambda x: x.astype(jnp.bfloat16), x + 1 / 64)
-    assert not exact(lambda x: x.sum(), x + np.float32(1e-3))
-    assert not exact(lambda x: lax.scan(lambda c, r: (c + r @ r, r), jnp.float32(0), x)[0], x + np.float32(1e-3))
-
-
-def test_certificate_refuses_what_has_no_stand_in():
+def test_an_obstacle_is_named_with_its_line():
     x = np.ones((4, 4), np.float32)
-    for f in (lambda x: jnp.fft.fft(x).real, lambda x: jnp.cumprod(x, 0), jnp.linalg.cholesky):
-        assert not exact(f, x)
-    assert not exact(lambda x: lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ x, x), x)
+    for f, name in (
+        (lambda x: jnp.fft.rfft(x).real, "fft"),
+        (lambda x: lax.scan(lambda c, r: (c + jnp.cumprod(r), r), jnp.ones(4), x)[0], "cumprod"),
+        (lambda x: lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ x, x), "while"),
+    ):
+        line = f.__code__.co_firstlineno
+        assert str(obstacle(jax.make_jaxpr(f)(x), "cpu")) == f"{name} at test_inputs.py:{line} has no exact stand-in"
+    conv = jax.make_jaxpr(lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"))(x)
+    assert obstacle(conv, "cpu") is None and obstacle(conv, "gpu").primitive == "conv_general_dilated"
+    for f in (lambda x: lax.fori_loop(0, 3, lambda _, c: c @ x, x), lambda x: lax.sort(jnp.exp(x))):
+        assert obstacle(jax.make_jaxpr(f)(x), "cpu") is None
 
 
-def test_narrower_dtype_keeps_what_it_can_hold():
-    assert is_kept(jnp.arange(257.0), jnp.bfloat16)
-    assert not is_kept(jnp.float32(257), jnp.bfloat16)
-    assert is_kept(jnp.float32(2049 - 1), jnp.float16)
+def test_the_narrowest_sum_is_that_of_any_equation_in_the_nest():
+    x = np.ones((8, 8), np.float32)
+
+    def bit(f):
+        return narrowest_sum(jax.make_jaxpr(f)(x), lambda path: frozenset())
+
+    assert bit(lambda x: x @ x) == 0.0
+    assert bit(lambda x: jax.jit(lambda y: (y @ y).sum())(x.astype(jnp.bfloat16))) == 2.0**-7
+    assert (
+        bit(lambda x: lax.scan(lambda c, r: (c + r.astype(jnp.float16), r), jnp.zeros(8, jnp.float16), x)[0])
+        == 2.0**-10
+    )
 
 
 # -- draws --
 
 
-@pytest.mark.parametrize("input_range", RANGES, ids=str)
 @pytest.mark.parametrize("shape", [(), (5,), (8, 3), (4, 6, 32), (0, 3)])
-def test_draws_are_whole_numbers_by_name_and_seed_alone(input_range, shape):
-    numbers = draw("model.kernel", shape, input_range, 0)
-    assert numbers.shape == shape and numbers.dtype.kind == "i"
-    assert np.abs(numbers).max(initial=0) <= input_range.size
-    np.testing.assert_array_equal(numbers, draw("model.kernel", shape, input_range, 0))
-    if numbers.size > 90 and input_range.size > 1:
-        assert not np.array_equal(numbers, draw("model.kernel", shape, input_range, 1))
-        assert not np.array_equal(numbers, draw("model.bias", shape, input_range, 0))
-
-
-def test_single_draws_have_one_number_in_each_row_or_column():
-    for shape in ((6, 24), (24, 6), (7, 7)):
-        filled = draw("w", shape, InputRange(1, "single"), 0) != 0
-        assert (filled.sum(int(np.argmin(shape))) == 1).all()
-        assert filled.any(0).all() and filled.any(1).all()
+def test_draws_are_whole_numbers_by_name_and_seed_alone(shape):
+    drawn = draw("model.kernel", shape, P, 0)
+    assert drawn.shape == shape and drawn.dtype == np.int32
+    assert np.abs(drawn).max(initial=0) <= P // 2
+    np.testing.assert_array_equal(drawn, draw("model.kernel", shape, P, 0))
+    if drawn.size > 90:
+        assert not np.array_equal(drawn, draw("model.kernel", shape, P, 1))
+        assert not np.array_equal(drawn, draw("model.bias", shape, P, 0))
 
 
 # -- what a difference looks like --
@@ -184,3 +242,19 @@ def test_cause_within_a_tolerance_is_none():
     x = np.ones((3, 3))
     assert compared(x, x * (1 + 1e-7), MESH, 1e-5).kind == "equal"
     assert compared(x, x * (1 + 1e-3), MESH, 1e-5).kind == "differs"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: 8 * x, '8 times too large, which is the size of mesh axis "data" x "tensor"'),
+        (lambda x: x * pow(2, -1, P), '2 times too small, which is the size of mesh axis "data"'),
+        (lambda x: x[::-1], "the right numbers in other places"),
+        (lambda x: x + 1, "only low bits differ"),
+        (lambda x: x**2, "values differ"),
+    ],
+)
+def test_cause_of_a_difference_modulo_a_prime(change, words):
+    x = np.asarray(numbers(4, 8), np.int64)
+    assert words in compared(x, centered(change(x), P), MESH, 0.0, P).cause
+    assert compared(x, x + P, MESH, 0.0, P).kind == "equal"

@@ -75,13 +75,13 @@ def loss(model, x):
 
 def test_verify_of_a_loss_is_a_table_with_the_verdict_last():
     assert str(verify(loss, MLP(nnx.Rngs(0)), put((8, 8), "data"))) == (
-        "probes: whole numbers from -7 to 7, 3 draws, every sum exact in any order; stand-ins for division, integer_pow\n"
-        "-           -       loss                           bitwise (stand-ins: division, integer_pow)\n"
-        "mlp.yaml:5  layer2  gradient of model.down.bias    bitwise (stand-ins: division)\n"
-        "mlp.yaml:5  layer2  gradient of model.down.kernel  bitwise (stand-ins: division)\n"
-        "mlp.yaml:4  layer1  gradient of model.up.bias      bitwise (stand-ins: division)\n"
-        "mlp.yaml:4  layer1  gradient of model.up.kernel    bitwise (stand-ins: division)\n"
-        "-           -       gradient of x                  bitwise (stand-ins: division)\n"
+        "probes: whole numbers modulo 2039, 3 draws, every sum exact in any order\n"
+        "-           -       loss                           bitwise\n"
+        "mlp.yaml:5  layer2  gradient of model.down.bias    bitwise\n"
+        "mlp.yaml:5  layer2  gradient of model.down.kernel  bitwise\n"
+        "mlp.yaml:4  layer1  gradient of model.up.bias      bitwise\n"
+        "mlp.yaml:4  layer1  gradient of model.up.kernel    bitwise\n"
+        "-           -       gradient of x                  bitwise\n"
         "EQUAL on {data: 2, tensor: 4} and on one device: 6 arrays, all bitwise"
     )
 
@@ -197,7 +197,7 @@ def test_verify_of_smooth_operations_by_stand_ins():
     labels = put((8, 4), "data")
     verification = verify(f, MLP(nnx.Rngs(0)), put((8, 8), "data"), labels)
     assert all_bitwise(verification)
-    for name in ("division", "exp", "log", "rsqrt", "tanh"):
+    for name in ("exp", "log", "rsqrt", "tanh"):
         assert name in verification.probes.split("stand-ins for ")[1].split(", ")
 
 
@@ -254,6 +254,30 @@ def test_verify_of_what_has_no_stand_in_states_a_tolerance():
     )
     assert all("within 1e-05 (because: fft" in line for line in lines)
     assert verdict == "EQUAL on {data: 2, tensor: 4} and on one device: 2 arrays, 0 bitwise, 2 within a tolerance"
+
+
+def test_verify_within_a_tolerance_catches_a_deviation_that_is_larger():
+    def f(off, x):
+        y = jnp.fft.rfft(x).real.sum(1)
+        return y * (1 + off) if jshard.mesh().size > 1 else y
+
+    x = put((8, 8), "data")
+    (found,) = verify(functools.partial(f, 0.0), x, backward=False).findings
+    assert found.words == (
+        f"within {found.tolerance:.2g} (because: fft at test_verify.py:{f.__code__.co_firstlineno + 1} has no exact stand-in; "
+        "a larger deviation would have been caught)"
+    )
+    (planted,) = verify(functools.partial(f, 2 * found.tolerance), x, backward=False).findings
+    assert planted.verdict == "differs" and planted.words == f"differs by {2 * found.tolerance:.2g}"
+
+
+def test_verify_draws_a_bar_on_a_terminal_and_nowhere_else(capsys, monkeypatch):
+    verify(two_layers, *hand_written(), backward=False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "120")
+    verify(two_layers, *hand_written(), backward=False)
+    assert "runs two_layers on {data: 2, tensor: 4}" in capsys.readouterr().err
 
 
 def test_verify_of_shapes_alone():

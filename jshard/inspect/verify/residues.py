@@ -1,0 +1,231 @@
+"""Arithmetic modulo a prime in place of floating point: sums are exact in any order, and so on every mesh.
+
+Every floating-point array becomes one of whole numbers modulo a prime, the least in magnitude of those that are equal.
+
+- Sums, products, differences and quotients are those of whole numbers modulo the prime, which keep every law of arithmetic.
+  Terms of a sum may go through them, whatever is multiplied, divided or added on their way: a mean of means is the mean.
+- Any other function of one element (exp, rsqrt, a power) becomes a number scrambled out of its argument's bits. It need only
+  be a *function*: equal arguments give equal results, wherever they are computed, and any change of the argument shows.
+- Maxima and sorting go by the order of these whole numbers, comparisons by that of a difference and zero; what only moves
+  elements moves them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+from jax.lax import GatherScatterMode
+
+from jshard.layouts.axes import ELEMENTWISE
+
+PRIMES = (2039, 1021, 509, 251, 127, 61, 31)
+MOST = 2**31 - 2**12  # int32, with room for one more modulus
+ENDLESS = 2.0**60  # a constant that is larger stands for infinity
+
+COLLECTIVE_SUMS = frozenset("psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter".split())
+PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+SUMS = PRODUCTS | COLLECTIVE_SUMS | frozenset(
+    "reduce_sum cumsum scatter-add scatter_add add_any reduce_window_sum select_and_scatter_add".split()
+)  # fmt: skip
+LINEAR = SUMS | frozenset("add sub neg mul div square integer_pow convert_element_type".split())
+ORDERED = frozenset(
+    "abs sign max min clamp select_n eq ne ge gt le lt eq_to le_to lt_to argmax argmin reduce_max reduce_min cummax cummin "
+    "reduce_window_max reduce_window_min sort top_k pmax pmin scatter-max scatter-min scatter_max scatter_min".split()
+)
+MOVED = frozenset(
+    "copy copy_p name stop_gradient broadcast_in_dim reshape squeeze expand_dims transpose rev concatenate pad slice split "
+    "dynamic_slice dynamic_update_slice gather scatter iota tile empty empty2 reshard mesh_cast sharding_constraint pvary "
+    "pcast preduced vary_unreduced_cast optimization_barrier all_gather all_gather_invariant all_gather_reduced ppermute "
+    "pbroadcast pbroadcast_dynamic all_to_all ragged_all_to_all device_put bitcast_convert_type is_finite".split()
+)
+SCATTERS = {
+    f"scatter{mark}{name}": getattr(lax, f"scatter_{name}") for mark in "-_" for name in ("add", "max", "min")
+} | {"scatter": lax.scatter}
+SCRAMBLED = ELEMENTWISE - LINEAR - ORDERED - MOVED
+PROVABLE = LINEAR | ORDERED | MOVED | SCRAMBLED
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def touches_floats(eqn: Any) -> bool:
+    """Whether floating-point or complex numbers go into an equation, or come out of it."""
+    avals = (variable.aval for variable in (*eqn.invars, *eqn.outvars))
+    return any(hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
+
+
+def is_scrambled(eqn: Any) -> bool:
+    return eqn.primitive.name in SCRAMBLED and is_float(eqn.outvars[0].aval)
+
+
+def modulus_for(eqns: Sequence[Any]) -> int | None:
+    """The largest prime modulo which no sum of these equations leaves 32 bits; None where there is none."""
+
+    def fits(prime: int) -> bool:
+        sizes = ((_terms(eqn), 2 if eqn.primitive.name in PRODUCTS else 1) for eqn in eqns)
+        return all(terms * (prime // 2) ** power < MOST for terms, power in sizes)
+
+    return next(filter(fits, PRIMES), None)
+
+
+def _terms(eqn: Any) -> int:
+    """How many terms one sum of an equation has at most."""
+    name, params = eqn.primitive.name, eqn.params
+    shapes: list[Any] = [getattr(variable.aval, "shape", ()) for variable in eqn.invars]
+    if name == "dot_general":
+        return math.prod(shapes[0][axis] for axis in params["dimension_numbers"][0][0])
+    if name == "conv_general_dilated":
+        return math.prod(shapes[1]) // max(1, shapes[1][params["dimension_numbers"].rhs_spec[0]])
+    if name == "reduce_sum":
+        return math.prod(shapes[0][axis] for axis in params["axes"])
+    if name == "cumsum":
+        return shapes[0][params["axis"]]
+    if name in ("reduce_window_sum", "select_and_scatter_add"):
+        return math.prod(params["window_dimensions"])
+    return math.prod(shapes[1][:-1]) + 1 if name in ("scatter-add", "scatter_add") else 2
+
+
+# -- numbers --
+
+
+def centered(x: np.ndarray, prime: int) -> np.ndarray:
+    """Of all whole numbers that are equal modulo the prime, those least in magnitude."""
+    return (x + prime // 2) % prime - prime // 2
+
+
+def embedded(x: Any, prime: int) -> np.ndarray:
+    """Constants as they are modulo the prime: what ends in binary exactly, and a single one as the fraction it stands for."""
+    x = np.asarray(x, np.float64)
+    if not x.ndim and np.isfinite(x) and (fraction := _fraction(abs(float(x)))) is not None:
+        residue = fraction.numerator * pow(fraction.denominator, -1, prime) if fraction.denominator % prime else 0
+        return np.asarray(centered(np.asarray(residue % prime * (-1 if x < 0 else 1)), prime), np.int32)
+    ends = np.where(np.isfinite(x), np.abs(x) >= ENDLESS, ~np.isnan(x))
+    significand, exponent = np.frexp(np.where(ends | np.isnan(x), 0.0, x))
+    powers = np.array([pow(2, n, prime) for n in range(prime - 1)])
+    numbers = (significand * 2.0**53).astype(np.int64) % prime * powers[(exponent - 53) % (prime - 1)]
+    return np.where(ends, np.sign(x) * (prime // 2), centered(numbers, prime)).astype(np.int32)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fraction(size: float) -> Fraction | None:
+    """The fraction of small numbers that a constant is rounded from: a third is a third."""
+    if size >= ENDLESS:
+        return None
+    fractions = [Fraction(size).limit_denominator(limit) for limit in (1, 64, 4096)]
+    fractions += [Fraction(1, round(1 / size))] if 2.0**-1000 < size < 1 else []
+    return next((each for each in fractions if abs(each - Fraction(size)) <= Fraction(size) / 2**22), None)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def reduced(x: Any, prime: int) -> Any:
+    """The remainder least in magnitude. Of unsigned numbers it is one operation."""
+    shifted = x.astype(jnp.uint32) + jnp.uint32(2**31 // prime * prime + prime // 2)
+    return lax.rem(shifted, jnp.uint32(prime)).astype(jnp.int32) - prime // 2
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def inverse(x: Any, prime: int) -> Any:
+    """What times x is one: x to the power of the prime less two. That of zero is zero."""
+    bits = jnp.asarray([bit == "1" for bit in bin(prime - 2)[2:]])
+
+    def step(n: Any, power: Any) -> Any:
+        squared = reduced(power * power, prime)
+        return jnp.where(bits[n], reduced(squared * x, prime), squared)
+
+    return lax.fori_loop(1, len(bits), step, x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def scrambled(name: str, x: Sequence[Any], prime: int) -> Any:
+    """A number for each element that hangs on all bits of all arguments."""
+    bits: Any = jnp.uint32(zlib.crc32(name.encode()))
+    for each in x:
+        bits = mixed(bits + each.astype(jnp.uint32))
+    return lax.rem(bits, jnp.uint32(prime)).astype(jnp.int32) - prime // 2
+
+
+def mixed(bits: Any) -> Any:
+    """Every bit of a number spread over all bits of the result."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = (bits ^ lax.shift_right_logical(bits, jnp.uint32(shift))) * jnp.uint32(factor)
+    return bits ^ lax.shift_right_logical(bits, jnp.uint32(16))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def coarse(x: Any, prime: int) -> Any:
+    """What a dtype of fewer bits would leave of it: a sum of such numbers is not such a number of the sum."""
+    return reduced((x + 4) // 8 * 8, prime)
+
+
+# -- equations --
+
+
+def results_of(eqn: Any, x: list[Any], prime: int) -> list[Any]:
+    """The results of an equation that touches floating-point numbers, all of which are here whole numbers modulo the prime."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    if name in SCRAMBLED:
+        result = scrambled(name, jnp.broadcast_arrays(*x), prime)
+        return [result if is_float(out) else result.astype(out.dtype)]
+    if name in ("lt", "le", "gt", "ge"):  # of the difference: a half is no larger than most numbers, nor smaller
+        return [eqn.primitive.bind(reduced(x[0] - x[1], prime), jnp.zeros_like(x[0]), **eqn.params)]
+    if name == "is_finite":
+        return [x[0] == x[0]]
+    if name == "convert_element_type":
+        return [_converted(x[0], eqn.invars[0].aval, out, prime)]
+    if name == "bitcast_convert_type":
+        bits = scrambled(name, x, prime)
+        return [bits if is_float(out) else mixed(bits.astype(jnp.uint32)).astype(out.dtype)]
+    if name == "div":
+        by = eqn.invars[1]
+        constant = pow(int(embedded(by.val, prime)), prime - 2, prime) if isinstance(by, Literal) else None
+        return [reduced(x[0] * (inverse(x[1], prime) if constant is None else jnp.int32(constant)), prime)]
+    if name in ("square", "integer_pow"):
+        return [_power(x[0], eqn.params.get("y", 2), prime)]
+    results = _bound(eqn, x)
+    return [reduced(each, prime) for each in results] if name in LINEAR or name == "iota" else results
+
+
+def _bound(eqn: Any, x: list[Any]) -> list[Any]:
+    """Run the primitive on whole numbers."""
+    primitive, params = eqn.primitive, dict(eqn.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = jnp.int32
+    if "precision" in params:
+        params["precision"] = None
+    if params.get("mode") == GatherScatterMode.FILL_OR_DROP and "fill_value" in params:
+        params["fill_value"] = 0
+    if "dtype" in params and jnp.issubdtype(params["dtype"], jnp.floating):
+        params["dtype"] = jnp.dtype(jnp.int32)
+    if (scatter := SCATTERS.get(primitive.name)) is not None:  # the primitive holds a program of floating-point numbers
+        return [scatter(*x, **{key: each for key, each in params.items() if not key.startswith("update_")})]
+    results = primitive.bind(*x, **primitive.get_bind_params(params))
+    return list(results) if primitive.multiple_results else [results]
+
+
+def _power(x: Any, exponent: int, prime: int) -> Any:
+    if exponent < 0:
+        x, exponent = inverse(x, prime), -exponent
+    result = jnp.ones_like(x)
+    for _ in range(exponent):
+        result = reduced(result * x, prime)
+    return result
+
+
+def _converted(x: Any, before: Any, after: Any, prime: int) -> Any:
+    if not is_float(after):
+        return x != 0 if after.dtype == jnp.bool_ else x.astype(after.dtype)
+    if is_float(before):
+        return x
+    small = lax.rem(x, jnp.asarray(prime, x.dtype)) if x.dtype.itemsize >= 4 else x
+    return reduced(small.astype(jnp.int32), prime)

@@ -1,0 +1,184 @@
+"""Models of plain Flax and of others under claims: every array is proven bitwise; a claim that does not fit, and a fault in the
+partition itself, are named with their line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+from qwen3 import qwen3
+from two_blocks import DECODER, IMAGES, TEXT, VIT, Decoder, ViT, also, cross_entropy
+
+import jshard
+from jshard.kernels.all_reduction import all_reduce
+from jshard.layers.partition import engine, lookup, part, shape
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    jshard.unload()
+
+
+def verified(text, model, *batch, f=cross_entropy, **more):
+    Path("model.yaml").write_text(text)
+    jshard.load("model.yaml")
+    return jshard.verify(jshard.shard(f), model(nnx.Rngs(0)), *batch, **more)
+
+
+def all_bitwise(found, count, zero=()):
+    """Every one of them, and none that shows nothing but those known to be zero."""
+    assert [each.name for each in found.findings if each.verdict != "bitwise"] == [], str(found)
+    assert [each.name for each in found.findings if each.zero] == [f"gradient of model.{name}" for name in zero], str(
+        found
+    )
+    assert len(found.findings) == count and not found.misfits, str(found)
+    return True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DECODER,
+        also(also(DECODER, "sequence", "tensor"), "store", "data").replace(
+            'sequence: tensor, match: ["**"]', 'match: ["**"]'
+        ),
+    ],
+    ids=["tensor", "tensor, sequence and FSDP"],
+)
+def test_two_blocks_of_a_decoder_are_bitwise(text):
+    found = verified(text, Decoder, *TEXT)
+    assert all_bitwise(found, 1 + 2 * 10 + 3)
+    rows = {each.name: (each.cause.signal, str(each.cause.place)) for each in found.findings}
+    assert rows["gradient of model.blocks.1.attention.o.kernel"] == ("sums", "model.yaml:3")
+    assert rows["gradient of model.norm.scale"] == ("rest", "model.yaml:7")
+
+
+@pytest.mark.parametrize("text", [VIT, also(VIT, "store", "data")], ids=["tensor", "tensor and FSDP"])
+def test_two_blocks_of_a_vision_transformer_are_bitwise(text):
+    zero = [f"blocks.{n}.attention.key.bias" for n in range(2)]  # softmax takes no notice of it
+    assert all_bitwise(verified(text, ViT, *IMAGES), 1 + 1 + 2 * 16 + 8, zero)
+
+
+QWEN3 = """\
+jshard: {mesh: {data: 2, tensor: 4}}
+columns: {row: data, store: data, column: tensor, sequence: tensor, match: ["layers/*/attn/{q,k,v}_proj/**", "layers/*/mlp/{gate,up}_proj/**", "lm_head/**"]}
+sums: {row: data, store: data, reduction: tensor, sequence: tensor, match: ["layers/*/attn/o_proj/**", "layers/*/mlp/down_proj/**", "embedder/**"]}
+rest: {row: data, store: data, match: ["**"]}
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # it takes names that JAX is going to remove
+def test_two_blocks_of_qwen3_are_bitwise(extra):
+    positions = jnp.tile(jnp.arange(8), (4, 1))
+    mask = jnp.tile(jnp.tril(jnp.ones((8, 8), bool)), (4, 1, 1))
+    tokens = jax.random.randint(jax.random.key(0), (2, 4, 8), 0, 64)
+
+    def loss(model, tokens, targets):
+        return cross_entropy(lambda tokens: model(tokens, positions, None, mask)[0], tokens, targets)
+
+    assert all_bitwise(verified(QWEN3, lambda rngs: qwen3(extra, 4), *tokens, f=loss), 26)
+
+
+# -- claims that do not fit --
+
+QUERIES = '"blocks/*/attention/{q,k,v}/**"'
+CLAIMS = {
+    "o by column": (
+        DECODER.replace('"blocks/*/attention/o/**", ', "")
+        + 'wrong: {row: data, column: tensor, match: ["blocks/*/attention/o/**"]}\n',
+        'signal "queries" (model.yaml:2) leaves an array split over tensor, and signal "wrong" (model.yaml:8) takes it otherwise: '
+        "all_gather of float32[2,4,4,4] at two_blocks.py:",
+    ),
+    "a norm's scale": (
+        DECODER + 'wrong: {shard: {axis: 0, mesh: tensor}, match: ["blocks/*/before/**"]}\n',
+        'signal "wrong" (model.yaml:8) leaves an array split over tensor, and signal "queries" (model.yaml:2) takes it otherwise: '
+        "all_gather of float32[2,4,16] at two_blocks.py:",
+    ),
+    "another axis of heads": (
+        DECODER.replace("{q,k,v}", "{k,v}") + 'wrong: {shard: {axis: 2, mesh: tensor}, match: ["blocks/*/attention/q/**"]}\n',
+        'signal "wrong" (model.yaml:8)',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_that_does_not_fit_is_named_though_values_are_right(name):
+    text, words = CLAIMS[name]
+    found = verified(text, lambda rngs: Decoder(rngs, blocks=1), *TEXT, backward=False)
+    assert found.ok and {each.verdict for each in found.findings} == {"bitwise"}, str(found)
+    assert words in str(found.misfits[0]) and str(found.misfits[0]) in str(found), str(found)
+
+
+# -- faults of the partition --
+
+
+class Small(nnx.Module):
+    """A product that is summed over devices, behind one that is split, and a lookup before both."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.up, self.down = (nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in ((8, 16), (16, 8)))
+
+    def __call__(self, tokens):
+        return nnx.log_softmax(self.down(nnx.silu(self.up(self.embed(tokens)))))
+
+
+SMALL = """\
+jshard: {mesh: {data: 2, tensor: 2}}
+up: {row: data, column: tensor, match: ["up/**"]}
+down: {row: data, reduction: tensor, match: ["down/**"]}
+table: {row: data, reduction: tensor, match: ["embed/**"]}
+"""
+
+
+def first_part(x, names, op="sum", **more):
+    """What is the same everywhere, and yet no sum: the part of the first device."""
+    mine = jnp.where(lax.axis_index(names) == 0, x, 0)
+    return lax.psum(mine, names) if op == "sum" else all_reduce(x, names, op=op)
+
+
+def summed_twice(x, names, op="sum", **more):
+    x = all_reduce(x, names, op=op)
+    return lax.psum(lax.pcast(x, names, to="varying"), names) if op == "sum" else x
+
+
+def unmarked(x, names):
+    """It varies, as its type says, and its gradient is that of the first device."""
+    missing = tuple(sorted(names - jax.typeof(x).mat.varying))
+
+    @jax.custom_vjp
+    def marked(x):
+        return lax.pcast(x, missing, to="varying")
+
+    marked.defvjp(lambda x: (marked(x), None), lambda _, g: (first_part(g, missing),))
+    return marked(x) if missing and jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def next_rank(names, size, sizes, dtype):
+    return (shape.first(names, size, sizes, dtype) + size) % (size * sizes[names[0]])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault", "signal", "phase", "looks"),
+    [
+        (engine, "all_reduce", first_part, None, "forward", "values differ"),  # every sum is wrong, and no place told
+        (engine, "all_reduce", summed_twice, "table", "forward", "2 times too large"),
+        (part, "vary", unmarked, "up", "backward", ""),
+        (lookup, "first", next_rank, "table", "forward", ""),
+    ],
+    ids=["a sum left out", "a sum taken twice", "x not marked", "another device's rows"],
+)
+def test_a_fault_in_the_partition_is_caught(monkeypatch, module, name, fault, signal, phase, looks):
+    monkeypatch.setattr(module, name, fault)
+    tokens = jnp.array([[0, 1], [2, 9], [3, 10], [4, 5]])  # of rows on either device
+    found = verified(SMALL, Small, tokens, f=lambda model, tokens: (model(tokens) ** 2).sum())
+    assert not found.ok, str(found)
+    (begin,) = found.beginnings
+    assert begin.cause.phase == phase and looks in begin.looks, str(found)
+    assert signal is None or (begin.cause.signal, begin.cause.place.source) == (signal, "model.yaml"), str(found)
