@@ -15,6 +15,8 @@ STAMP := $(shell { cat pyproject.toml; printf %s '$(if $(filter %-extras,$(VENV)
 MUTATED := jshard/provenance.py jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
+# Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
 .PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
 
@@ -25,19 +27,19 @@ demo: $(VENV)/.digits-$(STAMP)  ## sets up and trains digits on 8 pretend device
 	@$(BIN)/jshard train configs/digits.yaml
 
 test: $(VENV)/.test-$(STAMP)  ## the whole test suite
-	@$(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
+	@$(PYTEST) -n 3 --dist worksteal $(PYTEST_ARGS)
 
 core: $(VENV)/.test-$(STAMP)  ## every test but the slow ones, two cases of each; what CI runs on a newer Python and JAX too
-	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow" --few 2 $(PYTEST_ARGS)
+	@$(PYTEST) -n 3 --dist worksteal -m "not slow" --few 2 $(PYTEST_ARGS)
 
 extras:  ## the tests that need libtpu, NVIDIA's compiler, grain, Pillow or TensorBoard, in an environment that has all
 	@$(MAKE) VENV=$(VENV)-extras tests-with-extras
 
 tests-with-extras: $(VENV)/.extras-$(STAMP)
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal --extras $(PYTEST_ARGS)
+	@$(PYTEST) -n 2 --dist worksteal --extras $(PYTEST_ARGS)
 
 check: lint  ## ruff, pyright, floors and the tests nearest to what changed since origin/main; under a minute
-	@$(BIN)/python -m pytest -q -n 2 --dist load -m "not slow" --within 25 $$($(BIN)/python .ci/changed.py)
+	@$(PYTEST) -n 2 --dist load -m "not slow" --within 25 $$($(BIN)/python .ci/changed.py)
 
 lint: $(VENV)/.dev-$(STAMP)
 	@$(BIN)/ruff check .
@@ -45,26 +47,26 @@ lint: $(VENV)/.dev-$(STAMP)
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 fuzz: $(VENV)/.test-$(STAMP)  ## 100,000 mappings and texts, each of which loads or is one JShardError
-	@JSHARD_FUZZ_EXAMPLES=100000 $(BIN)/python -m pytest tests/signals/test_fuzz.py -q --timeout 7200
+	@JSHARD_FUZZ_EXAMPLES=100000 $(PYTEST) tests/signals/test_fuzz.py --timeout 7200
 
 verify-random: $(VENV)/.test-$(STAMP)  ## 200 random programs without a fault, each of which has to verify
-	@JSHARD_VERIFY_EXAMPLES=200 $(BIN)/python -m pytest tests/inspect/verify/test_verify_random.py -q --timeout 7200
+	@JSHARD_VERIFY_EXAMPLES=200 $(PYTEST) tests/inspect/verify/test_verify_random.py --timeout 7200
 
 kernel-product: $(VENV)/.test-$(STAMP)  ## all_reduce by three algorithms on 5 groups, 5 shapes and 4 dtypes: all 300
-	@JSHARD_KERNEL_PRODUCT=1 $(BIN)/python -m pytest tests/kernels/test_all_reduce.py -q -n 2 -k product
+	@JSHARD_KERNEL_PRODUCT=1 $(PYTEST) tests/kernels/test_all_reduce.py -n 2 -k product
 
 bench: $(VENV)/.test-$(STAMP)  ## training steps against hand-written shard_map, and what an import costs
 	@$(PRETEND) $(BIN)/python -m benchmarks.step
 	@$(BIN)/python -m benchmarks.import_time
 
 hang-test: $(VENV)/.test-$(STAMP)  ## 1,000 steps dispatched without waiting on 8 pretend devices, 20 times over
-	@JSHARD_HANG_RUNS=20 JSHARD_HANG_STEPS=1000 $(BIN)/python -m pytest tests/layouts/test_pretend.py -q -k waiting --timeout 7200
+	@JSHARD_HANG_RUNS=20 JSHARD_HANG_STEPS=1000 $(PYTEST) tests/layouts/test_pretend.py -k waiting --timeout 7200
 
 mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the rooms that place, ask and count: which does no test notice
 	@$(PRETEND) $(BIN)/python .ci/mutants.py --of $${JSHARD_MUTANTS_OF:-10} $${JSHARD_MUTANTS:-$(MUTATED)}
 
 as-users-compile: $(VENV)/.test-$(STAMP)  ## the whole test suite with XLA's own defaults, which take longer to compile
-	@XLA_FLAGS= JSHARD_TESTS_FRESH=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
+	@XLA_FLAGS= JSHARD_TESTS_FRESH=1 $(PYTEST) -n 3 --dist worksteal $(PYTEST_ARGS)
 
 nightly:  ## as-users-compile, fuzz, verify-random, kernel-product, hang-test, soak and mutants; goes on after one that fails
 	@$(MAKE) --keep-going as-users-compile fuzz verify-random kernel-product hang-test soak mutants
