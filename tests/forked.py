@@ -2,7 +2,7 @@
 
 `subprocess.Popen`, in a test and in what it starts, asks a server for a process: a child of whoever asked, with the id, group,
 descriptors, environment and end of one that Python starts. What the server has imported stays hidden until the program imports
-it, and only then JAX reads its variables. What a fork can't be (options of Python, variables that the C library or an import
+it, and only then JAX reads its variables. What a fork can't be (options of Python but `-W error`, variables that the C library or an import
 reads, `-m pytest`) is started as ever, and so is all that a test with the fixture `fresh` starts, or a run with
 JSHARD_TESTS_FRESH=1. What forks share, and new processes do not: the seed of hashes. None is taken apart when it ends.
 """
@@ -130,7 +130,7 @@ class Popen(REAL):
 
 def _program(words: Sequence[str], variables: Mapping[str, str]) -> tuple[str, str, list[str], bool] | None:
     """`("-m" | "-c" | "", what, its words, whether its folder is left out)`; None where a fork is no such process."""
-    match words:
+    match _without_warnings(words):
         case [sys.executable, "-I", "-S", script, *rest] if script.endswith("parent_death.py"):
             program = "", script, rest, True
         case [sys.executable, "-P", "-m", module, *rest] if module.partition(".")[0] in MODULES:
@@ -149,6 +149,10 @@ def _program(words: Sequence[str], variables: Mapping[str, str]) -> tuple[str, s
     names = {name for name in {*variables, *had} if name.startswith(READ_AT_ONCE)}
     names -= {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
     return program if all(variables.get(name) == had.get(name) for name in names) else None
+
+
+def _without_warnings(words: Sequence[str]) -> Sequence[str]:
+    return [words[0], *words[3:]] if words[1:3] == ["-W", "error"] else words
 
 
 def _server() -> Server:
@@ -309,6 +313,9 @@ def _run(words: Sequence[str]) -> None:
     assert program is not None, words
     kind, what, rest, apart = program
     sys.orig_argv = list(words)
+    if _without_warnings(words) is not words:
+        sys.warnoptions.append("error")
+        warnings.simplefilter("error")
     own = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(os.path.realpath(what)))
     sys.path[:] = [

@@ -97,6 +97,13 @@ def test_forked_process_ends_as_a_new_one_does(program):
     assert one == other
 
 
+def test_forked_process_takes_warnings_for_errors_as_a_new_one_does():
+    program = "import sys, warnings\nprint(sys.warnoptions)\nwarnings.warn('loud')"
+    one, other = both(["-W", "error", "-c", program])
+    assert one == other
+    assert (one[0], one[2]) == ("['error']\n", 1)
+
+
 @pytest.mark.parametrize(
     ("name", "brings"),
     [("numpy", []), ("sklearn.datasets", ["sklearn"]), ("jax.numpy", ["jax"]), ("orbax.checkpoint", ["jax"])],
@@ -132,7 +139,7 @@ def test_forked_process_forks_what_it_starts_itself():
 
 
 @pytest.mark.parametrize(
-    "words", [["-W", "error", "-c", "pass"], ["-I", "-c", "pass"], ["-m", "pip"], ["-X", "dev", "x.py"]]
+    "words", [["-W", "ignore", "-c", "pass"], ["-I", "-c", "pass"], ["-m", "pip"], ["-X", "dev", "x.py"]]
 )
 def test_what_a_fork_can_not_be_is_started(words):
     assert forked._program([sys.executable, *words], os.environ) is None
