@@ -92,12 +92,12 @@ def sweep() -> int:
     """Remove what is a week old, and what a process that was killed has left half written. How many programs stay?"""
     PLACE.mkdir(parents=True, exist_ok=True)
     now, last = time.time(), SWEPT.stat().st_mtime if SWEPT.exists() else 0
-    for entry in {*PLACE.iterdir()} - {SWEPT}:
+    for entry in [each for each in os.scandir(PLACE) if each.name != SWEPT.name]:
         with contextlib.suppress(FileNotFoundError):  # another run has just moved or removed it
             written = entry.stat().st_mtime
             stale = WEEK if entry.name.endswith("-cache") else 3600
-            if written < now - stale or (last < written and entry.name.endswith("-cache") and _is_torn(entry)):
-                entry.unlink()
+            if written < now - stale or (last < written and entry.name.endswith("-cache") and _is_torn(Path(entry))):
+                os.unlink(entry)
     SWEPT.touch()
     return programs()
 
@@ -114,4 +114,4 @@ def _is_torn(entry: Path) -> bool:
 
 
 def programs() -> int:
-    return sum(entry.name.endswith("-cache") for entry in PLACE.iterdir())
+    return sum(name.endswith("-cache") for name in os.listdir(PLACE))

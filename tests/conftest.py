@@ -74,7 +74,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what is imported by now stays: each full collection would visit a million objects of it
-    gc.set_threshold(10_000, 10, 20)  # what is traced lives long: collections took a tenth of the time
+    gc.set_threshold(100_000, 10, 20)  # what is traced lives long: collections took a tenth of the time
     session.config.stash[STARTED] = time.monotonic()
 
 

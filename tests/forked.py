@@ -2,8 +2,8 @@
 
 `subprocess.Popen`, in a test and in what it starts, asks a server for a process: a child of whoever asked, with the id, group,
 descriptors, environment and end of one that Python starts. What the server has imported stays hidden until the program imports
-it, and only then JAX reads its variables. What a fork can't be (options of Python but `-W error`, variables that the C library or an import
-reads, `-m pytest`) is started as ever, and so is all that a test with the fixture `fresh` starts, or a run with
+it, and only then JAX reads its variables. What a fork can't be (options of Python but `-W error`, variables that the C library or
+an import reads, `-m pytest`) is started as ever, and so is all that a test with the fixture `fresh` starts, or a run with
 JSHARD_TESTS_FRESH=1. What forks share, and new processes do not: the seed of hashes. None is taken apart when it ends.
 """
 
