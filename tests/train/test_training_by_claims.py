@@ -143,3 +143,11 @@ def test_a_step_by_claims_is_verified(tmp_path):
     signals = {finding.name: finding.cause.signal for finding in found.findings}
     assert signals["gradient of model.up.kernel"] == "wide"
     assert signals["model.norm.scale after"] == "rest"
+
+
+def test_on_auto_axes_parameters_lie_as_claimed_and_losses_are_those_of_one_device(alone, tmp_path):
+    built = experiment("Dense", "tensor", tmp_path, "jshard.axis_types=auto")
+    assert isinstance(built.model, plain.Dense)
+    assert lies(built.model.down.kernel) == (P("tensor", None), (8, 8))
+    found, _ = losses(built)
+    np.testing.assert_allclose(found, alone["Dense"], rtol=1e-5)
