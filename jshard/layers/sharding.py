@@ -7,19 +7,28 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.layers.layer import built_arrays, is_sharded
+from jshard.layers.linen import (
+    Argument,
+    check_nothing_looks_like_parameters,
+    is_variables,
+    replaced,
+    trees_of_parameters,
+)
 from jshard.layers.partition import Input, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.roles import Placed
@@ -31,15 +40,32 @@ from jshard.signals.claims import Claim, claims
 from jshard.signals.scope import unplaced
 from jshard.signals.signal import Signal
 
-T = TypeVar("T")
+M = TypeVar("M", bound=nnx.Module | nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 
 
-def shard(program: T, *args: Any, **kwargs: Any) -> T:
+class ShardedFunction(Protocol[P, R]):
+    """What `jshard.shard` makes of a function."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the trees of parameters among the arguments, the only one by itself, placed for such a call."""
+
+
+@overload
+def shard(program: M, *args: Any, **kwargs: Any) -> M: ...
+@overload
+def shard(program: Callable[P, R]) -> ShardedFunction[P, R]: ...
+def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a model, or a function that takes one, on each device's part, as the signals say that claim its parameters.
 
-    A model keeps its class and code; the parameters of it are placed by a trace of its call with `args`, which may be
-    `jax.ShapeDtypeStruct`s, else by its first call. With no configuration loaded everything runs as it is. On
-    `axis_types: auto` parameters and rows are placed by the same signals, and the program is left to XLA.
+    An NNX model keeps its class and code; the parameters of it are placed by a trace of its call with `args`, which may be
+    `jax.ShapeDtypeStruct`s, else by its first call. A Linen module keeps them too: its `init` returns placed variables, and its
+    `apply` is partitioned. Of a function the argument called `params` is a tree of parameters, and so is what has a key
+    `"params"`; `shard(f).place(*args)` returns it placed for such a call. With no configuration loaded all runs as it is;
+    on `axis_types: auto` parameters and rows are placed by the same signals, and the program is left to XLA.
     """
     if isinstance(program, nnx.Module):
         if not is_sharded(program):
@@ -47,31 +73,48 @@ def shard(program: T, *args: Any, **kwargs: Any) -> T:
         if args or kwargs:
             place(program, *args, **kwargs)
         return program
-    if not callable(program):
+    if not callable(program) and not isinstance(program, nn.Module):
         raise JShardError(
             f"jshard.shard was given a {type(program).__name__}",
             hint="give it a Flax model, or a function that takes one",
         )
-    return _sharded(program)  # type: ignore[return-value]
+    if args or kwargs:
+        linen = isinstance(program, nn.Module)
+        name = type(program).__name__ if linen else getattr(program, "__name__", type(program).__name__)
+        raise JShardError(
+            f"jshard.shard was given arguments for {name}, which holds no parameters",
+            hint=f"write {'shard(module).init' if linen else f'shard({name}).place'}(...), which returns them placed",
+        )
+    if isinstance(program, nn.Module):
+        if not is_sharded(program):
+            linen = _sharded_linen_class(type(program))
+            program = program.clone()
+            object.__setattr__(program, "__class__", linen)  # its own refuses what is frozen
+        return program
+    return _sharded(program)
 
 
 def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
     """Move the parameters of a model to where a call with these arguments uses them; the arguments may be abstract."""
-    if configuration() is None:
-        return
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    if configuration() is not None:
+        call = _described_call(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]
+        call.keep(call.placed())
+
+
+def _described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """A call of which all but models and trees of parameters may be abstract: Flax takes such for constants."""
+    kept = {(0, at): x for at, x in enumerate(args) if isinstance(x, nnx.Module)} | trees_of_parameters(f, args, kwargs)
+    leaves, tree = jax.tree.flatten(replaced((args, kwargs), dict.fromkeys(kept)))
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     calls: list[_Call] = []
 
     def call(given: list[Any]) -> None:
         it = iter(given)
-        args, kwargs = jax.tree.unflatten(
-            tree, [next(it) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
-        )
-        calls.append(_Call(type(model)._jshard_original.__call__, (model, *args), kwargs))  # type: ignore[attr-defined]
+        rest = jax.tree.unflatten(tree, [next(it) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
+        calls.append(_Call(f, *replaced(rest, kept)))
 
-    jax.eval_shape(call, shapes)  # Flax takes what only describes an array for a constant
-    calls[0].keep(calls[0].placed())
+    jax.eval_shape(call, shapes)
+    return calls[0]
 
 
 def composed(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,12 +144,47 @@ def _sharded_class(cls: type) -> type:
     return type(cls)(cls.__name__, (cls,), names)
 
 
+@functools.cache
+def _sharded_linen_class(cls: Any) -> type:
+    """A subclass whose variables are made where they rest, and whose `apply` is partitioned."""
+
+    @nn.nowrap
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(types.MethodType(cls.apply, self), args, kwargs)
+
+    @nn.nowrap
+    def init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        def made(rngs: Any) -> Any:
+            with _alone():
+                return cls.init(self, rngs, *args, **kwargs)
+
+        if configuration() is None or unplaced.value:
+            return cls.init(self, rngs, *args, **kwargs)
+        described = jax.eval_shape(made, rngs), *args
+        placed = _placed(types.MethodType(cls.apply, self), described, {**kwargs, "rngs": rngs, "mutable": True})
+        return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, placed))(rngs)
+
+    names = {"apply": apply, "init": init, "_jshard_original": cls, "__module__": cls.__module__}
+    return type(cls)(cls.__name__, (cls,), {**names, "__qualname__": cls.__qualname__})
+
+
 def _sharded(f: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         return _run(f, args, kwargs)
 
+    call.place = lambda *args, **kwargs: _placed(f, args, kwargs)  # type: ignore[attr-defined]
     return call
+
+
+def _placed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the trees of parameters among the arguments, the only one by itself, placed for such a call."""
+    if configuration() is None:
+        trees = list(trees_of_parameters(f, args, kwargs).values())
+    else:
+        call = _described_call(f, args, kwargs)
+        trees = jax.tree.unflatten(call.tree, call.placed())[_TREES]
+    return trees[0] if len(trees) == 1 else tuple(trees)
 
 
 def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,57 +207,84 @@ class _Call:
         present = configuration()
         assert present is not None
         self.args = args, kwargs
-        self.graphdef, self.parameters, self.state, rest = nnx.split(self.args, nnx.Param, nnx.Variable, ...)
-        named, self.tree = jax.tree_util.tree_flatten_with_path(self.parameters)
-        leaves, self.rest_tree = jax.tree.flatten((self.state, rest))
-        self.own = len(jax.tree.leaves(self.state))
-        self.paths = tuple("/".join(words_of(path)[2:]) for path, _ in named)
+        self.trees = trees_of_parameters(f, args, kwargs)
+        self.graphdef, *states = nnx.split(replaced(self.args, dict.fromkeys(self.trees)), nnx.Param, nnx.Variable, ...)
+        named, self.tree = jax.tree_util.tree_flatten_with_path((list(self.trees.values()), *states))
+        self.leaves = [leaf for _, leaf in named]
         modules = [(at, each) for at, each in enumerate(args) if isinstance(each, nnx.Module)]
         built = {
-            (0, at, *path): each.signal_path for at, module in modules for path, each in built_arrays(module).items()
+            (_PARAMETERS, 0, at, *path): each.signal_path
+            for at, module in modules
+            for path, each in built_arrays(module).items()
         }
-        layers = tuple(built.get(keys_of(path), ()) for path, _ in named)
-        self.static = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-        self.numbers = [x for _, x in named]
-        self.arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        types = tuple(
-            (jnp.shape(x), x.dtype if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).dtype)
-            for x in [*self.numbers, *self.arrays]
+        self.arrays = tuple(
+            self._array(key, built.get(keys_of(key), ()), x) if _is_array(x) else None for key, x in named
         )
-        layouts = tuple(None if isinstance(x, jax.ShapeDtypeStruct) else _layout(x, mesh()) for x in self.arrays)
+        if not any(each is not None and each.path for each in self.arrays):
+            check_nothing_looks_like_parameters(f, args, kwargs, present)
+        static = tuple(x if each is None else None for x, each in zip(self.leaves, self.arrays, strict=True))
         situation = _Situation(
-            f, self.graphdef, self.tree, self.rest_tree, self.static, self.paths, layers, types, layouts, self.own,
-            mesh(), present.fingerprint,
+            f, self.graphdef, self.tree, tuple(self.trees), static, tuple(filter(None, self.arrays)), mesh(),
+            present.fingerprint,
         )  # fmt: skip
         self.program, self.out = _program(situation)
 
+    def _array(self, key: Any, layer: tuple[str, ...], x: Any) -> _Array:
+        kind, words, path = key[0].idx, words_of(key), ""
+        if kind == _TREES:
+            of_linen = is_variables(list(self.trees.values())[key[1].idx])
+            path = "/".join(words[2:] if not of_linen else words[3:] if words[2] == "params" else ())
+        elif kind == _PARAMETERS:
+            path = "/".join(words[3:])
+        abstract = isinstance(x, jax.ShapeDtypeStruct)
+        depth = len(words) if kind == _REST and not _is_key(x) else None
+        dtype = x.dtype if abstract else jax.typeof(x).dtype
+        return _Array(path, layer, jnp.shape(x), dtype, None if path or abstract else _layout(x, mesh()), depth)
+
     def placed(self) -> list[Any]:
-        """The parameters where they rest; the shape of one says where it will."""
-        layouts = [Layout(self.program.mesh, *axes) for axes in self.program.in_axes]
-        return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding)
-            if isinstance(x, jax.ShapeDtypeStruct)
-            else redistribute(x, layout, label=f"jshard.shard ({path})")
-            for x, layout, path in zip(self.numbers, layouts, self.paths, strict=False)
-        ]
+        """All leaves, with parameters, and Linen's other variables, where they rest."""
+        axes, held = iter(self.program.in_axes), len(jax.tree.leaves(list(self.trees.values())))
+        leaves = []
+        for number, (x, array) in enumerate(zip(self.leaves, self.arrays, strict=True)):
+            if array is not None:
+                layout = Layout(self.program.mesh, *next(axes))
+                x = _put(x, layout, f"jshard.shard ({array.path})") if array.path or number < held else x
+            leaves.append(x)
+        return leaves
 
     def keep(self, placed: list[Any]) -> None:
-        """Give the model these parameters."""
-        nnx.update(self.args, jax.tree.unflatten(self.tree, placed))
+        """Give NNX models these parameters."""
+        nnx.update(self.args, jax.tree.unflatten(self.tree, placed)[_PARAMETERS])
 
     def run(self) -> Any:
-        numbers = self.placed()
+        leaves = self.placed()
+        numbers = jax.tree.leaves(jax.tree.unflatten(self.tree, leaves)[_PARAMETERS])
         if not any(isinstance(x, Tracer) for x in numbers):  # a gradient would lie as the parameter did before
-            self.keep(numbers)
-        axes = self.program.in_axes[len(self.numbers) :]
-        arrays = [
-            redistribute(x, Layout(self.program.mesh, *a), label="jshard.shard")
-            for x, a in zip([*self.arrays, *self.out.consts], axes, strict=True)
+            self.keep(leaves)
+        arrays = [x for x, array in zip(leaves, self.arrays, strict=True) if array is not None]
+        placed = [
+            _put(x, Layout(self.program.mesh, *axes), "jshard.shard")
+            for x, axes in zip([*arrays, *self.out.consts], self.program.in_axes, strict=True)
         ]
-        outs = self.out.compiled(*numbers, *arrays)
+        outs = self.out.compiled(*placed)
         result, state = jax.tree.unflatten(self.out.tree, outs)
         nnx.update(self.args, state)
         return result
+
+
+_TREES, _PARAMETERS, _STATE, _REST = range(4)  # what a call is split into; the last three are of NNX
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """What a program is traced for, of one array of a call."""
+
+    path: str  # of a parameter; "" of all others
+    layer: tuple[str, ...]  # the signal that a layer of jshard around it was built under
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: Layout | None  # where it lies, if it is no parameter
+    depth: int | None  # how deep inside an argument it was found; None for what is a model's own
 
 
 class _Out:
@@ -197,42 +302,42 @@ class _Situation:
     f: Callable[..., Any]
     graphdef: Any
     tree: Any
-    rest_tree: Any
+    trees: tuple[Argument, ...]
     static: tuple[Any, ...]  # the leaves that are no arrays
-    paths: tuple[str, ...]  # of parameters
-    layers: tuple[tuple[str, ...], ...]  # the signals that layers of jshard around them were built under
-    types: tuple[tuple[tuple[int, ...], Any], ...]  # of parameters, then of all other arrays
-    layouts: tuple[Layout | None, ...]  # of all other arrays
-    own: int  # how many of these are a model's own
+    arrays: tuple[_Array, ...]
     mesh: Mesh
     fingerprint: Any
 
     def __hash__(self) -> int:
-        return hash((self.f, self.paths, self.types, self.fingerprint))
+        return hash((self.f, self.arrays, self.fingerprint))
 
 
 @functools.lru_cache(maxsize=256)
 def _program(s: _Situation) -> tuple[Program, _Out]:
     _check_takes_its_models(s.f)
-    out, count = _Out(), len(s.paths)
+    out = _Out()
 
     def alone(*xs: Any) -> list[Any]:
-        it = iter(xs[count:])
-        state, rest = jax.tree.unflatten(s.rest_tree, [next(it) if x is None else x for x in s.static])
-        args, kwargs = nnx.merge(s.graphdef, jax.tree.unflatten(s.tree, list(xs[:count])), state, rest)
+        it = iter(xs)
+        trees, *states = jax.tree.unflatten(s.tree, [next(it) if x is None else x for x in s.static])
+        merged = nnx.merge(s.graphdef, *states)
+        args, kwargs = replaced(merged, dict(zip(s.trees, trees, strict=True)))
         result = s.f(*args, **kwargs)
-        flat, out.tree = jax.tree.flatten((result, nnx.split((args, kwargs), nnx.Param, nnx.Variable, ...)[2]))
+        flat, out.tree = jax.tree.flatten((result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[2]))
         return flat
 
     with _alone():
-        jaxpr = jax.make_jaxpr(alone)(*(jax.ShapeDtypeStruct(*each) for each in s.types))
-    claimed = _claims(s)
-    row = rows([claim.signal for claim in claimed if claim is not None])
-    each = zip(s.types, claimed, s.paths, strict=False)
-    inputs = [Input(whole(len(shape)), claim, path) for (shape, _), claim, path in each]
-    batch = next((shape[0] for shape, _ in s.types[count + s.own :] if shape), None)
-    for number, ((shape, _), layout) in enumerate(zip(s.types[count:], s.layouts, strict=True)):
-        inputs.append(Input(_given(shape, layout, row if number >= s.own else (), batch)))
+        jaxpr = jax.make_jaxpr(alone)(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in s.arrays))
+    claimed = _claims(s.arrays)
+    row = rows([claim.signal for claim in claimed.values()])
+    # a batch is an argument, or in one; what lies deeper, as statistics, may have another first axis
+    depths = [each.depth for each in s.arrays if each.depth is not None and each.shape]
+    batch = next((each.shape[0] for each in s.arrays if each.shape and depths and each.depth == min(depths)), None)
+    inputs = [
+        Input(whole(len(each.shape)), claimed.get(each.path), each.path) if each.path
+        else Input(_given(each.shape, each.layout, () if each.depth is None else row, batch))
+        for each in s.arrays
+    ]  # fmt: skip
     jaxpr, out.consts = closed_over(jaxpr)
     program = Program(s.mesh, jaxpr, [*inputs, *(Input(whole(np.ndim(x))) for x in out.consts)])
     out.compiled = jax.jit(program)
@@ -257,18 +362,16 @@ def _check_takes_its_models(f: Callable[..., Any]) -> None:
             )
 
 
-def _claims(s: _Situation) -> list[Claim | None]:
+def _claims(arrays: Sequence[_Array]) -> dict[str, Claim]:
     """Find the claim of each parameter: by the signal of the layer around it, else by a glob."""
     present = configuration()
     assert present is not None
-    left = [path for path, built in zip(s.paths, s.layers, strict=True) if not built]
-    claimed = claims(present, left) if left and present.has_claims else {}
-    found = []
-    for path, built in zip(s.paths, s.layers, strict=True):
-        claim = Claim(present.lookup(built), "") if built else claimed.get(path)
-        if claim is not None:
-            _check_words(claim.signal, path)
-        found.append(claim)
+    layers = {each.path: each.layer for each in arrays if each.path}
+    left = [path for path, layer in layers.items() if not layer]
+    found = claims(present, left) if left and present.has_claims else {}
+    found |= {path: Claim(present.lookup(layer), "") for path, layer in layers.items() if layer}
+    for path, claim in found.items():
+        _check_words(claim.signal, path)
     return found
 
 
@@ -321,6 +424,17 @@ def rows(signals: Sequence[Signal]) -> tuple[str, ...]:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _is_key(x: Any) -> bool:
+    """The two numbers of a `jax.random.PRNGKey` are no rows."""
+    return x.shape == (2,) and x.dtype == np.uint32
+
+
+def _put(x: Any, layout: Any, label: str) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding)
+    return redistribute(x, layout, label=label)
 
 
 def _layout(x: Any, on: Mesh) -> Layout | None:

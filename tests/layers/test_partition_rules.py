@@ -133,6 +133,8 @@ CASES = {
     "reshape, joined": (lambda x: x.reshape(32), X),
     "reshape, mixed": (lambda x: x.reshape(12, 8), normal(8, 12)),
     "reshape, split": (lambda x: x.reshape(4, 2, 4), X),
+    "positions": (lambda table, x: table[jnp.broadcast_to(jnp.arange(4), (8, 4))] * x, normal(4, 8), normal(8, 4, 8)),
+    "row by its own place": (lambda x, at: x[at, jnp.arange(8)[:, None], jnp.arange(2)[None]], normal(4, 8, 2, 4), below(4, 8, 2)),
     "reversed": (lambda x: x[:, ::-1], X),
     "rms norm": (lambda x, scale: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale, X, normal(8)),
     "scan": (lambda x, w: lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w), X, normal(3, 8, 8)),
@@ -248,6 +250,7 @@ REDUCED = {  # operands split like this cost these collectives forward, of so ma
     ("product", ((("data",), ()), ((), ("tensor",)))): [],
     ("product", ((("data",), ("tensor",)), (("tensor",), ()))): [("psum", 128)],
     ("embedding", ((("tensor",), ()), (("data",), ()))): [("psum", 256)],
+    ("row by its own place", (((), ("data",), (), ()), (("data",), ()))): [],
     ("rms norm", (((), ("tensor",)), (("tensor",),))): [("psum", 16)],
     ("batched lookup", (((), ("tensor",)), ((),))): [("pmax", 16), ("psum", 16), ("psum", 16)],
     ("reshape, split", (((), ("data",)),)): [],
@@ -288,6 +291,21 @@ def test_a_rule_asks_for_no_collective_but_these(mesh, case, way):
         for v in eqn.invars[:1]
     ]
     assert found == REDUCED[case, way]
+
+
+def test_rows_of_positions_are_made_where_they_are_needed(mesh):
+    """So that the gradient of the table is summed, and not that of each row gathered."""
+    f, table, x = CASES["positions"]
+    on = mesh(data=8)
+    program = partition.Program(
+        on, jax.make_jaxpr(f)(table, x), [partition.Input(((), ())), partition.Input((("data",), (), ()))]
+    )
+    given = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Layout(on, "data", None, None).sharding)
+    with jax.set_mesh(on):
+        traced = jax.make_jaxpr(jax.grad(lambda table, x: program(table, x)[0].sum()))(table, given)
+    names = [eqn.primitive.name for eqn in equations(traced)]
+    assert not [name for name in names if "gather" in name and name != "gather"]
+    assert sum("psum" in name for name in names) == 1
 
 
 def householder(x):

@@ -15,15 +15,25 @@ from jax.extend.core import Literal
 
 from jshard.errors import JShardError
 from jshard.jaxprs import bare, called, scanned
-from jshard.layers.partition.engine import Partition, Rule
+from jshard.layers.partition.engine import Partition, Rule, traced_whole
 from jshard.layers.partition.part import Part
 from jshard.layouts.redistribution import Axes
-from jshard.provenance import source_of
+from jshard.provenance import scope, source_of
 
 
 def _alike(part: Part, x: Any) -> Part:
     """The same place for another array: in another trace nothing may be remembered of this one."""
-    return dataclasses.replace(part, x=x, make=None, cache={})
+    gathered = dict(part.gathered) if x is part.x else {}
+    return dataclasses.replace(part, x=x, make=None, cache={}, gathered=gathered)
+
+
+def _gather_before(parts: Sequence[Part], inside: Sequence[Part]) -> None:
+    """Gather what each turn of a loop would gather, once and before it."""
+    for part, each in zip(parts, inside, strict=True):
+        for steps in each.gathered:
+            assert part.signal is not None
+            with scope(signal=part.signal.name):
+                part.gather(steps)
 
 
 def _made(run: Partition, part: Part) -> Part:
@@ -63,13 +73,14 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         if part.is_undecided and part.parameter is not None and part.of[0] is not None:
             part.parameter.roles[part.of[0]] = "scan"
     made: list[Part] = []
+    inner: list[Part] = []
 
     def step(
         axes: list[Axes], carries: Sequence[Array], each: Sequence[Array], consts: Sequence[Array]
     ) -> tuple[Any, Any]:
-        inner = list(map(_alike, parts[:count], consts))
-        inner += [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
-        inner += [_one_of(part, x) for part, x in zip(over, each, strict=True)]
+        inner[:] = map(_alike, parts[:count], consts)
+        inner.extend(Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True))
+        inner.extend(_one_of(part, x) for part, x in zip(over, each, strict=True))
         made[:] = run.run(jaxpr, inner)
         made[carried:] = map(run.force, made[carried:])
         return _like(run, made[:carried], axes), [part.x for part in made[carried:]]
@@ -78,6 +89,7 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     axes = _settled(run, axes, lambda axes: _traced(
         run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
         [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
+    _gather_before(consts, inner[:count])
     last, ys = lax.scan(
         lambda c, e: step(axes, c, e, [part.x for part in consts]),
         _like(run, carry, axes), [part.x for part in over],
@@ -132,9 +144,12 @@ def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     test_consts, consts, carry = parts[:of_test], parts[of_test : of_test + of_body], parts[of_test + of_body :]
     made: list[Part] = []
 
+    inner: list[Part] = []
+
     def step(axes: list[Axes], carries: Sequence[Array], given: Sequence[Any]) -> list[Array]:
         state = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
-        made[:] = run.run(asked["body_jaxpr"], [*map(_alike, consts, given), *state])
+        inner[:] = map(_alike, consts, given)
+        made[:] = run.run(asked["body_jaxpr"], [*inner, *state])
         return _like(run, made, axes)
 
     def test(carries: Sequence[Array]) -> Array:
@@ -146,6 +161,7 @@ def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     axes = _settled(run, axes, lambda axes: _traced(
         run, lambda *xs: step(axes, xs[len(consts) :], xs[: len(consts)]),
         [*(p.x for p in consts), *_like(run, carry, axes)], made, len(carry)))  # fmt: skip
+    _gather_before(consts, inner)
     last = lax.while_loop(test, lambda c: step(axes, c, [p.x for p in consts]), _like(run, carry, axes))
     return [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
 
@@ -213,7 +229,7 @@ def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     @call.defjvp
     def _rule(primals: Any, tangents: Any) -> Any:
         some = [(part, t) for part, t, s in zip(parts, tangents, smooth, strict=True) if s]
-        jaxpr = _unplaced(both, [*given, *(each for each, s in zip(given, smooth, strict=True) if s)])
+        jaxpr = traced_whole(both, [*given, *(each for each, s in zip(given, smooth, strict=True) if s)])
         args = [*map(_alike, parts, primals), *(Part(part.shape, part.axes, t) for part, t in some)]
         results = run.run(jaxpr, args)
         found[:] = outs = [run.force(part) for part in results[: len(eqn.outvars)]]
@@ -227,12 +243,6 @@ def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return [part.x for part in outs], t
 
     return _results(call, parts, found)
-
-
-def _unplaced(f: Callable[..., Any], given: Sequence[Any]) -> Any:
-    """Trace a function on global arrays, where no mesh is."""
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return jax.make_jaxpr(f)(*given)
 
 
 def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -256,7 +266,7 @@ def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return [part.x for part in found]
 
     def fwd(*xs: Array) -> Any:
-        results = [run.force(part) for part in run.run(_unplaced(half, given), list(map(_alike, parts, xs)))]
+        results = [run.force(part) for part in run.run(traced_whole(half, given), list(map(_alike, parts, xs)))]
         found[:], kept[:] = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
         return [part.x for part in found], [part.x for part in kept]
 
@@ -277,7 +287,7 @@ def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
             )
 
         some = [Part(p.shape, p.axes, ct) for p, ct, w in zip(ends, cotangents, wanted, strict=True) if w]
-        jaxpr = _unplaced(other_half, [*_described(kept), *_described(some)])
+        jaxpr = traced_whole(other_half, [*_described(kept), *_described(some)])
         after = iter(run.run(jaxpr, [*residual_parts, *some]))
         return tuple(run.place(next(after), part.axes).x if s else None for part, s in zip(parts, smooth, strict=True))
 

@@ -56,6 +56,7 @@ class Partition:
         self.unruled: dict[str, int] = {}
         self.nearest: Signal | None = None  # the claim of the parameter used last
         self.eqn: Any = None
+        self.jaxpr: Any = None  # that `eqn` is in
 
     # -- a jaxpr --
 
@@ -72,6 +73,7 @@ class Partition:
             parts = [read(atom) for atom in eqn.invars]
             for part in parts:
                 part.settle()
+            self.jaxpr = jaxpr
             with self._traced_at(eqn, parts):
                 results = self.rule(eqn, parts)
             known.update(zip(eqn.outvars, results, strict=True))
@@ -284,6 +286,12 @@ class Partition:
         params |= others
         out = eqn.primitive.bind(*(vary(x, names) for x in xs), **eqn.primitive.get_bind_params(params))
         return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def traced_whole(f: Callable[..., Any], given: Sequence[Any]) -> Any:
+    """Trace a function on global arrays, where no mesh is."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(f)(*given)
 
 
 def known(eqn: Any) -> Factors:

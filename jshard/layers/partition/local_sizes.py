@@ -32,6 +32,14 @@ def localized(eqn: Any, found: Factors, choice: Choice, sizes: Mapping[str, int]
         return {"new_sizes": made}
     if name == "dynamic_slice":
         return {"slice_sizes": made}
+    if name == "gather":
+        given = eqn.invars[0].aval.shape
+        local = local_shape(given, axes_of(found.operands[0], choice), sizes)
+        return {
+            "slice_sizes": tuple(
+                m if k == n else k for k, n, m in zip(params["slice_sizes"], given, local, strict=True)
+            )
+        }
     if name == "slice":
         given = eqn.invars[0].aval.shape
         local = local_shape(given, axes_of(found.operands[0], choice), sizes)

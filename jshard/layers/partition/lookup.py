@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import GatherScatterMode
 
-from jshard.layers.partition.engine import Partition, Rule, known, shape_of
-from jshard.layers.partition.local_sizes import axes_of, local_shape
+from jshard.layers.partition.engine import Partition, Rule, known, shape_of, traced_whole
+from jshard.layers.partition.local_sizes import axes_of
 from jshard.layers.partition.part import Part
 from jshard.layers.partition.product import settle, sum_or_scatter
 from jshard.layers.partition.shape import first
@@ -19,28 +19,27 @@ from jshard.layouts.axes import LOOKUP
 
 
 def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    by_place = _by_place(run.jaxpr, eqn)
+    if by_place is not None:
+        return run.run(by_place, parts)
     found = known(eqn)
     settle(parts, found)
     choice = run.choose(found, parts)
-    table, indices = run.placed(parts, found, choice)
     numbers, shape = eqn.params["dimension_numbers"], parts[0].shape
     looked_up = {
         axis: choice[of[0]]
         for axis, of in enumerate(found.operands[0])
         if found.kinds[of[0]] == LOOKUP and of[0] in choice
     }
-    local = local_shape(shape, axes_of(found.operands[0], choice), run.sizes)
-    sizes = (
-        1 if axis in looked_up else local[axis] if size == shape[axis] else size
-        for axis, size in enumerate(eqn.params["slice_sizes"])
-    )
-    params: dict[str, Any] = {"slice_sizes": tuple(sizes)}
+    if not looked_up and parts[1].make is not None:
+        return run.later(eqn, parts, found)  # positions, say: the places are made where the rows are needed
+    table, indices = run.placed(parts, found, choice)
     if not looked_up:
-        return run.results(eqn, run.bind(eqn, [table, indices], **params), found, choice)
+        return run.results(eqn, run.bind(eqn, [table, indices], found, choice), found, choice)
     names = tuple(name for each in looked_up.values() for name in each)
     mode = GatherScatterMode.from_any(eqn.params["mode"])
     indices, here, valid = _own(run, shape, indices, numbers.start_index_map, looked_up, mode)
-    (out,) = run.bind(eqn, [table, indices], **params, mode=GatherScatterMode.CLIP)
+    (out,) = run.bind(eqn, [table, indices], found, choice, mode=GatherScatterMode.CLIP)
     at = [axis for axis in range(out.ndim) if axis not in numbers.offset_dims]
     beside = jnp.zeros((), out.dtype)
     if mode == GatherScatterMode.FILL_OR_DROP:  # what is outside of the table the first device says
@@ -50,6 +49,69 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     axes = list(axes_of(found.results[0], choice))
     out = sum_or_scatter(run, out, axes, names, parts[0].signal)
     return [Part(shape_of(eqn), tuple(axes), out)]
+
+
+def _by_place(jaxpr: Any, eqn: Any) -> Any:
+    """Rewrite `x[arange(n), i]`, which asks each row for something of its own, as a lookup in many tables; else None."""
+    numbers, made = eqn.params["dimension_numbers"], _made_by(jaxpr, eqn.invars[1])
+    shape, last = eqn.invars[1].aval.shape, eqn.invars[1].aval.ndim - 1
+    if made is None or made.primitive.name != "concatenate" or made.params["dimension"] != last:
+        return None
+    if len(made.invars) != shape[last]:
+        return None
+    together: dict[int, int] = {}  # axis of the table: axis of the indices
+    for column, axis in zip(made.invars, numbers.start_index_map, strict=True):
+        place = _counts(jaxpr, column)
+        if place is None or place in together.values() or axis not in numbers.collapsed_slice_dims:
+            continue
+        if shape[place] == eqn.invars[0].aval.shape[axis]:
+            together[axis] = place
+    left = [at for at, axis in enumerate(numbers.start_index_map) if axis not in together]
+    if not together or not left:
+        return None
+    together |= dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    rewritten = numbers._replace(
+        collapsed_slice_dims=tuple(axis for axis in numbers.collapsed_slice_dims if axis not in together),
+        start_index_map=tuple(numbers.start_index_map[at] for at in left),
+        operand_batching_dims=tuple(sorted(together)),
+        start_indices_batching_dims=tuple(together[axis] for axis in sorted(together)),
+    )
+
+    def lookup(table: Array, indices: Array) -> Array:
+        columns = [lax.slice_in_dim(indices, at, at + 1, axis=last) for at in left]
+        return eqn.primitive.bind(
+            table, lax.concatenate(columns, last), **{**eqn.params, "dimension_numbers": rewritten, "indices_are_sorted": False}
+        )  # fmt: skip
+
+    return traced_whole(lookup, [v.aval for v in eqn.invars])
+
+
+def _made_by(jaxpr: Any, atom: Any) -> Any:
+    return next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
+
+
+def _counts(jaxpr: Any, atom: Any) -> int | None:
+    """Return the axis along which an array counts its own places, as an iota does however it was shaped; None for others."""
+    eqn = _made_by(jaxpr, atom)
+    if eqn is None:
+        return None
+    name = eqn.primitive.name
+    if name == "iota":
+        return eqn.params["dimension"]
+    if name == "select_n":  # `where(i < 0, i + n, i)`: places are never below zero
+        test = _made_by(jaxpr, eqn.invars[0])
+        if test is None or test.primitive.name != "lt" or getattr(test.invars[1], "val", None) != 0:
+            return None
+        return None if _counts(jaxpr, test.invars[0]) is None else _counts(jaxpr, eqn.invars[1])
+    if name not in ("broadcast_in_dim", "convert_element_type", "copy", "reshape"):
+        return None
+    at = _counts(jaxpr, eqn.invars[0])
+    found = known(eqn)
+    return (
+        None
+        if at is None
+        else next((to for to, of in enumerate(found.results[0]) if of == found.operands[0][at] != ()), None)
+    )
 
 
 def _fill(eqn: Any, out: Array) -> Any:

@@ -19,6 +19,7 @@ from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
 
 Names = frozenset[str]
+Gathers = tuple[tuple[int, str, bool], ...]  # axis, mesh axis, and whether the use varies over it
 Moving = Callable[
     ["Part", Axes, tuple[Move, ...]], contextlib.AbstractContextManager[Any]
 ]  # records moves, and says who asks
@@ -65,6 +66,7 @@ class Part:
     parameter: Parameter | None = None
     of: tuple[int | None, ...] = ()  # the axis of the parameter that each axis is
     cache: dict[Any, Array] = dataclasses.field(default_factory=dict)
+    gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # of a stored parameter
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self
@@ -114,14 +116,16 @@ class Part:
         """Gather a stored parameter. Where a use varies over the axis its gradient is scattered back, not summed everywhere."""
         assert self.rest is not None
         missing = [(axis, name) for axis, rest in enumerate(self.rest) for name in rest if name not in self.axes[axis]]
-        key = tuple((axis, name, name in names) for axis, name in missing)
-        if key not in self.cache:
+        return self.gather(tuple((axis, name, name in names) for axis, name in missing))
+
+    def gather(self, steps: Gathers) -> Array:
+        if steps not in self.gathered:
             x = self.x
             with scope(key="store"):
-                for axis, name, varies in reversed(key):
+                for axis, name, varies in reversed(steps):
                     x = all_gather(x, name, axis=axis, result="varying" if varies else "invariant", algorithm="xla")
-            self.cache[key] = x
-        return self.cache[key]
+            self.gathered[steps] = x
+        return self.gathered[steps]
 
     def at_rest(self, x: Array, shape: tuple[int, ...], order: Sequence[int | None]) -> Part:
         """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for

@@ -1,0 +1,264 @@
+"""`jshard.shard` of Linen: its modules, and functions of a tree of parameters."""
+
+from __future__ import annotations
+
+import collections
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import freeze
+
+import jshard
+from jshard.errors import JShardError
+from jshard.layouts.paths import words_of
+
+rng = np.random.default_rng(0)
+WIDTH, WORDS = 16, 32
+TOKENS = rng.integers(0, WORDS, (8, 4)).astype(np.int32)
+IMAGES = rng.normal(size=(8, 4, 4, 2)).astype(np.float32)
+
+
+class Decoder(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(WORDS, WIDTH, name="embed")
+        x = table(tokens)
+        mask = None if self.decode else nn.make_causal_mask(tokens)
+        attention = nn.MultiHeadDotProductAttention(4, decode=self.decode, name="attention")
+        x = x + attention(nn.LayerNorm(name="norm")(x), mask=mask)
+        x = x + nn.Dense(WIDTH, name="down")(nn.gelu(nn.Dense(32, name="up")(x)))
+        return table.attend(x)
+
+
+class Vision(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Conv(8, (3, 3), name="conv")(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, name="norm")(x))
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        x = nn.RNN(nn.LSTMCell(8, name="cell"), name="rnn")(x.mean(1))
+        return nn.Dense(4, name="head")(x[:, -1])
+
+
+MODELS = {"decoder": (Decoder(), TOKENS), "vision": (Vision(), IMAGES)}
+COLUMNS = {"decoder": ["attention/{query,key,value}/**", "up/**"], "vision": ["conv/**", "norm/**"]}
+SUMS = {"decoder": ["attention/out/**", "down/**", "embed/**"], "vision": ["head/**"]}
+
+
+def plan(name, model):
+    if name != "tensor":
+        store = {"store": "data"} if name == "fsdp" else {}
+        return {"jshard": {"mesh": {"data": 4}}, "rest": {"row": "data", "match": ["**"], **store}}
+    return {
+        "jshard": {"mesh": {"data": 2, "tensor": 4}},
+        "columns": {"row": "data", "column": "tensor", "match": COLUMNS[model]},
+        "sums": {"row": "data", "reduction": "tensor", "match": SUMS[model]},
+        "rest": {"row": "data", "match": ["**"]},
+    }
+
+
+def paths(tree):
+    return {"/".join(words_of(path)): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def loss_of(module):
+    """A batch in a dict, statistics handed back: as one writes it for one device."""
+
+    def loss(params, state, key, batch):
+        logits, updated = module.apply(
+            {"params": params, **state}, batch["x"], rngs={"dropout": key}, mutable=["batch_stats"]
+        )
+        return jnp.mean(logits**2), updated
+
+    return loss
+
+
+@pytest.fixture(scope="module")
+def alone():
+    found = {}
+
+    def of(name):
+        jshard.unload()
+        if name not in found:
+            module, x = MODELS[name]
+            variables = module.init(jax.random.key(0), x)
+            params, state = variables["params"], {key: each for key, each in variables.items() if key != "params"}
+            args = params, state, jax.random.PRNGKey(1), {"x": x}
+            found[name] = args, jax.device_get(jax.jit(jax.value_and_grad(loss_of(module), has_aux=True))(*args))
+        return found[name]
+
+    return of
+
+
+# The attention, the MLP and the lookup have an all-reduce each, and as many backward; a stored parameter a gather and a scatter.
+COUNTS = {
+    ("decoder", "data"): {}, ("vision", "data"): {},
+    ("decoder", "fsdp"): {("all_gather", "forward"): 15, ("reduce_scatter", "backward"): 15},
+    ("vision", "fsdp"): {("all_gather", "forward"): 18, ("reduce_scatter", "backward"): 18},
+    ("decoder", "tensor"): {("all_reduce", "forward"): 3, ("all_reduce", "backward"): 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_function_of_params_equals_one_device(alone, model, name):
+    (params, *rest), ((loss, updated), gradients) = alone(model)
+    jshard.load(plan(name, model))
+    sharded = jshard.shard(loss_of(MODELS[model][0]))
+    placed = sharded.place(params, *rest)
+    step = jax.value_and_grad(sharded, has_aux=True)
+    (got, after), found = jax.jit(step)(placed, *rest)
+    np.testing.assert_allclose(got, loss, rtol=1e-5)
+    jax.tree.map(lambda x, want: np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-6), after, updated)
+    each = zip(paths(placed).items(), jax.tree.leaves(gradients), jax.tree.leaves(found), strict=True)
+    for (path, parameter), want, gradient in each:
+        np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-5 * np.abs(want).max() + 1e-7, err_msg=path)
+        assert gradient.sharding == parameter.sharding, path
+    counts = collections.Counter()
+    for line in jshard.explain(step, placed, *rest):
+        if line.payload >= 8 * 4 * WIDTH * 4 // 2 and line.mesh_axes == ("tensor",) or line.collective != "all_reduce":
+            counts[line.collective, line.phase] += line.count
+        assert line.signal.split("/")[-1] in plan(name, model), line
+    assert dict(counts) == COUNTS.get((model, name), counts)
+
+
+def test_what_a_parameter_is_used_for_tells_how_it_lies(alone):
+    for model, wanted in {
+        "decoder": {
+            "attention/query/kernel": jax.P(None, "tensor", None), "attention/query/bias": jax.P("tensor", None),
+            "attention/out/kernel": jax.P("tensor", None, None), "embed/embedding": jax.P("tensor", None),
+            "up/kernel": jax.P(None, "tensor"), "norm/scale": jax.P(None),
+        },
+        "vision": {
+            "conv/kernel": jax.P(None, None, None, "tensor"), "conv/bias": jax.P("tensor"),
+            "norm/scale": jax.P("tensor"), "head/kernel": jax.P("tensor", None),
+        },
+    }.items():  # fmt: skip
+        args, _ = alone(model)
+        jshard.load(plan("tensor", model))
+        placed = paths(jshard.shard(loss_of(MODELS[model][0])).place(*args))
+        assert {path: placed[path].sharding.spec for path in wanted} == wanted
+
+
+def test_a_module_makes_its_variables_where_they_rest_and_is_partitioned(alone):
+    (params, state, *_), _ = alone("vision")
+    want = MODELS["vision"][0].apply({"params": params, **state}, IMAGES, train=False)
+    jshard.load(plan("tensor", "vision"))
+    module = jshard.shard(Vision())
+    assert isinstance(module, Vision) and repr(module) == repr(Vision())
+    variables = module.init(jax.random.key(0), IMAGES, train=False)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), variables, {"params": params, **state})
+    assert variables["params"]["conv"]["kernel"].sharding.spec == jax.P(None, None, None, "tensor")
+    assert variables["batch_stats"]["norm"]["mean"].sharding.spec == jax.P(None)
+    np.testing.assert_allclose(module.apply(variables, IMAGES, train=False), want, rtol=1e-5, atol=1e-6)
+    _, after = module.apply(freeze(variables), IMAGES, rngs={"dropout": jax.random.key(1)}, mutable=["batch_stats"])
+    assert after["batch_stats"]["norm"]["mean"].sharding.spec == jax.P("tensor")
+
+
+def test_a_cache_of_linen_is_split_as_what_is_written_to_it(alone):
+    (params, *_), _ = alone("decoder")
+    module = Decoder(decode=True)
+    cache = start = module.init(jax.random.key(0), TOKENS)["cache"]
+    want = []
+    for at in range(3):
+        logits, cache = module.apply(
+            {"params": params, **({"cache": start} if not at else cache)}, TOKENS[:, at : at + 1], mutable=["cache"]
+        )
+        want.append(logits)
+    jshard.load(plan("tensor", "decoder"))
+    sharded = jshard.shard(module)
+    variables = {"params": params, "cache": start}
+    for at in range(3):
+        logits, after = sharded.apply(variables, TOKENS[:, at : at + 1], mutable=["cache"])
+        np.testing.assert_allclose(logits, want[at], rtol=1e-5, atol=1e-5)
+        variables = {"params": params, **after}
+    assert after["cache"]["attention"]["cached_key"].sharding.spec == jax.P("data", None, "tensor", None)
+
+
+def test_parameters_may_be_abstract(alone):
+    (params, *rest), _ = alone("decoder")
+    jshard.load(plan("fsdp", "decoder"))
+    placed = jshard.shard(loss_of(Decoder())).place(*jax.eval_shape(lambda: (params, *rest)))
+    assert isinstance(placed["up"]["kernel"], jax.ShapeDtypeStruct)
+    assert placed["up"]["kernel"].sharding.spec == jax.P("data", None)
+
+
+def test_a_linen_module_in_the_bridge_is_claimed_as_one_of_nnx():
+    x = rng.normal(size=(8, WIDTH)).astype(np.float32)
+
+    class Product(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(WIDTH, name="down")(nn.relu(nn.Dense(32, name="up")(x)))
+
+    jshard.unload()
+    want = nnx.bridge.ToNNX(Product(), rngs=nnx.Rngs(0)).lazy_init(x)(x)
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "up": {"row": "data", "column": "tensor", "match": ["up/**"]},
+                 "down": {"row": "data", "reduction": "tensor", "match": ["down/**"]}})  # fmt: skip
+    model = jshard.shard(nnx.bridge.ToNNX(Product(), rngs=nnx.Rngs(0)).lazy_init(x), x)
+    np.testing.assert_allclose(model(x), want, rtol=1e-5, atol=1e-6)
+    assert model.up["kernel"].sharding.spec == jax.P(None, "tensor")
+    assert model.down["kernel"].sharding.spec == jax.P("tensor", None)
+
+
+def test_what_is_not_called_params_is_a_sentence(alone):
+    (params, *_), _ = alone("decoder")
+    jshard.load(plan("data", "decoder"))
+    with pytest.raises(JShardError) as error:
+        jshard.shard(lambda weights, x: Decoder().apply({"params": weights}, x))(params, TOKENS)
+    assert str(error.value) == (
+        '<lambda> takes a tree of arrays as "weights", and no model or tree of parameters for <dict> to claim; '
+        'if "weights" holds the parameters, call that argument params'
+    )
+
+
+def test_arguments_for_what_holds_no_parameters_are_a_sentence():
+    with pytest.raises(JShardError) as error:
+        jshard.shard(Decoder(), TOKENS)
+    assert str(error.value) == (
+        "jshard.shard was given arguments for Decoder, which holds no parameters; "
+        "write shard(module).init(...), which returns them placed"
+    )
+    with pytest.raises(JShardError) as error:
+        jshard.shard(np.mean, TOKENS)
+    assert str(error.value) == (
+        "jshard.shard was given arguments for mean, which holds no parameters; "
+        "write shard(mean).place(...), which returns them placed"
+    )
+
+
+def test_a_glob_that_fits_no_parameter_of_linen_is_a_sentence(alone):
+    (params, *rest), _ = alone("decoder")
+    jshard.load({"jshard": {"mesh": {"data": 4}}, "a": {"row": "data", "match": ["atention/**", "**"]}})
+    with pytest.raises(JShardError) as error:
+        jshard.shard(loss_of(Decoder()))(params, *rest)
+    assert str(error.value) == (
+        'signal "a" (<dict>) has match "atention/**", which fits no parameter; did you mean "attention/**"?'
+    )
+
+
+def test_without_a_configuration_linen_runs_as_it_is():
+    jshard.unload()
+    module = jshard.shard(Decoder())
+    variables = module.init(jax.random.key(0), TOKENS)
+    np.testing.assert_array_equal(module.apply(variables, TOKENS), Decoder().apply(variables, TOKENS))
+    assert jshard.shard(lambda params: 0).place(variables["params"]) is variables["params"]
+
+
+def test_the_page_on_claims_shows_what_runs():
+    page = Path(__file__).parents[2].joinpath("docs/claims.md").read_text().split("## Linen")[1]
+    shown: dict = {"__name__": "shown"}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], shown)
+    for tree in shown["params"], shown["gradients"]:
+        assert {path: x.sharding.spec for path, x in paths(tree).items()} == {
+            "down/bias": jax.P(None), "down/kernel": jax.P("tensor", None),
+            "up/bias": jax.P("tensor"), "up/kernel": jax.P(None, "tensor"),
+        }  # fmt: skip

@@ -1,0 +1,75 @@
+"""Linen models of other people, unmodified, from the package index: functions of `params`, equal to one device under each plan."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+from linen_models import MODELS, package
+
+import jshard
+from jshard.layouts.paths import words_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # these models take names that JAX is going to remove
+KEY = jax.random.PRNGKey(0)
+PLANS = ["data", "fsdp", "tensor", "tensor and fsdp", "tensor and sequence"]
+# GPT-2's q, k and v are one kernel, which is whole: under `sequence` attention is split by its queries, and k and v are gathered
+GATHERED = {("gpt2", "tensor and sequence"): {"modeling_flax_gpt2.py": 4}}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A model, its loss and gradients on one device, and the logits of two steps of decoding."""
+    found = {}
+
+    def of(extra, name):
+        jshard.unload()
+        if name not in found:
+            extra(package(name))
+            model = MODELS[name]()
+            step = jax.jit(jax.value_and_grad(model.loss))(model.params, model.batch, KEY)
+            found[name] = (
+                model,
+                jax.device_get(step),
+                jax.device_get(decoded(jax.jit(model.decode), model.params, model)),
+            )
+        return found[name]
+
+    return of
+
+
+def decoded(decode, params, model):
+    cache, logits = model.cache, []
+    for at in range(2):
+        found, cache = decode(params, cache, model.batch["y"][:, at : at + 1], np.int32(at))
+        logits.append(found)
+    return logits
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_model_of_transformers_equals_one_device(extra, alone, name, plan):
+    model, (loss, gradients), logits = alone(extra, name)
+    jshard.load(model.plans()[plan])
+    sharded = jshard.shard(model.loss)
+    params = sharded.place(model.params, model.batch, KEY)
+    step = jax.value_and_grad(sharded)
+    got, found = jax.jit(step)(params, model.batch, KEY)
+    np.testing.assert_allclose(got, loss, rtol=1e-5)
+    each = zip(jax.tree_util.tree_flatten_with_path(params)[0], *map(jax.tree.leaves, (gradients, found)), strict=True)
+    for (path, parameter), want, gradient in each:
+        label = "/".join(words_of(path))
+        np.testing.assert_allclose(gradient, want, rtol=0, atol=1e-4 * np.abs(want).max() + 1e-7, err_msg=label)
+        assert gradient.sharding == parameter.sharding, label
+    gathered = collections.Counter()
+    for line in jshard.explain(step, params, model.batch, KEY):
+        assert line.signal.split("/")[-1] in model.plans()[plan], line
+        if line.collective == "all_gather" and line.cause.key not in ("store", "sequence"):
+            gathered[line.cause.source.split(":")[0]] += line.count
+    assert gathered == GATHERED.get((name, plan), {})
+    for got, want in zip(decoded(jshard.shard(model.decode), params, model), logits, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
