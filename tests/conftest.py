@@ -24,6 +24,8 @@ from hung import pytest_handlecrashitem as pytest_handlecrashitem
 from hung import pytest_terminal_summary as pytest_terminal_summary
 from outside import extra as extra
 
+from jshard.signals.active_config import unload
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -92,8 +94,9 @@ def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
 @pytest.fixture(autouse=True, scope="module")
 def _forgotten():
     """What a file's tests have compiled goes with them: a process else holds four gigabytes in the end, and the suite takes a
-    tenth longer."""
+    tenth longer. So does the configuration that they loaded last."""
     yield
+    unload()
     jax.clear_caches()
 
 
