@@ -193,7 +193,8 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
             checked.holds.append(program.apart)
             return
         ledger = program.explain()
-        is_whole = whole(program.model) if isinstance(program, Experiment) else []
+        # those that a signal names and does not split are told by `unsplit`, with how to mend it
+        is_whole = whole(program.model) if isinstance(program, Experiment) and not ledger.unsplit else []
     checked.holds += map(str, (*ledger.left, *ledger.unsplit, *is_whole))
     try:
         if kept := check_promises(ledger, configuration):
