@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import dataclasses
 import functools
-import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx
-from jax.core import Tracer
-from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.layers.layer import built_arrays, is_sharded
-from jshard.layers.linen import (
-    Argument,
-    check_nothing_looks_like_parameters,
-    is_variables,
-    replaced,
-    trees_of_parameters,
-)
-from jshard.layers.partition import Input, Program
-from jshard.layers.partition.part import whole
-from jshard.layers.roles import Placed
-from jshard.layouts.layout import Layout
-from jshard.layouts.paths import keys_of, words_of
-from jshard.layouts.redistribution import Axes, redistribute
-from jshard.signals.active_config import configuration, mesh
-from jshard.signals.claims import Claim, claims
+from jshard.layers.layer import is_sharded
+from jshard.layers.linen import trees_of_parameters
+from jshard.layers.sharded_call import Call, alone, described_call
+from jshard.signals.active_config import configuration
 from jshard.signals.scope import unplaced
-from jshard.signals.signal import Signal
 
 M = TypeVar("M", bound=nnx.Module | nn.Module)
 P = ParamSpec("P")
@@ -97,39 +75,14 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
 def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
     """Move the parameters of a model to where a call with these arguments uses them; the arguments may be abstract."""
     if configuration() is not None:
-        call = _described_call(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]
+        call = described_call(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]
         call.keep(call.placed())
-
-
-def _described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    """A call of which all but models and trees of parameters may be abstract: Flax takes such for constants."""
-    kept = {(0, at): x for at, x in enumerate(args) if isinstance(x, nnx.Module)} | trees_of_parameters(f, args, kwargs)
-    leaves, tree = jax.tree.flatten(replaced((args, kwargs), dict.fromkeys(kept)))
-    shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    calls: list[_Call] = []
-
-    def call(given: list[Any]) -> None:
-        it = iter(given)
-        rest = jax.tree.unflatten(tree, [next(it) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
-        calls.append(_Call(f, *replaced(rest, kept)))
-
-    jax.eval_shape(call, shapes)
-    return calls[0]
 
 
 def composed(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f(model(x), *rest)` as a function of the model, x and the rest, partitioned as a whole where the model is."""
     function = lambda model, x, *rest: f(model(x), *rest)
     return _sharded(function) if is_sharded(model) else function
-
-
-def placements() -> Mapping[str, Placed]:
-    """How parameters lie by the program that was traced last for them, by path, under what is loaded now."""
-    present = configuration()
-    return {} if present is None or present.mesh is None else _placements.get((present.fingerprint, mesh()), {})
-
-
-_placements: collections.OrderedDict[Any, dict[str, Placed]] = collections.OrderedDict()
 
 
 @functools.cache
@@ -155,7 +108,7 @@ def _sharded_linen_class(cls: Any) -> type:
     @nn.nowrap
     def init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def made(rngs: Any) -> Any:
-            with _alone():
+            with alone():
                 return cls.init(self, rngs, *args, **kwargs)
 
         if configuration() is None or unplaced.value:
@@ -182,261 +135,12 @@ def _placed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if configuration() is None:
         trees = list(trees_of_parameters(f, args, kwargs).values())
     else:
-        call = _described_call(f, args, kwargs)
-        trees = jax.tree.unflatten(call.tree, call.placed())[_TREES]
+        call = described_call(f, args, kwargs)
+        trees = call.trees_of(call.placed())
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
 def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if configuration() is None or unplaced.value:
         return f(*args, **kwargs)
-    return _Call(f, args, kwargs).run()
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Trace as if there were one device: what is sharded inside is part of the same program."""
-    with unplaced(True), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        yield
-
-
-class _Call:
-    """One call of a function: its arrays, and the program for arrays like these."""
-
-    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        present = configuration()
-        assert present is not None
-        self.args = args, kwargs
-        self.trees = trees_of_parameters(f, args, kwargs)
-        self.graphdef, *states = nnx.split(replaced(self.args, dict.fromkeys(self.trees)), nnx.Param, nnx.Variable, ...)
-        named, self.tree = jax.tree_util.tree_flatten_with_path((list(self.trees.values()), *states))
-        self.leaves = [leaf for _, leaf in named]
-        modules = [(at, each) for at, each in enumerate(args) if isinstance(each, nnx.Module)]
-        built = {
-            (_PARAMETERS, 0, at, *path): each.signal_path
-            for at, module in modules
-            for path, each in built_arrays(module).items()
-        }
-        self.arrays = tuple(
-            self._array(key, built.get(keys_of(key), ()), x) if _is_array(x) else None for key, x in named
-        )
-        if not any(each is not None and each.path for each in self.arrays):
-            check_nothing_looks_like_parameters(f, args, kwargs, present)
-        static = tuple(x if each is None else None for x, each in zip(self.leaves, self.arrays, strict=True))
-        situation = _Situation(
-            f, self.graphdef, self.tree, tuple(self.trees), static, tuple(filter(None, self.arrays)), mesh(),
-            present.fingerprint,
-        )  # fmt: skip
-        self.program, self.out = _program(situation)
-
-    def _array(self, key: Any, layer: tuple[str, ...], x: Any) -> _Array:
-        kind, words, path = key[0].idx, words_of(key), ""
-        if kind == _TREES:
-            of_linen = is_variables(list(self.trees.values())[key[1].idx])
-            path = "/".join(words[2:] if not of_linen else words[3:] if words[2] == "params" else ())
-        elif kind == _PARAMETERS:
-            path = "/".join(words[3:])
-        abstract = isinstance(x, jax.ShapeDtypeStruct)
-        depth = len(words) if kind == _REST and not _is_key(x) else None
-        dtype = x.dtype if abstract else jax.typeof(x).dtype
-        return _Array(path, layer, jnp.shape(x), dtype, None if path or abstract else _layout(x, mesh()), depth)
-
-    def placed(self) -> list[Any]:
-        """All leaves, with parameters, and Linen's other variables, where they rest."""
-        axes, held = iter(self.program.in_axes), len(jax.tree.leaves(list(self.trees.values())))
-        leaves = []
-        for number, (x, array) in enumerate(zip(self.leaves, self.arrays, strict=True)):
-            if array is not None:
-                layout = Layout(self.program.mesh, *next(axes))
-                x = _put(x, layout, f"jshard.shard ({array.path})") if array.path or number < held else x
-            leaves.append(x)
-        return leaves
-
-    def keep(self, placed: list[Any]) -> None:
-        """Give NNX models these parameters."""
-        nnx.update(self.args, jax.tree.unflatten(self.tree, placed)[_PARAMETERS])
-
-    def run(self) -> Any:
-        leaves = self.placed()
-        numbers = jax.tree.leaves(jax.tree.unflatten(self.tree, leaves)[_PARAMETERS])
-        if not any(isinstance(x, Tracer) for x in numbers):  # a gradient would lie as the parameter did before
-            self.keep(leaves)
-        arrays = [x for x, array in zip(leaves, self.arrays, strict=True) if array is not None]
-        placed = [
-            _put(x, Layout(self.program.mesh, *axes), "jshard.shard")
-            for x, axes in zip([*arrays, *self.out.consts], self.program.in_axes, strict=True)
-        ]
-        outs = self.out.compiled(*placed)
-        result, state = jax.tree.unflatten(self.out.tree, outs)
-        nnx.update(self.args, state)
-        return result
-
-
-_TREES, _PARAMETERS, _STATE, _REST = range(4)  # what a call is split into; the last three are of NNX
-
-
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """What a program is traced for, of one array of a call."""
-
-    path: str  # of a parameter; "" of all others
-    layer: tuple[str, ...]  # the signal that a layer of jshard around it was built under
-    shape: tuple[int, ...]
-    dtype: Any
-    layout: Layout | None  # where it lies, if it is no parameter
-    depth: int | None  # how deep inside an argument it was found; None for what is a model's own
-
-
-class _Out:
-    """What a traced function returns, beside arrays: their tree; and the arrays that it closes over."""
-
-    tree: Any = None
-    consts: Sequence[Any] = ()
-    compiled: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Situation:
-    """All that a program is traced for. A model may hold what has no hash: its arrays' names and types have to do."""
-
-    f: Callable[..., Any]
-    graphdef: Any
-    tree: Any
-    trees: tuple[Argument, ...]
-    static: tuple[Any, ...]  # the leaves that are no arrays
-    arrays: tuple[_Array, ...]
-    mesh: Mesh
-    fingerprint: Any
-
-    def __hash__(self) -> int:
-        return hash((self.f, self.arrays, self.fingerprint))
-
-
-@functools.lru_cache(maxsize=256)
-def _program(s: _Situation) -> tuple[Program, _Out]:
-    _check_takes_its_models(s.f)
-    out = _Out()
-
-    def alone(*xs: Any) -> list[Any]:
-        it = iter(xs)
-        trees, *states = jax.tree.unflatten(s.tree, [next(it) if x is None else x for x in s.static])
-        merged = nnx.merge(s.graphdef, *states)
-        args, kwargs = replaced(merged, dict(zip(s.trees, trees, strict=True)))
-        result = s.f(*args, **kwargs)
-        flat, out.tree = jax.tree.flatten((result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[2]))
-        return flat
-
-    with _alone():
-        jaxpr = jax.make_jaxpr(alone)(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in s.arrays))
-    claimed = _claims(s.arrays)
-    row = rows([claim.signal for claim in claimed.values()])
-    # a batch is an argument, or in one; what lies deeper, as statistics, may have another first axis
-    depths = [each.depth for each in s.arrays if each.depth is not None and each.shape]
-    batch = next((each.shape[0] for each in s.arrays if each.shape and depths and each.depth == min(depths)), None)
-    inputs = [
-        Input(whole(len(each.shape)), claimed.get(each.path), each.path) if each.path
-        else Input(_given(each.shape, each.layout, () if each.depth is None else row, batch))
-        for each in s.arrays
-    ]  # fmt: skip
-    jaxpr, out.consts = closed_over(jaxpr)
-    program = Program(s.mesh, jaxpr, [*inputs, *(Input(whole(np.ndim(x))) for x in out.consts)])
-    out.compiled = jax.jit(program)
-    _placements.setdefault((s.fingerprint, s.mesh), {}).update(program.placed)
-    while len(_placements) > 16:
-        _placements.popitem(last=False)
-    return program, out
-
-
-def _check_takes_its_models(f: Callable[..., Any]) -> None:
-    """Refuse a model that a function only closes over: its parameters would be constants, and stay what they are now."""
-    if not inspect.isfunction(f):
-        return
-    used = inspect.getclosurevars(f)
-    for name, value in {**used.globals, **used.nonlocals}.items():
-        if isinstance(value, nnx.Module):
-            line = f"{Path(f.__code__.co_filename).name}:{f.__code__.co_firstlineno}"
-            raise JShardError(
-                f"{f.__name__} ({line}) uses the model {name} and does not take it: its parameters would not be placed, "
-                "and stay what they are now",
-                hint=f"give it {name} as an argument",
-            )
-
-
-def _claims(arrays: Sequence[_Array]) -> dict[str, Claim]:
-    """Find the claim of each parameter: by the signal of the layer around it, else by a glob."""
-    present = configuration()
-    assert present is not None
-    layers = {each.path: each.layer for each in arrays if each.path}
-    left = [path for path, layer in layers.items() if not layer]
-    found = claims(present, left) if left and present.has_claims else {}
-    found |= {path: Claim(present.lookup(layer), "") for path, layer in layers.items() if layer}
-    for path, claim in found.items():
-        _check_words(claim.signal, path)
-    return found
-
-
-def _check_words(signal: Signal, path: str) -> None:
-    """Refuse what a signal asks for and the partition does not do."""
-    asked = {
-        **{f"dtype.{key}": getattr(signal.dtype, key) for key in ("param", "compute", "reduce")},
-        **{f"kernel.{op}": True for op, _ in signal.kernel if op != "all_reduce"},
-        "output": signal.output in ("scatter", "sum"), "remat": signal.remat, "backward": signal.backward,
-        "shard.workers": signal.shard is not None and signal.shard.workers is not None,
-    }  # fmt: skip
-    for key in (key for key, said in asked.items() if said):
-        raise JShardError(
-            f'signal "{signal.name}" ({signal.at(key)}) says {key}, which jshard.shard does not do yet, for {path}',
-            hint=f"remove {key}, or build that layer with jshard.Linear and call the model without jshard.shard",
-        )
-
-
-def closed_over(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """The same with the arrays that it closes over as its last arguments."""
-    consts = list(getattr(jaxpr, "consts", ()))
-    bare = getattr(jaxpr, "jaxpr", jaxpr)
-    if not consts:
-        return bare, []
-    return bare.replace(
-        constvars=[], invars=[*bare.invars, *bare.constvars], debug_info=bare.debug_info.with_unknown_names()
-    ), consts
-
-
-def _given(shape: tuple[int, ...], layout: Layout | None, row: tuple[str, ...], batch: int | None) -> Axes:
-    """An array on the mesh stays as it is; the first axis of what has as many rows as the batch is split by rows."""
-    if layout is not None and any(layout.axes):
-        return layout.axes
-    if row and shape and shape[0] == batch:
-        return (row, *whole(len(shape) - 1))
-    return whole(len(shape))
-
-
-def rows(signals: Sequence[Signal]) -> tuple[str, ...]:
-    """Return the mesh axes that rows of the batch are split over: those of all signals that name any."""
-    found = {signal.row: signal for signal in signals if signal.row}
-    if len(found) > 1:
-        one, other = list(found.values())[:2]
-        raise JShardError(
-            f"{one} splits rows over {'+'.join(one.row)}, and {other} over {'+'.join(other.row)}",
-            hint="give both the same row: a batch is split one way",
-        )
-    return next(iter(found), ())
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-def _is_key(x: Any) -> bool:
-    """The two numbers of a `jax.random.PRNGKey` are no rows."""
-    return x.shape == (2,) and x.dtype == np.uint32
-
-
-def _put(x: Any, layout: Any, label: str) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding)
-    return redistribute(x, layout, label=label)
-
-
-def _layout(x: Any, on: Mesh) -> Layout | None:
-    found = Layout.of(x)
-    return found if found is not None and found.mesh.shape == on.shape else None
+    return Call(f, args, kwargs).run()

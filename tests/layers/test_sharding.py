@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +308,20 @@ def test_a_function_that_only_closes_over_its_model_is_told():
         f"forward (test_sharding.py:{forward.__code__.co_firstlineno}) uses the model net and does not take it: its "
         "parameters would not be placed, and stay what they are now; give it net as an argument"
     )
+
+
+def test_what_a_function_closes_over_goes_with_it():
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "rest": {"row": "data"}})
+    kept = []
+
+    def run():
+        shift = jnp.arange(8.0)
+        kept.append(weakref.ref(shift))
+        return jshard.shard(lambda x: x + shift)(np.zeros((8, 8), np.float32))
+
+    np.testing.assert_array_equal(run()[3], np.arange(8))
+    gc.collect()
+    assert kept[0]() is None
 
 
 def test_without_a_configuration_everything_runs_as_it_is():

@@ -11,7 +11,7 @@ from flax import nnx
 from jshard.errors import Place
 from jshard.layers.layer import parameters_by_path
 from jshard.layers.roles import Placed
-from jshard.layers.sharding import placements
+from jshard.layers.sharded_call import placements
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import source_of

@@ -23,7 +23,7 @@ from jshard.inspect.ledger.unsplit import unsplit
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
-from jshard.layers.sharding import placements
+from jshard.layers.sharded_call import placements
 from jshard.layers.training_step import Untyped
 from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
 from jshard.layouts.paths import keys_of, words_of

@@ -12,7 +12,7 @@ from jshard.inspect.ledger.memory import on_a_device
 from jshard.inspect.ledger.unsplit import is_split
 from jshard.layers.layer import ModelArray, model_arrays, parameters
 from jshard.layers.roles import Roles
-from jshard.layers.sharding import placements
+from jshard.layers.sharded_call import placements
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.globs import numberless
 from jshard.signals.signal import Signal
