@@ -3,8 +3,9 @@ device's, what is gathered that is no parameter, and the wire against that of XL
 
     python -m benchmarks.models [MODEL ...] [--plans data,fsdp] [--topology v5e:2x4] [--no-wire]
 
-The models, their batches and plans are the table of tests/other_models.py. `make extras` installs most of their packages;
-canvit-nnx==0.2.0, canvit-core==0.2.1 and heal-swin-nnx==0.2.0, which ask for Python 3.12, go in by `pip install --no-deps`.
+The models, their batches and plans are the tables of tests/other_models.py (NNX) and tests/linen_models.py (Linen: functions of
+`params`). `make extras` installs most of their packages; canvit-nnx==0.2.0, canvit-core==0.2.1
+and heal-swin-nnx==0.2.0, which ask for Python 3.12, go in by `pip install --no-deps`.
 Numbers are those of eight pretended CPU devices, for tiny models; the wire is that of larger ones on absent TPUs (`pip install
 "jshard[tpu]"`), in bytes of each device for a loss and its gradients. A line is written as soon as it is known.
 """
@@ -12,6 +13,7 @@ Numbers are those of eight pretended CPU devices, for tiny models; the wire is t
 from __future__ import annotations
 
 import argparse
+import functools
 import warnings
 from typing import Any
 
@@ -20,7 +22,8 @@ import numpy as np
 from flax import nnx
 
 import jshard
-from tests.other_models import MODELS, TINY, Adopted, Size
+from tests import linen_models
+from tests.other_models import MODELS, TINY, Size
 
 WIDE = Size(tokens=64, width=128, words=512)  # TPUs pad what is smaller, and sum what is scattered
 MOVES = ("all_gather", "all_to_all", "permute")
@@ -33,46 +36,94 @@ def deviation(wanted: Any, got: Any) -> float:
     return max(float(np.abs(np.asarray(x) - w).max() / max(np.abs(w).max(), 1e-9)) for w, x in pairs)
 
 
-def numbers(adopted: Adopted, plan: str, alone: Any) -> tuple[float, float, int]:
+class Nnx:
+    """A model of NNX, its loss and a batch, freshly built: a call may change it."""
+
+    value_and_grad, jit = staticmethod(nnx.value_and_grad), staticmethod(nnx.jit)
+
+    def __init__(self, name: str, size: Size):
+        adopted = MODELS[name]
+        self.loss, self.plans, self.model, self.batch = (
+            adopted.loss,
+            adopted.plans,
+            adopted.build(size),
+            adopted.batch(size),
+        )
+
+    def place(self, sharded: Any) -> Any:
+        """Return the parameters where they rest, after the model has them there."""
+        sharded(self.model, *self.batch)
+        return nnx.state(self.model, nnx.Param)
+
+
+class Linen(Nnx):
+    """Parameters of a Linen model, and a loss that takes them."""
+
+    value_and_grad, jit = staticmethod(jax.value_and_grad), staticmethod(jax.jit)
+
+    def __init__(self, name: str, size: Size):
+        made = _linen(name, size)
+        self.loss, self.plans, self.model = made.loss, made.plans(), made.params
+        self.batch = made.batch, jax.random.PRNGKey(0)
+
+    def place(self, sharded: Any) -> Any:
+        self.model = sharded.place(self.model, *self.batch)
+        return self.model
+
+
+@functools.cache
+def _linen(name: str, size: Size) -> linen_models.Model:
+    """Each that is built draws another batch."""
+    return linen_models.MODELS[name](linen_models.Size(size.rows, size.tokens, size.width, size.words))
+
+
+def sized(name: str, size: Size) -> Nnx:
+    return Linen(name, size) if name in linen_models.MODELS else Nnx(name, size)
+
+
+def numbers(name: str, plan: str, alone: Any) -> tuple[float, float, int]:
     """How far loss and gradients are from `alone`, and how many gathers are not of parameters."""
-    jshard.load(adopted.plans[plan])
-    model, sharded = adopted.build(), jshard.shard(adopted.loss)
-    step = nnx.value_and_grad(sharded)
-    loss, gradients = jax.device_get(nnx.jit(step)(model, *adopted.batch(TINY)))
-    sharded(model, *adopted.batch(TINY))  # parameters move to where they rest
-    ledger = jshard.explain(lambda model, *batch: step(model, *batch), model, *adopted.batch(TINY))
+    found = sized(name, TINY)
+    jshard.load(found.plans[plan])
+    sharded = jshard.shard(found.loss)
+    step = found.value_and_grad(sharded)
+    loss, gradients = jax.device_get(found.jit(step)(found.model, *found.batch))
+    found.place(sharded)
+    ledger = jshard.explain(lambda model, *batch: step(model, *batch), found.model, *found.batch)
     moves = sum(
         line.count for line in ledger if line.collective in MOVES and line.cause.key not in ("store", "sequence")
     )
     return deviation(alone[0], loss), deviation(alone[1], gradients), moves
 
 
-def wire(adopted: Adopted, plan: str, topology: str) -> tuple[int, int]:
+def wire(name: str, plan: str, topology: str) -> tuple[int, int]:
     """Bytes on the wire of each device, by jshard and by the partitioner, which is told how arguments and gradients lie."""
-    configuration = adopted.plans[plan]
+    found = sized(name, WIDE)
+    configuration = found.plans[plan]
     jshard.load(configuration)
-    model, sharded = adopted.build(WIDE), jshard.shard(adopted.loss)
-    rows = jax.NamedSharding(jshard.mesh(), jax.P("data"))
-    batch = [jax.device_put(x, rows) for x in adopted.batch(WIDE)]
-    sharded(model, *batch)  # parameters move to where they rest
-    specs = jax.tree.map(lambda x: x.sharding.spec, nnx.state(model, nnx.Param))
+    sharded, on = jshard.shard(found.loss), jshard.mesh()
+    specs = jax.tree.map(lambda x: x.sharding.spec, found.place(sharded))
+    rows = lambda x: jax.device_put(
+        x, jax.NamedSharding(on, jax.P("data" if x.ndim and x.shape[0] == WIDE.rows else None))
+    )
+    batch = jax.tree.map(rows, found.batch)
 
     def constrained(model: Any, *batch: Any) -> Any:
-        loss, gradients = nnx.value_and_grad(adopted.loss)(model, *batch)
+        loss, gradients = found.value_and_grad(found.loss)(model, *batch)
         place = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.NamedSharding(jshard.mesh(), spec))
         return loss, jax.tree.map(place, gradients, specs)
 
-    ours = jshard.plan(lambda *args: nnx.value_and_grad(sharded)(*args), model, *batch, topology=topology)
+    ours = jshard.plan(lambda *args: found.value_and_grad(sharded)(*args), found.model, *batch, topology=topology)
     jshard.load({**configuration, "jshard": {**configuration["jshard"], "axis_types": "auto"}})
-    theirs = jshard.plan(constrained, model, *batch, topology=topology, backward=False)
+    theirs = jshard.plan(constrained, found.model, *batch, topology=topology, backward=False)
     return sum(got.total for got in ours.got), sum(got.total for got in theirs.got)
 
 
-def line(name: str, plan: str, adopted: Adopted, alone: Any, topology: str) -> str:
-    loss, gradients, moves = numbers(adopted, plan, alone)
+def line(name: str, plan: str, alone: Any, topology: str) -> str:
+    loss, gradients, moves = numbers(name, plan, alone)
     text = f"{name:12}{plan:21}{loss:9.1e}{gradients:11.1e}{moves:9,}"
     if topology:
-        ours, theirs = wire(adopted, plan, topology)
+        ours, theirs = wire(name, plan, topology)
         text += f"{ours:11,} B{theirs:11,} B{ours / max(theirs, 1):8.2f}"
     return text
 
@@ -87,12 +138,12 @@ def main(arguments: list[str] | None = None) -> None:
     jshard.pretend(8)
     warnings.simplefilter("ignore", DeprecationWarning)  # these models take names that JAX is going to remove
     print(HEADINGS, flush=True)
-    for name in asked.models or MODELS:
-        adopted = MODELS[name]
+    for name in asked.models or (*MODELS, *linen_models.MODELS):
         jshard.unload()
-        alone = jax.device_get(nnx.jit(nnx.value_and_grad(adopted.loss))(adopted.build(), *adopted.batch(TINY)))
-        for plan in [plan for plan in adopted.plans if plan in (asked.plans or ",".join(adopted.plans)).split(",")]:
-            print(line(name, plan, adopted, alone, "" if asked.no_wire else asked.topology), flush=True)
+        one = sized(name, TINY)
+        alone = jax.device_get(one.jit(one.value_and_grad(one.loss))(one.model, *one.batch))
+        for plan in [plan for plan in one.plans if plan in (asked.plans or ",".join(one.plans)).split(",")]:
+            print(line(name, plan, alone, "" if asked.no_wire else asked.topology), flush=True)
 
 
 if __name__ == "__main__":
