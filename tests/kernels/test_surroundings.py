@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compiled_before
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +53,7 @@ def both(mesh, body, n=2, dtype=np.float32):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_kernel_is_right_and_clean_however_copies_go(mesh, capsys, copies, name):
-    with kernels.interpret(copies=copies):
+    with kernels.interpret(copies=copies), compiled_before.interpreting():
         ours, theirs = both(mesh, OPS[name], n=3 if name in NAMES else 4)
     clean(capsys)
     np.testing.assert_array_equal(ours, theirs)
