@@ -41,7 +41,8 @@ def deviation(wanted: Any, got: Any) -> float:
 class Nnx:
     """A model of NNX, its loss and a batch, freshly built: a call may change it."""
 
-    value_and_grad, jit = staticmethod(nnx.value_and_grad), staticmethod(nnx.jit)
+    value_and_grad: Any = staticmethod(nnx.value_and_grad)
+    jit: Any = staticmethod(nnx.jit)
 
     def __init__(self, name: str, size: Size):
         adopted = MODELS[name]
@@ -61,7 +62,8 @@ class Nnx:
 class Linen(Nnx):
     """Parameters of a Linen model, and a loss that takes them."""
 
-    value_and_grad, jit = staticmethod(jax.value_and_grad), staticmethod(jax.jit)
+    value_and_grad: Any = staticmethod(jax.value_and_grad)
+    jit: Any = staticmethod(jax.jit)
 
     def __init__(self, name: str, size: Size):
         made = _linen(name, size)
