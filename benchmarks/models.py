@@ -78,7 +78,7 @@ class Linen(Nnx):
 @functools.cache
 def _linen(name: str, size: Size) -> linen_models.Model:
     """Each that is built draws another batch."""
-    return linen_models.MODELS[name](linen_models.Size(size.rows, size.tokens, size.width, size.words))
+    return linen_models.MODELS[name](size)
 
 
 def sized(name: str, size: Size) -> Nnx:

@@ -12,19 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.other_models import TINY, Size
+
 rng = np.random.default_rng(0)
 HEADS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    rows: int = 8
-    tokens: int = 8
-    width: int = 32
-    words: int = 64
-
-
-TINY = Size()
 
 
 @dataclasses.dataclass

@@ -98,14 +98,16 @@ class Call:
         dtype = x.dtype if abstract else jax.typeof(x).dtype
         return _Array(path, layer, jnp.shape(x), dtype, None if path or abstract else _layout(x, mesh()), depth)
 
-    def placed(self) -> list[Any]:
-        """All leaves, with parameters, and Linen's other variables, where they rest."""
+    def placed(self, *, every: bool = False) -> list[Any]:
+        """All leaves: parameters, and Linen's other variables, where they rest; with `every`, all others where the program
+        takes them."""
         axes, held = iter(self.program.in_axes), len(jax.tree.leaves(list(self.trees.values())))
         leaves = []
         for number, (x, array) in enumerate(zip(self.leaves, self.arrays, strict=True)):
             if array is not None:
                 layout = Layout(self.program.mesh, *next(axes))
-                x = _put(x, layout, f"jshard.shard ({array.path})") if array.path or number < held else x
+                label = f"jshard.shard ({array.path})" if array.path else "jshard.shard"
+                x = _put(x, layout, label) if every or array.path or number < held else x
             leaves.append(x)
         return leaves
 
@@ -118,23 +120,24 @@ class Call:
         nnx.update(self.args, jax.tree.unflatten(self.tree, placed)[_PARAMETERS])
 
     def run(self) -> Any:
-        leaves = self.placed()
+        leaves = self.placed(every=True)
         numbers = jax.tree.leaves(jax.tree.unflatten(self.tree, leaves)[_PARAMETERS])
         if not any(isinstance(x, Tracer) for x in numbers):  # a gradient would lie as the parameter did before
             self.keep(leaves)
         arrays = [x for x, array in zip(leaves, self.arrays, strict=True) if array is not None]
-        placed = [
-            _put(x, Layout(self.program.mesh, *axes), "jshard.shard")
-            for x, axes in zip([*arrays, *self.out.consts], self.program.in_axes, strict=True)
+        axes = self.program.in_axes[len(arrays) :]
+        consts = [
+            _put(x, Layout(self.program.mesh, *a), "jshard.shard") for x, a in zip(self.out.consts, axes, strict=True)
         ]
-        outs = self.out.compiled(*placed)
+        outs = self.out.compiled(*arrays, *consts)
         result, state = jax.tree.unflatten(self.out.tree, outs)
         nnx.update(self.args, state)
         return result
 
 
 def described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """A call of which all but models and trees of parameters may be abstract: Flax takes such for constants."""
+    """A call whose arguments may be `jax.ShapeDtypeStruct`s. These are traced, as Flax would take them for constants; models
+    and trees of parameters are not."""
     kept = {(0, at): x for at, x in enumerate(args) if isinstance(x, nnx.Module)} | trees_of_parameters(f, args, kwargs)
     leaves, tree = jax.tree.flatten(replaced((args, kwargs), dict.fromkeys(kept)))
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -240,7 +243,7 @@ _program_of_method = functools.lru_cache(maxsize=256)(_traced)
 
 def _check_takes_its_models(f: Callable[..., Any]) -> None:
     """Refuse a model that a function only closes over: its parameters would be constants, and stay what they are now."""
-    if not inspect.isfunction(f):
+    if not isinstance(f, types.FunctionType):
         return
     used = inspect.getclosurevars(f)
     for name, value in {**used.globals, **used.nonlocals}.items():

@@ -75,7 +75,7 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
 def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
     """Move the parameters of a model to where a call with these arguments uses them; the arguments may be abstract."""
     if configuration() is not None:
-        call = described_call(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]
+        call = described_call(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]  # is_sharded
         call.keep(call.placed())
 
 
@@ -126,7 +126,7 @@ def _sharded(f: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return _run(f, args, kwargs)
 
-    call.place = lambda *args, **kwargs: _placed(f, args, kwargs)  # type: ignore[attr-defined]
+    call.place = lambda *args, **kwargs: _placed(f, args, kwargs)  # type: ignore[attr-defined]  # ShardedFunction
     return call
 
 
