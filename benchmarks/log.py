@@ -64,7 +64,7 @@ def data(features: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def experiment(features: int, hidden: int, batch: int, devices: int) -> Any:
-    from jshard.train.experiment import Experiment
+    from jshard.training.experiment import Experiment
 
     train: dict[str, Any] = {**CONFIGURATION["jshard"]["train"], "batch": batch}
     train["model"] = {"path": train["model"], "features": features, "hidden": hidden}
@@ -74,9 +74,9 @@ def experiment(features: int, hidden: int, batch: int, devices: int) -> Any:
 
 
 def bare(made: Any) -> Iterator[Any]:
-    """The loop without timing and telling: what `jshard.train.loop.run` would be if there were no log."""
-    from jshard.train.loop import IN_FLIGHT
-    from jshard.train.prefetch import read_ahead
+    """The loop without timing and telling: what `jshard.training.loop.run` would be if there were no log."""
+    from jshard.training.loop import IN_FLIGHT
+    from jshard.training.prefetch import read_ahead
 
     step = made.step()
     waiting: collections.deque[Any] = collections.deque()
@@ -93,8 +93,8 @@ def bare(made: Any) -> Iterator[Any]:
 
 def told(made: Any) -> Iterator[Any]:
     """The loop as it is, and each step told as training does."""
-    from jshard.train.loop import run
-    from jshard.train.run_events import Course
+    from jshard.training.loop import run
+    from jshard.training.run_events import Course
 
     course = Course(made)
     step = made.step()
@@ -106,7 +106,7 @@ def told(made: Any) -> Iterator[Any]:
 def logged(made: Any, folder: Path) -> Iterator[Any]:
     """The same, heard by a log while it is this loop's turn."""
     from jshard import events
-    from jshard.train.log import Log
+    from jshard.training.log import Log
 
     log = Log(folder, label="the log", goes_on=False)
     log.deafen()
@@ -176,8 +176,8 @@ def table(found: dict[str, list[Times]]) -> str:
 def hot(rounds: int = 200_000) -> str:
     """What is added to the way of a step, in microseconds: with the log off, and with it on."""
     from jshard import events
-    from jshard.train.loop import Taken
-    from jshard.train.run_events import Course
+    from jshard.training.loop import Taken
+    from jshard.training.run_events import Course
 
     taken = Taken(1, None, {}, lambda: None, 0.0, 0.0)  # type: ignore[arg-type]  # its loss is not read here
     course = Course.__new__(Course)

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from jshard.signals.active_config import mesh as mesh
     from jshard.signals.active_config import unload as unload
     from jshard.signals.scope import signal as signal
-    from jshard.train.diff import diff as diff
-    from jshard.train.log import log as log
-    from jshard.train.optimizer import Optimizer as Optimizer
-    from jshard.train.optimizer import optimizer as optimizer
-    from jshard.train.trace import trace as trace
-    from jshard.train.weights import save_weights as save_weights
-    from jshard.train.weights import weights as weights
+    from jshard.training.diff import diff as diff
+    from jshard.training.log import log as log
+    from jshard.training.optimizer import Optimizer as Optimizer
+    from jshard.training.optimizer import optimizer as optimizer
+    from jshard.training.trace import trace as trace
+    from jshard.training.weights import save_weights as save_weights
+    from jshard.training.weights import weights as weights
     from jshard.version import __version__ as __version__
 
 _ROOMS = {
@@ -75,18 +75,18 @@ _ROOMS = {
     "jshard.layouts.pretend": ("pretend",),
     "jshard.signals.active_config": ("load", "mesh", "unload"),
     "jshard.signals.scope": ("signal",),
-    "jshard.train.diff": ("diff",),
-    "jshard.train.log": ("log",),
-    "jshard.train.optimizer": ("Optimizer", "optimizer"),
-    "jshard.train.trace": ("trace",),
-    "jshard.train.weights": ("save_weights", "weights"),
+    "jshard.training.diff": ("diff",),
+    "jshard.training.log": ("log",),
+    "jshard.training.optimizer": ("Optimizer", "optimizer"),
+    "jshard.training.trace": ("trace",),
+    "jshard.training.weights": ("save_weights", "weights"),
     "jshard.version": ("__version__",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("inspect", "kernels", "launch", "layers", "layouts", "signals", "train"):
+    if name in ("inspect", "kernels", "launch", "layers", "layouts", "signals", "training"):
         return importlib.import_module(f"jshard.{name}")
     if name not in _ROOM_OF:
         from jshard.errors import nearest

@@ -16,7 +16,7 @@ import jshard
 from jshard.layers.abstract import abstract
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import configuration, mesh
-from jshard.train.loss import cross_entropy
+from jshard.training.loss import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_examples_each_say_how_they_are_run():
         "digits",
         "pod",
         "adopted",
-    }  # tests/train/test_train.py, docs/see-it-before-it-runs.md, tests/test_adopt.py
+    }  # tests/training/test_train.py, docs/see-it-before-it-runs.md, tests/test_adopt.py
     assert named | elsewhere == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 

@@ -15,7 +15,7 @@ import jshard
 from benchmarks.scatter import memory
 from jshard import events
 from jshard.errors import JShardError
-from jshard.train.tensors.safetensors import new_header
+from jshard.training.tensors.safetensors import new_header
 
 SHAPE, SPECS = (6144, 1024), [("d", None), (None, "d"), ("d", None), (None, "d")]  # 24 MiB each
 RENAME = "(w.*[01]): \\1\n(w.*): \\1 | permute 1 0\nscale: scale\n"

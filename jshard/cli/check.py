@@ -17,7 +17,7 @@ from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.globs import numberless
 from jshard.signals.topologies import fitted
 from jshard.table import table
-from jshard.train.settings import Settings
+from jshard.training.settings import Settings
 
 SCHEMA = "jshard.check/1"
 
@@ -119,7 +119,7 @@ def _check_experiment(configuration: Configuration) -> None:
     find_modules_here()
     settings = Settings(configuration)
     for key in settings.check():
-        from jshard.train.components import Component, transformation
+        from jshard.training.components import Component, transformation
 
         transformation(settings) if key == "optimizer" else Component.of(settings, key)
 
@@ -132,7 +132,7 @@ def _check_claims(checked: Checked, configuration: Configuration, *, listed: boo
             hint="write model: examples.digits:Model under jshard.train",
         )
     find_modules_here()
-    from jshard.train.experiment import parameter_shapes
+    from jshard.training.experiment import parameter_shapes
 
     shapes = parameter_shapes(configuration)
     found = claims(configuration, shapes)
@@ -185,7 +185,7 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
     from jshard.inspect.ledger.baseline import Baseline, added, removed
     from jshard.inspect.ledger.expect import check_promises, over_budget
     from jshard.inspect.ledger.whole import whole
-    from jshard.train.experiment import Experiment
+    from jshard.training.experiment import Experiment
 
     target = checked.target
     with sketched(target) as program:

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from jshard.train.diff import diff
+    from jshard.training.diff import diff
 
     words = [*chosen.overrides, *(word for word in chosen.args or () if "=" in word)]
     others = [word for word in words if "=" not in word or word.startswith("git:")]

@@ -16,8 +16,8 @@ from jshard.layouts.pretend import pretend
 from jshard.signals.config import Configuration, load_configuration
 
 if TYPE_CHECKING:
-    from jshard.train.experiment import Experiment
-    from jshard.train.function import Function
+    from jshard.training.experiment import Experiment
+    from jshard.training.function import Function
 
 FEWEST = 8  # devices to pretend where the mesh leaves a size open
 

@@ -25,13 +25,13 @@ from jshard.launch.mismatch import Facts
 from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.effective_config import flat
-from jshard.train.checkpoint import Checkpoint
-from jshard.train.experiment import Experiment
-from jshard.train.function import Function
-from jshard.train.metrics import written
-from jshard.train.preemption import Preempted
-from jshard.train.progress import Bar, say_result
-from jshard.train.train import train
+from jshard.training.checkpoint import Checkpoint
+from jshard.training.experiment import Experiment
+from jshard.training.function import Function
+from jshard.training.metrics import written
+from jshard.training.preemption import Preempted
+from jshard.training.progress import Bar, say_result
+from jshard.training.train import train
 
 
 def train_as_member(target: Target, resume: Callable[[], Checkpoint] | None = None) -> int:

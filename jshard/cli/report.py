@@ -41,7 +41,7 @@ def run(chosen: argparse.Namespace) -> int:
     with traced as found:
         from jshard.inspect.report import report
         from jshard.inspect.user_code_errors import as_user_error
-        from jshard.train.function import Function
+        from jshard.training.function import Function
 
         program, plan = found if isinstance(found, tuple) else (found, None)
         args = (program.f, *program.args) if isinstance(program, Function) else (program,)

@@ -13,11 +13,11 @@ from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
 from jshard.run_names import CHECKPOINTS, CONFIGURATION, MANIFEST
 from jshard.signals.config import load_configuration
-from jshard.train.settings import Settings
+from jshard.training.settings import Settings
 
 if TYPE_CHECKING:
-    from jshard.train.checkpoint import Checkpoint
-    from jshard.train.experiment import Experiment
+    from jshard.training.checkpoint import Checkpoint
+    from jshard.training.experiment import Experiment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(chosen: argparse.Namespace) -> int:
         overrides = [f"output={run}", *overrides]  # the run may have been moved, and another file may name none
 
     def resume() -> Checkpoint:
-        from jshard.train.checkpoint import Checkpoint
+        from jshard.training.checkpoint import Checkpoint
 
         return Checkpoint.find(folder, which, str(run))
 
@@ -51,7 +51,7 @@ def experiment_of(target: Target) -> Experiment:
 
         return joined_experiment(target)
     from jshard.cli.experiment import opened
-    from jshard.train.experiment import Experiment
+    from jshard.training.experiment import Experiment
 
     experiment = opened(target)
     assert isinstance(experiment, Experiment)
@@ -64,8 +64,8 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
         from jshard.cli.rank_main import train_as_member
 
         return train_as_member(target, resume)
-    from jshard.train.progress import say_result
-    from jshard.train.train import train
+    from jshard.training.progress import say_result
+    from jshard.training.train import train
 
     experiment = experiment_of(target)
     if resume is None:

@@ -16,8 +16,8 @@ from jshard.signals.config import Configuration
 from jshard.signals.schema import IMPORT_PATH
 
 if TYPE_CHECKING:
-    from jshard.train.experiment import Experiment
-    from jshard.train.function import Function
+    from jshard.training.experiment import Experiment
+    from jshard.training.function import Function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Target:
         find_modules_here()
         configuration = active_config.load(self.path, self.overrides)
         if self.function is None:
-            from jshard.train.experiment import Experiment
+            from jshard.training.experiment import Experiment
 
             return configuration, functools.partial(Experiment.build, configuration)
-        from jshard.train.function import Call
+        from jshard.training.function import Call
 
         call = Call.of(self.function, self.arguments)
         if active_config.configuration() is not configuration:  # the function's module has loaded one of its own

@@ -14,8 +14,8 @@ from jshard.units import size
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jshard.train.log_reader import Logs
-    from jshard.train.process_status import Standing
+    from jshard.training.log_reader import Logs
+    from jshard.training.process_status import Standing
 
 SCHEMA = "jshard.top/1"
 EVERY = 1.0  # seconds between two looks
@@ -35,8 +35,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from jshard.train.log_reader import Logs, folder_of
-    from jshard.train.process_status import standings
+    from jshard.training.log_reader import Logs, folder_of
+    from jshard.training.process_status import standings
 
     name, logs, is_terminal = chosen.run, Logs(folder_of(chosen.run), full=False), sys.stdout.isatty()
     if is_terminal and not (chosen.json or chosen.once):
@@ -59,7 +59,7 @@ def _live(name: str, logs: Logs) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from jshard.train.process_status import standings
+    from jshard.training.process_status import standings
 
     with Live(auto_refresh=False) as live:
         while True:

@@ -19,7 +19,7 @@ from jshard.run_names import CAPTURED, CONFIGURATION, TRACE, WANTED
 
 if TYPE_CHECKING:
     from jshard.inspect.timeline.capture import Capture
-    from jshard.train.experiment import Experiment
+    from jshard.training.experiment import Experiment
 
 STEPS = 3
 WAIT = 60.0  # seconds for a run to take a step
@@ -55,7 +55,7 @@ def _of_experiment(experiment: Experiment, chosen: argparse.Namespace) -> int:
     import jax
     from jax.experimental.multihost_utils import sync_global_devices
 
-    from jshard.train.trace import trace_steps
+    from jshard.training.trace import trace_steps
 
     folder = Path(chosen.output or experiment.settings["output"] or f"runs/{Path(chosen.path).stem}")
     leads = jax.process_index() == 0

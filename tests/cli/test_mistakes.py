@@ -48,7 +48,7 @@ def _in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("jshard.cli.experiment.pretend", lambda count, platforms: None)  # this process has its devices
-    monkeypatch.setattr("jshard.train.diff._output", _ended_here)
+    monkeypatch.setattr("jshard.training.diff._output", _ended_here)
     (tmp_path / "wrong.py").write_text(MODEL)
     (tmp_path / "wrong.yaml").write_text(YAML)
     yield

@@ -56,8 +56,8 @@ def _in_a_folder(tmp_path, monkeypatch, cache):
     monkeypatch.setenv("TERM", "xterm")
     for name in ("COLUMNS", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("jshard.train.diff._output", _printed_here)
-    monkeypatch.setattr("jshard.train.function.Function.verify", lambda self, meshes: _verified())
+    monkeypatch.setattr("jshard.training.diff._output", _printed_here)
+    monkeypatch.setattr("jshard.training.function.Function.verify", lambda self, meshes: _verified())
     with typed_in(tmp_path, "folded", YAML, cache, monkeypatch):
         yield
 

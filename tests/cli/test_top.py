@@ -14,9 +14,9 @@ import pytest
 
 from jshard.cli import main
 from jshard.errors import JShardError
-from jshard.train import log_reader as merged
-from jshard.train.log_reader import Logs, folder_of, path_of, read
-from jshard.train.process_status import standings
+from jshard.training import log_reader as merged
+from jshard.training.log_reader import Logs, folder_of, path_of, read
+from jshard.training.process_status import standings
 
 ROOT = Path(__file__).parents[2]
 

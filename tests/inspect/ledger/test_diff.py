@@ -24,7 +24,7 @@ from jshard.inspect.plan import explain
 from jshard.layouts.mesh import absent_mesh
 from jshard.provenance import Cause, scope
 from jshard.signals.active_config import on_mesh, unload
-from jshard.train.diff import _documents, _Side
+from jshard.training.diff import _documents, _Side
 
 ROOT = Path(__file__).parents[3]
 DIGITS = "configs/digits.yaml"
@@ -120,7 +120,7 @@ def test_diff_tells_what_one_side_leaves_to_the_compiler():
 
 def test_diff_of_a_revision_names_it_in_front_of_every_place(monkeypatch):
     ledger = Ledger((line(),), left=(left(),), memory=(Rest(Place("a.yaml", 7), "mlp", 100),))
-    monkeypatch.setattr("jshard.train.diff._output", lambda sides, commands: [ledger.to_json()] * 2)
+    monkeypatch.setattr("jshard.training.diff._output", lambda sides, commands: [ledger.to_json()] * 2)
     side = _Side("git:HEAD:a.yaml", "a.yaml", ".", (), "", (), "HEAD")
     texts = _documents((side, dataclasses.replace(side, revision="")), [["explain", "--json"]] * 2)
     old, new = (Ledger.from_json(*text) for text in texts)

@@ -174,7 +174,7 @@ def test_diff_compiles_nothing_for_no_topology(monkeypatch):
         typed_words.extend(commands)
         raise JShardError("stop", hint="here")
 
-    monkeypatch.setattr("jshard.train.diff._output", told)
+    monkeypatch.setattr("jshard.training.diff._output", told)
     Path("bare.yaml").write_text(YAML.replace("  topology: cpu:8\n", ""))
     for old, new, said in (
         ("mlp.yaml", "bare.yaml", "none"), ("mlp.yaml", "bare.yaml", None), ("bare.yaml", "mlp.yaml", None),

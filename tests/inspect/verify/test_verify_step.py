@@ -19,7 +19,7 @@ import jshard
 from jshard.inspect.verify import verify
 from jshard.inspect.verify.dataflow import inexact_on_the_way
 from jshard.signals.active_config import unload
-from jshard.train.experiment import Experiment
+from jshard.training.experiment import Experiment
 
 YAML = """\
 jshard:

@@ -1,0 +1,156 @@
+"""What a configuration names by import path or by name, found, and called with the arguments beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from jshard.errors import JShardError, Place, did_you_mean, nearest
+from jshard.inspect.user_code_errors import as_user_error
+from jshard.training.settings import LEARNING_RATE, Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """What `jshard.train.KEY` names: `examples.digits:Model`, or a mapping of that `path` and arguments."""
+
+    key: str
+    place: Place
+    path: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, settings: Settings, key: str) -> Component:
+        """Import what is named under `key`."""
+        settings.require(key)
+        arguments, place = settings.table(key), settings.place(key)
+        path = arguments.pop("path")
+        return cls(key, place, path, function_at(f'jshard.train.{key} ({place}) is "{path}", but', path), arguments)
+
+    def __str__(self) -> str:
+        return f'jshard.train.{self.key} ({self.place}) is "{self.path}"'
+
+    def __call__(self, *ours: Any, **named: Any) -> Any:
+        """Call it with its own arguments and with ours; an argument that it does not take is told before it is called."""
+        check_arguments(str(self), self.function, self.arguments, positional=len(ours), ours=named)
+        return self.function(*ours, **named, **self.arguments)
+
+
+def function_at(label: str, path: str) -> Callable[..., Any]:
+    """Import `module:name`; `label` opens the sentence when it leads nowhere."""
+    module_name, _, name = path.partition(":")
+    module = _module(label, module_name)
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            close = nearest(part, [each for each in dir(value) if not each.startswith("_")])
+            hint = f'did you mean "{module_name}:{close}"?' if close else f"define {part} in {module.__file__}"
+            raise JShardError(f'{label} {module_name} has no "{part}"', hint=hint)
+        value = getattr(value, part)
+    if not callable(value):
+        raise JShardError(f"{label} that is a {type(value).__name__}", hint="name a class or a function")
+    return value
+
+
+def _module(label: str, name: str) -> Any:
+    try:
+        with as_user_error(f"{name} is imported"):
+            return importlib.import_module(name)
+    except JShardError as error:
+        missing = error.__cause__
+        if not isinstance(missing, ModuleNotFoundError):
+            raise
+        if missing.name is not None and (name == missing.name or name.startswith(f"{missing.name}.")):
+            raise JShardError(
+                f'{label} there is no module "{missing.name}" in this folder or among the installed packages',
+                hint=f"write {name.replace('.', '/')}.py, or start from the folder that holds it",
+            ) from missing
+        raise JShardError(
+            f'{label} {name} imports "{missing.name}", which is not installed',
+            hint=f"type: {INSTALL.get(missing.name or '', f'pip install {missing.name}')}",
+        ) from missing
+
+
+INSTALL = {"sklearn": 'pip install "jshard[digits]"'}
+
+
+def check_arguments(
+    label: str, function: Callable[..., Any], given: Mapping[str, Any], *, positional: int = 0, ours: Mapping[str, Any]
+) -> None:
+    """Raise an error for an argument in `given` that is not there or is missing, with the nearest that is. `ours` is what
+    jshard gives by name, after `positional` arguments without one."""
+    every = list(parameters_of(function).values())
+    takes = [each for each in every if each.kind <= each.POSITIONAL_OR_KEYWORD]
+    if len(takes) < positional and not any(each.kind is each.VAR_POSITIONAL for each in every):
+        names = ", ".join(each.name for each in takes) or "nothing"
+        raise JShardError(
+            f"{label}, which takes {names}, and is called with {positional} arguments",
+            hint="write loss(outputs, targets)",
+        )
+    parameters = every[positional:]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    free = [name for name in named if name not in ours]
+    for name in given:
+        if name in ours:
+            raise JShardError(f'{label}, whose argument "{name}" jshard gives itself', hint=f"remove {name}")
+        if name not in free and not takes_any:
+            hint = did_you_mean(name, free, f"use {', '.join(free)}" if free else f"remove {name}")
+            raise JShardError(f'{label}, which takes no argument "{name}"', hint=hint)
+    for name in ours:
+        if name not in named and not takes_any:
+            raise JShardError(f'{label}, which takes no argument "{name}"', hint=f"add the parameter {name} to it")
+    for name in free:
+        if name not in given and named[name].default is inspect.Parameter.empty:
+            raise JShardError(
+                f'{label}, which needs an argument "{name}"', hint=f"write {name}: beside it, in a mapping"
+            )
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """List the parameters that a caller gives. A class is asked for its `__init__`: Flax's metaclass takes anything."""
+    parameters = inspect.signature(function.__init__ if inspect.isclass(function) else function).parameters
+    return dict(list(parameters.items())[1:] if inspect.isclass(function) else parameters)
+
+
+def transformation(settings: Settings) -> optax.GradientTransformation:
+    """Build the optax optimizer that is named, with the arguments beside it; with a default learning rate if one is needed."""
+    arguments, place = settings.table("optimizer"), settings.place("optimizer")
+    name = arguments.pop("name")
+    if name not in (known := optimizers()):
+        raise JShardError(
+            f'jshard.train.optimizer ({place}) is "{name}", which is no optimizer of optax',
+            hint=did_you_mean(name, known, "use adamw, adam, sgd or another of optax"),
+        )
+    function = getattr(optax, name)
+    parameters = parameters_of(function)
+    if parameters["learning_rate"].default is inspect.Parameter.empty:
+        arguments.setdefault("learning_rate", LEARNING_RATE)
+    check_arguments(f'jshard.train.optimizer ({place}) is "{name}"', function, arguments, ours={})
+    for argument, value in arguments.items():
+        default = 1e-3 if argument == "learning_rate" else parameters[argument].default
+        if isinstance(default, (int, float)) and not isinstance(value, (int, float)):
+            key = f"optimizer.{argument}"
+            raise JShardError(
+                f'jshard.train.{key} ({settings.place(key)}) is "{value}", which is not a number',
+                hint=f"write {argument}: {default}",
+            )
+    return function(**arguments)
+
+
+def optimizers() -> list[str]:
+    """List the optimizers of optax: functions of a learning rate. Those that need more than gradients are not among them."""
+    return [
+        name
+        for name, value in vars(optax).items()
+        if inspect.isfunction(value)
+        and "learning_rate" in inspect.signature(value).parameters
+        and not name.startswith(("_", "scale_by_"))
+        and name != "lbfgs"
+    ]

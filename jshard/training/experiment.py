@@ -1,0 +1,271 @@
+"""One experiment: the model, data, loss and optimizer that `jshard.train` names, built on a mesh and ready to train."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard.errors import JShardError
+from jshard.inspect.ledger import Ledger, Traced, ledger_of
+from jshard.inspect.plan import Plan, Topology
+from jshard.inspect.plan.added import with_added
+from jshard.inspect.plan.aot import LIMIT
+from jshard.inspect.plan.planning import planned
+from jshard.inspect.user_code_errors import as_user_error
+from jshard.inspect.verify import Verification, verify
+from jshard.layers.abstract import abstract, created
+from jshard.layers.layer import model_arrays, parameters_by_path
+from jshard.layers.sharding import shard
+from jshard.signals import device_sets
+from jshard.signals.active_config import mesh_for, unload
+from jshard.signals.config import Configuration
+from jshard.signals.scope import signal
+from jshard.training.components import Component, parameters_of, transformation
+from jshard.training.data import Examples, Placement, examples, numbers_of, part_of, settle, source
+from jshard.training.loop import AHEAD, Step, step_with_gradients
+from jshard.training.loss import Objective, are_classes, check_called, cross_entropy, shown
+from jshard.training.optimizer import Optimizer
+from jshard.training.settings import Settings
+from jshard.training.sources import Shuffled, Source
+
+READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
+
+
+@dataclasses.dataclass
+class Experiment:
+    """What `jshard train` trains. `build` makes it; nothing has run yet then."""
+
+    configuration: Configuration
+    model: nnx.Module
+    optimizer: nnx.Optimizer
+    loss: Objective
+    data: Source
+    test: Examples | None
+    placement: Placement
+    ahead: int = AHEAD  # batches that are read before they are asked for
+    only_shapes: bool = False
+    apart: str | None = None  # why no one program is a step: layers, or their backward, on several sets of devices
+
+    @classmethod
+    def build(cls, configuration: Configuration, mesh: Mesh | None, *, only_shapes: bool = False) -> Experiment:
+        """Build it. With `only_shapes` no array is made, and the devices of the mesh need not be here: it can be explained and
+        compiled, not trained."""
+        settings = Settings(configuration)
+        settings.require("model")
+        batch, seed = settings["batch"], settings["seed"]
+        placement = Placement(mesh, configuration.signals)
+        settings.check_rows(placement.ways)
+        component, how = _data(settings)
+        with as_user_error(f"{component.path} is called"):
+            asks = "rows" in parameters_of(component.function) and "rows" not in component.arguments
+            returned = component(**{"rows": placement.rows(batch)} if asks else {})
+        here = f"{component}, which"
+        data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
+        test = None if part_of(returned, "test") is None else examples(here, returned, "test")
+        if isinstance(data, Shuffled):
+            _check_count(settings, len(data.examples), batch, data.last, placement)
+        model_named = Component.of(settings, "model")
+        loss_named = Component.of(settings, "loss") if settings["loss"] else None
+        tx = transformation(settings)
+
+        apart = None
+
+        def built() -> nnx.Module:
+            model = model_named(rngs=nnx.Rngs(seed))
+            check_called(model_named, model)
+            return model
+
+        is_claimed = mesh is not None and configuration.has_claims
+        with as_user_error("data is read"):
+            inputs = placement.shapes(batch, data.example()[0]) if is_claimed else ()
+
+        def claimed() -> nnx.Module:
+            model = built()
+            with as_user_error(f"{model_named.path} is called"):
+                return shard(model, *inputs)
+
+        made = claimed if is_claimed else built
+        with as_user_error(f"{model_named.path} is built"):
+            if only_shapes:
+                model, optimizer = abstract(lambda: (model := made(), Optimizer(model, tx)))
+            else:
+                model = created(built, claimed) if is_claimed else built()
+                home, apart = _home_of(model, mesh, configuration)
+                if home is not mesh:
+                    placement = Placement(home, {})
+                settle(model, home)
+                optimizer = settle(Optimizer(model, tx), home)
+        loss = loss_named or cross_entropy
+        loss = signal("objective")(loss) if "objective" in configuration.signals else loss
+        parts = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
+        in_memory = {part: numbers_of(each.y) for part, each in parts.items() if isinstance(each, Examples)}
+        classes = {part: numbers for part, numbers in in_memory.items() if numbers and loss_named is None}
+        settings.check_folders()
+        return cls(
+            configuration=configuration,
+            model=model,
+            optimizer=optimizer,
+            loss=Objective(loss, loss_named, model_named, component, classes),
+            data=data,
+            test=test,
+            placement=placement,
+            ahead=how.get("ahead", AHEAD),
+            only_shapes=only_shapes,
+            apart=apart,
+        )
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        return Settings(self.configuration)
+
+    def step(self) -> Step:
+        """Make the training step, over the arrays of the model and the optimizer as they are now."""
+        return Step(self.model, self.optimizer, self.loss, apart=self.apart is not None)
+
+    def evaluated_on(self, step: Step, say: Callable[[str], None]) -> Examples | None:
+        """Return the test data, where the part that is right can be counted; else `say` why nothing is evaluated."""
+        data = self.loss.data
+        if self.test is None:
+            why = 'returns no "test"'
+        else:
+            outputs = self.outputs(step)
+            (targets,) = self.placement.shapes(self.settings["batch"], self.test.take(np.arange(1))[1])
+            if are_classes(outputs, targets):
+                return self.test
+            why = f'returns targets {shown(targets)} in "test", which are no classes of the outputs {shown(outputs)}'
+        if "evaluation" in self.configuration.train:
+            raise JShardError(
+                f"jshard.train.evaluation ({self.settings.place('evaluation')}) is on test data, and {data.path} {why}",
+                hint='return {"train": (x, y), "test": (x, y)}, or remove evaluation',
+            )
+        say(f"nothing is evaluated: {data.path} {why}")
+        return None
+
+    def outputs(self, step: Step) -> Any:
+        """Find the shapes of what the model makes of a batch."""
+        (x,) = self.placement.shapes(self.settings["batch"], self.data.example()[0])
+        if self.apart:  # nothing can be traced as a whole
+            return step.predict(step.state, self.first_batch()[0])
+        return jax.eval_shape(step.predict, step.state, x)
+
+    def check_read(self, step: Step) -> Callable[[Any], None]:
+        """Return what raises an error for classes, among targets that are read later, that the model has no output for."""
+        if self.loss.written is not None or "train" in self.loss.classes:
+            return lambda y: None
+        outputs = self.outputs(step)
+
+        def check(y: Any) -> None:
+            if (numbers := numbers_of(y)) and isinstance(outputs, jax.ShapeDtypeStruct):
+                self.loss.check_numbers(numbers, outputs.shape[-1], "in a batch")
+
+        return check
+
+    def explain(self) -> Ledger:
+        """List every collective of the training step, and what is held between steps."""
+        return self._ledger
+
+    @functools.cached_property
+    def asked(self) -> Ledger:
+        """What the training step asks for: without what the compiler adds, for which it has to be compiled."""
+        if self.apart:
+            raise JShardError(self.apart, hint="name the same workers for both, or mesh axes")
+        return ledger_of(self._traced(), [self.model, self.optimizer])
+
+    @functools.cached_property
+    def _ledger(self) -> Ledger:
+        return with_added(self.asked, self._traced())
+
+    def _traced(self) -> Traced:
+        step = self.step()
+        return Traced(step.program, (step.state, *self.first_batch()), {})
+
+    def lowered(self) -> Any:
+        """Lower the training step for the devices of its mesh."""
+        step = self.step()
+        return step.program.lower(step.state, *self.first_batch())
+
+    def plan(self, topology: Topology, *, limit: float = LIMIT, cache: bool = True) -> Plan:
+        """Compile the training step for devices that are not there."""
+        step = self.step()
+        args = step.state, *self.first_batch()
+        return planned(step.program, args, {}, self.asked, topology, self.placement.mesh, limit=limit, cache=cache)
+
+    def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
+        """Verify one training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and
+        the parameters and the optimizer state after it."""
+        step, args = step_with_gradients(self.loss), (self.model, self.optimizer, *self.first_batch())
+        return verify(step, *args, backward=False, meshes=meshes)
+
+    def first_batch(self) -> tuple[Any, ...]:
+        batch = self.settings["batch"]
+        with as_user_error("data is read"):
+            if self.only_shapes:
+                return self.placement.shapes(batch, *self.data.example())
+            return self.placement.place(batch, *self.data.first(self.placement.rows))
+
+
+def parameter_shapes(configuration: Configuration) -> dict[str, str]:
+    """Find the parameters of the model that a configuration names, as `float32[784,1024]` by path. The model is built of
+    shapes, with no configuration loaded."""
+    settings = Settings(configuration)
+    named = Component.of(settings, "model")
+    unload()
+    with as_user_error(f"{named.path} is built"):
+        model = nnx.eval_shape(lambda: named(rngs=nnx.Rngs(settings["seed"])))
+    return {path: jax.typeof(leaf).str_short() for path, leaf in parameters_by_path(model).items()}
+
+
+def _data(settings: Settings) -> tuple[Component, Mapping[str, Any]]:
+    """Import what `data` names, and return how it says that is read."""
+    component = Component.of(settings, "data")
+    how = {key: value for key, value in component.arguments.items() if key in READING}
+    taken = sorted(set(how) & set(parameters_of(component.function)))
+    if taken:
+        raise JShardError(
+            f'{component}, which has an argument "{taken[0]}", and {taken[0]} beside it says how jshard reads data',
+            hint=f"give the argument of {component.path} another name",
+        )
+    rest = {key: value for key, value in component.arguments.items() if key not in READING}
+    return dataclasses.replace(component, arguments=rest), how
+
+
+def _check_count(settings: Settings, count: int, batch: int, last: str, placement: Placement) -> None:
+    """Raise an error when there are too few examples for a batch, or `last: keep` leaves some that can't be split."""
+    if batch > count and last != "keep":
+        raise JShardError(
+            f"jshard.train.batch ({settings.place('batch')}) is {batch}, but there are {count} examples",
+            hint=f"use {count} or fewer",
+        )
+    if last == "keep" and (count % batch) % placement.ways:
+        raise JShardError(
+            f"jshard.train.data.last ({settings.place('data.last')}) is keep, and the last batch has {count % batch} of "
+            f"{count} examples, which can't be split in {placement.ways}",
+            hint="write last: drop or last: fill",
+        )
+
+
+def _home_of(model: nnx.Module, mesh: Any, configuration: Configuration) -> tuple[Any, str | None]:
+    """Find the mesh of all layers. Where they, or the backward of one, lie on several sets of devices: none, and why; an error
+    where a layer has no backward, as no gradient gets from one set to the other."""
+    arrays = model_arrays(model).values()
+    named = {each.signal.name: each.signal for each in arrays if each.layout is not None and each.signal is not None}
+    signals = sorted(named.values(), key=lambda each: each.place.line or 0)
+    if mesh is None or not signals:
+        return mesh, None
+    first, home = signals[0], mesh_for(signals[0])[0]
+    for each in signals:
+        if device_sets.differ(home, there := mesh_for(each)[0]) and not (first.backward and each.backward):
+            raise device_sets.apart(each, there, first, home)
+    for each in signals:
+        back = configuration.lookup((each.backward,)) if each.backward is not None else each
+        if device_sets.differ(home, there := mesh_for(back)[0]):
+            why = f"{first} lies on {device_sets.devices_in_words(home)} and {back} on {device_sets.devices_in_words(there)}"
+            return None, f"{why}, so a step is several programs, which are run and not explained"
+    return (home if device_sets.differ(home, mesh) else mesh), None

@@ -1,0 +1,195 @@
+"""Train an experiment, and say how it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import jax
+
+from jshard.errors import JShardError
+from jshard.training.checkpoint import Checkpoint, Saver, steps_in
+from jshard.training.experiment import Experiment
+from jshard.training.loop import NotANumber, Taken, check_parameters, evaluate, run
+from jshard.training.metrics import Record, written
+from jshard.training.nan_cause import maker, suspect
+from jshard.training.on_demand_trace import TraceRequest
+from jshard.training.preemption import Notice, Preempted
+from jshard.training.progress import Bar, Rate, figures, in_words, silent
+from jshard.training.run_events import RESTART, Course, run_events
+from jshard.training.settings import LEARNING_RATE, LOG
+from jshard.training.sources import own_position
+
+
+def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float | None:
+    """Train, with a progress bar, and return the test accuracy, if there are test data. What each figure was goes into
+    the output folder. Of several processes the first speaks and writes.
+
+    With `resume` it goes on from there; started again by `jshard launch --restarts`, from the last checkpoint that there
+    is by now. SIGTERM ends it behind a step that all processes agree on: it saves, if the
+    configuration says where, and raises `Preempted`, by which Python ends with the code 143."""
+    if RESTART in os.environ:
+        resume = last_saved(experiment) or resume
+    leads = jax.process_index() == 0
+    bar = bar or Bar(experiment.settings["steps"], experiment.settings["batch"], None if leads else silent())
+    with bar, run_events(experiment, goes_on=resume is not None) as course:
+        return _Training(experiment, bar, resume, course).run()
+
+
+def last_saved(experiment: Experiment) -> Checkpoint | None:
+    """Find the checkpoint that a run of this experiment would go on from; None where nothing is saved."""
+    policy = experiment.settings.checkpoint()
+    if policy is None or not steps_in(policy.folder):
+        return None
+    return Checkpoint.find(policy.folder, "latest", policy.run)
+
+
+class _Training:
+    def __init__(self, experiment: Experiment, bar: Bar, resume: Checkpoint | None, course: Course):
+        self.experiment, self.bar, self.course, self.resumed = experiment, bar, course, resume
+        settings, configuration = experiment.settings, experiment.configuration
+        self.steps, self.log_every = settings["steps"], settings.table("log").get("every", LOG)
+        self.evaluate_every = settings.table("evaluation").get("every", self.steps)
+        self.step = experiment.step()
+        self.done, self.position = 0, None
+        if resume is not None:
+            self._go_on_from(resume)
+        policy, leads = settings.checkpoint(), jax.process_index() == 0
+        self.saver = None if policy is None else Saver(policy, written(configuration), bar.say)
+        if self.saver is not None:
+            self.saver.begin(resume)
+        output = settings["output"] if leads else None
+        self.record = Record(output, configuration, self.done, tensorboard=settings.tensorboard())
+        self.test = experiment.evaluated_on(self.step, bar.say)
+        self.rate, self.accuracy = Rate(settings["batch"]), None
+
+    def _go_on_from(self, resume: Checkpoint) -> None:
+        self.step.state, manifest = resume.restore(self.step.state, self.experiment.configuration.source)
+        self.done, self.position = manifest.step, own_position(manifest.position, resume)
+        if self.done >= self.steps:
+            raise JShardError(
+                f"{resume} has trained {self.done} of {self.steps} steps, so there is nothing to do",
+                hint=f"type: jshard resume {resume.run} steps={2 * self.done}",
+            )
+        self.course.resumed(self.done, resume.folder)
+        self.bar.say(f"resumed from step {self.done}: {resume.folder}")
+
+    def run(self) -> float | None:
+        experiment, first = self.experiment, self.done + 1
+        stepped = TraceRequest(self.step, experiment.settings["output"], self.done)
+        taken = run(
+            stepped,
+            experiment.data,
+            experiment.placement,
+            steps=self.steps,
+            ahead=experiment.ahead,
+            since=(self.done, self.position),
+            begins=self.bar.begin,
+            check=experiment.check_read(self.step),
+        )
+        # One process that saves nothing has nothing to do between SIGTERM and its end.
+        heeds_sigterm = self.saver is not None or jax.process_count() > 1
+        try:
+            with (
+                contextlib.closing(self.record),
+                self.saver or contextlib.nullcontext(),
+                Notice() if heeds_sigterm else contextlib.nullcontext() as notice,
+                contextlib.closing(taken),
+                stepped,
+            ):
+                for each in taken:
+                    self.course.step(each)
+                    if each.number == first:
+                        each.loss.block_until_ready()
+                        self.rate.restart(first)
+                    self._show(each)
+                    self._save(each)  # first, so that nothing is lost by what goes wrong in an evaluation
+                    self._evaluate(each.number)
+                    if notice is not None and notice.reached(each.number) and each.number != self.steps:
+                        self._stop(each)
+        except NotANumber as fault:
+            raise self._without_number(fault) from None
+        self.step.into(experiment.model, experiment.optimizer)
+        return self.accuracy
+
+    def _show(self, taken: Taken) -> None:
+        bar, number = self.bar, taken.number
+        bar.show(number, taken.loss)
+        if number % self.log_every == 0 or number == self.steps:
+            taken.settle()
+            value, speed = float(taken.loss), self.rate.read(number)
+            self.record.write(step=number, loss=value, examples_per_second=round(speed))
+            bar.show_figures(number, figures(value, speed))
+            if not bar.draws:
+                bar.say(f"step {number}/{self.steps}   {figures(value, speed)}")
+
+    def _evaluate(self, number: int) -> None:
+        if self.test is None or (number % self.evaluate_every and number != self.steps):
+            return
+        self.course.evaluates(self.step, self.test)
+        self.accuracy = evaluate(self.step, self.test, self.experiment.placement, self.experiment.settings["batch"])
+        self.record.write(step=number, test_accuracy=self.accuracy)
+        self.course.evaluated(number, self.accuracy)
+        if number != self.steps:
+            self.bar.say(f"step {number}/{self.steps}   {in_words(self.accuracy)}")
+        self.rate.restart(number)
+
+    # -- saving, and stopping --
+
+    def _save(self, taken: Taken) -> None:
+        if self.saver is not None:
+            self.saver.look()
+            if self.saver.due(taken.number, self.steps):
+                self._save_now(self.saver, taken)
+
+    def _save_now(self, saver: Saver, taken: Taken) -> None:
+        taken.settle()
+        check_parameters(self.step.state, taken.number)
+        saver.save(taken.number, self.step.state, taken.position)
+        self.course.restart()
+
+    def _stop(self, taken: Taken) -> None:
+        if self.saver is None:
+            self.bar.say(f"SIGTERM: stopped at step {taken.number}; nothing is saved, as no checkpoint is configured")
+            raise Preempted(taken.number)
+        if self.saver.last != taken.number:
+            self._save_now(self.saver, taken)
+        self.saver.end()
+        run = self.saver.policy.run
+        self.bar.say(f"SIGTERM: stopped at step {taken.number}; go on by: jshard resume {run}")
+        raise Preempted(taken.number)
+
+    def _without_number(self, fault: NotANumber) -> JShardError:
+        """Make the error of a NaN. All processes come here, for the same step."""
+        experiment, fault_words = self.experiment, str(fault)
+        rate = experiment.settings.table("optimizer").get("learning_rate", LEARNING_RATE)
+        less = f"optimizer.learning_rate={rate / 10:g}"
+        attempt, resume = f"try {less}", f"type: jshard resume {{run}} {less}"
+        whose = [suspect(experiment.data, position, experiment.placement.rows) for position in fault.read]
+        if any(whose):
+            fault_words += f", and so are {whose[0]}"
+            attempt = f"fix what {experiment.loss.data.path} returns"
+            resume = f"{attempt}, then type: jshard resume {{run}}"
+        elif made := self._maker(fault.step):
+            fault_words += f": {made}"
+        if self.saver is None:
+            return JShardError(
+                f"{fault_words}, and nothing was saved", hint=f"{attempt}, and write checkpoint: 100 under jshard.train"
+            )
+        if self.saver.saved is None:
+            return JShardError(f"{fault_words}, and no checkpoint was saved before", hint=attempt)
+        good = f"the last good checkpoint is that of step {self.saver.saved}"
+        where = self.saver.policy.folder / str(self.saver.saved)
+        return JShardError(f"{fault_words}; {good} ({where})", hint=resume.format(run=self.saver.policy.run))
+
+    def _maker(self, step: int) -> str:
+        """Find what makes the NaN of this step. Whatever keeps that from being found is said, and ends nothing."""
+        saver, since = self.saver, self.resumed
+        if saver is not None and saver.saved is not None:
+            since = Checkpoint(saver.policy.folder / str(saver.saved), saver.saved, saver.policy.run)
+        self.step.state = None  # the devices may not hold two
+        try:
+            return maker(self.experiment, step, since, self.bar.say, self.bar.begin)
+        except Exception as error:
+            self.bar.say(f"what makes the NaN can't be looked for: {type(error).__name__}: {error}")
+            return ""

@@ -1,0 +1,242 @@
+"""A model, data or a loss of another form is one sentence before the first step; an evaluation is in evaluation mode."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jshard.cli import main
+from jshard.signals import active_config
+from jshard.training.checkpoint import steps_in
+from jshard.training.experiment import Experiment
+from jshard.training.loop import evaluate
+
+FORMS = """
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jshard
+
+Y = np.arange(24) % 3
+X = np.eye(4, dtype=np.float32)[Y]
+
+class Model(nnx.Module):
+    def __init__(self, *, rngs):
+        with jshard.signal("layer"):
+            self.up = jshard.Linear(4, 8, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.9, rngs=rngs)
+        self.down, self.own, self.viewed = nnx.Linear(8, 3, rngs=rngs), Own(), Viewed()
+
+    def __call__(self, x):
+        return self.viewed(self.own(self.down(self.drop(self.norm(self.up(x))))))
+
+class Own(nnx.Module):
+    deterministic = False
+
+    def __call__(self, x):
+        return x if self.deterministic else x[..., ::-1]
+
+class Viewed(nnx.Module):
+    trains = True
+
+    def set_view(self, deterministic=None, **others):
+        self.trains = not deterministic
+        return others
+
+    def __call__(self, x):
+        return x[..., ::-1] if self.trains else x
+
+class Pair(Model):
+    def __call__(self, x): return super().__call__(x), x
+
+class Train(Model):
+    def __call__(self, x, train=True): return super().__call__(x)
+
+class Mask(Model):
+    def __call__(self, x, mask): return super().__call__(x)
+
+class Uncalled(nnx.Module):
+    def __init__(self, *, rngs): pass
+
+def classes(train, test): return {"train": (X, train), "test": (X, test)}
+def data(): return classes(Y, Y)
+def tokens(): return {part: (X.reshape(12, 2, 4), Y.reshape(12, 2)) for part in ("train", "test")}
+def untested(): return {"train": (X, Y)}
+def beyond(): return classes(Y, Y + 1)
+def negative(): return classes(Y - 1, Y)
+def one_hot(): return classes(np.eye(3)[Y], np.eye(3)[Y])
+def text(): return classes(np.array(["a", "b", "c"])[Y], Y)
+def stream(): return {"train": lambda: iter([(X[:8], Y[:8]), (X[:8], Y[:8] + 2)])}
+def losses(outputs, targets): return jnp.sum(outputs, axis=-1)
+def single(outputs): return jnp.sum(outputs)
+def squares(outputs, targets): return jshard.mean((outputs - targets) ** 2)
+"""
+YAML = """jshard:
+  mesh: {data: 2, tensor: 4}
+  train:
+    model: forms:Model
+    data: forms:data
+    batch: 8
+    steps: 2
+    optimizer: sgd
+layer: {row: data, column: tensor}
+"""
+MODEL, DATA, LOSS = (f'jshard.train.{key} (the command line) is "forms:{{}}", ' for key in ("model", "data", "loss"))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("jshard.cli.experiment.pretend", lambda count, platforms: None)  # this process has its devices
+    Path("forms.py").write_text(FORMS)
+    Path("forms.yaml").write_text(YAML)
+    yield
+    sys.modules.pop("forms", None)
+    active_config.unload()
+
+
+def trained(capsys, *words: str) -> tuple[int, list[str], list[str]]:
+    status = main(["train", "forms.yaml", "output=run", *words])
+    out, err = capsys.readouterr()
+    return status, out.splitlines(), [line for line in err.splitlines() if "pretending" not in line]
+
+
+SENTENCES = [
+    (
+        "model=forms:Pair",
+        MODEL.format("Pair")
+        + "which returns a tuple, and cross entropy takes an array with a number for each class; return "
+        "that array alone, or write loss: and the path of a loss for what it returns",
+    ),
+    (
+        "model=forms:Train",
+        MODEL.format("Train")
+        + 'whose __call__ takes "train"; leave train out: model(x) is called under Flax\'s train and '
+        "eval views, which set Dropout and BatchNorm",
+    ),
+    (
+        "model=forms:Mask",
+        MODEL.format("Mask")
+        + 'whose __call__ needs "mask", and is called with x alone; give mask a default, or return it '
+        "in x: a tuple or a mapping of arrays",
+    ),
+    ("model=forms:Uncalled", MODEL.format("Uncalled") + "which has no __call__; define __call__(self, x) in it"),
+    (
+        "data=forms:one_hot",
+        DATA.format("one_hot")
+        + "which returns targets float32[8, 3] for outputs float32[8, 3], and cross entropy takes a "
+        "class number for each; return y.argmax(axis=-1), or write loss: and the path of a loss for these",
+    ),
+    (
+        "data=forms:text",
+        DATA.format("text")
+        + 'which returns targets of text for "train", and devices take numbers; number the classes: '
+        "np.unique(y, return_inverse=True)[1]",
+    ),
+    (
+        "data=forms:beyond",
+        DATA.format("beyond")
+        + 'which returns class 3 in "test", and forms:Model has 3 outputs; return classes from 0 to 2, '
+        "or give the model 4 outputs",
+    ),
+    (
+        "data=forms:negative",
+        DATA.format("negative")
+        + 'which returns class -1 in "train", and forms:Model has 3 outputs; return classes from 0 '
+        "to 2",
+    ),
+    (
+        "data=forms:stream",
+        DATA.format("stream")
+        + "which returns class 4 in a batch, and forms:Model has 3 outputs; return classes from 0 to 2, "
+        "or give the model 5 outputs",
+    ),
+    (
+        "loss=forms:losses",
+        LOSS.format("losses") + "which returns float32[8] and not one number; reduce it to the loss of the batch: "
+        "jshard.mean(losses)",
+    ),
+    (
+        "loss=forms:single",
+        LOSS.format("single") + "which takes outputs, and is called with 2 arguments; write loss(outputs, targets)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("word", "sentence"), SENTENCES, ids=[word for word, _ in SENTENCES])
+def test_form_that_can_not_be_trained_is_one_sentence_before_the_first_step(capsys, word, sentence):
+    status, _, err = trained(capsys, word)
+    assert (status, err) == (2, [sentence])
+    figures = Path("run/metrics.jsonl")
+    assert not figures.exists() or not figures.read_text()
+
+
+def test_evaluation_is_in_evaluation_mode_and_leaves_the_model_in_training_mode():
+    configuration = active_config.load("forms.yaml")
+    built = Experiment.build(configuration, active_config.mesh())
+    # Each input gives its class, by the running averages alone: the mean of a batch would not take the bias away again.
+    model = built.model
+    for variable, value in [
+        (model.up.kernel, np.eye(4, 8)), (model.down.kernel, np.eye(8, 3)),
+        (model.norm.mean, 100 * np.eye(8)[0]), (model.down.bias, 100 * np.eye(3)[0]),
+    ]:  # fmt: skip
+        variable[...] = jax.device_put(value.astype(np.float32), variable[...].sharding)
+    step = built.step()
+    where = jax.tree.map(lambda array: array.sharding, step.state)
+    assert evaluate(step, built.test, built.placement, built.settings["batch"]) == 1.0
+    assert (model.drop.deterministic, model.norm.use_running_average, model.own.deterministic) == (False,) * 3
+    assert model.viewed.trains
+    step(*built.first_batch())
+    step.into(built.model, built.optimizer)
+    assert jax.tree.map(lambda array: array.sharding, step.state) == where
+    assert model.norm.mean[0] < 100  # the step took the averages of its batch
+
+
+def test_several_targets_of_a_row_are_counted_one_by_one(capsys):
+    status, out, _ = trained(capsys, "data=forms:tokens", "steps=30", "optimizer={name: adam, learning_rate: 0.1}")
+    assert status == 0
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert out[-1] == f"test accuracy {100 * lines[-1]['test_accuracy']:.1f} %"
+    assert lines[-1]["test_accuracy"] * 24 == pytest.approx(round(lines[-1]["test_accuracy"] * 24))
+    assert lines[-1]["test_accuracy"] > 0.3
+
+
+def test_data_without_a_test_part_train_and_are_not_evaluated(capsys):
+    status, out, err = trained(capsys, "data=forms:untested")
+    assert (status, err) == (0, [])
+    assert 'nothing is evaluated: forms:untested returns no "test"' in out
+    assert out[-1].startswith("step 2/2   loss ")
+    status, _, err = trained(capsys, "data=forms:untested", "evaluation=1")
+    assert (status, err) == (
+        2,
+        [
+            'jshard.train.evaluation (the command line) is on test data, and forms:untested returns no "test"; return '
+            '{"train": (x, y), "test": (x, y)}, or remove evaluation'
+        ],
+    )
+
+
+def test_targets_that_are_no_classes_train_by_their_own_loss_and_are_not_evaluated(capsys):
+    status, out, _ = trained(capsys, "data=forms:one_hot", "loss=forms:squares", "steps=1")
+    assert status == 0
+    assert (
+        'nothing is evaluated: forms:one_hot returns targets float32[8, 3] in "test", which are no classes of the outputs '
+        "float32[8, 3]" in out
+    )
+
+
+def test_what_was_trained_is_saved_before_it_is_evaluated(capsys, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("jshard.training.train.evaluate", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trained(capsys, "checkpoint=100")
+    assert steps_in(Path("run/checkpoints")) == [2]
