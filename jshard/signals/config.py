@@ -73,7 +73,10 @@ class Configuration(Shown):
             lines.append((self.topology_place, f"plans are made for {self.topology}"))
         if "model" in train:
             named = {key: train[key] for key in ("model", "data", "optimizer") if key in train}
-            named = {key: it.get("path", it.get("name")) if isinstance(it, dict) else it for key, it in named.items()}
+            named = {
+                key: it.get("path", it.get("name", it.get("text"))) if isinstance(it, dict) else it
+                for key, it in named.items()
+            }
             named |= {key: train[key] for key in ("batch", "steps", "seed") if key in train}
             words = ", ".join(f"{key} {value}" for key, value in named.items())
             lines.append((self.train_places["model"], f"experiment {words}"))

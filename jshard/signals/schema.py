@@ -8,7 +8,7 @@ from typing import Any
 from jshard.signals.axes import Axes, Mesh, Workers
 from jshard.signals.globs import Globs
 from jshard.signals.topologies import TopologyName
-from jshard.signals.value_types import Key, Names, Refused, Table, choice, flag, integer, size, text
+from jshard.signals.value_types import Key, Names, Refused, Table, choice, flag, integer, part_or, size, text
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPORT_PATH = text("an import path", "examples.digits:Model", r"\w+(\.\w+)*:\w+(\.\w+)*")
@@ -32,11 +32,11 @@ def _later(what: str) -> Key:
     return Key(Refused(), f"{what}. Not built yet: refused.")
 
 
-def _component(what: str, example: str, further: dict[str, Key] | None = None) -> Key:
+def _component(what: str, example: str, further: dict[str, Key] | None = None, instead: Table | None = None) -> Key:
     """Something named by its import path, with arguments."""
     path = dataclasses.replace(IMPORT_PATH, example=example)
     keys = {"path": Key(path, "Its import path, module:name.")} | (further or {})
-    return Key(Table(keys, bare=path, stands_for="path", open=True, required="path"), what)
+    return Key(Table(keys, bare=path, stands_for="path", open=True, required="path", instead=instead), what)
 
 
 READING: dict[str, Key] = {
@@ -45,10 +45,21 @@ READING: dict[str, Key] = {
     "ahead": Key(integer("2", least=0), "How many batches are read before they are asked for."),
 }  # fmt: skip
 
+TEXT: dict[str, Key] = {
+    "text": Key(text("a file or a folder", "docs"), "Text: each file of a folder is a document, or each line of a .jsonl."),
+    "tokens": Key(text("bytes or a file", "bytes"), "bytes unless said, or a tokenizer.json; that needs jshard[text]."),
+    "end": Key(text("a token", "<|endoftext|>"), "The token of that tokenizer which ends a document; none unless said."),
+    "length": Key(integer("256"), "Tokens in a row; 256 unless said."),
+    "held_out": Key(part_or("a file or a folder", "0.05"), "The part of the rows that is for evaluation, or the text of it."),
+    "cache": Key(text("a folder", "runs/tokens"), "Where tokens are kept; tokens beside the output folder unless said."),
+    **READING,
+}  # fmt: skip
+
 TRAIN: dict[str, Key] = {
     "model": _component("The model: its import path, or a mapping of path and arguments.", "examples.digits:Model"),
     "data": _component(
-        "The data: its import path, or a mapping of path, arguments, and how it is read.", "examples.digits:data", READING
+        "The data: its import path, or a mapping of path, arguments, and how it is read; or of text.",
+        "examples.digits:data", READING, instead=Table(TEXT, required="text"),
     ),
     "loss": _component("The loss: its import path, or a mapping of path and arguments.", "examples.digits:loss"),
     "batch": Key(integer("64"), "Examples in a batch, over all devices."),

@@ -120,6 +120,18 @@ def integer(example: str, least: int | None = 1) -> Single:
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
+def part_or(what: str, example: str) -> Single:
+    """A number between 0 and 1, or text."""
+
+    def parse(value: object) -> float | str | None:
+        if isinstance(value, str):
+            return value or None
+        return value if isinstance(value, float) and 0 < value < 1 else None
+
+    forms = [{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, {"type": "string", "minLength": 1}]
+    return Single(f"a number between 0 and 1, or {what}", example, parse, {"anyOf": forms})
+
+
 def size() -> Single:
     """A number of bytes, or text such as "64MiB"."""
 
@@ -182,7 +194,8 @@ class Refused:
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A mapping of known keys. `bare` is what may stand in place of the mapping, and `stands_for` the key that it then
-    means; an `open` table takes further keys of any value, handed on as they are."""
+    means; an `open` table takes further keys of any value, handed on as they are. `instead` is the table of a mapping that
+    has its required key and not this one's."""
 
     keys: Mapping[str, Key]
     bare: Kind | None = None
@@ -190,6 +203,7 @@ class Table:
     open: bool = False
     required: str | None = None
     elsewhere: Iterable[str] = ()  # keys that people write here and that belong under jshard
+    instead: Table | None = None
 
     @property
     def known(self) -> list[str]:
@@ -213,6 +227,8 @@ class Table:
             if self.bare is not None and (takes or self.bare.json() == BOOLEAN):
                 return self.bare.read(node, path, reading)
             return reading.wrong(self, node, path)
+        if self.instead is not None and self.instead.required in node.value and self.required not in node.value:
+            return self.instead.read(node, path, reading)
         values: dict[str, Any] = {}
         for name, inside in node.value.items():
             place, at = node.keys[name], (*path, name)
@@ -258,4 +274,5 @@ class Table:
         table: dict[str, Any] = {"type": "object", "properties": built, "additionalProperties": self.open}
         if self.required is not None:
             table["required"] = [self.required]
-        return table if self.bare is None else {"anyOf": [self.bare.json(), table]}
+        forms = [each.json() for each in (self.bare, self.instead) if each is not None]
+        return {"anyOf": [*forms, table]} if forms else table

@@ -16,15 +16,18 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.put import canonical, put
 from jshard.signals.signal import Signal
 from jshard.training.settings import rows_over
-from jshard.training.sources import Examples, Indexed, Shuffled, Source, Stream, numbers
+from jshard.training.sources import Examples, Indexed, Selectable, Shuffled, Source, Stream, numbers
+from jshard.training.text import Packed
 
 PAIR = 'return {"train": (x, y), "test": (x, y)}'
 
 
-def examples(label: str, data: Any, part: str) -> Examples:
+def examples(label: str, data: Any, part: str) -> Selectable:
     """Read `data["train"]` or `data.train`, a pair of arrays, or of trees of arrays, of as many rows; `label` opens the error
     when it is not."""
     pair = part_of(data, part)
+    if isinstance(pair, Packed):
+        return pair
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise JShardError(f'{label} returns no pair of arrays named "{part}"', hint=PAIR)
     found = Examples(*numbers(f"{label} returns", pair, f' for "{part}"'))
@@ -42,8 +45,8 @@ def source(label: str, data: Any, *, batch: int, seed: int, shuffle: bool | None
     number, an iterable of batches, or a function that returns one."""
     train = part_of(data, "train")
     what = f'{label} "train"'
-    if isinstance(train, tuple):
-        rows: Examples | Indexed = examples(label, data, "train")
+    if isinstance(train, (tuple, Packed)):
+        rows: Selectable = examples(label, data, "train")
     elif hasattr(train, "__getitem__") and hasattr(train, "__len__") and not isinstance(train, (Mapping, str)):
         rows = Indexed(what, train)
         if len(rows) == 0:
@@ -74,7 +77,7 @@ def _shapes(tree: Any) -> str:
     return f"shape{'s' * (len(leaves) > 1)} {', '.join(str(array.shape) for array in leaves)}"
 
 
-def padded(data: Examples, size: int) -> Iterator[tuple[Examples, np.ndarray]]:
+def padded(data: Selectable, size: int) -> Iterator[tuple[Examples, np.ndarray]]:
     """Yield all the data once, in order, in batches of one size; the weights are 0 where a last batch is filled up."""
     for start in range(0, len(data), size):
         chosen = np.arange(start, start + size)

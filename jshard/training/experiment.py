@@ -33,7 +33,9 @@ from jshard.training.loop import AHEAD, Step, step_with_gradients
 from jshard.training.loss import Objective, are_classes, check_called, cross_entropy, shown
 from jshard.training.optimizer import Optimizer
 from jshard.training.settings import Settings
-from jshard.training.sources import Shuffled, Source
+from jshard.training.sources import Selectable, Shuffled, Source
+from jshard.training.text import packed_rows
+from jshard.training.tokens import tokenizer
 
 READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
 
@@ -47,7 +49,7 @@ class Experiment:
     optimizer: nnx.Optimizer
     loss: Objective
     data: Source
-    test: Examples | None
+    test: Selectable | None
     placement: Placement
     ahead: int = AHEAD  # batches that are read before they are asked for
     only_shapes: bool = False
@@ -62,14 +64,14 @@ class Experiment:
         batch, seed = settings["batch"], settings["seed"]
         placement = Placement(mesh, configuration.signals)
         settings.check_rows(placement.ways)
-        component, how = _data(settings)
+        component, how = _data(settings, only_shapes)
         with as_user_error(f"{component.path} is called"):
             asks = "rows" in parameters_of(component.function) and "rows" not in component.arguments
             returned = component(**{"rows": placement.rows(batch)} if asks else {})
         here = f"{component}, which"
         data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
         test = None if part_of(returned, "test") is None else examples(here, returned, "test")
-        if isinstance(data, Shuffled):
+        if isinstance(data, Shuffled) and not (only_shapes and settings.text):
             _check_count(settings, len(data.examples), batch, data.last, placement)
         model_named = Component.of(settings, "model")
         loss_named = Component.of(settings, "loss") if settings["loss"] else None
@@ -107,12 +109,13 @@ class Experiment:
         parts = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
         in_memory = {part: numbers_of(each.y) for part, each in parts.items() if isinstance(each, Examples)}
         classes = {part: numbers for part, numbers in in_memory.items() if numbers and loss_named is None}
+        tokens = tokenizer(settings).vocabulary if settings.text else None
         settings.check_folders()
         return cls(
             configuration=configuration,
             model=model,
             optimizer=optimizer,
-            loss=Objective(loss, loss_named, model_named, component, classes),
+            loss=Objective(loss, loss_named, model_named, component, classes, tokens),
             data=data,
             test=test,
             placement=placement,
@@ -129,7 +132,7 @@ class Experiment:
         """Make the training step, over the arrays of the model and the optimizer as they are now."""
         return Step(self.model, self.optimizer, self.loss, apart=self.apart is not None)
 
-    def evaluated_on(self, step: Step, say: Callable[[str], None]) -> Examples | None:
+    def evaluated_on(self, step: Step, say: Callable[[str], None]) -> Selectable | None:
         """Return the test data, where the part that is right can be counted; else `say` why nothing is evaluated."""
         data = self.loss.data
         if self.test is None:
@@ -157,7 +160,7 @@ class Experiment:
 
     def check_read(self, step: Step) -> Callable[[Any], None]:
         """Return what raises an error for classes, among targets that are read later, that the model has no output for."""
-        if self.loss.written is not None or "train" in self.loss.classes:
+        if self.loss.written is not None or self.settings.text or "train" in self.loss.classes:
             return lambda y: None
         outputs = self.outputs(step)
 
@@ -222,8 +225,11 @@ def parameter_shapes(configuration: Configuration) -> dict[str, str]:
     return {path: jax.typeof(leaf).str_short() for path, leaf in parameters_by_path(model).items()}
 
 
-def _data(settings: Settings) -> tuple[Component, Mapping[str, Any]]:
-    """Import what `data` names, and return how it says that is read."""
+def _data(settings: Settings, only_shapes: bool) -> tuple[Component, Mapping[str, Any]]:
+    """Import what `data` names, or make the reader of text, and return how it says that is read."""
+    if path := settings.text:
+        rows = functools.partial(packed_rows, settings, only_shapes=only_shapes)
+        return Component("data", settings.place("data"), path, rows, {}), settings.table("data")
     component = Component.of(settings, "data")
     how = {key: value for key, value in component.arguments.items() if key in READING}
     taken = sorted(set(how) & set(parameters_of(component.function)))

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify.inputs import Named, named_leaves
 from jshard.layers.sharding import composed
-from jshard.training.data import Examples, Placement, padded
+from jshard.training.data import Placement, padded
 from jshard.training.loss import correct
 from jshard.training.prefetch import read_ahead
-from jshard.training.sources import Position, Source
+from jshard.training.sources import Position, Selectable, Source
 
 # Steps are dispatched without waiting for the one before, but only so many: each holds a batch on the devices.
 IN_FLIGHT = 16
@@ -77,7 +77,7 @@ def step_with_gradients(loss: Callable[[jax.Array, jax.Array], jax.Array]) -> Ca
     are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
 
     def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
-        smooth = jnp.issubdtype(x.dtype, jnp.inexact)
+        smooth = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
         of = [nnx.DiffState(0, optimizer.wrt), *([1] if smooth else [])]
         value, (gradients, *of_x) = nnx.value_and_grad(composed(model, loss), argnums=of)(model, x, y)
         optimizer.update(model, gradients)
@@ -192,7 +192,7 @@ class NotANumber(Exception):
         self.step, self.read = step, read
 
 
-def evaluate(step: Step, data: Examples, placement: Placement, batch: int) -> float:
+def evaluate(step: Step, data: Selectable, placement: Placement, batch: int) -> float:
     """Compute the part of the targets in `data` that the model gets right, of which a row may have several."""
     right = 0.0
     for chosen, weights in padded(data, batch):

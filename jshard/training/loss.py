@@ -47,6 +47,7 @@ class Objective:
     model: Component
     data: Component
     classes: Mapping[str, tuple[int, int]]  # part of the data -> its least and its largest class
+    tokens: int | None = None  # how many the tokenizer knows, where the data are text
 
     def __call__(self, outputs: Any, targets: Any) -> jax.Array:
         if self.written is None:
@@ -72,6 +73,12 @@ class Objective:
                 "a class number for each",
                 hint=f"return {'y.argmax(axis=-1)' if one_hot else f'int32{list(outputs.shape[:-1])}'}, or write loss: and "
                 "the path of a loss for these",
+            )
+        if self.tokens is not None and outputs.shape[-1] < self.tokens:
+            raise JShardError(
+                f"{self.data}, whose tokenizer has {self.tokens:,} tokens, and {self.model.path} has {outputs.shape[-1]:,} "
+                "outputs",
+                hint=f"give the model a vocabulary of {self.tokens:,}",
             )
         for part, numbers in self.classes.items():
             self.check_numbers(numbers, outputs.shape[-1], f'in "{part}"')

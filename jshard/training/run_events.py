@@ -12,10 +12,10 @@ import numpy as np
 from jshard import events
 from jshard.inspect.ledger import Traced, ledger_of
 from jshard.run_names import RESTART
-from jshard.training.data import Examples
 from jshard.training.experiment import Experiment
 from jshard.training.log import Log, facts, how, tell_program
 from jshard.training.loop import Step, Taken
+from jshard.training.sources import Selectable
 
 PROGRAM, EVALUATION = "the training step", "the evaluation"
 
@@ -71,7 +71,7 @@ class Course:
         self.last = step
         events.tell("resumed", step=step, folder=str(folder))
 
-    def evaluates(self, step: Step, test: Examples) -> None:
+    def evaluates(self, step: Step, test: Selectable) -> None:
         """Tell what the program of the first evaluation runs."""
         if events.listeners and not self.has_evaluated:
             self.has_evaluated = True

@@ -25,6 +25,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 LEARNING_RATE = 1e-3
 LOG = 100
+LENGTH = 256  # tokens in a row of text
 KEEP = 3
 
 
@@ -55,6 +56,12 @@ class Settings:
             return dict(value or {})
         assert isinstance(kind, Table) and kind.stands_for is not None
         return {kind.stands_for: value}
+
+    @property
+    def text(self) -> str | None:
+        """The file or folder of text that is the data; None where the data are something else."""
+        table = self.table("data")
+        return None if "path" in table else table.get("text")
 
     def place(self, key: str) -> Place:
         return self.configuration.train_places.get(key, Place(self.configuration.source))
@@ -122,7 +129,8 @@ class Settings:
         if faults:
             raise JShardError.of(faults)
         tables = {key: self.table(key) for key in ("model", "data", "loss", "optimizer") if self[key] is not None}
-        paths = {key: table.get("path") or f"optax:{table['name']}" for key, table in tables.items()}
+        named = {key: table for key, table in tables.items() if key == "optimizer" or "path" in table}
+        paths = {key: table.get("path") or f"optax:{table['name']}" for key, table in named.items()}
         return [key for key, path in paths.items() if not is_written(path)]
 
     def require(self, key: str) -> None:

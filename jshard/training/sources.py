@@ -55,6 +55,13 @@ class Source(Protocol):
         ...
 
 
+class Selectable(Protocol):
+    """Examples that are chosen by their numbers."""
+
+    def __len__(self) -> int: ...
+    def take(self, rows: np.ndarray) -> Batch: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Examples:
     """Inputs and targets in memory, one row each; either may be a tree of arrays."""
@@ -91,7 +98,7 @@ class Shuffled:
     them out of this pass, "fill" takes the rest from the next pass, "keep" makes a smaller batch of them."""
 
     label: str
-    examples: Examples | Indexed
+    examples: Selectable
     batch: int
     seed: int
     shuffle: bool = True

@@ -1,0 +1,96 @@
+"""Text as numbers and back: its UTF-8 bytes, or a tokenizer of the tokenizers library."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from jshard.errors import JShardError, did_you_mean, quoted, refused
+from jshard.training.settings import Settings
+
+BYTES = "bytes"
+
+
+class Tokenizer(Protocol):
+    """`vocabulary` is one more than the largest token, `end` the token behind each document, and `identity` differs for those
+    that number text differently."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def end(self) -> int | None: ...
+    @property
+    def identity(self) -> str: ...
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """UTF-8 bytes. Text holds no byte 0, so that is what ends a document."""
+
+    vocabulary, end, identity = 256, 0, BYTES
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token != self.end).decode(errors="replace")
+
+
+class Library:
+    """A tokenizer.json, without the tokens that its template puts around a text: documents end with `end`, if anything."""
+
+    def __init__(self, path: str, label: str, end: str | None, end_label: str):
+        try:
+            from tokenizers import Tokenizer as Read  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError as error:
+            raise JShardError(
+                f"{label}, and the library tokenizers, which reads it, is not installed",
+                hint='type: pip install "jshard[text]"',
+            ) from error
+        with refused(f"{label}, which can't be read", hint=f"write tokens: {BYTES}, or the tokenizer.json of a model"):
+            written = Path(path).read_bytes()
+        try:
+            self.tokenizer = Read.from_buffer(written)
+        except Exception as error:  # it raises no class of its own
+            raise JShardError(
+                f"{label}, which is no tokenizer: {' '.join(str(error).split())[:200]}",
+                hint="name a tokenizer.json of the tokenizers library",
+            ) from error
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        numbers = self.tokenizer.get_vocab(with_added_tokens=True)
+        if end is not None and end not in numbers:
+            known = [token for number, token in self.tokenizer.get_added_tokens_decoder().items()]
+            known = [token.content for token in known]
+            raise JShardError(
+                f"{end_label} is {quoted(end)}, and {path} has no such token",
+                hint=did_you_mean(end, known, f"use {' or '.join(known[:3])}" if known else "remove it"),
+            )
+        self.vocabulary = max(numbers.values()) + 1
+        self.end = None if end is None else numbers[end]
+        self.identity = f"{hashlib.sha256(written).hexdigest()} {self.end}"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [
+            np.asarray(each.ids, np.uint32) for each in self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        ]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(map(int, tokens)))
+
+
+def tokenizer(settings: Settings) -> Tokenizer:
+    """Make the tokenizer that `jshard.train.data` names; bytes unless said."""
+    table = settings.table("data")
+    name, end = table.get("tokens", BYTES), table.get("end")
+    end_label = f"jshard.train.data.end ({settings.place('data.end')})"
+    if name != BYTES:
+        return Library(name, f'jshard.train.data.tokens ({settings.place("data.tokens")}) is "{name}"', end, end_label)
+    if end is not None:
+        raise JShardError(f"{end_label} is {quoted(end)}, and of bytes 0 ends a document", hint="remove it")
+    return Bytes()
