@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jshard.layers import MLP as MLP
     from jshard.layers import Layer as Layer
     from jshard.layers import Linear as Linear
+    from jshard.layers import attend as attend
+    from jshard.layers import cross_entropy as cross_entropy
     from jshard.layers import matmul as matmul
     from jshard.layers import max as max
     from jshard.layers import mean as mean
@@ -62,6 +64,8 @@ _ROOMS = {
         "Layer",
         "Linear",
         "MLP",
+        "attend",
+        "cross_entropy",
         "matmul",
         "max",
         "mean",

@@ -1,5 +1,6 @@
 """Floor 3: Flax NNX modules and functions whose collectives are written out."""
 
+from jshard.layers.attending import attend as attend
 from jshard.layers.gradients import value_and_grad as value_and_grad
 from jshard.layers.layer import Layer as Layer
 from jshard.layers.linear import Linear as Linear
@@ -10,5 +11,6 @@ from jshard.layers.reduce import max as max
 from jshard.layers.reduce import mean as mean
 from jshard.layers.reduce import sum as sum
 from jshard.layers.sharding import shard as shard
+from jshard.layers.token_loss import cross_entropy as cross_entropy
 from jshard.layers.training_step import step as step
 from jshard.layers.transfer import move as move

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,17 +24,34 @@ from jshard.provenance import scope, source_of
 
 def _alike(part: Part, x: Any) -> Part:
     """The same place for another array: in another trace nothing may be remembered of this one."""
-    gathered = dict(part.gathered) if x is part.x else {}
-    return dataclasses.replace(part, x=x, make=None, cache={}, gathered=gathered)
+    return dataclasses.replace(part, x=x, make=None, cache={}, gathered={}, within=[])
 
 
-def _gather_before(parts: Sequence[Part], inside: Sequence[Part]) -> None:
-    """Gather what each turn of a loop would gather, once and before it."""
-    for part, each in zip(parts, inside, strict=True):
-        for steps in each.gathered:
-            assert part.signal is not None
-            with scope(signal=part.signal.name):
-                part.gather(steps)
+def _within(part: Part, x: Any) -> Part:
+    """The same place in a loop or a checkpoint, which may close over what has been made of this one."""
+    inside = dataclasses.replace(_alike(part, x), cache=dict(part.cache), gathered=dict(part.gathered))
+    part.within.append(inside)
+    return inside
+
+
+def _before(run: Partition, parts: Sequence[Part]) -> None:
+    """Gather what each turn of a loop would gather, and mark what each would mark, once and before it: else each turn has a
+    collective in its gradient."""
+    for part in parts:
+        part.settle()
+        with contextlib.nullcontext() if part.signal is None else scope(signal=part.signal.name):
+            for each in _inside(part):
+                for steps in each.gathered:
+                    part.gather(steps)
+                for axes, names in each.cache:
+                    if axes == part.axes:
+                        run.local(part, axes, names)
+
+
+def _inside(part: Part) -> Iterator[Part]:
+    for each in part.within:
+        yield each
+        yield from _inside(each)
 
 
 def _made(run: Partition, part: Part) -> Part:
@@ -49,7 +67,7 @@ def _checkpoint(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     parts, found = [_made(run, part) for part in parts], list[Part]()
 
     def body(*xs: Array) -> list[Array]:
-        found[:] = map(run.force, run.run(eqn.params["jaxpr"], list(map(_alike, parts, xs))))
+        found[:] = map(run.force, run.run(eqn.params["jaxpr"], list(map(_within, parts, xs))))
         return [part.x for part in found]
 
     how = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
@@ -78,7 +96,7 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     def step(
         axes: list[Axes], carries: Sequence[Array], each: Sequence[Array], consts: Sequence[Array]
     ) -> tuple[Any, Any]:
-        inner[:] = map(_alike, parts[:count], consts)
+        inner[:] = map(_within, parts[:count], consts)
         inner.extend(Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True))
         inner.extend(_one_of(part, x) for part, x in zip(over, each, strict=True))
         made[:] = run.run(jaxpr, inner)
@@ -89,7 +107,7 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     axes = _settled(run, axes, lambda axes: _traced(
         run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
         [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
-    _gather_before(consts, inner[:count])
+    _before(run, consts)
     last, ys = lax.scan(
         lambda c, e: step(axes, c, e, [part.x for part in consts]),
         _like(run, carry, axes), [part.x for part in over],
@@ -144,12 +162,9 @@ def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     test_consts, consts, carry = parts[:of_test], parts[of_test : of_test + of_body], parts[of_test + of_body :]
     made: list[Part] = []
 
-    inner: list[Part] = []
-
     def step(axes: list[Axes], carries: Sequence[Array], given: Sequence[Any]) -> list[Array]:
         state = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
-        inner[:] = map(_alike, consts, given)
-        made[:] = run.run(asked["body_jaxpr"], [*inner, *state])
+        made[:] = run.run(asked["body_jaxpr"], [*map(_within, consts, given), *state])
         return _like(run, made, axes)
 
     def test(carries: Sequence[Array]) -> Array:
@@ -161,7 +176,7 @@ def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     axes = _settled(run, axes, lambda axes: _traced(
         run, lambda *xs: step(axes, xs[len(consts) :], xs[: len(consts)]),
         [*(p.x for p in consts), *_like(run, carry, axes)], made, len(carry)))  # fmt: skip
-    _gather_before(consts, inner)
+    _before(run, consts)
     last = lax.while_loop(test, lambda c: step(axes, c, [p.x for p in consts]), _like(run, carry, axes))
     return [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
 

@@ -67,6 +67,7 @@ class Part:
     of: tuple[int | None, ...] = ()  # the axis of the parameter that each axis is
     cache: dict[Any, Array] = dataclasses.field(default_factory=dict)
     gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # of a stored parameter
+    within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self

@@ -1,0 +1,144 @@
+"""`jshard.cross_entropy`: a loss in chunks equals that of all logits at once, costs what its docstring says, and holds less."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.errors import JShardError
+
+ROWS, PLACES, WIDTH, WORDS, CHUNK = 8, 16, 8, 32, 4
+draw = np.random.default_rng(0)
+X = draw.normal(size=(ROWS, PLACES, WIDTH)).astype(np.float32)
+TARGETS = draw.integers(-3, WORDS, (ROWS, PLACES)).clip(-1).astype(np.int32)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, WORDS, use_bias=False, rngs=rngs)
+
+
+def loss(model, x, targets):
+    return jshard.cross_entropy(model.up(x), model.head.kernel[...], targets, z=1e-2, chunk=CHUNK)
+
+
+def of_all_logits(model, x, targets):
+    logits = model.head(model.up(x))
+    total = jax.nn.logsumexp(logits, -1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    return jnp.where(targets >= 0, total - chosen + 1e-2 * total**2, 0).sum() / (targets >= 0).sum()
+
+
+def plan(head, rest=None, **mesh):
+    rest = {"row": "data", "match": ["**"], **(rest or {})}
+    return {"jshard": {"mesh": mesh}, "head": {"row": "data", "match": ["head/**"], **head}, "rest": rest}
+
+
+# Bytes on the wire by what is moved. In chunks, all of the forward and backward pass; a place's numbers are 4 bytes.
+NUMBERS = ROWS // 2 * PLACES * 4
+KERNEL, HIDDEN = WIDTH * WORDS * 4, ROWS // 2 * PLACES * WIDTH * 4
+COLUMNS = {
+    ("all_reduce", "forward", "tensor"): 3 * NUMBERS, ("all_reduce", "backward", "tensor"): 2 * NUMBERS + HIDDEN,
+}  # fmt: skip
+PLANS = {
+    "data": (plan({}, data=8), {("all_reduce", "backward", "data"): KERNEL}),
+    "columns": (
+        plan({"column": "tensor"}, data=2, tensor=4),
+        COLUMNS | {("all_reduce", "backward", "data"): KERNEL // 4},
+    ),
+    "columns, stored": (
+        plan({"column": "tensor", "store": "data"}, data=2, tensor=4),
+        COLUMNS
+        | {("all_gather", "forward", "data"): KERNEL // 4, ("reduce_scatter", "backward", "data"): KERNEL // 4},
+    ),
+    "columns, places split": (
+        plan({"column": "tensor"}, {"reduction": "tensor", "sequence": "tensor"}, data=2, tensor=4),
+        {
+            ("all_reduce", "forward", "tensor"): 3 * NUMBERS, ("all_reduce", "backward", "tensor"): 2 * NUMBERS,
+            ("all_gather", "forward", "tensor"): HIDDEN, ("all_gather", "backward", "tensor"): HIDDEN,
+            ("reduce_scatter", "backward", "tensor"): HIDDEN, ("all_reduce", "backward", "data"): KERNEL // 4,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole():
+    jshard.unload()
+    return jax.device_get(nnx.jit(nnx.value_and_grad(of_all_logits))(Model(nnx.Rngs(0)), X, TARGETS))
+
+
+def gradients_are_alike(got, want):
+    for (path, one), (_, other) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
+        np.testing.assert_allclose(one[...], other[...], rtol=1e-4, atol=1e-6, err_msg=str(path))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 99])
+def test_any_chunk_is_the_loss_of_all_logits(whole, chunk):
+    jshard.unload()
+
+    def f(model, x, targets):
+        return jshard.cross_entropy(model.up(x), model.head.kernel[...], targets, z=1e-2, chunk=chunk)
+
+    got, gradients = nnx.jit(nnx.value_and_grad(f))(Model(nnx.Rngs(0)), X, TARGETS)
+    np.testing.assert_allclose(got, whole[0], rtol=1e-6)
+    gradients_are_alike(gradients, whole[1])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_loss_in_chunks_is_that_of_one_device_and_costs_its_formula(whole, name):
+    written, wire = PLANS[name]
+    jshard.load(written)
+    model, f = jshard.shard(Model(nnx.Rngs(0))), jshard.shard(loss)
+    got, gradients = nnx.jit(nnx.value_and_grad(f))(model, X, TARGETS)
+    np.testing.assert_allclose(got, whole[0], rtol=1e-6)
+    gradients_are_alike(gradients, whole[1])
+    moved = collections.Counter()
+    for line in jshard.explain(lambda *given: nnx.value_and_grad(f)(*given), model, X, TARGETS):
+        if line.payload > 4 and "head" in line.signal:  # not the number of targets
+            moved[line.collective, line.phase, *line.mesh_axes] += line.count * line.payload
+    assert dict(moved) == wire
+
+
+def test_verify_finds_no_deviation():
+    jshard.load(PLANS["columns, stored"][0])
+    found = jshard.verify(jshard.shard(loss), Model(nnx.Rngs(0)), X, TARGETS)
+    assert {each.verdict for each in found.findings} <= {"bitwise", "within"}, found
+
+
+def test_a_loss_in_chunks_holds_an_eighth_of_the_logits():
+    places, words = 256, 512
+    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in
+              (((4, places, WIDTH), jnp.float32), ((WIDTH, words), jnp.float32), ((4, places), jnp.int32))]  # fmt: skip
+
+    def all_logits(x, head, targets):
+        chosen = jnp.take_along_axis(logs := jax.nn.log_softmax(x @ head), targets[..., None], -1)
+        return -chosen.mean() + 0 * logs.sum()
+
+    def temporaries(f):
+        return jax.jit(jax.value_and_grad(f, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    jshard.unload()
+    chunked = temporaries(lambda *given: jshard.cross_entropy(*given, chunk=places // 16))
+    assert chunked < temporaries(all_logits) / 8
+
+
+def test_no_target_is_no_loss():
+    jshard.unload()
+    assert jshard.cross_entropy(X, np.ones((WIDTH, WORDS), np.float32), np.full_like(TARGETS, -1)) == 0
+
+
+def test_arrays_that_do_not_fit_are_told():
+    with pytest.raises(JShardError) as told:
+        jshard.cross_entropy(X, np.ones((WORDS, WIDTH)), TARGETS)
+    assert str(told.value) == (
+        "jshard.cross_entropy was given x (8, 16, 8), head (32, 8) and targets (8, 16); give it x[rows, places, features], "
+        "head[features, words] and targets[rows, places]"
+    )
