@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jshard.layers import mean as mean
     from jshard.layers import move as move
     from jshard.layers import shard as shard
+    from jshard.layers import stack as stack
     from jshard.layers import step as step
     from jshard.layers import sum as sum
     from jshard.layers import value_and_grad as value_and_grad
@@ -71,6 +72,7 @@ _ROOMS = {
         "mean",
         "move",
         "shard",
+        "stack",
         "step",
         "sum",
         "value_and_grad",

@@ -17,7 +17,7 @@ from jax._src import source_info_util
 from jshard.errors import Place
 
 PHASES = ("forward", "backward", "update")  # in the order of a training step
-FIELDS = frozenset(("signal", "phase", "key", "reason", "chosen"))
+FIELDS = frozenset(("signal", "claim", "phase", "key", "reason", "chosen"))
 GUARD = re.compile(r"jshard\[([^\]]*)\]")  # `jshard[signal=up]`; what a user types in a scope is left alone
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 JOINED = re.compile(r"((?:.*?/)?)\((.*)\)")
@@ -27,8 +27,9 @@ Part = tuple[str, str]  # what JAX put on the name stack, a "scope" or a "transf
 def scope(**fields: str):
     """Say who asks for the collectives traced inside: `with scope(key="sequence"):`.
 
-    `signal` is nested into the signals around (`decoder/attn` is two); `key` is the key of the innermost one; `phase` is
-    backward or update, where no transformation of JAX tells; `reason` is redistribute; `chosen` is the strategy that jshard
+    `signal` is nested into the signals around (`decoder/attn` is two); `claim` is a signal too, which counts where no `signal`
+    stands, the innermost alone; `key` is the key of the innermost one; `phase` is backward or update, where no transformation
+    of JAX tells; `reason` is redistribute; `chosen` is the strategy that jshard
     took by itself, in words.
     """
     assert fields.keys() <= FIELDS, fields
@@ -37,8 +38,8 @@ def scope(**fields: str):
 
 
 def placed_in(stack: Any, signal: str) -> Any:
-    """Add the scope of a signal to the name stack of an equation that stands under none."""
-    with source_info_util.user_context(None, name_stack=stack), scope(signal=signal):
+    """Add the signal that claims the nearest parameter to the name stack of an equation."""
+    with source_info_util.user_context(None, name_stack=stack), scope(claim=signal):
         return source_info_util.current_name_stack()
 
 
@@ -54,6 +55,9 @@ class Cause:
     chosen: str = ""  # the strategy it is part of, with its price, where jshard took one by itself
     asked: bool = True  # whether a signal asked for it, as far as that is known
     place: Place | None = None  # the line of the configuration that asks
+    claimed: bool = dataclasses.field(
+        default=False, compare=False
+    )  # the path is that of a claim: no signal stands around
     source: str = dataclasses.field(default="", compare=False)  # the line of the program: model.py:12
 
     @property
@@ -80,9 +84,12 @@ class Cause:
         return self._with(_read((("scope", "checkpoint"), *parts) if checkpoint else parts))
 
     def _with(self, inner: Cause) -> Cause:
+        named = (*(() if self.claimed else self.path), *(() if inner.claimed else inner.path))
+        path = named or inner.path or self.path
         return dataclasses.replace(
             self,
-            path=(*self.path, *inner.path),
+            path=path,
+            claimed=bool(path) and not named,
             phase=latest((self.phase, inner.phase)),
             key=inner.key if inner.path or inner.key else self.key,  # a key is one of the signal it is written under
             redistributed=self.redistributed or inner.redistributed,
@@ -119,12 +126,17 @@ def _read(parts: tuple[Part, ...]) -> Cause:
         fields = _fields(name)
         if "signal" in fields:
             segment += fields["signal"].split("/")
+        if "signal" in fields or "claim" in fields:
             last.pop("key", None)
         phases |= {fields["phase"]} & set(PHASES) if "phase" in fields else set()
         last |= fields
     close()
     key, redistributed, chosen = last.get("key", ""), last.get("reason") == "redistribute", last.get("chosen", "")
-    return Cause(tuple(path), latest(phases), key, redistributed, remat, chosen)
+    claimed = not path and "claim" in last
+    found = Cause(
+        tuple(last["claim"].split("/") if claimed else path), latest(phases), key, redistributed, remat, chosen
+    )
+    return dataclasses.replace(found, claimed=claimed)
 
 
 def _fields(name: str) -> dict[str, str]:

@@ -238,6 +238,10 @@ def test_causes_are_read_from_what_xla_keeps():
     assert cause(f"{up}/jshard[reason=redistribute]/all_gather") == Cause(("up",), redistributed=True)
     assert cause(f"jshard[phase=update]/{up}/mul") == Cause(("up",), U)
     assert cause(f"{up}/jshard[key=store]/jshard[signal=in]/psum") == Cause(("up", "in"))  # a key is of its own signal
+    rest, down = "jshard[claim=rest]", "jshard[claim=mlp%2Fdown]"
+    assert cause(f"{rest}/while/body/{down}/psum") == Cause(("mlp", "down"))  # of claims the innermost
+    assert cause(f"{rest}/{up}/{down}/psum") == Cause(("up",))  # a signal that is named, wherever it stands
+    assert cause(f"{up}/jshard[key=store]/{down}/psum") == Cause(("up",))
     assert cause("") == Cause()
 
 

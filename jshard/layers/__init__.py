@@ -3,6 +3,7 @@
 from jshard.layers.attending import attend as attend
 from jshard.layers.gradients import value_and_grad as value_and_grad
 from jshard.layers.layer import Layer as Layer
+from jshard.layers.layer_stack import stack as stack
 from jshard.layers.linear import Linear as Linear
 from jshard.layers.matrix_product import choose as choose
 from jshard.layers.matrix_product import matmul as matmul

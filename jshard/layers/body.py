@@ -16,6 +16,7 @@ from jshard.kernels.collectives import axis_size, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
+from jshard.layers.remat import recomputed
 from jshard.layers.strategy import Names, Strategy
 from jshard.layouts.redistribution import take_slice
 from jshard.provenance import scope
@@ -59,8 +60,7 @@ class Body:
     arithmetic: Arithmetic
 
     def __call__(self, x_mk: jax.Array, w_kn: jax.Array, b_n: jax.Array | None) -> jax.Array:
-        run = jax.checkpoint(self._run) if self.strategy.remat else self._run
-        return run(x_mk, w_kn, b_n)
+        return recomputed(self._run, self.strategy.remat)(x_mk, w_kn, b_n)
 
     def _run(self, x_mk: jax.Array, w_kn: jax.Array, b_n: jax.Array | None) -> jax.Array:
         s, rank, reduce_dtype = self.strategy, x_mk.ndim, self.strategy.reduce_dtype

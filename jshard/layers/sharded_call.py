@@ -274,7 +274,7 @@ def _check_words(signal: Signal, path: str) -> None:
     asked = {
         **{f"dtype.{key}": getattr(signal.dtype, key) for key in ("param", "compute", "reduce")},
         **{f"kernel.{op}": True for op, _ in signal.kernel if op != "all_reduce"},
-        "output": signal.output in ("scatter", "sum"), "remat": signal.remat, "backward": signal.backward,
+        "output": signal.output in ("scatter", "sum"), "backward": signal.backward,
         "shard.workers": signal.shard is not None and signal.shard.workers is not None,
     }  # fmt: skip
     for key in (key for key, said in asked.items() if said):

@@ -36,7 +36,7 @@ class Strategy:
     store: Names = ()
     output: str | None = None
     reduce_dtype: str | None = None
-    remat: bool = False
+    remat: str | tuple[str, ...] = ""
     kernels: tuple[tuple[str, str], ...] = ()  # op -> algorithm
 
     def algorithm(self, op: str) -> Any:

@@ -40,7 +40,10 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
         if (name := getattr(signal.dtype, dtype)) is not None:
             yield f"{what} in {name}"
     if signal.remat:
-        yield "activations computed anew in backward"
+        kept = {"full": "", "products": ", but for products"}.get(
+            str(signal.remat), f", but for {', '.join(signal.remat)}"
+        )
+        yield f"activations computed anew in backward{kept}"
     if signal.compile:
         elsewhere = (backward.shard and backward.shard.workers) != (signal.shard and signal.shard.workers)
         yield (

@@ -49,7 +49,11 @@ def _keys(signal: Signal) -> Iterator[tuple[str, str]]:
         elif key in ("kernel", "expect"):
             value = dict(value)
         if key not in ("name", "place", "places"):
-            for name, inside in flat(value, "store.optimizer" if key == "store_optimizer" else key):
+            spelled = {
+                "store_optimizer": "store.optimizer",
+                "remat": "remat.save" if isinstance(value, tuple) else "remat",
+            }
+            for name, inside in flat(value, spelled.get(key, key)):
                 yield name, _word(inside)
 
 

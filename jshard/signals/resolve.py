@@ -199,6 +199,8 @@ def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal
     values = {key: value for key, value in written.values.items() if key != "extends"}
     if isinstance(values.get("store"), dict):
         values["store_optimizer"] = values.pop("store").get("optimizer", ())
+    if isinstance(values.get("remat"), dict):
+        values["remat"] = values["remat"].get("save", ())
     if "shard" in values:
         values["shard"] = _shard(written, values["shard"], faults)
     values["dtype"] = DTypes(**values.get("dtype", {}))

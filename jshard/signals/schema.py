@@ -8,7 +8,7 @@ from typing import Any
 from jshard.signals.axes import Axes, Mesh, Workers
 from jshard.signals.globs import Globs
 from jshard.signals.topologies import TopologyName
-from jshard.signals.value_types import Key, Names, Refused, Table, choice, flag, integer, part_or, size, text
+from jshard.signals.value_types import Key, Names, Refused, Table, choice, flag, flag_or, integer, part_or, size, text
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPORT_PATH = text("an import path", "examples.digits:Model", r"\w+(\.\w+)*:\w+(\.\w+)*")
@@ -155,7 +155,13 @@ SIGNAL: dict[str, Key] = {
         }),
         "dtypes of this place.",
     ),
-    "remat": Key(flag(), "Compute activations anew in the backward pass instead of keeping them."),
+    "remat": Key(
+        Table(
+            {"save": Key(Names("a name or a list of names", "[attention]"), "Results that checkpoint_name (JAX) names so.")},
+            bare=flag_or(("full", "products")), required="save",
+        ),
+        "Compute activations anew in the backward pass: all (full, true), all but products, or all but those saved.",
+    ),
     "extends": Key(Names("the name of a signal or a list of names", "_template"), "Start from the keys of these."),
     "expect": Key(
         Table(

@@ -55,7 +55,7 @@ class Signal:
     backward: str | None = None
     compile: bool = False
     dtype: DTypes = DTypes()
-    remat: bool = False
+    remat: str | tuple[str, ...] = ""  # full, products, or the names that are kept
     kernel: tuple[tuple[str, str], ...] = ()  # op -> algorithm, jshard.kernel included
     expect: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False)
     match: tuple[str, ...] = ()  # globs of the parameters that it claims

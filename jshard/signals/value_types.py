@@ -98,6 +98,17 @@ def flag(example: str = "true") -> Single:
     return Single("true or false", example, lambda value: value if isinstance(value, bool) else None, BOOLEAN)
 
 
+def flag_or(words: tuple[str, ...]) -> Single:
+    """One word of a few; true is the first of them, and false none."""
+
+    def parse(value: object) -> str | None:
+        if isinstance(value, bool):
+            return words[0] if value else ""
+        return value if isinstance(value, str) and value in words else None
+
+    return Single(f"{', '.join(words)}, true or false", words[0], parse, {"enum": [*words, True, False]}, words)
+
+
 def whole_number(value: object) -> int | None:
     """2 and 2e0, but not true and not "2"."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -191,6 +202,10 @@ class Refused:
         return {"not": {}}
 
 
+def _takes_flags(kind: Kind) -> bool:
+    return kind.json() == BOOLEAN or True in kind.json().get("enum", ())
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A mapping of known keys. `bare` is what may stand in place of the mapping, and `stands_for` the key that it then
@@ -224,7 +239,7 @@ class Table:
     def read(self, node: Node, path: Path, reading: Reading) -> Any:
         if not isinstance(node.value, dict):
             takes = isinstance(node.value, (str, list, int, float)) and node.value is not True
-            if self.bare is not None and (takes or self.bare.json() == BOOLEAN):
+            if self.bare is not None and (takes or _takes_flags(self.bare)):
                 return self.bare.read(node, path, reading)
             return reading.wrong(self, node, path)
         if self.instead is not None and self.instead.required in node.value and self.required not in node.value:

@@ -351,8 +351,13 @@ MISTAKES = {
     ),
     "remat": (
         {"jshard": {"mesh": {"data": 2}}, "a": {"row": "data", "remat": True, "match": ["**"]}},
-        'signal "a" (<dict>) says remat, which jshard.shard does not do yet, for down/bias; '
-        "remove remat, or build that layer with jshard.Linear and call the model without jshard.shard",
+        'signal "a" (<dict>) says remat, which jshard.shard does for layers in a loop, and none of its parameters is in a loop; '
+        "build the layers with jshard.stack",
+    ),
+    "remat on auto": (
+        {"jshard": {"mesh": {"data": 2}, "axis_types": "auto"}, "a": {"row": "data", "remat": True, "match": ["**"]}},
+        'signal "a" (<dict>) says remat, which jshard.shard does for layers in a loop, and not on axis_types: auto; '
+        "remove remat, and wrap the layer in nnx.remat",
     ),
 }  # fmt: skip
 

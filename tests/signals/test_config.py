@@ -65,7 +65,7 @@ def test_config_takes_a_path_object_and_a_mapping():
     assert load_configuration(Path("configs/mlp.yaml")).source == os.path.join("configs", "mlp.yaml")
     configuration = load_configuration({"jshard": {"mesh": {"data": 8}}, "layer1": {"row": ("data",), "remat": True}})
     assert configuration.source == "<dict>"
-    assert configuration.signals["layer1"] == Signal("x", row=("data",), remat=True)
+    assert configuration.signals["layer1"] == Signal("x", row=("data",), remat="full")
     assert str(configuration.signals["layer1"]) == 'signal "layer1" (<dict>)'
 
 
@@ -111,7 +111,7 @@ def test_config_reads_every_key_of_a_signal():
     signal = configuration.signals["all"]
     assert signal == Signal(
         "all", row=("data",), column=("tensor", "pipe"), sequence=("tensor",), store=("data",), output="gather",
-        backward="other", compile=True, dtype=DTypes("float32", "bfloat16", "float32"), remat=True,
+        backward="other", compile=True, dtype=DTypes("float32", "bfloat16", "float32"), remat="full",
     )  # fmt: skip
     assert signal.expect == (("all_gather", 2), ("bytes", 1536), ("reduce_scatter", 1))
     assert configuration.signals["other"].store_optimizer == ("data", "pipe")
@@ -284,7 +284,7 @@ def test_include_is_laid_under_a_signal_key_by_key_and_no_deeper(folder: Path):
     text = "jshard: {include: base.yaml}\nattn: {dtype: {compute: bfloat16}}\nlayer1: {dtype: {compute: bfloat16}}\nlayer2: {}\n"
     configuration = loaded(text)
     for name in ("attn", "layer1"):
-        assert configuration.signals[name] == Signal(name, remat=True, dtype=DTypes(compute="bfloat16"))
+        assert configuration.signals[name] == Signal(name, remat="full", dtype=DTypes(compute="bfloat16"))
     assert configuration.signals["layer2"] == Signal("layer2")
     with pytest.raises(JShardError, match=r'^signal "layer3" \(configs/here.yaml:5\) says nothing; '):
         loaded(text + "layer3:\n")
@@ -374,3 +374,12 @@ def test_config_loads_without_jax():
         "assert not {'jax', 'flax', 'numpy', 'pydantic', 'omegaconf'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(GT.parent.parent)})
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [("true", "full"), ("full", "full"), ("products", "products"), ("{save: [q, k]}", ("q", "k")), ("false", "")],
+)
+def test_remat_is_a_word_or_the_names_that_are_kept(said, means, tmp_path):
+    (tmp_path / "f.yaml").write_text(f"a: {{remat: {said}}}\n")
+    assert load_configuration(tmp_path / "f.yaml").signals["a"].remat == means

@@ -45,7 +45,7 @@ def test_every_key_that_says_something_is_a_line(tmp_path, monkeypatch):
         ("f.yaml:9", "a.column", "tensor"),
         ("f.yaml:10", "a.store.optimizer", "data, pipe"),
         ("f.yaml:12", "a.dtype.compute", "bfloat16"),
-        ("f.yaml:11", "a.remat", "true"),
+        ("f.yaml:11", "a.remat", "full"),
         ("f.yaml:13", "a.kernel.matmul", "xla"),
         ("f.yaml:16", "a.expect.all_gather", "2"),
         ("f.yaml:15", "a.expect.all_reduce", "1"),

@@ -104,7 +104,12 @@ IN_A_FILE = {
     ),
     "remat number": (
         MESH + "layer1: {remat: 1}\n",
-        'signal "layer1" (FILE:3) has remat: 1, which is not true or false; write remat: true',
+        'signal "layer1" (FILE:3) has remat: 1, which is not full, products, true or false; write remat: full',
+    ),
+    "remat of nothing": (
+        MESH + "layer1: {remat: {keep: [a]}}\n",
+        'signal "layer1" (FILE:3) has remat without save; write save: [attention]',
+        'signal "layer1" (FILE:3) has an unknown key "remat.keep"; did you mean "remat.save"?',
     ),
     "output unknown": (
         MESH + "layer1: {output: gathr}\n",

@@ -203,7 +203,11 @@ def test_record_keeps_every_key_of_a_signal(tmp_path):
     configuration = load_configuration(
         {
             "jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto", "strict": False, "default": "a"},
-            "a": {"row": ["data", "tensor"], "dtype": {"param": "float32", "reduce": "bfloat16"}, "remat": True},
+            "a": {
+                "row": ["data", "tensor"],
+                "dtype": {"param": "float32", "reduce": "bfloat16"},
+                "remat": {"save": ["q"]},
+            },
             "b": {"reduction": "tensor", "output": "scatter", "store": {"optimizer": "data"}, "backward": "a"},
             "c": {"shard": {"axis": 1, "workers": [0, 1]}, "compile": True},
             "d": {"shard": {"mesh": "data", "axis": 0}, "expect": {"psum": 2, "bytes": "1MiB"}},

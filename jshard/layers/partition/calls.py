@@ -18,6 +18,7 @@ from jshard.errors import JShardError
 from jshard.jaxprs import bare, called, scanned
 from jshard.layers.partition.engine import Partition, Rule, traced_whole
 from jshard.layers.partition.part import Part
+from jshard.layers.remat import recomputed
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import scope, source_of
 
@@ -39,7 +40,7 @@ def _before(run: Partition, parts: Sequence[Part]) -> None:
     collective in its gradient."""
     for part in parts:
         part.settle()
-        with contextlib.nullcontext() if part.signal is None else scope(signal=part.signal.name):
+        with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
             for each in _inside(part):
                 for steps in each.gathered:
                     part.gather(steps)
@@ -108,14 +109,27 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
         [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
     _before(run, consts)
+    remat = _remat_of(over)
     last, ys = lax.scan(
-        lambda c, e: step(axes, c, e, [part.x for part in consts]),
+        recomputed(lambda c, e: step(axes, c, e, [part.x for part in consts]), remat, in_scan=True),
         _like(run, carry, axes), [part.x for part in over],
         length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"],
     )  # fmt: skip
     results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
     return results + [Part(s, ((), *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
+
+
+def _remat_of(over: Sequence[Part]) -> str | tuple[str, ...]:
+    """What the signals of the layers' parameters say is computed anew, which has to be one thing."""
+    said = {part.signal.remat: part.signal for part in over if part.signal is not None and part.signal.remat}
+    if len(said) > 1:
+        one, other = list(said.values())[:2]
+        raise JShardError(
+            f"{one} and {other} ({other.at('remat')}) say different remat for the layers of one loop",
+            hint="give both the same: the layers of a loop are computed anew as a whole",
+        )
+    return next(iter(said), "")
 
 
 def _traced(run: Partition, body: Callable[..., Any], xs: Sequence[Any], made: list[Part], carried: int) -> list[Axes]:

@@ -85,7 +85,7 @@ class Partition:
         claim = next((part.signal for part in parts if part.signal is not None), None)
         self.nearest = claim or self.nearest
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        if self.nearest is not None and "jshard[signal=" not in str(stack):
+        if self.nearest is not None:
             stack = placed_in(stack, self.nearest.name)
         # not `eqn.ctx.manager`: it would bring back the mesh of the trace, and the axes of this shard_map would be gone
         return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)

@@ -13,12 +13,13 @@ import jax.core as jax_core
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jshard.errors import JShardError
 from jshard.jaxprs import bare
 from jshard.layers.partition import calls, lookup, product, shape
 from jshard.layers.partition.engine import Moved, Partition
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
-from jshard.layers.roles import Placed, parameter_layouts
+from jshard.layers.roles import Placed, Use, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import Axes
@@ -79,6 +80,7 @@ class Program:
             if found is not None:
                 self.use[number], self.rest[number] = lie[found.path].in_use.axes, lie[found.path].at_rest.axes
                 self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by)
+        _check_remat([each.use for each in self.placed.values()], is_explicit(self.mesh))
 
     @functools.cached_property
     def out_axes(self) -> list[Axes]:
@@ -120,6 +122,21 @@ class Program:
             return [run.place(part, axes).x for part, axes in zip(results, self.out_axes, strict=True)]
 
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
+
+
+def _check_remat(uses: Sequence[Use], is_explicit: bool) -> None:
+    """Raise an error for a signal whose `remat` would do nothing: it is for the layers of a loop."""
+    by_remat = {use.claim.signal.name: use for use in uses if use.claim.signal.remat}
+    in_loops = {use.claim.signal.name for use in uses if "scan" in use.roles and is_explicit}
+    for name in by_remat.keys() - in_loops:
+        signal = by_remat[name].claim.signal
+        why = "and none of its parameters is in a loop" if is_explicit else "and not on axis_types: auto"
+        raise JShardError(
+            f'signal "{name}" ({signal.at("remat")}) says remat, which jshard.shard does for layers in a loop, {why}',
+            hint="build the layers with jshard.stack"
+            if is_explicit
+            else "remove remat, and wrap the layer in nnx.remat",
+        )
 
 
 def _parameter(aval: Any, given: Input, run: Partition) -> Parameter:

@@ -276,7 +276,7 @@ def test_document_holds_what_is_left_and_comes_back():
     assert told["left"][0] == {
         "place": "some.yaml:3", "signal": "layer1", "phase": "forward", "primitive": "rev", "mesh_axes": ["data"],
         "count": 1, "count_known": True, "via": "", "source": here(2), "key": "row",
-        "redistributed": False, "remat": False, "chosen": "", "branches": [],
+        "redistributed": False, "remat": False, "claimed": False, "chosen": "", "branches": [],
     }  # fmt: skip
     assert list(map(str, Ledger.from_json(ledger.to_json()).left)) == list(map(str, ledger.left))
     del told["left"]  # as it was before

@@ -1,0 +1,219 @@
+"""`jshard.stack`: equal layers as one scan, under `shard` and of jshard.Linear, and what of them is kept for backward."""
+
+from __future__ import annotations
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import jshard
+from jshard.errors import JShardError
+from jshard.jaxprs import equations
+from jshard.layers.abstract import created
+
+WIDTH, HIDDEN = 16, 32
+
+
+class Block(nnx.Module):
+    """With something of everything: products, a norm, random numbers, what a call leaves behind."""
+
+    def __init__(self, dropout=0.0, *, rngs):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(HIDDEN))
+
+    def __call__(self, x, scale=1.0):
+        hidden = checkpoint_name(self.up(self.norm(x)), "hidden")
+        self.mean[...] = hidden.mean((0, 1))
+        return x + self.dropout(self.down(nnx.gelu(hidden))) * scale
+
+
+class Model(nnx.Module):
+    def __init__(self, depth, dropout=0.0, *, rngs):
+        self.blocks = jshard.stack(Block, depth, dropout, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.blocks(x))
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+def claimed(mesh, **words):
+    split = {"row": "data", **words}
+    stored = {key: word for key, word in split.items() if key != "sequence"}
+    return {
+        "jshard": {"mesh": mesh},
+        "up": {**split, "column": "tensor", "match": ["blocks/up/**"]},
+        "down": {**split, "reduction": "tensor", "match": ["blocks/down/**"]},
+        "rest": {**stored, "match": ["**"]},
+    }
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, WIDTH)), jnp.float32)
+
+
+def built(depth=3, dropout=0.0):
+    return Model(depth, dropout, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return nnx.value_and_grad(loss)(built(), X)
+
+
+def test_a_stack_is_its_layers_one_after_the_other():
+    stacked = built().blocks
+    assert isinstance(stacked, Block)
+    graph, state = nnx.split(stacked)
+    assert stacked.up.kernel.shape == (3, WIDTH, HIDDEN)
+    assert len({float(each) for each in stacked.up.kernel[:, 0, 0]}) == 3  # each draws its own
+    x, means = X, []
+    for number in range(3):
+        layer = nnx.merge(graph, jax.tree.map(operator.itemgetter(number), state))
+        means.append(layer.up(layer.norm(x)).mean((0, 1)))
+        x = Block.__call__(layer, x, 0.5)
+    np.testing.assert_allclose(stacked(X, 0.5), x, atol=1e-6)
+    np.testing.assert_allclose(stacked.mean[...], jnp.stack(means), atol=1e-6)  # each keeps what it has left
+
+
+def test_each_layer_drops_its_own_numbers_and_others_in_each_call():
+    stacked = jshard.stack(Block, 2, 0.5, rngs=nnx.Rngs(0))
+    stacked.down.kernel[...] = jnp.zeros_like(stacked.down.kernel[...])
+    stacked.down.bias[...] = jnp.ones_like(stacked.down.bias[...])
+    first, second = stacked(X) - X, stacked(X) - X
+    assert set(np.unique(np.round(first))) == {0, 2, 4}  # 4 is both, 2 is one: not the same in both layers
+    assert not np.array_equal(first, second)
+
+
+PLANS = {
+    "tensor": claimed({"data": 2, "tensor": 4}),
+    "tensor sequence store": claimed({"data": 2, "tensor": 4}, sequence="tensor", store="data"),
+    "store": claimed({"data": 8, "tensor": 1}, store="data"),
+    "remat": claimed({"data": 2, "tensor": 4}, store="data", remat="full"),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_it_equals_one_device_and_its_layers_lie_as_claimed(plan, one_device):
+    jshard.load(PLANS[plan])
+    model = jshard.shard(built(), X)
+    value, gradients = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, X)
+    np.testing.assert_allclose(value, one_device[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, one_device[1])
+    kernel, split = model.blocks.up.kernel[...], "store" in PLANS[plan]["up"]
+    ways = dict(PLANS[plan]["jshard"]["mesh"])
+    shard = (3, WIDTH // ways["data"] if split else WIDTH, HIDDEN // ways["tensor"])
+    assert kernel.sharding.shard_shape(kernel.shape) == shard
+    assert gradients["blocks"]["up"]["kernel"][...].sharding == kernel.sharding
+
+
+def operations(depth):
+    graph, state = nnx.split(built(depth))
+    return len(list(equations(jax.make_jaxpr(lambda state: nnx.merge(graph, state)(X))(state))))
+
+
+def test_its_cost_to_read_is_that_of_one_layer():
+    jshard.load(PLANS["tensor sequence store"])
+    step = nnx.value_and_grad(jshard.shard(loss))
+    ledgers = {depth: jshard.explain(step, jshard.shard(built(depth), X), X) for depth in (2, 64)}
+    assert len(ledgers[2].lines) == len(ledgers[64].lines)
+    of_layers = {
+        depth: sorted(line.count for line in ledger.lines if line.count > 1) for depth, ledger in ledgers.items()
+    }
+    assert set(of_layers[2]) == {2} and set(of_layers[64]) == {64} and len(of_layers[2]) == len(of_layers[64])
+    assert {line.cause.signal for line in ledgers[2].lines} == {"up", "down", "rest"}  # of the layer, not of the loop
+    assert operations(2) == operations(64)
+
+
+@pytest.mark.parametrize("depth", [2, 64])
+def test_it_is_proven(depth):
+    jshard.load(PLANS["tensor"])
+    proof = jshard.verify(jshard.shard(loss), built(depth), X)
+    assert proof.ok and {each.verdict for each in proof.findings} == {"bitwise"}, proof
+
+
+def products(remat, depth=2):
+    """How many products, and gathers, the backward pass of a layer has for each word."""
+    jshard.load(claimed({"data": 2, "tensor": 4}, store="data", **({"remat": remat} if remat else {})))
+    model = jshard.shard(built(depth), X)
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    run = jshard.shard(loss)
+    gradient = jax.grad(lambda parameters, rest: run(nnx.merge(graph, parameters, rest, copy=True), X))
+    program = jax.make_jaxpr(gradient)(parameters, rest)
+    names = [each.primitive.name for each in equations(program)]
+    return names.count("dot_general"), sum(name.startswith("all_gather") for name in names), names.count("tanh")
+
+
+def test_remat_says_what_is_kept():
+    """Of a layer: up and down forward, for each its two gradients; so 6, and the head's 3. gelu has one tanh."""
+    nothing = products("")
+    assert nothing[0] == 9
+    assert products("products") == (9, nothing[1] + 3, nothing[2] + 1)  # gathers of up, down and the norm again
+    assert products("full") == (10, nothing[1] + 3, nothing[2] + 1)  # and the product of up: down's is used by nothing
+    assert products({"save": ["hidden"]}) == (9, nothing[1] + 3, nothing[2] + 1)
+    assert products({"save": ["another"]}) == products("full")
+
+
+def test_two_words_for_the_layers_of_one_loop_are_a_sentence():
+    config = claimed({"data": 2, "tensor": 4})
+    config["up"]["remat"], config["down"]["remat"] = "full", "products"
+    jshard.load(config)
+    with pytest.raises(JShardError) as told:
+        jshard.shard(built(), X)
+    assert str(told.value) == (
+        'signal "down" (<dict>) and signal "up" (<dict>) (<dict>) say different remat for the layers of one loop; '
+        "give both the same: the layers of a loop are computed anew as a whole"
+    )
+
+
+@pytest.mark.parametrize("depth", [0, True, "4"])
+def test_no_layers_are_a_sentence(depth):
+    with pytest.raises(JShardError) as told:
+        jshard.stack(Block, depth, rngs=nnx.Rngs(0))
+    assert str(told.value) == f"jshard.stack of {depth!r} layers; give it 1 or more"
+
+
+class Explicit(nnx.Module):
+    def __init__(self, *, rngs):
+        with jshard.signal("up"):
+            self.up = jshard.Linear(WIDTH, HIDDEN, rngs=rngs)
+        with jshard.signal("down"):
+            self.down = jshard.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+def test_layers_of_jshard_are_born_split_and_see_the_signals_around():
+    run = nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean()))
+    expected = run(jshard.stack(Explicit, 3, rngs=nnx.Rngs(0)), X)
+    column, reduction = {"row": "data", "column": "tensor"}, {"row": "data", "reduction": "tensor"}
+    signals = {"blocks": {"remat": "full"}, "blocks/up": column, "blocks/down": reduction}
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, **signals})
+    with jshard.signal("blocks"):
+        model = jshard.stack(Explicit, 3, rngs=nnx.Rngs(0))
+    assert model.up.kernel[...].sharding.spec == jax.P(None, None, "tensor")
+    value, gradients = run(model, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, expected[1])
+    told = {(line.cause.signal, line.collective, line.count) for line in jshard.explain(run, model, X).lines}
+    assert ("blocks/down", "all_reduce", 3) in told
+
+
+def test_numbers_are_the_same_on_every_mesh():
+    made = []
+    for mesh in ({"data": 2, "tensor": 4}, {"data": 8, "tensor": 1}, {"data": 1, "tensor": 1}):
+        jshard.load(claimed(mesh, store="data"))
+        made.append(nnx.state(created(built, lambda: jshard.shard(built(), X)), nnx.Param))
+    for other in made[1:]:
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, made[0]), jax.tree.map(np.asarray, other))
