@@ -149,6 +149,6 @@ class MemberBar(Bar):
         pulse().waits(step, loss)
         super().show(step, loss)
 
-    def show_figures(self, step: int, says: str) -> None:
+    def show_words(self, step: int, says: str) -> None:
         pulse().says = says
-        super().show_figures(step, says)
+        super().show_words(step, says)

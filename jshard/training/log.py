@@ -130,11 +130,11 @@ class Log:
         while self.heard:
             line = self.heard.popleft()
             (self.pending if line["what"] == "step" else lines).append(line)
-        memory: dict[str, int] | None = None
+        held: dict[str, int] | None = None
         while self.pending and (all_of_it or _is_there(self.pending[0].get("loss"))):
             line = self.pending.popleft()
-            memory = _memory() if memory is None else memory
-            lines.append({**line, **_loss(line.get("loss")), **memory})
+            held = memory() if held is None else held
+            lines.append({**line, **_loss(line.get("loss")), **held})
         if self.pending and (step := self.pending[0]["step"]) != self.waits_for:
             wall, mono = time.time(), time.monotonic()
             if (seconds := mono - self.pending[0]["mono"]) > WAITS:
@@ -228,7 +228,7 @@ def _loss(loss: Any) -> dict[str, Any]:
         return {"loss": None, "fault": how(error)}
 
 
-def _memory() -> dict[str, int]:
+def memory() -> dict[str, int]:
     """Count the bytes that this process holds, and bytes in use on the fullest of its devices where the backend tells."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

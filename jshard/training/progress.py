@@ -18,6 +18,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from jshard.units import size
+
 if TYPE_CHECKING:
     import jax
 
@@ -25,10 +27,9 @@ REDRAW = 0.25  # seconds; reading a loss waits for its step, so it is not done a
 
 
 class Rate:
-    """Examples a second from one reading to the next."""
+    """Steps a second from one reading to the next."""
 
-    def __init__(self, batch: int):
-        self.batch = batch
+    def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -38,7 +39,7 @@ class Rate:
     def read(self, step: int) -> float:
         steps, seconds = step - self.step, time.perf_counter() - self.since
         self.restart(step)
-        return steps * self.batch / seconds if seconds else 0.0
+        return steps / seconds if seconds else 0.0
 
     @property
     def seconds(self) -> float:
@@ -50,8 +51,12 @@ class Bar:
 
     def __init__(self, steps: int, batch: int, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.rate = Rate(batch)
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
+        self.rate = Rate()
+        self.figures: Callable[[int, float, float], dict[str, float]] = lambda step, loss, steps_per_second: {
+            "loss": loss,
+            "examples_per_second": round(steps_per_second * batch),
+        }
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}")
         self.draws = self.console.is_terminal  # else each figure is a line
         self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.draws)
         self.task = self.bar.add_task("compiling", total=steps)
@@ -72,9 +77,14 @@ class Bar:
     def show(self, step: int, loss: jax.Array) -> None:
         """Show each step once it is dispatched."""
         if self.draws and self.rate.seconds > REDRAW:
-            self.show_figures(step, figures(float(loss), self.rate.read(step)))
+            self.show_figures(step, self.figures(step, float(loss), self.rate.read(step)))
 
-    def show_figures(self, step: int, says: str) -> None:
+    def show_figures(self, step: int, found: Mapping[str, float]) -> None:
+        """Show them in the bar, which says itself how much time is left."""
+        says = figures_in_words({name: figure for name, figure in found.items() if name != "seconds_left"})
+        self.show_words(step, says)
+
+    def show_words(self, step: int, says: str) -> None:
         self.bar.update(self.task, completed=step, description=says)
 
     def say(self, text: str) -> None:
@@ -123,5 +133,27 @@ def say_result(accuracy: float | None) -> None:
         print(in_words(accuracy))
 
 
-def figures(loss: float, rate: float) -> str:
-    return f"loss {loss:.4f}   {rate:,.0f} examples/s"
+FORMS: Mapping[str, Callable[[float], str]] = {
+    "loss": "loss {:.4f}".format,
+    "perplexity": "perplexity {:,.4g}".format,
+    "examples_per_second": "{:,.0f} examples/s".format,
+    "tokens_per_second": "{:,.0f} tokens/s".format,
+    "share_of_peak": "{:.1%} of peak".format,
+    "memory": lambda count: f"{size(count)} memory",
+    "seconds_left": lambda seconds: f"{duration(seconds)} left",
+}
+
+
+def figures_in_words(found: Mapping[str, float]) -> str:
+    """Write the figures of a step on one line; tokens say how many examples there are."""
+    told = {name: figure for name, figure in found.items() if name in FORMS}
+    if "tokens_per_second" in told:
+        del told["examples_per_second"]
+    return "   ".join(FORMS[name](figure) for name, figure in told.items())
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

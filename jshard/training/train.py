@@ -10,12 +10,13 @@ import jax
 from jshard.errors import JShardError
 from jshard.training.checkpoint import Checkpoint, Saver, steps_in
 from jshard.training.experiment import Experiment
+from jshard.training.figures import Figures
 from jshard.training.loop import NotANumber, Taken, check_parameters, evaluate, run
 from jshard.training.metrics import Record, written
 from jshard.training.nan_cause import maker, suspect
 from jshard.training.on_demand_trace import TraceRequest
 from jshard.training.preemption import Notice, Preempted
-from jshard.training.progress import Bar, Rate, figures, in_words, silent
+from jshard.training.progress import Bar, Rate, figures_in_words, in_words, silent
 from jshard.training.run_events import RESTART, Course, run_events
 from jshard.training.settings import LEARNING_RATE, LOG
 from jshard.training.sources import own_position
@@ -61,7 +62,10 @@ class _Training:
         output = settings["output"] if leads else None
         self.record = Record(output, configuration, self.done, tensorboard=settings.tensorboard())
         self.test = experiment.evaluated_on(self.step, bar.say)
-        self.rate, self.accuracy = Rate(settings["batch"]), None
+        self.rate, self.accuracy = Rate(), None
+        self.figures = bar.figures = Figures(experiment, self.step)
+        if opening := self.figures.opening():
+            bar.say(opening)
 
     def _go_on_from(self, resume: Checkpoint) -> None:
         self.step.state, manifest = resume.restore(self.step.state, self.experiment.configuration.source)
@@ -117,11 +121,12 @@ class _Training:
         bar.show(number, taken.loss)
         if number % self.log_every == 0 or number == self.steps:
             taken.settle()
-            value, speed = float(taken.loss), self.rate.read(number)
-            self.record.write(step=number, loss=value, examples_per_second=round(speed))
-            bar.show_figures(number, figures(value, speed))
+            found = self.figures(number, float(taken.loss), self.rate.read(number))
+            bar.show_figures(number, found)
             if not bar.draws:
-                bar.say(f"step {number}/{self.steps}   {figures(value, speed)}")
+                bar.say(f"step {number}/{self.steps}   {figures_in_words(found)}")
+            found.pop("seconds_left", None)
+            self.record.write(step=number, **found)
 
     def _evaluate(self, number: int) -> None:
         if self.test is None or (number % self.evaluate_every and number != self.steps):

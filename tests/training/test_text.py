@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -108,7 +110,7 @@ def test_tokens_are_made_once_and_anew_for_other_text(folder, monkeypatch):
 def test_one_makes_tokens_and_the_rest_wait(folder, monkeypatch):
     made, begun = [], threading.Barrier(3)
     write = text._write
-    monkeypatch.setattr(text, "_write", lambda *args: (made.append(args), write(*args)))
+    monkeypatch.setattr(text, "_write", lambda *args: (made.append(args), time.sleep(0.3), write(*args)))
     settings = Settings(load_configuration(written(folder, "{text: docs, length: 4, cache: mine}")))
     found = []
 
@@ -288,3 +290,20 @@ def test_plan_of_text_reads_none(folder, monkeypatch):
         Settings(load_configuration(written(folder, "{text: elsewhere, length: 4}"))), only_shapes=True
     )
     assert packed["train"].take(np.arange(1))[0]["tokens"].shape == (1, 4)
+
+
+def test_training_says_what_a_step_is_and_its_figures(folder, capsys):
+    path = written(folder, "{text: docs, length: 4}", batch=2, steps=3, log={"every": 1}, output="out")
+    path.write_text(path.read_text() + "  mesh: {data: 2}\nrest: {row: data, match: ['**']}\n")
+    assert main(["train", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    says = "a step: 8 tokens, 0 FLOP in products on each of 2 devices, without what remat computes again; "
+    assert f"{says}no peak of cpu is known" in lines
+    assert re.fullmatch(
+        r"step 2/3   loss \d\.\d{4}   perplexity \d+\.?\d*   [\d,]+ tokens/s   \S+ [KMG]iB memory   \d+ s left",
+        lines[-2],
+    )
+    first, _, last = map(json.loads, (folder / "out/metrics.jsonl").read_text().splitlines())
+    assert first.keys() == last.keys() == {
+        "step", "loss", "perplexity", "examples_per_second", "tokens_per_second", "memory",
+    }  # fmt: skip

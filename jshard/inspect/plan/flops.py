@@ -19,6 +19,7 @@ class Arithmetic:
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     at_most: bool = False
     unknown: bool = False
+    remat: bool = True  # whether what jax.checkpoint computes again counts
 
     @property
     def total(self) -> float:
@@ -29,9 +30,10 @@ class Arithmetic:
             self.flops[str(dtype)] = self.flops.get(str(dtype), 0.0) + flops
 
 
-def arithmetic_of(jaxpr: Any) -> Arithmetic:
-    """Count the FLOPs of products and convolutions, and what kernels declare."""
-    found = Arithmetic()
+def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Arithmetic:
+    """Count the FLOPs of products and convolutions, and what kernels declare; without what `jax.checkpoint` computes again
+    unless `remat`."""
+    found = Arithmetic(remat=remat)
     _walk(bare(jaxpr), 1, found, manual=False)
     return found
 
@@ -39,6 +41,8 @@ def arithmetic_of(jaxpr: Any) -> Arithmetic:
 def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        if not found.remat and "rematted_computation" in str(eqn.source_info.name_stack):
+            continue
         if name == "dot_general":
             (left, _), _ = eqn.params["dimension_numbers"]
             contracted = math.prod(_shape(eqn.invars[0].aval, found, manual)[axis] for axis in left)
@@ -62,7 +66,7 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
             found.unknown = True
             _walk(bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
         elif name == "cond":
-            branches = [Arithmetic() for _ in eqn.params["branches"]]
+            branches = [Arithmetic(remat=found.remat) for _ in eqn.params["branches"]]
             for each, branch in zip(branches, eqn.params["branches"], strict=True):
                 _walk(bare(branch), times, each, manual=manual)
             for dtype, flops in max(branches, key=lambda each: each.total).flops.items():
