@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,8 @@ if version("jax").startswith("0.10."):  # a later XLA knows no other emitters, a
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(PLACE),
-    # Names and lines are part of a program: two that differ by them only would share the causes of one.
+    # Names and lines are part of a program: two that differ by them only would share the causes of one. (Where tests run
+    # themselves, only of programs that are compiled to be read: `name_what_is_read`.)
     "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -55,6 +57,35 @@ def interpreting() -> Iterator[None]:
             jax.effects_barrier()
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
+
+
+def name_what_is_read() -> None:
+    """Names and lines belong to the key of what `lower().compile()` gives, whose text can be read. Of a program that is only
+    called nobody sees them: the same operation on other lines would be another program, a third of all."""
+    import jax
+    from jax._src import stages
+    from jax._src.interpreters import pxla
+
+    compile_, named = stages.Lowered.compile, weakref.WeakSet()
+
+    def compiled(self: Any, *args: Any, **options: Any) -> Any:
+        computation = self._lowering
+        if computation not in named:  # a call may have found the program of another line
+            computation._executable = None
+            pxla._cached_compilation.evict_weakref(computation._hlo)
+            named.add(computation)
+        with naming_all():
+            return compile_(self, *args, **options)
+
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+    stages.Lowered.compile = compiled
+
+
+def naming_all() -> contextlib.AbstractContextManager[None]:
+    """Names and lines belong to the key of every program: of those that a profiler sees."""
+    from jax._src.config import compilation_cache_include_metadata_in_key
+
+    return compilation_cache_include_metadata_in_key(True)
 
 
 def write_in_one_move() -> None:

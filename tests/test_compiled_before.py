@@ -8,6 +8,7 @@ import time
 import compiled_before
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 
@@ -20,8 +21,23 @@ def test_program_keeps_its_own_names(name):
             return jnp.sin(x) * 3.25
 
     for _ in range(2):  # compiled, and read
-        assert f"{name}/sin" in jax.jit(program).lower(jnp.ones(7)).compile().as_text()
+        jitted = jax.jit(program)
+        jitted(jnp.ones(7))  # by which it has the names of whichever was called first
+        assert f"{name}/sin" in jitted.lower(jnp.ones(7)).compile().as_text()
         jax.clear_caches()
+
+
+@pytest.mark.parametrize(("read", "count"), [(False, 1), (True, 2)])
+def test_programs_that_differ_by_a_scope_are_one_unless_they_can_be_read(read, count, monkeypatch):
+    from jax._src import compilation_cache
+
+    keys, key_of = set(), compilation_cache.get_cache_key
+    monkeypatch.setattr(compilation_cache, "get_cache_key", lambda *of: keys.add(key_of(*of)) or key_of(*of))
+    x = jax.device_put(np.ones(7))
+    for name in ("first", "second"):
+        program = jax.jit(jax.named_scope(name)(lambda x: jnp.sin(x) * 3.25))
+        _ = program.lower(x).compile() if read else program(x)
+    assert len(keys) == count
 
 
 def test_program_is_the_same_in_a_context_that_was_used_before():

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_before import naming_all
 from xplanes import write
 
 import jshard
@@ -37,7 +38,7 @@ def captured(tmp_path_factory):
     """Two steps of XOR on four devices: the run's folder, what was printed, and the ledger."""
     whole = tmp_path_factory.mktemp("trace") / "xor"
     said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, naming_all():
         patch.chdir(ROOT)
         patch.setattr(sys, "path", [str(ROOT), *sys.path])
         patch.setattr("builtins.print", lambda *words, **how: said.append(" ".join(map(str, words))))
