@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -20,8 +22,33 @@ def create(
 ) -> jax.Array:
     """Compute `initializer(key, shape, dtype)` shard by shard: the same bits on every mesh as outside jit on one device."""
     layout.shard_shape(shape, label="a new array")
-    created = _compiled_creation(initializer, shape, jax.dtypes.canonicalize_dtype(dtype), layout)(key)
+    drawn = _Initializer(initializer, _drawn_by(initializer))
+    created = _compiled_creation(drawn, shape, jax.dtypes.canonicalize_dtype(dtype), layout)(key)
     return typed_as(created, layout.sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Initializer:
+    """What draws an array; equal to others that draw the same."""
+
+    draw: Callable[..., jax.Array] = dataclasses.field(compare=False)
+    drawn_by: Any
+
+
+def _drawn_by(initializer: Any) -> Any:
+    """Tell JAX's initializers apart by code and arguments: it makes a function at each `lecun_normal()`, for which each layer
+    of a deep model would need a program of its own. Any other function is told apart by itself."""
+    jax_s_own = jax.nn.initializers.normal.__globals__
+    if not isinstance(initializer, FunctionType) or initializer.__globals__ is not jax_s_own:
+        return initializer
+    arguments = (*(initializer.__defaults__ or ()), *(cell.cell_contents for cell in initializer.__closure__ or ()))
+    if not all(isinstance(each, int | float | str | type | None) or _are_axes(each) for each in arguments):
+        return initializer
+    return initializer.__code__, tuple((type(each), repr(each)) for each in arguments)  # -0.0 == 0.0
+
+
+def _are_axes(argument: Any) -> bool:
+    return isinstance(argument, tuple | list) and all(isinstance(axis, int) for axis in argument)
 
 
 def typed_as(created: Any, sharding: NamedSharding) -> Any:
@@ -32,9 +59,9 @@ def typed_as(created: Any, sharding: NamedSharding) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled_creation(initializer: Any, shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:
+def _compiled_creation(initializer: _Initializer, shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:
     def creation(key: jax.Array) -> jax.Array:
-        (created,) = _step_by_step(lambda key: initializer(key, shape, dtype), key)
+        (created,) = _step_by_step(lambda key: initializer.draw(key, shape, dtype), key)
         return _moved_from_rows(created, layout) if _is_narrow(layout, shape) else created
 
     # On absent devices nothing is made, and vmap takes no out_shardings there: the type that follows says the same.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -148,6 +150,38 @@ def test_a_second_creation_compiles_nothing(layout):
 
     make()
     assert cases.compilations(make) == 0
+
+
+SCALE = [0.0]
+
+
+def filled(scale):
+    """An initializer of the user's own, that reads what is not among its arguments."""
+    SCALE[0] = scale
+    return lambda key, shape, dtype: jnp.full(shape, SCALE[0], dtype)
+
+
+def test_initializer_made_again_draws_by_the_program_of_the_first_and_no_other_does():
+    alike = (nnx.initializers.normal, nnx.initializers.constant, nnx.initializers.variance_scaling)
+    arguments = [(0.5,), (0.0,), (1.0, "fan_in", "uniform", [-2])]
+    others = [
+        nnx.initializers.normal(0.25),
+        nnx.initializers.constant(-0.0),
+        nnx.initializers.constant(np.arange(24)),
+        nnx.initializers.constant(np.arange(24) + 1),
+        nnx.initializers.variance_scaling(1.0, "fan_out", "uniform", [-2]),
+        nnx.initializers.variance_scaling(1.0, "fan_in", "uniform", [-1], [-2]),
+    ]
+    key, shape = jax.random.key(3), (16, 24)
+    with cases.loaded({"jshard": {"mesh": {"data": 2}}}) as grid:
+        made = functools.partial(create, key=key, shape=shape, dtype=jnp.float32, layout=Layout(grid, "data", None))
+        for count in (1, 0):
+            for make, given in zip(alike, arguments, strict=True):
+                assert cases.compilations(functools.partial(made, make(*given))) == count
+        for each in others:
+            np.testing.assert_array_equal(made(each), each(key, shape, jnp.float32))
+            np.testing.assert_array_equal(np.signbit(made(each)), np.signbit(each(key, shape, jnp.float32)))
+        assert [float(made(filled(scale)).mean()) for scale in (1.0, 2.0)] == [1.0, 2.0]
 
 
 def test_layer_under_another_signal_or_configuration_is_drawn_by_the_same_programs():
