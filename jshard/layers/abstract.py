@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.layers.layer_stack import in_ranges
 from jshard.layouts.creation import create_all
 from jshard.layouts.mesh import with_axis_types
 from jshard.signals.active_config import configuration, mesh, on_mesh
@@ -46,5 +47,5 @@ def created(factory: Callable[[], Model], placed: Callable[[], Model]) -> Model:
     and no array is whole on one that holds a part of it."""
     model = abstract(placed)
     where = jax.tree.map(lambda array: array.sharding, nnx.state(model))
-    nnx.update(model, create_all(lambda: nnx.state(factory()), where))
+    nnx.update(model, create_all(lambda: nnx.state(in_ranges(factory())), where))
     return model

@@ -16,7 +16,7 @@ from jshard.errors import JShardError, quoted
 from jshard.layers.strategy import strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import keys_of, words_of
+from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import found_claims
 from jshard.signals.scope import active_path, outside, resolve
@@ -106,7 +106,7 @@ def model_arrays(model: Any) -> ModelArrays:
         if any(root[:end] in sharded for end in range(len(root))):
             continue  # it runs as part of the one around it
         leaves = {path: leaf for path, leaf in parameters(module) if not found[*root, *path].signal_path}
-        names = {"/".join(map(str, path)): path for path in leaves}
+        names = {slashed(path): path for path in leaves}
         for name, claim in found_claims(present, names).items():
             path = names[name]
             under = tuple(claim.signal.name.split("/"))
@@ -141,7 +141,7 @@ def parameters_by_path(model: Any) -> dict[str, Any]:
         found = [(path, leaf) for path, leaf in parameters(model) if not built[path].signal_path]
     named: dict[str, Any] = {}
     for keys, leaf in found:
-        path = "/".join(words_of(keys))
+        path = slashed(words_of(keys))
         if path in named:
             raise JShardError(
                 f"two parameters of a {type(model).__name__} have the path {quoted(path)}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -11,9 +11,13 @@ from flax import nnx
 
 from jshard.errors import JShardError
 from jshard.layers.remat import recomputed
+from jshard.layouts.paths import slashed
+from jshard.signals.active_config import configuration
+from jshard.signals.claims import ranges
 from jshard.signals.scope import active_path, resolve
 
 B = TypeVar("B", bound=nnx.Module)
+M = TypeVar("M", bound=nnx.Module)
 
 
 def stack(Block: Callable[..., B], depth: int, *args: Any, rngs: nnx.Rngs, **kwargs: Any) -> B:
@@ -25,7 +29,8 @@ def stack(Block: Callable[..., B], depth: int, *args: Any, rngs: nnx.Rngs, **kwa
 
     Its parameters have the paths that one layer's would have: `blocks/attn/q/kernel`. Each layer draws its own numbers. What a
     layer changes of itself (a cache, statistics, the count of a Dropout) is kept for each. The backward pass keeps what the
-    signals of its parameters say by `remat`, or the signal that it is built under.
+    signals of its parameters say by `remat`, or the signal that it is built under. Where globs name layers, `blocks[0:12]/**`,
+    each range of them lies as it is claimed, and is a scan of its own.
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise JShardError(f"jshard.stack of {depth!r} layers", hint="give it 1 or more")
@@ -53,5 +58,47 @@ def _stacked(cls: type, depth: int, path: tuple[str, ...]) -> type:
         return x
 
     functools.update_wrapper(call, cls.__call__)
-    names = {"__call__": call, "_jshard_layer": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    names = {
+        "__call__": call,
+        "_jshard_stack": (cls, depth, path),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
     return type(cls)(cls.__name__, (cls,), names)
+
+
+def in_ranges(model: M) -> M:
+    """Take each stack apart into the ranges of layers that globs name, in place."""
+    present = configuration()
+    modules = dict(nnx.iter_modules(model)) if present is not None and present.has_claims else {}
+    for path, module in modules.items():
+        cls, depth, signal_path = getattr(type(module), "_jshard_stack", (None, 0, ()))
+        found = ranges(present, slashed(path), depth) if cls is not None and present is not None and path else []
+        if len(found) > 1:
+            setattr(
+                modules[path[:-1]], str(path[-1]), _Ranges(module, found, functools.partial(_stacked, cls), signal_path)
+            )
+    return model
+
+
+class _Ranges(nnx.Module):
+    """The layers of a stack in ranges that lie each in its own way: they run one after the other."""
+
+    def __init__(self, layers: nnx.Module, ranges: Sequence[tuple[int, int]], stacked: Any, path: tuple[str, ...]):
+        graphdef, state = nnx.split(layers)
+        self.names = tuple(f"[{first}:{last}]" for first, last in ranges)
+        for name, (first, last) in zip(self.names, ranges, strict=True):
+            some = nnx.merge(graphdef, jax.tree.map(functools.partial(_some, first=first, last=last), state))
+            some.__class__ = stacked(last - first, path)
+            setattr(self, name, some)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in self.names:
+            x = getattr(self, name)(x, *args, **kwargs)
+        return x
+
+
+def _some(array: Any, first: int, last: int) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((last - first, *array.shape[1:]), array.dtype)
+    return array[first:last]

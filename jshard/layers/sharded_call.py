@@ -33,7 +33,7 @@ from jshard.layers.partition import Input, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.roles import Placed
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import keys_of, words_of
+from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.layouts.redistribution import Axes, redistribute
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim, claims
@@ -90,9 +90,9 @@ class Call:
         kind, words, path = key[0].idx, words_of(key), ""
         if kind == _TREES:
             of_linen = is_variables(list(self.trees.values())[key[1].idx])
-            path = "/".join(words[2:] if not of_linen else words[3:] if words[2] == "params" else ())
+            path = slashed(words[2:] if not of_linen else words[3:] if words[2] == "params" else ())
         elif kind == _PARAMETERS:
-            path = "/".join(words[3:])
+            path = slashed(words[3:])
         abstract = isinstance(x, jax.ShapeDtypeStruct)
         depth = len(words) if kind == _REST and not _is_key(x) else None
         dtype = x.dtype if abstract else jax.typeof(x).dtype

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jshard.errors import JShardError
 from jshard.layers.layer import is_sharded
+from jshard.layers.layer_stack import in_ranges
 from jshard.layers.linen import trees_of_parameters
 from jshard.layers.sharded_call import Call, alone, described_call
 from jshard.signals.active_config import configuration
@@ -48,6 +49,7 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(program, nnx.Module):
         if not is_sharded(program):
             program.__class__ = _sharded_class(type(program))
+        in_ranges(program)
         if args or kwargs:
             place(program, *args, **kwargs)
         return program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -17,6 +17,11 @@ def key_of(step: Any) -> Any:
 def keys_of(path: Sequence[Any]) -> tuple[Any, ...]:
     """Those of all steps; the `value` of a variable is the variable itself, also where it holds a tree."""
     return tuple(key_of(step) for step in path if getattr(step, "name", None) != "value")
+
+
+def slashed(keys: Iterable[Any]) -> str:
+    """The path of an array as `match` claims it: `blocks/attn/q/kernel`. Some layers of a stack are `blocks[0:12]`."""
+    return "/".join(map(str, keys)).replace("/[", "[")
 
 
 def words_of(path: Sequence[Any]) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 
 from jshard.errors import Place, nearest, quoted
 from jshard.signals.config import Configuration
 from jshard.signals.faults import Faults, listed
-from jshard.signals.globs import LONGEST, OTHERS, Glob, narrowed, spellings
+from jshard.signals.globs import LONGEST, OTHERS, RANGE, Glob, layers_of, narrowed, spellings
 from jshard.signals.signal import Signal
 
 
@@ -64,6 +65,23 @@ def found_claims(configuration: Configuration, paths: Iterable[str]) -> dict[str
     globs = _globs(configuration)
     found = {path: next((claim for claim, glob in globs if glob.fits(path)), None) for path in paths}
     return {path: claim for path, claim in found.items() if claim is not None}
+
+
+def ranges(configuration: Configuration, path: str, depth: int) -> list[tuple[int, int]]:
+    """The layers of the stack at `path`, `depth` in all, that its globs tell apart: `[(0, 12), (12, 24)]`."""
+    ends, faults = {0, depth}, Faults()
+    for claim, glob in _globs(configuration):
+        for spelling in spellings(glob.text):
+            wide = RANGE.search(spelling)
+            if wide is None or not Glob(spelling[: wide.start()]).fits(path):
+                continue
+            first, last = layers_of(wide[0], depth)
+            if last is None or last > depth:
+                says = f"has match {quoted(claim.glob, LONGEST)}, and {path} has {depth} layers"
+                faults.add((claim.signal.name,), claim.place, says, f"write [{first}:{depth}] or less")
+            ends |= {first, last or depth}
+    faults.stop()
+    return list(itertools.pairwise(sorted(ends)))
 
 
 def _globs(configuration: Configuration) -> list[tuple[Claim, Glob]]:

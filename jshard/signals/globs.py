@@ -14,6 +14,7 @@ from jshard.signals.value_types import Names, Reading
 
 OTHERS = "**"  # by itself: the parameters that nobody else claims
 MOST_SPELLINGS = 1_000
+RANGE = re.compile(r"\[([0-9]{0,9}):([0-9]{0,9})\]")
 LONGEST = 200  # letters of a path or a glob that an error shows
 
 
@@ -35,7 +36,7 @@ class Globs(Names):
 
 class Glob:
     """A glob over paths: `*` is any text within one part, `?` one letter of it, `**` any number of parts, none too, and `{a,b}`
-    one of the alternatives. All else, dots and brackets too, is itself."""
+    one of the alternatives. `blocks[0:12]` are layers of a stack. All else, dots and brackets too, is itself."""
 
     def __init__(self, text: str):
         self.text = text
@@ -43,9 +44,24 @@ class Glob:
         self._fits = re.compile("|".join(map(_regex, spellings(text)))).fullmatch
         letters = [part.strip("/") for piece, *_ in _choices(text)[::2] for part in re.split("[*?]", piece)]
         self._holds = max(letters, key=len)  # in every path that it fits, which is soon seen
+        self._ranges = [found[0] for found in RANGE.finditer(text)]
 
     def fits(self, path: str) -> bool:
+        for wide in self._ranges:
+            path = RANGE.sub(lambda found, wide=wide: wide if _is_within(found[0], wide) else found[0], path, count=1)
         return self._holds in path and self._fits(f"{path}/") is not None
+
+
+def layers_of(wide: str, depth: int | None = None) -> tuple[int, int | None]:
+    """The layers of `[0:12]`, of which the first or the last may be left out."""
+    found = RANGE.fullmatch(wide)
+    assert found is not None
+    return int(found[1] or 0), int(found[2]) if found[2] else depth
+
+
+def _is_within(narrow: str, wide: str) -> bool:
+    (first, last), (least, most) = layers_of(narrow), layers_of(wide)
+    return least <= first and (most is None or (last is not None and last <= most))
 
 
 def numberless(path: str) -> str:
@@ -110,6 +126,10 @@ def _fault(glob: str) -> tuple[str, str]:
     count = math.prod(map(len, choices))
     if count > MOST_SPELLINGS:
         return f"which has {count:,} spellings, more than {MOST_SPELLINGS:,}", 'write "*" for some of the alternatives'
+    for wide in RANGE.finditer(glob):
+        first, last = layers_of(wide[0])
+        if last is not None and first >= last:
+            return f"whose {wide[0]} is no layer", f"write [{first}:{first + 1}] for one"
     parts = [part for spelling in spellings(glob) for part in spelling.split("/")]
     if not all(parts):
         return "which has an empty part", f"write {quoted('/'.join(filter(None, glob.split('/'))) or '**', LONGEST)}"

@@ -217,3 +217,41 @@ def test_numbers_are_the_same_on_every_mesh():
         made.append(nnx.state(created(built, lambda: jshard.shard(built(), X)), nnx.Param))
     for other in made[1:]:
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, made[0]), jax.tree.map(np.asarray, other))
+
+
+def in_two(mesh, **more):
+    """The first layer whole, the others tensor parallel."""
+    row = {"row": "data"}
+    return {
+        "jshard": {"mesh": mesh},
+        "whole": {**row, "store": "tensor", "match": ["blocks[:1]/**"]},
+        "up": {**row, "column": "tensor", "match": ["blocks[1:]/up/**"]},
+        "down": {**row, "reduction": "tensor", "match": ["blocks[1:3]/down/**"]},
+        "rest": {**row, "match": ["**"]},
+        **more,
+    }
+
+
+def test_layers_of_a_range_lie_as_it_says(one_device):
+    jshard.load(in_two({"data": 2, "tensor": 4}))
+    model = created(built, lambda: jshard.shard(built(), X))
+    value, gradients = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, X)
+    np.testing.assert_allclose(value, one_device[0], rtol=1e-5)
+    lie = {path: each.get_value().sharding.spec for path, each in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert lie["blocks", "[0:1]", "up", "kernel"] == jax.P(None, "tensor", None)
+    assert lie["blocks", "[1:3]", "up", "kernel"] == jax.P(None, None, "tensor")
+    assert lie["blocks", "[1:3]", "down", "kernel"] == jax.P(None, "tensor", None)
+    of_one = one_device[1]["blocks"]["up"]["kernel"][...]
+    pieces = [gradients["blocks"][name]["up"]["kernel"][...] for name in ("[0:1]", "[1:3]")]
+    np.testing.assert_allclose(np.concatenate(pieces), of_one, atol=1e-5)
+    told = str(jshard.explain(nnx.value_and_grad(jshard.shard(loss)), model, X))
+    assert "blocks[0:1]/up/kernel" in told and "blocks[1:3]/up/kernel" in told
+
+
+def test_a_range_that_is_not_there_is_a_sentence():
+    jshard.load(in_two({"data": 2, "tensor": 4}, other={"match": ["blocks[2:9]/norm/**"]}))
+    with pytest.raises(JShardError) as told:
+        jshard.shard(built(), X)
+    assert str(told.value) == (
+        'signal "other" (<dict>) has match "blocks[2:9]/norm/**", and blocks has 3 layers; write [2:3] or less'
+    )

@@ -151,6 +151,9 @@ def test_claims_tell_configurations_apart(loaded):
         ("{a/b,c}/w", ["a/b/w", "c/w"], ["a/w"]),
         ("norm{,_1}/scale", ["norm/scale", "norm_1/scale"], ["norm_/scale"]),
         ("h[0]/w", ["h[0]/w"], ["h0/w"]),
+        ("h[2:6]/w", ["h[2:6]/w", "h[2:3]/w", "h[5:6]/w"], ["h[1:6]/w", "h[2:7]/w", "h[0:2]/w", "h[6:8]/w", "h/w"]),
+        ("h[:6]/w", ["h[0:6]/w", "h[5:6]/w"], ["h[0:7]/w"]),
+        ("h[2:]/w", ["h[2:9]/w", "h[7:8]/w"], ["h[1:9]/w", "h[0:2]/w"]),
         ("*_proj", ["q_proj", "_proj"], ["proj", "a/q_proj"]),
     ],
 )

@@ -13,6 +13,7 @@ from jshard.inspect.ledger.unsplit import is_split
 from jshard.layers.layer import ModelArray, model_arrays, parameters
 from jshard.layers.roles import Roles
 from jshard.layers.sharded_call import placements
+from jshard.layouts.paths import slashed
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.globs import numberless
 from jshard.signals.signal import Signal
@@ -57,7 +58,7 @@ def _parameters(model: nnx.Module) -> Iterator[tuple[str, ModelArray, Any, Roles
     """The path of each parameter, its signal, its array, and the roles of its axes as far as they are known."""
     arrays, placed, modules = model_arrays(model), placements(), dict(nnx.iter_modules(model))
     for keys, leaf in parameters(model):
-        path, (*around, name) = "/".join(map(str, keys)), keys
+        path, (*around, name) = slashed(keys), keys
         roles: Roles = (None,) * leaf.ndim
         if path in placed and placed[path].use.shape == leaf.shape:
             roles = placed[path].use.roles

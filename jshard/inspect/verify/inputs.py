@@ -23,7 +23,7 @@ from jshard.inspect.verify.residues import mixed
 from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import key_of, words_of
+from jshard.layouts.paths import key_of, slashed, words_of
 from jshard.layouts.put import is_key, kind, on_host, put, raw, typed
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import found_claims
@@ -101,9 +101,9 @@ class Program:
         parameters = {each.inner for each in self.traced.paths if each.is_parameter}
         placed = model_arrays(self.traced.nodes)
         if present is not None:  # of a model that only a function given to jshard.shard takes
-            claims = found_claims(present, {"/".join(map(str, path[1:])) for path in parameters})
+            claims = found_claims(present, {slashed(path[1:]) for path in parameters})
         for name, path in paths.items():
-            under, claim = placed[path].signal_path, claims.get("/".join(map(str, path[1:])))
+            under, claim = placed[path].signal_path, claims.get(slashed(path[1:]))
             if not under and path in parameters and claim is not None:
                 under = tuple(claim.signal.name.split("/"))
             if under:

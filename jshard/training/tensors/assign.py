@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jshard.errors import JShardError, did_you_mean, nearest, quoted
 from jshard.layouts.index_ranges import Box, boxes_of, index, lengths, overlap
-from jshard.layouts.paths import words_of
+from jshard.layouts.paths import slashed, words_of
 from jshard.training.tensors.rename import Line, Renaming, Target
 from jshard.training.tensors.view import Impossible, Tensor, View
 
@@ -70,11 +70,11 @@ def leaves_of(model: Any) -> list[Leaf]:
     if not isinstance(model, nnx.Module):
         flat = [(words_of(path), value) for path, value in jax.tree_util.tree_flatten_with_path(model)[0]]
         return [
-            Leaf("/".join(words[words[0] == "params" :]), value) for words, value in flat
+            Leaf(slashed(words[words[0] == "params" :]), value) for words, value in flat
         ]  # Linen's, as claims have them
     found, faults = [], []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        name, value = "/".join(map(str, path)), variable.get_value()
+        name, value = slashed(path), variable.get_value()
         if isinstance(variable, nnx.RngState):
             if isinstance(value, jax.ShapeDtypeStruct):
                 fault = f"{name} is random state without numbers, and a file of weights has none"
