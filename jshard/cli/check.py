@@ -119,9 +119,10 @@ def _check_experiment(configuration: Configuration) -> None:
     find_modules_here()
     settings = Settings(configuration)
     for key in settings.check():
-        from jshard.training.components import Component, transformation
+        from jshard.training.chain import Chain
+        from jshard.training.components import Component
 
-        transformation(settings) if key == "optimizer" else Component.of(settings, key)
+        Chain.of(settings) if key == "optimizer" else Component.of(settings, key)
 
 
 def _check_claims(checked: Checked, configuration: Configuration, *, listed: bool) -> None:

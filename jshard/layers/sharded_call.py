@@ -29,7 +29,7 @@ from jshard.layers.linen import (
     replaced,
     trees_of_parameters,
 )
-from jshard.layers.partition import Input, Program
+from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.roles import Placed
 from jshard.layouts.layout import Layout
@@ -68,6 +68,7 @@ class Call:
         self.graphdef, *states = nnx.split(replaced(self.args, dict.fromkeys(self.trees)), nnx.Param, nnx.Variable, ...)
         named, self.tree = jax.tree_util.tree_flatten_with_path((list(self.trees.values()), *states))
         self.leaves = [leaf for _, leaf in named]
+        self.kinds = [key[0].idx for key, x in named if _is_array(x)]
         modules = [(at, each) for at, each in enumerate(args) if isinstance(each, nnx.Module)]
         built = {
             (_PARAMETERS, 0, at, *path): each.signal_path
@@ -124,15 +125,44 @@ class Call:
         numbers = jax.tree.leaves(jax.tree.unflatten(self.tree, leaves)[_PARAMETERS])
         if not any(isinstance(x, Tracer) for x in numbers):  # a gradient would lie as the parameter did before
             self.keep(leaves)
-        arrays = [x for x, array in zip(leaves, self.arrays, strict=True) if array is not None]
+        return self.ended(self.out.compiled(*self.operands(leaves)))
+
+    def operands(self, placed: list[Any]) -> list[Any]:
+        """What the program takes: the arrays among these leaves, and those that the function closes over."""
+        arrays = [x for x, array in zip(placed, self.arrays, strict=True) if array is not None]
         axes = self.program.in_axes[len(arrays) :]
-        consts = [
-            _put(x, Layout(self.program.mesh, *a), "jshard.shard") for x, a in zip(self.out.consts, axes, strict=True)
-        ]
-        outs = self.out.compiled(*arrays, *consts)
+        consts = zip(self.out.consts, axes, strict=True)
+        return arrays + [_put(x, Layout(self.program.mesh, *a), "jshard.shard") for x, a in consts]
+
+    def ended(self, outs: Sequence[Any]) -> Any:
+        """Give NNX models the variables that the program leaves, and return its result."""
         result, state = jax.tree.unflatten(self.out.tree, outs)
         nnx.update(self.args, state)
         return result
+
+    def microbatches(self, *batches: Any) -> tuple[Any, list[Any]]:
+        """Return the mean loss of what has an axis of microbatches before that of the arguments behind the model, and its
+        gradients by the parameters of the model, in the order of its state."""
+        of_kind = [tuple(n for n, each in enumerate(self.kinds) if each == kind) for kind in range(_TREES, _REST + 1)]
+        _, parameters, variables, batch = of_kind
+        if len(self.program.jaxpr.outvars) != 1 + len(variables):
+            made = len(self.program.jaxpr.outvars) - 1
+            raise JShardError(
+                f"the model has {len(variables)} variables before its call and {made} behind it, and accumulate hands them "
+                "from one microbatch to the next",
+                hint="make every variable when the model is built",
+            )
+        xs = self.operands(self.placed(every=True))
+        given = [x for x in self.leaves if _is_array(x)]
+        for n, x in zip(batch, jax.tree.leaves(nnx.split(batches, nnx.Variable, ...)[2]), strict=True):
+            xs[n] = _put(x, Layout(self.program.mesh, (), *self.program.in_axes[n]), "jshard.shard")
+        value, gradients, kept = _microbatches(self.program, parameters, variables, batch).run(xs)
+        self.ended([value, *kept])
+        lay = [Layout.of(given[n]) for n in parameters]
+        return value, [g if at is None else redistribute(g, at) for g, at in zip(gradients, lay, strict=True)]
+
+
+_microbatches = functools.lru_cache(maxsize=16)(Microbatches)
 
 
 def described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -83,8 +83,17 @@ def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
 
 def composed(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f(model(x), *rest)` as a function of the model, x and the rest, partitioned as a whole where the model is."""
-    function = lambda model, x, *rest: f(model(x), *rest)
-    return _sharded(function) if is_sharded(model) else function
+    return partitioned(model, objective_of(f))
+
+
+def partitioned(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f`, a function of the model, partitioned where the model is."""
+    return _sharded(f) if is_sharded(model) else f
+
+
+def objective_of(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f(model(x), *rest)` as a function of the model, x and the rest."""
+    return lambda model, x, *rest: f(model(x), *rest)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 
 from jshard.errors import JShardError, Place, nearest, quoted
 from jshard.signals.compose import compose
-from jshard.signals.describe import signal_words
+from jshard.signals.describe import component_words, signal_words
 from jshard.signals.faults import Faults, listed
 from jshard.signals.match import Matcher
 from jshard.signals.resolve import is_template, resolve
@@ -73,10 +73,7 @@ class Configuration(Shown):
             lines.append((self.topology_place, f"plans are made for {self.topology}"))
         if "model" in train:
             named = {key: train[key] for key in ("model", "data", "optimizer") if key in train}
-            named = {
-                key: it.get("path", it.get("name", it.get("text"))) if isinstance(it, dict) else it
-                for key, it in named.items()
-            }
+            named = {key: component_words(it) for key, it in named.items()}
             named |= {key: train[key] for key in ("batch", "steps", "seed") if key in train}
             words = ", ".join(f"{key} {value}" for key, value in named.items())
             lines.append((self.train_places["model"], f"experiment {words}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jshard.signals.globs import OTHERS
 from jshard.signals.signal import Shard, Signal
@@ -69,3 +70,10 @@ def _shard(shard: Shard) -> str:
     if shard.replicated or shard.axis is None:
         return f"whole on {where}"
     return f"axis {shard.axis} of every array over {where}"
+
+
+def component_words(named: Any) -> str:
+    """Name what a key of `jshard.train` is made of: a path, or the links of an optimizer's chain."""
+    if not isinstance(named, dict):
+        return str(named)
+    return str(named.get("path") or named.get("name") or named.get("text") or " + ".join(named))

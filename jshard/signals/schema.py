@@ -8,7 +8,20 @@ from typing import Any
 from jshard.signals.axes import Axes, Mesh, Workers
 from jshard.signals.globs import Globs
 from jshard.signals.topologies import TopologyName
-from jshard.signals.value_types import Key, Names, Refused, Table, choice, flag, flag_or, integer, part_or, size, text
+from jshard.signals.value_types import (
+    Key,
+    Names,
+    Refused,
+    Table,
+    choice,
+    flag,
+    flag_or,
+    integer,
+    number,
+    part_or,
+    size,
+    text,
+)
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPORT_PATH = text("an import path", "examples.digits:Model", r"\w+(\.\w+)*:\w+(\.\w+)*")
@@ -63,14 +76,27 @@ TRAIN: dict[str, Key] = {
     ),
     "loss": _component("The loss: its import path, or a mapping of path and arguments.", "examples.digits:loss"),
     "batch": Key(integer("64"), "Examples in a batch, over all devices."),
+    "accumulate": Key(integer("8"), "How many microbatches a batch is taken in, one after the other; 1 unless said."),
     "steps": Key(integer("1000"), "How many steps to train."),
     "seed": Key(integer("0", least=0), "The seed of weights and batches."),
     "optimizer": Key(
         Table(
-            {"name": Key(text("a name", "adamw"), "Its name in optax.")},
-            bare=text("a name", "adamw"), stands_for="name", open=True, required="name",
+            {
+                "name": Key(text("a name", "adamw"), "Its name in optax, or its import path; its arguments stand beside it."),
+                "clip": Key(number("1.0"), "The most that the norm of all gradients together may be; clipped before all else."),
+                "schedule": Key(
+                    Table({}, bare=text("a name", "cosine"), open=True),
+                    "The learning rate over the run: a short word (warmup_cosine), a name of optax or an import path, and its "
+                    "arguments; its length is that of the run unless said.",
+                ),
+                "decay": Key(
+                    Table({"match": Key(Globs(), "Globs of the parameters.")}, required="match"),
+                    "Which parameters weight decay holds for; all unless said.",
+                ),
+            },
+            bare=text("a name", "adamw"), stands_for="name", open=True,
         ),
-        "The optimizer: a name of optax, or a mapping of name and its arguments.",
+        "The optimizer: a name of optax; or names of optax or import paths with their arguments, chained in that order.",
     ),
     "evaluation": Key(
         Table({"every": Key(integer("100"), "After every so many steps.")}, integer("100"), "every", required="every"),

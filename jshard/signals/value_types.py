@@ -128,6 +128,16 @@ def integer(example: str, least: int | None = 1) -> Single:
     return Single(f"a whole number{more}", example, parse, {"type": "integer", **minimum})
 
 
+def number(example: str) -> Single:
+    """A number above 0."""
+
+    def parse(value: object) -> float | None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if is_number and 0 < value < float("inf") else None  # type: ignore[operator]  # a number here
+
+    return Single("a number above 0", example, parse, {"type": "number", "exclusiveMinimum": 0})
+
+
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 

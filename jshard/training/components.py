@@ -8,11 +8,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import optax
-
 from jshard.errors import JShardError, Place, did_you_mean, nearest
 from jshard.inspect.user_code_errors import as_user_error
-from jshard.training.settings import LEARNING_RATE, Settings
+from jshard.training.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,40 +115,3 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """List the parameters that a caller gives. A class is asked for its `__init__`: Flax's metaclass takes anything."""
     parameters = inspect.signature(function.__init__ if inspect.isclass(function) else function).parameters
     return dict(list(parameters.items())[1:] if inspect.isclass(function) else parameters)
-
-
-def transformation(settings: Settings) -> optax.GradientTransformation:
-    """Build the optax optimizer that is named, with the arguments beside it; with a default learning rate if one is needed."""
-    arguments, place = settings.table("optimizer"), settings.place("optimizer")
-    name = arguments.pop("name")
-    if name not in (known := optimizers()):
-        raise JShardError(
-            f'jshard.train.optimizer ({place}) is "{name}", which is no optimizer of optax',
-            hint=did_you_mean(name, known, "use adamw, adam, sgd or another of optax"),
-        )
-    function = getattr(optax, name)
-    parameters = parameters_of(function)
-    if parameters["learning_rate"].default is inspect.Parameter.empty:
-        arguments.setdefault("learning_rate", LEARNING_RATE)
-    check_arguments(f'jshard.train.optimizer ({place}) is "{name}"', function, arguments, ours={})
-    for argument, value in arguments.items():
-        default = 1e-3 if argument == "learning_rate" else parameters[argument].default
-        if isinstance(default, (int, float)) and not isinstance(value, (int, float)):
-            key = f"optimizer.{argument}"
-            raise JShardError(
-                f'jshard.train.{key} ({settings.place(key)}) is "{value}", which is not a number',
-                hint=f"write {argument}: {default}",
-            )
-    return function(**arguments)
-
-
-def optimizers() -> list[str]:
-    """List the optimizers of optax: functions of a learning rate. Those that need more than gradients are not among them."""
-    return [
-        name
-        for name, value in vars(optax).items()
-        if inspect.isfunction(value)
-        and "learning_rate" in inspect.signature(value).parameters
-        and not name.startswith(("_", "scale_by_"))
-        and name != "lbfgs"
-    ]

@@ -89,8 +89,8 @@ class Placement:
     """Where batches lie: rows over the mesh axes that every `row` of the configuration names, so that no layer has to
     gather its input; whole on every device when there are none."""
 
-    def __init__(self, mesh: Mesh | None, signals: Mapping[str, Signal]):
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh | None, signals: Mapping[str, Signal], accumulate: int = 1):
+        self.mesh, self.accumulate = mesh, accumulate
         self.mesh_axes = rows_over(signals)
 
     @property
@@ -108,32 +108,47 @@ class Placement:
         processes, each of them has all its rows."""
         if self._sharding is None or self._sharding.is_fully_addressable:
             return np.arange(batch)
-        held = np.zeros(batch, bool)
-        for index in self._sharding.addressable_devices_indices_map((batch,)).values():
-            held[index] = True
+        held = np.zeros((self.accumulate, batch // self.accumulate), bool)
+        for index in self._sharding.addressable_devices_indices_map(held.shape[1:]).values():
+            held[:, index[0]] = True
         return np.flatnonzero(held)
 
     def place(self, size: int, *arrays: Any) -> tuple[Any, ...]:
-        """Put batches of `size` rows over all processes, of which these are the `rows` of this one, on the devices."""
-        where, here = self._sharding, self.rows(size)
-        if where is None or where.is_fully_addressable:
-            return self(*arrays)
+        """Put batches to train on of `size` rows over all processes, of which these are the `rows` of this one, on the devices:
+        with several microbatches in an axis of them before the rows, so that which rows one has is alike on all meshes."""
+        parts = self.accumulate
+        where = self._sharding if parts == 1 or self.mesh is None else Layout(self.mesh, (), self.mesh_axes).sharding
+        axis, here = int(parts > 1), self.rows(size)
 
         def place(array: np.ndarray) -> jax.Array:
             host = canonical(array)
+            host = host if parts == 1 else host.reshape(parts, -1, *host.shape[1:])
+            if where is None or where.is_fully_addressable:
+                return jax.device_put(host) if where is None else put(host, where)
 
             def part(index: Any) -> np.ndarray:
-                start, stop, _ = index[0].indices(size)
-                first = np.searchsorted(here, start)  # the rows of one device lie together, so they do here
-                return host[first : first + stop - start]
+                start, stop, _ = index[axis].indices(size // parts)
+                first = np.searchsorted(here[: len(here) // parts], start)  # a device's rows lie together, here too
+                return host[(*index[:axis], slice(first, first + stop - start))]
 
-            return jax.make_array_from_callback((size, *host.shape[1:]), where, part)
+            return jax.make_array_from_callback(
+                (*host.shape[:axis], size // parts, *host.shape[axis + 1 :]), where, part
+            )
 
         return jax.tree.map(place, arrays)
 
     @property
     def _sharding(self) -> NamedSharding | None:
         return None if self.mesh is None else Layout(self.mesh, self.mesh_axes).sharding
+
+    def batch_shapes(self, size: int, *arrays: Any) -> tuple[Any, ...]:
+        """Describe what `place` would put on the devices."""
+        shapes = self.shapes(size // self.accumulate, *arrays)
+        if self.accumulate == 1:
+            return shapes
+        where = None if self.mesh is None else Layout(self.mesh, (), self.mesh_axes).sharding
+        with_axis = lambda x: jax.ShapeDtypeStruct((self.accumulate, *x.shape), x.dtype, sharding=where)
+        return jax.tree.map(with_axis, shapes)
 
     def shapes(self, rows: int, *arrays: Any) -> tuple[Any, ...]:
         """Describe what a call with this many rows would place, as shapes alone: the devices need not be here."""

@@ -27,7 +27,8 @@ from jshard.signals import device_sets
 from jshard.signals.active_config import mesh_for, unload
 from jshard.signals.config import Configuration
 from jshard.signals.scope import signal
-from jshard.training.components import Component, parameters_of, transformation
+from jshard.training.chain import Chain
+from jshard.training.components import Component, parameters_of
 from jshard.training.data import Examples, Placement, examples, numbers_of, part_of, settle, source
 from jshard.training.loop import AHEAD, Step, step_with_gradients
 from jshard.training.loss import Objective, are_classes, check_called, cross_entropy, shown
@@ -47,6 +48,7 @@ class Experiment:
     configuration: Configuration
     model: nnx.Module
     optimizer: nnx.Optimizer
+    chain: Chain  # what the optimizer was made of
     loss: Objective
     data: Source
     test: Selectable | None
@@ -62,7 +64,7 @@ class Experiment:
         settings = Settings(configuration)
         settings.require("model")
         batch, seed = settings["batch"], settings["seed"]
-        placement = Placement(mesh, configuration.signals)
+        placement = Placement(mesh, configuration.signals, settings["accumulate"])
         settings.check_rows(placement.ways)
         component, how = _data(settings, only_shapes)
         with as_user_error(f"{component.path} is called"):
@@ -75,7 +77,7 @@ class Experiment:
             _check_count(settings, len(data.examples), batch, data.last, placement)
         model_named = Component.of(settings, "model")
         loss_named = Component.of(settings, "loss") if settings["loss"] else None
-        tx = transformation(settings)
+        chain = Chain.of(settings)
 
         apart = None
 
@@ -86,7 +88,7 @@ class Experiment:
 
         is_claimed = mesh is not None and configuration.has_claims
         with as_user_error("data is read"):
-            inputs = placement.shapes(batch, data.example()[0]) if is_claimed else ()
+            inputs = placement.shapes(batch // settings["accumulate"], data.example()[0]) if is_claimed else ()
 
         def claimed() -> nnx.Module:
             model = built()
@@ -96,14 +98,16 @@ class Experiment:
         made = claimed if is_claimed else built
         with as_user_error(f"{model_named.path} is built"):
             if only_shapes:
-                model, optimizer = abstract(lambda: (model := made(), Optimizer(model, tx)))
+                model, optimizer = abstract(lambda: (model := made(), Optimizer(model, chain.tx)))
             else:
                 model = created(built, claimed) if is_claimed else built()
                 home, apart = _home_of(model, mesh, configuration)
+                _check_one_program(settings, apart)
                 if home is not mesh:
-                    placement = Placement(home, {})
+                    placement = Placement(home, {}, settings["accumulate"])
                 settle(model, home)
-                optimizer = settle(Optimizer(model, tx), home)
+                optimizer = settle(Optimizer(model, chain.tx), home)
+        chain.check_decay(model)
         loss = loss_named or cross_entropy
         loss = signal("objective")(loss) if "objective" in configuration.signals else loss
         parts = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
@@ -115,6 +119,7 @@ class Experiment:
             configuration=configuration,
             model=model,
             optimizer=optimizer,
+            chain=chain,
             loss=Objective(loss, loss_named, model_named, component, classes, tokens),
             data=data,
             test=test,
@@ -130,7 +135,9 @@ class Experiment:
 
     def step(self) -> Step:
         """Make the training step, over the arrays of the model and the optimizer as they are now."""
-        return Step(self.model, self.optimizer, self.loss, apart=self.apart is not None)
+        return Step(
+            self.model, self.optimizer, self.loss, apart=self.apart is not None, accumulate=self.settings["accumulate"]
+        )
 
     def evaluated_on(self, step: Step, say: Callable[[str], None]) -> Selectable | None:
         """Return the test data, where the part that is right can be counted; else `say` why nothing is evaluated."""
@@ -203,14 +210,15 @@ class Experiment:
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
         """Verify one training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and
         the parameters and the optimizer state after it."""
-        step, args = step_with_gradients(self.loss), (self.model, self.optimizer, *self.first_batch())
+        step = step_with_gradients(self.loss, self.settings["accumulate"])
+        args = self.model, self.optimizer, *self.first_batch()
         return verify(step, *args, backward=False, meshes=meshes)
 
     def first_batch(self) -> tuple[Any, ...]:
         batch = self.settings["batch"]
         with as_user_error("data is read"):
             if self.only_shapes:
-                return self.placement.shapes(batch, *self.data.example())
+                return self.placement.batch_shapes(batch, *self.data.example())
             return self.placement.place(batch, *self.data.first(self.placement.rows))
 
 
@@ -249,11 +257,19 @@ def _check_count(settings: Settings, count: int, batch: int, last: str, placemen
             f"jshard.train.batch ({settings.place('batch')}) is {batch}, but there are {count} examples",
             hint=f"use {count} or fewer",
         )
-    if last == "keep" and (count % batch) % placement.ways:
+    if last == "keep" and (count % batch) % (placement.ways * placement.accumulate):
         raise JShardError(
             f"jshard.train.data.last ({settings.place('data.last')}) is keep, and the last batch has {count % batch} of "
-            f"{count} examples, which can't be split in {placement.ways}",
+            f"{count} examples, which can't be split in {placement.ways * placement.accumulate}",
             hint="write last: drop or last: fill",
+        )
+
+
+def _check_one_program(settings: Settings, apart: str | None) -> None:
+    if apart is not None and settings["accumulate"] > 1:
+        raise JShardError(
+            f"jshard.train.accumulate ({settings.place('accumulate')}) is {settings['accumulate']}, and {apart}",
+            hint="remove accumulate",
         )
 
 

@@ -25,6 +25,7 @@ class Figures:
         self.steps, self.examples = experiment.settings["steps"], experiment.settings["batch"]
         self.tokens = self.examples * tokens_in(experiment.data.example()[1])
         self.is_likelihood = bool(self.tokens) and experiment.loss.written is None
+        self.learning_rate = experiment.chain.learning_rate
         device = jax.local_devices()[0]
         mesh = experiment.placement.mesh
         self.chip, self.devices = chip_called(device.device_kind, device.platform), 1 if mesh is None else mesh.size
@@ -37,6 +38,8 @@ class Figures:
         found = {"loss": loss}
         if self.is_likelihood:
             found["perplexity"] = perplexity(loss)
+        if (rate := self.learning_rate(number - 1)) is not None:
+            found["learning_rate"] = rate
         found["examples_per_second"] = round(steps_per_second * self.examples)
         if self.tokens:
             found["tokens_per_second"] = round(steps_per_second * self.tokens)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify.inputs import Named, named_leaves
-from jshard.layers.sharding import composed
+from jshard.layers.accumulation import accumulated
+from jshard.layers.sharding import composed, objective_of
 from jshard.training.data import Placement, padded
 from jshard.training.loss import correct
 from jshard.training.prefetch import read_ahead
@@ -40,15 +41,16 @@ class Step:
         loss: Callable[[jax.Array, jax.Array], jax.Array],
         *,
         apart: bool = False,
+        accumulate: int = 1,
     ):
         compiled: Any = (lambda f, **how: f) if apart else jax.jit
         graph, self.state = nnx.split((model, optimizer))
         where = jax.tree.map(lambda array: array.sharding, self.state)
-        objective, hits = composed(model, loss), composed(model, correct)
+        differentiated, hits = gradients_of(model, loss, accumulate), composed(model, correct)
 
         def train(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
-            value, gradients = nnx.value_and_grad(objective)(model, x, y)
+            value, gradients = differentiated(model, x, y)
             optimizer.update(model, gradients)
             return nnx.state((model, optimizer)), value
 
@@ -72,19 +74,31 @@ class Step:
         nnx.update((model, optimizer), self.state)
 
 
-def step_with_gradients(loss: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Named]:
+def gradients_of(model: Any, loss: Callable[..., jax.Array], accumulate: int) -> Callable[..., Any]:
+    """Return what gives the loss of a batch and its gradients, by microbatches where the batch is laid out in them."""
+    return nnx.value_and_grad(composed(model, loss)) if accumulate == 1 else accumulated(objective_of(loss))
+
+
+def step_with_gradients(loss: Callable[[jax.Array, jax.Array], jax.Array], accumulate: int = 1) -> Callable[..., Named]:
     """Make a training step as `verify` compares it: it returns the loss and the gradients of the parameters and of inputs that
     are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
 
     def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
+        if accumulate > 1:
+            value, gradients = gradients_of(model, loss, accumulate)(model, x, y)
+            optimizer.update(model, gradients)
+            return _named(value, named_leaves("model", gradients))
         smooth = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
         of = [nnx.DiffState(0, optimizer.wrt), *([1] if smooth else [])]
         value, (gradients, *of_x) = nnx.value_and_grad(composed(model, loss), argnums=of)(model, x, y)
         optimizer.update(model, gradients)
-        leaves = {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})}
-        return Named({"loss": value, **{f"gradient of {name}": leaf for name, leaf in leaves.items()}})
+        return _named(value, {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})})
 
     return train
+
+
+def _named(value: jax.Array, gradients: Mapping[str, Any]) -> Named:
+    return Named({"loss": value, **{f"gradient of {name}": leaf for name, leaf in gradients.items()}})
 
 
 def _read_by_all(where: Any) -> NamedSharding | None:

@@ -136,6 +136,7 @@ def say_result(accuracy: float | None) -> None:
 FORMS: Mapping[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
     "perplexity": "perplexity {:,.4g}".format,
+    "learning_rate": "learning rate {:.3g}".format,
     "examples_per_second": "{:,.0f} examples/s".format,
     "tokens_per_second": "{:,.0f} tokens/s".format,
     "share_of_peak": "{:.1%} of peak".format,

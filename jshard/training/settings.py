@@ -19,6 +19,7 @@ from jshard.signals.value_types import Table
 
 DEFAULTS: Mapping[str, Any] = {
     "batch": 64,
+    "accumulate": 1,
     "steps": 1000,
     "seed": 0,
     "optimizer": "adamw",
@@ -106,15 +107,23 @@ class Settings:
         """Raise an error when a batch can't be split evenly; in as many ways as the configuration says, unless they are
         known."""
         batch, over = self["batch"], rows_over(self.configuration.signals)
+        parts = self["accumulate"]
+        if batch % parts:
+            below, above = batch // parts * parts, -(-batch // parts) * parts
+            raise JShardError(
+                f"jshard.train.accumulate ({self.place('accumulate')}) takes {batch} rows in {parts} microbatches",
+                hint=f"use batch={above}" if below == 0 else f"use batch={below} or batch={above}",
+            )
         if ways is None:
             mesh = self.configuration.mesh
             sizes = dict(zip(mesh.names, mesh.sizes, strict=True)) if mesh is not None else {}
             ways = math.prod(sizes[name] for name in over)
-        if ways > 1 and batch % ways:
-            below, above = batch // ways * ways, -(-batch // ways) * ways
+        if ways > 1 and batch % (ways * parts):
+            below, above = batch // (ways * parts) * ways * parts, -(-batch // (ways * parts)) * ways * parts
             names = " x ".join(f'"{name}"' for name in over)
+            taken = f"{batch} rows" if parts == 1 else f"the {batch // parts} rows of each of {parts} microbatches"
             raise JShardError(
-                f"jshard.train.batch ({self.place('batch')}) splits {batch} rows over mesh axis {names} of size {ways}",
+                f"jshard.train.batch ({self.place('batch')}) splits {taken} over mesh axis {names} of size {ways}",
                 hint=f"use {above}" if below == 0 else f"use {below} or {above}",
             )
 
@@ -130,8 +139,7 @@ class Settings:
             raise JShardError.of(faults)
         tables = {key: self.table(key) for key in ("model", "data", "loss", "optimizer") if self[key] is not None}
         named = {key: table for key, table in tables.items() if key == "optimizer" or "path" in table}
-        paths = {key: table.get("path") or f"optax:{table['name']}" for key, table in named.items()}
-        return [key for key, path in paths.items() if not is_written(path)]
+        return [key for key, table in named.items() if not is_written(_path(table))]
 
     def require(self, key: str) -> None:
         if self[key] is None:
@@ -140,6 +148,12 @@ class Settings:
                 f"{self.configuration.source} names no {key} to train",
                 hint=f"write {key}: {example} under jshard.train",
             )
+
+
+def _path(table: Mapping[str, Any]) -> str:
+    """Return the import path that a table names; that of nothing for a chain, which only optax can tell the faults of."""
+    named = "name" in table and not {"clip", "schedule", "decay"} & set(table)
+    return table.get("path") or (f"optax:{table['name']}" if named else ":")
 
 
 def rows_over(signals: Mapping[str, Signal]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from jshard.training.on_demand_trace import TraceRequest
 from jshard.training.preemption import Notice, Preempted
 from jshard.training.progress import Bar, Rate, figures_in_words, in_words, silent
 from jshard.training.run_events import RESTART, Course, run_events
-from jshard.training.settings import LEARNING_RATE, LOG
+from jshard.training.settings import LOG
 from jshard.training.sources import own_position
 
 
@@ -167,9 +167,10 @@ class _Training:
     def _without_number(self, fault: NotANumber) -> JShardError:
         """Make the error of a NaN. All processes come here, for the same step."""
         experiment, fault_words = self.experiment, str(fault)
-        rate = experiment.settings.table("optimizer").get("learning_rate", LEARNING_RATE)
-        less = f"optimizer.learning_rate={rate / 10:g}"
-        attempt, resume = f"try {less}", f"type: jshard resume {{run}} {less}"
+        chain = experiment.chain
+        less = f"{chain.key}={chain.peak / 10:g}" if chain.peak is not None else ""
+        attempt = f"try {less}" if less else "lower the learning rate"
+        resume = f"type: jshard resume {{run}} {less}" if less else f"{attempt}, then type: jshard resume {{run}}"
         whose = [suspect(experiment.data, position, experiment.placement.rows) for position in fault.read]
         if any(whose):
             fault_words += f", and so are {whose[0]}"

@@ -545,9 +545,13 @@ IN_A_FILE = {
         MESH + "  train: {optimizer: 3}\n",
         "jshard.train.optimizer (FILE:3) is 3, which is not a name; write optimizer: adamw",
     ),
-    "optimizer no name": (
-        MESH + "  train: {optimizer: {learning_rate: 1e-3}}\n",
-        "jshard.train.optimizer (FILE:3) has no name; write name: adamw",
+    "optimizer clip": (
+        MESH + "  train: {optimizer: {name: adamw, clip: 0}}\n",
+        "jshard.train.optimizer.clip (FILE:3) is 0, which is not a number above 0; write clip: 1.0",
+    ),
+    "optimizer decay": (
+        MESH + "  train: {optimizer: {adamw: {}, decay: {mtch: a}}}\n",
+        'jshard.train.optimizer.decay (FILE:3) has an unknown key "mtch"; did you mean "match"?',
     ),
     "evaluation zero": (
         MESH + "  train: {evaluation: 0}\n",
@@ -894,7 +898,7 @@ ON_THE_COMMAND_LINE = {
         '"laier1.row=data" (the command line) names no signal and no key of jshard.train; did you mean "layer1"?'
     ],
     "zzz=1": [
-        '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, batch, steps, '
+        '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, batch, accumulate, steps, '
         "seed, optimizer, evaluation, output, log, checkpoint, watchdog or a signal"
     ],
     "mesh.data=4": [
@@ -959,7 +963,7 @@ ON_THE_COMMAND_LINE = {
         'signal "layer1" (the command line) has an unknown key "include"; write it under "jshard:"'
     ],
     "jshard.train.include=base.yaml": [
-        'jshard.train (the command line) has an unknown key "include"; write model, data, loss, batch, steps, seed, '
+        'jshard.train (the command line) has an unknown key "include"; write model, data, loss, batch, accumulate, steps, seed, '
         "optimizer, evaluation, output, log, checkpoint or watchdog"
     ],
     "jshard.mesh.dta.x=1": [

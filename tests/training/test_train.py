@@ -24,7 +24,8 @@ from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.signals import active_config as current
 from jshard.signals.config import load_configuration
-from jshard.training.components import check_arguments, optimizers
+from jshard.training.chain import optimizers
+from jshard.training.components import check_arguments
 from jshard.training.data import Examples, Placement, examples, padded, settle
 from jshard.training.experiment import Experiment
 from jshard.training.loop import IN_FLIGHT, Step, run

@@ -26,6 +26,7 @@ from jshard.layouts.paths import words_of
 from jshard.provenance import Cause
 from jshard.signals import active_config as current
 from jshard.signals.config import Configuration
+from jshard.signals.describe import component_words
 
 
 @runtime_checkable
@@ -50,9 +51,9 @@ def facts_of_experiment(experiment: Experiment, plan: Any = None) -> Facts:
     batch = experiment.first_batch()
     laid = _at_rest([((), experiment.model)], [experiment.optimizer])
     laid += [_laid(BATCH, ("batch", name), array, ()) for name, array in zip("xy", batch, strict=False)]
-    named = [_component(train.get(key)) for key in ("model", "optimizer")]
+    named = [component_words(train[key]) for key in ("model", "optimizer") if key in train]
     batch_words = [f"batch {train['batch']}"] if "batch" in train else []
-    about = (*filter(None, named), *batch_words)
+    about = (*named, *batch_words)
     traced = Traced(objective, (experiment.model, *batch), {})
     return _facts(present.source, about, laid, traced, experiment.explain(), plan)
 
@@ -86,12 +87,6 @@ def _facts(
     places = [] if present is None else present.train_places.values()
     settings = frozenset(Place(place.source, place.line) for place in places)
     return Facts(title, about, mesh, arrays, ledger, () if present is None else _texts(present), settings, plan)
-
-
-def _component(component: Any) -> str:
-    if isinstance(component, dict):
-        return str(component.get("path") or component.get("name") or "")
-    return "" if component is None else str(component)
 
 
 # -- arrays --

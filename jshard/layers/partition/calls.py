@@ -166,8 +166,9 @@ def _one_of(part: Part, x: Array) -> Part:
     """One of those that a scan goes along: a layer of stacked parameters is a parameter."""
     rest = None if part.rest is None else part.rest[1:]
     return Part(
-        part.shape[1:], part.axes[1:], x, rest=rest, signal=part.signal, parameter=part.parameter, of=part.of[1:]
-    )
+        part.shape[1:], part.axes[1:], x, rest=rest, signal=part.signal, parameter=part.parameter, of=part.of[1:],
+        asked=part.asked,
+    )  # fmt: skip
 
 
 def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:

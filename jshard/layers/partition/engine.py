@@ -120,9 +120,10 @@ class Partition:
         name = eqn.primitive.name
         if part.is_undecided:
             return self._still_undecided(eqn, part, found)
-        if part.rest is not None and name in CASTS:
+        is_followed = part.rest is not None or part.asked is not None
+        if is_followed and part.make is None and name in CASTS:
             return [part.at_rest(self.bind(eqn, [part.x])[0], part.shape, range(len(part.shape)))]
-        if name in CASTS or part.signal is None or (part.rest is None and name in ("reshape", "expand_dims")):
+        if name in CASTS or part.signal is None or (not is_followed and name in ("reshape", "expand_dims")):
             return None
         return self.later(eqn, [part], found)
 

@@ -68,6 +68,7 @@ class Part:
     cache: dict[Any, Array] = dataclasses.field(default_factory=dict)
     gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # of a stored parameter
     within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
+    asked: set[Names] | None = None  # of a parameter that is followed: the mesh axes that each use makes it vary over
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self
@@ -89,6 +90,8 @@ class Part:
         """Return this device's part when split by `axes`, varying over `names` too. What two uses need alike is made once, and
         its gradient summed once."""
         names = names | names_of(axes)
+        if self.asked is not None:  # a use that takes its slice of it leaves it equal everywhere
+            self.asked.add(names - (names_of(axes) - names_of(self.axes)))
         key = axes, names
         if key not in self.cache:
             self.cache[key] = self._local(axes, names, moving)
@@ -137,7 +140,16 @@ class Part:
 
         rest = None if self.rest is None else ordered(self.rest)
         of = tuple(None if at is None else self.of[at] for at in order) if self.of else ()
-        return Part(shape, ordered(self.axes), x, rest=rest, signal=self.signal, parameter=self.parameter, of=of)
+        return Part(
+            shape,
+            ordered(self.axes),
+            x,
+            rest=rest,
+            signal=self.signal,
+            parameter=self.parameter,
+            of=of,
+            asked=self.asked,
+        )
 
 
 def _step(x: Any, step: Move, names: Names) -> Array:

@@ -88,7 +88,7 @@ class Program:
         run, found = Partition(self.mesh, RULES), list[Axes]()
 
         def second(*xs: Any) -> Any:
-            found[:] = [run.force(part).axes for part in run.run(self.jaxpr, self._parts(xs))]
+            found[:] = [run.force(part).axes for part in run.run(self.jaxpr, self.parts(xs))]
             return jnp.zeros(())
 
         self._traced(second, self.in_axes)
@@ -103,7 +103,8 @@ class Program:
         specs = tuple(each.spec for each in placed)
         jax.eval_shape(jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()), *given)
 
-    def _parts(self, xs: Sequence[Any]) -> list[Part]:
+    def parts(self, xs: Sequence[Any]) -> list[Part]:
+        """What each device holds of arrays that lie as `in_axes` say."""
         signals = [None if each.claim is None else each.claim.signal for each in self.inputs]
         each = zip(self.types, self.use, self.rest, xs, signals, strict=True)
         return [Part(t.shape, use, x, rest=None if rest == use else rest, signal=by) for t, use, rest, x, by in each]
@@ -118,7 +119,7 @@ class Program:
 
         def body(*xs: Any) -> list[Any]:
             run = Partition(self.mesh, RULES)
-            results = run.run(self.jaxpr, self._parts(xs))
+            results = run.run(self.jaxpr, self.parts(xs))
             return [run.place(part, axes).x for part, axes in zip(results, self.out_axes, strict=True)]
 
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)

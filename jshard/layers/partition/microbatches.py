@@ -1,0 +1,111 @@
+"""The value and gradients of a program over several microbatches: what its parameters vary over is marked before the loop over
+them, so that gradients are added up on each device, and summed over devices once behind it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from jshard.layers.partition.engine import Partition
+from jshard.layers.partition.part import Names, names_of, vary
+from jshard.layers.partition.program import RULES, Program
+from jshard.layouts.layout import Layout
+from jshard.provenance import scope
+
+
+class Microbatches:
+    """`run(xs)` of the inputs of a program that returns a loss and what it leaves in its variables. Those numbered `batch` have
+    an axis of microbatches before their own; `wanted` are the parameters to differentiate by. It returns the mean of the
+    losses, that of the gradients, which lie as the parameters rest, and the variables behind the last microbatch.
+
+    What a parameter at rest is split over by `store` is gathered for each microbatch, and its gradient scattered: it is never
+    whole between them."""
+
+    def __init__(self, program: Program, wanted: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
+        self.program, self.wanted, self.variables, self.batch = program, wanted, variables, batch
+
+    @functools.cached_property
+    def marked(self) -> list[Names]:
+        """For each parameter, the mesh axes that all its uses make it vary over: found by a trace of the gradients."""
+        asked: list[set[Names]] = [set() for _ in self.wanted]
+
+        def once(*xs: Any) -> Array:
+            each = {number: x[0] for number, x in enumerate(xs) if number in self.batch}
+            self._gradients([xs[n] for n in self.wanted], [xs[n] for n in self.variables], xs, each, asked)
+            return jnp.zeros(())
+
+        program = self.program
+        placed = [Layout(program.mesh, *axes) for axes in self._in_axes]
+        given = [
+            jax.ShapeDtypeStruct((1, *t.shape) if n in self.batch else t.shape, t.dtype, sharding=p.sharding)
+            for n, (t, p) in enumerate(zip(program.types, placed, strict=True))
+        ]
+        specs = tuple(each.spec for each in placed)
+        jax.eval_shape(jax.shard_map(once, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec()), *given)
+        return [frozenset.intersection(*each) if each else frozenset() for each in asked]
+
+    @property
+    def _in_axes(self) -> list[Any]:
+        return [((), *axes) if number in self.batch else axes for number, axes in enumerate(self.program.in_axes)]
+
+    def run(self, xs: Sequence[Any]) -> tuple[Array, list[Array], list[Array]]:
+        marked, mesh = self.marked, self.program.mesh
+        specs = [Layout(mesh, *axes).spec for axes in self._in_axes]
+        out = PartitionSpec(), [specs[n] for n in self.wanted], [specs[n] for n in self.variables]
+        return jax.shard_map(functools.partial(self._body, marked), mesh=mesh, in_specs=tuple(specs), out_specs=out)(
+            *xs
+        )
+
+    def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
+        parameters = [vary(xs[n], names) for n, names in zip(self.wanted, marked, strict=True)]
+        batch = {number: xs[number] for number in self.batch}
+
+        def turn(carry: Any, each: dict[int, Array]) -> tuple[Any, None]:
+            total, sums, variables = carry
+            value, gradients, variables = self._gradients(parameters, variables, xs, each)
+            return (total + value, list(map(jnp.add, sums, gradients)), variables), None
+
+        zeros = [vary(jnp.zeros_like(x), jax.typeof(x).mat.varying) for x in parameters]
+        start = jnp.zeros((), self.program.jaxpr.outvars[0].aval.dtype), zeros, [xs[n] for n in self.variables]
+        (total, sums, variables), _ = lax.scan(turn, start, batch)
+        count = next(iter(batch.values())).shape[0]
+        gradients = [self._summed(n, x / count) for n, x in zip(self.wanted, sums, strict=True)]
+        return total / count, gradients, variables
+
+    def _gradients(
+        self, parameters: Any, variables: Any, xs: Any, each: dict[int, Array], asked: Any = None
+    ) -> tuple[Array, list[Array], list[Array]]:
+        """The loss of one microbatch and this device's share of its gradients."""
+        known = {**dict(enumerate(xs)), **dict(zip(self.variables, variables, strict=True)), **each}
+
+        def loss(parameters: list[Array]) -> tuple[Array, list[Array]]:
+            run, parts = Partition(self.program.mesh, RULES), self.program.parts([*(known | dict(
+                zip(self.wanted, parameters, strict=True))).values()])  # fmt: skip
+            for number, uses in zip(self.wanted, asked or [set() for _ in self.wanted], strict=True):
+                parts[number].asked = uses
+            value, *state = run.run(self.program.jaxpr, parts)
+            kept = [run.place(part, self.program.in_axes[n]).x for part, n in zip(state, self.variables, strict=True)]
+            return run.place(value, ()).x, kept
+
+        value, back, state = jax.vjp(loss, parameters, has_aux=True)
+        return value, back(jnp.ones_like(value))[0], state
+
+    def _summed(self, number: int, gradient: Array) -> Array:
+        claim, at_rest = self.program.inputs[number].claim, names_of(self.program.in_axes[number])
+        names = tuple(
+            name for name in self.program.mesh.axis_names if name in jax.typeof(gradient).mat.varying - at_rest
+        )
+        if not names:
+            return gradient
+        run = Partition(self.program.mesh, RULES)
+        run.nearest = None if claim is None else claim.signal
+        fields = {} if claim is None else {"claim": claim.signal.name}
+        wide = None if claim is None else claim.signal.dtype.reduce
+        with scope(**fields, phase="backward"):
+            return run.reduce(gradient.astype(wide or gradient.dtype), names, "sum").astype(gradient.dtype)
