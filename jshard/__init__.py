@@ -23,8 +23,15 @@ if TYPE_CHECKING:
     from jshard.kernels import send_recv as send_recv
     from jshard.launch.initialize import init as init
     from jshard.layers import MLP as MLP
+    from jshard.layers import Attention as Attention
+    from jshard.layers import Decoder as Decoder
+    from jshard.layers import Dropout as Dropout
+    from jshard.layers import Embed as Embed
+    from jshard.layers import GatedMLP as GatedMLP
     from jshard.layers import Layer as Layer
+    from jshard.layers import LayerNorm as LayerNorm
     from jshard.layers import Linear as Linear
+    from jshard.layers import RMSNorm as RMSNorm
     from jshard.layers import attend as attend
     from jshard.layers import cross_entropy as cross_entropy
     from jshard.layers import matmul as matmul
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
     from jshard.signals.active_config import unload as unload
     from jshard.signals.scope import signal as signal
     from jshard.training.diff import diff as diff
+    from jshard.training.generation import generate as generate
     from jshard.training.log import log as log
     from jshard.training.optimizer import Optimizer as Optimizer
     from jshard.training.optimizer import optimizer as optimizer
@@ -62,9 +70,16 @@ _ROOMS = {
     "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "send_recv"),
     "jshard.launch.initialize": ("init",),
     "jshard.layers": (
+        "Attention",
+        "Decoder",
+        "Dropout",
+        "Embed",
+        "GatedMLP",
         "Layer",
+        "LayerNorm",
         "Linear",
         "MLP",
+        "RMSNorm",
         "attend",
         "cross_entropy",
         "matmul",
@@ -82,6 +97,7 @@ _ROOMS = {
     "jshard.signals.active_config": ("load", "mesh", "unload"),
     "jshard.signals.scope": ("signal",),
     "jshard.training.diff": ("diff",),
+    "jshard.training.generation": ("generate",),
     "jshard.training.log": ("log",),
     "jshard.training.optimizer": ("Optimizer", "optimizer"),
     "jshard.training.trace": ("trace",),

@@ -1,6 +1,14 @@
 """Floor 3: Flax NNX modules and functions whose collectives are written out."""
 
+from flax.nnx import Dropout as Dropout
+from flax.nnx import Embed as Embed
+from flax.nnx import LayerNorm as LayerNorm
+from flax.nnx import RMSNorm as RMSNorm
+
 from jshard.layers.attending import attend as attend
+from jshard.layers.attention import Attention as Attention
+from jshard.layers.decoder import Decoder as Decoder
+from jshard.layers.gated_mlp import GatedMLP as GatedMLP
 from jshard.layers.gradients import value_and_grad as value_and_grad
 from jshard.layers.layer import Layer as Layer
 from jshard.layers.layer_stack import stack as stack

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax import Array
 
 
 def attend(
     q: Array, k: Array, v: Array, *, causal: bool = True, window: int | None = None, segments: Array | None = None,
-    mask: Array | None = None, scale: float | None = None,
+    mask: Array | None = None, scale: float | None = None, implementation: Any = None,
 ) -> Array:  # fmt: skip
     """Return softmax(q k^T scale) v, of the shape of q.
 
     `q[rows, places, heads, size]`, `k` and `v[rows, places, key heads, size]`: heads are a multiple of key heads, and those
     that share one are neighbours. A query sees the keys at its own place and before (`causal`), of those the last `window`, of
     its own segment only (`segments[rows, places]`, whole numbers), and where `mask[rows or 1, heads or 1, queries, keys]` is
-    true. `scale` is 1 / sqrt(size) unless said. Positions (RoPE) are the caller's, before.
+    true. `scale` is 1 / sqrt(size) unless said. Positions (RoPE) are the caller's, before. `implementation` is that of
+    `jax.nn.dot_product_attention`: "cudnn" asks for NVIDIA's.
     """
     if segments is not None:
         same = (segments[:, :, None] == segments[:, None, :])[:, None]
         mask = same if mask is None else mask & same
     near = None if window is None else (window - 1, 0 if causal else window - 1)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, scale=scale, local_window_size=near)
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=causal, scale=scale, local_window_size=near, implementation=implementation
+    )

@@ -1,0 +1,84 @@
+"""`jshard.Attention`: grouped queries with rotary positions, for training on packed rows and for decoding from a cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jshard.layers.attending import attend
+from jshard.layers.rope import Rope
+
+
+class Attention(nnx.Module):
+    """Multi-head attention of `x[B, T, width]`, `heads` queries to `kv_heads` keys and values.
+
+    Parameters: `q/kernel` (width, heads, head_dim), `k/kernel` and `v/kernel` (width, kv_heads, head_dim), `o/kernel` (heads,
+    head_dim, width), and with `qk_norm` `q_norm/scale` and `k_norm/scale`. `column: tensor` of q, k and v with
+    `reduction: tensor` of o splits the heads and costs one all-reduce forward and one backward.
+
+    `window`, `causal` and `implementation` are those of `jshard.attend`. After `init_cache` a call keeps keys and values:
+    without positions it begins anew at 0, else each row goes on at its own.
+    """
+
+    def __init__(
+        self, width: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None, qk_norm: bool = False,
+        norm_eps: float = 1e-6, rope: Rope | Mapping[str, Any] | None = None, window: int | None = None, causal: bool = True,
+        use_bias: bool = False, dtype: Any = None, param_dtype: Any = jnp.float32,
+        implementation: str | None = None, rngs: nnx.Rngs,
+    ):  # fmt: skip
+        size, kv_heads = head_dim or width // heads, kv_heads or heads
+        linear = functools.partial(
+            nnx.LinearGeneral, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        norm = functools.partial(nnx.RMSNorm, size, epsilon=norm_eps, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.q = linear(width, (heads, size))
+        self.k, self.v = linear(width, (kv_heads, size)), linear(width, (kv_heads, size))
+        self.o = linear((heads, size), width, axis=(-2, -1))
+        self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
+        self.rope, self.window, self.causal, self.implementation = Rope.of(rope), window, causal, implementation
+        self.cached_key: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[jax.Array] | None = nnx.data(None)
+
+    def init_cache(self, batch: int, length: int) -> None:
+        """Make room for the keys and values of `length` tokens in each row; of layers that are stacked, for each of them."""
+        *stacked, _, heads, size = self.k.kernel.shape
+        zeros = jnp.zeros((*stacked, batch, length, heads, size), self.k.dtype or self.k.param_dtype)
+        self.cached_key, self.cached_value = nnx.Cache(zeros), nnx.Cache(zeros)
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
+    ) -> jax.Array:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            at = jnp.arange(x.shape[1])[None] if positions is None else positions
+            q, k = self.rope.rotate(q, at), self.rope.rotate(k, at)
+        if self.cached_key is not None and self.cached_value is not None:
+            for cache, new in ((self.cached_key, k), (self.cached_value, v)):
+                cache.set_value(_written(cache.get_value(), new.astype(cache.get_value().dtype), positions))
+            if positions is not None:
+                return self.o(self._from_cache(q, positions))
+        how = {"causal": self.causal, "window": self.window, "implementation": self.implementation}
+        return self.o(attend(q, k, v, segments=segments, **how))
+
+    def _from_cache(self, q: jax.Array, positions: jax.Array) -> jax.Array:
+        assert self.cached_key is not None and self.cached_value is not None
+        k, v = self.cached_key.get_value(), self.cached_value.get_value()
+        slots, at = jnp.arange(k.shape[1]), positions[:, None, :, None]
+        seen = slots <= at
+        if self.window is not None:
+            seen &= slots > at - self.window
+        return attend(q, k, v, causal=False, mask=seen)
+
+
+def _written(cache: jax.Array, new: jax.Array, positions: jax.Array | None) -> jax.Array:
+    """Write the keys or values of new tokens to the slots of their positions."""
+    if positions is None:
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, 0, axis=1)
+    return jax.vmap(lambda row, new, at: row.at[at].set(new))(cache, new, positions)

@@ -1,0 +1,129 @@
+"""`jshard.Decoder`: a language model of the Llama 3 and Qwen3 shapes, from a short config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jshard.errors import JShardError
+from jshard.layers.attention import Attention
+from jshard.layers.gated_mlp import GatedMLP
+from jshard.layers.layer_stack import stack
+from jshard.layers.rope import Rope, fields_of
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """The sizes of a decoder. `dtype` is what it computes in, `param_dtype` what parameters are kept in."""
+
+    vocabulary: int
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    kv_heads: int | None = None  # as many as heads
+    head_dim: int | None = None  # width / heads
+    norm_eps: float = 1e-6
+    rope: Rope | Mapping[str, Any] = Rope()
+    qk_norm: bool = False
+    tied: bool = False  # the head is the embedding's table
+    window: int | None = None
+    dropout: float = 0.0
+    experts: int | None = None
+    implementation: str | None = None  # of jax.nn.dot_product_attention
+    dtype: str | None = None
+    param_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rope", Rope.of(self.rope))
+        if self.experts is not None:
+            raise JShardError(
+                f"a jshard.Decoder has {self.experts} experts, which jshard has no layer for yet", hint="remove experts"
+            )
+        if self.head_dim is None and self.width % self.heads:
+            raise JShardError(
+                f"a jshard.Decoder divides width {self.width} among {self.heads} heads",
+                hint=f"use width {self.width // self.heads * self.heads}, or write head_dim: 128",
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise JShardError(
+                f"a jshard.Decoder has {self.heads} heads and {self.kv_heads} kv_heads, which don't divide them",
+                hint=f"use kv_heads: {next(n for n in range(self.kv_heads or 1, 0, -1) if self.heads % n == 0)}",
+            )
+
+    @classmethod
+    def of(cls, given: DecoderConfig | Mapping[str, Any] | None, sizes: Mapping[str, Any]) -> DecoderConfig:
+        if isinstance(given, DecoderConfig):
+            return dataclasses.replace(given, **sizes)
+        return cls(**fields_of(cls, {**(given or {}), **sizes}, "a jshard.Decoder"))
+
+
+class Block(nnx.Module):
+    """`x + attn(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        c, dtypes = config, _dtypes(config)
+        self.attn_norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, rngs=rngs, **dtypes)
+        self.attn = Attention(
+            c.width, c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, qk_norm=c.qk_norm, norm_eps=c.norm_eps, rope=c.rope,
+            window=c.window, implementation=c.implementation, rngs=rngs, **dtypes,
+        )  # fmt: skip
+        self.mlp_norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, rngs=rngs, **dtypes)
+        self.mlp = GatedMLP(c.width, c.hidden, rngs=rngs, **dtypes)
+        self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
+    ) -> jax.Array:
+        x = x + self._dropped(self.attn(self.attn_norm(x), positions, segments))
+        return x + self._dropped(self.mlp(self.mlp_norm(x)))
+
+    def _dropped(self, x: jax.Array) -> jax.Array:
+        return x if self.dropout is None else self.dropout(x)
+
+
+class Decoder(nnx.Module):
+    """`tokens int32[B, T]` to logits `float32[B, T, vocabulary]`: an embedding, `depth` equal blocks, a norm and a head.
+
+        model = jshard.Decoder(vocabulary=256, width=64, depth=2, heads=4, hidden=128, rngs=nnx.Rngs(0))
+
+    In place of tokens it takes `{"tokens", "positions", "segments"}`, as packed rows have them. The sizes may stand in a
+    `DecoderConfig` or a mapping; what is said beside it changes it.
+    """
+
+    def __init__(self, config: DecoderConfig | Mapping[str, Any] | None = None, *, rngs: nnx.Rngs, **sizes: Any):
+        self.config = c = DecoderConfig.of(config, sizes)
+        dtypes = _dtypes(c)
+        self.embed = nnx.Embed(c.vocabulary, c.width, rngs=rngs, **dtypes)
+        self.blocks = stack(Block, c.depth, c, rngs=rngs)
+        self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, rngs=rngs, **dtypes)
+        self.head = None if c.tied else nnx.Linear(c.width, c.vocabulary, use_bias=False, rngs=rngs, **dtypes)
+
+    def __call__(self, inputs: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
+        return self.logits(self.hidden(inputs))
+
+    def hidden(self, inputs: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
+        """Compute what the head is given, `[B, T, width]`."""
+        given = inputs if isinstance(inputs, Mapping) else {"tokens": inputs}
+        x = self.blocks(self.embed(given["tokens"]), given.get("positions"), given.get("segments"))
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Compute the logits of what `hidden` returns, or of some of it."""
+        logits = self.embed.attend(hidden) if self.head is None else self.head(hidden)
+        return logits.astype(jnp.float32)
+
+    def init_cache(self, batch: int, length: int) -> None:
+        """Keep the keys and values of up to `length` tokens from now on: a call with tokens alone begins anew."""
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, Attention):
+                module.init_cache(batch, length)
+
+
+def _dtypes(config: DecoderConfig) -> dict[str, Any]:
+    return {"dtype": config.dtype and jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}

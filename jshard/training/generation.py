@@ -1,0 +1,167 @@
+"""Tokens from a model, one by one: a compiled program reads the prompts, and another makes each token from a cache of keys and
+values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jshard.errors import JShardError
+from jshard.layers.sharding import shard
+from jshard.layouts.layout import Layout
+from jshard.layouts.redistribution import redistribute
+from jshard.signals.active_config import configuration, mesh
+from jshard.training.data import Placement
+
+ROOM = 64  # prompts and caches are as long as a multiple of it, so that few lengths are compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen: the likeliest at temperature 0; else drawn, of the `top_k` likeliest, and of as few likeliest as
+    have `top_p` of the probability."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        ranges = {"temperature": (0, None), "top_k": (1, None), "top_p": (0, 1)}
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if value is not None and not (least <= value and (most is None or value <= most)):
+                between = f"{least} or more" if most is None else f"a number between {least} and {most}"
+                raise JShardError(f"{name} is {value}", hint=f"use {between}")
+
+    def choose(self, logits: jax.Array, positions: jax.Array, key: jax.Array) -> jax.Array:
+        """Choose the token behind a position in each row of `logits[B, V]`. What a row draws depends on the key, its number and
+        the position, and on no other row."""
+        if self.temperature == 0:
+            return jnp.argmax(logits, -1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if self.top_k is not None or self.top_p is not None:
+            logits = jnp.where(logits < self._least(logits), -jnp.inf, logits)
+
+        def noise(row: jax.Array, position: jax.Array) -> jax.Array:
+            return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, row), position), logits.shape[1:])
+
+        return jnp.argmax(logits + jax.vmap(noise)(jnp.arange(len(logits)), positions), -1).astype(jnp.int32)
+
+    def _least(self, logits: jax.Array) -> jax.Array:
+        """The logit of the least likely token of each row that may be drawn."""
+        falling = -jnp.sort(-logits, -1)[:, : self.top_k]
+        if self.top_p is None:
+            return falling[:, -1:]
+        chances = jax.nn.softmax(falling, -1)
+        before = jnp.cumsum(chances, -1) - chances
+        return jnp.where((before < self.top_p) | (before == 0), falling, jnp.inf).min(-1, keepdims=True)
+
+
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], *, tokens: int = 100, temperature: float = 0.0, top_k: int | None = None,
+    top_p: float | None = None, stop: Sequence[int] = (), seed: int = 0,
+) -> Iterator[list[int | None]]:  # fmt: skip
+    """Go on from prompts, given as tokens: yield the next token of each, up to `tokens` times; None behind one of `stop`.
+
+        for next in jshard.generate(model, [tokenizer.encode("Once")], temperature=0.8, top_k=40): ...
+
+    `model` is a `jshard.Decoder`, or has its `init_cache`, `hidden` and `logits`. Parameters stay where they rest; keys and
+    values are split as the model splits what it writes there. What is drawn is the same on every mesh.
+    """
+    if missing := [name for name in ("init_cache", "hidden", "logits") if not hasattr(model, name)]:
+        raise JShardError(
+            f"a {type(model).__name__} has no {missing[0]}, by which tokens are generated",
+            hint="give it a jshard.Decoder",
+        )
+    if empty := [number for number, prompt in enumerate(prompts) if not prompt]:
+        raise JShardError(f"prompt {empty[0]} is empty", hint="begin with a token at least")
+    writer = Writer(model, prompts, tokens, Sampling(temperature, top_k, top_p), seed)
+    going = [True] * len(prompts)
+    for made in writer:
+        found = [int(token) if on else None for token, on in zip(made, going, strict=False)]
+        going = [on and token not in stop for on, token in zip(going, found, strict=True)]
+        yield found
+        if not any(going):
+            return
+
+
+class Writer:
+    """Prompts that a model goes on from, at most `tokens` times: iterate for the next token of each row."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling, seed: int):
+        model = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
+        self.graph, self.state = nnx.split(model)
+        self.count, self.tokens, self.sampling, self.key = len(prompts), tokens, sampling, jax.random.key(seed)
+        longest = max(map(len, prompts))
+        rows = -(-len(prompts) // _placement().ways) * _placement().ways  # what no prompt fills is thrown away
+        self.prompts = np.zeros((rows, -(-longest // ROOM) * ROOM), np.int32)
+        self.lengths = np.array([*map(len, prompts), *[1] * (rows - len(prompts))], np.int32)
+        for row, prompt in zip(self.prompts, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        self.room = -(-(longest + tokens) // ROOM) * ROOM
+
+    def prefill(self) -> tuple[jax.Array, Any]:
+        """Read the prompts, and return the next token of each, and the cache."""
+        return _prefill(self.graph, self.room, self.sampling, self.state, self.prompts, self.lengths, self.key)
+
+    def decode(self, number: int, token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """Return the token behind number `number`, and the cache, in the place of the one given."""
+        return _decode(self.graph, self.sampling, self.state, cache, token, self.lengths + np.int32(number), self.key)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        token, cache = self.prefill()
+        for number in range(self.tokens):
+            made = token
+            if number + 1 < self.tokens:  # the devices go on while this one is read
+                token, cache = self.decode(number, made, cache)
+            yield np.asarray(made)[: self.count]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _prefill(graph: Any, room: int, sampling: Sampling, state: Any, prompts: Any, lengths: Any, key: Any) -> Any:
+    model = nnx.merge(graph, state)
+    model.init_cache(len(prompts), room)
+    logits = _behind(model, prompts, lengths)
+    return _chosen(sampling, logits, lengths - 1, key), jax.tree.leaves(nnx.state(model, nnx.Cache))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _decode(graph: Any, sampling: Sampling, state: Any, cache: Any, token: Any, positions: Any, key: Any) -> Any:
+    model = nnx.merge(graph, state)
+    model.init_cache(len(token), cache[0].shape[-3])
+    nnx.update(model, jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Cache)), cache))
+    logits = _next(model, {"tokens": token[:, None], "positions": positions[:, None]})
+    return _chosen(sampling, logits, positions, key), jax.tree.leaves(nnx.state(model, nnx.Cache))
+
+
+@shard
+def _behind(model: Any, prompts: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Compute the logits behind the last token of each prompt."""
+    is_last = jnp.arange(prompts.shape[1]) == lengths[:, None] - 1
+    return model.logits(jnp.where(is_last[..., None], model.hidden(prompts), 0).sum(1))
+
+
+@shard
+def _next(model: Any, token: Any) -> jax.Array:
+    return model.logits(model.hidden(token)[:, 0])
+
+
+def _chosen(sampling: Sampling, logits: jax.Array, positions: jax.Array, key: jax.Array) -> jax.Array:
+    """Choose the tokens behind these positions; every device has all of them then, to be read and to be looked up."""
+    placement = _placement()
+    if placement.mesh is None:
+        return sampling.choose(logits, positions, key)
+    logits = redistribute(logits, Layout(placement.mesh, placement.mesh_axes, ()))
+    return redistribute(sampling.choose(logits, positions, key), Layout(placement.mesh, ()))
+
+
+def _placement() -> Placement:
+    present = configuration()
+    return Placement(None, {}) if present is None or present.mesh is None else Placement(mesh(), present.signals)

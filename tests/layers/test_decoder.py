@@ -1,0 +1,182 @@
+"""`jshard.Decoder`: one device's numbers under every plan, at the cost that its formula says; sizes of public model cards."""
+
+from __future__ import annotations
+
+import collections
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from other_models import MODELS, TINY, is_installed, tunix_batch
+
+import jshard
+from jshard.errors import JShardError
+from jshard.layers.abstract import abstract
+from jshard.signals.config import load_configuration
+
+FOLDER = Path(__file__).parents[2] / "configs" / "decoder"
+SIZES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "placement")
+SMALL = {
+    "vocabulary": 64, "width": 32, "depth": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 64, "qk_norm": True,
+    "rope": {"theta": 10_000.0},
+}  # fmt: skip
+ROWS, LENGTH = 8, 8
+ACTIVATIONS = ROWS * LENGTH * SMALL["width"] * 4  # bytes of B x T x D
+HEAD = {"head": {"extends": "_split", "column": "tensor", "match": ["head/**"]}}
+PLANS = {
+    "data": ("jshard.mesh={data: 8, tensor: 1}", "_split={row: data}", "rest={row: data, match: ['**']}"),
+    "fsdp": ("jshard.mesh={data: 8, tensor: 1}",),
+    "tensor": ("_split={row: data}", "rest={row: data, match: ['**']}"),
+    "tensor and sequence": ("_split={row: data, sequence: tensor}", "rest={row: data, match: ['**']}"),
+    "tensor and fsdp": (),
+}
+
+
+def load(plan, *more):
+    """`configs/decoder/placement.yaml`, as a user changes it."""
+    jshard.load({"jshard": {"include": str(FOLDER / "placement.yaml")}, **HEAD}, [*PLANS[plan], *more])
+
+
+def cross_entropy(model, tokens, targets):
+    logs = jax.nn.log_softmax(model(tokens))
+    return -jnp.take_along_axis(logs, targets[..., None], -1).mean()
+
+
+def decoder(**more):
+    return jshard.Decoder({**SMALL, **more}, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    batch = np.random.default_rng(0).integers(0, SMALL["vocabulary"], (2, ROWS, LENGTH)).astype(np.int32)
+    jshard.unload()
+    model = decoder()
+    loss, gradients = nnx.jit(nnx.value_and_grad(cross_entropy))(model, *batch)
+    return batch, model(batch[0]), loss, jax.device_get(gradients)
+
+
+def by_path(model):
+    return {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_decoder_equals_one_device_under_every_plan(alone, plan):
+    batch, logits, loss, gradients = alone
+    load(plan)
+    model, sharded = jshard.shard(decoder(), batch[0]), jshard.shard(cross_entropy)
+    np.testing.assert_allclose(model(batch[0]), logits, rtol=1e-4, atol=1e-5)
+    got, found = nnx.jit(nnx.value_and_grad(sharded))(model, *batch)
+    np.testing.assert_allclose(got, loss, rtol=1e-6)
+    placed = by_path(model)
+    for path, gradient in by_path(found).items():
+        wanted = by_path(gradients)[path]
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max(), err_msg=path)
+        assert gradient.sharding == placed[path].sharding, path
+    kernel = placed["blocks/attn/q/kernel"]
+    stored = {"fsdp": 8, "tensor and fsdp": 2}.get(plan, 1)
+    part = (SMALL["width"] // stored, SMALL["heads"] // (4 if "tensor" in plan else 1), SMALL["head_dim"])
+    assert kernel.addressable_shards[0].data.shape == (SMALL["depth"], *part)
+
+
+# For two layers of tensor parallel, all-reduces of B x T x D: behind the lookup, the attention and the MLP of each layer, and
+# as many backward, of what the head, each attention and each MLP are given. With `sequence` each is a scatter and a gather.
+TEN = {("all_reduce", "forward"): 5, ("all_reduce", "backward"): 5}
+FORMULA = {
+    "data": {}, "fsdp": {}, "tensor": TEN, "tensor and fsdp": TEN,
+    "tensor and sequence": {(op, phase): 5 for op in ("all_gather", "reduce_scatter") for phase in ("forward", "backward")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_decoder_asks_for_what_the_formula_says(alone, plan):
+    batch = alone[0]
+    load(plan)
+    model, sharded = jshard.shard(decoder(), batch[0]), jshard.shard(cross_entropy)
+    counts = collections.Counter()
+    for line in jshard.explain(lambda *args: nnx.value_and_grad(sharded)(*args), model, *batch):
+        assert line.signal != "-", line
+        assert "redistribute" not in line.via, line
+        if line.mesh_axes == ("tensor",) and line.payload == ACTIVATIONS // 2:  # rows are over two
+            counts[line.collective, line.phase] += line.count
+    assert counts == FORMULA[plan]
+
+
+def test_packed_rows_and_a_tied_head_equal_one_device(alone):
+    tokens = alone[0][0]
+    inputs = {
+        "tokens": tokens,
+        "positions": np.repeat([[0, 1, 2, 3, 4, 0, 1, 2]], ROWS, 0).astype(np.int32),
+        "segments": np.repeat([[1, 1, 1, 1, 1, 2, 2, 2]], ROWS, 0).astype(np.int32),
+    }
+    jshard.unload()
+    wanted = decoder(tied=True)(inputs)
+    np.testing.assert_allclose(wanted[:, 5:], decoder(tied=True)(tokens[:, 5:]), rtol=1e-4, atol=1e-5)
+    jshard.load({"jshard": {"include": str(FOLDER / "placement.yaml")}})
+    model = jshard.shard(decoder(tied=True), inputs)
+    np.testing.assert_allclose(model(inputs), wanted, rtol=1e-4, atol=1e-5)
+    assert "head/kernel" not in by_path(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_logits_are_those_of_another_qwen3_on_the_same_weights(extra):
+    """google-tunix's; it turns its heads by the base of Qwen3, whatever its config says."""
+    if not is_installed("tunix"):
+        extra("tunix")
+    jshard.unload()
+    theirs = MODELS["qwen3"].build()
+    ours = decoder(rope={"theta": 1_000_000})
+    paths = {
+        r"embedder/input_embedding": "embed/embedding", r"lm_head/w": "head/kernel", r"final_norm/w": "norm/scale",
+        r"layers/(\d+)/attn/([qkvo])_proj/w": r"blocks/\1/attn/\2/kernel",
+        r"layers/(\d+)/attn/([qk])_norm/w": r"blocks/\1/attn/\2_norm/scale",
+        r"layers/(\d+)/mlp/(\w+)_proj/kernel": r"blocks/\1/mlp/\2/kernel",
+        r"layers/(\d+)/input_layernorm/w": r"blocks/\1/attn_norm/scale",
+        r"layers/(\d+)/post_attention_layernorm/w": r"blocks/\1/mlp_norm/scale",
+    }  # fmt: skip
+    given = {}
+    for path, leaf in by_path(theirs).items():
+        (found,) = (re.sub(here, there, path) for here, there in paths.items() if re.fullmatch(here, path))
+        given[found] = leaf
+    for path, variable in nnx.to_flat_state(nnx.state(ours, nnx.Param)):
+        name = "/".join(path)
+        each = [given.pop(name.replace("blocks", f"blocks/{layer}")) for layer in range(2)] if "blocks" in path else []
+        variable.set_value(jnp.stack(each) if each else given.pop(name))
+    assert not given
+    tokens, _, positions, mask = tunix_batch(TINY)
+    np.testing.assert_allclose(ours(tokens), theirs(tokens, positions, None, mask)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", SIZES, ids=[path.stem for path in SIZES])
+def test_a_size_has_the_parameters_of_its_model_card(path):
+    found = load_configuration(path)
+    assert found.has_claims
+    card = re.search(r"([\d,]+) parameters", path.read_text())
+    assert card is not None
+    model = dict(found.train["model"])
+    assert model.pop("path") == "jshard:Decoder"
+    jshard.unload()
+    shapes = by_path(abstract(lambda: jshard.Decoder(model, rngs=nnx.Rngs(0))))
+    assert sum(leaf.size for leaf in shapes.values()) == int(card[1].replace(",", ""))
+
+
+@pytest.mark.parametrize(("sizes", "sentence"), [
+    ({"widht": 8}, 'a jshard.Decoder has no "widht"; did you mean "width"?'),
+    ({"kv_heads": 3}, "a jshard.Decoder has 8 heads and 3 kv_heads, which don't divide them; use kv_heads: 2"),
+    ({"head_dim": None, "width": 33},
+     "a jshard.Decoder divides width 33 among 8 heads; use width 32, or write head_dim: 128"),
+    ({"experts": 8}, "a jshard.Decoder has 8 experts, which jshard has no layer for yet; remove experts"),
+], ids=lambda each: next(iter(each)) if isinstance(each, dict) else "")  # fmt: skip
+def test_a_mistake_in_the_sizes_is_told(sizes, sentence):
+    with pytest.raises(JShardError) as error:
+        decoder(**sizes)
+    assert str(error.value) == sentence
+
+
+def test_a_size_that_is_missing_is_told():
+    with pytest.raises(JShardError) as error:
+        jshard.Decoder(vocabulary=8, width=8, depth=1, heads=1, rngs=nnx.Rngs(0))
+    assert str(error.value) == "a jshard.Decoder says no hidden; write hidden: beside what it says"

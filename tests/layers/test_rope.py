@@ -1,0 +1,65 @@
+"""RoPE: the frequencies of each scaling, and what rotations keep."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jshard.errors import JShardError
+from jshard.layers.rope import Rope
+
+SIZE, THETA, CONTEXT, FACTOR = 64, 500_000.0, 8192, 8.0
+PLAIN = Rope(THETA).frequencies(SIZE)
+ROUNDS = CONTEXT * PLAIN / (2 * math.pi)  # of each pair in the original context
+
+
+def test_without_a_scaling_frequencies_fall_from_one_to_the_base():
+    np.testing.assert_allclose(PLAIN, [1 / THETA ** (2 * pair / SIZE) for pair in range(SIZE // 2)])
+
+
+def test_linear_divides_every_frequency():
+    np.testing.assert_allclose(Rope(THETA, "linear", FACTOR).frequencies(SIZE), PLAIN / FACTOR)
+
+
+def test_llama3_keeps_fast_pairs_and_divides_slow_ones():
+    wanted = []
+    for frequency, rounds in zip(PLAIN, ROUNDS, strict=True):
+        smooth = (rounds - 1) / (4 - 1)
+        between = (1 - smooth) * frequency / FACTOR + smooth * frequency
+        wanted.append(frequency if rounds > 4 else frequency / FACTOR if rounds < 1 else between)
+    assert any(1 < each < 4 for each in ROUNDS)
+    np.testing.assert_allclose(Rope(THETA, "llama3", FACTOR).frequencies(SIZE), wanted)
+
+
+def test_yarn_ramps_between_32_rounds_and_1_and_grows_what_it_rotates():
+    rope = Rope(THETA, "yarn", FACTOR, CONTEXT)
+    kept = rope.frequencies(SIZE) / PLAIN
+    first, last = int(np.sum(ROUNDS > 32)) - 1, int(np.sum(ROUNDS >= 1))
+    np.testing.assert_allclose(kept[: first + 1], 1)
+    np.testing.assert_allclose(kept[last:], 1 / FACTOR)
+    steps = np.diff(kept[first : last + 1])
+    np.testing.assert_allclose(steps, steps[0])
+    assert rope.amplitude == 0.1 * math.log(FACTOR) + 1
+    assert Rope(THETA, "yarn", FACTOR, attention_factor=2.0).amplitude == 2.0
+
+
+@pytest.mark.parametrize("rope", [Rope(100.0), Rope(100.0, "yarn", 4.0, 16)], ids=["plain", "yarn"])
+def test_products_of_rotated_heads_depend_on_distance_alone(rope):
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+    at = [[jnp.full((1, 1), each) for each in pair] for pair in ((5, 3), (12, 10), (6, 3))]
+    near, far, other = (float((rope.rotate(q, one) * rope.rotate(k, two)).sum()) for one, two in at)
+    np.testing.assert_allclose(near, far, rtol=1e-5)
+    assert abs(near - other) > 1e-3
+    np.testing.assert_allclose(jnp.square(rope.rotate(q, at[0][0])).sum(), (q**2).sum() * rope.amplitude**2, rtol=1e-5)
+
+
+def test_a_scaling_that_there_is_not_is_told():
+    with pytest.raises(JShardError) as error:
+        Rope.of({"scaling": "llama"})
+    assert str(error.value) == 'rope of a decoder has scaling "llama"; did you mean "llama3"?'
+    with pytest.raises(JShardError) as error:
+        Rope.of({"thetta": 1})
+    assert str(error.value) == 'rope of a decoder has no "thetta"; did you mean "theta"?'
