@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import log, models, plan, processes, step, watchdog, weights
+from benchmarks import decoder, log, models, plan, processes, step, watchdog, weights
 from jshard.signals.active_config import unload
 
 
@@ -27,6 +27,15 @@ def test_quick_benchmark_of_a_step_prints_a_line_for_each_variant(capsys, argume
         "one device",
     ]  # fmt: skip
     assert "16-32-8, batch 32: all variants agree on the losses of three steps" in told
+
+
+@pytest.mark.slow
+def test_quick_benchmark_of_a_decoder_prints_a_line_for_each_variant(capsys):
+    decoder.main(["--quick", "--plan", "tensor + fsdp"])
+    told = capsys.readouterr().out
+    rows = re.findall(r"^(\S.*?)  +[\d.]+ ms +[\d.]+ - [\d.]+ ms +[\d.]+ +[\d.]+ s$", told, re.MULTILINE)
+    assert rows == ["plain Flax", "plain, again", "jshard"]
+    assert "tensor + fsdp {'data': 2, 'tensor': 2}: all variants agree on the losses" in told
 
 
 def test_benchmark_refuses_variants_that_do_not_agree():
