@@ -1,0 +1,116 @@
+"""A decoder that learns text: the same on every mesh, to the bit across restarts, and less each time of what it did not know."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.cli import main
+from jshard.layouts.paths import keys_of
+from jshard.signals import active_config as current
+from jshard.training.experiment import Experiment
+from jshard.training.figures import Figures
+
+FILE = Path(__file__).parents[2] / "configs/lm/english.yaml"
+SMALL = (
+    "model.width=32", "model.depth=2", "model.heads=4", "model.hidden=64", "model.dropout=0.1", "data.length=32",
+    "data.text=english", "batch=8", "steps=4", "optimizer.schedule.warmup_cosine.warmup=1", "log.every=1", "evaluation.every=4", "checkpoint.every=2",
+)  # fmt: skip
+MESHES = {
+    "one device": (),
+    "data": ("jshard.mesh.data=8",),
+    "tensor": ("jshard.mesh.data=2", "jshard.mesh.tensor=4"),
+    "fsdp and sequence": (
+        "jshard.mesh.data=4", "jshard.mesh.tensor=2", "_split.store=data", "_split.sequence=tensor",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory):
+    """A folder with some English in it, where the runs are."""
+    folder = tmp_path_factory.mktemp("lm")
+    (folder / "english").mkdir()
+    for number in range(4):
+        text = "".join(
+            f"{word} {number} is followed by {word} {number + 1}.\n" for word in ("one", "two", "three", "four")
+        )
+        (folder / f"english/{number}.txt").write_text(text * 3)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def there(english, monkeypatch):
+    monkeypatch.chdir(english)
+
+
+def trained(name: str, *overrides: str) -> list[dict[str, float]]:
+    """Train, and read what was written of it."""
+    assert main(["train", str(FILE), *SMALL, *overrides, f"output={name}"]) == 0
+    return written(name)
+
+
+def written(name: str) -> list[dict[str, float]]:
+    lines = map(json.loads, Path(name, "metrics.jsonl").read_text().splitlines())
+    timed = ("examples_per_second", "tokens_per_second", "memory")
+    return [{key: figure for key, figure in line.items() if key not in timed} for line in lines]
+
+
+def parameters(*overrides: str) -> dict[str, np.ndarray]:
+    experiment = Experiment.build(current.load(FILE, [*SMALL, *overrides]), current.mesh())
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(experiment.model, nnx.Param)))
+    return {"/".join(map(str, keys_of(path))): np.asarray(leaf) for path, leaf in leaves}
+
+
+@pytest.fixture(scope="module")
+def alone(english):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(english)
+        return trained("alone"), parameters()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_run_is_that_of_one_device_and_goes_on_to_the_bit(alone, mesh):
+    losses, at_first = alone
+    found = parameters(*MESHES[mesh])
+    assert found.keys() == at_first.keys()
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, at_first[name], err_msg=name)
+    name = mesh.replace(" ", "-")
+    found = trained(name, *MESHES[mesh])
+    for line, expected in zip(found, losses, strict=True):
+        assert line.keys() == expected.keys()
+        np.testing.assert_allclose([*line.values()], [*expected.values()], rtol=1e-5)
+    shutil.rmtree(f"{name}/checkpoints/4")
+    Path(name, "metrics.jsonl").write_text("")
+    assert main(["resume", name]) == 0
+    assert written(name) == found[2:]
+
+
+@pytest.mark.parametrize("mesh", ["one device", "tensor", "fsdp and sequence"])
+def test_flops_of_a_step_are_6_n_t_and_those_of_attention(mesh):
+    experiment = Experiment.build(current.load(FILE, [*SMALL, *MESHES[mesh]]), current.mesh())
+    found = Figures(experiment, experiment.step())
+    layers, width, hidden, vocabulary, length, tokens = 2, 32, 64, 256, 32, 8 * 32
+    kernels = layers * (4 * width**2 + 3 * width * hidden) + width * vocabulary  # not the embedding, which is looked up
+    attention = (
+        12 * layers * width * length * tokens
+    )  # two products of T x T a head, computed whole though half is masked
+    assert sum(found.flops.values()) == (6 * kernels * tokens + attention) / found.devices
+    assert found.devices == (1 if mesh == "one device" else 8)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_dropout_is_the_same_on_every_mesh(mesh):
+    current.load(FILE, MESHES[mesh])
+    x = np.ones((8, 4, 32), np.float32)
+    dropout = jshard.shard(nnx.Dropout(0.5, rngs=nnx.Rngs(3)), x)
+    np.testing.assert_array_equal(dropout(x), nnx.Dropout(0.5, rngs=nnx.Rngs(3))(x))
