@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -127,10 +128,15 @@ def encoder_decoder(
 
 
 def gpt2(size: Size = TINY) -> Model:
-    """Its q, k and v are one kernel, whose three parts no contiguous split keeps: attention is whole."""
+    """Its q, k and v are one kernel."""
     model = of_transformers("gpt2", "GPT2LMHeadModel", vocab_size=size.words, n_positions=size.tokens, n_embd=size.width, n_layer=2,
                             n_head=HEADS, bos_token_id=1, eos_token_id=2)  # fmt: skip
-    return decoder_only(size, model, "transformer/h/*/mlp/c_fc/**", "transformer/h/*/mlp/c_proj/** transformer/wte/**")
+    return decoder_only(
+        size,
+        model,
+        "transformer/h/*/{attn/c_attn,mlp/c_fc}/**",
+        "transformer/h/*/{attn,mlp}/c_proj/** transformer/wte/**",
+    )
 
 
 def llama(size: Size = TINY) -> Model:
@@ -165,17 +171,19 @@ def t5(size: Size = TINY) -> Model:
 
 
 def vit(size: Size = TINY) -> Model:
+    """An odd number of patches, and one place more: ten, or 82."""
+    pixels = 4 * (math.isqrt(size.tokens) | 1)
     model = of_transformers("vit", "ViTForImageClassification", hidden_size=size.width, num_hidden_layers=2,
-                            num_attention_heads=HEADS, intermediate_size=2 * size.width, image_size=12, patch_size=4,
+                            num_attention_heads=HEADS, intermediate_size=2 * size.width, image_size=pixels, patch_size=4,
                             num_labels=8)  # fmt: skip
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
         return cross_entropy(model(batch["x"], params=params, train=True, dropout_rng=key).logits, batch["y"])
 
     return Model(
-        model.params, loss, images(size, 12),
+        model.params, loss, images(size, pixels),
         "vit/encoder/layer/*/attention/attention/** vit/encoder/layer/*/intermediate/**",
-        "vit/encoder/layer/*/{attention/output,output}/dense/**", tensor=2,  # ten places: one more than patches
+        "vit/encoder/layer/*/{attention/output,output}/dense/**", tensor=2,
     )  # fmt: skip
 
 

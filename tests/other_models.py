@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import sys
 import types
 import warnings
@@ -282,7 +283,8 @@ def canvit(size: Size) -> Any:
 
 
 def canvit_batch(size: Size) -> tuple[Any, ...]:
-    return normal(size.rows, 2, 8, 8, 3), normal(size.rows, 2, 2), np.abs(normal(size.rows, 2))
+    pixels = 4 * math.isqrt(size.tokens)
+    return normal(size.rows, 2, pixels, pixels, 3), normal(size.rows, 2, 2), np.abs(normal(size.rows, 2))
 
 
 def canvit_steps(model: Any, glimpses: Any, centers: Any, scales: Any) -> Any:
@@ -326,8 +328,10 @@ def healswin_loss(model: Any, x: Any, y: Any) -> jax.Array:
 
 
 CANVIT = {
-    "heads": column("canvas_reads/*/q_map/**", "canvas_writes/*/{k,v}_map/**", "backbone/blocks/*/mlp/fc1/**"),
-    "sums": reduction("canvas_reads/*/o_map/**", "backbone/blocks/*/mlp/fc2/**"),
+    "heads": column(
+        "canvas_reads/*/q_map/**", "canvas_writes/*/{k,v}_map/**", "backbone/blocks/*/{attn/qkv,mlp/fc1}/**"
+    ),
+    "sums": reduction("canvas_reads/*/o_map/**", "backbone/blocks/*/{attn/proj,mlp/fc2}/**"),
 }
 FEW = {"row": "data", "match": ["**/attn/{logit_scale,rope_freqs}"]}  # four heads rest on eight devices as they are
 HEALSWIN_MLP = {"up": column("**/mlp/fc1/**"), "down": reduction("**/mlp/fc2/**")}

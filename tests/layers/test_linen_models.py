@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-
 import jax
 import numpy as np
 import pytest
@@ -17,8 +15,6 @@ pytestmark = pytest.mark.filterwarnings(
 )  # these models take names that JAX is going to remove
 KEY = jax.random.PRNGKey(0)
 PLANS = ["data", "fsdp", "tensor", "tensor and fsdp", "tensor and sequence"]
-# GPT-2's q, k and v are one kernel, which is whole: under `sequence` attention is split by its queries, and k and v are gathered
-GATHERED = {("gpt2", "tensor and sequence"): {"modeling_flax_gpt2.py": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +61,8 @@ def test_a_model_of_transformers_equals_one_device(extra, alone, name, plan):
         label = "/".join(words_of(path))
         np.testing.assert_allclose(gradient, want, rtol=0, atol=1e-4 * np.abs(want).max() + 1e-7, err_msg=label)
         assert gradient.sharding == parameter.sharding, label
-    gathered = collections.Counter()
     for line in jshard.explain(step, params, model.batch, KEY):
         assert line.signal.split("/")[-1] in model.plans()[plan], line
-        if line.collective == "all_gather" and line.cause.key not in ("store", "sequence"):
-            gathered[line.cause.source.split(":")[0]] += line.count
-    assert gathered == GATHERED.get((name, plan), {})
+        assert line.collective != "all_gather" or line.cause.key in ("store", "sequence"), line
     for got, want in zip(decoded(jshard.shard(model.decode), params, model), logits, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

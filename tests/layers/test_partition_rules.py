@@ -143,6 +143,10 @@ CASES = {
     "scatter-add": (lambda x, at, u: x.at[at].add(u), normal(8, 4), below(8, 8), normal(8, 4)),
     "searched": (lambda x: jnp.searchsorted(jnp.arange(4.0), x), X),
     "slice": (lambda x: (x[:, 1:5], x[:, ::2]), X),
+    "slice, moved along": (lambda x: (x[:, 4:], x[2:, :16:2], x[:, 3:11], x[:, 3:3]), normal(4, 24)),
+    "slice, of one": (lambda x: (x[:, 0], x[:, -1:, 1:3], x[1] > 0, x[:, 1:8:4]), normal(4, 8, 4)),
+    "split in three": (lambda x: [jnp.sin(piece) for piece in jnp.split(x, 3, 1)], normal(4, 24)),
+    "split unevenly": (lambda x: jnp.split(x, [2, 10], 1), normal(4, 24)),
     "some and all": (lambda x: ((x > 0).all(1), (x > 0).any(0)), X),
     "sort": (lambda x: jnp.sort(x, 1), X),
     "split and stack": (lambda x: jnp.stack(jnp.split(x, 2, 1), 1), X),
@@ -256,6 +260,8 @@ REDUCED = {  # operands split like this cost these collectives forward, of so ma
     ("reshape, split", (((), ("data",)),)): [],
     ("put off, joined", ((("data",), ("tensor",)), ((),))): [],
     ("reshape, joined", (((), ("data",)),)): [("all_gather_invariant", 64)],
+    ("slice, of one", (((), ("tensor",), ()),)): [("psum", 64), ("psum", 32), ("psum", 128)],
+    ("split in three", (((), ("tensor",)),)): [("ppermute", 32)] * 2,  # of the six that it has each device keeps two
     ("sort", ((("data",), ()),)): [],
     ("triangle", ((("data",), ("tensor",)),)): [],
     ("convolution", ((("data",), (), (), ()), ((), (), (), ("tensor",)))): [],
@@ -306,6 +312,44 @@ def test_rows_of_positions_are_made_where_they_are_needed(mesh):
     names = [eqn.primitive.name for eqn in equations(traced)]
     assert not [name for name in names if "gather" in name and name != "gather"]
     assert sum("psum" in name for name in names) == 1
+
+
+def started(start, scale, x):
+    """What a recurrent model starts from: alike in each row, normalized before it meets one, and looked at by heads."""
+    state = jnp.broadcast_to(start, x.shape)
+    normal = state * lax.rsqrt(jnp.mean(state * state, -1, keepdims=True) + 1e-6) * scale
+    heads = lambda x: x.reshape(8, 4, 4, 2)
+    return state + x, jnp.einsum("bqhd,bkhd->bhqk", heads(x), heads(normal))
+
+
+def test_a_broadcast_of_parameters_is_split_as_it_will_be_needed(mesh):
+    """So that the gradients of parameters are summed, and not those of each row and head gathered."""
+    on, claims = (
+        mesh(data=2, tensor=4),
+        jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "a": {"row": "data", "match": ["**"]}}),
+    )
+    args = normal(1, 1, 8), normal(8), normal(8, 4, 8)
+    claim = Claim(claims.signals["a"], "**")
+    inputs = [partition.Input(claim=claim, path=name) for name in ("start", "scale")]
+    program = partition.Program(
+        on, jax.make_jaxpr(started)(*args), [*inputs, partition.Input((("data",), (), ("tensor",)))]
+    )
+    layouts = ((None,) * 3, (None,), ("data", None, "tensor"))
+    given = [jax.device_put(x, Layout(on, *axes).sharding) for x, axes in zip(args, layouts, strict=True)]
+
+    def step(f):
+        return jax.value_and_grad(lambda *args: sum(jnp.sin(y).sum() for y in f(*args)), argnums=(0, 1))
+
+    with jax.set_mesh(on):
+        traced = jax.make_jaxpr(step(program))(*given)
+        got = jax.jit(step(program))(*given)
+    for one, other in zip(*map(jax.tree.leaves, (got, step(started)(*args))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+    moved = [(eqn.primitive.name, math.prod(v.aval.shape)) for eqn in equations(traced) for v in eqn.invars[:1]]
+    assert [size for name, size in moved if name.startswith("all_gather")] == [2, 2]  # a device's part of each gradient
+    assert (
+        max(size for name, size in moved if name.startswith("psum")) == 4 * 4
+    )  # one number for each token of a device
 
 
 def householder(x):

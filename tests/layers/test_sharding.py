@@ -441,3 +441,52 @@ def test_a_state_made_of_parameters_is_born_in_parts():
     model, sharded = Start(nnx.Rngs(0)), jshard.shard(lambda model, x: jnp.sum(model(x)))
     ledger = jshard.explain(lambda *args: nnx.grad(sharded)(*args), model, x)
     assert [(line.collective, line.shape) for line in ledger] == [("all_reduce", (4,))]
+
+
+class Joined(nnx.Module):
+    """Queries, keys and values of one kernel, told apart as GPT-2 does it, or by a reshape as many vision transformers do."""
+
+    def __init__(self, form, rngs):
+        self.form = form
+        self.qkv, self.out = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.qkv.bias[...] = jnp.arange(3 * WIDTH) / 50.0
+
+    def __call__(self, x):
+        y = self.qkv(x)
+        if self.form == "split":
+            q, k, v = (piece.reshape(*x.shape[:2], HEADS, -1) for piece in jnp.split(y, 3, -1))
+        else:
+            y = y.reshape(*x.shape[:2], 3, HEADS, -1)
+            q, k, v = (y[:, :, at] for at in range(3))
+        return self.out(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
+
+
+@pytest.mark.parametrize("form", ["split", "reshape"])
+@pytest.mark.parametrize("words", [{}, {"store": "data"}, {"sequence": "tensor"}], ids=str)
+def test_a_joined_kernel_is_cut_and_not_what_it_makes(form, words):
+    """Each device's columns of it are not those of its heads: two rounds of a twelfth of the kernel bring them there."""
+    loss = lambda model, x: jnp.sin(model(x)).sum()
+    x = rng.normal(size=(8, 8, WIDTH)).astype(np.float32)
+    jshard.unload()
+    want = nnx.value_and_grad(loss)(Joined(form, nnx.Rngs(0)), x)
+    store = {key: word for key, word in words.items() if key == "store"}
+    jshard.load({
+        "jshard": {"mesh": {"data": 2, "tensor": 4}},
+        "heads": {"row": "data", "column": "tensor", "match": ["qkv/**"], **words},
+        "sums": {"row": "data", "reduction": "tensor", "match": ["out/**"], **words},
+        "rest": {"row": "data", "match": ["**"], **store},
+    })  # fmt: skip
+    model, sharded = Joined(form, nnx.Rngs(0)), jshard.shard(loss)
+    step = lambda model, x: nnx.value_and_grad(sharded)(model, x)
+    sharded(model, x)
+    got = nnx.jit(step)(model, x)
+    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert spec(model.qkv.kernel) == (jax.P("data", "tensor") if store else jax.P(None, "tensor"))
+    assert spec(model.qkv.bias)[0] == (("tensor", "data") if store else "tensor")
+    counts = collections.Counter()
+    for line in jshard.explain(step, model, x):
+        if line.collective in ("permute", "all_to_all", "all_gather") and line.cause.key not in ("store", "sequence"):
+            counts[line.collective, line.phase, line.cause.key, line.payload] += line.count
+    kernel, bias = 4 * WIDTH * 3 * WIDTH // 12, 4 * 3 * WIDTH // 12
+    assert counts == {("permute", phase, "column", n): 2 for phase in ("forward", "backward") for n in (kernel, bias)}

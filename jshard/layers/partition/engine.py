@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jshard.errors import JShardError
 from jshard.jaxprs import bare, called
 from jshard.kernels.all_reduction import all_reduce
+from jshard.layers.partition.fused import fused
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, localized
 from jshard.layers.partition.part import Names, Part, vary, whole
 from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factored, Factors, factors, spread
@@ -50,7 +51,16 @@ class Partition:
     """One run over one jaxpr. `moved` lists what had to move, `unruled` the primitives that no rule was known for. One that
     only looks for where parameters lie makes zeros for the results of those."""
 
-    def __init__(self, mesh: Mesh, rules: Mapping[str, Rule], *, only_looks: bool = False):
+    def __init__(
+        self,
+        mesh: Mesh,
+        rules: Mapping[str, Rule],
+        wanted: Mapping[Any, Axes] | None = None,
+        *,
+        only_looks: bool = False,
+    ):
+        self.found: dict[Any, Axes] = {}  # how variables are split
+        self.wanted = wanted or {}  # how they will be needed
         self.mesh, self.sizes, self.rules, self.only_looks = mesh, dict(mesh.shape), rules, only_looks
         self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
@@ -65,17 +75,32 @@ class Partition:
         consts, jaxpr = getattr(jaxpr, "consts", ()), bare(jaxpr)
         known: dict[Any, Part] = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         known.update(zip(jaxpr.invars, args, strict=True))
+        self.found.update((variable, part.axes) for variable, part in known.items())
 
         def read(atom: Any) -> Part:
             return self.literal(atom) if isinstance(atom, Literal) else known[atom]
 
+        products = fused(jaxpr)
         for eqn in jaxpr.eqns:
+            one = products.get(id(eqn))
+            claim = None if one is None else read(one.kernel).signal
+            if claim is not None and claim.column and not one.size % self.ways(claim.column):
+                if eqn is one.chain[-1]:
+                    parts = [read(atom) for atom in one.inputs]
+                    with self._traced_at(eqn, parts):
+                        pieces = self.run(traced_whole(one.run, [atom.aval for atom in one.inputs]), parts)
+                    known.update((variable, pieces[at]) for variable, at in one.pieces.items())
+                continue
             parts = [read(atom) for atom in eqn.invars]
             for part in parts:
                 part.settle()
             self.jaxpr = jaxpr
             with self._traced_at(eqn, parts):
                 results = self.rule(eqn, parts)
+            for variable, part in zip(eqn.outvars, results, strict=True):
+                if part.make is not None and part.signal is not None and not any(part.axes):
+                    part.axes = self.wanted.get(variable, part.axes)
+                self.found[variable] = part.axes
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -105,7 +130,10 @@ class Partition:
             return self.rules[name](self, eqn, parts)
         if called(eqn) is not None:
             return self.run(called(eqn), parts)
-        found = factors(eqn)
+        return self.by_table(eqn, parts)
+
+    def by_table(self, eqn: Any, parts: list[Part]) -> list[Part]:
+        name, found = eqn.primitive.name, factors(eqn)
         if found is None:
             return self.gathered(eqn, parts)
         if name in PUT_OFF and (lazy := self._lazy(eqn, parts, found)):
@@ -132,6 +160,14 @@ class Partition:
         not the same axes any more."""
         was = {of: at for at, of in enumerate(found.operands[0]) if of}
         orders = [[was.get(of) if of else None for of in result] for result in found.results]
+        shapes = [tuple(variable.aval.shape) for variable in eqn.outvars]
+        if eqn.primitive.name in ("slice", "split") and part.signal is not None:
+            words = {*part.signal.column, *part.signal.reduction}
+            ways = self.ways(words)
+            for order, shape in zip(orders, shapes, strict=True):  # pieces that can be split as well
+                order[:] = [
+                    at if old is None and words and not shape[at] % ways else old for at, old in enumerate(order)
+                ]
         for of, at in was.items():
             if any(at in order for order in orders):
                 continue
@@ -139,12 +175,13 @@ class Partition:
                 return None
             if part.parameter is not None and (axis := part.of[at]) is not None:
                 part.parameter.roles[axis] = "scan"
-        shapes = [tuple(variable.aval.shape) for variable in eqn.outvars]
         xs = self.bind(eqn, [part.x])
         return [part.at_rest(x, shape, order) for x, shape, order in zip(xs, shapes, orders, strict=True)]
 
     def by_factors(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part]:
         choice = self.choose(found, parts)
+        if eqn.primitive.name in ELEMENTWISE:
+            choice = self._foreseen(eqn, parts, found, choice)
         xs = self.placed(parts, found, choice)
         return self.results(eqn, self.bind(eqn, xs, found, choice), found, choice)
 
@@ -172,7 +209,7 @@ class Partition:
             return all_reduce(x, names, op=kind, algorithm=algorithm if kind == "sum" else "auto")  # type: ignore[arg-type]  # kinds are its words
 
     def local(self, part: Part, axes: Axes, names: Names) -> Array:
-        return part.local(axes, names, self._moving)
+        return part.local(axes, names, self.moving)
 
     def force(self, part: Part) -> Part:
         """The part itself: what was put off is made, and a stored parameter gathered."""
@@ -183,7 +220,7 @@ class Partition:
     def place(self, part: Part, axes: Axes) -> Part:
         return Part(part.shape, axes, self.local(part, axes, frozenset()))
 
-    def _moving(self, part: Part, axes: Axes, steps: tuple[Move, ...]) -> Any:
+    def moving(self, part: Part, axes: Axes, steps: tuple[Move, ...]) -> Any:
         """Say who asks for the moves: `sequence` for what it has scattered, else the operation that can't take it as it is."""
         claim = self.nearest
         if (
@@ -213,8 +250,25 @@ class Partition:
                         choice[factor] = some
         return self._contiguous(found, choice)
 
+    def _foreseen(self, eqn: Any, parts: Sequence[Part], found: Factors, choice: Choice) -> Choice:
+        """Split what is larger than its operands as it will be needed, so that not it is cut later, but they are."""
+        choice, axes = dict(choice), self.wanted.get(eqn.outvars[0], ())
+        size = math.prod(local_shape(shape_of(eqn), axes_of(found.results[0], choice), self.sizes))
+        for of, names in zip(found.results[0], axes, strict=False):
+            for factor, some in self._spread(of, names, found):
+                have = [
+                    p for p, each in zip(parts, found.operands, strict=True) if any(factor in count for count in each)
+                ]
+                used = {name for names in choice.values() for name in names}
+                if factor not in choice and not used.intersection(some) and sum(map(self._local_size, have)) < size:
+                    choice[factor] = some
+        return self._contiguous(found, choice)
+
     def _spread(self, of: Sequence[int], names: Sequence[str], found: Factors) -> Iterator[tuple[int, tuple[str, ...]]]:
         return spread(of, names, found.sizes, self.sizes)
+
+    def ways(self, names: Iterable[str]) -> int:
+        return math.prod(self.sizes[name] for name in names)
 
     def _local_size(self, part: Part) -> float:
         return math.prod(local_shape(part.shape, part.axes, self.sizes))

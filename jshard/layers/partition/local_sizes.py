@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from jshard.layouts.axes import Factored, Factors
 from jshard.layouts.redistribution import Axes
@@ -55,3 +58,14 @@ def localized(eqn: Any, found: Factors, choice: Choice, sizes: Mapping[str, int]
         }
         return {key: local_shape((params[key],), of, sizes)[0] for key, of in split.items()}
     return {}
+
+
+def ranges_of(eqn: Any, shape: tuple[int, ...]) -> dict[int, list[range]]:
+    """Return the places that each piece takes along each axis that is cut."""
+    asked = eqn.params
+    if eqn.primitive.name == "split":
+        ends = [0, *np.cumsum(asked["sizes"]).tolist()]
+        return {asked["axis"]: [range(at, end) for at, end in itertools.pairwise(ends)]}
+    strides = asked["strides"] or (1,) * len(shape)
+    each = map(range, asked["start_indices"], asked["limit_indices"], strides)
+    return {axis: [some] for axis, (some, size) in enumerate(zip(each, shape, strict=True)) if some != range(size)}

@@ -85,7 +85,7 @@ class Microbatches:
         known = {**dict(enumerate(xs)), **dict(zip(self.variables, variables, strict=True)), **each}
 
         def loss(parameters: list[Array]) -> tuple[Array, list[Array]]:
-            run, parts = Partition(self.program.mesh, RULES), self.program.parts([*(known | dict(
+            run, parts = Partition(self.program.mesh, RULES, self.program.wanted), self.program.parts([*(known | dict(
                 zip(self.wanted, parameters, strict=True))).values()])  # fmt: skip
             for number, uses in zip(self.wanted, asked or [set() for _ in self.wanted], strict=True):
                 parts[number].asked = uses

@@ -65,7 +65,7 @@ class Part:
     signal: Signal | None = None  # which claims it: a parameter, or what is only cast or transposed from one
     parameter: Parameter | None = None
     of: tuple[int | None, ...] = ()  # the axis of the parameter that each axis is
-    cache: dict[Any, Array] = dataclasses.field(default_factory=dict)
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what uses have in common
     gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # of a stored parameter
     within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
     asked: set[Names] | None = None  # of a parameter that is followed: the mesh axes that each use makes it vary over

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.jaxprs import bare
-from jshard.layers.partition import calls, lookup, product, shape
+from jshard.layers.partition import calls, cut, lookup, product, shape
 from jshard.layers.partition.engine import Moved, Partition
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
+from jshard.layers.partition.wanted import wanted
 from jshard.layers.roles import Placed, Use, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
@@ -26,7 +27,7 @@ from jshard.layouts.redistribution import Axes
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import Claim
 
-RULES = {**calls.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
+RULES = {**calls.RULES, **cut.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Program:
             return jnp.zeros(())
 
         self._traced(first, self.use)
+        self.wanted = wanted(self.jaxpr, trial.found, trial.sizes)
         lie = parameter_layouts(each.use() for each in parameters if each is not None)
         for number, found in enumerate(parameters):
             if found is not None:
@@ -85,7 +87,7 @@ class Program:
     @functools.cached_property
     def out_axes(self) -> list[Axes]:
         """How results are split: found by a second trace, in which parameters lie where they rest."""
-        run, found = Partition(self.mesh, RULES), list[Axes]()
+        run, found = Partition(self.mesh, RULES, self.wanted), list[Axes]()
 
         def second(*xs: Any) -> Any:
             found[:] = [run.force(part).axes for part in run.run(self.jaxpr, self.parts(xs))]
@@ -118,7 +120,7 @@ class Program:
         out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
 
         def body(*xs: Any) -> list[Any]:
-            run = Partition(self.mesh, RULES)
+            run = Partition(self.mesh, RULES, self.wanted)
             results = run.run(self.jaxpr, self.parts(xs))
             return [run.place(part, axes).x for part, axes in zip(results, self.out_axes, strict=True)]
 

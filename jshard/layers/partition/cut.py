@@ -1,0 +1,145 @@
+"""Rules of cuts along a split axis: devices send each other what their parts of the pieces are made of, or what is small is
+summed, as only those that have it give it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jshard.kernels.collectives import axis_index, permute
+from jshard.layers.partition.engine import Partition, Rule, traced_whole
+from jshard.layers.partition.local_sizes import ranges_of
+from jshard.layers.partition.part import Names, Part
+from jshard.layouts.redistribution import Axes, Move
+from jshard.provenance import scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A run of elements that `target` needs and `source` has: its first place in the part of each, and how many."""
+
+    source: int
+    target: int
+    taken: int
+    put: int
+    size: int
+
+
+def sent(ranges: Sequence[range], held: int, devices: int) -> list[list[Sent]]:
+    """Return what devices have to send, in rounds: in one a device sends one run at most and is sent one at most. Runs that
+    stay on their device are in rounds of their own."""
+    each = []
+    before = 0  # in the part of all pieces, one behind another
+    for some in ranges:
+        share = len(some) // devices
+        for target in range(devices):
+            low = some.start + target * share
+            for source in range(low // held, (low + share - 1) // held + 1):
+                at, end = max(low, source * held), min(low + share, (source + 1) * held)
+                each.append(Sent(source, target, at - source * held, before + at - low, end - at))
+        before += share
+    rounds: list[list[Sent]] = []
+    for one in sorted(each, key=lambda one: (one.source != one.target, -one.size)):
+        stays = one.source == one.target
+        free = (
+            some for some in rounds
+            if (some[0].source == some[0].target) == stays
+            and not any(one.source == other.source or one.target == other.target for other in some)
+        )  # fmt: skip
+        found = next(free, None)
+        if found is None:
+            rounds.append([one])
+        else:
+            found.append(one)
+    return rounds
+
+
+def cut(x: Array, axis: int, names: tuple[str, ...], ranges: Sequence[range], devices: int) -> list[Array]:
+    """Return this device's part of each piece of an array that `names` split along `axis`. Costs one permute for each round."""
+    held, me, shares = x.shape[axis], axis_index(names), [len(some) // devices for some in ranges]
+    rounds = sent(ranges, held, devices)
+    beside = max(some[0].size for some in rounds)  # room at both ends: of what is sent not all may be needed
+    shape = [*x.shape[:axis], sum(shares) + 2 * beside, *x.shape[axis + 1 :]]
+    out = jnp.zeros(shape, x.dtype)
+    for some in rounds:
+        width = some[0].size
+        first, skipped, put, size = np.zeros((4, devices), np.int32)
+        for one in some:
+            first[one.source] = min(one.taken, held - width)
+            skipped[one.target] = one.taken - first[one.source]
+            put[one.target], size[one.target] = one.put - skipped[one.target] + beside, one.size
+        window = lax.dynamic_slice_in_dim(x, jnp.asarray(first)[me], width, axis)
+        if some[0].source != some[0].target:
+            window = permute(window, names, pairs=[(one.source, one.target) for one in some])
+        place = lax.broadcasted_iota(np.int32, window.shape, axis) - jnp.asarray(skipped)[me]
+        is_sent = (place >= 0) & (place < jnp.asarray(size)[me])
+        to = jnp.asarray(put)[me]
+        there = lax.dynamic_slice_in_dim(out, to, width, axis)
+        out = lax.dynamic_update_slice_in_dim(out, jnp.where(is_sent, window, there), to, axis)
+    ends = np.cumsum([beside, *shares])
+    return [lax.slice_in_dim(out, int(at), int(end), axis=axis) for at, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def _cut(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """Pieces of a split axis stay split where each divides; those much smaller than the array are summed."""
+    (part,) = parts
+    split = {axis: ranges for axis, ranges in ranges_of(eqn, part.shape).items() if part.axes[axis]}
+    if len(split) != 1 or (part.make is not None and part.signal is None):
+        return run.by_table(eqn, parts)
+    ((axis, ranges),) = split.items()
+    names = part.axes[axis]
+    devices = run.ways(names)
+    if any(not some or len(some) % devices or some.step != 1 for some in ranges):
+        if 2 * max(map(len, ranges)) > part.shape[axis]:
+            return run.by_table(eqn, parts)
+        return run.run(traced_whole(lambda x: _looked_up(eqn, x, axis, ranges), [eqn.invars[0].aval]), parts)
+
+    @functools.cache
+    def pieces(others: Names) -> list[Array]:
+        x = run.local(part, part.axes, others)
+        if part.signal is None:
+            by = run.moving(part, part.axes, tuple(Move("permute", name, axis, axis) for name in names))
+        else:
+            by = scope(key="reduction" if names == part.signal.reduction else "column")
+        with by:
+            return [_as_it_lies(eqn, piece, part.axes) for piece in cut(x, axis, names, ranges, devices)]
+
+    def piece(number: int, variable: Any) -> Part:
+        shape = tuple(variable.aval.shape)
+        there = lambda others: Part(shape, part.axes, pieces(others)[number], signal=part.signal)
+        if part.signal is None:
+            return there(frozenset())
+        return Part(
+            shape, part.axes, make=lambda axes, others: run.local(there(others), axes, others), signal=part.signal
+        )
+
+    key = eqn.primitive, str(eqn.params)  # an array is cut once for all its uses, and its gradients joined once
+    if key not in part.cache:
+        part.cache[key] = [piece(number, variable) for number, variable in enumerate(eqn.outvars)]
+    return part.cache[key]
+
+
+def _as_it_lies(eqn: Any, x: Array, axes: Axes) -> Array:
+    """Cut along the axes that are whole."""
+    if eqn.primitive.name == "split":
+        return x
+    asked, is_split = eqn.params, [bool(names) for names in axes]
+    starts = [0 if s else start for s, start in zip(is_split, asked["start_indices"], strict=True)]
+    ends = [n if s else end for s, end, n in zip(is_split, asked["limit_indices"], x.shape, strict=True)]
+    strides = [1 if s else stride for s, stride in zip(is_split, asked["strides"] or (1,) * x.ndim, strict=True)]
+    return lax.slice(x, starts, ends, strides)
+
+
+def _looked_up(eqn: Any, x: Array, axis: int, ranges: Sequence[range]) -> list[Array]:
+    """Look the pieces up: devices that have none of one give zeros."""
+    x = _as_it_lies(eqn, x, tuple(("split",) if at == axis else () for at in range(x.ndim)))
+    return [jnp.take(x, np.asarray(some), axis=axis, mode="clip") for some in ranges]
+
+
+RULES: dict[str, Rule] = {"slice": _cut, "split": _cut}
