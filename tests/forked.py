@@ -207,6 +207,9 @@ class Hidden:
                 os.environ.setdefault(variable, value)
             if "jax" in modules:
                 _read_variables_of_jax(modules["jax"].config)
+                compiled_before.reuse_contexts()
+                compiled_before.write_in_one_move()
+                compiled_before.write_from_every_process()
                 with contextlib.suppress(ModuleNotFoundError):  # which it looks for when it is imported
                     modules["jax._src.xla_bridge"].jax_plugins = importlib.import_module("jax_plugins")
             if "numpy" in modules:
@@ -386,6 +389,9 @@ if __name__ == "__main__":
     for group in GROUPS:
         HIDDEN.load(group)
     HIDDEN.hide()
+    import compiled_before  # its variables are those of each process
+
+    del sys.modules["compiled_before"]
     QUIET = warnings.catch_warnings()
     QUIET.__enter__()
     warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of a fork; it has not started here

@@ -117,6 +117,18 @@ def test_what_is_imported_beforehand_is_there_once_and_not_before(name, brings):
     assert (done.stdout, done.stderr) == (f"True SourceFileLoader\n{brings}\n", "")
 
 
+def test_what_a_fork_of_any_rank_compiles_is_kept_and_its_contexts_are_used_again(tmp_path):
+    program = (
+        "import jax\nfrom jax._src import distributed\ndistributed.global_state.process_id = 1\n"
+        "programs = [jax.jit(lambda x, k=k: x * k).lower(2.0) for k in range(11)]\nprograms[-1].compile()\n"
+        "print(len({each.compiler_ir().context for each in programs}) < 11)"
+    )
+    kept = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **kept})
+    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["jit__lambda"]
+
+
 def test_forked_process_hears_signals_and_hands_descriptors_on():
     reading, writing = os.pipe()
     program = f"import os, time; os.write({writing}, b'here'); time.sleep(60)"
