@@ -22,6 +22,7 @@ PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard
 PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1]}"
 SWEPT = PLACE / "swept"
 WEEK = 7 * 24 * 3600
+NAMED = "JSHARD_TESTS_NAMED"  # in a process's environment: names belong to the key of each of its programs
 
 # For programs this small nearly all of the time goes into code that is made to run fast (docs/design/0017-quick-suite.md).
 QUICK = "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=1"
@@ -31,8 +32,8 @@ if version("jax").startswith("0.10."):  # a later XLA knows no other emitters, a
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(PLACE),
-    # Names and lines are part of a program: two that differ by them only would share the causes of one. (Where tests run
-    # themselves, only of programs that are compiled to be read: `name_what_is_read`.)
+    # Names and lines are part of a program: two that differ by them only would share the causes of one. (In tests
+    # and their forks only of programs that are compiled to be read: `name_what_is_read`.)
     "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -64,6 +65,7 @@ def name_what_is_read() -> None:
     called nobody sees them: the same operation on other lines would be another program, a third of all."""
     import jax
     from jax._src import stages
+    from jax._src.config import compilation_cache_include_metadata_in_key
     from jax._src.interpreters import pxla
 
     compile_, named = stages.Lowered.compile, weakref.WeakSet()
@@ -74,18 +76,29 @@ def name_what_is_read() -> None:
             computation._executable = None
             pxla._cached_compilation.evict_weakref(computation._hlo)
             named.add(computation)
-        with naming_all():
+        with compilation_cache_include_metadata_in_key(True):
             return compile_(self, *args, **options)
 
     jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
     stages.Lowered.compile = compiled
 
 
-def naming_all() -> contextlib.AbstractContextManager[None]:
-    """Names and lines belong to the key of every program: of those that a profiler sees."""
+@contextlib.contextmanager
+def naming_all() -> Iterator[None]:
+    """Names and lines belong to the key of every program, here and in processes that start: a profiler sees them."""
     from jax._src.config import compilation_cache_include_metadata_in_key
 
-    return compilation_cache_include_metadata_in_key(True)
+    with compilation_cache_include_metadata_in_key(True), mock.patch.dict(os.environ, {NAMED: "1"}):
+        yield
+
+
+def as_tests_do() -> None:
+    """In a process that a test starts."""
+    if NAMED not in os.environ:
+        name_what_is_read()
+    reuse_contexts()
+    write_in_one_move()
+    write_from_every_process()
 
 
 def write_in_one_move() -> None:

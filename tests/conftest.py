@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+gc.disable()  # until all is imported, nearly all of which stays
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_NPROC", "32")  # at the default, pretend devices on few cores can wait for ever
@@ -76,6 +77,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what is imported by now stays: each full collection would visit a million objects of it
+    gc.enable()
     gc.set_threshold(100_000, 10, 20)  # what is traced lives long: collections took a tenth of the time
     session.config.stash[STARTED] = time.monotonic()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiled_before
 import forked
 import pytest
 
@@ -127,6 +129,16 @@ def test_what_a_fork_of_any_rank_compiles_is_kept_and_its_contexts_are_used_agai
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **kept})
     assert (done.stdout, done.stderr) == ("True\n", "")
     assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["jit__lambda"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_programs_of_forks_that_differ_by_a_scope_are_one_unless_they_are_named(named, tmp_path):
+    kept = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    for name in ("first", "second"):
+        program = f"import jax; jax.jit(jax.named_scope('{name}')(lambda x: x * 3.25))(2.0)"
+        with compiled_before.naming_all() if named else contextlib.nullcontext():
+            subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, **kept})
+    assert len(list(tmp_path.glob("jit__lambda-*"))) == 1 + named
 
 
 def test_forked_process_hears_signals_and_hands_descriptors_on():

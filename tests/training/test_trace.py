@@ -30,15 +30,22 @@ from jshard.training.trace import trace
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/watching.md").read_text()
-pytestmark = pytest.mark.usefixtures("in_the_root")
+pytestmark = pytest.mark.usefixtures("named", "in_the_root")
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory):
+def named():
+    """The profiler sees names and lines of each program."""
+    with naming_all():
+        yield
+
+
+@pytest.fixture(scope="module")
+def captured(named, tmp_path_factory):
     """Two steps of XOR on four devices: the run's folder, what was printed, and the ledger."""
     whole = tmp_path_factory.mktemp("trace") / "xor"
     said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, naming_all():
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "path", [str(ROOT), *sys.path])
         patch.setattr("builtins.print", lambda *words, **how: said.append(" ".join(map(str, words))))
