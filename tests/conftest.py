@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-gc.disable()  # until all is imported, nearly all of which stays
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_NPROC", "32")  # at the default, pretend devices on few cores can wait for ever
@@ -104,6 +103,7 @@ def _forgotten():
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error")
+    gc.disable()  # until tests are imported, nearly all of which stays
     if len(jax.devices()) != 8:
         raise pytest.UsageError(
             f"the tests need eight CPU devices and got {len(jax.devices())}; run them by `make test`"

@@ -200,7 +200,9 @@ def test_each_rule_equals_the_operation_on_whole_arrays(mesh, case, sizes):
             return jax.tree.leaves(g(*args)), ()
         floats, pull, results = jax.vjp(floats_and_all, *(args[at] for at in smooth), has_aux=True)
         weights = [np.cos(np.arange(y.size)).astype(y.dtype).reshape(y.shape) for y in floats]
-        gradients = pull([jax.sharding.reshard(w, jax.typeof(y).sharding) for w, y in zip(weights, floats, strict=True)])
+        gradients = pull(
+            [jax.sharding.reshard(w, jax.typeof(y).sharding) for w, y in zip(weights, floats, strict=True)]
+        )
         return results, gradients
 
     programs = {way: partition.Program(on, jaxpr, [partition.Input(axes) for axes in way]) for way in ways}
