@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jshard.launch.initialize import init as init
     from jshard.layers import MLP as MLP
     from jshard.layers import Attention as Attention
+    from jshard.layers import AuxLoss as AuxLoss
     from jshard.layers import Decoder as Decoder
     from jshard.layers import Dropout as Dropout
     from jshard.layers import Embed as Embed
@@ -75,6 +76,7 @@ _ROOMS = {
         "Dropout",
         "Embed",
         "GatedMLP",
+        "AuxLoss",
         "Layer",
         "LayerNorm",
         "Linear",

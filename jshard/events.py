@@ -28,7 +28,7 @@ WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
     "resumed": (INFO, "goes on behind step {step}, from {folder}".format_map),
     "step": (None, "step {step}".format_map),
     "waits": (None, "waits for step {step} for {seconds:.0f} s".format_map),
-    "evaluated": (INFO, lambda fields: f"step {fields['step']}: test accuracy {100 * fields['accuracy']:.1f} %"),
+    "evaluated": (INFO, lambda fields: f"step {fields['step']}: {_figures(fields)}"),
     "saving": (INFO, "begins to save step {step} in {folder}".format_map),
     "saved": (INFO, "has saved step {step} in {folder}".format_map),
     "weights_read": (
@@ -38,6 +38,11 @@ WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
     "weights_written": (INFO, "wrote {parameters} parameters, {of:,} B, to {file} in {seconds:.1f} s".format_map),
     "ended": (INFO, "ended behind step {step}: {how}".format_map),
 }
+
+
+def _figures(fields: Fields) -> str:
+    named = {name: each for name, each in fields.items() if name.startswith("test_")}
+    return ", ".join(f"{name.replace('_', ' ')} {figure:.4g}" for name, figure in named.items())
 
 
 Listener = Callable[[str, Fields], None]

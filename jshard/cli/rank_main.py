@@ -39,10 +39,10 @@ def train_as_member(target: Target, resume: Callable[[], Checkpoint] | None = No
     experiment = joined_experiment(target)
     leads = jax.process_index() == 0
     bar = MemberBar(experiment.settings["steps"], experiment.settings["batch"], speaks=leads)
-    accuracy = train(experiment, bar, resume=None if resume is None else resume())
+    evaluated = train(experiment, bar, resume=None if resume is None else resume())
     pulse().at("ended")
     if leads:
-        say_result(accuracy)
+        say_result(evaluated)
     return 0
 
 

@@ -25,6 +25,10 @@ from jshard.signals.signal import Signal
 Path = tuple[Any, ...]  # of an array in the state of a model
 
 
+class AuxLoss(nnx.Variable):
+    """A loss that a layer sets in each call, as that of a router's balance: training adds all of a model to its own."""
+
+
 class Layer(nnx.Module):
     """A module whose parameters lie as a signal says.
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
 from jshard.errors import JShardError
-from jshard.layers.layer import is_sharded
+from jshard.layers.layer import AuxLoss, is_sharded
 from jshard.layers.layer_stack import in_ranges
 from jshard.layers.linen import trees_of_parameters
 from jshard.layers.sharded_call import Call, alone, described_call
@@ -83,7 +84,7 @@ def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
 
 def composed(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f(model(x), *rest)` as a function of the model, x and the rest, partitioned as a whole where the model is."""
-    return partitioned(model, objective_of(f))
+    return partitioned(model, lambda model, x, *rest: f(model(x), *rest))
 
 
 def partitioned(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,9 +92,16 @@ def partitioned(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
     return _sharded(f) if is_sharded(model) else f
 
 
-def objective_of(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f(model(x), *rest)` as a function of the model, x and the rest."""
-    return lambda model, x, *rest: f(model(x), *rest)
+def objective_of(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is trained by, a function of the model, x and the rest: `loss(model(x), *rest)`, and each auxiliary loss."""
+
+    def objective(model: nnx.Module, x: Any, *rest: Any) -> Any:
+        value = loss(model(x), *rest)
+        for auxiliary in jax.tree.leaves(nnx.state(model, AuxLoss)):
+            value = value + jnp.sum(auxiliary)
+        return value
+
+    return objective
 
 
 @functools.cache
@@ -126,7 +134,8 @@ def _sharded_linen_class(cls: Any) -> type:
             return cls.init(self, rngs, *args, **kwargs)
         described = jax.eval_shape(made, rngs), *args
         placed = _placed(types.MethodType(cls.apply, self), described, {**kwargs, "rngs": rngs, "mutable": True})
-        return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, placed))(rngs)
+        cast = lambda rngs: jax.tree.map(lambda x, like: x.astype(like.dtype), made(rngs), placed)
+        return jax.jit(cast, out_shardings=jax.tree.map(lambda x: x.sharding, placed))(rngs)
 
     names = {"apply": apply, "init": init, "_jshard_original": cls, "__module__": cls.__module__}
     return type(cls)(cls.__name__, (cls,), {**names, "__qualname__": cls.__qualname__})

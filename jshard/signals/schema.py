@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jshard.errors import Place
 from jshard.signals.axes import Axes, Mesh, Workers
+from jshard.signals.faults import Path
 from jshard.signals.globs import Globs
+from jshard.signals.nodes import Node
 from jshard.signals.topologies import TopologyName
 from jshard.signals.value_types import (
     Key,
     Names,
+    Reading,
     Refused,
     Table,
     choice,
@@ -52,6 +56,15 @@ def _component(what: str, example: str, further: dict[str, Key] | None = None, i
     return Key(Table(keys, bare=path, stands_for="path", open=True, required="path", instead=instead), what)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Paths(Names):
+    def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
+        if IMPORT_PATH.parse(name) is not None:
+            return True
+        reading.wrong(self, Node(name, place), path)
+        return False
+
+
 READING: dict[str, Key] = {
     "shuffle": Key(flag("false"), "Each pass over the examples in another order, that the seed decides; true unless said."),
     "last": Key(choice(("drop", "fill", "keep")), "What becomes of the examples that make no whole batch at its end."),
@@ -74,7 +87,20 @@ TRAIN: dict[str, Key] = {
         "The data: its import path, or a mapping of path, arguments, and how it is read; or of text.",
         "examples.digits:data", READING, instead=Table(TEXT, required="text"),
     ),
-    "loss": _component("The loss: its import path, or a mapping of path and arguments.", "examples.digits:loss"),
+    "loss": Key(
+        Table(
+            {
+                "path": Key(dataclasses.replace(IMPORT_PATH, example="examples.digits:loss"), "Its import path, module:name."),
+                "z": Key(number("1e-4"), "So many times the square of the log of softmax's denominator is added (z-loss)."),
+            },
+            bare=dataclasses.replace(IMPORT_PATH, example="examples.digits:loss"), stands_for="path", open=True,
+        ),
+        "The loss: its import path, or a mapping of path and arguments; without a path that of cross entropy.",
+    ),
+    "metrics": Key(
+        _Paths("an import path or a list of import paths", "[examples.digits:hits]"),
+        "Functions of outputs and targets that give a number for each row; an evaluation has the mean of each.",
+    ),
     "batch": Key(integer("64"), "Examples in a batch, over all devices."),
     "accumulate": Key(integer("8"), "How many microbatches a batch is taken in, one after the other; 1 unless said."),
     "steps": Key(integer("1000"), "How many steps to train."),
@@ -99,7 +125,13 @@ TRAIN: dict[str, Key] = {
         "The optimizer: a name of optax; or names of optax or import paths with their arguments, chained in that order.",
     ),
     "evaluation": Key(
-        Table({"every": Key(integer("100"), "After every so many steps.")}, integer("100"), "every", required="every"),
+        Table(
+            {
+                "every": Key(integer("100"), "After every so many steps, and the last; that alone unless said."),
+                "held_out": Key(number("0.1"), "The part of the examples, at their end, that is test data and not trained on."),
+            },
+            integer("100"), "every",
+        ),
         "Evaluate on the test data after every so many steps.",
     ),
     "output": Key(text("a folder", "runs/mlp"), "The folder that results are written to."),

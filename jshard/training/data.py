@@ -15,7 +15,7 @@ from jshard.errors import JShardError
 from jshard.layouts.layout import Layout
 from jshard.layouts.put import canonical, put
 from jshard.signals.signal import Signal
-from jshard.training.settings import rows_over
+from jshard.training.settings import Settings, rows_over
 from jshard.training.sources import Examples, Indexed, Selectable, Shuffled, Source, Stream, numbers
 from jshard.training.text import Packed
 
@@ -61,11 +61,38 @@ def source(label: str, data: Any, *, batch: int, seed: int, shuffle: bool | None
     return Shuffled(what, rows, batch, seed, shuffle is not False, last or "drop")
 
 
+def held_out(settings: Settings, label: str, data: Any) -> Any:
+    """Hold the last examples out of those to train on, for an evaluation, where the configuration says so."""
+    part, key = settings.table("evaluation").get("held_out"), "evaluation.held_out"
+    if part is None:
+        return data
+    here = f"jshard.train.{key} ({settings.place(key)})"
+    if part_of(data, "test") is not None:
+        raise JShardError(
+            f'{here} is beside the "test" of {settings.table("data").get("path")}', hint="remove one of the two"
+        )
+    if not isinstance(part_of(data, "train"), tuple):
+        raise JShardError(
+            f'{here} is a part of a pair of arrays, and {label} returns another "train"', hint='return "test"'
+        )
+    train = examples(label, data, "train")
+    assert isinstance(train, Examples)
+    kept = len(train) - round(part * len(train))
+    if not 0 < kept < len(train):
+        raise JShardError(
+            f"{here} holds {part:g} of {len(train)} examples out", hint="hold some out and keep some: 0.1"
+        )
+    cut = lambda at: jax.tree.map(lambda array: array[at], (train.x, train.y))
+    return {"train": cut(slice(kept)), "test": cut(slice(kept, None))}
+
+
 def numbers_of(y: Any) -> tuple[int, int] | None:
     """Return the least and the largest of whole numbers."""
     if not isinstance(y, np.ndarray) or not np.issubdtype(y.dtype, np.integer) or not y.size:
         return None
-    return int(y.min()), int(y.max())
+    if y.ndim > 1 and y.min() == -1:  # nothing is to be learned there
+        y = y[y >= 0]
+    return (int(y.min()), int(y.max())) if y.size else None
 
 
 def part_of(data: Any, part: str) -> Any:

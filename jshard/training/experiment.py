@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -29,9 +28,9 @@ from jshard.signals.config import Configuration
 from jshard.signals.scope import signal
 from jshard.training.chain import Chain
 from jshard.training.components import Component, parameters_of
-from jshard.training.data import Examples, Placement, examples, numbers_of, part_of, settle, source
+from jshard.training.data import Examples, Placement, examples, held_out, numbers_of, part_of, settle, source
 from jshard.training.loop import AHEAD, Step, step_with_gradients
-from jshard.training.loss import Objective, are_classes, check_called, cross_entropy, shown
+from jshard.training.loss import Objective, check_called, cross_entropy
 from jshard.training.optimizer import Optimizer
 from jshard.training.settings import Settings
 from jshard.training.sources import Selectable, Shuffled, Source
@@ -71,12 +70,14 @@ class Experiment:
             asks = "rows" in parameters_of(component.function) and "rows" not in component.arguments
             returned = component(**{"rows": placement.rows(batch)} if asks else {})
         here = f"{component}, which"
+        returned = held_out(settings, here, returned)
         data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
         test = None if part_of(returned, "test") is None else examples(here, returned, "test")
         if isinstance(data, Shuffled) and not (only_shapes and settings.text):
             _check_count(settings, len(data.examples), batch, data.last, placement)
         model_named = Component.of(settings, "model")
-        loss_named = Component.of(settings, "loss") if settings["loss"] else None
+        loss_named, own = _loss(settings)
+        metrics = Component.several(settings, "metrics", ("loss", "accuracy", "perplexity"))
         chain = Chain.of(settings)
 
         apart = None
@@ -108,7 +109,7 @@ class Experiment:
                 settle(model, home)
                 optimizer = settle(Optimizer(model, chain.tx), home)
         chain.check_decay(model)
-        loss = loss_named or cross_entropy
+        loss = loss_named or own
         loss = signal("objective")(loss) if "objective" in configuration.signals else loss
         parts = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
         in_memory = {part: numbers_of(each.y) for part, each in parts.items() if isinstance(each, Examples)}
@@ -120,7 +121,7 @@ class Experiment:
             model=model,
             optimizer=optimizer,
             chain=chain,
-            loss=Objective(loss, loss_named, model_named, component, classes, tokens),
+            loss=Objective(loss, loss_named, model_named, component, classes, tokens, metrics),
             data=data,
             test=test,
             placement=placement,
@@ -139,24 +140,17 @@ class Experiment:
             self.model, self.optimizer, self.loss, apart=self.apart is not None, accumulate=self.settings["accumulate"]
         )
 
-    def evaluated_on(self, step: Step, say: Callable[[str], None]) -> Selectable | None:
-        """Return the test data, where the part that is right can be counted; else `say` why nothing is evaluated."""
-        data = self.loss.data
-        if self.test is None:
-            why = 'returns no "test"'
-        else:
-            outputs = self.outputs(step)
-            (targets,) = self.placement.shapes(self.settings["batch"], self.test.take(np.arange(1))[1])
-            if are_classes(outputs, targets):
-                return self.test
-            why = f'returns targets {shown(targets)} in "test", which are no classes of the outputs {shown(outputs)}'
-        if "evaluation" in self.configuration.train:
+    def evaluated_on(self, say: Callable[[str], None]) -> Selectable | None:
+        """Return the test data; where there are none, `say` that nothing is evaluated."""
+        if self.test is None and "evaluation" in self.configuration.train:
             raise JShardError(
-                f"jshard.train.evaluation ({self.settings.place('evaluation')}) is on test data, and {data.path} {why}",
-                hint='return {"train": (x, y), "test": (x, y)}, or remove evaluation',
+                f"jshard.train.evaluation ({self.settings.place('evaluation')}) is on test data, and {self.loss.data.path} "
+                'returns no "test"',
+                hint='return {"train": (x, y), "test": (x, y)}, or write evaluation: {held_out: 0.1}',
             )
-        say(f"nothing is evaluated: {data.path} {why}")
-        return None
+        if self.test is None:
+            say(f'nothing is evaluated: {self.loss.data.path} returns no "test"')
+        return self.test
 
     def outputs(self, step: Step) -> Any:
         """Find the shapes of what the model makes of a batch."""
@@ -248,6 +242,19 @@ def _data(settings: Settings, only_shapes: bool) -> tuple[Component, Mapping[str
         )
     rest = {key: value for key, value in component.arguments.items() if key not in READING}
     return dataclasses.replace(component, arguments=rest), how
+
+
+def _loss(settings: Settings) -> tuple[Component | None, Callable[..., Any]]:
+    """Import the loss that is named; else return cross entropy with what is said of it."""
+    table = settings.table("loss")
+    if "path" in table:
+        return Component.of(settings, "loss"), cross_entropy
+    for name in table.keys() - {"z"}:
+        raise JShardError(
+            f'jshard.train.loss ({settings.place("loss")}) names no path, and cross entropy takes no argument "{name}"',
+            hint="write path: and the import path of a loss, or z: 1e-4",
+        )
+    return None, functools.partial(cross_entropy, **table) if table else cross_entropy
 
 
 def _check_count(settings: Settings, count: int, batch: int, last: str, placement: Placement) -> None:

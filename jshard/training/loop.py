@@ -16,12 +16,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard import layers
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify.inputs import Named, named_leaves
 from jshard.layers.accumulation import accumulated
-from jshard.layers.sharding import composed, objective_of
+from jshard.layers.sharding import composed, objective_of, partitioned
 from jshard.training.data import Placement, padded
-from jshard.training.loss import correct
+from jshard.training.loss import Objective
 from jshard.training.prefetch import read_ahead
 from jshard.training.sources import Position, Selectable, Source
 
@@ -38,7 +39,7 @@ class Step:
         self,
         model: Any,
         optimizer: nnx.Optimizer,
-        loss: Callable[[jax.Array, jax.Array], jax.Array],
+        loss: Objective,
         *,
         apart: bool = False,
         accumulate: int = 1,
@@ -46,7 +47,7 @@ class Step:
         compiled: Any = (lambda f, **how: f) if apart else jax.jit
         graph, self.state = nnx.split((model, optimizer))
         where = jax.tree.map(lambda array: array.sharding, self.state)
-        differentiated, hits = gradients_of(model, loss, accumulate), composed(model, correct)
+        differentiated, scores = gradients_of(model, loss, accumulate), composed(model, loss.scores)
 
         def train(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
@@ -62,7 +63,7 @@ class Step:
 
         self.program = compiled(train, donate_argnums=0, out_shardings=(where, None))
         self.predict = lambda state, x: evaluated(state)(x)
-        self.hits = compiled(lambda state, x, y: hits(evaluated(state), x, y), out_shardings=_read_by_all(where))
+        self.scores = compiled(lambda state, x, y: scores(evaluated(state), x, y), out_shardings=_read_by_all(where))
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Train on one batch and return its loss, which may not be computed yet."""
@@ -74,12 +75,22 @@ class Step:
         nnx.update((model, optimizer), self.state)
 
 
-def gradients_of(model: Any, loss: Callable[..., jax.Array], accumulate: int) -> Callable[..., Any]:
+def gradients_of(model: Any, loss: Objective, accumulate: int) -> Callable[..., Any]:
     """Return what gives the loss of a batch and its gradients, by microbatches where the batch is laid out in them."""
-    return nnx.value_and_grad(composed(model, loss)) if accumulate == 1 else accumulated(objective_of(loss))
+    if accumulate == 1:
+        return nnx.value_and_grad(partitioned(model, objective_of(loss)))
+    by_microbatches = accumulated(objective_of(loss))
+
+    def differentiated(model: Any, x: Any, y: Any) -> Any:
+        if len(jax.tree.leaves(y)) > 1 or not loss.divides_by_count(y[0]):
+            return by_microbatches(model, x, y)
+        count = jnp.maximum(layers.sum((y >= 0).astype(jnp.float32)), 1.0) / accumulate
+        return by_microbatches(model, x, y, jnp.broadcast_to(count, accumulate))
+
+    return differentiated
 
 
-def step_with_gradients(loss: Callable[[jax.Array, jax.Array], jax.Array], accumulate: int = 1) -> Callable[..., Named]:
+def step_with_gradients(loss: Objective, accumulate: int = 1) -> Callable[..., Named]:
     """Make a training step as `verify` compares it: it returns the loss and the gradients of the parameters and of inputs that
     are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
 
@@ -90,7 +101,7 @@ def step_with_gradients(loss: Callable[[jax.Array, jax.Array], jax.Array], accum
             return _named(value, named_leaves("model", gradients))
         smooth = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
         of = [nnx.DiffState(0, optimizer.wrt), *([1] if smooth else [])]
-        value, (gradients, *of_x) = nnx.value_and_grad(composed(model, loss), argnums=of)(model, x, y)
+        value, (gradients, *of_x) = nnx.value_and_grad(partitioned(model, objective_of(loss)), argnums=of)(model, x, y)
         optimizer.update(model, gradients)
         return _named(value, {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})})
 
@@ -206,10 +217,12 @@ class NotANumber(Exception):
         self.step, self.read = step, read
 
 
-def evaluate(step: Step, data: Selectable, placement: Placement, batch: int) -> float:
-    """Compute the part of the targets in `data` that the model gets right, of which a row may have several."""
-    right = 0.0
+def evaluate(step: Step, data: Selectable, placement: Placement, batch: int) -> dict[str, float]:
+    """Compute the figures of the model on `data`: means over all rows, or over all targets that count."""
+    sums: dict[str, tuple[float, float]] = {}
     for chosen, weights in padded(data, batch):
-        hits = np.asarray(step.hits(step.state, *placement(chosen.x, chosen.y)))
-        right += float(np.dot(hits.reshape(len(weights), -1).mean(axis=1), weights))
-    return right / len(data)
+        for name, both in step.scores(step.state, *placement(chosen.x, chosen.y)).items():
+            more = (float(np.dot(np.asarray(each), weights)) for each in both)
+            sums[name] = tuple(map(sum, zip(sums.get(name, (0.0, 0.0)), more, strict=True)))  # type: ignore[assignment]  # two
+    order = sorted(sums, key=lambda name: (name == "accuracy", name != "loss", name))
+    return {f"test_{name}": sums[name][0] / max(sums[name][1], 1.0) for name in order}

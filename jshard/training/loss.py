@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,25 @@ from jshard.training.components import Component, parameters_of
 MODES = ("train", "training", "is_training", "deterministic")  # arguments that Flax's views stand in for
 
 
-def cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """Compute the mean over all examples of -log softmax(outputs) at the target."""
-    shifted = outputs - jax.lax.stop_gradient(layers.max(outputs, axis=-1, keepdims=True))
-    return layers.mean(jnp.log(layers.sum(jnp.exp(shifted), axis=-1)) - _at(shifted, targets))
+def cross_entropy(outputs: jax.Array, targets: jax.Array, count: Any = None, *, z: float = 0.0) -> jax.Array:
+    """Compute the mean over all targets of -log softmax(outputs) at the target. Of several targets in a row those below 0 are
+    left out; `count` is what their sum is divided by, if not by how many there are. `z` times the square of the log of the
+    softmax's denominator is added for each (z-loss)."""
+    losses = _losses(outputs, targets, z)
+    if targets.ndim < 2:
+        return layers.mean(losses)
+    counted = targets >= 0
+    both = jnp.stack([jnp.where(counted, losses, 0.0), counted.astype(losses.dtype)])
+    sums = layers.sum(both, axis=tuple(range(1, both.ndim)))  # one all-reduce
+    return sums[0] / (jnp.maximum(sums[1], 1.0) if count is None else count)
+
+
+def _losses(outputs: jax.Array, targets: jax.Array, z: float) -> jax.Array:
+    largest = jax.lax.stop_gradient(layers.max(outputs, axis=-1, keepdims=True))
+    shifted = outputs - largest
+    total = jnp.log(layers.sum(jnp.exp(shifted), axis=-1))
+    losses = total - _at(shifted, targets)
+    return losses + z * (total + largest[..., 0]) ** 2 if z else losses
 
 
 def correct(outputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -48,17 +63,44 @@ class Objective:
     data: Component
     classes: Mapping[str, tuple[int, int]]  # part of the data -> its least and its largest class
     tokens: int | None = None  # how many the tokenizer knows, where the data are text
+    metrics: Sequence[Component] = ()
 
-    def __call__(self, outputs: Any, targets: Any) -> jax.Array:
+    def __call__(self, outputs: Any, targets: Any, *count: Any) -> jax.Array:
         if self.written is None:
             self._check_classes(outputs, targets)
-        value = self.loss(outputs, targets)
+        value = self.loss(outputs, targets, *count)
         if not isinstance(value, jax.Array) or value.ndim:
             raise JShardError(
                 f"{self.written}, which returns {shown(value)} and not one number",
                 hint="reduce it to the loss of the batch: jshard.mean(losses)",
             )
         return value
+
+    def divides_by_count(self, targets: jax.Array) -> bool:
+        """Whether it is a mean over those targets of a row that count, of which microbatches have more and fewer."""
+        return self.written is None and targets.ndim > 1
+
+    def scores(self, outputs: Any, targets: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Return for each figure of an evaluation what each row adds to it, and for how much of it the row counts."""
+        rows = jax.tree.leaves(targets)[0].shape[0]
+        classes = are_classes(outputs, targets)
+        counted = targets >= 0 if classes and targets.ndim > 1 else jnp.ones(rows, bool)
+        if self.written is None:
+            self._check_classes(outputs, targets)
+            found = {"loss": _by_row(_losses(outputs, targets, 0.0), counted)}
+        else:
+            found = {"loss": _by_row(jnp.broadcast_to(self(outputs, targets), rows), jnp.ones(rows, bool))}
+        for metric in self.metrics:
+            values = metric(outputs, targets)
+            if not isinstance(values, jax.Array) or not values.ndim or values.shape[0] != rows:
+                raise JShardError(
+                    f"{metric}, which returns {shown(values)} for {rows} rows", hint="return one number for each row"
+                )
+            alike = counted.shape == values.shape
+            found[metric.path.split(":")[1]] = _by_row(values, counted if alike else jnp.ones(values.shape, bool))
+        if classes:
+            found["accuracy"] = _by_row(correct(outputs, targets), counted)
+        return found
 
     def _check_classes(self, outputs: Any, targets: Any) -> None:
         if not isinstance(outputs, jax.Array) or not outputs.ndim:
@@ -93,6 +135,12 @@ class Objective:
                 hint=f"return classes from 0 to {count - 1}"
                 + ("" if least < 0 else f", or give the model {largest + 1} outputs"),
             )
+
+
+def _by_row(values: jax.Array, counted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    both = jnp.where(counted, values, 0).astype(jnp.float32), counted.astype(jnp.float32)
+    axes = tuple(range(1, values.ndim))
+    return both if not axes else tuple(layers.sum(each, axis=axes) for each in both)  # type: ignore[return-value]  # two
 
 
 def are_classes(outputs: Any, targets: Any) -> bool:

@@ -123,14 +123,17 @@ def silent() -> Console:
     return Console(quiet=True, force_terminal=False)
 
 
-def in_words(accuracy: float) -> str:
-    return f"test accuracy {100 * accuracy:.1f} %"
+def in_words(evaluated: Mapping[str, float]) -> list[str]:
+    """Write each figure of an evaluation, the accuracy last."""
+    forms = {"test_accuracy": "test accuracy {:.1%}", "test_loss": "test loss {:.4f}"}
+    words = (forms.get(name, name.replace("_", " ") + " {:.4g}").format(each) for name, each in evaluated.items())
+    return [each.replace("%", " %") for each in words]
 
 
-def say_result(accuracy: float | None) -> None:
-    """Print the last line of a training; why there is none was said when it began."""
-    if accuracy is not None:
-        print(in_words(accuracy))
+def say_result(evaluated: Mapping[str, float]) -> None:
+    """Print the last lines of a training; why there are none was said when it began."""
+    for line in in_words(evaluated):
+        print(line)
 
 
 FORMS: Mapping[str, Callable[[float], str]] = {

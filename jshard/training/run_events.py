@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -76,9 +76,9 @@ class Course:
         if events.listeners and not self.has_evaluated:
             self.has_evaluated = True
             batch = self.experiment.placement.shapes(self.batch, *test.take(np.arange(1)))
-            traced = Traced(step.hits, (step.state, *batch), {})
+            traced = Traced(step.scores, (step.state, *batch), {})
             tell_program(EVALUATION, ledger_of(traced, traced.nodes, backward=False))
 
-    def evaluated(self, step: int, accuracy: float) -> None:
-        events.tell("evaluated", step=step, accuracy=accuracy)
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        events.tell("evaluated", step=step, **figures)
         self.restart()

@@ -10,7 +10,7 @@ import jax
 from jshard.errors import JShardError
 from jshard.training.checkpoint import Checkpoint, Saver, steps_in
 from jshard.training.experiment import Experiment
-from jshard.training.figures import Figures
+from jshard.training.figures import Figures, perplexity
 from jshard.training.loop import NotANumber, Taken, check_parameters, evaluate, run
 from jshard.training.metrics import Record, written
 from jshard.training.nan_cause import maker, suspect
@@ -22,9 +22,9 @@ from jshard.training.settings import LOG
 from jshard.training.sources import own_position
 
 
-def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> float | None:
-    """Train, with a progress bar, and return the test accuracy, if there are test data. What each figure was goes into
-    the output folder. Of several processes the first speaks and writes.
+def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> dict[str, float]:
+    """Train, with a progress bar, and return the figures of the last evaluation, if there are test data. What each figure was
+    goes into the output folder. Of several processes the first speaks and writes.
 
     With `resume` it goes on from there; started again by `jshard launch --restarts`, from the last checkpoint that there
     is by now. SIGTERM ends it behind a step that all processes agree on: it saves, if the
@@ -61,8 +61,8 @@ class _Training:
             self.saver.begin(resume)
         output = settings["output"] if leads else None
         self.record = Record(output, configuration, self.done, tensorboard=settings.tensorboard())
-        self.test = experiment.evaluated_on(self.step, bar.say)
-        self.rate, self.accuracy = Rate(), None
+        self.test = experiment.evaluated_on(bar.say)
+        self.rate, self.evaluated = Rate(), dict[str, float]()
         self.figures = bar.figures = Figures(experiment, self.step)
         if opening := self.figures.opening():
             bar.say(opening)
@@ -78,7 +78,7 @@ class _Training:
         self.course.resumed(self.done, resume.folder)
         self.bar.say(f"resumed from step {self.done}: {resume.folder}")
 
-    def run(self) -> float | None:
+    def run(self) -> dict[str, float]:
         experiment, first = self.experiment, self.done + 1
         stepped = TraceRequest(self.step, experiment.settings["output"], self.done)
         taken = run(
@@ -114,7 +114,7 @@ class _Training:
         except NotANumber as fault:
             raise self._without_number(fault) from None
         self.step.into(experiment.model, experiment.optimizer)
-        return self.accuracy
+        return self.evaluated
 
     def _show(self, taken: Taken) -> None:
         bar, number = self.bar, taken.number
@@ -132,11 +132,14 @@ class _Training:
         if self.test is None or (number % self.evaluate_every and number != self.steps):
             return
         self.course.evaluates(self.step, self.test)
-        self.accuracy = evaluate(self.step, self.test, self.experiment.placement, self.experiment.settings["batch"])
-        self.record.write(step=number, test_accuracy=self.accuracy)
-        self.course.evaluated(number, self.accuracy)
+        found = evaluate(self.step, self.test, self.experiment.placement, self.experiment.settings["batch"])
+        if self.figures.is_likelihood:
+            found = {"test_perplexity": perplexity(found["test_loss"]), **found}
+        self.evaluated = found
+        self.record.write(step=number, **found)
+        self.course.evaluated(number, found)
         if number != self.steps:
-            self.bar.say(f"step {number}/{self.steps}   {in_words(self.accuracy)}")
+            self.bar.say(f"step {number}/{self.steps}   {'   '.join(in_words(found))}")
         self.rate.restart(number)
 
     # -- saving, and stopping --

@@ -553,6 +553,15 @@ IN_A_FILE = {
         MESH + "  train: {optimizer: {adamw: {}, decay: {mtch: a}}}\n",
         'jshard.train.optimizer.decay (FILE:3) has an unknown key "mtch"; did you mean "match"?',
     ),
+    "metrics number": (
+        MESH + "  train: {metrics: [m:f, hits]}\n",
+        'jshard.train.metrics (FILE:3) is "hits", which is not an import path or a list of import paths; write metrics: '
+        "[examples.digits:hits]",
+    ),
+    "evaluation held out": (
+        MESH + "  train: {evaluation: {held_out: -1}}\n",
+        "jshard.train.evaluation.held_out (FILE:3) is -1, which is not a number above 0; write held_out: 0.1",
+    ),
     "evaluation zero": (
         MESH + "  train: {evaluation: 0}\n",
         "jshard.train.evaluation (FILE:3) is 0, which is not a whole number of 1 or more; write evaluation: 100",
@@ -898,7 +907,7 @@ ON_THE_COMMAND_LINE = {
         '"laier1.row=data" (the command line) names no signal and no key of jshard.train; did you mean "layer1"?'
     ],
     "zzz=1": [
-        '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, batch, accumulate, steps, '
+        '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, metrics, batch, accumulate, steps, '
         "seed, optimizer, evaluation, output, log, checkpoint, watchdog or a signal"
     ],
     "mesh.data=4": [
@@ -963,7 +972,7 @@ ON_THE_COMMAND_LINE = {
         'signal "layer1" (the command line) has an unknown key "include"; write it under "jshard:"'
     ],
     "jshard.train.include=base.yaml": [
-        'jshard.train (the command line) has an unknown key "include"; write model, data, loss, batch, accumulate, steps, seed, '
+        'jshard.train (the command line) has an unknown key "include"; write model, data, loss, metrics, batch, accumulate, steps, seed, '
         "optimizer, evaluation, output, log, checkpoint or watchdog"
     ],
     "jshard.mesh.dta.x=1": [

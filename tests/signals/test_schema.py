@@ -16,7 +16,9 @@ from jshard.signals.value_types import Refused
 DESIGN_KEYS = """row column reduction shard sequence store output expert stage ring backward compile dtype remat kernel
 match allow extends expect""".split()
 JSHARD_KEYS = "mesh axis_types include strict default topology kernel pipeline budget train".split()
-TRAIN_KEYS = "model data batch accumulate steps optimizer seed checkpoint log loss evaluation output watchdog".split()
+TRAIN_KEYS = (
+    "metrics model data batch accumulate steps optimizer seed checkpoint log loss evaluation output watchdog".split()
+)
 LATER = {"expert", "stage", "ring", "pipeline"}
 
 

@@ -52,6 +52,17 @@ class Viewed(nnx.Module):
     def __call__(self, x):
         return x[..., ::-1] if self.trains else x
 
+class Balanced(nnx.Module):
+    def __init__(self, *, rngs):
+        with jshard.signal("layer"):
+            self.up = jshard.Linear(4, 8, rngs=rngs)
+        self.down, self.balance = nnx.Linear(8, 3, rngs=rngs), jshard.AuxLoss(jnp.zeros(()))
+
+    def __call__(self, x):
+        y = self.down(self.up(x))
+        self.balance[...] = 0.5 * jshard.mean(y**2)
+        return y
+
 class Pair(Model):
     def __call__(self, x): return super().__call__(x), x
 
@@ -66,6 +77,9 @@ class Uncalled(nnx.Module):
 
 def classes(train, test): return {"train": (X, train), "test": (X, test)}
 def data(): return classes(Y, Y)
+def masked():
+    y = np.where(np.arange(24).reshape(12, 2) % 5 < 3, Y.reshape(12, 2), -1)
+    return {part: (X.reshape(12, 2, 4), y) for part in ("train", "test")}
 def tokens(): return {part: (X.reshape(12, 2, 4), Y.reshape(12, 2)) for part in ("train", "test")}
 def untested(): return {"train": (X, Y)}
 def beyond(): return classes(Y, Y + 1)
@@ -74,6 +88,10 @@ def one_hot(): return classes(np.eye(3)[Y], np.eye(3)[Y])
 def text(): return classes(np.array(["a", "b", "c"])[Y], Y)
 def stream(): return {"train": lambda: iter([(X[:8], Y[:8]), (X[:8], Y[:8] + 2)])}
 def losses(outputs, targets): return jnp.sum(outputs, axis=-1)
+def furthest(outputs, targets): return jnp.max((outputs - targets) ** 2, axis=-1)
+def sure(outputs, targets): return outputs.max(-1)
+def whole(outputs, targets): return outputs.mean()
+def loss(outputs, targets): return outputs.mean()
 def single(outputs): return jnp.sum(outputs)
 def squares(outputs, targets): return jshard.mean((outputs - targets) ** 2)
 """
@@ -190,7 +208,7 @@ def test_evaluation_is_in_evaluation_mode_and_leaves_the_model_in_training_mode(
         variable[...] = jax.device_put(value.astype(np.float32), variable[...].sharding)
     step = built.step()
     where = jax.tree.map(lambda array: array.sharding, step.state)
-    assert evaluate(step, built.test, built.placement, built.settings["batch"]) == 1.0
+    assert evaluate(step, built.test, built.placement, built.settings["batch"])["test_accuracy"] == 1.0
     assert (model.drop.deterministic, model.norm.use_running_average, model.own.deterministic) == (False,) * 3
     assert model.viewed.trains
     step(*built.first_batch())
@@ -218,18 +236,90 @@ def test_data_without_a_test_part_train_and_are_not_evaluated(capsys):
         2,
         [
             'jshard.train.evaluation (the command line) is on test data, and forms:untested returns no "test"; return '
-            '{"train": (x, y), "test": (x, y)}, or remove evaluation'
+            '{"train": (x, y), "test": (x, y)}, or write evaluation: {held_out: 0.1}'
         ],
     )
 
 
-def test_targets_that_are_no_classes_train_by_their_own_loss_and_are_not_evaluated(capsys):
-    status, out, _ = trained(capsys, "data=forms:one_hot", "loss=forms:squares", "steps=1")
+def test_an_evaluation_has_the_loss_and_metrics_of_ones_own(capsys):
+    words = "data=forms:one_hot", "loss=forms:squares", "metrics=[forms:furthest]", "steps=1"
+    status, out, _ = trained(capsys, *words)
     assert status == 0
-    assert (
-        'nothing is evaluated: forms:one_hot returns targets float32[8, 3] in "test", which are no classes of the outputs '
-        "float32[8, 3]" in out
+    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last.keys() == {"step", "test_loss", "test_furthest"}
+    assert out[-2:] == [f"test loss {last['test_loss']:.4f}", f"test furthest {last['test_furthest']:.4g}"]
+    assert last["test_loss"] < last["test_furthest"]
+
+
+def test_an_evaluation_leaves_out_targets_below_zero_and_weighs_rows_by_the_others(capsys):
+    status, _, _ = trained(capsys, "data=forms:masked", "metrics=[forms:sure]", "batch=8", "steps=1")
+    assert status == 0
+    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    configuration = active_config.load(
+        "forms.yaml", ["data=forms:masked", "metrics=[forms:sure]", "steps=1", "batch=8"]
     )
+    built = Experiment.build(configuration, active_config.mesh())
+    step = built.step()
+    step(*built.first_batch())
+    x, y = built.test.x, built.test.y
+    logits = np.asarray(step.predict(step.state, x))
+    counted = y >= 0
+    each = -jax.nn.log_softmax(logits)[(*np.indices(y.shape), np.maximum(y, 0))]
+    assert 0 < counted.sum() < y.size
+    np.testing.assert_allclose(last["test_loss"], each[counted].mean(), rtol=1e-5)
+    np.testing.assert_allclose(last["test_accuracy"], (logits.argmax(-1) == y)[counted].mean(), rtol=1e-6)
+    np.testing.assert_allclose(last["test_perplexity"], np.exp(last["test_loss"]), rtol=1e-6)
+    np.testing.assert_allclose(last["test_sure"], logits.max(-1)[counted].mean(), rtol=1e-5)
+
+
+def test_examples_held_out_are_evaluated_and_not_trained_on(capsys):
+    configuration = active_config.load("forms.yaml", ["data=forms:untested", "evaluation={held_out: 0.25}"])
+    built = Experiment.build(configuration, active_config.mesh())
+    assert (len(built.data.examples), len(built.test)) == (18, 6)
+    status, out, _ = trained(capsys, "data=forms:untested", "evaluation={held_out: 0.25, every: 1}")
+    assert status == 0
+    assert out[-1].startswith("test accuracy ")
+    for words, sentence in [
+        (
+            ["evaluation.held_out=0.25"],
+            'jshard.train.evaluation.held_out (the command line) is beside the "test" of forms:data; remove one of the two',
+        ),
+        (
+            ["data=forms:untested", "evaluation.held_out=2"],
+            "jshard.train.evaluation.held_out (the command line) holds 2 of 24 examples out; hold some out and keep some: 0.1",
+        ),
+        (
+            ["metrics=[forms:whole]"],
+            'jshard.train.metrics (the command line) is "forms:whole", which returns float32[] for 8 rows; return one number for '
+            "each row",
+        ),
+        (
+            ["metrics=[forms:loss]"],
+            'jshard.train.metrics (the command line) is "forms:loss", and there is a figure loss already; give the function '
+            "another name",
+        ),
+        (
+            ["loss={y: 3}"],
+            'jshard.train.loss (the command line) names no path, and cross entropy takes no argument "y"; write path: and the '
+            "import path of a loss, or z: 1e-4",
+        ),
+    ]:
+        status, _, err = trained(capsys, *words)
+        assert (status, err) == (2, [sentence])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("mesh", [{"data": 1, "tensor": 1}, {"data": 2, "tensor": 4}], ids=str)
+def test_loss_of_a_step_is_that_of_the_targets_that_count_with_z_and_auxiliary_losses(mesh, accumulate):
+    words = [f"jshard.mesh={json.dumps(mesh)}", f"accumulate={accumulate}", "batch=8", "loss={z: 0.01}"]
+    configuration = active_config.load("forms.yaml", ["data=forms:masked", "model=forms:Balanced", *words])
+    built = Experiment.build(configuration, active_config.mesh())
+    (x, y), step = built.data.first(), built.step()
+    logits = np.asarray(built.model(x))
+    total = jax.nn.logsumexp(logits, axis=-1)
+    each = total - np.take_along_axis(logits, np.maximum(y, 0)[..., None], -1)[..., 0] + 0.01 * total**2
+    expected = each[y >= 0].mean() + 0.5 * np.square(logits).mean()
+    np.testing.assert_allclose(float(step(*built.first_batch())), expected, rtol=1e-5)
 
 
 def test_what_was_trained_is_saved_before_it_is_evaluated(capsys, monkeypatch):

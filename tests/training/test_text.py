@@ -300,10 +300,10 @@ def test_training_says_what_a_step_is_and_its_figures(folder, capsys):
     says = "a step: 8 tokens, 0 FLOP in products on each of 2 devices, without what remat computes again; "
     assert f"{says}no peak of cpu is known" in lines
     assert re.fullmatch(
-        r"step 2/3   loss \d\.\d{4}   perplexity \d+\.?\d*   [\d,]+ tokens/s   \S+ [KMG]iB memory   \d+ s left",
+        r"step 2/3   loss \d\.\d{4}   perplexity \d+\.?\d*   learning rate 0.001   [\d,]+ tokens/s   \S+ [KMG]iB memory   \d+ s left",
         lines[-2],
     )
     first, _, last = map(json.loads, (folder / "out/metrics.jsonl").read_text().splitlines())
     assert first.keys() == last.keys() == {
-        "step", "loss", "perplexity", "examples_per_second", "tokens_per_second", "memory",
+        "step", "loss", "perplexity", "learning_rate", "examples_per_second", "tokens_per_second", "memory",
     }  # fmt: skip

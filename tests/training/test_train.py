@@ -154,7 +154,7 @@ def test_run_lets_only_so_many_steps_be_under_way():
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_train_learns_xor(devices, capsys):
-    assert train(xor(f"jshard.mesh.tensor={devices}")) == 1.0
+    assert train(xor(f"jshard.mesh.tensor={devices}"))["test_accuracy"] == 1.0
     assert "step 300/300   loss 0.000" in capsys.readouterr().out
 
 
@@ -165,14 +165,14 @@ def test_train_loses_the_same_on_every_mesh(tmp_path):
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
         assert [line["step"] for line in lines if "loss" in line] == list(range(1, 21))
-        assert lines[-1].keys() == {"step", "test_accuracy"}
+        assert lines[-1].keys() == {"step", "test_loss", "test_accuracy"}
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
 
 
 def test_train_shows_a_bar_with_loss_and_examples_a_second_on_a_terminal():
     terminal = io.StringIO()
     bar = Bar(300, 4, Console(file=terminal, force_terminal=True, width=100))
-    assert train(xor(), bar) == 1.0
+    assert train(xor(), bar)["test_accuracy"] == 1.0
     last = terminal.getvalue().splitlines()[-2]
     assert "300/300" in last
     assert "loss 0.000" in last

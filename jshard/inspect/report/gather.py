@@ -20,7 +20,7 @@ from jshard.inspect.plan.added import with_added
 from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.facts import Facts, Text
 from jshard.jaxprs import inner
-from jshard.layers.sharding import composed
+from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
 from jshard.provenance import Cause
@@ -47,7 +47,7 @@ def facts_of_experiment(experiment: Experiment, plan: Any = None) -> Facts:
     present = experiment.configuration
     train = present.train
 
-    objective = composed(experiment.model, experiment.loss)
+    objective = partitioned(experiment.model, objective_of(experiment.loss))
     batch = experiment.first_batch()
     laid = _at_rest([((), experiment.model)], [experiment.optimizer])
     laid += [_laid(BATCH, ("batch", name), array, ()) for name, array in zip("xy", batch, strict=False)]
