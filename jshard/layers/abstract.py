@@ -47,5 +47,11 @@ def created(factory: Callable[[], Model], placed: Callable[[], Model]) -> Model:
     and no array is whole on one that holds a part of it."""
     model = abstract(placed)
     where = jax.tree.map(lambda array: array.sharding, nnx.state(model))
-    nnx.update(model, create_all(lambda: nnx.state(in_ranges(factory())), where))
+    dtypes = jax.tree.map(lambda array: array.dtype, nnx.state(model))
+
+    def drawn() -> nnx.State:
+        cast = lambda x, dtype: x if x.dtype == dtype else x.astype(dtype)  # a signal may say another to rest in
+        return jax.tree.map(cast, nnx.state(in_ranges(factory())), dtypes)
+
+    nnx.update(model, create_all(drawn, where))
     return model

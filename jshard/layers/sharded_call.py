@@ -33,6 +33,7 @@ from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.roles import Placed
 from jshard.layouts.layout import Layout
+from jshard.layouts.mesh import is_explicit
 from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.layouts.redistribution import Axes, redistribute
 from jshard.signals.active_config import configuration, mesh
@@ -78,6 +79,8 @@ class Call:
         self.arrays = tuple(
             self._array(key, built.get(keys_of(key), ()), x) if _is_array(x) else None for key, x in named
         )
+        if any(signal.dtype.param for signal in present.signals.values()):
+            self.arrays = self._at_rest()
         if not any(each is not None and each.path for each in self.arrays):
             check_nothing_looks_like_parameters(f, args, kwargs, present)
         static = tuple(x if each is None else None for x, each in zip(self.leaves, self.arrays, strict=True))
@@ -99,6 +102,18 @@ class Call:
         dtype = x.dtype if abstract else jax.typeof(x).dtype
         return _Array(path, layer, jnp.shape(x), dtype, None if path or abstract else _layout(x, mesh()), depth)
 
+    def _at_rest(self) -> tuple[_Array | None, ...]:
+        """The arrays, with parameters in the dtype that their signals say they rest in."""
+        claimed = _claims([each for each in self.arrays if each is not None])
+        dtype_of = {path: claim.signal.dtype.param for path, claim in claimed.items() if claim.signal.dtype.param}
+
+        def at_rest(array: _Array | None) -> _Array | None:
+            if array is None or array.path not in dtype_of or not jnp.issubdtype(array.dtype, jnp.floating):
+                return array
+            return dataclasses.replace(array, dtype=jnp.dtype(dtype_of[array.path]))
+
+        return tuple(map(at_rest, self.arrays))
+
     def placed(self, *, every: bool = False) -> list[Any]:
         """All leaves: parameters, and Linen's other variables, where they rest; with `every`, all others where the program
         takes them."""
@@ -108,6 +123,9 @@ class Call:
             if array is not None:
                 layout = Layout(self.program.mesh, *next(axes))
                 label = f"jshard.shard ({array.path})" if array.path else "jshard.shard"
+                if array.path and x.dtype != array.dtype:
+                    is_real = not isinstance(x, jax.ShapeDtypeStruct)
+                    x = x.astype(array.dtype) if is_real else jax.ShapeDtypeStruct(x.shape, array.dtype)
                 x = _put(x, layout, label) if every or array.path or number < held else x
             leaves.append(x)
         return leaves
@@ -302,7 +320,7 @@ def _claims(arrays: Sequence[_Array]) -> dict[str, Claim]:
 def _check_words(signal: Signal, path: str) -> None:
     """Refuse what a signal asks for and the partition does not do."""
     asked = {
-        **{f"dtype.{key}": getattr(signal.dtype, key) for key in ("param", "compute", "reduce")},
+        **{f"dtype.{key}": getattr(signal.dtype, key) for key in ("compute", "reduce") if not is_explicit(mesh())},
         **{f"kernel.{op}": True for op, _ in signal.kernel if op != "all_reduce"},
         "output": signal.output in ("scatter", "sum"), "backward": signal.backward,
         "shard.workers": signal.shard is not None and signal.shard.workers is not None,

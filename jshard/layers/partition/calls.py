@@ -25,12 +25,13 @@ from jshard.provenance import scope, source_of
 
 def _alike(part: Part, x: Any) -> Part:
     """The same place for another array: in another trace nothing may be remembered of this one."""
-    return dataclasses.replace(part, x=x, make=None, cache={}, gathered={}, within=[])
+    return dataclasses.replace(part, x=x, make=None, cache={}, gathered={}, within=[], casts={})
 
 
 def _within(part: Part, x: Any) -> Part:
     """The same place in a loop or a checkpoint, which may close over what has been made of this one."""
     inside = dataclasses.replace(_alike(part, x), cache=dict(part.cache), gathered=dict(part.gathered))
+    inside.casts = {key: _within(each, each.x) for key, each in part.casts.items() if each.make is None}
     part.within.append(inside)
     return inside
 
@@ -47,6 +48,10 @@ def _before(run: Partition, parts: Sequence[Part]) -> None:
                 for axes, names in each.cache:
                     if axes == part.axes:
                         run.local(part, axes, names)
+            for key in dict.fromkeys(key for each in _inside(part) for key in each.casts):
+                cast = part.cast(*(None if word == "None" else word for word in key))
+                cast.within = [each.casts[key] for each in _inside(part) if key in each.casts]
+                _before(run, [cast])
 
 
 def _inside(part: Part) -> Iterator[Part]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
-from jshard.kernels.gather_scatter import all_gather
+from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes, Move, move, plan_moves, take_slice
 from jshard.provenance import scope
@@ -68,6 +70,8 @@ class Part:
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what uses have in common
     gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # of a stored parameter
     within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
+    casts: dict[Any, Part] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
+    wire: Any = None  # the dtype that a stored parameter is gathered in; its gradient is scattered in its own
     asked: set[Names] | None = None  # of a parameter that is followed: the mesh axes that each use makes it vary over
 
     def __post_init__(self) -> None:
@@ -124,12 +128,26 @@ class Part:
 
     def gather(self, steps: Gathers) -> Array:
         if steps not in self.gathered:
-            x = self.x
             with scope(key="store"):
-                for axis, name, varies in reversed(steps):
-                    x = all_gather(x, name, axis=axis, result="varying" if varies else "invariant", algorithm="xla")
-            self.gathered[steps] = x
+                narrow = self.wire is not None and self.wire != self.x.dtype
+                self.gathered[steps] = (
+                    _narrowed(self.x, steps, self.wire, self.x.dtype) if narrow else _gathered(self.x, steps)
+                )
         return self.gathered[steps]
+
+    def cast(self, dtype: Any, wire: Any = None) -> Part:
+        """The same array in another dtype, where it lies: made once for all its uses."""
+        dtype, key = jnp.dtype(dtype), (str(dtype), str(wire))
+        if key not in self.casts:
+            if (make := self.make) is not None:
+                cast: Any = lambda axes, names: make(axes, names).astype(dtype)
+                self.casts[key] = Part(self.shape, self.axes, make=cast, signal=self.signal)
+            elif self.x.dtype == dtype and (wire is None or self.rest is None):
+                return self
+            else:
+                fresh: Any = {"cache": {}, "gathered": {}, "within": [], "casts": {}}
+                self.casts[key] = dataclasses.replace(self, x=self.x.astype(dtype), wire=wire, **fresh)
+        return self.casts[key]
 
     def at_rest(self, x: Array, shape: tuple[int, ...], order: Sequence[int | None]) -> Part:
         """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
@@ -150,6 +168,31 @@ class Part:
             of=of,
             asked=self.asked,
         )
+
+
+def _gathered(x: Array, steps: Gathers) -> Array:
+    for axis, name, varies in reversed(steps):
+        x = all_gather(x, name, axis=axis, result="varying" if varies else "invariant", algorithm="xla")
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _narrowed(x: Array, steps: Gathers, dtype: Any, wide: Any) -> Array:
+    """Gather `x` in `dtype`; its gradient is scattered in `wide`, that of `x`."""
+    return _gathered(x.astype(dtype), steps)
+
+
+def _narrowed_bwd(steps: Gathers, dtype: Any, wide: Any, _: None, cotangent: Array) -> tuple[Array]:
+    cotangent = cotangent.astype(wide)
+    for axis, name, varies in steps:
+        if varies:
+            cotangent = reduce_scatter(cotangent, name, axis=axis, algorithm="xla")
+        else:
+            cotangent = take_slice(cotangent, name, axis)
+    return (cotangent,)
+
+
+_narrowed.defvjp(lambda x, *static: (_narrowed(x, *static), None), _narrowed_bwd)
 
 
 def _step(x: Any, step: Move, names: Names) -> Array:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from jshard.kernels.gather_scatter import reduce_scatter
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of
-from jshard.layers.partition.local_sizes import axes_of
+from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.part import Part
 from jshard.layouts.axes import KEPT, LOOKUP, Factors
 from jshard.provenance import scope
@@ -35,17 +36,39 @@ def _dot_general(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     found = known(eqn)
     settle(parts, found)
     choice = run.choose(found, parts)
-    (out,) = run.bind(eqn, run.placed(parts, found, choice), found, choice)
-    axes = list(axes_of(found.results[0], choice))
     claim = next((part.signal for part in parts if part.signal is not None), None)
+    out = _product(run, eqn, parts, found, choice, claim)
+    axes = list(axes_of(found.results[0], choice))
     for factor, kind in enumerate(found.kinds):
         if kind == "sum" and factor in choice:
             out = sum_or_scatter(run, out, axes, choice[factor], claim)
-    result = Part(shape_of(eqn), tuple(axes), out)
+    result = Part(shape_of(eqn), tuple(axes), out.astype(eqn.outvars[0].aval.dtype))
     if claim is not None and claim.output == "gather":
         with scope(key="output"):
             return [run.place(result, tuple(tuple(n for n in names if n not in claim.column) for names in axes))]
     return [result]
+
+
+def _product(
+    run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice, claim: Signal | None
+) -> Array:
+    """The product of parts, in the dtypes that the claim says: a parameter at rest is cast where it is used, and x with it.
+    Where an operand starts to vary its gradient is summed, in the reduce dtype; so is what is summed over devices."""
+    dtypes = None if claim is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else claim.dtype
+    if dtypes is None or not (dtypes.compute or dtypes.reduce):
+        (out,) = run.bind(eqn, run.placed(parts, found, choice), found, choice)
+        return out
+    compute = jnp.dtype(dtypes.compute or jnp.result_type(*(each.aval for each in eqn.invars)))
+    wide = dtypes.reduce or compute
+    sums = any(kind == "sum" and factor in choice for factor, kind in enumerate(found.kinds))
+    operands = [part.cast(wide, compute if part.rest is not None else None) for part in parts]
+    xs = [x.astype(compute) for x in run.placed(operands, found, choice)]
+    out_dtype = jnp.dtype(wide if sums else compute)
+    accumulates = (
+        eqn.primitive.name == "dot_general"
+    )  # a convolution of another dtype than its operands has no gradient
+    (out,) = run.bind(eqn, xs, found, choice, preferred_element_type=out_dtype if accumulates else compute)
+    return out.astype(out_dtype)
 
 
 def sum_or_scatter(
@@ -67,7 +90,11 @@ def sum_or_scatter(
 def _convolution(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     found = known(eqn)
     settle(parts, found)
-    return run.by_factors(eqn, parts, found)
+    choice = run.choose(found, parts)
+    claim = next((part.signal for part in parts if part.signal is not None), None)
+    (result,) = run.results(eqn, [_product(run, eqn, parts, found, choice, claim)], found, choice)
+    result.x = result.x.astype(eqn.outvars[0].aval.dtype)
+    return [result]
 
 
 RULES: dict[str, Rule] = {"dot_general": _dot_general, "conv_general_dilated": _convolution}
