@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from jshard.training.optimizer import Optimizer as Optimizer
     from jshard.training.optimizer import optimizer as optimizer
     from jshard.training.trace import trace as trace
+    from jshard.training.trainer import batches as batches
+    from jshard.training.trainer import train as train
     from jshard.training.weights import save_weights as save_weights
     from jshard.training.weights import weights as weights
     from jshard.version import __version__ as __version__
@@ -103,6 +105,7 @@ _ROOMS = {
     "jshard.training.log": ("log",),
     "jshard.training.optimizer": ("Optimizer", "optimizer"),
     "jshard.training.trace": ("trace",),
+    "jshard.training.trainer": ("batches", "train"),
     "jshard.training.weights": ("save_weights", "weights"),
     "jshard.version": ("__version__",),
 }

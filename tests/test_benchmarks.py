@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import decoder, log, models, plan, processes, step, watchdog, weights
+from benchmarks import decoder, loader, log, models, plan, processes, step, watchdog, weights
 from jshard.signals.active_config import unload
 
 
@@ -127,3 +127,9 @@ def test_quick_benchmark_of_the_watchdog_prints_a_ratio_for_each_size(capfd):
         "128",
         "512",
     ]
+
+
+def test_benchmark_of_the_loader_prints_a_line_with_and_without_reading_ahead(capsys):
+    loader.main(["--make", "1", "--step", "1", "--count", "3"])
+    of = r"[\d.]+ ms a step, [\d.]+x the slower of 1 and 1 ms"
+    assert re.fullmatch(f"ahead 0: {of}\nahead 2: {of}\n", capsys.readouterr().out)

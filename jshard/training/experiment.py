@@ -37,7 +37,25 @@ from jshard.training.sources import Selectable, Shuffled, Source
 from jshard.training.text import packed_rows
 from jshard.training.tokens import tokenizer
 
+FIGURES = ("loss", "accuracy", "perplexity")  # of an evaluation, whose names no metric has
 READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What an experiment is made of: the model, which is called with random numbers, the data function and what it returned,
+    how that is read, and what it is trained by. A model `is_made` where it is the caller's own, with its numbers."""
+
+    model: Component
+    data: Component
+    returned: Any
+    how: Mapping[str, Any]
+    loss: Component | None
+    own_loss: Callable[..., Any]
+    metrics: Sequence[Component]
+    chain: Chain
+    optimizer: nnx.Optimizer | None = None
+    is_made: bool = False
 
 
 @dataclasses.dataclass
@@ -62,23 +80,34 @@ class Experiment:
         compiled, not trained."""
         settings = Settings(configuration)
         settings.require("model")
-        batch, seed = settings["batch"], settings["seed"]
         placement = Placement(mesh, configuration.signals, settings["accumulate"])
         settings.check_rows(placement.ways)
         component, how = _data(settings, only_shapes)
         with as_user_error(f"{component.path} is called"):
             asks = "rows" in parameters_of(component.function) and "rows" not in component.arguments
-            returned = component(**{"rows": placement.rows(batch)} if asks else {})
+            returned = component(**{"rows": placement.rows(settings["batch"])} if asks else {})
+        loss, own = _loss(settings)
+        metrics = Component.several(settings, "metrics", FIGURES)
+        model = Component.of(settings, "model")
+        parts = Parts(model, component, returned, how, loss, own, metrics, Chain.of(settings))
+        return cls.of(parts, configuration, mesh, only_shapes=only_shapes)
+
+    @classmethod
+    def of(
+        cls, parts: Parts, configuration: Configuration, mesh: Mesh | None, *, only_shapes: bool = False
+    ) -> Experiment:
+        """Put the parts of an experiment together, on a mesh."""
+        settings, component, how, chain = Settings(configuration), parts.data, parts.how, parts.chain
+        model_named, loss_named = parts.model, parts.loss
+        batch, seed = settings["batch"], settings["seed"]
+        placement = Placement(mesh, configuration.signals, settings["accumulate"])
+        settings.check_rows(placement.ways)
         here = f"{component}, which"
-        returned = held_out(settings, here, returned)
+        returned = held_out(settings, here, parts.returned)
         data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
         test = None if part_of(returned, "test") is None else examples(here, returned, "test")
         if isinstance(data, Shuffled) and not (only_shapes and settings.text):
             _check_count(settings, len(data.examples), batch, data.last, placement)
-        model_named = Component.of(settings, "model")
-        loss_named, own = _loss(settings)
-        metrics = Component.several(settings, "metrics", ("loss", "accuracy", "perplexity"))
-        chain = Chain.of(settings)
 
         apart = None
 
@@ -101,18 +130,18 @@ class Experiment:
             if only_shapes:
                 model, optimizer = abstract(lambda: (model := made(), Optimizer(model, chain.tx)))
             else:
-                model = created(built, claimed) if is_claimed else built()
+                model = created(built, claimed) if is_claimed and not parts.is_made else made()
                 home, apart = _home_of(model, mesh, configuration)
                 _check_one_program(settings, apart)
                 if home is not mesh:
                     placement = Placement(home, {}, settings["accumulate"])
                 settle(model, home)
-                optimizer = settle(Optimizer(model, chain.tx), home)
+                optimizer = settle(parts.optimizer or Optimizer(model, chain.tx), home)
         chain.check_decay(model)
-        loss = loss_named or own
+        loss = loss_named or parts.own_loss
         loss = signal("objective")(loss) if "objective" in configuration.signals else loss
-        parts = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
-        in_memory = {part: numbers_of(each.y) for part, each in parts.items() if isinstance(each, Examples)}
+        read = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
+        in_memory = {part: numbers_of(each.y) for part, each in read.items() if isinstance(each, Examples)}
         classes = {part: numbers for part, numbers in in_memory.items() if numbers and loss_named is None}
         tokens = tokenizer(settings).vocabulary if settings.text else None
         settings.check_folders()
@@ -121,7 +150,7 @@ class Experiment:
             model=model,
             optimizer=optimizer,
             chain=chain,
-            loss=Objective(loss, loss_named, model_named, component, classes, tokens, metrics),
+            loss=Objective(loss, loss_named, model_named, component, classes, tokens, parts.metrics),
             data=data,
             test=test,
             placement=placement,

@@ -97,7 +97,7 @@ class Objective:
                     f"{metric}, which returns {shown(values)} for {rows} rows", hint="return one number for each row"
                 )
             alike = counted.shape == values.shape
-            found[metric.path.split(":")[1]] = _by_row(values, counted if alike else jnp.ones(values.shape, bool))
+            found[metric.path.rpartition(":")[2]] = _by_row(values, counted if alike else jnp.ones(values.shape, bool))
         if classes:
             found["accuracy"] = _by_row(correct(outputs, targets), counted)
         return found

@@ -126,7 +126,8 @@ def silent() -> Console:
 def in_words(evaluated: Mapping[str, float]) -> list[str]:
     """Write each figure of an evaluation, the accuracy last."""
     forms = {"test_accuracy": "test accuracy {:.1%}", "test_loss": "test loss {:.4f}"}
-    words = (forms.get(name, name.replace("_", " ") + " {:.4g}").format(each) for name, each in evaluated.items())
+    named = {name: each for name, each in evaluated.items() if name.startswith("test_")}
+    words = (forms.get(name, name.replace("_", " ") + " {:.4g}").format(each) for name, each in named.items())
     return [each.replace("%", " %") for each in words]
 
 

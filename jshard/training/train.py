@@ -23,8 +23,8 @@ from jshard.training.sources import own_position
 
 
 def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> dict[str, float]:
-    """Train, with a progress bar, and return the figures of the last evaluation, if there are test data. What each figure was
-    goes into the output folder. Of several processes the first speaks and writes.
+    """Train, with a progress bar, and return the last loss and the figures of the last evaluation, if there are test data. What
+    each figure was goes into the output folder. Of several processes the first speaks and writes.
 
     With `resume` it goes on from there; started again by `jshard launch --restarts`, from the last checkpoint that there
     is by now. SIGTERM ends it behind a step that all processes agree on: it saves, if the
@@ -114,14 +114,15 @@ class _Training:
         except NotANumber as fault:
             raise self._without_number(fault) from None
         self.step.into(experiment.model, experiment.optimizer)
-        return self.evaluated
+        return {"loss": self.loss, **self.evaluated}
 
     def _show(self, taken: Taken) -> None:
         bar, number = self.bar, taken.number
         bar.show(number, taken.loss)
         if number % self.log_every == 0 or number == self.steps:
             taken.settle()
-            found = self.figures(number, float(taken.loss), self.rate.read(number))
+            self.loss = float(taken.loss)
+            found = self.figures(number, self.loss, self.rate.read(number))
             bar.show_figures(number, found)
             if not bar.draws:
                 bar.say(f"step {number}/{self.steps}   {figures_in_words(found)}")

@@ -1,0 +1,118 @@
+"""`jshard.train` and `jshard.batches`: the loop of `jshard train`, and its loader, as functions of what one has made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from jshard.errors import JShardError, Place
+from jshard.signals.active_config import configuration, mesh
+from jshard.signals.config import Configuration, load_configuration
+from jshard.training.chain import Chain
+from jshard.training.components import Component
+from jshard.training.data import Placement, part_of, source
+from jshard.training.experiment import FIGURES, READING, Experiment, Parts
+from jshard.training.loop import AHEAD, placed
+from jshard.training.loss import cross_entropy
+from jshard.training.prefetch import read_ahead
+from jshard.training.train import last_saved
+from jshard.training.train import train as train_experiment
+
+HERE = Place("jshard.train(...)")
+
+
+def train(
+    model: nnx.Module,
+    optimizer: optax.GradientTransformation | nnx.Optimizer,
+    data: Any,
+    *,
+    loss: Callable[[Any, Any], jax.Array] | None = None,
+    metrics: Sequence[Callable[[Any, Any], jax.Array]] = (),
+    resume: bool = False,
+    **settings: Any,
+) -> dict[str, float]:
+    """Train a model in place, as `jshard train` does: figures, evaluation, checkpoints, under the configuration that is loaded.
+
+        jshard.train(model, optax.adamw(1e-3), {"train": (x, y), "test": (x, y)}, steps=1000, batch=64)
+
+    `data` is what a data function returns, or its "train" alone; `shuffle`, `last` and `ahead` say how it is read. `loss` is
+    cross entropy unless given, `optimizer` of optax or a `jshard.Optimizer` of the model. All other arguments are keys of
+    `jshard.train` in YAML: steps, batch, accumulate, evaluation, log, output, checkpoint, seed. With `resume` it goes on from
+    the last checkpoint, if there is one. Returns the last loss and the figures of the last evaluation.
+    """
+    how = {key: settings.pop(key) for key in READING if key in settings}
+    for name in ("model", "optimizer", "data", "loss", "metrics"):
+        if name in settings:
+            raise JShardError(f"jshard.train was given {name} twice", hint="give it once")
+    present = _configured(settings)
+    given = optimizer if isinstance(optimizer, nnx.Optimizer) else None
+    tx = given.tx if given is not None else optimizer
+    parts = Parts(
+        model=_component("model", lambda rngs: model, type(model).__name__),
+        data=_component("data", lambda: data, "data"),
+        returned=data if part_of(data, "train") is not None else {"train": data},
+        how=how,
+        loss=None if loss is None else _component("loss", loss),
+        own_loss=cross_entropy,
+        metrics=[_metric(each, metrics[:at]) for at, each in enumerate(metrics)],
+        chain=Chain(tx, None, "", None, (), ""),  # type: ignore[arg-type]  # of the two
+        optimizer=given,
+        is_made=True,
+    )
+    experiment = Experiment.of(parts, present, None if present.mesh is None else mesh())
+    return train_experiment(experiment, resume=last_saved(experiment) if resume else None)
+
+
+def batches(
+    data: Any,
+    *,
+    batch: int = 64,
+    steps: int | None = None,
+    ahead: int = AHEAD,
+    shuffle: bool | None = None,
+    last: str | None = None,
+    seed: int = 0,
+) -> Iterator[tuple[Any, Any]]:
+    """Yield batches `(x, y)` on the devices, each row where the signals that are loaded say, in the order that `seed` decides;
+    without end, unless it is said after how many `steps`.
+
+        for x, y in jshard.batches((x, y), batch=64, steps=1000):
+            loss = step(model, optimizer, x, y)
+
+    `data` is what a data function returns as "train": a pair of arrays, anything with a length that gives a pair for a number,
+    an iterable of batches, or a function that returns one. `ahead` batches are read in the background, and on their way,
+    before they are asked for.
+    """
+    present = _configured({"batch": batch})
+    given = data if part_of(data, "train") is not None else {"train": data}
+    read = source("jshard.batches", given, batch=batch, seed=seed, shuffle=shuffle, last=last)
+    where = Placement(None if present.mesh is None else mesh(), present.signals)
+    with read_ahead(placed(read, where, None, steps), ahead) as made:
+        for both, _ in made:
+            yield both  # type: ignore[misc]  # a pair
+
+
+def _configured(settings: dict[str, Any]) -> Configuration:
+    """The configuration that is loaded, with these for what it says of an experiment."""
+    said = load_configuration({"jshard": {"train": settings}})
+    present = configuration() or said
+    places = MappingProxyType(dict.fromkeys(said.train_places, HERE))
+    return dataclasses.replace(present, train=said.train, train_places=places)
+
+
+def _component(key: str, function: Callable[..., Any], path: str | None = None) -> Component:
+    name = getattr(function, "__name__", type(function).__name__) if path is None else path
+    return Component(key, HERE, name, function, {})
+
+
+def _metric(metric: Callable[..., Any], before: Sequence[Callable[..., Any]]) -> Component:
+    made = _component("metrics", metric)
+    if made.path in (*FIGURES, *(getattr(each, "__name__", "") for each in before)):
+        raise JShardError(f"{made}, and there is a figure {made.path} already", hint="give the function another name")
+    return made
