@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import decoder, loader, log, models, plan, processes, step, watchdog, weights
+from benchmarks import decoder, generate, loader, log, models, plan, processes, step, watchdog, weights
 from jshard.signals.active_config import unload
 
 
@@ -44,6 +44,16 @@ def test_benchmark_refuses_variants_that_do_not_agree():
         step.agree(steps)
     with pytest.raises(AssertionError, match="the losses do not fall"):
         step.agree({step.HAND: lambda: 1.0})
+
+
+def test_quick_benchmark_of_generation_says_that_a_token_costs_the_same_but_for_attention(capsys):
+    generate.main(["--quick", "--prompts", "64", "250", "--rows", "2", "--tokens", "3"])
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["prompt", "prefill", "a"]
+    found = [re.findall(r"([\d,]+) FLOP", line) for line in lines]
+    products = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 64  # numbers in the kernels that a token meets
+    attention = [4 * 2 * 32 * room for room in (128, 256)]  # two products over the cache in each of two layers
+    assert found == [[f"{2 * products:,}", f"{each:,}"] for each in attention]
 
 
 @pytest.mark.slow

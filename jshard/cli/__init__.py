@@ -103,6 +103,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     command("train", "train the experiment, after showing what its configuration costs", train)
     command("launch", "start a program in several processes, here or on many hosts", configured=False)
     command("resume", "go on with a run from a checkpoint")
+    command("generate", "go on from a text by a model that was trained")
     command("explain", "list every collective of a training step and what it holds in memory, and run none")
     command("plan", "compile a training step for devices that are not here, and say what they would do")
     command("trace", "capture what the devices do in a few steps, of an experiment or of a run that goes on")

@@ -85,5 +85,5 @@ def found(run: Path, which: str) -> tuple[Path, Path, str]:
     steps = [each for each in run.glob("*/") if each.name.isdecimal()]
     if not steps:
         why = "there is no such folder" if not run.is_dir() else f"it has no {CONFIGURATION} and no checkpoints"
-        raise JShardError(f"{run} is not a run: {why}", hint="type: jshard resume and the output folder of a run")
+        raise JShardError(f"{run} is not a run: {why}", hint="name the output folder of a run")
     return run, max(steps, key=lambda each: int(each.name)) / CONFIGURATION, which

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jshard.errors import JShardError
 from jshard.layers.attending import attend
 from jshard.layers.rope import Rope
 
@@ -60,6 +61,11 @@ class Attention(nnx.Module):
             at = jnp.arange(x.shape[1])[None] if positions is None else positions
             q, k = self.rope.rotate(q, at), self.rope.rotate(k, at)
         if self.cached_key is not None and self.cached_value is not None:
+            if segments is not None:
+                raise JShardError(
+                    "a jshard.Attention that keeps keys and values was given segments",
+                    hint="give each text a row of its own",
+                )
             for cache, new in ((self.cached_key, k), (self.cached_value, v)):
                 cache.set_value(_written(cache.get_value(), new.astype(cache.get_value().dtype), positions))
             if positions is not None:

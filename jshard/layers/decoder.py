@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,6 +124,14 @@ class Decoder(nnx.Module):
         for _, module in nnx.iter_modules(self):
             if isinstance(module, Attention):
                 module.init_cache(batch, length)
+
+
+# Every size by its name, so that a word misspelt in YAML is told with its line and the nearest that there is.
+_own, _given, _rngs, _ = inspect.signature(Decoder.__init__).parameters.values()
+_sizes = [
+    _rngs.replace(name=each.name, default=None, annotation=each.type) for each in dataclasses.fields(DecoderConfig)
+]
+setattr(Decoder.__init__, "__signature__", inspect.Signature([_own, _given, *_sizes, _rngs]))  # noqa: B010
 
 
 def _dtypes(config: DecoderConfig) -> dict[str, Any]:

@@ -12,13 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jshard.errors import JShardError
+from jshard.inspect.user_code_errors import as_user_error
+from jshard.layers.abstract import created
 from jshard.layers.sharding import shard
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
 from jshard.signals.active_config import configuration, mesh
+from jshard.signals.config import Configuration
+from jshard.training.checkpoint import Checkpoint
+from jshard.training.components import Component
 from jshard.training.data import Placement
+from jshard.training.settings import Settings
+from jshard.training.weights import weights
 
 ROOM = 64  # prompts and caches are as long as a multiple of it, so that few lengths are compiled
 
@@ -90,6 +98,23 @@ def generate(
         yield found
         if not any(going):
             return
+
+
+def trained_model(configuration: Configuration, on: Mesh | None, checkpoint: Checkpoint) -> nnx.Module:
+    """Build the model of a training run, with the parameters of a checkpoint; no data are read, and no optimizer is made."""
+    settings = Settings(configuration)
+    named, ways = Component.of(settings, "model"), Placement(on, configuration.signals).ways
+
+    def built() -> nnx.Module:
+        return named(rngs=nnx.Rngs(settings["seed"]))
+
+    with as_user_error(f"{named.path} is built"):
+        if on is not None and configuration.has_claims:
+            tokens = jax.ShapeDtypeStruct((ways, ROOM), jnp.int32)
+            model = created(built, lambda: shard(built(), tokens))
+        else:
+            model = built()
+    return weights(model, checkpoint.folder)
 
 
 class Writer:

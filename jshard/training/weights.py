@@ -64,7 +64,7 @@ def weights(model: Model, path: PathLike, *, rename: PathLike | None = None, dty
     """
     begin, converts = time.perf_counter(), _converts(dtype)
     leaves, renaming, (tensors, faults) = _all_or_faults(
-        lambda: leaves_of(model), lambda: _renaming(rename, model), lambda: _tensors(Path(path))
+        lambda: leaves_of(model), lambda: _renaming(rename, model), lambda: _tensors(Path(path), model)
     )
     filled = assign(tensors, leaves, renaming, str(path), converts=converts, faults=faults)
     wanted = [leaf for leaf in leaves if leaf.path in filled]
@@ -189,14 +189,15 @@ def _console() -> Console | None:
 # -- reading --
 
 
-def _tensors(path: Path) -> tuple[Mapping[str, Any], list[JShardError]]:
+def _tensors(path: Path, model: Any) -> tuple[Mapping[str, Any], list[JShardError]]:
     """The tensors that a path names, none of them read yet, and what their files lack."""
     faults: list[JShardError] = []
-    if (path / MANIFEST).is_file():  # of jshard train: the model, and not its optimizer
-        arrays = (stored(path / "arrays") or {}).values()
-        model = [array for array in arrays if array.name.startswith("model.")]
-        named = [dataclasses.replace(array, name=array.name.removeprefix("model.")) for array in model]
-        return {array.name: array for array in named}, faults
+    if (path / MANIFEST).is_file():  # of jshard train: the model, and neither its optimizer nor its random state
+        arrays = [array for array in (stored(path / "arrays") or {}).values() if array.name.startswith("model.")]
+        named = [dataclasses.replace(array, name=array.name.removeprefix("model.")) for array in arrays]
+        random = nnx.to_flat_state(nnx.state(model, nnx.RngState)) if isinstance(model, nnx.Module) else ()
+        drawn = {".".join(map(str, path)) for path, _ in random}
+        return {array.name: array for array in named if array.name not in drawn}, faults
     if path.is_dir():
         if (arrays := stored(path)) is not None:
             return arrays, faults

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from jshard.errors import JShardError
 
 WIDTH, HEADS, KV, SIZE, ROWS, LENGTH = 16, 8, 4, 4, 4, 8
 rng = np.random.default_rng(0)
@@ -85,6 +86,16 @@ def test_a_token_from_the_cache_is_that_of_the_whole_text(window):
         at = lengths + further
         token = layer(X[np.arange(ROWS), at][:, None], at[:, None])
         np.testing.assert_allclose(token[:, 0], whole[np.arange(ROWS), at], rtol=1e-4, atol=1e-5)
+
+
+def test_packed_rows_are_not_kept_in_a_cache():
+    layer = attention()
+    layer.init_cache(ROWS, LENGTH)
+    with pytest.raises(JShardError) as error:
+        layer(X, POSITIONS, SEGMENTS)
+    assert str(error.value) == (
+        "a jshard.Attention that keeps keys and values was given segments; give each text a row of its own"
+    )
 
 
 def claimed(**words):

@@ -14,6 +14,7 @@ from flax import nnx
 from other_models import MODELS, TINY, is_installed, tunix_batch
 
 import jshard
+from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.layers.abstract import abstract
 from jshard.signals.config import load_configuration
@@ -150,6 +151,36 @@ def test_logits_are_those_of_another_qwen3_on_the_same_weights(extra):
     np.testing.assert_allclose(ours(tokens), theirs(tokens, positions, None, mask)[0], rtol=1e-5, atol=1e-5)
 
 
+def test_weights_of_hugging_face_are_read_into_each_device_s_part(tmp_path):
+    sizes = {"depth": 2, "width": 16, "heads": 8, "kv_heads": 4, "head_dim": 128, "hidden": 32, "vocabulary": 8}
+    draw, shapes = np.random.default_rng(0), {"q": (1024, 16), "k": (512, 16), "v": (512, 16), "o": (16, 1024)}
+    shapes = {f"self_attn.{name}_proj": shape for name, shape in shapes.items()}
+    shapes |= {f"self_attn.{name}_norm": (128,) for name in "qk"}
+    shapes |= {"mlp.gate_proj": (32, 16), "mlp.up_proj": (32, 16), "mlp.down_proj": (16, 32)}
+    shapes |= {"input_layernorm": (16,), "post_attention_layernorm": (16,)}
+    shapes = {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in shapes.items()}
+    shapes |= {"model.embed_tokens": (8, 16), "model.norm": (16,), "lm_head": (8, 16)}
+    file = {f"{name}.weight": draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    jshard.unload()
+    jshard.save_weights(jax.tree.map(jnp.asarray, file), tmp_path / "model.safetensors")
+    load("tensor and fsdp")
+    described = nnx.eval_shape(lambda: decoder(**sizes))
+    model = jshard.shard(described, jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32))
+    jshard.weights(model, tmp_path / "model.safetensors", rename=FOLDER / "huggingface.txt")
+    found = by_path(model)
+    assert found["blocks/attn/q/kernel"].addressable_shards[0].data.shape == (2, 8, 2, 128)
+    layer, x = "model.layers.1.", draw.normal(size=(3, 16))
+    heads = (x @ file[f"{layer}self_attn.k_proj.weight"].T).reshape(3, 4, 128)  # as it is called there
+    np.testing.assert_allclose(np.einsum("td,dnh->tnh", x, found["blocks/attn/k/kernel"][1]), heads, rtol=1e-5)
+    y = draw.normal(size=(3, 8, 128))
+    out = np.einsum("tnh,nhd->td", y, found["blocks/attn/o/kernel"][1])
+    np.testing.assert_allclose(out, y.reshape(3, -1) @ file[f"{layer}self_attn.o_proj.weight"].T, rtol=1e-5)
+    np.testing.assert_array_equal(found["blocks/mlp/down/kernel"][1], file[f"{layer}mlp.down_proj.weight"].T)
+    np.testing.assert_array_equal(found["blocks/attn/k_norm/scale"][1], file[f"{layer}self_attn.k_norm.weight"])
+    np.testing.assert_array_equal(found["blocks/mlp_norm/scale"][1], file[f"{layer}post_attention_layernorm.weight"])
+    np.testing.assert_array_equal(found["head/kernel"], file["lm_head.weight"].T)
+
+
 @pytest.mark.parametrize("path", SIZES, ids=[path.stem for path in SIZES])
 def test_a_size_has_the_parameters_of_its_model_card(path):
     found = load_configuration(path)
@@ -174,6 +205,16 @@ def test_a_mistake_in_the_sizes_is_told(sizes, sentence):
     with pytest.raises(JShardError) as error:
         decoder(**sizes)
     assert str(error.value) == sentence
+
+
+@pytest.mark.usefixtures("in_the_root")
+def test_a_mistake_in_the_sizes_of_a_file_is_told_with_its_line(capsys):
+    path = "configs/decoder/qwen3-0.6b.yaml"
+    assert main(["explain", path, "model.widht=8"]) == 2
+    line = next(at for at, text in enumerate(Path(path).read_text().splitlines(), 1) if "model:" in text)
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f'jshard.train.model ({path}:{line}) is "jshard:Decoder", which takes no argument "widht"; did you mean "width"?'
+    )
 
 
 def test_a_size_that_is_missing_is_told():

@@ -499,8 +499,8 @@ def test_checkpoint_that_does_not_fit_is_told_by_the_names_of_its_arrays(run, wo
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["resume", "nowhere"], "nowhere is not a run: there is no such folder; type: jshard resume and the output folder of a run"),
-        (["resume", "."], ". is not a run: it has no configuration.yaml and no checkpoints; type: jshard resume and the output folder of a run"),
+        (["resume", "nowhere"], "nowhere is not a run: there is no such folder; name the output folder of a run"),
+        (["resume", "."], ". is not a run: it has no configuration.yaml and no checkpoints; name the output folder of a run"),
         (["resume", "run"], "the checkpoint of step 30 (run/checkpoints/30) has trained 30 of 30 steps, so there is nothing to do; type: jshard resume run steps=60"),
         (["resume", "run", "--from", "25"], 'run/checkpoints holds no checkpoint "25"; use --from latest, previous or a step of 20, 30'),
         (["train", "mine.yaml", "output=mine.yaml/x"], 'jshard.train.checkpoint (mine.yaml:12) saves to "mine.yaml/x/checkpoints", which can\'t be written to: not a directory; make it writable, or name another output'),

@@ -24,7 +24,7 @@ from jshard.layouts.index_ranges import Box
 from jshard.training.tensors.view import Impossible, View
 
 CAST = "cast"
-WORDS = ("permute", "reshape", "slice", CAST)
+WORDS = ("permute", "reshape", "slice", "split", CAST)
 SKIP = "-"
 Region = tuple[int | slice, ...]  # of a parameter; axes that are not said are whole
 
@@ -197,7 +197,7 @@ def _line(place: Place, text: str) -> Line:
 def _step(place: Place, text: str) -> tuple[str, tuple[Any, ...]]:
     word, *arguments = text.split() or [""]
     if word not in WORDS:
-        hint = did_you_mean(word, WORDS, "use permute, reshape, slice or cast")
+        hint = did_you_mean(word, WORDS, "use permute, reshape, slice, split or cast")
         raise JShardError(f"{place} has the step {quoted(text)}, which is none", hint=hint)
     try:
         if word == "slice":
@@ -210,11 +210,17 @@ def _step(place: Place, text: str) -> tuple[str, tuple[Any, ...]]:
         else:
             numbers = tuple(map(int, arguments))
             least = -1 if word == "reshape" else 0
-            if min(numbers) >= least and numbers.count(-1) < 2:
+            if min(numbers) >= least and numbers.count(-1) < 2 and (word != "split" or len(numbers) == 2):
                 return word, (numbers,)
     except (ValueError, IndexError):
         pass
-    forms = {"slice": "slice 0 0:512", CAST: "cast", "permute": "permute 1 0", "reshape": "reshape 32 -1"}
+    forms = {
+        "slice": "slice 0 0:512",
+        CAST: "cast",
+        "permute": "permute 1 0",
+        "reshape": "reshape 32 -1",
+        "split": "split 0 128",
+    }
     raise JShardError(f"{place} has the step {quoted(text)}, which is none", hint=f"write {forms[word]}")
 
 

@@ -79,6 +79,13 @@ class View:
         left = (first._replace(size=(end - begin) // row), *inner)
         return View(tuple(corner), (*self.axes[:axis], left, *self.axes[axis + 1 :]))
 
+    def split(self, at: Sequence[int]) -> View:
+        """Split an axis into rows of a size: `split 0 128` sees [1024, 512] as [8, 128, 512]."""
+        axis, size = at
+        if axis >= len(self.axes):
+            raise Impossible(f"splits axis {axis} of {list(self.shape)}")
+        return self.reshape([*self.shape[:axis], -1, size, *self.shape[axis + 1 :]])
+
     def reshape(self, sizes: Sequence[int]) -> View:
         """Split and join axes; -1 is what is left."""
         left = [loop for loops in self.axes for loop in loops]
