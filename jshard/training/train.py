@@ -135,7 +135,7 @@ class _Training:
         self.course.evaluates(self.step, self.test)
         found = evaluate(self.step, self.test, self.experiment.placement, self.experiment.settings["batch"])
         if self.figures.is_likelihood:
-            found = {"test_perplexity": perplexity(found["test_loss"]), **found}
+            found = {"test_loss": found["test_loss"], "test_perplexity": perplexity(found["test_loss"]), **found}
         self.evaluated = found
         self.record.write(step=number, **found)
         self.course.evaluated(number, found)
