@@ -7,6 +7,9 @@ from typing import Any
 import jax
 from jax import Array
 
+from jshard.layers.ring_attention import Form, ring_attention
+from jshard.signals.active_config import configuration
+
 
 def attend(
     q: Array, k: Array, v: Array, *, causal: bool = True, window: int | None = None, segments: Array | None = None,
@@ -19,7 +22,16 @@ def attend(
     its own segment only (`segments[rows, places]`, whole numbers), and where `mask[rows or 1, heads or 1, queries, keys]` is
     true. `scale` is 1 / sqrt(size) unless said. Positions (RoPE) are the caller's, before. `implementation` is that of
     `jax.nn.dot_product_attention`: "cudnn" asks for NVIDIA's.
+
+    Where a signal of the configuration says `ring: axis`, `jshard.shard` has rows split by places over that mesh axis, and no
+    device ever has all keys: they go around a ring, or, with `attention: ulysses`, heads are split instead while devices
+    attend. That has one implementation, and what has a `mask` is gathered, and told.
     """
+    present = configuration()
+    rings = present is not None and any(signal.ring for signal in present.signals.values())
+    if rings and mask is None and q.shape[1] == k.shape[1] > 1:
+        form = Form(causal, window, q.shape[-1] ** -0.5 if scale is None else scale)
+        return ring_attention(form)(q, k, v, () if segments is None else (segments,))
     if segments is not None:
         same = (segments[:, :, None] == segments[:, None, :])[:, None]
         mask = same if mask is None else mask & same

@@ -32,7 +32,7 @@ from jshard.layers.linen import (
 from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.roles import Placed
-from jshard.layouts.layout import Layout
+from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.layouts.redistribution import Axes, redistribute
@@ -268,13 +268,27 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     with alone():
         jaxpr = jax.make_jaxpr(of_one_device)(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in s.arrays))
     claimed = _claims(s.arrays)
-    row = rows([claim.signal for claim in claimed.values()])
+    signals = [claim.signal for claim in claimed.values()]
+    row, ring = agreed(signals, "row"), agreed(signals, "ring")
     # a batch is an argument, or in one; what lies deeper, as statistics, may have another first axis
     depths = [each.depth for each in s.arrays if each.depth is not None and each.shape]
     batch = next((each.shape[0] for each in s.arrays if each.shape and depths and each.depth == min(depths)), None)
+    of_batch = (each.shape for each in s.arrays if each.depth is not None and each.shape[:1] == (batch,))
+    length = next((shape[1] for shape in of_batch if shape[1:]), 1)
+    if ring and length > 1:
+        signal = next(signal for signal in signals if signal.ring)
+        label, what = f'signal "{signal.name}" ({signal.at("ring")})', f"{length} places of each row"
+        check_divides(length, ring, s.mesh, label=label, what=what)
+
+    def lead(array: _Array) -> Axes:
+        """How the first axes of a batch's arrays are split: rows, and places."""
+        if array.depth is None or array.shape[:1] != (batch,):
+            return ()
+        return (row, ring) if length > 1 and array.shape[1:2] == (length,) else (row,)
+
     inputs = [
         Input(whole(len(each.shape)), claimed.get(each.path), each.path) if each.path
-        else Input(_given(each.shape, each.layout, () if each.depth is None else row, batch))
+        else Input(_given(each.shape, each.layout, lead(each)))
         for each in s.arrays
     ]  # fmt: skip
     jaxpr, out.consts = closed_over(jaxpr)
@@ -343,23 +357,23 @@ def closed_over(jaxpr: Any) -> tuple[Any, list[Any]]:
     ), consts
 
 
-def _given(shape: tuple[int, ...], layout: Layout | None, row: tuple[str, ...], batch: int | None) -> Axes:
-    """An array on the mesh stays as it is; the first axis of what has as many rows as the batch is split by rows."""
-    if layout is not None and any(layout.axes):
-        return layout.axes
-    if row and shape and shape[0] == batch:
-        return (row, *whole(len(shape) - 1))
-    return whole(len(shape))
+def _given(shape: tuple[int, ...], layout: Layout | None, lead: Axes) -> Axes:
+    """An array on the mesh stays as it is, but that places are split over the ring; the first axes of others are `lead`."""
+    have = whole(len(shape)) if layout is None else layout.axes
+    if not any(have):
+        return (*lead, *whole(len(shape) - len(lead)))
+    return (have[0], *lead[1:], *have[2:]) if lead[1:] and not any(have[1:]) else have
 
 
-def rows(signals: Sequence[Signal]) -> tuple[str, ...]:
-    """Return the mesh axes that rows of the batch are split over: those of all signals that name any."""
-    found = {signal.row: signal for signal in signals if signal.row}
+def agreed(signals: Sequence[Signal], key: str) -> tuple[str, ...]:
+    """Return the mesh axes that `row`, or places by `ring`, of the batch are split over: those of all signals that name any."""
+    found = {signal.axes(key): signal for signal in signals if signal.axes(key)}
     if len(found) > 1:
         one, other = list(found.values())[:2]
+        what = {"row": "rows", "ring": "places"}[key]
         raise JShardError(
-            f"{one} splits rows over {'+'.join(one.row)}, and {other} over {'+'.join(other.row)}",
-            hint="give both the same row: a batch is split one way",
+            f"{one} splits {what} over {'+'.join(one.axes(key))}, and {other} over {'+'.join(other.axes(key))}",
+            hint=f"give both the same {key}: a batch is split one way",
         )
     return next(iter(found), ())
 

@@ -31,6 +31,8 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
         yield OUTPUTS[output]
     if signal.sequence:
         yield f"activations between layers split by sequence over {' x '.join(signal.sequence)}"
+    if signal.ring:
+        yield f"places split over {' x '.join(signal.ring)}, attention by {signal.attention or 'ring'}"
     if signal.store:
         yield f"parameters and optimizer state rest split over {' x '.join(signal.store)}"
     if signal.store_optimizer:

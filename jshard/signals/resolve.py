@@ -19,6 +19,7 @@ from jshard.signals.value_types import Reading
 _ARRAYS = [
     *((*reversed(words), array) for array, words in PRODUCT.items() if len(words) > 1),
     ("row", "sequence", "x"),
+    *((word, "ring", "x") for word in ("row", "sequence", "column", "reduction")),
     *((word, "store", "w") for word in PRODUCT["w"]),
     *((word, "store.optimizer", "the optimizer's state of w") for word in PRODUCT["w"]),
 ]
@@ -210,6 +211,9 @@ def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal
     _check_axes(signal, faults)
     _check_output(signal, written.broken, faults)
     _check_match(signal, faults)
+    if signal.attention is not None and not signal.ring and "ring" not in written.broken:
+        fault = f"has attention: {signal.attention} without ring, so no device lacks a place"
+        faults.add((signal.name,), signal.at("attention"), fault, "name a mesh axis for ring, or remove attention")
     return signal
 
 

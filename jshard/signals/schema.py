@@ -230,7 +230,6 @@ SIGNAL: dict[str, Key] = {
     ),
     "expert": _later("The mesh axis of experts"),
     "stage": _later("The mesh axis of pipeline stages"),
-    "ring": _later("The mesh axis of ring attention"),
     "kernel": Key(_KERNEL, "Which algorithm each op takes here; xla unless said, auto is what kernels.choose says."),
     "match": Key(
         Globs(), 'Globs of the parameters of a model that this signal claims: "layers/*/attn/{q,k}_proj/**"; "**": all others.'
@@ -239,6 +238,8 @@ SIGNAL: dict[str, Key] = {
         Names("the name of a JAX primitive or a list of names", "[sort]"),
         "Primitives that jshard.shard has no rule for, and may gather whole arrays for.",
     ),
+    "ring": Key(_AXES, "Everywhere, attention too, activations lie split by places (the sequence) over this mesh axis."),
+    "attention": Key(choice(("ring", "ulysses")), "How such devices attend: keys go around a ring, or heads are exchanged."),
 }  # fmt: skip
 
 SIGNAL_TABLE = Table(SIGNAL, elsewhere=tuple(JSHARD))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,8 @@ import pytest
 from flax import nnx
 
 import jshard
+from jshard.errors import JShardError
+from jshard.jaxprs import equations
 
 ROWS, PLACES, HEADS, KEYS, SIZE = 4, 32, 8, 4, 4
 WIDTH = HEADS * SIZE
@@ -57,13 +62,15 @@ HOW = {
 }  # fmt: skip
 
 
-def plan(mesh, column=("tensor",), **words):
-    over = {"row": "data"} if "data" in mesh else {}
-    sums = {"reduction": list(column)} if column else {}
+def plan(mesh, heads=("tensor",), key_heads=None, **words):
+    row = {"row": "data"} if "data" in mesh else {}
+    heads = [name for name in heads if name in mesh]
+    keys = heads if key_heads is None else key_heads
     return {
         "jshard": {"mesh": mesh},
-        "qkv": {**over, **({"column": list(column)} if column else {}), **words, "match": ["{q,k,v}/**"]},
-        "out": {**over, **sums, **words, "match": ["o/**"]},
+        "q": {**row, **({"column": heads} if heads else {}), **words, "match": ["q/**"]},
+        "kv": {**row, **({"column": keys} if keys else {}), **words, "match": ["{k,v}/**"]},
+        "out": {**row, **({"reduction": heads} if heads else {}), **words, "match": ["o/**"]},
     }
 
 
@@ -91,3 +98,140 @@ def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     alike(nnx.jit(nnx.value_and_grad(loss))(Attention(nnx.Rngs(0), **HOW[how]), X, SEGMENTS), want)
     jshard.load(plan({"data": 2, "tensor": 4}))
     alike(run(how), want)
+
+
+RINGS = {
+    "ring": plan({"ring": 8}, ring="ring"),
+    "ring of two, rows, heads": plan({"data": 2, "ring": 2, "tensor": 2}, ring="ring"),
+    "fewer key heads than devices": plan({"ring": 1, "kv": 4, "group": 2}, ["kv", "group"], ["kv"], ring="ring"),
+    "ulysses": plan({"data": 2, "ring": 4}, ring="ring", attention="ulysses"),
+    "ulysses, heads": plan({"ring": 2, "tensor": 2}, ring="ring", attention="ulysses"),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", RINGS)
+def test_rows_split_by_places_attend_as_on_one_device(how, name):
+    want = reference(how)
+    jshard.load(RINGS[name])
+    alike(run(how), want)
+
+
+def wire(how, *kinds):
+    """Bytes that one device sends, by phase, in collectives of these kinds."""
+    sent = collections.Counter()
+    model, f = Attention(nnx.Rngs(0), **HOW[how]), jshard.shard(loss)
+    ledger = jshard.explain(lambda *given: nnx.value_and_grad(f)(*given), model, X, SEGMENTS)
+    for line in ledger:
+        if line.collective in kinds:
+            assert (line.signal.split("/")[-1], line.cause.key) == ("kv", "ring"), line
+            sent[line.phase] += line.count * line.payload
+    assert not any(line.cause.redistributed for line in ledger), ledger
+    return dict(sent)
+
+
+KV = ROWS * PLACES * KEYS * SIZE * 4  # of all devices
+Q, S = KV * HEADS // KEYS, ROWS * PLACES * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "forward", "backward"),
+    [
+        # keys and values go on by seven devices, what belongs to the gradients of both by eight; causal rows change places
+        ("causal", (2 * Q + 2 * KV) + 7 * 2 * KV, (2 * Q + 2 * KV) + 7 * 2 * KV + 8 * 2 * KV),
+        ("segments", (2 * Q + 2 * KV + S) + 7 * (2 * KV + S), (2 * Q + 2 * KV) + 7 * (2 * KV + S) + 8 * 2 * KV),
+        ("both ways", 7 * (2 * KV + S), 7 * (2 * KV + S) + 8 * 2 * KV),
+        ("window", 2 * KV + S, 2 * KV + S + 2 * 2 * KV),  # five places: of four there is one part before
+    ],
+)
+def test_a_ring_costs_its_formula(how, forward, backward):
+    jshard.load(RINGS["ring"])
+    assert wire(how, "permute") == {"forward": forward // 8, "backward": backward // 8}
+
+
+def test_an_exchange_of_heads_costs_its_formula():
+    jshard.load(RINGS["ulysses"])
+    one_way = (2 * Q + 2 * KV) // 8
+    assert wire("causal", "all_to_all", "permute") == {"forward": one_way, "backward": one_way}
+
+
+def program(how, words):
+    jshard.load(words)
+    f, model = jshard.shard(loss), Attention(nnx.Rngs(0), **HOW[how])
+    graph, state = nnx.split(model)
+
+    def run(state, x, segments):
+        return jax.value_and_grad(lambda state: f(nnx.merge(graph, state), x, segments))(state)
+
+    return run, state
+
+
+def test_causal_rows_are_balanced():
+    """One device multiplies as much as any other, and little more than half of all pairs."""
+    flops = {}
+    for how in ("causal", "both ways"):
+        run, state = program(how, RINGS["ring"])
+        every = equations(jax.make_jaxpr(run)(state, X, SEGMENTS))
+        flops[how] = sum(
+            math.prod(eqn.outvars[0].aval.shape) for eqn in every
+            if eqn.primitive.name == "dot_general" and len(eqn.outvars[0].aval.shape) == 5
+        )  # fmt: skip
+    assert flops["causal"] < flops["both ways"]
+
+
+@pytest.mark.parametrize("name", ["ring"])
+def test_what_a_device_holds_is_flat_where_length_and_devices_grow_together(name):
+    held = {}
+    for devices in (2, 8):
+        run, state = program("causal", plan({"ring": devices}, ring="ring"))
+        shapes = [jax.ShapeDtypeStruct((1, 64 * devices, *x.shape[2:]), x.dtype) for x in (X, SEGMENTS)]
+        compiled = jax.jit(run).lower(state, *shapes).compile()
+        held[devices] = compiled.memory_analysis().temp_size_in_bytes
+    assert held[8] < 1.1 * held[2], held
+
+
+@pytest.mark.parametrize("name", ["ring", "ulysses, heads"])
+def test_verify_finds_no_deviation_of_a_ring(name):
+    jshard.load(RINGS[name])
+    found = jshard.verify(jshard.shard(loss), Attention(nnx.Rngs(0)), X, SEGMENTS)
+    assert {each.verdict for each in found.findings} <= {"bitwise", "within"}, found
+
+
+@pytest.mark.parametrize("name", ["ring", "ulysses"])
+def test_a_ring_runs_in_loops_checkpoints_and_gradients_that_are_sharded(name):
+    """Two layers as a scan over a checkpoint, and a gradient taken inside of what is sharded."""
+    graph, state = nnx.split(Attention(nnx.Rngs(0)))
+
+    def deep(model, x, segments):
+        graph, state = nnx.split(model)
+        turn = jax.checkpoint(lambda x, _: (nnx.merge(graph, state)(x, segments), None))
+        return jnp.sin(jax.lax.scan(turn, x, None, length=2)[0]).mean()
+
+    jshard.unload()
+    want = nnx.jit(nnx.value_and_grad(deep))(nnx.merge(graph, state), X, SEGMENTS)
+    jshard.load(RINGS[name])
+    alike(nnx.jit(nnx.value_and_grad(jshard.shard(deep)))(nnx.merge(graph, state), X, SEGMENTS), want)
+    alike(jshard.shard(lambda *given: nnx.value_and_grad(deep)(*given))(nnx.merge(graph, state), X, SEGMENTS), want)
+
+
+def test_a_ring_left_to_the_compiler_is_plain_attention():
+    want = reference("causal")
+    auto = plan({"data": 2, "ring": 4}, ring="ring")
+    jshard.load({**auto, "jshard": {**auto["jshard"], "axis_types": "auto"}})
+    alike(run("causal"), want)
+
+
+def test_places_that_do_not_divide_and_key_heads_that_are_too_few_are_told():
+    jshard.load(RINGS["ring"])
+    with pytest.raises(JShardError) as told:
+        jshard.shard(Attention(nnx.Rngs(0)))(X[:, :30], SEGMENTS[:, :30])
+    assert str(told.value) == (
+        'signal "kv" (<dict>) splits 30 places of each row over mesh axis "ring" of size 8; use 24 or 32, or pad'
+    )
+    jshard.load(plan({"ring": 8}, ring="ring", attention="ulysses"))
+    with pytest.raises(JShardError) as told:
+        jshard.shard(Attention(nnx.Rngs(0)))(X, SEGMENTS)
+    assert str(told.value) == (
+        'signal "kv" (<dict>) says attention: ulysses (<dict>), which splits 4 key heads over ring of size 8; write '
+        "attention: ring, or use a mesh axis whose size divides the key heads"
+    )

@@ -27,7 +27,7 @@ IN_A_FILE = {
     "unknown key far": (
         MESH + "layer1: {row: data, zzz: tensor}\n",
         'signal "layer1" (FILE:3) has an unknown key "zzz"; write row, column, reduction, shard, '
-        "sequence, store, output, backward, compile, dtype, remat, extends, expect, kernel, match or allow",
+        "sequence, store, output, backward, compile, dtype, remat, extends, expect, kernel or one of 4 more",
     ),
     "unknown nested key": (
         MESH + "layer1: {shard: {axes: 0, workers: [0]}}\n",
@@ -400,10 +400,10 @@ IN_A_FILE = {
         'signal "a" (FILE:4) has the key "shard.axis" again, after FILE:4; keep one of the two',
     ),
     "signals before jshard in the alphabet": (
-        MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {ring: data}\nd: {store: {}}\n",
+        MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {stage: data}\nd: {store: {}}\n",
         'signal "a" (FILE:3) has row: 3, which is not a mesh axis or a list of them; write row: data',
         'signal "b" (FILE:4) has an unknown key "colum"; did you mean "column"?',
-        'signal "c" (FILE:5) has ring, which is not built yet; remove it',
+        'signal "c" (FILE:5) has stage, which is not built yet; remove it',
         'signal "d" (FILE:6) has store without optimizer; write optimizer: data',
     ),
     "expert": (
@@ -415,8 +415,14 @@ IN_A_FILE = {
         'signal "layer1" (FILE:3) has stage, which is not built yet; remove it',
     ),
     "ring": (
-        MESH + "layer1: {ring: data}\n",
-        'signal "layer1" (FILE:3) has ring, which is not built yet; remove it',
+        MESH + "layer1: {row: data, ring: data}\nlayer2: {ring: rign}\nlayer3: {attention: ulises, ring: tensor}\n"
+        "layer4: {attention: ulysses}\n",
+        'signal "layer1" (FILE:3) names mesh axis "data" for ring and for row (FILE:3), which would split x over it twice; use '
+        "another mesh axis for one of them",
+        'signal "layer2" (FILE:4) names mesh axis "rign", which is not in jshard.mesh (FILE:2: data, tensor); write data or tensor',
+        'signal "layer3" (FILE:5) has attention: "ulises", which is not ring or ulysses; did you mean "ulysses"?',
+        'signal "layer4" (FILE:6) has attention: ulysses without ring, so no device lacks a place; name a mesh axis for ring, or '
+        "remove attention",
     ),
     "kernel": (
         MESH + "layer1: {kernel: {matmul: palas}}\n",
@@ -984,7 +990,7 @@ ON_THE_COMMAND_LINE = {
     ],
     "layer1.foo.bar=1": [
         'signal "layer1" (the command line) has an unknown key "foo"; write row, column, reduction, shard, sequence, '
-        "store, output, backward, compile, dtype, remat, extends, expect, kernel, match or allow"
+        "store, output, backward, compile, dtype, remat, extends, expect, kernel or one of 4 more"
     ],
     "layer1." + ".".join("x" * 49) + "=1": [
         '"layer1.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x..." (the command line) nests deeper than 50 '

@@ -13,13 +13,13 @@ from jshard.signals.config import load_configuration
 from jshard.signals.schema import JSHARD, SHARD, SIGNAL, TRAIN, json_schema
 from jshard.signals.value_types import Refused
 
-DESIGN_KEYS = """row column reduction shard sequence store output expert stage ring backward compile dtype remat kernel
+DESIGN_KEYS = """row column reduction shard sequence store output expert stage ring attention backward compile dtype remat kernel
 match allow extends expect""".split()
 JSHARD_KEYS = "mesh axis_types include strict default topology kernel pipeline budget train".split()
 TRAIN_KEYS = (
     "metrics model data batch accumulate steps optimizer seed checkpoint log loss evaluation output watchdog".split()
 )
-LATER = {"expert", "stage", "ring", "pipeline"}
+LATER = {"expert", "stage", "pipeline"}
 
 
 def test_schema_has_every_key_of_the_design():
@@ -99,7 +99,7 @@ VALUES = [
     {"a": 0}, {"optimizer": "a"}, {"every": 5}, {"every": 0}, {"name": "adamw", "b1": 0.9}, {"path": "m:f", "x": [1]},
     "m:f", "64MiB", "v5e:4x4", "V5e:4x4", "h100:8", "tpu7x:2x2x2", "explicit", "auto", "gather", "float32", {"compute": "bfloat16"}, {"compute": "int8"},
     {"psum": 1}, {"psum": -1}, {"axis": 0, "workers": None}, {"axis": 0, "workers": [0, 1]}, {"axis": "0"},
-    {"mesh": "a", "axis": 0}, {"strict": True},
+    {"mesh": "a", "axis": 0}, {"strict": True}, "ulysses",
 ]  # fmt: skip
 
 
@@ -117,7 +117,8 @@ def test_schema_takes_all_that_the_loader_takes(key: str):
         elif key.startswith("jshard."):
             written["jshard"][key.removeprefix("jshard.")] = value
         else:
-            written["x"] = {key: value, **({"reduction": "b", "column": "b"} if key == "output" else {})}
+            needs = {"output": {"reduction": "b", "column": "b"}, "attention": {"ring": "b"}}
+            written["x"] = {key: value, **needs.get(key, {})}
         try:
             load_configuration(written)
         except JShardError:

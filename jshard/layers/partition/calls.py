@@ -242,6 +242,16 @@ def _called_on(run: Partition, eqn: Any, parts: Sequence[Part], xs: Sequence[Arr
     return [run.force(part) for part in run.run(called(eqn), args)]
 
 
+@contextlib.contextmanager
+def _near(run: Partition, claim: Any) -> Iterator[None]:
+    """JAX runs the derivative of a function when the program has been run: let the nearest claim be that of the function."""
+    before, run.nearest = run.nearest, claim
+    try:
+        yield
+    finally:
+        run.nearest = before
+
+
 def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     """The derivative is the function's own, run on parts as well."""
     parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if not isinstance(atom, Literal)]
@@ -262,6 +272,7 @@ def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return [*out, *(x for o, x in zip(out, out_t, strict=True) if jnp.issubdtype(o.dtype, jnp.inexact))]
 
     @call.defjvp
+    @_near(run, run.nearest)
     def _rule(primals: Any, tangents: Any) -> Any:
         some = [(part, t) for part, t, s in zip(parts, tangents, smooth, strict=True) if s]
         jaxpr = traced_whole(both, [*given, *(each for each, s in zip(given, smooth, strict=True) if s)])
@@ -326,7 +337,8 @@ def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         after = iter(run.run(jaxpr, [*residual_parts, *some]))
         return tuple(run.place(next(after), part.axes).x if s else None for part, s in zip(parts, smooth, strict=True))
 
-    call.defvjp(fwd, bwd)
+    near = _near(run, run.nearest)
+    call.defvjp(near(fwd), near(bwd))
     return _results(call, parts, found)
 
 

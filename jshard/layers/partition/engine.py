@@ -6,6 +6,7 @@ What is split in an operand stays split in the result, where the table says that
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -245,8 +246,9 @@ class Partition:
         for *_, number in order:
             used = {name for names in choice.values() for name in names}
             for of, names in zip(found.operands[number], parts[number].axes, strict=True):
-                for factor, some in self._spread(of, names, found):
-                    if found.kinds[factor] != FIXED and factor not in choice and not used.intersection(some):
+                free = tuple(itertools.takewhile(lambda name, used=used: name not in used, names))
+                for factor, some in self._spread(of, free, found):
+                    if found.kinds[factor] != FIXED and factor not in choice:
                         choice[factor] = some
         return self._contiguous(found, choice)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.jaxprs import bare
-from jshard.layers.partition import calls, cut, lookup, product, shape
+from jshard.layers.partition import by_hand, calls, cut, lookup, product, shape
 from jshard.layers.partition.engine import Moved, Partition
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
@@ -27,7 +27,7 @@ from jshard.layouts.redistribution import Axes
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import Claim
 
-RULES = {**calls.RULES, **cut.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
+RULES = {**by_hand.RULES, **calls.RULES, **cut.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
 
 
 @dataclasses.dataclass(frozen=True)

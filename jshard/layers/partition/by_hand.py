@@ -1,0 +1,50 @@
+"""Functions that `jshard.shard` runs by a rule of their own, where no rule of primitives finds what devices should send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+from jshard.layers.partition.part import Part
+
+by_hand_p = Primitive("by_hand")
+by_hand_p.multiple_results = True
+by_hand_p.def_abstract_eval(lambda *_, jaxpr, rule: jaxpr.out_avals)
+by_hand_p.def_impl(lambda *xs, jaxpr, rule: jax.jit(jaxpr_as_fun(jaxpr))(*xs))
+mlir.register_lowering(
+    by_hand_p, mlir.lower_fun(lambda *xs, jaxpr, rule: jaxpr_as_fun(jaxpr)(*xs), multiple_results=True)
+)
+
+
+def _batched(xs: Any, axes: Any, *, jaxpr: Any, rule: Any) -> Any:
+    outs = jax.vmap(jaxpr_as_fun(jaxpr), axes)(*xs)  # plain JAX
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[by_hand_p] = _batched
+
+
+def by_hand(whole: Callable[..., Any], rule: Callable[..., list[Part]]) -> Callable[..., list[Array]]:
+    """Return `whole`, a function of global arrays in plain JAX that returns a tuple, as one equation of a traced program.
+
+    On one device, and where a program is left to XLA, the equation is that function; `jshard.shard` runs
+    `rule(run, eqn, parts)`, which returns a part for each result. The equation has no derivative: a function that has is two
+    of these, forward and backward, in a `jax.custom_vjp`. Under `jax.vmap` it is plain JAX.
+    """
+
+    def call(*xs: Array) -> list[Array]:
+        return by_hand_p.bind(*xs, jaxpr=jax.make_jaxpr(whole)(*xs), rule=rule)
+
+    return call
+
+
+def _rule(run: Any, eqn: Any, parts: list[Part]) -> list[Part]:
+    return eqn.params["rule"](run, eqn, parts)
+
+
+RULES = {"by_hand": _rule}
