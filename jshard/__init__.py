@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jshard.layers import Layer as Layer
     from jshard.layers import LayerNorm as LayerNorm
     from jshard.layers import Linear as Linear
+    from jshard.layers import MoE as MoE
     from jshard.layers import RMSNorm as RMSNorm
     from jshard.layers import attend as attend
     from jshard.layers import cross_entropy as cross_entropy
@@ -83,6 +84,7 @@ _ROOMS = {
         "LayerNorm",
         "Linear",
         "MLP",
+        "MoE",
         "RMSNorm",
         "attend",
         "cross_entropy",

@@ -15,7 +15,7 @@ import jshard
 PROMISED = """
 load unload mesh signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum mean max all_reduce all_gather reduce_scatter permute
 all_to_all broadcast Layout
-Attention Decoder Dropout Embed GatedMLP LayerNorm RMSNorm generate
+Attention Decoder Dropout Embed GatedMLP LayerNorm MoE RMSNorm generate
 redistribute scatter gather send_recv move shard stack step value_and_grad explain plan report diff verify optimizer Optimizer train batches pretend
 init log trace weights save_weights JShardError __version__
 """.split()

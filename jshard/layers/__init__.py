@@ -17,6 +17,7 @@ from jshard.layers.linear import Linear as Linear
 from jshard.layers.matrix_product import choose as choose
 from jshard.layers.matrix_product import matmul as matmul
 from jshard.layers.mlp import MLP as MLP
+from jshard.layers.moe import MoE as MoE
 from jshard.layers.reduce import max as max
 from jshard.layers.reduce import mean as mean
 from jshard.layers.reduce import sum as sum

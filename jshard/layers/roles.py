@@ -1,7 +1,7 @@
 """Where a claimed parameter lies: the words of its signal, read by what its first use does along each of its axes.
 
 A role is the word that splits such an axis: "reduction" is summed over (as are the rows of a table that is looked up), "column"
-is kept, or added to what is kept. No word splits the others: "batch" runs along both operands, a scan goes
+is kept, or added to what is kept. No word splits the others: "batch" runs along both operands (`expert` splits it), a scan goes
 along "scan", or a loop that is written out cuts it, and `store` leaves it whole too; None has no use that tells.
 """
 
@@ -59,7 +59,8 @@ def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "") 
     if signal.shard is not None:
         return tensor_layout(signal, len(roles), label)
     words = (role if role in PRODUCT["w"] and roles.index(role) == axis else None for axis, role in enumerate(roles))
-    return strategy_of(signal).in_use(*words)
+    layout = strategy_of(signal).in_use(*words)
+    return layout.with_axis(roles.index("batch"), signal.expert) if signal.expert and "batch" in roles else layout
 
 
 def parameter_layouts(uses: Iterable[Use]) -> dict[str, Rest]:
@@ -85,7 +86,13 @@ def _layout(use: Use, more: int) -> Rest:
     signal = use.claim.signal
     in_use = layout_in_use(signal, use.roles, str(use))
     for axis, role in enumerate(use.roles):
-        _check(use, more, in_use, axis, "shard.axis" if signal.shard is not None else role or "")
+        _check(
+            use,
+            more,
+            in_use,
+            axis,
+            "shard.axis" if signal.shard is not None else "expert" if role == "batch" else role or "",
+        )
     for name in set(signal.store) & set(in_use.mesh_axes):  # a word and `store` that share one are a fault of the file
         raise JShardError(
             f'signal "{signal.name}" ({signal.at("store")}) names mesh axis "{name}" for store and for shard '

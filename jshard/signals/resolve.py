@@ -21,6 +21,7 @@ _ARRAYS = [
     ("row", "sequence", "x"),
     *((word, "ring", "x") for word in ("row", "sequence", "column", "reduction")),
     *((word, "store", "w") for word in PRODUCT["w"]),
+    *((word, "expert", "w") for word in ("column", "reduction", "store", "store.optimizer")),
     *((word, "store.optimizer", "the optimizer's state of w") for word in PRODUCT["w"]),
 ]
 
@@ -211,6 +212,14 @@ def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal
     _check_axes(signal, faults)
     _check_output(signal, written.broken, faults)
     _check_match(signal, faults)
+    if set(signal.expert) & set(signal.row) and signal.row[-len(signal.expert) :] != signal.expert:
+        fault = (
+            f"names mesh axis {quoted(signal.expert[0])} for expert, which stands not last in row ({signal.at('row')})"
+        )
+        hint = (
+            f"write row: [{', '.join([*(name for name in signal.row if name not in signal.expert), *signal.expert])}]"
+        )
+        faults.add((signal.name,), signal.at("expert"), fault, hint)
     if signal.attention is not None and not signal.ring and "ring" not in written.broken:
         fault = f"has attention: {signal.attention} without ring, so no device lacks a place"
         faults.add((signal.name,), signal.at("attention"), fault, "name a mesh axis for ring, or remove attention")

@@ -228,7 +228,6 @@ SIGNAL: dict[str, Key] = {
         ),
         "A promise about collectives that `jshard check` holds.",
     ),
-    "expert": _later("The mesh axis of experts"),
     "stage": _later("The mesh axis of pipeline stages"),
     "kernel": Key(_KERNEL, "Which algorithm each op takes here; xla unless said, auto is what kernels.choose says."),
     "match": Key(
@@ -239,6 +238,7 @@ SIGNAL: dict[str, Key] = {
         "Primitives that jshard.shard has no rule for, and may gather whole arrays for.",
     ),
     "ring": Key(_AXES, "Everywhere, attention too, activations lie split by places (the sequence) over this mesh axis."),
+    "expert": Key(_AXES, "Kernels of many experts are split by experts over this mesh axis, and tokens go to theirs."),
     "attention": Key(choice(("ring", "ulysses")), "How such devices attend: keys go around a ring, or heads are exchanged."),
 }  # fmt: skip
 

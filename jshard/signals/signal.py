@@ -11,7 +11,7 @@ from jshard.errors import Place
 NOWHERE = Place("no configuration")
 # The keys that name mesh axes. Of two that may name the same one, `row` and `sequence` are the ones that sums are over.
 # In the order in which they answer for a mesh axis: devices that hold other rows are what a sum is for.
-AXIS_KEYS = "row", "sequence", "ring", "column", "reduction", "store", "store.optimizer"
+AXIS_KEYS = "row", "sequence", "ring", "column", "reduction", "store", "store.optimizer", "expert"
 
 # The word that splits each axis of the arrays of a product x[M,K] @ w[K,N] + b[N] -> y[M,N]. x and y may have more axes between
 # the two, one of which `sequence` splits.
@@ -49,6 +49,7 @@ class Signal:
     reduction: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
     ring: tuple[str, ...] = ()  # places of activations, while devices attend too
+    expert: tuple[str, ...] = ()  # stacked kernels
     attention: str | None = None  # ring, ulysses: how devices that hold other places attend; None is ring
     store: tuple[str, ...] = ()  # parameters and optimizer state
     store_optimizer: tuple[str, ...] = ()  # optimizer state only

@@ -27,7 +27,7 @@ IN_A_FILE = {
     "unknown key far": (
         MESH + "layer1: {row: data, zzz: tensor}\n",
         'signal "layer1" (FILE:3) has an unknown key "zzz"; write row, column, reduction, shard, '
-        "sequence, store, output, backward, compile, dtype, remat, extends, expect, kernel or one of 4 more",
+        "sequence, store, output, backward, compile, dtype, remat, extends, expect, kernel or one of 5 more",
     ),
     "unknown nested key": (
         MESH + "layer1: {shard: {axes: 0, workers: [0]}}\n",
@@ -407,8 +407,11 @@ IN_A_FILE = {
         'signal "d" (FILE:6) has store without optimizer; write optimizer: data',
     ),
     "expert": (
-        MESH + "layer1: {expert: data}\n",
-        'signal "layer1" (FILE:3) has expert, which is not built yet; remove it',
+        MESH + "layer1: {expert: tensor, column: tensor}\nlayer2: {expert: data, row: [data, tensor]}\n",
+        'signal "layer1" (FILE:3) names mesh axis "tensor" for column and for expert (FILE:3), which would split w over it twice; '
+        "use another mesh axis for one of them",
+        'signal "layer2" (FILE:4) names mesh axis "data" for expert, which stands not last in row (FILE:4); write row: [tensor, '
+        "data]",
     ),
     "stage": (
         MESH + "layer1: {stage: data}\n",
@@ -990,7 +993,7 @@ ON_THE_COMMAND_LINE = {
     ],
     "layer1.foo.bar=1": [
         'signal "layer1" (the command line) has an unknown key "foo"; write row, column, reduction, shard, sequence, '
-        "store, output, backward, compile, dtype, remat, extends, expect, kernel or one of 4 more"
+        "store, output, backward, compile, dtype, remat, extends, expect, kernel or one of 5 more"
     ],
     "layer1." + ".".join("x" * 49) + "=1": [
         '"layer1.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x..." (the command line) nests deeper than 50 '

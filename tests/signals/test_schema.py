@@ -19,7 +19,7 @@ JSHARD_KEYS = "mesh axis_types include strict default topology kernel pipeline b
 TRAIN_KEYS = (
     "metrics model data batch accumulate steps optimizer seed checkpoint log loss evaluation output watchdog".split()
 )
-LATER = {"expert", "stage", "pipeline"}
+LATER = {"stage", "pipeline"}
 
 
 def test_schema_has_every_key_of_the_design():

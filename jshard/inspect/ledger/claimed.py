@@ -19,7 +19,13 @@ from jshard.signals.active_config import configuration
 from jshard.signals.globs import numberless
 from jshard.signals.signal import Signal
 
-WORDS = "column", "reduction", "store", "store.optimizer"  # of a signal, that split parameters or what belongs to them
+WORDS = (
+    "column",
+    "reduction",
+    "expert",
+    "store",
+    "store.optimizer",
+)  # of a signal, that split parameters or what belongs to them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""`jshard.MoE`: a feed-forward layer of experts, of which each token goes to a few."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jshard.errors import JShardError
+from jshard.layers.layer import AuxLoss
+from jshard.layers.partition.by_hand import by_hand
+from jshard.layers.partition.engine import Partition
+from jshard.layers.partition.part import Part
+from jshard.layouts.layout import check_divides
+from jshard.provenance import scope
+from jshard.signals.active_config import configuration
+
+
+class MoE(nnx.Module):
+    """`sum of weight * down_e(activation(gate_e(x)) * up_e(x))` over the `top_k` experts e that a router chooses for a token.
+
+    Parameters: `router/kernel` (width, experts), `gate/kernel` and `up/kernel` (experts, width, hidden), `down/kernel`
+    (experts, hidden, width). The router computes in float32; the weights of a token's experts add to one. With a `capacity` an
+    expert takes at most `capacity * top_k * T / experts` tokens of a row of T, in their order, and drops the others: which ones
+    hangs on no mesh. With None nothing is dropped, and each expert has room for all: experts / top_k times the work.
+
+    Each call sets `auxiliary`: `balance` times the load-balance loss, which is 1 where all experts are chosen alike, and
+    `router_z` times the mean square of the log of the router's denominators.
+
+    `expert: axis` splits the experts, beside `column` of gate and up and `reduction` of down. Where rows are split over that
+    mesh axis too (`row: [data, expert]`) tokens go to their experts and back by an all-to-all each.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, experts: int, *, top_k: int = 2, capacity: float | None = None, balance: float = 0.01,
+        router_z: float = 0.0, activation: Callable[[Array], Array] = nnx.silu, dtype: Any = None,
+        param_dtype: Any = jnp.float32, rngs: nnx.Rngs,
+    ):  # fmt: skip
+        if not 1 <= top_k <= experts:
+            raise JShardError(
+                f"jshard.MoE chooses top_k={top_k} of {experts} experts", hint=f"use top_k from 1 to {experts}"
+            )
+        draw = jax.nn.initializers.lecun_normal(batch_axis=(0,))
+        einsum = functools.partial(nnx.Einsum, kernel_init=draw, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.router = nnx.Linear(width, experts, use_bias=False, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
+        self.gate, self.up = (einsum("becd,edf->becf", (experts, width, hidden)) for _ in range(2))
+        self.down = einsum("becf,efd->becd", (experts, hidden, width))
+        self.auxiliary = AuxLoss(jnp.zeros(()))
+        self.experts, self.top_k, self.capacity, self.activation = experts, top_k, capacity, activation
+        self.balance, self.router_z = balance, router_z
+
+    def __call__(self, x: Array) -> Array:
+        rows, length, width = x.shape
+        scores = self.router(x.astype(jnp.float32))
+        shares = jax.nn.softmax(scores, -1)
+        weights, chosen = jax.lax.top_k(shares, self.top_k)
+        one_hot = jax.nn.one_hot(chosen, self.experts, dtype=jnp.int32)
+        self._weigh(scores, shares, one_hot)
+        slots, room = self._slots(chosen.reshape(rows, -1), one_hot.reshape(rows, -1, self.experts), length)
+        given = exchanged(_at(x, _sources(slots, self.experts * room, self.top_k)).reshape(rows, -1, room, width))
+        made = self.down(self.activation(self.gate(given)) * self.up(given))
+        made = exchanged(made, back=True).reshape(rows, -1, width)
+        weights = (weights / weights.sum(-1, keepdims=True)).astype(made.dtype)
+        return jnp.einsum("btkd,btk->btd", _at(made, slots).reshape(rows, length, self.top_k, width), weights)
+
+    def _weigh(self, scores: Array, shares: Array, one_hot: Array) -> None:
+        used = one_hot.sum(2).mean((0, 1)) / self.top_k
+        balance = self.experts * (used * shares.mean((0, 1))).sum()
+        z = jnp.square(jax.nn.logsumexp(scores, -1)).mean()
+        self.auxiliary.set_value(self.balance * balance + self.router_z * z)
+
+    def _slots(self, chosen: Array, one_hot: Array, length: int) -> tuple[Array, int]:
+        """Return where each choice goes, an expert and a place in its room, or beyond all where there is none; and the room."""
+        room = length
+        if self.capacity is not None:
+            room = min(length, max(1, -int(-self.capacity * one_hot.shape[1] // self.experts)))
+        before = ((jnp.cumsum(one_hot, 1) - 1) * one_hot).sum(-1)
+        return jnp.where(before < room, chosen * room + before, self.experts * room), room
+
+
+def _sources(slots: Array, count: int, top_k: int) -> Array:
+    """Return which token goes to each place, as many as there are tokens where none does."""
+    tokens = jnp.arange(slots.shape[1]) // top_k
+    none = slots.shape[1] // top_k
+    return jax.vmap(lambda slots: jnp.full(count, none).at[slots].set(tokens, mode="drop"))(slots)
+
+
+def _at(x: Array, places: Array) -> Array:
+    """Return rows of x at places, zeros beyond."""
+    return jnp.take_along_axis(x, places[..., None], axis=1, mode="fill", fill_value=0)
+
+
+# -- by hand --
+
+
+def exchanged(x: Array, *, back: bool = False) -> Array:
+    """Bring what stands for experts `x[rows, experts, ...]` to the devices that have them, or back to those of the rows."""
+    present = configuration()
+    signals = [] if present is None else list(present.signals.values())
+    found = {signal.expert: signal for signal in signals if signal.expert}
+    if len(found) > 1:
+        one, other = list(found.values())[:2]
+        raise JShardError(
+            f"{one} splits experts over {'+'.join(one.expert)}, and {other} over {'+'.join(other.expert)}",
+            hint="give both the same expert: tokens go to their experts one way",
+        )
+    for names, signal in found.items():
+        rows = tuple(name for name in names if any(name in each.row for each in signals))
+        return _exchange(names, rows, f'signal "{signal.name}" ({signal.at("expert")})')[back](x)
+    return x
+
+
+@functools.cache
+def _exchange(names: tuple[str, ...], rows: tuple[str, ...], label: str) -> tuple[Callable[[Array], Array], ...]:
+    """Return both ways, each the gradient of the other."""
+
+    def rule(back: bool, run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+        part = run.force(parts[0])
+        check_divides(
+            part.shape[1], names, run.mesh, label=label, what=f"{part.shape[1]} experts", otherwise="add experts"
+        )
+        first, second = (tuple(name for name in each if name not in names) for each in part.axes[:2])
+        lead = ((*first, *rows), second) if back else (first, (*second, *names))
+        axes = (*lead, *part.axes[2:])
+        return [Part(part.shape, axes, part.local(axes, frozenset(), lambda *_: scope(key="expert")))]
+
+    def one_way(back: bool) -> Callable[[Array], Array]:
+        there = by_hand(lambda x: (x,), functools.partial(rule, back))
+        home = by_hand(lambda x: (x,), functools.partial(rule, not back))
+        move = jax.custom_vjp(lambda x: there(x)[0])
+        move.defvjp(lambda x: (there(x)[0], None), lambda _, cotangent: (home(cotangent)[0],))
+        return move
+
+    return one_way(False), one_way(True)
