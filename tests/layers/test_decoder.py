@@ -15,6 +15,8 @@ from other_models import MODELS, TINY, is_installed, tunix_batch
 
 import jshard
 from jshard.cli import main
+from jshard.cli.experiment import sketched
+from jshard.cli.target import Target
 from jshard.errors import JShardError
 from jshard.layers.abstract import abstract
 from jshard.signals.config import load_configuration
@@ -192,6 +194,20 @@ def test_a_size_has_the_parameters_of_its_model_card(path):
     jshard.unload()
     shapes = by_path(abstract(lambda: jshard.Decoder(model, rngs=nnx.Rngs(0))))
     assert sum(leaf.size for leaf in shapes.values()) == int(card[1].replace(",", ""))
+
+
+@pytest.mark.usefixtures("in_the_root")
+def test_seventy_billion_on_512_chips_are_explained_here_by_the_same_formula():
+    counts = collections.Counter()
+    with sketched(Target("configs/decoder/llama3.1-70b.yaml", ())) as experiment:
+        for line in experiment.asked:
+            if line.mesh_axes == ("tensor",) and line.payload == 8 * 4096 * 8192 * 2:  # a device's rows, in bfloat16
+                counts[line.collective, line.phase] += line.count
+    once = 1 + 2 * 80  # each way; `remat: full` gathers all but the head's anew, and scatters one of two in each layer
+    assert counts == {
+        ("reduce_scatter", "forward"): once, ("all_gather", "forward"): once,
+        ("reduce_scatter", "backward"): once + 80, ("all_gather", "backward"): once + 160,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "sentence"), [
