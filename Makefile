@@ -20,13 +20,18 @@ PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 # Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: help demo test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
+.PHONY: help demo lm test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.digits-$(STAMP)  ## sets up and trains digits on 8 pretend devices; the last line is the test accuracy
 	@$(BIN)/jshard train configs/digits.yaml
+
+lm: $(VENV)/.digits-$(STAMP)  ## learn English from Python's own help in minutes, and go on from a prompt
+	@$(BIN)/python -m examples.english runs/english
+	@$(BIN)/jshard train configs/lm/english.yaml
+	@$(BIN)/jshard generate runs/lm --prompt "The " --tokens 300 --temperature 0.7
 
 test: $(VENV)/.test-$(STAMP)  ## the whole test suite
 	@$(PYTEST) -n 3 --dist worksteal $(PYTEST_ARGS)
