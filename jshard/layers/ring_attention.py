@@ -379,11 +379,11 @@ def _forward_rule(form: Form, run: Partition, eqn: Any, parts: list[Part]) -> li
     inside = _exchanged(run, split, parts) if exchanges else split
     axes = inside.q, inside.k, inside.k, *[(inside.rows, inside.places)] * len(parts[3:])
     xs = [part.local(a, frozenset(), _by_ring) for part, a in zip(parts, axes, strict=True)]
+    ring = _Ring(form, split.places, xs[0].shape[1])
     with scope(key="ring"):
         if exchanges:
             out, _, logs, *xs = _forward(form, *_varying(xs, inside.names))
         else:
-            ring = _Ring(form, split.places, xs[0].shape[1])
             xs = ring.balanced(xs)
             q, k, v, *segments = _varying(xs, split.names)
             out, logs = ring.forward(q, k, v, tuple(segments))
@@ -418,8 +418,8 @@ def _backward_rule(form: Form, run: Partition, eqn: Any, parts: list[Part]) -> l
         if q.axes[1]:
             split, ring = inside, _Ring(form, places, q.x.shape[1])
             ct = ring.balanced(cotangent.local(split.q, frozenset(), _by_ring))
-            xs = _varying([q.x, k.x, v.x, *(each.x for each in segments)], split.names)
-            found = ring.backward(*xs[:3], tuple(xs[3:]), logs.x, _delta(out.x, ct), ct)
+            mine, ours = _varying([q.x, k.x, v.x], split.names), tuple(_varying([s.x for s in segments], split.names))
+            found = ring.backward(mine[0], mine[1], mine[2], ours, logs.x, _delta(out.x, ct), ct)
             found = ring.in_order([x.astype(q.x.dtype) for x in found])
         else:
             cut = -len(places)

@@ -61,6 +61,7 @@ def accepts(schema: dict, value: object, root: dict) -> bool:
     """The part of JSON Schema that ours uses."""
     kinds = {
         "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
+        "number": (int, float),
     }  # fmt: skip
     if "$ref" in schema:
         return accepts(root["$defs"][schema["$ref"].split("/")[-1]], value, root)
