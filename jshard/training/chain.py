@@ -65,7 +65,7 @@ class Chain:
     Its highest is `peak`, which `key` says in the configuration."""
 
     tx: optax.GradientTransformation
-    rate: Any
+    rate: Callable[[int], Any] | float | None
     key: str
     peak: float | None
     match: tuple[str, ...]

@@ -32,7 +32,8 @@ def _sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
     for leaf in leaves:
         layout = None if jax.sharding.get_abstract_mesh().manual_axes else Layout.of(leaf)
         names = () if layout is None else tuple(sorted(layout.mesh_axes))
-        split.setdefault((names, layout.mesh if names else None), []).append(leaf)
+        mesh = layout.mesh if layout is not None and names else None
+        split.setdefault((names, mesh), []).append(leaf)
     return sum((_over(names, mesh, alike) for (names, mesh), alike in split.items()), jnp.zeros(()))
 
 
@@ -40,7 +41,8 @@ def _over(names: tuple[str, ...], mesh: Any, alike: Sequence[jax.Array]) -> jax.
     """Add up the squares of arrays that are all split over these mesh axes."""
 
     def own(*parts: jax.Array) -> jax.Array:
-        return all_reduce(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in parts), names, algorithm="xla")
+        total = jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for x in parts]).sum()
+        return all_reduce(total, names, algorithm="xla")
 
     if not names:
         return own(*alike)

@@ -137,7 +137,7 @@ class Placement:
             return np.arange(batch)
         held = np.zeros((self.accumulate, batch // self.accumulate), bool)
         for index in self._sharding.addressable_devices_indices_map(held.shape[1:]).values():
-            held[:, index[0]] = True
+            held[(slice(None), *(index or ()))] = True
         return np.flatnonzero(held)
 
     def place(self, size: int, *arrays: Any) -> tuple[Any, ...]:

@@ -179,7 +179,7 @@ def placed(
     source: Source,
     placement: Placement,
     position: Position | None,
-    count: int,
+    count: int | None,
     check: Callable[[Any], None] = lambda y: None,
 ) -> Generator[tuple[tuple[Any, ...], Position]]:
     """Yield `count` batches on the devices, and the position behind each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -78,7 +78,7 @@ def batches(
     shuffle: bool | None = None,
     last: str | None = None,
     seed: int = 0,
-) -> Iterator[tuple[Any, Any]]:
+) -> Generator[tuple[Any, Any]]:
     """Yield batches `(x, y)` on the devices, each row where the signals that are loaded say, in the order that `seed` decides;
     without end, unless it is said after how many `steps`.
 

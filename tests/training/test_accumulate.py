@@ -93,14 +93,18 @@ def close(one, other):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), one, other)
 
 
-@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+EXPLICIT = [*(("Still", plan) for plan in PLANS), ("Stacked", "data"), ("Stacked", "fsdp"), ("Layers", "layers")]
+
+
 @pytest.mark.parametrize(
-    ("model", "plan"),
-    [*(("Still", plan) for plan in PLANS), ("Stacked", "data"), ("Stacked", "fsdp"), ("Layers", "layers")],
+    ("model", "plan", "axis_types"),
+    [
+        *((model, plan, "explicit") for model, plan in EXPLICIT),
+        ("Still", "tensor", "auto"),
+        ("Layers", "layers", "auto"),
+    ],
 )
 def test_a_step_over_microbatches_is_a_step_on_the_whole_batch(model, plan, axis_types):
-    if axis_types == "auto" and (model, plan) not in {("Still", "tensor"), ("Layers", "layers")}:
-        pytest.skip("XLA's to split")
     words = ["accumulate=8", f"jshard.axis_types={axis_types}"]
     whole = stepped(built(f"{__name__}:{model}", "none"))
     ours = stepped(built(f"{__name__}:{model}", plan, *words))
