@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from jshard.errors import JShardError
 from jshard.layers.attention import Attention
 from jshard.layers.gated_mlp import GatedMLP
 from jshard.layers.layer_stack import stack
+from jshard.layers.moe import MoE
 from jshard.layers.rope import Rope, fields_of
 
 
@@ -35,17 +37,15 @@ class DecoderConfig:
     tied: bool = False  # the head is the embedding's table
     window: int | None = None
     dropout: float = 0.0
-    experts: int | None = None
+    experts: int | None = None  # of a jshard.MoE in each layer, `hidden` wide; top_k of them take a token
+    top_k: int = 2
+    capacity: float | None = None
     implementation: str | None = None  # of jax.nn.dot_product_attention
     dtype: str | None = None
     param_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rope", Rope.of(self.rope))
-        if self.experts is not None:
-            raise JShardError(
-                f"a jshard.Decoder has {self.experts} experts, which jshard has no layer for yet", hint="remove experts"
-            )
         if self.head_dim is None and self.width % self.heads:
             raise JShardError(
                 f"a jshard.Decoder divides width {self.width} among {self.heads} heads",
@@ -75,7 +75,12 @@ class Block(nnx.Module):
             window=c.window, implementation=c.implementation, rngs=rngs, **dtypes,
         )  # fmt: skip
         self.mlp_norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, rngs=rngs, **dtypes)
-        self.mlp = GatedMLP(c.width, c.hidden, rngs=rngs, **dtypes)
+        mlp = (
+            GatedMLP
+            if c.experts is None
+            else functools.partial(MoE, experts=c.experts, top_k=c.top_k, capacity=c.capacity)
+        )
+        self.mlp = mlp(c.width, c.hidden, rngs=rngs, **dtypes)
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
 
     def __call__(

@@ -108,6 +108,28 @@ def test_a_decoder_asks_for_what_the_formula_says(alone, plan):
     assert counts == FORMULA[plan]
 
 
+def test_a_decoder_of_experts_equals_one_device(alone):
+    (tokens, _), experts = alone[0], {"experts": 4, "hidden": 16}
+    jshard.unload()
+    wanted = decoder(**experts)
+    logits, losses = wanted(tokens), wanted.blocks.mlp.auxiliary.get_value()
+    assert losses.shape == (SMALL["depth"],)
+    columns = ["blocks/attn/{q,k,v}/kernel", "head/**"]
+    jshard.load({
+        "jshard": {"mesh": {"data": 2, "expert": 2, "tensor": 2}},
+        "columns": {"row": ["data", "expert"], "column": "tensor", "match": columns},
+        "sums": {"row": ["data", "expert"], "reduction": "tensor", "match": ["blocks/attn/o/kernel", "embed/**"]},
+        "up": {"row": ["data", "expert"], "expert": "expert", "column": "tensor", "match": ["blocks/mlp/{gate,up}/kernel"]},
+        "down": {"row": ["data", "expert"], "expert": "expert", "reduction": "tensor", "match": ["blocks/mlp/down/kernel"]},
+        "rest": {"row": ["data", "expert"], "match": ["**"]},
+    })  # fmt: skip
+    model = jshard.shard(decoder(**experts), tokens)
+    np.testing.assert_allclose(model(tokens), logits, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.blocks.mlp.auxiliary.get_value(), losses, rtol=1e-5)
+    kernel = by_path(model)["blocks/mlp/up/kernel"]
+    assert kernel.addressable_shards[0].data.shape == (SMALL["depth"], 2, SMALL["width"], 8)
+
+
 def test_packed_rows_and_a_tied_head_equal_one_device(alone):
     tokens = alone[0][0]
     inputs = {
@@ -215,7 +237,7 @@ def test_seventy_billion_on_512_chips_are_explained_here_by_the_same_formula():
     ({"kv_heads": 3}, "a jshard.Decoder has 8 heads and 3 kv_heads, which don't divide them; use kv_heads: 2"),
     ({"head_dim": None, "width": 33},
      "a jshard.Decoder divides width 33 among 8 heads; use width 32, or write head_dim: 128"),
-    ({"experts": 8}, "a jshard.Decoder has 8 experts, which jshard has no layer for yet; remove experts"),
+    ({"experts": 2, "top_k": 3}, "jshard.MoE chooses top_k=3 of 2 experts; use top_k from 1 to 2"),
 ], ids=lambda each: next(iter(each)) if isinstance(each, dict) else "")  # fmt: skip
 def test_a_mistake_in_the_sizes_is_told(sizes, sentence):
     with pytest.raises(JShardError) as error:
