@@ -339,6 +339,7 @@ HEALSWIN = {
     "data": DATA["data"],
     "fsdp": {**DATA["fsdp"], "few": FEW},
     "tensor": split({"data": 2, "tensor": 4}, HEALSWIN_MLP),
+    "tensor and sequence": split({"data": 2, "tensor": 4}, HEALSWIN_MLP, sequence="tensor"),
     "tensor and fsdp": split({"data": 2, "tensor": 4}, HEALSWIN_MLP, store="data"),
 }
 
