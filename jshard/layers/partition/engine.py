@@ -84,8 +84,12 @@ class Partition:
         products = fused(jaxpr)
         for eqn in jaxpr.eqns:
             one = products.get(id(eqn))
-            claim = None if one is None else read(one.kernel).signal
-            if claim is not None and claim.column and not one.size % self.ways(claim.column):
+            if (
+                one is not None
+                and (claim := read(one.kernel).signal) is not None
+                and claim.column
+                and not one.size % self.ways(claim.column)
+            ):
                 if eqn is one.chain[-1]:
                     parts = [read(atom) for atom in one.inputs]
                     with self._traced_at(eqn, parts):

@@ -128,11 +128,9 @@ def _read(atom: Any, axis: int, makers: Any, beside: list[tuple[Any, int]], inpu
     if not shape or shape[axis] == 1:
         inputs[atom] = None
         return
-    name = "" if maker is None else maker.primitive.name
     given = [] if maker is None else [each.aval.shape for each in maker.invars]
-    if not (
-        name in ELEMENTWISE | SHAPED and all(math.prod(some) == max(some, default=0) == shape[axis] for some in given)
-    ):
+    vectors = all(math.prod(some) == max(some, default=0) == shape[axis] for some in given)
+    if maker is None or maker.primitive.name not in ELEMENTWISE | SHAPED or not vectors:
         inputs[atom] = axis
         return
     for each, some in zip(maker.invars, given, strict=True):
