@@ -61,8 +61,6 @@ def variants(plan: str, sizes: Mapping[str, Any], batch: int, length: int) -> di
     from flax import nnx
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-    from jshard.training.loop import Step
-
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, sizes["vocabulary"], size=(batch, length)).astype(np.int32)
     tx = optax.adamw(1e-3)
@@ -73,40 +71,49 @@ def variants(plan: str, sizes: Mapping[str, Any], batch: int, length: int) -> di
     def model() -> Any:
         return jshard.Decoder(rngs=nnx.Rngs(0), **sizes)
 
-    jshard.load(configured(plan))
-    sharded = jshard.shard(model(), jax.ShapeDtypeStruct(tokens.shape, tokens.dtype))
-    by_jshard = Step(sharded, jshard.Optimizer(sharded, tx), loss)
-    rows = jax.device_put(tokens, NamedSharding(jshard.mesh(), PartitionSpec("data")))
-    lies = jax.tree.map(lambda array: array.sharding.spec, nnx.state(sharded, nnx.Param))
-    found = {"jshard": Variant(lambda: by_jshard(rows, rows))}
-    mesh = Mesh(jshard.mesh().devices, jshard.mesh().axis_names, axis_types=(AxisType.Auto,) * 2)
+    def value_of(model: Any, tokens: jax.Array) -> jax.Array:
+        return loss(model(tokens), tokens)
 
-    def plain() -> Callable[[], Any]:
-        made = model()
-        where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), lies)
-        nnx.update(made, jax.device_put(nnx.state(made, nnx.Param), where))
-        graph, state = nnx.split((made, nnx.Optimizer(made, tx, wrt=nnx.Param)))
-        whole = NamedSharding(mesh, PartitionSpec())
-        state = jax.tree.map(lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole), state)
-        batch = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
+    def stepping(model: Any, optimizer: Any, value_of: Any, batch: jax.Array) -> Callable[[], Any]:
+        graph, state = nnx.split((model, optimizer))
+        stays = jax.tree.map(lambda x: x.sharding, state)
 
-        def train(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+        def train(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
-            value, gradients = nnx.value_and_grad(lambda model: loss(model(x), y))(model)
+            value, gradients = nnx.value_and_grad(value_of)(model, batch)
             optimizer.update(model, gradients)
             return nnx.state((model, optimizer)), value
 
-        stays = jax.tree.map(lambda x: x.sharding, state)
         program = jax.jit(train, donate_argnums=0, out_shardings=(stays, None))
 
         def step() -> jax.Array:
             nonlocal state
-            state, value = program(state, batch, batch)
+            state, value = program(state, batch)
             return value
 
         return step
 
-    return {PLAIN: Variant(plain()), "plain, again": Variant(plain()), **found}
+    jshard.load(configured(plan))
+    sharded = jshard.shard(model(), jax.ShapeDtypeStruct(tokens.shape, tokens.dtype))
+    lies = jax.tree.map(lambda array: array.sharding.spec, nnx.state(sharded, nnx.Param))
+
+    def by_jshard() -> Callable[[], Any]:
+        rows = jax.device_put(tokens, NamedSharding(jshard.mesh(), PartitionSpec("data")))
+        return stepping(sharded, jshard.Optimizer(sharded, tx), jshard.shard(value_of), rows)
+
+    def plain() -> Callable[[], Any]:
+        made, mesh = model(), Mesh(jshard.mesh().devices, jshard.mesh().axis_names, axis_types=(AxisType.Auto,) * 2)
+        where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), lies)
+        nnx.update(made, jax.device_put(nnx.state(made, nnx.Param), where))
+        optimizer, whole = nnx.Optimizer(made, tx, wrt=nnx.Param), NamedSharding(mesh, PartitionSpec())
+        state = nnx.state(optimizer)
+        lie = jax.tree.map(lambda x: x.sharding if isinstance(x.sharding, NamedSharding) else whole, state)
+        nnx.update(optimizer, jax.device_put(state, lie))
+        rows = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
+        return stepping(made, optimizer, value_of, rows)
+
+    ways = {PLAIN: plain, "plain, again": plain, "jshard": by_jshard}
+    return {name: Variant(made()) for name, made in ways.items()}
 
 
 def agree(steps: Mapping[str, Variant]) -> None:

@@ -16,14 +16,22 @@ RELATIVE = re.compile(r"\[([^]]+)\]\((?![a-z]+:|#)([^)#]+)[^)]*\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    names = [name for name in dir(jshard) if name != "__version__"]
+    names = {name: getattr(jshard, name) for name in dir(jshard) if name != "__version__"}
+    entries = [
+        f"::: jshard.{name}\n" if _is_ours(value) else f"## `jshard.{name}`\n\nis Flax's `nnx.{name}`.\n"
+        for name, value in names.items()
+    ]
     pages = {
         "index.md": (ROOT / "README.md").read_text().replace("](docs/", "]("),
-        "api.md": "# API\n\n" + "\n".join(f"::: jshard.{name}\n" for name in names),
+        "api.md": "# API\n\n" + "\n".join(entries),
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def _is_ours(value: Any) -> bool:
+    return getattr(value, "__module__", type(value).__module__).startswith("jshard")
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
