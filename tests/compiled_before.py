@@ -18,7 +18,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard-tests")
+PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard-tests-ordered")
 PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1]}"
 SWEPT = PLACE / "swept"
 WEEK = 7 * 24 * 3600
