@@ -118,6 +118,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     command("check", "find all mistakes of a configuration, say what it means, and hold what it promises")
     command("verify", "hold the sharded model against the same model unsharded")
     command("bench", "time the collectives and products on the devices here", configured=False)
+    command("schedule", "draw and price pipeline schedules, side by side", configured=False)
     command("schema", "print the JSON Schema of a configuration, for editors", schema, configured=False).epilog = None
     command("new", "make a small project that trains: a model, data, a configuration", configured=False)
     completion = command("completion", "print a script that completes words at Tab in a shell", configured=False)

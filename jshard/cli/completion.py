@@ -51,6 +51,8 @@ def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]
     elif last.startswith("-"):
         found = options
     else:
-        positional = [action.choices for action in actions if not action.option_strings and action.choices]
-        found = positional[0] if positional and not before else ()
+        positional = [action for action in actions if not action.option_strings]
+        offered = [action.choices for action in positional if action.choices and not before]
+        named = [getattr(action, "completes", None) for action in positional]
+        found = next(filter(None, [*named, *offered]), ())
     return sorted(str(word) for word in found if str(word).startswith(last))

@@ -64,6 +64,7 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         ["schema"],
         ["check", "configs/mlp.yaml"],
         ["check", DIGITS, "batch=15"],
+        ["schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
     ],
 )
 @pytest.mark.usefixtures("fresh")

@@ -38,6 +38,9 @@ def test_completion_knows_commands_options_and_choices(capsys):
     assert {"explain", "new", "--help", "--version"} <= {*completed(capsys, ""), *completed(capsys, "--")}
     assert completed(capsys, "explain", "configs/digits.yaml", "--p") == ["--phase", "--program"]
     assert completed(capsys, "explain", "--phase", "") == ["backward", "forward", "update"]
+    assert completed(capsys, "schedule", "gpipe", "") == ["1f1b", "gpipe", "interleaved", "zero_bubble"]
+    assert completed(capsys, "schedule", "gpipe", "--st") == ["--stages"]
+    assert completed(capsys, "schedule", "tables/m") == []  # a file
     assert completed(capsys, "completion", "") == ["bash", "fish", "zsh"]
     assert completed(capsys, "train", "conf") == []  # a file, which the shell completes
 

@@ -7,9 +7,9 @@ from jshard.inspect.plan.estimate import MODEL, Estimate, in_words
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.planning import Plan
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.shell import legend, stack, table
-from jshard.inspect.report.words import Colours, linked, measured, signal_name, times
 from jshard.markup import Child, Markup, element
+from jshard.pages.shell import legend, stack, table
+from jshard.pages.words import Colours, linked, measured, signal_name, times
 
 SIDES = "Asked", "Got", "Wire asked", "Wire got"
 HEAD = ("Line", "Signal", "Phase", "Collective", "Over", *SIDES, "What the compiler did")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from jshard.inspect.report.array_placement import Laid
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.words import Colours, svg
 from jshard.markup import Markup, element
+from jshard.pages.words import Colours, svg
 
 MOST_LINES = 64  # within one direction of an array
 GLYPH = (34, 22)

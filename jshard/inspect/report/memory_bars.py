@@ -6,9 +6,9 @@ import itertools
 
 from jshard.inspect.report.array_placement import AT_REST
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.shell import legend, stack, table
-from jshard.inspect.report.words import linked, measured, signal_name, size
 from jshard.markup import Markup, element
+from jshard.pages.shell import legend, stack, table
+from jshard.pages.words import linked, measured, signal_name, size
 
 MOST_BARS = 16
 PLURAL = {"parameter": "parameters", "gradient": "gradients"}

@@ -11,8 +11,8 @@ from jshard.inspect.report.array_placement import ACTIVATION, BATCH, OPTIMIZER, 
 from jshard.inspect.report.drawing import glyph
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.pictures import Pictures
-from jshard.inspect.report.words import Colours, breakable, linked, measured, times
 from jshard.markup import Markup, element
+from jshard.pages.words import Colours, breakable, linked, measured, times
 
 MOST_OPEN = 40  # arrays that are shown unfolded
 BRANCHES = (

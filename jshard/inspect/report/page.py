@@ -15,10 +15,10 @@ from jshard.inspect.report.memory_bars import memory_bars
 from jshard.inspect.report.mesh_picture import mesh_picture
 from jshard.inspect.report.model_tree import model_tree
 from jshard.inspect.report.pictures import Pictures
-from jshard.inspect.report.shell import bar, document, section, tiles
 from jshard.inspect.report.source import source
-from jshard.inspect.report.words import Colours, amount, measured, size, times
 from jshard.markup import Child, Markup, data, element
+from jshard.pages.shell import bar, document, section, tiles
+from jshard.pages.words import Colours, amount, measured, size, times
 from jshard.version import __version__
 
 HERE = Path(__file__).parent

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from jshard.errors import Place
 from jshard.inspect.report.array_placement import AT_REST
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.shell import stack
-from jshard.inspect.report.words import Colours, anchor, breakable, measured, times
 from jshard.markup import Markup, element, escaped
+from jshard.pages.shell import stack
+from jshard.pages.words import Colours, anchor, breakable, measured, times
 
 WORD = re.compile(r"""(?P<text>"[^"]*"|'[^']*')|(?P<note>(?:^|(?<=\s))\#.*)|(?P<word>[A-Za-z_][\w.*/-]*)|(?P<rest>.)""")
 

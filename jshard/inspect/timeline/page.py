@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jshard.inspect.report.shell import bar, document, section, stack, table, tiles
-from jshard.inspect.report.words import breakable, signal_name, times
 from jshard.inspect.timeline.lanes import Bar, Drawing, Lane
 from jshard.inspect.timeline.words import by_signal, share, span, steps_in_words, sums
 from jshard.markup import Child, Markup, data, element
+from jshard.pages.shell import bar, document, section, stack, table, tiles
+from jshard.pages.words import breakable, signal_name, times
 from jshard.version import __version__
 
 HERE = Path(__file__).parent

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jshard.errors import JShardError
-from jshard.inspect.report.shell import framed, write
-from jshard.inspect.report.words import times
 from jshard.inspect.timeline.capture import Capture, captures
 from jshard.inspect.timeline.event import Event
 from jshard.inspect.timeline.lanes import Bar, Drawing, Window, lane, rows
 from jshard.inspect.timeline.page import page
 from jshard.inspect.timeline.picture import drawn
 from jshard.inspect.timeline.words import steps_in_words
+from jshard.pages.shell import framed, write
+from jshard.pages.words import times
 
 SCHEMA = "jshard.timeline/1"
 

@@ -40,10 +40,10 @@ from jshard.inspect.report.facts import Facts, Text
 from jshard.inspect.report.mesh_picture import ACROSS, MOST_DEVICES, Strip, strips
 from jshard.inspect.report.page import page
 from jshard.inspect.report.source import costs
-from jshard.inspect.report.words import PALETTE, Colours, amount, size
 from jshard.kernels import all_reduce
 from jshard.layouts.mesh import absent_mesh
 from jshard.markup import data, element
+from jshard.pages.words import PALETTE, Colours, amount, size
 from jshard.provenance import Cause
 from jshard.signals.active_config import unload
 

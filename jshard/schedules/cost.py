@@ -1,0 +1,161 @@
+"""What a schedule costs: how long each stage waits, what it keeps, and what it sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from jshard.schedules.table import SLOTS, Key, Op, Table, needs
+from jshard.units import size
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """How long an operation takes, in any unit. A backward that makes weight gradients too takes B + W."""
+
+    F: float = 1.0
+    B: float = 1.0
+    W: float = 1.0
+
+    def of(self, slot: str, table: Table) -> float:
+        return self.B + self.W if slot == "B" and not table.splits_weights else getattr(self, slot)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """One operation in time."""
+
+    stage: int
+    op: Op
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The operations of all stages in time."""
+
+    stages: int
+    bars: tuple[Bar, ...]
+
+    @property
+    def length(self) -> float:
+        return max(bar.end for bar in self.bars)
+
+    @property
+    def idle(self) -> float:
+        """The share of the time in which a stage waits."""
+        return max(0.0, 1 - sum(bar.end - bar.start for bar in self.bars) / (self.length * self.stages))
+
+
+def lock_step(table: Table, times: Times) -> Run:
+    """Run the table as one program for all devices does: a slot takes its time on every stage if any has an operation in it."""
+    bars, now = [], 0.0
+    for tick in range(table.ticks):
+        for slot in SLOTS:
+            ops = [(stage, op) for stage, row in enumerate(table.rows) for op in row[tick] if op.slot == slot]
+            end = now + times.of(slot, table) if ops else now
+            bars += [Bar(stage, op, now, end) for stage, op in ops]
+            now = end
+    return Run(table.stages, tuple(bars))
+
+
+def own_pace(table: Table, times: Times) -> Run:
+    """Run each stage's operations in the table's order, each as soon as what it needs is there: what textbooks draw."""
+    ends: dict[Key, float] = {}
+    free = [0.0] * table.stages
+    bars = []
+    for key, _ in sorted(table.when.items(), key=lambda each: (each[1], SLOTS.index(each[0].slot))):
+        chunk, stage = divmod(key.virtual, table.stages)
+        start = max([free[stage], *(ends[needed] for needed, _ in needs(key, table.virtual_stages))])
+        ends[key] = free[stage] = start + times.of(key.slot, table)
+        bars.append(Bar(stage, Op(key.slot, key.microbatch, chunk), start, free[stage]))
+    return Run(table.stages, tuple(bars))
+
+
+def inputs_kept(table: Table) -> list[list[int]]:
+    """Count by stage and tick the microbatches whose input a stage keeps: from the tick after it arrived, or from its forward
+    on the first stage, until nothing needs it."""
+    return _kept(table, "F", 0, -1)
+
+
+def gradients_kept(table: Table) -> list[list[int]]:
+    """Count by stage and tick the microbatches for which a stage keeps the gradient of its output."""
+    return _kept(table, "B", table.virtual_stages - 1, 1)
+
+
+def _kept(table: Table, slot: str, begins: int, step: int) -> list[list[int]]:
+    """Count what arrives from the virtual stage `step` away, for operations `slot`, and is kept; `begins` makes its own."""
+    last = "W" if table.splits_weights else "B"
+    kept = [[0] * table.ticks for _ in range(table.stages)]
+    for key, tick in table.when.items():
+        if key.slot == slot:
+            start = tick if key.virtual == begins else table.when[key._replace(virtual=key.virtual + step)] + 1
+            for each in range(start, table.when[key._replace(slot=last)] + 1):
+                kept[key.virtual % table.stages][each] += 1
+    return kept
+
+
+def sends(table: Table) -> list[int]:
+    """Count by stage what it sends to another in a step: outputs and gradients of inputs, one for each microbatch and hop."""
+    ends = {"F": table.virtual_stages - 1, "B": 0, "W": None}
+    sent = Counter(
+        key.virtual % table.stages
+        for key in table.when
+        if table.stages > 1 and key.slot != "W" and key.virtual != ends[key.slot]
+    )
+    return [sent[stage] for stage in range(table.stages)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """A table with what it costs at given times, and the bytes of one microbatch's activations, where they are known."""
+
+    table: Table
+    times: Times = Times()
+    bytes_each: int | None = None
+
+    @functools.cached_property
+    def lock_step(self) -> Run:
+        return lock_step(self.table, self.times)
+
+    @functools.cached_property
+    def own_pace(self) -> Run:
+        return own_pace(self.table, self.times)
+
+    def figures(self) -> list[tuple[str, str]]:
+        """Name and value of each figure."""
+        inputs, gradients = ([max(ticks) for ticks in kept(self.table)] for kept in (inputs_kept, gradients_kept))
+        found = [
+            ("ticks", f"{self.table.ticks:,}"),
+            ("idle in lock-step, as it runs", percent(self.lock_step.idle)),
+            ("idle at each one's own pace, as in textbooks", percent(self.own_pace.idle)),
+            ("inputs kept, by stage", _spaced(inputs)),
+            ("gradients kept, by stage", _spaced(gradients)),
+            ("sends, by stage", _spaced(sends(self.table))),
+        ]
+        if self.bytes_each is not None:
+            kept = [self.bytes_each * (both[0] + both[1]) for both in zip(inputs, gradients, strict=True)]
+            sent = [self.bytes_each * count for count in sends(self.table)]
+            found += [
+                ("kept, by stage", ", ".join(map(size, kept))),
+                ("sent in a step, by stage", ", ".join(map(size, sent))),
+            ]
+        return found
+
+
+def compared(costs: Sequence[Cost]) -> list[list[str]]:
+    """The figures of tables side by side: a row of names, a row for each figure."""
+    by_table = [dict(cost.figures()) for cost in costs]
+    head = ["", *(cost.table.name for cost in costs)]
+    return [head, *([name, *(figures[name] for figures in by_table)] for name in by_table[0])]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _spaced(counts: Iterable[int]) -> str:
+    return " ".join(f"{count:,}" for count in counts)

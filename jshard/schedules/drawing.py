@@ -1,0 +1,125 @@
+"""A schedule as text for a terminal, as SVG, and as a page."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from jshard.markup import Markup, element
+from jshard.pages.shell import bar, document, legend, section, table, tiles
+from jshard.pages.words import svg
+from jshard.schedules.cost import Cost, Run, compared, percent
+from jshard.schedules.table import SLOTS, Table
+from jshard.table import BETWEEN
+from jshard.table import table as aligned
+from jshard.version import __version__
+
+SAYS = {"F": "forward", "B": "backward", "W": "weight gradients"}
+# The class of a colour in the style of all pages, and the same for a picture that stands alone.
+COLOURS = {"F": ("ax0", "#2459c9"), "B": ("ax2", "#137a4b"), "W": ("ax1", "#a84a08")}
+LEFT, LANE, GAP, HEAD, FOOT = 66, 22, 4, 34, 14
+LONGEST = 24_000  # pixels
+FONT = "ui-sans-serif, system-ui, sans-serif"
+
+
+def grid(drawn: Table, width: int | None) -> list[str]:
+    """The table with its stages and ticks named; in several parts, some ticks each, where it is wider than `width`."""
+    columns = [[str(tick), *words] for tick, words in enumerate(zip(*drawn.words(), strict=True))]
+    names = ["", *(f"stage {stage}" for stage in range(drawn.stages))]
+    lines: list[str] = []
+    while columns:
+        needed = itertools.accumulate(
+            (len(BETWEEN) + max(map(len, column)) for column in columns), initial=len(names[-1])
+        )
+        room = len(columns) if width is None else max(1, sum(each <= width for each in needed) - 1)
+        lines += aligned(list(zip(names, *columns[:room], strict=True)))
+        columns = columns[room:]
+    return lines
+
+
+def picture(costs: Sequence[Cost]) -> Markup:
+    """Draw each table twice on one axis of time: in lock-step, as it runs, and with each stage at its own pace."""
+    runs = [(cost, run, words) for cost in costs for run, words in _runs(cost)]
+    longest = max(run.length for _, run, _ in runs)
+    shortest = min(bar.end - bar.start for _, run, _ in runs for bar in run.bars)
+    scale = min(24 / (shortest or 1), LONGEST / longest)
+    top, drawn = 0.0, []
+    for cost, run, words in runs:
+        drawn += _panel(run, f"{cost.table.name} {words}: {percent(run.idle)} idle", top, scale)
+        top += HEAD + run.stages * (LANE + GAP) + FOOT
+    width, namespace = LEFT + longest * scale + GAP, "http://www.w3.org/2000/svg"
+    return svg(width, top, drawn, xmlns=namespace, class_="schedule", font_family=FONT)
+
+
+def _runs(cost: Cost) -> Iterator[tuple[Run, str]]:
+    yield cost.lock_step, "in lock-step, as it runs"
+    yield cost.own_pace, "with each stage at its own pace"
+
+
+def _panel(run: Run, title: str, top: float, scale: float) -> Iterator[Markup]:
+    def text(words: str, x: float, y: float, size: int, **attributes: object) -> Markup:
+        return element("text", words, x=x, y=y, font_size=size, **{"fill": "currentColor", **attributes})
+
+    yield text(title, 0, top + 22, 14, font_weight=600)
+    tops = [top + HEAD + stage * (LANE + GAP) for stage in range(run.stages)]
+    for stage, y in enumerate(tops):
+        yield text(f"stage {stage}", 0, y + 15, 12)
+        lane = {"x": LEFT, "y": y, "width": run.length * scale, "height": LANE}
+        yield element("rect", **lane, fill="currentColor", fill_opacity="0.06")
+    for each in run.bars:
+        width, (class_, colour) = (each.end - each.start) * scale, COLOURS[each.op.slot]
+        x, y = LEFT + each.start * scale, tops[each.stage]
+        yield element(
+            "rect",
+            element("title", f"{each.op} of stage {each.stage}: {each.start:g} to {each.end:g}"),
+            x=x, y=y, width=max(0.5, width - 1), height=LANE, rx=2, fill=colour, class_=f"fill {class_}",
+            fill_opacity=None if each.op.chunk % 2 == 0 else "0.7",
+        )  # fmt: skip
+        number = str(each.op).removeprefix(each.op.slot)
+        if width > 8 * len(number):
+            yield text(number, x + width / 2, y + 15, 11, fill="#ffffff", text_anchor="middle", class_="on")
+
+
+def page(costs: Sequence[Cost]) -> str:
+    """The whole page: figures side by side, the picture, and each table as text."""
+    names = [cost.table.name for cost in costs]
+    head, *rows = compared(costs)
+    figures = [(cost.table.name, percent(cost.lock_step.idle), "idle in lock-step") for cost in costs]
+    texts = [element("pre", cost.table.text(), tabindex=0, class_="scroller") for cost in costs]
+    return document(
+        f"{' and '.join(names)} · jshard schedule",
+        bar((("#figures", "Figures"), ("#picture", "Picture"), ("#tables", "Tables"))),
+        element(
+            "main",
+            element(
+                "div",
+                element("h1", ", ".join(names)),
+                element("p", " · ".join(str(cost.table) for cost in costs), class_="about"),
+                tiles(figures),
+                class_="opening",
+            ),
+            section(
+                "figures",
+                "What it costs",
+                _assumed(costs[0]),
+                table("figures", head, rows, numbers=range(1, len(head))),
+            ),
+            section(
+                "picture",
+                "What each stage runs",
+                "A number is that of a microbatch, and behind a point that of a chunk; one axis of time for all.",
+                legend((f"fill {COLOURS[slot][0]}", SAYS[slot], slot) for slot in SLOTS),
+                element("div", picture(costs), class_="scroller", tabindex=0, role="region", aria_label="picture"),
+            ),
+            section("tables", "The tables", "As files to edit, which jshard schedule takes.", *texts),
+        ),
+        element("footer", element("p", f"jshard {__version__}. Nothing has run.")),
+    )
+
+
+def _assumed(cost: Cost) -> str:
+    times = cost.times
+    return (
+        f"F takes {times.F:g}, B {times.B:g} and W {times.W:g}; a backward that makes weight gradients too takes B and W. In "
+        "lock-step a slot of a tick takes its time on every stage, if one has an operation in it."
+    )

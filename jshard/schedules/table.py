@@ -1,0 +1,118 @@
+"""A pipeline schedule as a table: what each stage runs in each tick."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jshard.table import table as aligned
+
+SLOTS = "FBW"  # in the order in which a tick runs them
+WAITS = "."
+READING = "A row a stage, a word a tick: F3B0 is microbatch 3 forward, then 0 backward; F3.1 is for chunk 1; . waits."
+
+
+class Op(NamedTuple):
+    """Forward (F), backward (B) or weight gradients (W) of one microbatch through one chunk of a stage's layers."""
+
+    slot: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.slot}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+class Key(NamedTuple):
+    """An operation by its virtual stage: chunk * stages + stage, the order in which a microbatch goes through all chunks."""
+
+    slot: str
+    microbatch: int
+    virtual: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A row for each stage; in it the operations of each tick, at most one in each slot. All rows are as long.
+
+    All stages go through a tick together: slot F, then B, then W. What one makes for another has arrived in the next tick.
+    Where no stage has a W, B makes the gradients of inputs and of weights; where there is one, B makes those of inputs alone.
+    """
+
+    name: str
+    rows: tuple[tuple[tuple[Op, ...], ...], ...]
+
+    @classmethod
+    def of(cls, name: str, stages: int, when: dict[Key, int]) -> Table:
+        rows = [[[] for _ in range(1 + max(when.values()))] for _ in range(stages)]
+        for key, tick in sorted(when.items(), key=lambda each: SLOTS.index(each[0].slot)):
+            chunk, stage = divmod(key.virtual, stages)
+            rows[stage][tick].append(Op(key.slot, key.microbatch, chunk))
+        return cls(name, tuple(tuple(map(tuple, row)) for row in rows))
+
+    @property
+    def stages(self) -> int:
+        return len(self.rows)
+
+    @property
+    def ticks(self) -> int:
+        return len(self.rows[0])
+
+    @functools.cached_property
+    def virtual_stages(self) -> int:
+        return 1 + max(key.virtual for key in self.when)
+
+    @functools.cached_property
+    def microbatches(self) -> int:
+        return 1 + max(key.microbatch for key in self.when)
+
+    @functools.cached_property
+    def splits_weights(self) -> bool:
+        """Whether weight gradients have a slot of their own."""
+        return any(key.slot == "W" for key in self.when)
+
+    @functools.cached_property
+    def when(self) -> dict[Key, int]:
+        """The tick of each operation."""
+        return {
+            Key(op.slot, op.microbatch, op.chunk * self.stages + stage): tick
+            for stage, row in enumerate(self.rows)
+            for tick, ops in enumerate(row)
+            for op in ops
+        }
+
+    def words(self) -> list[list[str]]:
+        """The word of each tick, by stage."""
+        return [["".join(map(str, ops)) or WAITS for ops in row] for row in self.rows]
+
+    def text(self) -> str:
+        """Write the table as a file to read and to edit, which `read` takes."""
+        return "\n".join([f"# {self}. {READING}", *aligned(self.words()), ""])
+
+    def __str__(self) -> str:
+        chunks = self.virtual_stages // self.stages
+        each = f" of {chunks} chunks" if chunks > 1 else ""
+        sizes = (
+            counted(self.stages, "stage") + each,
+            counted(self.microbatches, "microbatch"),
+            counted(self.ticks, "tick"),
+        )
+        return f"{self.name}: {', '.join(sizes)}"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def needs(key: Key, virtual_stages: int) -> Iterator[tuple[Key, int]]:
+    """What an operation needs, and how many ticks before it at least: 1 for what another chunk makes, 0 for its own."""
+    if key.slot == "F" and key.virtual:
+        yield key._replace(virtual=key.virtual - 1), 1
+    if key.slot == "B":
+        yield key._replace(slot="F"), 0
+        if key.virtual + 1 < virtual_stages:
+            yield key._replace(virtual=key.virtual + 1), 1
+    if key.slot == "W":
+        yield key._replace(slot="B"), 0

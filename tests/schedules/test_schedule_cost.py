@@ -1,0 +1,69 @@
+"""What a schedule costs, held against the field's formulas and against what can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from jshard.schedules import KINDS, Cost, Key, Times, generate, read
+from jshard.schedules.cost import gradients_kept, inputs_kept, sends
+from jshard.schedules.table import needs
+
+SIZES = [(2, 4), (4, 8), (4, 16), (8, 32)]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_cost_idle_share_is_the_formula_of_each_schedule(stages, microbatches):
+    fill = stages - 1
+    for kind, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)):
+        cost = Cost(generate(kind, stages, microbatches, chunks))
+        for run in (cost.lock_step, cost.own_pace):
+            assert run.idle == pytest.approx(fill / (chunks * microbatches + fill))
+    cost = Cost(generate("zero_bubble", stages, microbatches))
+    assert cost.own_pace.idle == pytest.approx(fill / (3 * microbatches + fill))  # ZB-H1: (p - 1) (F + B - W)
+    # No table of one chunk is shorter: the last of M forwards goes on for p - 1 ticks, as the first of M backwards does.
+    assert cost.lock_step.length == 2 * (microbatches + fill) + microbatches
+
+
+def test_cost_of_zero_bubble_in_lock_step_is_beside_the_textbooks():
+    cost = Cost(generate("zero_bubble", 4, 16))
+    assert (round(cost.lock_step.idle, 3), round(cost.own_pace.idle, 3)) == (0.111, 0.059)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("times", [Times(), Times(1, 2, 0.5), Times(0.5, 1, 3)])
+def test_cost_at_its_own_pace_no_stage_runs_two_at_once_or_before_what_it_needs(kind, times):
+    cost = Cost(generate(kind, 3, 5, 2), times)
+    ends = {Key(bar.op.slot, bar.op.microbatch, bar.op.chunk * 3 + bar.stage): bar.end for bar in cost.own_pace.bars}
+    for run in (cost.lock_step, cost.own_pace):
+        for stage in range(3):
+            bars = [bar for bar in run.bars if bar.stage == stage]
+            assert all(before.end <= bar.start for before, bar in zip(bars, bars[1:], strict=False))
+            assert sum(bar.end - bar.start for bar in bars) == pytest.approx(10 * (times.F + times.B + times.W))
+    for bar in cost.own_pace.bars:
+        key = Key(bar.op.slot, bar.op.microbatch, bar.op.chunk * 3 + bar.stage)
+        assert all(ends[needed] <= bar.start for needed, _ in needs(key, 6))
+    assert cost.own_pace.length <= cost.lock_step.length
+
+
+def test_cost_counts_what_waits_too():
+    table = read("F0 F1 F2 .    .    .    B0 B1 B2\n.  .  .  F0B0 F1B1 F2B2", "late.txt")
+    assert inputs_kept(table) == [[1, 2, 3, 3, 3, 3, 3, 2, 1], [0, 1, 2, 3, 2, 1, 0, 0, 0]]
+    assert gradients_kept(table) == [[0, 0, 0, 0, 1, 2, 3, 2, 1], [0, 0, 0, 1, 1, 1, 0, 0, 0]]
+
+
+def test_cost_of_memory_is_flat_in_microbatches_but_for_gpipe():
+    for microbatches in (16, 32):
+        kept = {kind: [max(ticks) for ticks in inputs_kept(generate(kind, 4, microbatches))] for kind in KINDS}
+        assert kept == {
+            "gpipe": [microbatches] * 4,
+            "1f1b": [7, 5, 3, 1],
+            "interleaved": [11, 9, 7, 5],
+            "zero_bubble": [7, 6, 5, 4],
+        }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cost_sends_each_microbatch_once_over_each_hop(kind):
+    assert sum(sends(generate(kind, 4, 6, 1))) == 2 * (4 - 1) * 6
+    assert sum(sends(generate(kind, 4, 6, 2))) == 2 * (8 - 1) * 6
+    assert sends(generate(kind, 1, 6, 4)) == [0]  # chunks of one stage are on one device
