@@ -82,21 +82,16 @@ def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
         call.keep(call.placed())
 
 
-def composed(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f(model(x), *rest)` as a function of the model, x and the rest, partitioned as a whole where the model is."""
-    return partitioned(model, lambda model, x, *rest: f(model(x), *rest))
-
-
 def partitioned(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f`, a function of the model, partitioned where the model is."""
     return _sharded(f) if is_sharded(model) else f
 
 
 def objective_of(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is trained by, a function of the model, x and the rest: `loss(model(x), *rest)`, and each auxiliary loss."""
+    """Return what is trained by, a function of the model and the batch: `loss(model, *batch)`, and each auxiliary loss."""
 
-    def objective(model: nnx.Module, x: Any, *rest: Any) -> Any:
-        value = loss(model(x), *rest)
+    def objective(model: nnx.Module, *batch: Any) -> Any:
+        value = loss(model, *batch)
         for auxiliary in jax.tree.leaves(nnx.state(model, AuxLoss)):
             value = value + jnp.sum(auxiliary)
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.errors import JShardError
+from jshard.layers import reduce
+
+CHUNK = 256
 
 
-def cross_entropy(x: Any, head: Any, targets: Any, *, z: float = 0.0, chunk: int = 256) -> Array:
+def cross_entropy(x: Any, head: Any, targets: Any, *, z: float = 0.0, chunk: int = CHUNK) -> Array:
     """Return the mean over all targets that are not negative of -log softmax(x @ head) at the target.
 
     `x[rows, places, features]` are hidden states, `head[features, words]` a kernel (of a tied table its transpose), and
@@ -29,21 +33,42 @@ def cross_entropy(x: Any, head: Any, targets: Any, *, z: float = 0.0, chunk: int
             f"jshard.cross_entropy was given x {x.shape}, head {head.shape} and targets {targets.shape}",
             hint="give it x[rows, places, features], head[features, words] and targets[rows, places]",
         )
-    length, dtype = targets.shape[1], x.dtype
-    count = next(n for n in range(-(-length // chunk), length + 1) if length % n == 0)
+    head = head.astype(x.dtype)
 
-    @jax.checkpoint
-    def losses(x: Array, targets: Array, head: Array) -> Array:
-        logits = jnp.einsum("bcd,dv->bcv", x, head, preferred_element_type=jnp.float32)
-        largest = lax.stop_gradient(logits.max(-1))
-        total = largest + jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
-        chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-        return jnp.where(targets >= 0, total - chosen + z * total**2, 0.0)
+    def losses(x: Array, targets: Array) -> Array:
+        return losses_of(jnp.einsum("bcd,dv->bcv", x, head, preferred_element_type=jnp.float32), targets, z)
+
+    counts = targets >= 0
+    each = by_places(losses, x, targets, chunk)
+    return jnp.where(counts, each, 0.0).sum() / jnp.maximum(counts.sum(), 1)
+
+
+def by_places(f: Callable[[Array, Array], Any], x: Array, targets: Array, chunk: int = CHUNK) -> Any:
+    """Return `f(x, targets)`, arrays[rows, places], from at most `chunk` places of each row at a time. What f makes of them is
+    made again in the backward pass."""
+    length = targets.shape[1]
+    count = next(n for n in range(-(-length // chunk), length + 1) if length % n == 0)
 
     def chunks(x: Array) -> Array:
         """The places of a chunk are `count` apart: where devices hold parts of a row, each holds a part of every chunk."""
         return jnp.moveaxis(x.reshape(x.shape[0], length // count, count, *x.shape[2:]), 2, 0)
 
-    head = head.astype(dtype)
-    _, each = lax.scan(lambda _, some: (None, losses(*some, head)), None, (chunks(x), chunks(targets)))
-    return each.sum() / jnp.maximum((targets >= 0).sum(), 1)
+    one = jax.checkpoint(f)
+    _, each = lax.scan(lambda _, some: (None, one(*some)), None, (chunks(x), chunks(targets)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(targets.shape), each)
+
+
+def losses_of(logits: Array, targets: Array, z: float) -> Array:
+    """Compute -log softmax(logits) at each target, and `z` times the square of the log of the denominator. Each reduction is
+    jshard's own, so that on an explicit mesh nothing moves unseen."""
+    largest = lax.stop_gradient(reduce.max(logits, axis=-1, keepdims=True))
+    shifted = logits - largest
+    total = jnp.log(reduce.sum(jnp.exp(shifted), axis=-1))
+    losses = total - at_targets(shifted, targets)
+    return losses + z * (total + largest[..., 0]) ** 2 if z else losses
+
+
+def at_targets(logits: Array, targets: Array) -> Array:
+    """Select the logit of each target. A selection and a sum: a gather can't be typed on a mesh that splits the words."""
+    chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
+    return reduce.sum(jnp.where(chosen, logits, 0), axis=-1)

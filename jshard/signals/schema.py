@@ -92,6 +92,7 @@ TRAIN: dict[str, Key] = {
             {
                 "path": Key(dataclasses.replace(IMPORT_PATH, example="examples.digits:loss"), "Its import path, module:name."),
                 "z": Key(number("1e-4"), "So many times the square of the log of softmax's denominator is added (z-loss)."),
+                "chunk": Key(integer("256"), "Places of a row whose logits there are at a time; 256 unless said."),
             },
             bare=dataclasses.replace(IMPORT_PATH, example="examples.digits:loss"), stands_for="path", open=True,
         ),

@@ -22,6 +22,7 @@ from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract, created
 from jshard.layers.layer import model_arrays, parameters_by_path
 from jshard.layers.sharding import shard
+from jshard.layers.token_loss import CHUNK
 from jshard.signals import device_sets
 from jshard.signals.active_config import mesh_for, unload
 from jshard.signals.config import Configuration
@@ -30,7 +31,7 @@ from jshard.training.chain import Chain
 from jshard.training.components import Component, parameters_of
 from jshard.training.data import Examples, Placement, examples, held_out, numbers_of, part_of, settle, source
 from jshard.training.loop import AHEAD, Step, step_with_gradients
-from jshard.training.loss import Objective, check_called, cross_entropy
+from jshard.training.loss import Objective, check_called, cross_entropy, has_hidden
 from jshard.training.optimizer import Optimizer
 from jshard.training.settings import Settings
 from jshard.training.sources import Selectable, Shuffled, Source
@@ -144,13 +145,14 @@ class Experiment:
         in_memory = {part: numbers_of(each.y) for part, each in read.items() if isinstance(each, Examples)}
         classes = {part: numbers for part, numbers in in_memory.items() if numbers and loss_named is None}
         tokens = tokenizer(settings).vocabulary if settings.text else None
+        chunk = _chunk(settings, model, model_named)
         settings.check_folders()
         return cls(
             configuration=configuration,
             model=model,
             optimizer=optimizer,
             chain=chain,
-            loss=Objective(loss, loss_named, model_named, component, classes, tokens, parts.metrics),
+            loss=Objective(loss, loss_named, model_named, component, classes, tokens, parts.metrics, chunk),
             data=data,
             test=test,
             placement=placement,
@@ -278,12 +280,24 @@ def _loss(settings: Settings) -> tuple[Component | None, Callable[..., Any]]:
     table = settings.table("loss")
     if "path" in table:
         return Component.of(settings, "loss"), cross_entropy
-    for name in table.keys() - {"z"}:
+    for name in table.keys() - {"z", "chunk"}:
         raise JShardError(
             f'jshard.train.loss ({settings.place("loss")}) names no path, and cross entropy takes no argument "{name}"',
             hint="write path: and the import path of a loss, or z: 1e-4",
         )
-    return None, functools.partial(cross_entropy, **table) if table else cross_entropy
+    return None, functools.partial(cross_entropy, z=table.get("z", 0.0))
+
+
+def _chunk(settings: Settings, model: nnx.Module, named: Component) -> int:
+    """Return of how many places of a row there are logits at a time, of a model that leaves that open."""
+    table = settings.table("loss")
+    if "chunk" in table and "path" not in table and not has_hidden(model):
+        raise JShardError(
+            f"jshard.train.loss.chunk ({settings.place('loss.chunk')}) is {table['chunk']}, and {named.path} computes all "
+            "logits at once",
+            hint="remove it, or give the model hidden(x), and logits(hidden) of some places, as a jshard.Decoder has",
+        )
+    return CHUNK if "path" in table else table.get("chunk", CHUNK)
 
 
 def _check_count(settings: Settings, count: int, batch: int, last: str, placement: Placement) -> None:

@@ -20,7 +20,7 @@ from jshard import layers
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify.inputs import Named, named_leaves
 from jshard.layers.accumulation import accumulated
-from jshard.layers.sharding import composed, objective_of, partitioned
+from jshard.layers.sharding import objective_of, partitioned
 from jshard.training.data import Placement, padded
 from jshard.training.loss import Objective
 from jshard.training.prefetch import read_ahead
@@ -47,7 +47,7 @@ class Step:
         compiled: Any = (lambda f, **how: f) if apart else jax.jit
         graph, self.state = nnx.split((model, optimizer))
         where = jax.tree.map(lambda array: array.sharding, self.state)
-        differentiated, scores = gradients_of(model, loss, accumulate), composed(model, loss.scores)
+        differentiated, scores = gradients_of(model, loss, accumulate), partitioned(model, loss.scores)
 
         def train(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)

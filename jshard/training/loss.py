@@ -15,16 +15,29 @@ import jax.numpy as jnp
 
 from jshard import layers
 from jshard.errors import JShardError
+from jshard.layers.token_loss import CHUNK, at_targets, by_places, losses_of
 from jshard.training.components import Component, parameters_of
 
 MODES = ("train", "training", "is_training", "deterministic")  # arguments that Flax's views stand in for
 
 
-def cross_entropy(outputs: jax.Array, targets: jax.Array, count: Any = None, *, z: float = 0.0) -> jax.Array:
+def cross_entropy(
+    outputs: jax.Array,
+    targets: jax.Array,
+    count: Any = None,
+    *,
+    z: float = 0.0,
+    logits: Callable[[jax.Array], jax.Array] | None = None,
+    chunk: int = CHUNK,
+) -> jax.Array:
     """Compute the mean over all targets of -log softmax(outputs) at the target. Of several targets in a row those below 0 are
     left out; `count` is what their sum is divided by, if not by how many there are. `z` times the square of the log of the
-    softmax's denominator is added for each (z-loss)."""
-    losses = _losses(outputs, targets, z)
+    softmax's denominator is added for each (z-loss). With `logits` outputs are hidden states, of which it computes the
+    logits of at most `chunk` places of each row at a time."""
+    if logits is None:
+        losses = losses_of(outputs, targets, z)
+    else:
+        losses = by_places(lambda x, y: losses_of(logits(x), y, z), outputs, targets, chunk)
     if targets.ndim < 2:
         return layers.mean(losses)
     counted = targets >= 0
@@ -33,42 +46,43 @@ def cross_entropy(outputs: jax.Array, targets: jax.Array, count: Any = None, *, 
     return sums[0] / (jnp.maximum(sums[1], 1.0) if count is None else count)
 
 
-def _losses(outputs: jax.Array, targets: jax.Array, z: float) -> jax.Array:
-    largest = jax.lax.stop_gradient(layers.max(outputs, axis=-1, keepdims=True))
-    shifted = outputs - largest
-    total = jnp.log(layers.sum(jnp.exp(shifted), axis=-1))
-    losses = total - _at(shifted, targets)
-    return losses + z * (total + largest[..., 0]) ** 2 if z else losses
-
-
 def correct(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     """Return 1.0 for each example whose target has the largest output and shares it with no other class, else 0.0."""
-    rivals = layers.sum((outputs >= _at(outputs, targets)[..., None]).astype(jnp.float32), axis=-1)
+    rivals = layers.sum((outputs >= at_targets(outputs, targets)[..., None]).astype(jnp.float32), axis=-1)
     return (rivals == 1).astype(jnp.float32)
-
-
-def _at(outputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """Select the output at each target. A selection and a sum: a gather can't be typed on a mesh that splits the classes."""
-    chosen = jnp.arange(outputs.shape[-1]) == targets[..., None]
-    return layers.sum(jnp.where(chosen, outputs, 0), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """`objective(outputs, targets)`: the loss. Forms are checked while it is traced, which is before the first step."""
+    """`objective(model, x, targets)`: the loss. Forms are checked while it is traced, which is before the first step."""
 
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[..., Any]
     written: Component | None  # None: cross entropy
     model: Component
     data: Component
     classes: Mapping[str, tuple[int, int]]  # part of the data -> its least and its largest class
     tokens: int | None = None  # how many the tokenizer knows, where the data are text
     metrics: Sequence[Component] = ()
+    chunk: int = CHUNK  # places of a row whose logits there are at a time, of a model that has `hidden` and `logits`
 
-    def __call__(self, outputs: Any, targets: Any, *count: Any) -> jax.Array:
+    def __call__(self, model: Any, x: Any, targets: Any, *count: Any) -> jax.Array:
+        outputs, logits = self._called(model, x, targets)
+        how = {} if logits is None else {"logits": logits, "chunk": self.chunk}
+        return self._checked(self.loss(outputs, targets, *count, **how))
+
+    def _called(self, model: Any, x: Any, targets: Any, *, all_logits: bool = False) -> tuple[Any, Any]:
+        """Return what the model makes of x; of one that has `hidden` and `logits` its hidden states, and `logits`."""
+        if all_logits or self.written is not None or getattr(targets, "ndim", 0) != 2 or not has_hidden(model):
+            outputs = shape = model(x)
+            logits = None
+        else:
+            outputs, logits = model.hidden(x), model.logits
+            shape = jax.eval_shape(logits, outputs)
         if self.written is None:
-            self._check_classes(outputs, targets)
-        value = self.loss(outputs, targets, *count)
+            self._check_classes(shape, targets)
+        return outputs, logits
+
+    def _checked(self, value: Any) -> jax.Array:
         if not isinstance(value, jax.Array) or value.ndim:
             raise JShardError(
                 f"{self.written}, which returns {shown(value)} and not one number",
@@ -80,16 +94,25 @@ class Objective:
         """Whether it is a mean over those targets of a row that count, of which microbatches have more and fewer."""
         return self.written is None and targets.ndim > 1
 
-    def scores(self, outputs: Any, targets: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def scores(self, model: Any, x: Any, targets: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Return for each figure of an evaluation what each row adds to it, and for how much of it the row counts."""
         rows = jax.tree.leaves(targets)[0].shape[0]
-        classes = are_classes(outputs, targets)
+        outputs, logits = self._called(model, x, targets, all_logits=bool(self.metrics))
+        classes = logits is not None or are_classes(outputs, targets)
         counted = targets >= 0 if classes and targets.ndim > 1 else jnp.ones(rows, bool)
-        if self.written is None:
-            self._check_classes(outputs, targets)
-            found = {"loss": _by_row(_losses(outputs, targets, 0.0), counted)}
+        if logits is not None:
+
+            def losses_and_right(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return losses_of(made := logits(x), y, 0.0), correct(made, y)
+
+            losses, right = by_places(losses_and_right, outputs, targets, self.chunk)
         else:
-            found = {"loss": _by_row(jnp.broadcast_to(self(outputs, targets), rows), jnp.ones(rows, bool))}
+            right = correct(outputs, targets) if classes else None
+            losses = losses_of(outputs, targets, 0.0) if self.written is None else self.loss(outputs, targets)
+        if self.written is None:
+            found = {"loss": _by_row(losses, counted)}
+        else:
+            found = {"loss": _by_row(jnp.broadcast_to(self._checked(losses), rows), jnp.ones(rows, bool))}
         for metric in self.metrics:
             values = metric(outputs, targets)
             if not isinstance(values, jax.Array) or not values.ndim or values.shape[0] != rows:
@@ -98,12 +121,12 @@ class Objective:
                 )
             alike = counted.shape == values.shape
             found[metric.path.rpartition(":")[2]] = _by_row(values, counted if alike else jnp.ones(values.shape, bool))
-        if classes:
-            found["accuracy"] = _by_row(correct(outputs, targets), counted)
+        if right is not None:
+            found["accuracy"] = _by_row(right, counted)
         return found
 
     def _check_classes(self, outputs: Any, targets: Any) -> None:
-        if not isinstance(outputs, jax.Array) or not outputs.ndim:
+        if not isinstance(outputs, (jax.Array, jax.ShapeDtypeStruct)) or not outputs.ndim:
             raise JShardError(
                 f"{self.model}, which returns {shown(outputs)}, and cross entropy takes an array with a number for each class",
                 hint="return that array alone, or write loss: and the path of a loss for what it returns",
@@ -155,6 +178,11 @@ def shown(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def has_hidden(model: Any) -> bool:
+    """Whether `model(x)` is `model.logits(model.hidden(x))`, as of a jshard.Decoder. Layers of these names don't say so."""
+    return all(inspect.isfunction(getattr(type(model), name, None)) for name in ("hidden", "logits"))
 
 
 def check_called(component: Component, model: Any) -> None:

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
+from jshard.layers.token_loss import by_places, losses_of
 
 ROWS, PLACES, WIDTH, WORDS, CHUNK = 8, 16, 8, 32, 4
 draw = np.random.default_rng(0)
@@ -105,6 +106,22 @@ def test_a_loss_in_chunks_is_that_of_one_device_and_costs_its_formula(whole, nam
         if line.payload > 4 and "head" in line.signal:  # not the number of targets
             moved[line.collective, line.phase, *line.mesh_axes] += line.count * line.payload
     assert dict(moved) == wire
+
+
+def test_a_stored_head_that_is_cast_in_each_chunk_is_gathered_once_in_that_dtype():
+    jshard.load(PLANS["columns, stored"][0])
+    model = jshard.shard(Model(nnx.Rngs(0)))
+    model.head.dtype = jnp.bfloat16
+
+    @jshard.shard
+    def f(model, x, targets):
+        each = by_places(lambda x, y: losses_of(model.head(x).astype(jnp.float32), y, 0.0), model.up(x), targets, CHUNK)
+        return each.mean()
+
+    lines = jshard.explain(lambda *given: nnx.value_and_grad(f)(*given), model, X, np.maximum(TARGETS, 0))
+    assert [(line.collective, line.phase, line.count, line.payload) for line in lines if "data" in line.mesh_axes
+            and "head" in line.signal and line.payload > 4] == [
+        ("all_gather", "forward", 1, KERNEL // 8), ("reduce_scatter", "backward", 1, KERNEL // 8)]  # fmt: skip
 
 
 def test_verify_finds_no_deviation():

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import jshard
 from jshard.cli import main
+from jshard.layers.token_loss import losses_of
 from jshard.layouts.paths import keys_of
 from jshard.signals import active_config as current
 from jshard.training.experiment import Experiment
@@ -93,6 +97,29 @@ def test_run_is_that_of_one_device_and_goes_on_to_the_bit(alone, mesh):
     Path(name, "metrics.jsonl").write_text("")
     assert main(["resume", name]) == 0
     assert written(name) == found[2:]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mesh", ["one device", "tensor", "fsdp and sequence"])
+def test_logits_of_a_step_are_nowhere_whole_and_its_loss_is_theirs(mesh, accumulate):
+    """No array of a device's rows, places and words is in what is compiled; its loss, and an evaluation's, is that of all."""
+    words = (*SMALL, *MESHES[mesh], "model.hidden=48", "model.dropout=0", "loss={z: 0.01, chunk: 4}", "batch=16")
+    experiment = Experiment.build(current.load(FILE, [*words, f"accumulate={accumulate}"]), current.mesh())
+    (x, y), step = experiment.data.first(), experiment.step()
+    sizes = current.mesh().shape
+    rows, vocabulary = 16 // accumulate // sizes["data"], 256 // sizes["tensor"]
+    programs = [experiment.lowered()]
+    if accumulate == 1:
+        programs.append(step.scores.lower(step.state, *experiment.first_batch()))
+    for each in programs:
+        found = re.findall(r"f32\[(\d+(?:,\d+)+)\]", each.compile().as_text())
+        shapes = {tuple(map(int, shape.split(","))) for shape in found}
+        logits = [shape for shape in shapes if shape[-1] == vocabulary and len(shape) > 2]
+        assert max(map(math.prod, logits)) == rows * 4 * vocabulary, logits
+        assert (rows * 32, vocabulary) not in shapes
+    found = jnp.asarray(jax.device_get(experiment.model(x)))
+    each = jnp.where(y >= 0, losses_of(found, y, 0.01), 0)
+    np.testing.assert_allclose(float(step(*experiment.first_batch())), each.sum() / (y >= 0).sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", ["one device", "tensor", "fsdp and sequence"])

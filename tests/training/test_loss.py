@@ -303,6 +303,11 @@ def test_examples_held_out_are_evaluated_and_not_trained_on(capsys):
             'jshard.train.loss (the command line) names no path, and cross entropy takes no argument "y"; write path: and the '
             "import path of a loss, or z: 1e-4",
         ),
+        (
+            ["loss.chunk=4"],
+            "jshard.train.loss.chunk (the command line) is 4, and forms:Model computes all logits at once; remove it, or give "
+            "the model hidden(x), and logits(hidden) of some places, as a jshard.Decoder has",
+        ),
     ]:
         status, _, err = trained(capsys, *words)
         assert (status, err) == (2, [sentence])

@@ -154,6 +154,8 @@ class Partition:
         if part.is_undecided:
             return self._still_undecided(eqn, part, found)
         is_followed = part.rest is not None or part.asked is not None
+        if is_followed and part.make is None and name == "convert_element_type":
+            return [part.cast(eqn.params["new_dtype"])]
         if is_followed and part.make is None and name in CASTS:
             return [part.at_rest(self.bind(eqn, [part.x])[0], part.shape, range(len(part.shape)))]
         if name in CASTS or part.signal is None or (not is_followed and name in ("reshape", "expand_dims")):
