@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -31,3 +32,8 @@ def in_large_units(count: int, sign: str = "") -> str:
         if abs(count) >= 2**power:
             return f" ({count / 2**power:{sign},.1f} {unit})"
     return ""
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the power of a mean log-likelihood, without its sign."""
+    return math.exp(min(loss, 700.0))  # beyond that it is no float

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 SCHEMA = "jshard.top/1"
 EVERY = 1.0  # seconds between two looks
 WIDE = 200  # columns where nothing says how many there are
+# Columns that are there where a run of tokens knows them: heading -> field of a row, and its form.
+OF_TOKENS = {
+    "perplexity": ("perplexity", "{:,.4g}".format), "tokens/s": ("tokens_per_second", "{:,.0f}".format),
+    "of peak": ("share_of_peak", "{:.1%}".format),
+}  # fmt: skip
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +85,9 @@ def table(name: str, rows: list[Standing]) -> Table:
     from rich.text import Text
 
     drawn = Table(title=Text(name), box=box.SIMPLE, title_justify="left", pad_edge=False)
-    for heading in ("rank", "host", "step", "steps/s", "loss", "memory", "on device", "seen", "state"):
+    known = {heading: each for heading, each in OF_TOKENS.items() if any(getattr(row, each[0]) for row in rows)}
+    headings = ("rank", "host", "step", "steps/s", "loss", *known, "memory", "on device", "seen", "state")
+    for heading in headings:
         drawn.add_column(heading, justify="left" if heading in ("host", "state") else "right")
     for row in rows:
         of = f"/{row.steps}" if row.steps is not None else ""
@@ -90,6 +97,7 @@ def table(name: str, rows: list[Standing]) -> Table:
             "-" if row.step is None else f"{row.step}{of}",
             "-" if row.steps_per_second is None else f"{row.steps_per_second:,.1f}",
             f"{row.loss:.4f}" if isinstance(row.loss, float) else str(row.loss or "-"),
+            *("-" if (figure := getattr(row, field)) is None else form(figure) for field, form in known.values()),
             "-" if row.rss is None else size(row.rss),
             "-" if row.device_memory is None else size(row.device_memory),
             "-" if row.seen is None else _ago(row.seen),

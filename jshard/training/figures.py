@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jshard.kernels.chip import chip_called
 from jshard.training.experiment import Experiment
 from jshard.training.log import memory
 from jshard.training.loop import Step
-from jshard.units import three_digits
+from jshard.units import perplexity, three_digits
 
 OPERATIONS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 
@@ -82,7 +81,3 @@ def tokens_in(targets: Any) -> int:
     """Count the tokens of one row, where targets are class numbers in a sequence; else 0."""
     is_sequence = isinstance(targets, np.ndarray) and targets.ndim == 2 and np.issubdtype(targets.dtype, np.integer)
     return targets.shape[1] if is_sequence else 0
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # beyond that it is no float

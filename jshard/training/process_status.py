@@ -9,6 +9,7 @@ from typing import Any
 
 from jshard.stragglers import is_slow
 from jshard.training.log_reader import Logs, Rank
+from jshard.units import perplexity
 
 LATEST = 20  # steps that speed is told of
 BEHIND = 20  # steps: the loop sends out at most 16 that are not done
@@ -27,6 +28,9 @@ class Standing:
     steps: int | None = None  # how many there will be
     steps_per_second: float | None = None
     loss: float | str | None = None
+    perplexity: float | None = None
+    tokens_per_second: float | None = None
+    share_of_peak: float | None = None
     rss: int | None = None
     device_memory: int | None = None
     seen: float | None = None
@@ -71,6 +75,7 @@ def _row(rank: Rank, pace: _Pace, now: float) -> Standing:
     last: dict[str, Any] = max(here, key=lambda line: (line["what"] == "ended", line["mono"]), default={})
     losses = [line["loss"] for line in steps if line.get("loss") is not None]
     latest = steps[-1] if steps else {}
+    tokens, at_peak, loss = begin.get("tokens"), latest.get("seconds_at_peak"), losses[-1] if losses else None
     return Standing(
         rank=rank.rank,
         host=str(begin.get("host", "")),
@@ -79,7 +84,10 @@ def _row(rank: Rank, pace: _Pace, now: float) -> Standing:
         step=latest.get("step", last.get("step")),
         steps=begin.get("steps"),
         steps_per_second=1 / pace.step if pace.step else None,
-        loss=losses[-1] if losses else None,
+        loss=loss,
+        perplexity=perplexity(loss) if begin.get("likelihood") and isinstance(loss, float) else None,
+        tokens_per_second=tokens / pace.step if tokens and pace.step else None,
+        share_of_peak=at_peak / pace.step if at_peak and pace.step else None,
         rss=latest.get("rss"),
         device_memory=latest.get("device_memory"),
         seen=max(0.0, now - last["time"] - rank.jumped) if last else None,

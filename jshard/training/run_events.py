@@ -13,6 +13,7 @@ from jshard import events
 from jshard.inspect.ledger import Traced, ledger_of
 from jshard.run_names import RESTART
 from jshard.training.experiment import Experiment
+from jshard.training.figures import tokens_in
 from jshard.training.log import Log, facts, how, tell_program
 from jshard.training.loop import Step, Taken
 from jshard.training.sources import Selectable
@@ -30,7 +31,7 @@ def run_events(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
             log = Log(folder, label=label, goes_on=goes_on or RESTART in os.environ)
             stack.callback(log.close)
         if events.listeners:
-            events.tell("begin", **facts(steps=settings["steps"], batch=settings["batch"]))
+            events.tell("begin", **facts(steps=settings["steps"], batch=settings["batch"], **_tokens(experiment)))
             if experiment.apart is None:
                 tell_program(PROGRAM, experiment.asked)
         try:
@@ -41,13 +42,20 @@ def run_events(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
         events.tell("ended", step=course.last, how=how(None))
 
 
+def _tokens(experiment: Experiment) -> dict[str, int | bool]:
+    """Say of how many tokens a step is, and whether e to its loss is their perplexity; nothing where it is of none."""
+    count = experiment.settings["batch"] * tokens_in(experiment.data.example()[1])
+    return {"tokens": count, "likelihood": experiment.loss.written is None} if count else {}
+
+
 class Course:
-    """What a run has told of itself, and when its last step was dispatched."""
+    """What a run has told of itself, and when its last step was dispatched. `seconds_at_peak` is set where they are known."""
 
     def __init__(self, experiment: Experiment):
         self.experiment, self.batch, self.last = experiment, experiment.settings["batch"], 0
         self.has_evaluated = False
         self.since: float | None = None
+        self.seconds_at_peak: float | None = None
 
     def step(self, taken: Taken) -> None:
         """Tell that a step has been dispatched."""
@@ -55,6 +63,8 @@ class Course:
             return
         now, self.last = time.perf_counter(), taken.number
         figures = {"step": taken.number, "fed": taken.fed, "called": taken.called, "loss": taken.loss}
+        if self.seconds_at_peak is not None:
+            figures["seconds_at_peak"] = self.seconds_at_peak
         if self.since is None:
             events.tell("compiled", program=PROGRAM, step=taken.number, seconds=taken.called)
             events.tell("step", seconds=taken.fed + taken.called, **figures)

@@ -8,16 +8,17 @@ row, is in none.
 from __future__ import annotations
 
 import array
+import codecs
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from jshard.training.sources import Batch
 from jshard.training.tokens import Tokenizer, tokenizer
 
 FORMAT = 1  # of the files; another number makes them anew
-TOGETHER = 256  # documents that a tokenizer is given at once, for its threads
+TOGETHER, BYTES_TOGETHER = 256, 4 << 20  # documents that a tokenizer is given at once, for its threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _tokens(settings: Settings, key: str, path: Path, numbering: Tokenizer) -> t
                 if not folder.exists():  # another process may have made it meanwhile
                     _write(folder, files, numbering, label)
         tokens = np.memmap(folder / "tokens", _dtype(numbering), mode="r")
-        return tokens, np.load(folder / "documents.npy")
+        return tokens, np.load(folder / "documents.npy", mmap_mode="r")
 
 
 def _cache(settings: Settings) -> Path:
@@ -142,14 +143,16 @@ def _write(folder: Path, files: list[Path], numbering: Tokenizer, label: str) ->
     try:
         total = sum(file.stat().st_size for file in files)
         with byte_bar(f"numbering {folder.name}", total) as advance, (made / "tokens").open("wb") as out:
-            documents = _documents(files, label)
-            while together := list(itertools.islice(documents, TOGETHER)):
-                texts = [text for text, _ in together]
-                for numbers in numbering.encode(texts):
-                    starts.append(count)
-                    count += len(numbers) + len(end)
-                    out.write(numbers.astype(dtype).tobytes() + end.tobytes())
-                advance(sum(size for _, size in together))
+            begins = True
+            for together in _together(_pieces(files, label, numbering.piece)):
+                for piece, numbers in zip(together, numbering.encode([each.text for each in together]), strict=True):
+                    if begins:
+                        starts.append(count)
+                    begins = piece.ends
+                    written = np.concatenate([numbers.astype(dtype), end if begins else end[:0]])
+                    out.write(written.tobytes())
+                    count += len(written)
+                    advance(piece.size)
         np.save(made / "documents.npy", np.array(starts, np.int64))
         made.rename(folder)
     except BaseException:
@@ -167,25 +170,48 @@ def _files(path: Path, label: str) -> list[Path]:
     return files
 
 
-def _documents(files: list[Path], label: str) -> Iterator[tuple[str, int]]:
-    """Yield each document, and how many bytes of its file were read for it: a file, or a line of a .jsonl."""
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Text of one document, which `ends` with it, and how many bytes of a file were read for it."""
+
+    text: str
+    size: int
+    ends: bool = True
+
+
+def _pieces(files: list[Path], label: str, most: int) -> Iterator[_Piece]:
+    """Yield what each document has: a file, at most so many bytes at a time, or a line of a .jsonl."""
     for file in files:
-        if file.suffix != ".jsonl":
-            written = file.read_bytes()
-            if written:
-                yield _text(written, file, 1, label), len(written)
-            continue
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if text := _text_of(line, file, number, label):
-                    yield text, len(line)
+        with file.open("rb") as opened:
+            if file.suffix == ".jsonl":
+                for number, line in enumerate(opened, 1):
+                    if text := _text_of(line, file, number, label):
+                        yield _Piece(text, len(line))
+                continue
+            decoder, number, read = codecs.getincrementaldecoder("utf-8")(), 1, opened.read(most)
+            while read:
+                after = opened.read(most)
+                decode = functools.partial(decoder.decode, final=not after)
+                yield _Piece(_text(read, file, number, label, decode), len(read), ends=not after)
+                number, read = number + read.count(b"\n"), after
 
 
-def _text(written: bytes, file: Path, line: int, label: str) -> str:
+def _together(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    some: list[_Piece] = []
+    for piece in pieces:
+        some.append(piece)
+        if len(some) == TOGETHER or sum(each.size for each in some) >= BYTES_TOGETHER:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _text(written: bytes, file: Path, line: int, label: str, decode: Callable[[bytes], str] = bytes.decode) -> str:
     try:
-        text, at = written.decode(), written.find(0)
+        text, at = decode(written), written.find(0)
     except UnicodeDecodeError as error:
-        text, at = "", error.start
+        text, at, written = "", error.start, error.object  # with what is left of the piece before
     if at >= 0:
         line += written[:at].count(b"\n")
         raise JShardError(

@@ -17,7 +17,7 @@ BYTES = "bytes"
 
 class Tokenizer(Protocol):
     """`vocabulary` is one more than the largest token, `end` the token behind each document, and `identity` differs for those
-    that number text differently."""
+    that number text differently. A document is given whole, or in pieces of at most `piece` bytes: -1 is whole."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -25,6 +25,8 @@ class Tokenizer(Protocol):
     def end(self) -> int | None: ...
     @property
     def identity(self) -> str: ...
+    @property
+    def piece(self) -> int: ...
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -32,7 +34,7 @@ class Tokenizer(Protocol):
 class Bytes:
     """UTF-8 bytes. Text holds no byte 0, so that is what ends a document."""
 
-    vocabulary, end, identity = 256, 0, BYTES
+    vocabulary, end, identity, piece = 256, 0, BYTES, 1 << 20
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -43,6 +45,8 @@ class Bytes:
 
 class Library:
     """A tokenizer.json, without the tokens that its template puts around a text: documents end with `end`, if anything."""
+
+    piece = -1  # a token may reach over any place
 
     def __init__(self, path: str, label: str, end: str | None, end_label: str):
         try:

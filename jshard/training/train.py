@@ -10,7 +10,7 @@ import jax
 from jshard.errors import JShardError
 from jshard.training.checkpoint import Checkpoint, Saver, steps_in
 from jshard.training.experiment import Experiment
-from jshard.training.figures import Figures, perplexity
+from jshard.training.figures import Figures
 from jshard.training.loop import NotANumber, Taken, check_parameters, evaluate, run
 from jshard.training.metrics import Record, written
 from jshard.training.nan_cause import maker, suspect
@@ -20,6 +20,7 @@ from jshard.training.progress import Bar, Rate, figures_in_words, in_words, sile
 from jshard.training.run_events import RESTART, Course, run_events
 from jshard.training.settings import LOG
 from jshard.training.sources import own_position
+from jshard.units import perplexity
 
 
 def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> dict[str, float]:
@@ -64,6 +65,7 @@ class _Training:
         self.test = experiment.evaluated_on(bar.say)
         self.rate, self.evaluated = Rate(), dict[str, float]()
         self.figures = bar.figures = Figures(experiment, self.step)
+        course.seconds_at_peak = self.figures.seconds_at_peak
         if opening := self.figures.opening():
             bar.say(opening)
 

@@ -179,6 +179,16 @@ def test_top_prints_one_table_where_nobody_watches(capsys, tmp_path):
     assert typed(capsys, "top", f"{tmp_path}/log", "--once")[0] == 0
 
 
+def test_top_has_the_figures_of_a_run_of_tokens(capsys, tmp_path):
+    put(tmp_path, 0, {**begin(0), "tokens": 2048, "likelihood": True}, *steps(30, pace=0.5, seconds_at_peak=0.2))
+    put(tmp_path, 1, {**begin(1), "tokens": 2048, "likelihood": False})
+    _, out, _ = typed(capsys, "top", str(tmp_path))
+    told = [line.split() for line in out if line]
+    assert told[1][3:9] == "steps/s loss perplexity tokens/s of peak".split()
+    assert told[3][3:8] == ["2.0", "0.0333", "1.034", "4,096", "40.0%"]
+    assert told[4][2:8] == ["0/30", "-", "-", "-", "-", "-"]
+
+
 def test_top_prints_json(capsys, tmp_path):
     status, out, _ = typed(capsys, "top", finished(tmp_path), "--json")
     told = json.loads("\n".join(out))

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -130,6 +131,31 @@ def test_what_fails_leaves_nothing_behind(folder):
     (folder / "docs/z.txt").write_bytes(b"fine\nnot \xff")
     sentence(folder, "{text: docs, cache: mine}")
     assert [*(folder / "mine").iterdir()] == []
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 1 << 20])
+def test_text_is_numbered_by_pieces_that_cut_no_letter(folder, monkeypatch, piece):
+    monkeypatch.setattr(Bytes, "piece", piece)
+    (folder / "docs/a.txt").write_text("héllo €uro 🙂\n" * 3)
+    (folder / "docs/empty.txt").touch()
+    packed = rows(folder, "{text: docs, length: 4}")["train"]
+    expected = ("héllo €uro 🙂\n" * 3).encode()
+    assert bytes(packed.tokens) == expected + b"\0four\0"
+    assert packed.starts.tolist() == [0, len(expected) + 1]
+    (folder / "docs/a.txt").write_bytes("a\nb\n€".encode()[:-1])
+    assert "docs/a.txt:3 is not UTF-8 text: it holds the byte 0xe2" in sentence(folder, "{text: docs, length: 4}")
+
+
+def test_a_long_file_is_not_held_while_it_is_numbered(folder):
+    (folder / "docs/a.txt").write_text("All work and no play makes Jack a dull boy.\n" * 1_000_000)
+    tracemalloc.start()
+    try:
+        packed = rows(folder, "{text: docs, length: 4}")["train"]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    rows_of_it = packed.chosen.nbytes
+    assert len(packed.tokens) == 44_000_006 and peak - rows_of_it < 24 << 20
 
 
 @pytest.mark.parametrize(("part", "held"), [(0.25, [3, 7]), (0.5, [1, 3, 5, 7])])

@@ -88,7 +88,11 @@ class Ledger(Shown):
         return len(self.lines)
 
     def blocks(self) -> Iterator[Block]:
-        yield Rows([line.cells() for line in self.lines], NUMBERS)
+        idle = [line for line in self.lines if line.group == 1]
+        yield Rows([line.cells() for line in self.lines if line.group != 1], NUMBERS)
+        if idle:
+            names = ", ".join(dict.fromkeys(line.axis for line in idle))
+            yield f"{_counted(sum(line.count for line in idle))} over {names}, of one device: nothing on the wire"
         yield from map(str, (*self.left, *self.choices, *self.unused, *self.unsplit))
         if self.claims:
             yield Rows([claim.cells() for claim in self.claims])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jshard.errors import JShardError
@@ -363,6 +364,17 @@ def test_place_of_a_line_is_asked_for_its_signal_and_mesh_axes(grid, tmp_path, m
         "-           -    forward  all_reduce  over data (2)    1 x 64 B  float32  64 B on the wire  (no signal asked)\n"
         "total: 2 collectives, 160 B on the wire per device (forward 160 B)"
     )
+
+
+def test_what_is_over_one_device_is_one_line(grid):
+    mesh = jax.make_mesh((2, 1), ("data", "tensor"), devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 2)
+    both = lambda x: all_reduce(all_reduce(all_reduce(x, "tensor"), "tensor", op="max"), "data")
+    ledger = ledger_of(jax.shard_map(both, mesh=mesh, in_specs=P("data", "tensor"), out_specs=P()), jnp.zeros((4, 8)))
+    assert (len(ledger), str(ledger)) == (3, (
+        "-  -  forward  all_reduce  over data (2)  1 x 64 B  float32  64 B on the wire\n"
+        "2 collectives over tensor, of one device: nothing on the wire\n"
+        "total: 3 collectives, 64 B on the wire per device (forward 64 B)"
+    ))  # fmt: skip
 
 
 def test_ledger_sums_selects_and_becomes_json(grid):
