@@ -1,5 +1,5 @@
 """What waits for the wire in a two-layer MLP split by sequence, on TPUs that are not there: jit with NamedShardings, jshard's
-layers, and jshard's layers by fused kernels. Needs the compiler of the topology (`pip install "jshard[tpu]"`).
+layers, and these by fused kernels and by permutes. Needs the compiler of the topology (`pip install "jshard[tpu]"`).
 
     python -m benchmarks.overlap [--topology v5e:4x4] [--tensor 4] [--features 4096] [--hidden 32768] [--tokens 65536]
 
@@ -30,17 +30,17 @@ from jshard.signals.active_config import configuration, unload
 from jshard.units import size
 
 PARTITIONER, LAYERS, FUSED = "jit with NamedShardings", "jshard's layers", "by fused kernels"
+PERMUTES = "by permutes"
 WAITS = "wire that can't hide"
 LENGTH = 2048
 
 
 def plans(topology: str, *, tensor: int, features: int, hidden: int, tokens: int) -> dict[str, Plan]:
-    """The loss and its gradients for every weight and for x, compiled three times."""
+    """The loss and its gradients for every weight and for x, compiled four times."""
     batch = tokens // LENGTH
     mesh = {"data": Topology.of(topology).devices // tensor, "tensor": tensor}
     half = {"row": "data", "sequence": "tensor", "dtype": {"compute": "bfloat16"}}
     up, down = {**half, "column": "tensor"}, {**half, "reduction": "tensor"}
-    gather, scatter = {"all_gather_matmul": "fused"}, {"matmul_reduce_scatter": "fused"}
 
     def shape(sizes: tuple[int, ...], *axes: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(jshard.mesh(), P(*axes)))
@@ -68,8 +68,10 @@ def plans(topology: str, *, tensor: int, features: int, hidden: int, tokens: int
         found[PARTITIONER] = by_partitioner()
     with on(topology, {"mesh": mesh}, up=up, down=down):
         found[LAYERS] = by_layers()
-    with on(topology, {"mesh": mesh}, up={**up, "kernel": gather}, down={**down, "kernel": scatter}):
-        found[FUSED] = by_layers()
+    for name, how in ((FUSED, "fused"), (PERMUTES, "permute")):
+        gather, scatter = {"kernel": {"all_gather_matmul": how}}, {"kernel": {"matmul_reduce_scatter": how}}
+        with on(topology, {"mesh": mesh}, up=up | gather, down=down | scatter):
+            found[name] = by_layers()
     return found
 
 

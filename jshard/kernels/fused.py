@@ -1,4 +1,4 @@
-"""All-gather then matmul, matmul then reduce-scatter, each as one kernel whose wire runs under its products.
+"""All-gather then matmul, matmul then reduce-scatter, whose wire runs under the products: one kernel, or permutes.
 
 Each is the gradient of the other. Their specification is the two ops one after the other, by XLA.
 """
@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jshard.errors import JShardError
-from jshard.kernels import collectives
+from jshard.kernels import collectives, permute_ring
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import check_contraction, matmul, unsupported_operands
@@ -23,7 +23,7 @@ from jshard.kernels.select_algorithm import default_algorithm, resolve_algorithm
 from jshard.kernels.tiles import LANES, pad_to, round_up, sublanes
 from jshard.kernels.vmap import call_batched
 
-Algorithm = Literal["auto", "fused", "xla"]
+Algorithm = Literal["auto", "fused", "permute", "xla"]
 
 
 def all_gather_matmul(
@@ -37,17 +37,17 @@ def all_gather_matmul(
 ) -> Array:
     """Compute `all_gather(x, axis) @ w`: x[..., K] is sharded over `mesh_axis` along its array axis `axis`, not the last one.
 
-    "fused" multiplies the rows that have arrived while others travel, and sums in float32. It keeps the gathered x for the
-    gradient of w; the gradient of x is one `matmul_reduce_scatter`.
+    "fused", a kernel, multiplies the rows that have arrived while others travel, and sums in float32; so does "permute", by
+    XLA's permutes and products. Both keep the gathered x for the gradient of w; that of x is one `matmul_reduce_scatter`.
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather_matmul", x, mesh_axis, axis, "varying")
     _check_operands("all_gather_matmul", x, w, axis, "joins")
-    unsupported = lambda: _unsupported(x, w, mesh_axes, 1)
-    if resolve_algorithm("all_gather_matmul", algorithm, x, mesh_axes, unsupported) == "xla":
+    chosen = _chosen("all_gather_matmul", algorithm, x, w, mesh_axes, 1)
+    if chosen == "xla":
         full = all_gather(x, mesh_axes, axis=axis, algorithm=default_algorithm("all_gather"))
         return matmul(full, w, out_dtype=out_dtype, algorithm="xla")
     x, w = collectives.pvary_alike(x, w, mesh_axes=mesh_axes)
-    return _all_gather_matmul(x, w, mesh_axes, axis, _dtype(x, w, out_dtype))
+    return _all_gather_matmul(x, w, mesh_axes, axis, _dtype(x, w, out_dtype), chosen)
 
 
 def matmul_reduce_scatter(
@@ -61,17 +61,23 @@ def matmul_reduce_scatter(
 ) -> Array:
     """Compute `reduce_scatter(x @ w, axis)`: K is sharded over `mesh_axis`; each device keeps its part of array axis `axis`.
 
-    "fused" sends partial sums while the next are multiplied, in float32 and rounded once. The gradient of x is one
-    `all_gather_matmul`, whose gathered rows the gradient of w takes too.
+    "fused" sends partial sums while the next are multiplied, in float32 and rounded once; "permute" sends them in `out_dtype`.
+    The gradient of x is one `all_gather_matmul`, whose gathered rows the gradient of w takes too.
     """
     mesh_axes, x, axis = collectives.canonicalize_scatter("matmul_reduce_scatter", x, mesh_axis, axis)
     _check_operands("matmul_reduce_scatter", x, w, axis, "splits")
-    unsupported = lambda: _unsupported(x, w, mesh_axes, collectives.axis_size(mesh_axes))
-    if resolve_algorithm("matmul_reduce_scatter", algorithm, x, mesh_axes, unsupported) == "xla":
+    chosen = _chosen("matmul_reduce_scatter", algorithm, x, w, mesh_axes, collectives.axis_size(mesh_axes))
+    if chosen == "xla":
         partial = matmul(x, w, out_dtype=out_dtype, algorithm="xla")
         return reduce_scatter(partial, mesh_axes, axis=axis, algorithm=default_algorithm("reduce_scatter"))
     x, w = collectives.pvary_alike(x, w, mesh_axes=mesh_axes)
-    return _matmul_reduce_scatter(x, w, mesh_axes, axis, _dtype(x, w, out_dtype))
+    return _matmul_reduce_scatter(x, w, mesh_axes, axis, _dtype(x, w, out_dtype), chosen)
+
+
+def _chosen(op: str, algorithm: str, x: Array, w: Array, mesh_axes: tuple[str, ...], parts: int) -> str:
+    """The algorithm to run; the kernels multiply on a TPU, in tiles, and permutes anywhere and anything."""
+    unsupported = None if algorithm == "permute" else lambda: _unsupported(x, w, mesh_axes, parts)
+    return resolve_algorithm(op, algorithm, x, mesh_axes, unsupported)
 
 
 def _dtype(x: Array, w: Array, out_dtype: DTypeLike | None) -> Any:
@@ -100,20 +106,20 @@ def _unsupported(x: Array, w: Array, mesh_axes: tuple[str, ...], parts: int) -> 
 # -- gather, then multiply --
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _all_gather_matmul(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> Array:
-    return _gather(x, w, mesh_axes, axis, out)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _all_gather_matmul(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> Array:
+    return _gather(x, w, mesh_axes, axis, out, how)[0]
 
 
-def _all_gather_matmul_fwd(x, w, mesh_axes, axis, out):
-    y, gathered = _gather(x, w, mesh_axes, axis, out)
+def _all_gather_matmul_fwd(x, w, mesh_axes, axis, out, how):
+    y, gathered = _gather(x, w, mesh_axes, axis, out, how)
     return y, (gathered, w)
 
 
-def _all_gather_matmul_bwd(mesh_axes, axis, out, residuals, cotangent):
+def _all_gather_matmul_bwd(mesh_axes, axis, out, how, residuals, cotangent):
     gathered, w = residuals
     cotangent = cotangent.astype(gathered.dtype)
-    gradient_of_x = _scatter(cotangent, w.T, mesh_axes, axis, gathered.dtype)
+    gradient_of_x = _scatter(cotangent, w.T, mesh_axes, axis, gathered.dtype, how)
     return gradient_of_x, _gradient_of_w(gathered, cotangent, w.dtype)
 
 
@@ -123,14 +129,14 @@ _all_gather_matmul.defvjp(_all_gather_matmul_fwd, _all_gather_matmul_bwd)
 # -- multiply, then scatter --
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _matmul_reduce_scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> Array:
-    return _scatter(x, w, mesh_axes, axis, out)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _matmul_reduce_scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> Array:
+    return _scatter(x, w, mesh_axes, axis, out, how)
 
 
-def _matmul_reduce_scatter_bwd(mesh_axes, axis, out, residuals, cotangent):
+def _matmul_reduce_scatter_bwd(mesh_axes, axis, out, how, residuals, cotangent):
     x, w = residuals
-    gradient_of_x, gathered = _gather(cotangent.astype(x.dtype), w.T, mesh_axes, axis, x.dtype)
+    gradient_of_x, gathered = _gather(cotangent.astype(x.dtype), w.T, mesh_axes, axis, x.dtype, how)
     return gradient_of_x, _gradient_of_w(x, gathered, w.dtype)
 
 
@@ -148,12 +154,21 @@ def _gradient_of_w(x: Array, y: Array, dtype: Any) -> Array:
 # -- the kernels, on x[..., K] --
 
 
-def _gather(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> tuple[Array, Array]:
+def _gather(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> tuple[Array, Array]:
+    if how == "permute":
+        front = jnp.moveaxis(x, axis, 0)
+        y, gathered = permute_ring.all_gather_matmul(front, w, mesh_axes, out)
+        whole = lambda parts: jnp.moveaxis(parts.reshape(-1, *parts.shape[2:]), 0, axis)
+        return whole(y), whole(gathered)
     run = lambda x, axis, w: _gather_kernel(x, w, mesh_axes, axis, out)
     return call_batched(run, x, axis, w, op="all_gather_matmul")
 
 
-def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any) -> Array:
+def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> Array:
+    if how == "permute":
+        front, n = jnp.moveaxis(x, axis, 0), collectives.axis_size(mesh_axes)
+        parts = front.reshape(n, front.shape[0] // n, *front.shape[1:])
+        return jnp.moveaxis(permute_ring.matmul_reduce_scatter(parts, w, mesh_axes, out), 0, axis)
     run = lambda x, axis, w: _scatter_kernel(x, w, mesh_axes, axis, out)
     return call_batched(run, x, axis, w, op="matmul_reduce_scatter")
 

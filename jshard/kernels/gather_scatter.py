@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshard.kernels import collectives
+from jshard.kernels import collectives, permute_ring
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.deterministic_sum import ordered_psum_scatter
+from jshard.kernels.invariant_cast import set_varying
 from jshard.kernels.select_algorithm import resolve_algorithm, vmem_budget
 from jshard.kernels.tiles import pack, pack_each, pad_to, unpack, unpack_each
 from jshard.kernels.vmap import call_batched
@@ -27,14 +28,15 @@ def all_gather(
     *,
     axis: int = 0,
     result: Literal["varying", "invariant"] = "varying",
-    algorithm: Literal["auto", "in_order", "ring", "xla"] = "auto",
+    algorithm: Literal["auto", "in_order", "permute", "ring", "xla"] = "auto",
 ) -> Array:
     """Concatenate the shards of all devices along `mesh_axis`, along array axis `axis`.
 
     The gradient of a "varying" result is a reduce-scatter. "invariant" says that all devices do the same with the result;
     its gradient is a slice and moves nothing. "ring" sends half of each shard each way round, from HBM to HBM, and so does
-    the reduce-scatter of its gradient. "in_order" is XLA's gather with a gradient that is summed in device
-    order. Several mesh axes take one gather each, the minor (last) one first.
+    the reduce-scatter of its gradient. "permute" sends whole shards both ways by XLA's permutes, on any backend. "in_order" is
+    XLA's gather with a gradient that is summed in device order. Several mesh axes take one gather each, the minor (last) one
+    first.
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather", x, mesh_axis, axis, result)
     chosen = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
@@ -54,8 +56,10 @@ def _by_xla(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str) -> Arr
 def _all_gather(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str, algorithm: str) -> Array:
     if algorithm == "in_order":
         return _by_xla(x, mesh_axes, axis, result)
-    full = call_batched(lambda x, axis: _gather_kernel(x, mesh_axes, axis), x, axis)
-    return collectives.pvary(full, mesh_axes) if result == "varying" else full
+    full = call_batched(lambda x, axis: _gather_kernel(x, mesh_axes, axis, algorithm), x, axis)
+    if result == "varying":
+        return collectives.pvary(full, mesh_axes)
+    return set_varying(full, jax.typeof(full).mat.varying - {*mesh_axes})  # to JAX what a permute gives varies
 
 
 def _all_gather_bwd(
@@ -71,27 +75,35 @@ def _all_gather_bwd(
 _all_gather.defvjp(lambda x, *static: (_all_gather(x, *static), None), _all_gather_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int) -> Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
     from jshard.kernels.tpu import dma, ring
+
+    def by_ring(x: Array, name: str) -> Array:
+        group = dma.Group.of((name,))
+        payload = jax.ShapeDtypeStruct((group.size, *x.shape), x.dtype)
+        return unpack_each(ring.all_gather(pack(x, 2), group, payload), x.shape)
 
     full = jnp.moveaxis(x, axis, 0)
     for name in reversed(mesh_axes):
-        group = dma.Group.of((name,))
-        if group.size > 1:
-            payload = jax.ShapeDtypeStruct((group.size, *full.shape), full.dtype)
-            parts = unpack_each(ring.all_gather(pack(full, 2), group, payload), full.shape)
+        if lax.axis_size(name) > 1:
+            parts = permute_ring.all_gather(full, (name,)) if algorithm == "permute" else by_ring(full, name)
             full = parts.reshape(-1, *full.shape[1:])
     return jnp.moveaxis(full, 0, axis)
 
 
 def reduce_scatter(
-    x: Array, mesh_axis: MeshAxis, *, axis: int = 0, algorithm: Literal["auto", "in_order", "ring", "xla"] = "auto"
+    x: Array,
+    mesh_axis: MeshAxis,
+    *,
+    axis: int = 0,
+    algorithm: Literal["auto", "in_order", "permute", "ring", "xla"] = "auto",
 ) -> Array:
     """Sum `x` over the devices along `mesh_axis`; each keeps its own part of array axis `axis`.
 
     "ring" sends half of each part each way round and adds bfloat16 in float32; its gradient is the all-gather's ring.
-    "in_order" is an all-to-all, and adds in device order, bfloat16 in float32 too. Several mesh axes take one scatter each,
+    "permute" sends whole parts both ways by XLA's permutes, on any backend, and rounds where it adds. "in_order" is an
+    all-to-all, and adds in device order, bfloat16 in float32 too. Several mesh axes take one scatter each,
     the major (first) one first: the inverse order of `all_gather`.
     """
     mesh_axes, x, axis = collectives.canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
@@ -128,7 +140,13 @@ def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: 
             parts = part.reshape(n, part.shape[0] // n, *part.shape[1:])
             # Between two mesh axes a ring's sums stay in the accumulator's dtype: they are rounded once, at the end.
             dtype = x.dtype if name == mesh_axes[-1] else accumulator_dtype(x.dtype)
-            part = ordered_psum_scatter(parts, name) if algorithm == "in_order" else _ring(parts, name, dtype)
+            if algorithm == "in_order":
+                part = ordered_psum_scatter(parts, name)
+            elif algorithm == "permute":
+                piece = functools.partial(lax.dynamic_index_in_dim, parts, keepdims=False)
+                part = permute_ring.reduce_scatter(piece, (name,), x.dtype)
+            else:
+                part = _ring(parts, name, dtype)
     return jnp.moveaxis(part.astype(x.dtype), 0, axis)
 
 

@@ -23,7 +23,7 @@ from jshard.kernels.collectives import COLLECTIVES, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
-from jshard.kernels.select_algorithm import ALGORITHMS, LONGEST_RING
+from jshard.kernels.select_algorithm import ALGORITHMS, LONGEST_RING, NO_KERNELS
 
 MOVES = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 PRODUCTS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}
@@ -53,7 +53,7 @@ def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
     """List the algorithms of `op` that compile for the devices at hand. What is only interpreted is never timed."""
     words = [word for word in ALGORITHMS[op] if word not in ("auto", "in_order", "torus")]
     if platform != "tpu":
-        return ["xla"]
+        return [word for word in words if word in NO_KERNELS]
     return [word for word in words if word == "xla" or word not in ("ring", "fused") or group <= LONGEST_RING]
 
 
@@ -130,19 +130,21 @@ def self_test(mesh: Mesh, mesh_axis: str) -> Iterator[Proof]:
     """Compare every op by every algorithm with XLA's, on integers, on the devices of one process or of many.
 
     On CPUs the kernels for TPUs are interpreted, which needs all devices in one process. On GPUs only the product has one.
+    Permutes run anywhere.
     """
     _check_mesh_axis(mesh, mesh_axis)
     device = mesh.devices.flat[0]
     compiled = device.platform != "cpu"
     on_gpu = device.platform == "gpu"
     has_product = "pallas" in product_times.algorithms_at_hand(chip_called(device.device_kind, device.platform))
-    if compiled or jax.process_count() == 1:
-        for op, words in ALGORITHMS.items():
-            for algorithm in words:
-                if algorithm not in ("auto", "in_order", "xla", "torus") and (
-                    not on_gpu or (op == "matmul" and has_product)
-                ):
-                    yield _compare(mesh, mesh_axis, op, algorithm, compiled, "bfloat16" if on_gpu else "float32")
+    for op, words in ALGORITHMS.items():
+        for algorithm in words:
+            if algorithm == "permute":
+                yield _compare(mesh, mesh_axis, op, algorithm, True)
+            elif algorithm in (*NO_KERNELS, "torus") or not (compiled or jax.process_count() == 1):
+                continue
+            elif not on_gpu or (op == "matmul" and has_product):
+                yield _compare(mesh, mesh_axis, op, algorithm, compiled, "bfloat16" if on_gpu else "float32")
     yield _compare(mesh, mesh_axis, "all_reduce", "xla", True)
 
 

@@ -18,12 +18,13 @@ from jshard.kernels.deterministic_sum import between_processes
 
 ALGORITHMS = {
     "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
-    "reduce_scatter": ("auto", "in_order", "ring", "xla"),
-    "all_gather": ("auto", "in_order", "ring", "xla"),
+    "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
+    "all_gather": ("auto", "in_order", "permute", "ring", "xla"),
     "matmul": ("auto", "pallas", "xla"),
-    "all_gather_matmul": ("auto", "fused", "xla"),
-    "matmul_reduce_scatter": ("auto", "fused", "xla"),
+    "all_gather_matmul": ("auto", "fused", "permute", "xla"),
+    "matmul_reduce_scatter": ("auto", "fused", "permute", "xla"),
 }
+NO_KERNELS = ("auto", "in_order", "permute", "xla")  # words that run on every chip: XLA's own operations
 DTYPES = ("float32", "bfloat16", "int32", "int8")
 GPU_DTYPES = ("bfloat16", "float16")  # what tensor cores multiply as it lies in memory
 GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability; the kernel's file
@@ -210,7 +211,7 @@ def _refusal(
 ) -> tuple[str, str] | None:
     """Say why `algorithm` can't run here, and what to type instead; None if it can."""
     use_auto = 'use algorithm="auto"'
-    if algorithm == "in_order":  # XLA's all-to-all and additions: it runs on every chip
+    if algorithm in NO_KERNELS:
         return None if unsupported is None else unsupported()
     chip = chips.present_chip()
     if chip.platform == "gpu" and op == "matmul":

@@ -7,7 +7,7 @@ from typing import Any
 
 from jshard.errors import JShardError
 from jshard.kernels.chip import chip_called, interpretation, present_chip
-from jshard.kernels.select_algorithm import GPUS, default_algorithm
+from jshard.kernels.select_algorithm import GPUS, NO_KERNELS, default_algorithm
 from jshard.signals.signal import Signal
 
 
@@ -25,9 +25,7 @@ def check_kernels(
     """Raise for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
     hindrance: what it does not do, in words."""
     named = [
-        (op, word)
-        for op, word in signal.kernel
-        if word not in ("auto", "in_order", "xla") and (ops is None or op in ops)
+        each for each in signal.kernel if each[1] not in ("auto", "in_order", "xla") and (ops is None or each[0] in ops)
     ]
     for op, word in named:
         why = hindrance(op)
@@ -36,6 +34,7 @@ def check_kernels(
                 f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, which {why}',
                 hint=f"write {op}: auto",
             )
+    named = [(op, word) for op, word in named if word not in NO_KERNELS]
     if not named or interpretation() is not None:
         return
     on = mesh.abstract_mesh.abstract_device

@@ -39,9 +39,10 @@ COLLECTIVES = {
 # The algorithms of each kernel, as in jshard.kernels.select_algorithm, which imports JAX; a test holds them equal.
 KERNELS = {
     "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
-    "reduce_scatter": ("auto", "in_order", "ring", "xla"), "all_gather": ("auto", "in_order", "ring", "xla"),
+    "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
+    "all_gather": ("auto", "in_order", "permute", "ring", "xla"),
     "matmul": ("auto", "pallas", "xla"),
-    "all_gather_matmul": ("auto", "fused", "xla"), "matmul_reduce_scatter": ("auto", "fused", "xla"),
+    "all_gather_matmul": ("auto", "fused", "permute", "xla"), "matmul_reduce_scatter": ("auto", "fused", "permute", "xla"),
 }  # fmt: skip
 
 

@@ -30,14 +30,22 @@ def test_bench_times_xla_only_where_kernels_could_but_be_interpreted(capsys, tmp
     with table.open() as file:
         read = list(csv.DictReader(file))
     assert [(row["op"], row["algorithm"], row["payload"]) for row in read] == [
-        (op, "xla", size) for op in ("all_reduce", "reduce_scatter", "all_gather") for size in ("4096", "8192")
+        (op, algorithm, size)
+        for op, algorithms in (
+            ("all_reduce", ["xla"]),
+            ("reduce_scatter", ["permute", "xla"]),
+            ("all_gather", ["permute", "xla"]),
+        )
+        for size in ("4096", "8192")
+        for algorithm in algorithms
     ]
     assert all(float(row["low_us"]) <= float(row["median_us"]) <= float(row["high_us"]) for row in read)
-    assert drawn.read_text().count("<polyline") == 3
+    assert drawn.read_text().count("<polyline") == 5
 
 
 def test_interpreted_kernels_are_never_timed():
     assert measure.algorithms_at_hand("all_reduce", 8, "cpu") == ["xla"]
+    assert measure.algorithms_at_hand("all_gather", 8, "cpu") == ["permute", "xla"]
     assert measure.algorithms_at_hand("all_reduce", 8, "tpu") == ["one_shot", "two_shot", "ring", "xla"]
     assert measure.algorithms_at_hand("all_reduce", 128, "tpu") == ["one_shot", "two_shot", "xla"]
 
@@ -101,7 +109,8 @@ def test_self_test_tries_every_kernel(interpreted, capsys):
     assert bench.bench(mesh={"t": 2}, self_test=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "all_reduce by one_shot of float32[2, 7]: exact on every device (interpreted)"
-    assert len(lines) == 10 and lines[-1].startswith("all right on 2 x cpu, jax ")
+    assert sum(" by permute " in line for line in lines) == 4
+    assert len(lines) == 14 and lines[-1].startswith("all right on 2 x cpu, jax ")
 
 
 def test_self_test_finds_a_kernel_that_is_wrong(monkeypatch, capsys):
@@ -122,6 +131,12 @@ def test_launched_self_test_joins_two_processes_of_which_the_first_speaks():
     assert (done.returncode, done.stdout.splitlines()) == (
         0,
         [
+            *(
+                f"[0] {op} by permute of float32[4, 7]: exact on every device"
+                for op in ("reduce_scatter", "all_gather")
+            ),
+            "[0] all_gather_matmul by permute of float32[8, 5]: exact on every device",
+            "[0] matmul_reduce_scatter by permute of float32[8, 5]: exact on every device",
             "[0] all_reduce by xla of float32[4, 7]: exact on every device",
             f"[0] all right on 4 x cpu, jax {jax.__version__}, 2 process(es)",
         ],

@@ -1,0 +1,148 @@
+"""Gathers and scatters by permutes, alone and around a product, against XLA's own: value, gradient and bytes, on any device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jshard
+from jshard import kernels
+from jshard.inspect.plan import explain
+from jshard.signals.active_config import unload
+
+OPS = {
+    "all_gather": lambda x, w, axes, axis, how: kernels.all_gather(x, axes, axis=axis, algorithm=how),
+    "reduce_scatter": lambda x, w, axes, axis, how: kernels.reduce_scatter(x, axes, axis=axis, algorithm=how),
+    "all_gather_matmul": lambda x, w, axes, axis, how: kernels.all_gather_matmul(x, w, axes, axis=axis, algorithm=how),
+    "matmul_reduce_scatter": lambda x, w, axes, axis, how: kernels.matmul_reduce_scatter(
+        x, w, axes, axis=axis, algorithm=how
+    ),
+}
+# mesh, mesh axes, array axis, dtype
+CASES = [
+    ({"t": 2}, "t", 0, "float32"),
+    ({"t": 3}, "t", 1, "bfloat16"),
+    ({"d": 2, "t": 4}, "t", 0, "float32"),
+    ({"d": 2, "t": 3}, ("d", "t"), 1, "float32"),
+    ({"t": 8}, "t", 0, "float32"),
+]
+
+
+def integers(*shape, dtype="float32", by=7):
+    return (np.arange(int(np.prod(shape))) * by % 5 - 2).reshape(shape).astype(jnp.dtype(dtype))
+
+
+def split(here, x):
+    return jax.device_put(x, jax.NamedSharding(here, P(tuple(here.axis_names))))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{'x'.join(map(str, case[0].values()))}-{case[1]}")
+@pytest.mark.parametrize("name", OPS)
+def test_it_gives_what_xla_gives_in_value_and_gradient_and_sends_as_much(mesh, name, case):
+    sizes, axes, axis, dtype = case
+    here, names = mesh(**sizes), tuple(sizes)
+    n = int(np.prod([sizes[each] for each in axes]))
+    rows = [3, 2, 4]
+    if "reduce_scatter" in name:
+        rows[axis] *= n
+    x = split(here, integers(here.size, *rows, dtype=dtype))
+    w = split(here, integers(here.size, 4, 5, dtype=dtype, by=3))
+
+    def program(how):
+        def body(x, w):
+            y, pull = jax.vjp(lambda x, w: OPS[name](x[0], w[0], axes, axis, how), x, w)
+            return y[None], *pull((jnp.abs(y) % 3 + lax.axis_index(names)).astype(y.dtype) - 1)
+
+        return jax.jit(jax.shard_map(body, mesh=here, in_specs=P(names), out_specs=P(names)))
+
+    for ours, theirs in zip(program("permute")(x, w), program("xla")(x, w), strict=True):
+        assert ours.dtype == theirs.dtype and ours.sharding == theirs.sharding
+        np.testing.assert_array_equal(ours, theirs)
+    asked = {how: explain(program(how), x, w) for how in ("permute", "xla")}
+    assert {line.collective for line in asked["permute"].lines} == {"permute"}
+    assert asked["permute"].total == asked["xla"].total
+
+
+def test_what_says_invariant_is(mesh):
+    here = mesh(t=4)
+
+    def body(x):
+        y, pull = jax.vjp(lambda x: kernels.all_gather(x, "t", result="invariant", algorithm="permute"), x)
+        return y, pull(y * 2)[0]
+
+    x = split(here, integers(4, 5))
+    y, pulled = jax.jit(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=(P(), P("t"))))(x)
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(pulled, 2 * np.asarray(x))
+
+
+def test_a_batch_of_weights_is_multiplied(mesh):
+    here, w = mesh(t=2), integers(3, 4, 5, by=3)
+    x = split(here, integers(2, 6, 4))
+
+    def run(how):
+        def body(x, w):
+            return jax.vmap(lambda w: kernels.all_gather_matmul(x[0], w, "t", algorithm=how))(w)[None]
+
+        return jax.jit(jax.shard_map(body, mesh=here, in_specs=(P("t"), P()), out_specs=P("t")))(x, w)
+
+    np.testing.assert_array_equal(run("permute"), run("xla"))
+
+
+def test_sums_are_rounded_where_they_pass(mesh):
+    """1 + 2**-8 + 2**-8 in bfloat16: one's own and what comes from the right first, then what comes from the left."""
+    here, small = mesh(t=3), 2.0**-8
+    x = split(here, np.array([[1, 1, small], [small, small, 1], [small, small, small]], jnp.bfloat16).reshape(9))
+
+    def run(how):
+        body = lambda x: kernels.reduce_scatter(x, "t", algorithm=how)
+        return jax.jit(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P("t")))(x)
+
+    assert run("in_order").tolist() == [1 + 2 * small] * 3
+    assert run("permute").tolist() == [1, 1 + 2 * small, 1 + 2 * small]
+
+
+LAYERS = {
+    "sequence, column": ({"column": "t", "sequence": "t"}, ["all_gather_matmul"]),
+    "sequence, reduction": ({"reduction": "t", "sequence": "t", "row": "d"}, ["matmul_reduce_scatter"]),
+    "store": ({"row": "d", "store": "d"}, ["all_gather", "reduce_scatter"]),
+    "output": ({"reduction": "t", "output": "scatter"}, ["reduce_scatter"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_takes_it_by_yaml(name):
+    signal, ops = LAYERS[name]
+    x = integers(8, 4, 8)
+
+    def made(kernel):
+        jshard.load({"jshard": {"mesh": {"d": 2, "t": 4}}, "layer": signal | {"kernel": dict.fromkeys(ops, kernel)}})
+        with jshard.signal("layer"):
+            graph, state = nnx.split(jshard.Linear(8, 16, rngs=nnx.Rngs(0)))
+
+        def forward(state, x):
+            with jshard.signal("layer"):
+                return nnx.merge(graph, state)(x)
+
+        def run(state, x):
+            y, pull = jax.vjp(forward, state, x)
+            return y, *pull(jnp.sign(y) + jnp.round(y))
+
+        whole = lambda p: jax.device_put(integers(*p.shape), p.sharding)
+        state = jax.tree.map(whole, state)
+        return jax.jit(run)(state, x), explain(run, state, x)
+
+    try:
+        (ours, asked), (theirs, plain) = made("permute"), made("xla")
+    finally:
+        unload()
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    jax.tree.map(lambda a, b: (a.sharding == b.sharding) or pytest.fail(f"{a.sharding}, {b.sharding}"), ours, theirs)
+    moved = {line.collective for line in plain.lines} - {line.collective for line in asked.lines}
+    assert asked.total == plain.total and moved and "permute" in {line.collective for line in asked.lines}
+    assert {line.cause.signal for line in asked.lines} == {"layer"}
