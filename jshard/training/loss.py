@@ -41,7 +41,8 @@ def cross_entropy(
     if targets.ndim < 2:
         return layers.mean(losses)
     counted = targets >= 0
-    both = jnp.stack([jnp.where(counted, losses, 0.0), counted.astype(losses.dtype)])
+    dtype = jnp.promote_types(losses.dtype, jnp.float32)  # bfloat16 counts to 256
+    both = jnp.stack([jnp.where(counted, losses, 0.0).astype(dtype), counted.astype(dtype)])
     sums = layers.sum(both, axis=tuple(range(1, both.ndim)))  # one all-reduce
     return sums[0] / (jnp.maximum(sums[1], 1.0) if count is None else count)
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from jshard.signals import active_config
 from jshard.training.checkpoint import steps_in
 from jshard.training.experiment import Experiment
 from jshard.training.loop import evaluate
+from jshard.training.loss import cross_entropy
 
 FORMS = """
 import jax.numpy as jnp
@@ -194,6 +196,14 @@ def test_form_that_can_not_be_trained_is_one_sentence_before_the_first_step(caps
     assert (status, err) == (2, [sentence])
     figures = Path("run/metrics.jsonl")
     assert not figures.exists() or not figures.read_text()
+
+
+def test_targets_of_a_row_are_counted_in_float32_whatever_the_outputs_are():
+    """513 is no number of bfloat16, nor is the sum of as many losses."""
+    targets = np.zeros((1, 1024), np.int32)
+    targets[0, 513:] = -1
+    value = cross_entropy(jnp.zeros((1, 1024, 2), jnp.bfloat16), jnp.asarray(targets))
+    assert value == jnp.bfloat16(np.log(2)) and value.dtype == jnp.float32
 
 
 def test_evaluation_is_in_evaluation_mode_and_leaves_the_model_in_training_mode():

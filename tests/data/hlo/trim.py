@@ -1,13 +1,35 @@
 """Makes compiled text small enough to keep: `python tests/data/hlo/trim.py whole.hlo > small.hlo`. What is left are the
-collectives and all that leads to them; that they read the same before and after is checked."""
+collectives and all that leads to them; that they read the same before and after is checked.
+
+`PYTHONPATH=.:tests python tests/data/hlo/trim.py v5e:2x4 > tests/data/hlo/decoder-v5e.hlo` compiles a step of
+tests/decoder.py first, with the compilers of `make extras`: so for cpu:8, tpu7x:2x2x1, h100:8 and h200:8.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
+import decoder
+
+import jshard
 from jshard.inspect.compiled import collectives_in
 from jshard.inspect.compiled.hlo_text import COMPUTATION, INSTRUCTION, KIND_OF, Instruction
+from jshard.inspect.plan.aot import compile_absent, exported, flattened
+from jshard.inspect.plan.topology import Topology
+from jshard.layouts.mesh import absent_mesh
+from jshard.signals.active_config import on_mesh
+
+
+def compiled(name: str) -> str:
+    """Compile a decoder's step for chips that are not here."""
+    sizes = {"data": 2, "tensor": 4}
+    jshard.load(decoder.configured(**sizes))
+    with on_mesh(absent_mesh(sizes)):
+        step, args = decoder.training_step(decoder.TINY)
+        there = Topology.of(name)
+        return compile_absent(exported(*flattened(step, args, {}), there), there).text
 
 
 def trimmed(text: str) -> str:
@@ -33,7 +55,7 @@ def trimmed(text: str) -> str:
         if name in holding | called:
             first, *rest = computations[name]
             lines = [line for line in rest if _matters(line, rest, holding, called)] if name in holding else rest
-            lines = lines if name in holding or " compare(" in " ".join(rest) else []
+            lines = lines if name in holding or re.search(r" compare\(|\"jshard\[", " ".join(rest)) else []
             out += [re.sub(r"\(.*\) -> .* \{", "(p: s32[]) -> s32[] {", first), *map(_short, lines), "}", ""]
     return "\n".join(out)
 
@@ -79,8 +101,8 @@ def _short(line: str) -> str:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1]) as file:
-        whole = file.read()
+    what = sys.argv[1]
+    whole = compiled(what) if ":" in what else Path(what).read_text()
     small = trimmed(whole)
     assert collectives_in(small) == collectives_in(whole), "trimming lost something"
     sys.stdout.write(small)

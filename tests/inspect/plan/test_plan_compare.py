@@ -74,7 +74,7 @@ def test_nothing_is_added_and_what_differs_has_a_name(both):
 def test_reduce_scatters_that_became_an_all_reduce_are_named(ledger):
     comparison = compare(ledger, collectives_in((HLO / "decoder-v5e.hlo").read_text()), SIZES)
     row = {"signal": "attn/qkv", "collective": "reduce_scatter"}
-    assert told(comparison, **row) == [(6, 6, ["6 run as all_reduce", "6 merged into 3"])]
+    assert told(comparison, **row) == [(6, 6, ["6 run as all_reduce", "6 merged into 2"])]
     (found,) = [each for each in comparison.rows if (each.signal, each.collective) == tuple(row.values())]
     assert (found.wire_asked, found.wire_got) == (6_144, 12_288)
     rewritten = sum(each.times for _, each in comparison.differences if each.kind == "rewritten")
