@@ -111,12 +111,14 @@ def exchanged(x: Array, *, back: bool = False) -> Array:
         )
     for names, signal in found.items():
         rows = tuple(name for name in names if any(name in each.row for each in signals))
-        return _exchange(names, rows, f'signal "{signal.name}" ({signal.at("expert")})')[back](x)
+        return _exchange(names, rows, signal.name, f'signal "{signal.name}" ({signal.at("expert")})')[back](x)
     return x
 
 
 @functools.cache
-def _exchange(names: tuple[str, ...], rows: tuple[str, ...], label: str) -> tuple[Callable[[Array], Array], ...]:
+def _exchange(
+    names: tuple[str, ...], rows: tuple[str, ...], claim: str, label: str
+) -> tuple[Callable[[Array], Array], ...]:
     """Return both ways, each the gradient of the other."""
 
     def rule(back: bool, run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -127,7 +129,7 @@ def _exchange(names: tuple[str, ...], rows: tuple[str, ...], label: str) -> tupl
         first, second = (tuple(name for name in each if name not in names) for each in part.axes[:2])
         lead = ((*first, *rows), second) if back else (first, (*second, *names))
         axes = (*lead, *part.axes[2:])
-        return [Part(part.shape, axes, part.local(axes, frozenset(), lambda *_: scope(key="expert")))]
+        return [Part(part.shape, axes, part.local(axes, frozenset(), lambda *_: scope(claim=claim, key="expert")))]
 
     def one_way(back: bool) -> Callable[[Array], Array]:
         there = by_hand(lambda x: (x,), functools.partial(rule, back))

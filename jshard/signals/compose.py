@@ -136,14 +136,25 @@ def _at(node: Node | None, *path: str) -> Node | None:
 
 
 def overlay(base: Node, top: Node, levels: int = 2) -> Node:
-    """`top` over `base`, key by key: a signal's keys, and the keys of what is under `jshard`."""
+    """`top` over `base`, key by key: a signal's keys, the keys of what is under `jshard`, and the arguments of a model and of
+    data where both name the same."""
     if not levels or not isinstance(base.value, dict) or not isinstance(top.value, dict):
         return top
     both = dict(base.value)
     for key, node in top.value.items():
-        deeper = levels if key == "jshard" else levels - 1
+        further = levels == 1 and key in ("model", "data") and _names_no_other(both.get(key), node)
+        deeper = levels if key == "jshard" or further else levels - 1
         both[key] = overlay(both[key], node, deeper) if key in both else node
     return collection(both, top.place, {**base.keys, **top.keys})
+
+
+def _names_no_other(base: Node | None, top: Node) -> bool:
+    """Whether a model or data is what is included, so that the arguments there hold for it."""
+    if base is None or not isinstance(base.value, dict) or not isinstance(top.value, dict):
+        return False
+    if "path" in top.value:
+        return "path" in base.value and top.value["path"].value == base.value["path"].value
+    return "text" not in top.value or "text" in base.value
 
 
 def _override(root: Node, word: str, faults: Faults) -> Node:

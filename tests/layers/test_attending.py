@@ -190,6 +190,16 @@ def test_what_a_device_holds_is_flat_where_length_and_devices_grow_together(name
     assert held[8] < 1.1 * held[2], held
 
 
+def test_a_ring_and_exchanged_heads_hold_as_much():
+    """At a time 512 queries meet a part of the keys with all heads, or all keys with a part of the heads."""
+    held = {}
+    for name, words in {"ring": {}, "ulysses": {"attention": "ulysses"}}.items():
+        run, state = program("causal", plan({"ring": 4}, ring="ring", **words))
+        shapes = [jax.ShapeDtypeStruct((1, 4 * 512, *x.shape[2:]), x.dtype) for x in (X, SEGMENTS)]
+        held[name] = jax.jit(run).lower(state, *shapes).compile().memory_analysis().temp_size_in_bytes
+    assert held["ulysses"] / held["ring"] == pytest.approx(1, abs=0.1), held
+
+
 @pytest.mark.parametrize("name", ["ring", "ulysses, heads"])
 def test_verify_finds_no_deviation_of_a_ring(name):
     jshard.load(RINGS[name])

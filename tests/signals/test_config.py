@@ -290,6 +290,28 @@ def test_include_is_laid_under_a_signal_key_by_key_and_no_deeper(folder: Path):
         loaded(text + "layer3:\n")
 
 
+@pytest.mark.parametrize(
+    ("base", "top", "means"),
+    [
+        (
+            "{path: a:B, x: 1, y: {z: 1}}",
+            "{path: a:B, y: {w: 2}, v: 3}",
+            {"path": "a:B", "x": 1, "y": {"w": 2}, "v": 3},
+        ),
+        ("{path: a:B, x: 1}", "{path: a:C, y: 2}", {"path": "a:C", "y": 2}),
+        ("{text: one, length: 8}", "{text: two, tokens: bytes}", {"text": "two", "length": 8, "tokens": "bytes"}),
+        ("{text: one, length: 8}", "{path: a:B, x: 1}", {"path": "a:B", "x": 1}),
+        ("{path: a:B, x: 1}", "{text: one}", {"text": "one"}),
+    ],
+)
+def test_include_is_laid_under_the_same_model_or_data_argument_by_argument(
+    folder: Path, base: str, top: str, means: dict
+):
+    (folder / "base.yaml").write_text(f"jshard: {{train: {{data: {base}, log: {{every: 3, tensorboard: true}}}}}}\n")
+    train = loaded(f"jshard: {{include: base.yaml, train: {{data: {top}, log: {{every: 5}}}}}}\n").train
+    assert train["data"] == means and train["log"] == {"every": 5}
+
+
 def test_override_goes_to_the_experiment_a_signal_or_jshard():
     configuration = load_configuration(
         "configs/mlp.yaml",

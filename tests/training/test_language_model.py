@@ -37,6 +37,15 @@ MESHES = {
 }  # fmt: skip
 
 
+# Of other files: how they differ, and of one device.
+OTHERS = {
+    "ring": ("ring", (), ()),
+    "ulysses": ("ring", ("_split.attention=ulysses",), ()),
+    "experts": ("experts", (), ("jshard.mesh={data: 1, tensor: 1, expert: 1}",)),
+    "experts, tensor": ("experts", ("jshard.mesh={data: 2, tensor: 2, expert: 2}",), ("jshard.mesh={data: 1, tensor: 1, expert: 1}",)),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def english(tmp_path_factory):
     """A folder with some English in it, where the runs are."""
@@ -55,9 +64,9 @@ def there(english, monkeypatch):
     monkeypatch.chdir(english)
 
 
-def trained(name: str, *overrides: str) -> list[dict[str, float]]:
+def trained(name: str, *overrides: str, file: Path = FILE) -> list[dict[str, float]]:
     """Train, and read what was written of it."""
-    assert main(["train", str(FILE), *SMALL, *overrides, f"output={name}"]) == 0
+    assert main(["train", str(file), *SMALL, *overrides, f"output={name}"]) == 0
     return written(name)
 
 
@@ -90,9 +99,30 @@ def test_run_is_that_of_one_device_and_goes_on_to_the_bit(alone, mesh):
         np.testing.assert_array_equal(values, at_first[name], err_msg=name)
     name = mesh.replace(" ", "-")
     found = trained(name, *MESHES[mesh])
+    alike(found, losses)
+    goes_on(name, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_run_of_another_file_is_that_of_one_device_and_goes_on_to_the_bit(alone, name):
+    """A ring, and heads that are exchanged, change nothing of the model; experts on devices nothing of that with experts."""
+    file, overrides, of_one = OTHERS[name]
+    path = FILE.with_stem(file)
+    losses = trained(f"{name} alone", *of_one, file=path) if of_one else alone[0]
+    found = trained(name, *overrides, file=path)
+    alike(found, losses)
+    goes_on(name, found)
+
+
+def alike(found: list[dict[str, float]], losses: list[dict[str, float]]) -> None:
     for line, expected in zip(found, losses, strict=True):
         assert line.keys() == expected.keys()
         np.testing.assert_allclose([*line.values()], [*expected.values()], rtol=1e-5)
+
+
+def goes_on(name: str, found: list[dict[str, float]]) -> None:
+    """From the checkpoint behind step 2 the run has the figures that it had."""
     shutil.rmtree(f"{name}/checkpoints/4")
     Path(name, "metrics.jsonl").write_text("")
     assert main(["resume", name]) == 0
