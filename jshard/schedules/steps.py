@@ -1,0 +1,81 @@
+"""A table as numbers that one loop over its ticks reads: who does what in each tick, and where in its buffers that lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Mapping
+
+from jshard.schedules.table import Key, Table
+
+NONE = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Columns of ticks, each a number for every stage, NONE where it has nothing to do there.
+
+    Of slot F, as of others: `F_microbatch`, `F_chunk`, the place `F_input` of its input, NONE where that is the batch, and
+    `F_arrives`, where what comes in behind the slot is put as the tick ends. B and W have `_gradient`, the place of the
+    gradient of their output, NONE where B makes it of the loss: it is put at `B_loss` before slot W, which needs it.
+    """
+
+    columns: Mapping[str, list[list[int]]]
+    inputs: int  # places in the buffer of inputs
+    gradients: int
+
+
+def steps(table: Table) -> Steps:
+    """Number what each stage does, and give what it keeps places that are free then: as few as it ever keeps at once."""
+    last, end = table.virtual_stages - 1, "W" if table.splits_weights else "B"
+    inputs, gradients = {}, {}
+    for key, tick in table.when.items():
+        if key.slot == "F" and key.virtual < last:  # its output is the input of the next
+            further = key._replace(virtual=key.virtual + 1)
+            inputs[further] = tick + 1, table.when[further._replace(slot=end)]
+        if key.slot == "B" and key.virtual:
+            back = key._replace(virtual=key.virtual - 1)
+            gradients[back] = tick + 1, table.when[back._replace(slot=end)]
+        if key.slot == "B" and key.virtual == last and end == "W":
+            gradients[key] = tick, table.when[key._replace(slot=end)]  # W may be in the same tick
+    at_input, most_inputs = _places(inputs, table.stages)
+    at_gradient, most_gradients = _places(gradients, table.stages)
+    names = [
+        f"{slot}_{what}" for slot in "FBW" for what in ("microbatch", "chunk", "input", "gradient", "arrives", "loss")
+    ]
+    columns = {name: [[NONE] * table.stages for _ in range(table.ticks)] for name in names}
+    for key, tick in table.when.items():
+        chunk, stage = divmod(key.virtual, table.stages)
+        forward, back = key._replace(slot="F"), key._replace(slot="B")
+        found = {"microbatch": key.microbatch, "chunk": chunk, "input": at_input.get(forward, NONE)}
+        if key.slot != "F":
+            found["gradient"] = at_gradient.get(back, NONE)
+        if key.slot == "B" and key.virtual == last:
+            found |= {"gradient": NONE, "loss": at_gradient.get(back, NONE)}
+        for what, number in found.items():
+            columns[f"{key.slot}_{what}"][tick][stage] = number
+        # what goes out of this stage arrives at another
+        if key.slot == "F" and key.virtual < last:
+            columns["F_arrives"][tick][(stage + 1) % table.stages] = at_input[key._replace(virtual=key.virtual + 1)]
+        if key.slot == "B" and key.virtual:
+            columns["B_arrives"][tick][(stage - 1) % table.stages] = at_gradient[key._replace(virtual=key.virtual - 1)]
+    return Steps(columns, most_inputs, most_gradients)
+
+
+def _places(kept: Mapping[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, int], int]:
+    """Give what a stage keeps from one tick to another, both included, a place that nothing else has meanwhile."""
+    places, most = {}, 0
+    for stage in range(stages):
+        free: list[int] = []
+        busy: list[tuple[int, int]] = []  # the tick in which a place is needed last
+        count = 0
+        own = sorted((when, key) for key, when in kept.items() if key.virtual % stages == stage)
+        for (begins, ends), key in own:
+            while busy and busy[0][0] < begins:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            if not free:
+                free, count = [count], count + 1
+            places[key] = heapq.heappop(free)
+            heapq.heappush(busy, (ends, places[key]))
+        most = max(most, count)
+    return places, most
