@@ -59,7 +59,7 @@ def claimed(mesh, **words):
     }
 
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, WIDTH)), jnp.float32)
+X = np.random.default_rng(0).normal(size=(8, 4, WIDTH)).astype(np.float32)
 
 
 def built(depth=3, dropout=0.0):

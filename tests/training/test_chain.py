@@ -7,7 +7,6 @@ from pathlib import Path
 
 import cases
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import plain
@@ -34,7 +33,10 @@ def fixed(): return optax.sgd(0.25)
 """
 FULL = """{clip: 1.0, adamw: {b2: 0.95, weight_decay: 0.1}, schedule: {warmup_cosine: {peak: 3e-4, warmup: 10}},
   decay: {match: ["**/kernel"]}}"""
-MODEL = {"up": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "down": {"kernel": jnp.full((3, 2), 0.5)}}
+MODEL = {
+    "up": {"kernel": np.ones((2, 3), np.float32), "bias": np.ones(3, np.float32)},
+    "down": {"kernel": np.full((3, 2), 0.5, np.float32)},
+}
 
 
 @pytest.fixture(autouse=True)
