@@ -356,7 +356,7 @@ def serve(place: str, files: list[str]) -> None:
                 if "text" in command and not swap(functions, path, command["original"], command["text"]):
                     os._exit(ELSEWHERE)
                 if "lines" in command:
-                    os.environ["JSHARD_LINES"] = command["lines"]
+                    os.environ |= {"JSHARD_LINES": command["lines"], "JSHARD_TESTS_FRESH": "1"}  # forks aren't seen
                     self.note = trace(command["lines"])
                     session.config.option.maxfail = 0
                 session.items = [items[test] for test in command["tests"]]

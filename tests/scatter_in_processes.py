@@ -17,6 +17,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts import p2p as carry
+from jshard.layouts.put import on_host, put
 
 LAYOUTS = [(None, None), ("a", None), (None, ("b", "a")), ("a", "b")]  # replicated, rows, columns, both
 
@@ -102,6 +103,17 @@ def gradients(mesh):
     check_placement(back, layout, w)
 
 
+def puts(mesh):
+    """What every process has, keys of random numbers too, and back."""
+    keys, where = jax.random.split(jax.random.key(0), 8), jax.NamedSharding(mesh, jax.P("a"))
+    y = put(keys, where)
+    assert (y.dtype, y.sharding) == (keys.dtype, where)
+    assert bits(on_host(jax.random.key_data(y))) == bits(jax.random.key_data(keys))
+    whole = made(8, 4)
+    check_placement(put(whole, jax.NamedSharding(mesh, jax.P("a", None))), jshard.Layout(mesh, "a", None), whole)
+    assert bits(on_host(put(whole, jax.NamedSharding(mesh, jax.P())))) == bits(whole)
+
+
 def moves(mesh):
     """To half of the devices, a process each still having one or half of the processes having none; to the host, and back."""
     layout = jshard.Layout(mesh, "a", "b")
@@ -185,6 +197,7 @@ def main(*words):
     boxes.BLOCK = 100
     layouts_and_roots(mesh)
     gradients(mesh)
+    puts(mesh)
     moves(mesh)
     sums()
     if "all" in words:

@@ -157,6 +157,7 @@ def _axes(kind: str, axis: Axis, rank: int) -> tuple[int, ...]:
     for each in given:
         if not -rank <= each < rank:
             raise JShardError(
-                f"jshard.{kind} over axis {each} of a rank-{rank} array", hint=f"use an axis from 0 to {rank - 1}"
+                f"jshard.{kind} over axis {each} of a rank-{rank} array",
+                hint=f"use an axis from 0 to {rank - 1}" if rank else "leave the axis out",
             )
     return tuple(sorted({each % rank for each in given}))

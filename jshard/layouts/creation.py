@@ -41,14 +41,12 @@ def _drawn_by(initializer: Any) -> Any:
     jax_s_own = jax.nn.initializers.normal.__globals__
     if not isinstance(initializer, FunctionType) or initializer.__globals__ is not jax_s_own:
         return initializer
-    arguments = (*(initializer.__defaults__ or ()), *(cell.cell_contents for cell in initializer.__closure__ or ()))
-    if not all(isinstance(each, int | float | str | type | None) or _are_axes(each) for each in arguments):
+    arguments = [
+        cell.cell_contents for cell in initializer.__closure__ or ()
+    ]  # the default is a dtype, and one is given
+    if not all(isinstance(each, int | float | str | type | tuple | list | None) for each in arguments):
         return initializer
     return initializer.__code__, tuple((type(each), repr(each)) for each in arguments)  # -0.0 == 0.0
-
-
-def _are_axes(argument: Any) -> bool:
-    return isinstance(argument, tuple | list) and all(isinstance(axis, int) for axis in argument)
 
 
 def typed_as(created: Any, sharding: NamedSharding) -> Any:
@@ -108,7 +106,7 @@ def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
     axes = [axis for axis in range(created.ndim - 1) if not left_over(axis) or not rows[axis]]
     if not axes:  # no rows, or every row axis is split already, into parts that can't be split again
         return constrained(created, *rows, ())
-    axis = min(axes, key=lambda axis: left_over(axis) > 0)
+    axis = min(axes, key=left_over)
     drawn = [(*names, *last) if at == axis else names for at, names in enumerate(rows)]
     padded = [(0, left_over(axis) if at == axis else 0) for at in range(created.ndim)]
     created = constrained(jax.numpy.pad(constrained(created, *drawn, ()), padded), *drawn, ())

@@ -84,17 +84,11 @@ def _as_numbers(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _written(part: jax.Array, words: jax.Array, corner: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
-    count, itemsize = math.prod(shape), part.dtype.itemsize
+    held = np.dtype(np.uint8) if part.dtype == bool else part.real.dtype
+    numbers = lax.bitcast_convert_type(words.reshape(-1, max(1, held.itemsize // 4)), held).reshape(-1)
     if part.dtype.kind == "c":
-        halves = words[: count * itemsize // 4].reshape(count, 2, -1)
-        halves = lax.bitcast_convert_type(halves if itemsize == 16 else halves[..., 0], part.real.dtype)
-        numbers = lax.complex(halves[:, 0], halves[:, 1])
-    elif itemsize == 8:
-        numbers = lax.bitcast_convert_type(words[: 2 * count].reshape(count, 2), part.dtype)
-    elif part.dtype == bool:
-        numbers = lax.bitcast_convert_type(words, np.uint8).reshape(-1)[:count] != 0
-    else:  # one to a word, or several
-        numbers = lax.bitcast_convert_type(words, part.dtype).reshape(-1)[:count]
+        numbers = lax.complex(numbers[::2], numbers[1::2])
+    numbers = numbers[: math.prod(shape)].astype(part.dtype)
     return lax.dynamic_update_slice(part, numbers.reshape(shape), corner)
 
 
@@ -104,7 +98,6 @@ def _cut(part: jax.Array, corner: tuple[int, ...], shape: tuple[int, ...], count
     if bits.dtype.kind == "c":
         bits = lax.bitcast_convert_type(jnp.stack([bits.real, bits.imag], -1).reshape(-1), _bits_dtype(part.real.dtype))
     several = max(1, 4 // bits.dtype.itemsize)
-    if several > 1:
-        bits = jnp.pad(bits, (0, -bits.size % several)).reshape(-1, several)
+    bits = jnp.pad(bits, (0, -bits.size % several)).reshape(-1, several)
     words = lax.bitcast_convert_type(bits, np.uint32).reshape(-1)
     return jnp.pad(words, (0, count - words.size))

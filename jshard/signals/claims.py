@@ -78,8 +78,9 @@ def ranges(configuration: Configuration, path: str, depth: int) -> list[tuple[in
             first, last = layers_of(wide[0], depth)
             if last is None or last > depth:
                 says = f"has match {quoted(claim.glob, LONGEST)}, and {path} has {depth} layers"
-                faults.add((claim.signal.name,), claim.place, says, f"write [{first}:{depth}] or less")
-            ends |= {first, last or depth}
+                faults.add((claim.signal.name,), claim.place, says, f"write [{min(first, depth - 1)}:{depth}] or less")
+            else:
+                ends |= {first, last}
     faults.stop()
     return list(itertools.pairwise(sorted(ends)))
 

@@ -82,6 +82,15 @@ def test_a_token_is_what_its_experts_make_of_it(how):
     alike(nnx.jit(nnx.value_and_grad(loss))(layer(how), X), want)
 
 
+@pytest.mark.parametrize(("capacity", "room"), [(0.01, 1), (1.0, 4), (1.1, 5), (99.0, PLACES), (None, PLACES)])
+def test_an_expert_has_room_for_one_at_least_and_for_a_row_at_most(capacity, room):
+    model = jshard.MoE(WIDTH, HIDDEN, EXPERTS, capacity=capacity, rngs=nnx.Rngs(0))
+    second = np.full((1, 2 * PLACES), 1)  # every choice is the second expert's
+    slots, found = model._slots(second, np.eye(EXPERTS, dtype=int)[second], PLACES)
+    assert found == room
+    assert slots.tolist() == [[*range(room, 2 * room), *[EXPERTS * room] * (2 * PLACES - room)]]
+
+
 def test_a_capacity_drops_some_tokens():
     assert reference("capacity")[0] != reference("dropless")[0]
 

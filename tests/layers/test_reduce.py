@@ -183,6 +183,7 @@ def local(f, spec):
     ("call", "sentence"),
     [
         (lambda: jshard.sum(X, axis=2), "jshard.sum over axis 2 of a rank-2 array; use an axis from 0 to 1"),
+        (lambda: jshard.mean(2.0, axis=0), "jshard.mean over axis 0 of a rank-0 array; leave the axis out"),
         (lambda: jshard.max(X, axis=(0, -3)), "jshard.max over axis -3 of a rank-2 array; use an axis from 0 to 1"),
         (
             lambda: local(lambda x: jshard.mean(x, axis=0), jax.P("w", "v"))(place(X, SPLITS["both"])),

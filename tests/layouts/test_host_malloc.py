@@ -53,3 +53,26 @@ def test_what_the_user_has_said_of_malloc_stays():
 
 def test_memory_is_not_kept_beside_gpus_and_tpus():
     assert not keep_freed({"JAX_PLATFORMS": "cuda,cpu"})
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc than glibc's")
+def test_threads_take_large_memory_from_the_heap_too():
+    """It lies before the heap's end, where nothing is mapped by itself, and the end stays when it is freed."""
+    program = """
+import ctypes, threading
+from jshard.layouts.host_malloc import keep_freed
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.free.argtypes, libc.sbrk.argtypes = [ctypes.c_void_p], [ctypes.c_long]
+assert keep_freed({"JAX_PLATFORMS": "cpu"})
+found = []
+thread = threading.Thread(target=lambda: found.append(libc.malloc(16 << 20)))
+thread.start(), thread.join()
+end = libc.sbrk(0)
+assert 0 < end - found[0] < 64 << 20, (found, end)
+libc.free(found[0])
+assert libc.sbrk(0) == end
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    path = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment | {"PYTHONPATH": path})

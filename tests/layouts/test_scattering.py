@@ -19,6 +19,7 @@ from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts.index_ranges import blocks, overlap, word_count
+from jshard.layouts.p2p import _sending, parcels_of
 
 SCRIPT = Path(__file__).parents[1] / "scatter_in_processes.py"
 LAYOUTS = {"replicated": (None, None), "rows": ("a", None), "columns": (None, ("a", "b")), "both": ("b", "a")}
@@ -128,6 +129,22 @@ def test_scatter_gather_and_move_keep_every_nan_of_narrow_floats(mesh, monkeypat
     assert jshard.gather(jshard.move(y, [5])).tobytes() == whole.tobytes()
 
 
+@pytest.mark.parametrize("name", ["bool", "int8", "complex64", "int64", "float64", "complex128"])
+def test_scatter_and_gather_keep_numbers_of_all_widths(mesh, monkeypatch, name):
+    monkeypatch.setattr(boxes, "BLOCK", 100)
+    random = np.random.default_rng(0)
+    whole = random.normal(size=(6, 9)).astype(name) * (
+        random.normal(size=(6, 9)) < 0.5
+    )  # both halves of a word, and zeros
+    whole = (whole + 1j * random.normal(size=(6, 9)) if "complex" in name else whole).astype(name)
+    with jax.enable_x64(name in ("int64", "float64", "complex128")):
+        y = jshard.scatter(whole, jshard.Layout(mesh(a=2), "a", None))
+        assert y.dtype == name
+        assert jshard.gather(y).tobytes() == np.asarray(y).tobytes() == whole.tobytes()
+        y = jshard.scatter(whole[:, :3], jshard.Layout(mesh(a=2), "a", None), method="broadcast")  # 18 bytes of int8
+        assert np.asarray(y).tobytes() == whole[:, :3].tobytes()
+
+
 def test_scatter_holds_numbers_of_its_own(mesh):
     whole = np.ones((8, 16), np.float32)
     y = jshard.scatter(whole, jshard.Layout(mesh(a=8), "a", None))
@@ -215,6 +232,29 @@ def test_blocks_cover_a_part_and_are_of_one_shape(monkeypatch):
         assert covered.sum() == np.prod(boxes.lengths(box))
     assert list(blocks(((0, 0), (0, 8)), 4)) == []
     assert boxes.index(((2, 4), (5, 6)), ((1, 9), (5, 7))) == (slice(1, 3), slice(0, 1))
+
+
+def test_what_a_process_has_stays_with_it():
+    def parcels(having, wanting):
+        return [(parcel.source, parcel.targets) for parcel in parcels_of((), having, wanting)]
+
+    assert parcels([0], [0]) == [(0, ())]
+    assert parcels([0], [0, 1]) == [(0, (1,))]
+    assert parcels([1, 0], [0, 2]) == [(1, (2,)), (0, ())]
+    assert parcels([0, 1], [2]) == [(0, (2,))]
+    assert parcels([1], [1]) == []
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_a_block_reaches_five_processes_in_three_rounds(everyone):
+    """Who has it sends it on. The devices stand for processes."""
+    processes = jax.sharding.Mesh(np.array(jax.devices()), ("process",), axis_types=(jax.sharding.AxisType.Auto,))
+    program, doors = _sending(processes, 2, (0, 5, 6, 7, 1), everyone=everyone)
+    numbers = [device.id for device in doors.devices.flat]
+    assert numbers == ([*range(8)] if everyone else [2, 0, 5, 6, 7, 1])
+    x = jax.device_put(np.array(numbers, np.uint32), jax.NamedSharding(doors, P("process")))
+    assert program(x).tolist() == [number if number in (3, 4) else 2 for number in numbers]
+    assert len(collectives_in(program.lower(x).compile())) == 3
 
 
 def test_blocks_of_all_shapes_travel_as_few_numbers_of_words():

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard import events
 from jshard.layouts.p2p import listed
+from jshard.layouts.put import on_host
 
 
 @pytest.fixture
@@ -43,6 +44,7 @@ def test_what_moves_is_told(mesh, told):
     away = jshard.move(z, "host")
     jshard.move(y, [5])
     del away
+    on_host(x)  # all of it is here
     bits = {"shape": [8, 16], "dtype": "float32", "bytes": 512}
     moves = ["slice over tensor", "all_gather over data"]
     expected = [

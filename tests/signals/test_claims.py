@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jshard.errors import JShardError
-from jshard.signals.claims import claims
+from jshard.signals.claims import claims, ranges
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.globs import Glob, spellings
 from jshard.signals.keys import unused
@@ -113,6 +113,16 @@ def test_claims_of_a_configuration_without_match(loaded):
         'no signal of c.yaml claims 1 of 1 parameters: "w"; claim them, or write rest: {match: ["**"]}',
     )
     assert claims(loaded("a: {row: data}\n"), []) == {}
+
+
+def test_ranges_are_the_layers_that_globs_tell_apart(loaded):
+    configuration = loaded("a: {match: ['h[2:6]/{w,b}', 'h[:4]/*', 'h/**', 'g[1:3]/w']}\nb: {match: ['h[4:]/w']}\n")
+    assert ranges(configuration, "h", 8) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert ranges(configuration, "h", 6) == [(0, 2), (2, 4), (4, 6)]
+    assert (ranges(configuration, "g", 3), ranges(configuration, "k", 3)) == ([(0, 1), (1, 3)], [(0, 3)])
+    with pytest.raises(JShardError) as told:
+        ranges(configuration, "g", 1)
+    assert str(told.value) == ('signal "a" (c.yaml:3) has match "g[1:3]/w", and g has 1 layers; write [0:1] or less')
 
 
 def test_claims_count_as_used(loaded, monkeypatch):

@@ -96,11 +96,13 @@ def test_tensor_that_does_not_divide_is_one_sentence():
     )
 
 
-def test_axis_that_the_array_does_not_have_is_one_sentence():
-    load({"s": {"shard": {"axis": 2, "workers": [0, 1]}}})
+@pytest.mark.parametrize("axis", [-3, 2])
+def test_axis_that_the_array_does_not_have_is_one_sentence(axis):
+    load({"s": {"shard": {"axis": axis, "workers": [0, 1]}}, "first": {"shard": {"axis": -2, "workers": [0, 1]}}})
     with pytest.raises(JShardError) as caught:
         signal.tensor(X, name="s")
-    assert str(caught.value) == 'signal "s" (<dict>) shards axis 2 of a rank-2 array; use 0 or 1'
+    assert str(caught.value) == f'signal "s" (<dict>) shards axis {axis} of a rank-2 array; use 0 or 1'
+    np.testing.assert_array_equal(shards(signal.tensor(X, name="first"))[1], X[4:])
 
 
 def test_worker_that_does_not_exist_is_one_sentence():

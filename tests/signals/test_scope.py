@@ -102,10 +102,11 @@ def test_one_entry_is_entered_once():
     )
 
 
-def test_a_signal_is_named_by_text():
+@pytest.mark.parametrize("name", [3, "", "a//b"])
+def test_a_signal_is_named_by_text(name):
     with pytest.raises(JShardError) as caught:
-        signal(3)
-    assert str(caught.value) == 'a signal is named by 3; give it a name, like jshard.signal("layer1")'
+        signal(name)
+    assert str(caught.value) == f'a signal is named by {name!r}; give it a name, like jshard.signal("layer1")'
 
 
 def test_unknown_signal_names_the_nearest():

@@ -98,7 +98,7 @@ def _entry(placed: Placed, signal: Signal, path: str, leaf: Any) -> Claimed:
 def declared(signal: Signal) -> str:
     """The words of a signal that say where parameters lie."""
     if signal.shard is not None and signal.shard.axis is not None:
-        return f"shard: axis {signal.shard.axis} over {' x '.join(signal.shard.mesh)}"
+        return f"shard: axis {signal.shard.axis} over {' x '.join(signal.shard.mesh) or 'workers'}"
     said = {key: signal.axes(key) for key in WORDS}
     return ", ".join(f"{key}: {' x '.join(names)}" for key, names in said.items() if names) or "whole"
 

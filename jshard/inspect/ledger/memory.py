@@ -79,7 +79,7 @@ def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
 
 def _in_the_file(rest: Rest) -> tuple[bool, str, int]:
     place = rest.place
-    return (place is None, "", 0) if place is None else (False, place.source, place.line or 0)
+    return (True, "", 0) if place is None else (False, place.source, place.line or 0)
 
 
 def on_a_device(array: Any) -> int:

@@ -12,7 +12,9 @@ from flax import nnx
 
 import jshard
 from jshard.inspect.ledger import Ledger
+from jshard.inspect.ledger.claimed import declared
 from jshard.inspect.ledger.whole import whole
+from jshard.signals.signal import Shard, Signal
 
 FILE = """\
 jshard: {mesh: {data: 2, tensor: 4}}
@@ -70,6 +72,11 @@ def test_a_ledger_ends_with_what_each_claim_says_beside_how_its_parameters_lie(m
     assert "no axis for reduction" in ledger._repr_html_()
     assert [each.cells() for each in Ledger.from_json(ledger.to_json()).claims] == rows
     assert "no axis for reduction" in jshard.report(model, X).html
+
+
+@pytest.mark.parametrize(("mesh", "over"), [((), "workers"), (("d", "t"), "d x t")])
+def test_a_shard_is_told_by_its_axis_and_what_it_is_over(mesh, over):
+    assert declared(Signal("a", shard=Shard(1, mesh=mesh))) == f"shard: axis 1 over {over}"
 
 
 def test_a_parameter_that_lies_elsewhere_is_told(model):
