@@ -14,6 +14,7 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
+from jshard.layers import ring_attention
 
 ROWS, PLACES, HEADS, KEYS, SIZE = 4, 32, 8, 4, 4
 WIDTH = HEADS * SIZE
@@ -147,6 +148,28 @@ Q, S = KV * HEADS // KEYS, ROWS * PLACES * 4
 def test_a_ring_costs_its_formula(how, forward, backward):
     jshard.load(RINGS["ring"])
     assert wire(how, "permute") == {"forward": forward // 8, "backward": backward // 8}
+
+
+@pytest.mark.parametrize(("window", "hops"), [(1, 0), (2, 1), (5, 1), (6, 2), (99, 3), (None, 3)])
+def test_keys_go_as_far_as_a_window_reaches(monkeypatch, window, hops):
+    """On four devices, each with four places of a row."""
+    monkeypatch.setattr(ring_attention, "axis_size", lambda names: 4)
+    causal, both_ways = (
+        ring_attention._Ring(ring_attention.Form(each, window, 1.0), ("a",), 4) for each in (True, False)
+    )
+    assert (causal.hops, both_ways.hops) == (hops, 3)
+    assert (causal.is_balanced, both_ways.is_balanced) == (window is None, False)
+
+
+@pytest.mark.parametrize(("ways", "length", "is_balanced"), [(4, 4, True), (2, 2, True), (4, 3, False), (1, 4, False)])
+def test_only_parts_of_two_pieces_each_are_balanced(monkeypatch, ways, length, is_balanced):
+    monkeypatch.setattr(ring_attention, "axis_size", lambda names: ways)
+    ring = ring_attention._Ring(ring_attention.Form(True, None, 1.0), ("a",), length)
+    assert ring.is_balanced == is_balanced
+    seen = [ring.places(device).tolist() for device in range(ways)]
+    assert sorted(sum(seen, [])) == [*range(ways * length)]
+    if is_balanced:
+        assert {sum(places) for places in seen} == {length * (ways * length - 1) // 2}  # equal work
 
 
 def test_an_exchange_of_heads_costs_its_formula():

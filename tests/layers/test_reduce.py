@@ -179,6 +179,16 @@ def local(f, spec):
     return jax.shard_map(f, mesh=jshard.mesh(), in_specs=spec, out_specs=jax.P())
 
 
+def test_what_all_devices_along_an_axis_have_is_not_summed_over_it():
+    """Rows are split over w, says the signal; inside this shard_map they are not."""
+    whole_rows = jax.P(None, "v")
+    with jshard.signal("both"):
+        f = jax.shard_map(
+            lambda x: jshard.sum(x, axis=0), mesh=jshard.mesh(), in_specs=whole_rows, out_specs=jax.P("v")
+        )
+        np.testing.assert_array_equal(f(place(X, whole_rows)), X.sum(0))
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [

@@ -141,8 +141,8 @@ def test_scatter_and_gather_keep_numbers_of_all_widths(mesh, monkeypatch, name):
         y = jshard.scatter(whole, jshard.Layout(mesh(a=2), "a", None))
         assert y.dtype == name
         assert jshard.gather(y).tobytes() == np.asarray(y).tobytes() == whole.tobytes()
-        y = jshard.scatter(whole[:, :3], jshard.Layout(mesh(a=2), "a", None), method="broadcast")  # 18 bytes of int8
-        assert np.asarray(y).tobytes() == whole[:, :3].tobytes()
+        y = jshard.scatter(whole[:1, :3], jshard.Layout(mesh(a=2), None, None), method="broadcast")  # 3 bytes of int8
+        assert np.asarray(y).tobytes() == whole[:1, :3].tobytes()
 
 
 def test_scatter_holds_numbers_of_its_own(mesh):

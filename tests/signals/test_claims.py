@@ -72,6 +72,11 @@ def test_claims_of_others_may_find_none(loaded):
     assert claimed(loaded("a: {match: ['layers/**', 'embed/*']}\nrest: {match: ['**']}\n")) == {"a": PATHS}
 
 
+def test_claims_of_others_leave_what_a_star_claims(loaded):
+    configuration = loaded("rest: {match: ['**']}\na: {match: ['*', 'v/*']}\n")
+    assert claimed(configuration, ["w", "v/w", "u/v/w"]) == {"a": ["w", "v/w"], "rest": ["u/v/w"]}
+
+
 def test_claims_by_a_template_keep_its_line(loaded):
     found = claims(loaded("_t:\n  row: data\n  match: ['**']\na: {extends: _t}\n"), PATHS)
     assert str(found[PATHS[0]]) == 'signal "a" (c.yaml:5) as "**"'
@@ -116,7 +121,7 @@ def test_claims_of_a_configuration_without_match(loaded):
 
 
 def test_ranges_are_the_layers_that_globs_tell_apart(loaded):
-    configuration = loaded("a: {match: ['h[2:6]/{w,b}', 'h[:4]/*', 'h/**', 'g[1:3]/w']}\nb: {match: ['h[4:]/w']}\n")
+    configuration = loaded("a: {match: ['{e,h}[2:6]/w', 'h[:4]/*', 'h/**', 'g[1:3]/w']}\nb: {match: ['h[4:]/w']}\n")
     assert ranges(configuration, "h", 8) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert ranges(configuration, "h", 6) == [(0, 2), (2, 4), (4, 6)]
     assert (ranges(configuration, "g", 3), ranges(configuration, "k", 3)) == ([(0, 1), (1, 3)], [(0, 3)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jshard.signals.describe import signal_words
+from jshard.signals.describe import component_words, signal_words
 from jshard.signals.globs import OTHERS
 from jshard.signals.signal import DTypes, Shard, Signal
 
@@ -53,3 +53,17 @@ THERE = Signal("there", shard=Shard(1, (2, 3)))
 def test_a_signal_is_told_key_by_key(keys, words):
     signal = Signal("a", **keys)
     assert [*signal_words(signal, THERE if signal.backward else signal)] == words
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("mine:f", "mine:f"),
+        ({"path": "mine:f", "name": "b"}, "mine:f"),
+        ({"name": "adamw", "b1": 0.9}, "adamw"),
+        ({"text": "docs", "length": 8}, "docs"),
+        ({"clip": 1.0, "adamw": {}}, "clip + adamw"),
+    ],
+)
+def test_a_component_is_named_by_its_path_its_name_or_its_parts(named, words):
+    assert component_words(named) == words

@@ -16,6 +16,7 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.ledger import read
 from jshard.layers import MLP, Linear
 from jshard.layouts import Layout, redistribute
+from jshard.signals import active_config
 from jshard.signals.active_config import load, mesh, unload
 from jshard.signals.scope import active, signal
 
@@ -126,6 +127,16 @@ def test_without_a_configuration_every_signal_is_a_no_op():
         assert signal.tensor(x) is x
     np.testing.assert_array_equal(y, nnx.Linear(4, 8, rngs=nnx.Rngs(0))(np.ones((2, 4), np.float32)))
     assert len(y.sharding.device_set) == 1
+
+
+def test_the_environment_names_the_configuration_at_the_first_question(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text("a: {}\n")
+    for named, signals in ((str(tmp_path / "c.yaml"), ["a"]), ("", None)):
+        monkeypatch.setenv("JSHARD_CONFIG", named)
+        monkeypatch.setattr(active_config._loaded, "environment_read", False)
+        found = active_config.configuration()
+        assert (None if found is None else [*found.signals]) == signals
+        unload()
 
 
 def test_nested_names_are_looked_up_whole_first():
