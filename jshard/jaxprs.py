@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 # Primitives that call a jaxpr on their operands one by one, and the parameter that holds it.
@@ -11,6 +11,9 @@ CALLS = {
     "remat2": "jaxpr", "remat": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr", "custom_lin": "call_jaxpr", "by_hand": "jaxpr",
 }  # fmt: skip
+
+CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))  # a policy around one would take the place of its own
+LOOPS = frozenset(("scan", "while"))
 
 
 def bare(jaxpr: Any) -> Any:
@@ -24,6 +27,11 @@ def inner(eqn: Any) -> Iterator[Any]:
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(bare(each), "eqns"):
                 yield bare(each)
+
+
+def holds(jaxpr: Any, primitives: Collection[str]) -> bool:
+    """Whether one of these primitives is somewhere in a program."""
+    return any(eqn.primitive.name in primitives for eqn in equations(jaxpr))
 
 
 def called(eqn: Any) -> Any:

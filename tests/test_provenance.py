@@ -75,7 +75,7 @@ F, B, U = "forward", "backward", "update"
 # x comes in whole, so that its gradient is gathered over what splits it
 X_ROW, X_SEQUENCE = (B, AG, D, "row"), (B, AG, T, "sequence")
 GATHERED = {(F, AG, T, "sequence"), (B, RS, T, "sequence"), X_SEQUENCE}
-STORED = {(F, AG, D, "store"), (B, RS, D, "store"), X_ROW}
+STORED = {(F, AG, D, "store"), (B, AG, D, "store"), (B, RS, D, "store"), X_ROW}
 SHARDED = {(F, AG, D, "shard"), (B, RS, D, "shard"), (B, AG, D, "shard")}
 KEYS: dict[str, tuple[str, set[tuple[str, str, str, str]]]] = {
     "row": ("row: data", {(B, AR, D, "row"), X_ROW}),
@@ -90,10 +90,10 @@ KEYS: dict[str, tuple[str, set[tuple[str, str, str, str]]]] = {
     ),
     "sequence before row": ("sequence: tensor\nrow: data", {(B, AR, "data, tensor", "row"), X_ROW, X_SEQUENCE}),
     "store": ("row: data\nstore: data", STORED),
-    "store alone": ("store: data", {(F, AG, D, "store")}),
+    "store alone": ("store: data", {(F, AG, D, "store"), (B, AG, D, "store")}),
     "store of a sequence": (
         "sequence: data\nstore: data",
-        {(F, AG, D, "store"), (B, RS, D, "store"), (B, AG, D, "sequence")},
+        {(F, AG, D, "store"), (B, AG, D, "store"), (B, RS, D, "store"), (B, AG, D, "sequence")},
     ),
     "store of the optimizer": (
         "row: data\nstore:\n  optimizer: data",
@@ -118,7 +118,14 @@ KEYS: dict[str, tuple[str, set[tuple[str, str, str, str]]]] = {
     "dtype.reduce of what is stored": (f"row: data\nstore: data\n{DTYPE}", STORED),
     "dtype.reduce of a sequence": (f"column: tensor\nsequence: tensor\n{DTYPE}", GATHERED),
     "remat": ("column: tensor\nsequence: tensor\nremat: true", {*GATHERED, (B, AG, T, "remat")}),
-    "remat of what is stored": ("row: data\nstore: data\nremat: true", {*STORED, (B, AG, D, "remat")}),
+    "store, kept": (
+        "row: data\nstore:\n  keep: true\n  parameters: data",
+        {(F, AG, D, "store"), (B, RS, D, "store"), X_ROW},
+    ),
+    "remat of what is stored": (
+        "row: data\nstore: data\nremat: true",
+        {*STORED - {(B, AG, D, "store")}, (B, AG, D, "remat")},
+    ),
     "kernel": (
         "column: tensor\nkernel:\n  all_reduce: in_order\nreduction: data\nsequence: data",
         {(F, RS, D, "sequence"), (B, AG, D, "sequence"), (B, A2A, T, "column"), (B, AR, D, "sequence"), (B, AG, D, "reduction")},

@@ -16,7 +16,7 @@ from jshard.kernels.collectives import axis_size, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
-from jshard.layers.remat import recomputed
+from jshard.layers.remat import activation, recomputed
 from jshard.layers.strategy import Names, Strategy
 from jshard.layouts.redistribution import take_slice
 from jshard.provenance import scope
@@ -60,7 +60,8 @@ class Body:
     arithmetic: Arithmetic
 
     def __call__(self, x_mk: jax.Array, w_kn: jax.Array, b_n: jax.Array | None) -> jax.Array:
-        return recomputed(self._run, self.strategy.remat)(x_mk, w_kn, b_n)
+        s = self.strategy
+        return recomputed(self._run, s.remat, regather=bool(s.store) and not s.keep)(x_mk, w_kn, b_n)
 
     def _run(self, x_mk: jax.Array, w_kn: jax.Array, b_n: jax.Array | None) -> jax.Array:
         s, rank, reduce_dtype = self.strategy, x_mk.ndim, self.strategy.reduce_dtype
@@ -140,7 +141,8 @@ class Body:
                 array = pvary(array, over)
             sums = tuple(name for name in names if name in s.batch)
             with scope(key=key):
-                found.append(_gathered(array, names, axis, sums, jnp.dtype(compute if wide else array.dtype), s))
+                full = _gathered(array, names, axis, sums, jnp.dtype(compute if wide else array.dtype), s)
+            found.append(activation(full) if names and key == "sequence" else full)
         x, w, b = (*found, None)[:3]
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
 

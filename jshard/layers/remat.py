@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jshard.jaxprs import CALLS, bare
+from jshard.kernels.kernel_traffic import declared
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -14,10 +18,17 @@ PRODUCTS = frozenset(
     "conv_general_dilated dot_general psum psum_invariant ragged_dot_general reduce_scatter".split()
 )  # fmt: skip
 
+# What a gather gave is not kept, nor what is only that in another shape. Of such a shape of anything else its operand is kept.
+GATHERED = frozenset(
+    "all_gather all_gather_invariant broadcast_in_dim copy expand_dims pad pcast pvary reshape slice split squeeze "
+    "transpose unstack".split()
+)
 
-def recomputed(f: F, remat: str | tuple[str, ...], *, in_scan: bool = False) -> F:
-    """Let the backward pass of `f` compute anew what this word does not keep; as it is where nothing is said."""
-    if not remat:
+
+def recomputed(f: F, remat: str | tuple[str, ...], *, regather: bool = False, in_scan: bool = False) -> F:
+    """Let the backward pass of `f` compute anew what this word does not keep. With `regather` it gathers again what was
+    gathered, and computes nothing: every word implies it. Where neither is said `f` stays as it is."""
+    if not remat and not regather:
         return f
     # A loop can't be merged with its backward, so nothing has to keep XLA from that.
     return jax.checkpoint(f, policy=_policy(remat), prevent_cse=not in_scan)  # type: ignore[return-value]  # it keeps the signature
@@ -26,8 +37,28 @@ def recomputed(f: F, remat: str | tuple[str, ...], *, in_scan: bool = False) -> 
 def _policy(remat: str | tuple[str, ...]) -> Callable[..., bool] | None:
     if isinstance(remat, tuple):
         return jax.checkpoint_policies.save_only_these_names(*remat)
-    return _is_product if remat == "products" else None
+    return {"products": _is_product, "": _is_not_gathered}.get(remat)
 
 
 def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in PRODUCTS
+
+
+def _is_not_gathered(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Whether a result is kept. A policy sees no further than one operation: gathers of activations, which are kept, are
+    followed by one more, a `checkpoint_name`."""
+    name = primitive.name
+    if name == "convert_element_type":  # of two dtypes of one array the smaller is kept
+        return params["new_dtype"].itemsize < operands[0].dtype.itemsize
+    if name == "pallas_call":
+        return (declared(params) or {}).get("op") != "all_gather"
+    jaxpr = bare(params.get(CALLS.get(name, "call")))  # of a custom_vmap, as kernels have
+    if not hasattr(jaxpr, "eqns"):
+        return name not in GATHERED
+    inside = (eqn for eqn in jaxpr.eqns if eqn.primitive.name != "convert_element_type")  # to gather in another dtype
+    return any(_is_not_gathered(e.primitive, *(atom.aval for atom in e.invars), **e.params) for e in inside)
+
+
+def activation(x: jax.Array) -> jax.Array:
+    """Let the backward pass keep activations that were gathered."""
+    return checkpoint_name(x, "activation")

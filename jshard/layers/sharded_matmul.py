@@ -148,7 +148,7 @@ def _with_backward(product: Product, signal: Signal, x: jax.Array, w: jax.Array)
     present = configuration()
     assert present is not None and signal.backward is not None
     other = present.lookup((signal.backward,))
-    strategy = strategy_of(other)
+    strategy = dataclasses.replace(strategy_of(other), keep=True)  # its forward is part of the backward pass
     if strategy.mesh != product.strategy.mesh and product.inside_shard_map:
         raise _elsewhere(product, other)
     if not product.inside_shard_map:

@@ -34,6 +34,7 @@ class Strategy:
     reduction: Names = ()
     sequence: Names = ()
     store: Names = ()
+    keep: bool = False  # what was gathered of it, for the backward pass
     output: str | None = None
     reduce_dtype: str | None = None
     remat: str | tuple[str, ...] = ""
@@ -145,7 +146,8 @@ def strategy_of(signal: Signal) -> Strategy:
     axis it is columns."""
     mesh, shard_axes = mesh_for(signal)
     rest: dict[str, Any] = {
-        "reduce_dtype": signal.dtype.reduce, "remat": signal.remat, "store": signal.store, "kernels": signal.kernel
+        "reduce_dtype": signal.dtype.reduce, "remat": signal.remat, "store": signal.store, "keep": signal.store_keep,
+        "kernels": signal.kernel,
     }  # fmt: skip
     shard = signal.shard
     if shard is None:

@@ -36,7 +36,8 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
     if signal.ring:
         yield f"places split over {' x '.join(signal.ring)}, attention by {signal.attention or 'ring'}"
     if signal.store:
-        yield f"parameters and optimizer state rest split over {' x '.join(signal.store)}"
+        kept = ", and what is gathered of them is kept for backward" if signal.store_keep else ""
+        yield f"parameters and optimizer state rest split over {' x '.join(signal.store)}{kept}"
     if signal.store_optimizer:
         yield f"optimizer state rests split over {' x '.join(signal.store_optimizer)}"
     if signal.backward is not None:

@@ -50,6 +50,7 @@ def _keys(signal: Signal) -> Iterator[tuple[str, str]]:
             value = dict(value)
         if key not in ("name", "place", "places"):
             spelled = {
+                "store_keep": "store.keep",
                 "store_optimizer": "store.optimizer",
                 "remat": "remat.save" if isinstance(value, tuple) else "remat",
             }

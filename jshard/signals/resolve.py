@@ -200,7 +200,7 @@ def _lay(base: Written, top: Written) -> None:
 def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal:
     values = {key: value for key, value in written.values.items() if key != "extends"}
     if isinstance(values.get("store"), dict):
-        values["store_optimizer"] = values.pop("store").get("optimizer", ())
+        values |= _store(written, values.pop("store"), faults)
     if isinstance(values.get("remat"), dict):
         values["remat"] = values["remat"].get("save", ())
     if "shard" in values:
@@ -224,6 +224,27 @@ def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal
         fault = f"has attention: {signal.attention} without ring, so no device lacks a place"
         faults.add((signal.name,), signal.at("attention"), fault, "name a mesh axis for ring, or remove attention")
     return signal
+
+
+def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str, Any]:
+    """Of parameters, whose state lies as they do, or of the state alone."""
+    place, fault, hint = written.at("store"), "", "write parameters: data"
+    if "optimizer" in values and len(values) > 1:
+        other = next(key for key in values if key != "optimizer")
+        place, fault, hint = (
+            written.at(f"store.{other}"),
+            f"has store.{other} beside store.optimizer",
+            f"remove {other}",
+        )
+    elif not values.keys() & {"parameters", "optimizer"} and "store" not in written.broken:
+        fault = "has store without parameters"
+    if fault:
+        faults.add((written.name,), place, fault, hint)
+    return {
+        "store": values.get("parameters", ()),
+        "store_keep": values.get("keep", False),
+        "store_optimizer": values.get("optimizer", ()),
+    }
 
 
 def _check_match(signal: Signal, faults: Faults) -> None:

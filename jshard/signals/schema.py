@@ -201,7 +201,14 @@ SIGNAL: dict[str, Key] = {
     "shard": Key(Table(SHARD), "Any array under this signal: one axis over workers or mesh axes."),
     "sequence": Key(_AXES, "Between layers, activations lie split by sequence over this mesh axis."),
     "store": Key(
-        Table({"optimizer": Key(_AXES, "The optimizer's state alone (ZeRO-1).")}, bare=_AXES, required="optimizer"),
+        Table(
+            {
+                "parameters": Key(_AXES, "Parameters and the optimizer's state (FSDP)."),
+                "keep": Key(flag(), "Gathered parameters are kept for the backward pass, which else gathers them again."),
+                "optimizer": Key(_AXES, "The optimizer's state alone (ZeRO-1)."),
+            },
+            bare=_AXES,
+        ),
         "Parameters and optimizer state rest split over this mesh axis (FSDP); {optimizer: axis}: the state only.",
     ),
     "output": Key(choice(("keep", "gather", "sum", "scatter")), "What a layer hands on."),

@@ -100,6 +100,8 @@ def _keys(signal: Signal) -> dict[str, Any]:
     keys = {name: yaml_value(value) for name, value in says if name not in ("name", "place", "places")}
     if "store_optimizer" in keys:
         keys["store"] = {"optimizer": keys.pop("store_optimizer")}
+    if keys.pop("store_keep", False):
+        keys["store"] = {"parameters": keys["store"], "keep": True}
     if isinstance(signal.remat, tuple):
         keys["remat"] = {"save": keys["remat"]}
     if "expect" in keys:

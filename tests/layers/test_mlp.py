@@ -50,10 +50,11 @@ CASES = {
     "sequence": (SEQUENCE, P(None, "tensor"), {"up": (P(None, "tensor"), P("tensor")), "down": (P("tensor"), P())},
                  {("all_gather", 4): 1, ("reduce_scatter", 4): 1},
                  {("all_gather", 4): 1, ("reduce_scatter", 4): 1, ("all_reduce", 4): 1}),
-    # four parameters, one mesh axis at a time: groups of 2 and 4, never of 8
+    # four parameters, one mesh axis at a time: groups of 2 and 4, never of 8; the kernels again for the gradients of x
     "store": (STORE, P(("data", "tensor")),
               dict.fromkeys(PAIR, (P(("data", "tensor")), P(("data", "tensor")))),
-              {("all_gather", 2): 4, ("all_gather", 4): 4}, {("reduce_scatter", 2): 4, ("reduce_scatter", 4): 4}),
+              {("all_gather", 2): 4, ("all_gather", 4): 4},
+              {("reduce_scatter", 2): 4, ("reduce_scatter", 4): 4, ("all_gather", 2): 2, ("all_gather", 4): 2}),
 }  # fmt: skip
 
 
@@ -94,7 +95,10 @@ def test_mlp_has_exactly_the_collectives_of_its_signals(name, door, axis_types):
             for parameter, lies in zip(("kernel", "bias"), specs, strict=True):
                 cases.assert_lies(getattr(getattr(model, layer), parameter)[...], lies)
                 cases.assert_lies(results[1][layer][parameter][...], lies)
-        assert cases.collectives_got(compiled) == collections.Counter(forward) + collections.Counter(backward)
+        asked = collections.Counter(forward) + collections.Counter(backward)
+        again = {kind: count for kind, count in backward.items() if name == "store" and kind[0] == "all_gather"}
+        joined = asked - collections.Counter(again)  # by XLA for CPU, outside loops
+        assert cases.collectives_got(compiled) in (asked, joined)
         if door == "layer" or axis_types == "explicit":
             ledger = cases.assert_priced(f, args, compiled)
             assert cases.collectives_asked(ledger.only(phase="forward")) == forward

@@ -142,26 +142,42 @@ def test_it_is_proven(depth):
     assert proof.ok and {each.verdict for each in proof.findings} == {"bitwise"}, proof
 
 
-def products(remat, depth=2):
-    """How many products, and gathers, the backward pass of a layer has for each word."""
-    jshard.load(claimed({"data": 2, "tensor": 4}, store="data", **({"remat": remat} if remat else {})))
+def backward_of(remat, depth=2):
+    """The program of the gradients of a stack, for each word."""
+    store = {"parameters": "data", "keep": True} if remat == "keep" else "data"
+    words = {"remat": remat} if remat not in ("", "keep") else {}
+    jshard.load(claimed({"data": 2, "tensor": 4}, store=store, **words))
     model = jshard.shard(built(depth), X)
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
     run = jshard.shard(loss)
     gradient = jax.grad(lambda parameters, rest: run(nnx.merge(graph, parameters, rest, copy=True), X))
-    program = jax.make_jaxpr(gradient)(parameters, rest)
-    names = [each.primitive.name for each in equations(program)]
+    return list(equations(jax.make_jaxpr(gradient)(parameters, rest)))
+
+
+def products(remat):
+    """How many products, gathers and activations the program has for each word."""
+    names = [each.primitive.name for each in backward_of(remat)]
     return names.count("dot_general"), sum(name.startswith("all_gather") for name in names), names.count("tanh")
 
 
 def test_remat_says_what_is_kept():
     """Of a layer: up and down forward, for each its two gradients; so 6, and the head's 3. gelu has one tanh."""
-    nothing = products("")
-    assert nothing[0] == 9
-    assert products("products") == (9, nothing[1] + 3, nothing[2] + 1)  # gathers of up, down and the norm again
-    assert products("full") == (10, nothing[1] + 3, nothing[2] + 1)  # and the product of up: down's is used by nothing
-    assert products({"save": ["hidden"]}) == (9, nothing[1] + 3, nothing[2] + 1)
+    _, gathers, tanh = kept = products("keep")
+    assert kept[0] == 9
+    assert products("") == (9, gathers + 3, tanh)  # of up, down and the norm: what is outside the loop is gathered once
+    assert products("products") == (9, gathers + 3, tanh + 1)  # gathers of up, down and the norm again
+    assert products("full") == (10, gathers + 3, tanh + 1)  # and the product of up: down's is used by nothing
+    assert products({"save": ["hidden"]}) == (9, gathers + 3, tanh + 1)
     assert products({"save": ["another"]}) == products("full")
+
+
+@pytest.mark.parametrize("remat", ["", "products", "full", "keep"])
+def test_no_layer_keeps_what_it_gathered(remat):
+    """What a loop leaves for each layer has a leading axis of the depth: a device's kernels, whole and at rest."""
+    loops = [each for each in backward_of(remat, depth=5) if each.primitive.name == "scan"]
+    left = {var.aval.shape for loop in loops for var in loop.outvars}
+    assert {(5, WIDTH // 2, HIDDEN // 4), (5, HIDDEN // 4, WIDTH // 2)} <= left  # gradients
+    assert ({(5, WIDTH, HIDDEN // 4), (5, HIDDEN // 4, WIDTH)} <= left) == (remat == "keep")
 
 
 def test_two_words_for_the_layers_of_one_loop_are_a_sentence():

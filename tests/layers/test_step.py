@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -34,8 +36,16 @@ def test_linear_in_every_strategy_through_the_second_door(case, mesh, axis_types
         if axis_types == "explicit":
             cases.assert_collectives(case, grid, cases.assert_priced(f, args, compiled), compiled)
         else:
-            got = case.expected("forward", grid) + case.expected("backward", grid)
-            assert cases.collectives_got(compiled) == got
+            forward, backward = (case.expected(phase, grid) for phase in ("forward", "backward"))
+            joined = {
+                kind: min(n, backward[kind])
+                for kind, n in forward.items()
+                if case.keys.get("store") and "gather" in kind[0]
+            }
+            assert cases.collectives_got(compiled) in (
+                forward + backward,
+                forward + backward - collections.Counter(joined),
+            )
 
 
 # -- a training step --

@@ -106,6 +106,7 @@ def test_config_reads_every_key_of_a_signal():
         "      compile: true, dtype: {param: float32, compute: bfloat16, reduce: float32}, remat: true,\n"
         "      expect: {all_gather: 2, bytes: 1.5KiB, psum_scatter: 1}}\n"
         "other: {reduction: tensor, store: {optimizer: [data, pipe]}, output: scatter}\n"
+        "kept: {store: {parameters: data, keep: true}}\n"
         "array: {shard: {axis: -1, mesh: [data, tensor]}}\n"
     )
     signal = configuration.signals["all"]
@@ -115,6 +116,7 @@ def test_config_reads_every_key_of_a_signal():
     )  # fmt: skip
     assert signal.expect == (("all_gather", 2), ("bytes", 1536), ("reduce_scatter", 1))
     assert configuration.signals["other"].store_optimizer == ("data", "pipe")
+    assert configuration.signals["kept"] == Signal("kept", store=("data",), store_keep=True)
     assert configuration.signals["other"].store == ()
     assert configuration.signals["array"].shard == Shard(-1, None, ("data", "tensor"), False)
 

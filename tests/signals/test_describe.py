@@ -23,6 +23,8 @@ WORDS = [
     ({"ring": ("d", "t")}, ["replicated", "places split over d x t, attention by ring"]),
     ({"ring": ("d",), "attention": "ulysses"}, ["replicated", "places split over d, attention by ulysses"]),
     ({"store": ("d", "t")}, ["replicated", "parameters and optimizer state rest split over d x t"]),
+    ({"store": ("d",), "store_keep": True},
+     ["replicated", "parameters and optimizer state rest split over d, and what is gathered of them is kept for backward"]),
     ({"store_optimizer": ("d", "t")}, ["replicated", "optimizer state rests split over d x t"]),
     ({"dtype": DTypes("float16", "bfloat16", "float32")},
      ["replicated", "kept in float16", "computed in bfloat16", "summed over devices in float32"]),

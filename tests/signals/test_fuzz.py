@@ -77,7 +77,9 @@ plausible_signals = st.fixed_dictionaries(
     {},
     optional={
         **dict.fromkeys(("row", "column", "reduction", "sequence"), mesh_axes),
-        "store": mesh_axes | st.fixed_dictionaries({"optimizer": mesh_axes}),
+        "store": mesh_axes
+        | st.fixed_dictionaries({"optimizer": mesh_axes})
+        | st.fixed_dictionaries({"parameters": mesh_axes, "keep": st.booleans()}),
         "output": st.sampled_from(["keep", "gather", "sum", "scatter"]),
         "extends": names,
         "backward": names,

@@ -184,6 +184,18 @@ IN_A_FILE = {
         "(FILE:3), which would split the optimizer's state of w over it twice; use another mesh axis "
         "for one of them",
     ),
+    "store that only keeps": (
+        MESH + "layer1: {store: {keep: true}}\n",
+        'signal "layer1" (FILE:3) has store without parameters; write parameters: data',
+    ),
+    "store of both": (
+        MESH + "layer1:\n  store:\n    parameters: data\n    optimizer: tensor\n",
+        'signal "layer1" (FILE:5) has store.parameters beside store.optimizer; remove parameters',
+    ),
+    "store keep of nothing": (
+        MESH + "layer1: {store: {parameters: data, keep: 1}}\n",
+        'signal "layer1" (FILE:3) has store.keep: 1, which is not true or false; write keep: true',
+    ),
     "store bad key": (
         MESH + "layer1: {store: {optimiser: data}}\n",
         'signal "layer1" (FILE:3) has an unknown key "store.optimiser"; did you mean "store.optimizer"?',
@@ -404,7 +416,7 @@ IN_A_FILE = {
         'signal "a" (FILE:3) has row: 3, which is not a mesh axis or a list of them; write row: data',
         'signal "b" (FILE:4) has an unknown key "colum"; did you mean "column"?',
         'signal "c" (FILE:5) has stage, which is not built yet; remove it',
-        'signal "d" (FILE:6) has store without optimizer; write optimizer: data',
+        'signal "d" (FILE:6) has store without parameters; write parameters: data',
     ),
     "expert": (
         MESH + "layer1: {expert: tensor, column: tensor}\nlayer2: {expert: data, row: [data, tensor]}\n",

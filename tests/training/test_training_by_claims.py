@@ -28,9 +28,9 @@ PLANS = {
         "rest": STORED,
     },
 }
-# What a step asks for beside all-reduces: each parameter is gathered once, and each gradient scattered once, but that of a
-# scale that meets the statistics of the batch, which are whole.
-COUNTS = {"Dense": (6, 6), "Filters": (8, 7), "bridged": (6, 6)}
+# What a step asks for beside all-reduces: each parameter is gathered once, again what the gradients of activations are multiplied
+# by, and each gradient scattered once, but that of a scale that meets the statistics of the batch, which are whole.
+COUNTS = {"Dense": (6, 2, 6), "Filters": (8, 3, 7), "bridged": (6, 2, 6)}
 NAMES = {"Dense": ("up", "down"), "Filters": ("first", "second"), "bridged": ("Dense_0", "Dense_1")}
 
 
@@ -78,8 +78,9 @@ def test_losses_are_those_of_one_device(alone, tmp_path, model, plan):
         assert line.signal != "-", line
         counts[line.collective, line.phase] += line.count
     moved = {key: n for key, n in counts.items() if key[0] != "all_reduce"}
-    gathered, scattered = COUNTS[model]
-    fsdp = {("all_gather", "forward"): gathered, ("reduce_scatter", "backward"): scattered}
+    gathered, again, scattered = COUNTS[model]
+    fsdp = {("all_gather", "forward"): gathered, ("all_gather", "backward"): again}
+    fsdp["reduce_scatter", "backward"] = scattered
     assert plan == "tensor" or moved == (fsdp if plan == "fsdp" else {})
 
 

@@ -13,7 +13,7 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.entries import Choice, Left, Line
 from jshard.inspect.ledger.explicit_sharding import typed_collectives
 from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
-from jshard.jaxprs import bare, equations, inner
+from jshard.jaxprs import CHECKPOINTS, bare, equations, inner
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
 from jshard.kernels.lint import is_remote
@@ -23,7 +23,6 @@ from jshard.signals.keys import blamed
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}
 # They name mesh axes and move nothing: casts, questions, and the second halves of asynchronous collectives.
 FREE = frozenset("axis_index pvary preduced vary_unreduced_cast vary_unreduced_cast_p".split())
-CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
 
 
 @dataclasses.dataclass(frozen=True)

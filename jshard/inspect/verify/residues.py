@@ -37,7 +37,7 @@ PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 SUMS = PRODUCTS | COLLECTIVE_SUMS | frozenset(
     "reduce_sum cumsum scatter-add scatter_add add_any reduce_window_sum select_and_scatter_add".split()
 )  # fmt: skip
-LINEAR = SUMS | frozenset("add sub neg mul div square integer_pow convert_element_type".split())
+LINEAR = SUMS | frozenset("add sub neg mul div square integer_pow convert_element_type reduce_precision".split())
 ORDERED = frozenset(
     "abs sign max min clamp select_n eq ne ge gt le lt eq_to le_to lt_to argmax argmin reduce_max reduce_min cummax cummin "
     "reduce_window_max reduce_window_min sort top_k pmax pmin scatter-max scatter-min scatter_max scatter_min".split()
@@ -181,7 +181,7 @@ def results_of(eqn: Any, x: list[Any], prime: int) -> list[Any]:
         return [eqn.primitive.bind(reduced(x[0] - x[1], prime), jnp.zeros_like(x[0]), **eqn.params)]
     if name == "is_finite":
         return [x[0] == x[0]]
-    if name == "convert_element_type":
+    if name in ("convert_element_type", "reduce_precision"):  # jax.checkpoint has the latter at what it keeps
         return [_converted(x[0], eqn.invars[0].aval, out, prime)]
     if name == "bitcast_convert_type":
         bits = scrambled(name, x, prime)

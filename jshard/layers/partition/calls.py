@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from jshard.errors import JShardError
-from jshard.jaxprs import bare, called, scanned
+from jshard.jaxprs import CHECKPOINTS, bare, called, holds, scanned
 from jshard.layers.partition.engine import Partition, Rule, traced_whole
 from jshard.layers.partition.part import Part
 from jshard.layers.remat import recomputed
@@ -114,9 +114,9 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
         [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
     _before(run, consts)
-    remat = _remat_of(over)
+    how = {"remat": _remat_of(over), "regather": not holds(jaxpr, CHECKPOINTS) and any(part.regathers for part in over)}
     last, ys = lax.scan(
-        recomputed(lambda c, e: step(axes, c, e, [part.x for part in consts]), remat, in_scan=True),
+        recomputed(lambda c, e: step(axes, c, e, [part.x for part in consts]), **how, in_scan=True),
         _like(run, carry, axes), [part.x for part in over],
         length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"],
     )  # fmt: skip

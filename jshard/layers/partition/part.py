@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
+from jshard.layers.remat import activation
 from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes, Move, move, plan_moves, take_slice
 from jshard.provenance import scope
@@ -80,6 +81,11 @@ class Part:
     @property
     def is_undecided(self) -> bool:
         return self.parameter is not None and self.parameter.axes is None
+
+    @property
+    def regathers(self) -> bool:
+        """Whether it is gathered for its use, and again for the backward pass."""
+        return self.rest is not None and self.signal is not None and not self.signal.store_keep
 
     def settle(self) -> None:
         """Take the place that another use of the parameter has decided meanwhile."""
@@ -203,7 +209,7 @@ def _step(x: Any, step: Move, names: Names) -> Array:
         return take_slice(x, step.mesh_axis, step.axis)
     if step.kind == "all_gather":
         result = "varying" if step.mesh_axis in names else "invariant"
-        return all_gather(x, step.mesh_axis, axis=step.axis, result=result, algorithm="xla")
+        return activation(all_gather(x, step.mesh_axis, axis=step.axis, result=result, algorithm="xla"))
     return move(x, [step])
 
 
