@@ -19,20 +19,14 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
         for name, size in zip(mesh.names, mesh.sizes, strict=True):
             yield mesh.places.get(name, mesh.place), f"jshard.mesh.{name}", str(size)
     for key, value in flat(configuration.train):
-        yield _place(configuration, key), f"jshard.train.{key}", _word(value)
+        place = configuration.train_places.get(key, Place(configuration.source))
+        yield place, f"jshard.train.{key}", _word(value)
     for signal in configuration.signals.values():
         says = list(_keys(signal))
         for key, value in says:
             yield signal.at(_written(signal, key)), f"{signal.name}.{key}", value
         if not says:
             yield signal.place, signal.name, "{}"
-
-
-def _place(configuration: Configuration, key: str) -> Place:
-    """Of the key, or of what it is written in."""
-    while key and key not in configuration.train_places:
-        key = key.rpartition(".")[0]
-    return configuration.train_places.get(key, Place(configuration.source))
 
 
 def _written(signal: Signal, key: str) -> str:

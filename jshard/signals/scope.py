@@ -61,9 +61,10 @@ class Entry(contextlib.ContextDecorator):
 
     def __enter__(self) -> Entry:
         if self._exits is not None:
+            name = "/".join(self.names)
             raise JShardError(
-                f'signal "{self.names[-1]}" is entered a second time through one object',
-                hint=f'write `with jshard.signal("{self.names[-1]}"):` anew',
+                f'signal "{name}" is entered a second time through one object',
+                hint=f'write `with jshard.signal("{name}"):` anew',
             )
         path = (*_context.value.path, *self.names)
         present = configuration()

@@ -68,6 +68,10 @@ def test_claims_two_globs_of_one_signal_may_fit_one_parameter(loaded):
     assert claimed(loaded("a: {match: ['layers/**', '**/kernel', 'embed/*']}\n")) == {"a": PATHS}
 
 
+def test_claims_by_each_of_two_alternatives_need_not_be_by_each_pair(loaded):
+    assert claimed(loaded("a: {match: '{q,k}/{a,b}'}\n"), ["q/b", "k/a"]) == {"a": ["q/b", "k/a"]}
+
+
 def test_claims_of_others_may_find_none(loaded):
     assert claimed(loaded("a: {match: ['layers/**', 'embed/*']}\nrest: {match: ['**']}\n")) == {"a": PATHS}
 

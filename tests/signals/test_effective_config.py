@@ -18,10 +18,11 @@ a:
   store: {optimizer: [data, pipe]}
   remat: true
   dtype: {compute: bfloat16}
-  kernel: {matmul: xla}
+  kernel: {matmul: xla, all_reduce: two_shot}
   expect:
     psum: 1
     all_gather: 2
+    permute: 3
 b: {}
 """
 
@@ -46,10 +47,12 @@ def test_every_key_that_says_something_is_a_line(tmp_path, monkeypatch):
         ("f.yaml:10", "a.store.optimizer", "data, pipe"),
         ("f.yaml:12", "a.dtype.compute", "bfloat16"),
         ("f.yaml:11", "a.remat", "full"),
+        ("f.yaml:13", "a.kernel.all_reduce", "two_shot"),
         ("f.yaml:13", "a.kernel.matmul", "xla"),
         ("f.yaml:16", "a.expect.all_gather", "2"),
         ("f.yaml:15", "a.expect.all_reduce", "1"),
-        ("f.yaml:17", "b", "{}"),
+        ("f.yaml:17", "a.expect.permute", "3"),
+        ("f.yaml:18", "b", "{}"),
     ]
     assert [(str(place), key) for place, key, _ in lines(load_configuration({"a": {"remat": True}}))] == [
         ("<dict>", "a.remat")

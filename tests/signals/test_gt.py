@@ -96,7 +96,7 @@ def test_tensor_that_does_not_divide_is_one_sentence():
     )
 
 
-@pytest.mark.parametrize("axis", [-3, 2])
+@pytest.mark.parametrize("axis", [-3, 2, 3])
 def test_axis_that_the_array_does_not_have_is_one_sentence(axis):
     load({"s": {"shard": {"axis": axis, "workers": [0, 1]}}, "first": {"shard": {"axis": -2, "workers": [0, 1]}}})
     with pytest.raises(JShardError) as caught:

@@ -462,6 +462,10 @@ IN_A_FILE = {
         'and "**" for any number of parts',
         'signal "layer1" (FILE:11) lists glob "b" twice in match; keep one',
     ),
+    "match with a brace behind alternatives": (
+        MESH + "layer1: {match: '{a,b}/q}'}\n",
+        'signal "layer1" (FILE:3) has match "{a,b}/q}", whose "}" has no "{" before it; write "{" before the first alternative',
+    ),
     "match of no layers": (
         MESH + "layer1: {match: 'blocks[4:4]/**'}\n",
         'signal "layer1" (FILE:3) has match "blocks[4:4]/**", whose [4:4] is no layer; write [4:5] for one',

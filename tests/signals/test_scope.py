@@ -18,7 +18,8 @@ from jshard.layers import MLP, Linear
 from jshard.layouts import Layout, redistribute
 from jshard.signals import active_config
 from jshard.signals.active_config import load, mesh, unload
-from jshard.signals.scope import active, signal
+from jshard.signals.device_sets import is_elsewhere
+from jshard.signals.scope import active, failed_under, signal
 
 MESH = {"mesh": {"data": 2, "tensor": 4}}
 
@@ -63,6 +64,21 @@ def test_signal_is_popped_after_an_exception():
     assert signal.current() is None
 
 
+def test_an_exception_remembers_the_innermost_signal():
+    load(AB)
+    error = RuntimeError()
+    with pytest.raises(RuntimeError), signal("a"), signal("b"):
+        raise error
+    assert failed_under(error) == ("a", "b")
+
+
+def test_only_what_somebody_placed_lies_elsewhere():
+    first, second, both = (jax.sharding.Mesh(np.array(jax.devices()[some]), ("d",)) for some in np.s_[:1, 1:2, :2])
+    x, placed = jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[0])
+    assert [is_elsewhere(placed, each) for each in (first, second, both)] == [False, True, True]
+    assert not is_elsewhere(x, second) and not is_elsewhere(np.ones(2), second)
+
+
 def test_signal_decorates_a_function_that_calls_itself():
     load(AB)
 
@@ -94,12 +110,12 @@ def test_exit_out_of_order_is_an_error():
 
 def test_one_entry_is_entered_once():
     load(AB)
-    entry = signal("a")
+    entry = signal("a/b")
     with entry, pytest.raises(JShardError) as caught, entry:
         pass
     assert (
         str(caught.value)
-        == 'signal "a" is entered a second time through one object; write `with jshard.signal("a"):` anew'
+        == 'signal "a/b" is entered a second time through one object; write `with jshard.signal("a/b"):` anew'
     )
 
 
