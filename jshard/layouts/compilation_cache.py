@@ -28,7 +28,7 @@ def keep_only_ordered() -> None:
     """Have JAX's compilation cache keep no CPU program that would come back from it with its collectives out of order."""
     write = getattr(compiler, "_cache_write", None)
     if write is None:
-        if jax.config.jax_compilation_cache_dir:
+        if jax.config.values["jax_compilation_cache_dir"]:
             warnings.warn(
                 f"jax {jax.__version__} may keep CPU programs that hang when they come back: "
                 "set JAX_ENABLE_COMPILATION_CACHE=false where you compute on CPU devices",
