@@ -3,9 +3,10 @@ layers, and these by fused kernels and by permutes. Needs the compiler of the to
 
     python -m benchmarks.overlap [--topology v5e:4x4] [--tensor 4] [--features 4096] [--hidden 32768] [--tokens 65536]
 
-XLA's asynchronous collectives count as overlapped, whatever lies between start and done. Of a fused kernel only that counts
-which its own products are long enough to hide: it declares from where a hop begins to where it waits for it, and both take
-the time that the chip's table gives them (jshard/kernels/kernel_traffic.py). Every byte that is left is "not overlapped".
+Of XLA's collectives that is hidden which travels while the device works, by a walk through the compiled schedule
+(docs/design/0019-schedule.md). Of a fused kernel that is which its own products are long enough to hide: it declares from
+where a hop begins to where it waits for it, and both take the time that the chip's table gives them
+(jshard/kernels/kernel_traffic.py). Every byte that is left is "not hidden".
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jshard.units import size
 
 PARTITIONER, LAYERS, FUSED = "jit with NamedShardings", "jshard's layers", "by fused kernels"
 PERMUTES = "by permutes"
-WAITS = "wire that can't hide"
+WAITS = "wait"
 LENGTH = 2048
 
 
@@ -104,7 +105,7 @@ def on(topology: str, settings: dict[str, Any], **signals: Any) -> Iterator[None
 
 
 def wire(made: Plan, mesh_axis: str) -> tuple[int, int]:
-    """Bytes that run over a mesh axis, alone or with others, and those of them that nothing runs beside."""
+    """Bytes that run over a mesh axis, alone or with others, and those of them that no work hides."""
     assert made.comparison is not None, made.memory.verdict()
     rows = [row for row in made.comparison.rows if mesh_axis in row.mesh_axes]
     return sum(row.wire_got for row in rows), sum(row.wire_got - row.hidden for row in rows)
@@ -116,7 +117,7 @@ def share(found: dict[str, Plan]) -> float:
 
 
 def table(found: dict[str, Plan]) -> str:
-    waits = "not overlapped"
+    waits = "not hidden"
     lines = [f"{'':26}{'over tensor':>14}{waits:>17}{'over data':>14}{waits:>17}{'that takes':>13}"]
     for name, made in found.items():
         (tensor, tensor_waits), (data, data_waits) = wire(made, "tensor"), wire(made, "data")
@@ -148,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         "over data go the gradients of weights, of all three alike; "
         f"with them {size(left)} against {size(whole)}: {100 * left / whole:.0f} %\n"
-        f"over tensor goes the sequence: {size(wire(found[FUSED], 'tensor')[1])} not overlapped by fused kernels, "
+        f"over tensor goes the sequence: {size(wire(found[FUSED], 'tensor')[1])} not hidden by fused kernels, "
         f"{size(wire(found[PARTITIONER], 'tensor')[1])} in the partitioner's program: {100 * share(found):.0f} %"
     )
 

@@ -26,6 +26,7 @@ class Chip:
     bandwidth: float = 0.0  # bytes a second, of the chip's memory
     link: float = 0.0  # bytes a second one way: of one of a TPU's links, or of all that a GPU has; 0 if unknown
     axes: int = 0  # of the torus: a TPU has two links along each
+    clock: float = 0.0  # cycles a second of a TPU's cores, that its compiler counts in
     source: str = ""
     examples: tuple[str, ...] = ()  # sizes to plan for; none where too few figures are known
     host: int = 0  # GPUs that share NVLink
@@ -57,6 +58,8 @@ FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 COUNTS = ("1", "2", "4", "8", "16", "64")
 # A TPU multiplies float32 in bfloat16 passes: jax's default precision is one pass, so its rate is bfloat16's.
+# A clock is the peak over what the matrix units of one device multiply in a cycle: 4 of 128 x 128 numbers (v4, v5p: 8, in two
+# cores), of 256 x 256 from v6e on. By it XLA's cycles have a product of 4096 x 4096 x 4096 numbers at 83 to 97 % of the peak.
 # VMEM is what jax's own pltpu.get_tpu_info_for_chip says. Usable memory of TPUs is what their compiler says it has when a
 # program is too large (docs/design/0008-plan.md).
 # A link's rate is the stated "bidirectional ICI bandwidth per chip", halved, and divided among the chip's links. Of v6e an
@@ -66,29 +69,29 @@ CHIPS: dict[str, Chip] = {
     for chip in (
         Chip(
             "v5e", "tpu", "TPU v5 lite", ("tpu v5e",), vmem=128, memory=int(15.75 * GIB),
-            flops={"int8": 393e12, "bfloat16": 197e12}, bandwidth=819e9, link=50e9, axes=2,
+            flops={"int8": 393e12, "bfloat16": 197e12}, bandwidth=819e9, link=50e9, axes=2, clock=1.5e9,
             source=f"{CLOUD}/v5e: 197 TFLOP/s, 16 GB, 819 GB/s, 400 GB/s over 4 links", examples=FLAT,
         ),
         Chip(
             "v5p", "tpu", "TPU v5", ("tpu v5p",), vmem=64, memory=int(95.74 * GIB),
-            flops={"int8": 918e12, "bfloat16": 459e12}, bandwidth=2765e9, link=100e9, axes=3,
+            flops={"int8": 918e12, "bfloat16": 459e12}, bandwidth=2765e9, link=100e9, axes=3, clock=1.75e9,
             source=f"{CLOUD}/v5p: 459 TFLOP/s, 95 GiB, 2,765 GB/s, 1,200 GB/s over 6 links",
             examples=(*DEEP, "8x8x16", "16x16x24"),
         ),
         Chip(
             "v6e", "tpu", "TPU v6 lite", ("tpu v6e",), vmem=128, memory=int(31.25 * GIB),
-            flops={"int8": 1836e12, "bfloat16": 918e12}, bandwidth=1638e9, link=100e9, axes=2,
+            flops={"int8": 1836e12, "bfloat16": 918e12}, bandwidth=1638e9, link=100e9, axes=2, clock=1.75e9,
             source=f"{CLOUD}/v6e: 918 TFLOP/s, 32 GB, 1,638 GB/s, 800 GB/s over 4 links", examples=FLAT,
         ),
         Chip(
             "tpu7x", "tpu", "TPU7x", devices=2, vmem=64, memory=int(2 * 94.75 * GIB),
-            flops={"float8_e4m3fn": 4614e12, "bfloat16": 2307e12}, bandwidth=7380e9, link=100e9, axes=3,
+            flops={"float8_e4m3fn": 4614e12, "bfloat16": 2307e12}, bandwidth=7380e9, link=100e9, axes=3, clock=2.2e9,
             source=f"{CLOUD}/tpu7x: 2,307 TFLOP/s, 192 GiB, 7,380 GB/s, 1,200 GB/s over 6 links; a chip is two devices",
             examples=DEEP,
         ),
         Chip(
             "v4", "tpu", "TPU v4", vmem=16, memory=int(30.75 * GIB), flops={"int8": 275e12, "bfloat16": 275e12},
-            bandwidth=1200e9, link=50e9, axes=3,
+            bandwidth=1200e9, link=50e9, axes=3, clock=1.05e9,
             source=f"{CLOUD}/v4: 275 TFLOP/s, 32 GiB, 1,200 GB/s; 2,400 Gbit/s one way over 6 links", examples=DEEP,
             config="megacore",
         ),

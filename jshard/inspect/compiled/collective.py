@@ -26,7 +26,8 @@ class CompiledCollective:
     count: int
     count_known: bool  # False inside a loop whose trips XLA does not know: then count is that of one trip
     causes: tuple[Cause, ...]  # of each payload, as far as XLA kept its name stack
-    asynchronous: bool = False  # started, and waited for later
+    asynchronous: bool = False  # started, and waited for later, whatever stands between
+    hidden: float = 0.0  # share of its bytes that travel while the device works; 0 where nobody has looked
     members: tuple[int, ...] = ()  # the devices of its first group, by their number in the mesh
     operations: tuple[
         str, ...

@@ -92,7 +92,6 @@ class Program:
     def __init__(self, text: str):
         self.computations: dict[str, Computation] = {}
         self.entry = ""
-        self.read: set[str] = set()
         self.frames = StackFrames(text)
         inside: Computation = {}
         for line in text.splitlines():
@@ -101,31 +100,10 @@ class Program:
                 self.entry = found[2] if found[1] else self.entry
             elif found := INSTRUCTION.match(line):
                 inside[found[1]] = Instruction.of(found[1], found[2])
-        self.devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:5000]))
+        head = text.partition("\n")[0]  # long, where it lays out many arguments
+        self.devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head))
 
-    def collectives(self, name: str, site: Site = Site()) -> Iterator[CompiledCollective]:
-        """Yield the collectives of one computation and of those it calls."""
-        self.read.add(name)
-        chains: set[str] = set()  # the asynchronous fusions that have begun in this computation
-        for each in self.computations[name].values():
-            if each.opcode.removesuffix("-start") in KIND_OF:
-                yield self._collective(name, each, site)
-            elif each.opcode == "while":
-                trips = self._trips(name, each)
-                inside = Site(site.count * (trips or 1), site.count_known and trips is not None)
-                for called in each.called:
-                    yield from self.collectives(called, inside)
-            elif not each.opcode.endswith(("-done", "-update")):
-                for called in each.called:
-                    is_async = site.is_async or each.opcode.endswith("-start")
-                    if each.opcode == "fusion":
-                        if not self._begins(called, chains):
-                            continue
-                        is_async |= self._chain(called) is not None
-                    inside = dataclasses.replace(site, around=each.rest, is_async=is_async)
-                    yield from self.collectives(called, inside)
-
-    def _trips(self, name: str, loop: Instruction) -> int | None:
+    def trips(self, name: str, loop: Instruction) -> int | None:
         """How often a loop runs: XLA says so, or it counts one of its values from a constant up to a constant by one."""
         if stated := TRIPS.search(loop.rest):
             return int(stated[1])
@@ -154,36 +132,14 @@ class Program:
                 if found := ARRAY.match(each.type):
                     yield _bytes(found[1], found[2]), found[0], op_name(each.rest)
 
-    def check_all_read(self) -> None:
-        """No collective may stand where nobody was seen to call it."""
-        for name, instructions in self.computations.items():
-            if name not in self.read and self._chain(name) is None:
-                kinds = {each.opcode.removesuffix("-start") for each in instructions.values()}
-                assert not kinds & KIND_OF.keys(), (
-                    f"jshard can't see who calls {name}, which holds {kinds & KIND_OF.keys()}"
-                )
-
-    def _chain(self, name: str) -> str | None:
+    def chain(self, name: str) -> str | None:
         """The chain that a fusion is a piece of: a TPU runs one collective in pieces, inside the fusions that it hides
         behind, and every piece repeats the instruction."""
         rests = (each.rest for each in self.computations[name].values())
         return next((found[1] for rest in rests if (found := CHAIN.search(rest))), None)
 
-    def _begins(self, name: str, chains: set[str]) -> bool:
-        """Whether a fusion is no later piece of a collective that has begun."""
-        chain = self._chain(name)
-        if chain is None:
-            return True
-        rests = " ".join(each.rest for each in self.computations[name].values())
-        targets = re.findall(r'custom_call_target="AsyncCollective(Start|Done)', rests)
-        begins = "Start" in targets or chain not in chains
-        if "Done" in targets and "Start" not in targets:
-            chains.discard(chain)
-        else:
-            chains.add(chain)
-        return begins
-
-    def _collective(self, name: str, each: Instruction, site: Site) -> CompiledCollective:
+    def collective(self, name: str, each: Instruction, site: Site) -> CompiledCollective:
+        """Read the collective that an instruction of a computation is."""
         kind, is_start = KIND_OF[each.opcode.removesuffix("-start")], each.opcode.endswith("-start")
         joined = members(each.rest, self.devices)
         arrays = _payload_arrays(each.type, each.opcode)
@@ -278,6 +234,11 @@ def _elements(result: str) -> list[str]:
             members.append(result[start:place].strip())
             start = place + 1
     return members
+
+
+def bytes_of(type_: str) -> int:
+    """The bytes of all arrays of a type."""
+    return sum(size for _, size in _arrays(type_))
 
 
 def _bytes(dtype: str, shape: str) -> int:

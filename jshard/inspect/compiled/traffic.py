@@ -7,6 +7,7 @@ from typing import Any
 from jshard.inspect.compiled.collective import CompiledCollective as CompiledCollective
 from jshard.inspect.compiled.collective import Large
 from jshard.inspect.compiled.hlo_text import Program
+from jshard.inspect.compiled.schedule import collectives_of, schedule_of
 from jshard.provenance import cause
 
 
@@ -14,10 +15,7 @@ def collectives_in(compiled: Any) -> list[CompiledCollective]:
     """The collectives of `compiled` (a compiled program, or its text), in the order of the text's calls. Loops count by
     their trips, and every branch of a conditional counts."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    program = Program(text)
-    found = list(program.collectives(program.entry))
-    program.check_all_read()
-    return found
+    return list(collectives_of(schedule_of(Program(text))))
 
 
 def wire_bytes(compiled: Any) -> int:

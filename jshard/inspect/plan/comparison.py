@@ -33,8 +33,8 @@ class Difference:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Collectives of one kind that one signal asked for in one phase, and what runs for them. `asked` and `got` count runs;
-    `wire_asked` and `wire_got` are bytes on the wire per device of all of them, `hidden` those that run asynchronously, or in
-    a kernel under its own products."""
+    `wire_asked` and `wire_got` are bytes on the wire per device of all of them, `hidden` those that travel while the device
+    works, by the schedule, or in a kernel under its own products."""
 
     place: Place | None
     signal: str
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def hidden(self) -> int:
-        """Of the bytes that run, those that something else can run beside."""
+        """Of the bytes that run, those that travel while the device works."""
         return sum(row.hidden for row in self.rows)
 
     @property
@@ -89,7 +89,7 @@ def compare(
     ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int], chip: Chip = CHIPS["cpu"]
 ) -> Comparison:
     """The two sides paired. `sizes` are those of the mesh. `chip` says how much of a kernel's wire its own products are long
-    enough to hide: XLA's asynchronous collectives get the benefit of the doubt, kernels of ours don't."""
+    enough to hide; of XLA's collectives the walk has said it (`walk.py`)."""
     every, got, pairs = paired(ledger, found, sizes)
     return Comparison((*_rows(every, pairs, chip), *_added(got, chip)))
 
@@ -108,24 +108,24 @@ def _rows(asked: list[Ask], pairs: Pairs, chip: Chip) -> Iterator[Row]:
         found.setdefault(key, []).append(ask)
     for key, several in found.items():
         mine = [pair for ask in several for pair in pairs if pair.ask is ask]
-        runs = [(pair.run, pair.times, pair.wire) for pair in mine]
+        runs = [(pair.run, pair.times, pair.wire, pair.hidden) for pair in mine]
         yield _row(key, several, runs, _differences(several, mine, chip), chip)
 
 
 def _row(
-    key: Key, asked: list[Ask], runs: list[tuple[Run, int, int]], differences: list[Difference], chip: Chip
+    key: Key, asked: list[Ask], runs: list[tuple[Run, int, int, float]], differences: list[Difference], chip: Chip
 ) -> Row:
-    """Add up what is asked and what runs: for each run how often, and its bytes on the wire of once."""
+    """Add up what is asked and what runs: for each run how often, its bytes on the wire of once, and the hidden share."""
     own = [ask.line for ask in asked if ask.line.declared is not None]
     under = [hidden_in_kernel(line, chip) for line in own]
     return Row(
         *key,
         asked=sum(ask.line.count for ask in asked),
-        got=sum(times for _, times, _ in runs) + sum(line.count for line in own),
+        got=sum(times for _, times, _, _ in runs) + sum(line.count for line in own),
         wire_asked=sum(ask.line.total for ask in asked),
-        wire_got=sum(times * wire for _, times, wire in runs) + sum(line.total for line in own),
-        hidden=sum(times * wire for run, times, wire in runs if run.got.asynchronous) + sum(under),
-        asynchronous=sum(times for run, times, _ in runs if run.got.asynchronous)
+        wire_got=sum(times * wire for _, times, wire, _ in runs) + sum(line.total for line in own),
+        hidden=round(sum(times * wire * hidden for _, times, wire, hidden in runs)) + sum(under),
+        asynchronous=sum(times for run, times, _, _ in runs if run.got.asynchronous)
         + sum(line.count for line, hidden in zip(own, under, strict=True) if hidden),
         differences=tuple(differences),
     )
@@ -182,4 +182,5 @@ def _added(got: list[Run], chip: Chip) -> Iterator[Row]:
     for key, runs in found.items():
         times = sum(run.left for run in runs)
         words = f"{times:,} that nobody asked for"
-        yield _row(key, [], [(run, run.left, run.wire) for run in runs], [Difference("added", times, words)], chip)
+        left = [(run, run.left, run.wire, run.got.hidden) for run in runs]
+        yield _row(key, [], left, [Difference("added", times, words)], chip)

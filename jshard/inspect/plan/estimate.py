@@ -1,27 +1,28 @@
-"""How long a step might take, as a stated model: each part is a count over a peak that a maker states. Never measured."""
+"""How long a step might take, as a stated model: by a walk through the compiled schedule. Never measured."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 
-from jshard.inspect.compiled.traffic import CompiledCollective
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.comparison import hidden_in_kernel
 from jshard.inspect.plan.flops import Arithmetic
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
+from jshard.inspect.plan.walk import Walked, link_rate
 from jshard.units import size, three_digits
 
-MODEL = "max(arithmetic, memory, wire that may hide) + wire that can't hide"
+MODEL = "work + wait, by a walk through the compiled schedule"
+UNITS = {"arithmetic": (1e12, "TFLOP/s"), "work": (1e12, "TFLOP/s")}  # of others GB/s
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of the estimate: `amount` over `rate` a second."""
+    """One part of the estimate: `amount` over `rate` a second. A step is its work and its wait; the others are what each
+    would take by itself at its peak, so that no schedule makes a step shorter than the longest of them."""
 
-    name: str  # arithmetic, memory, wire that may hide, wire that can't hide
+    name: str  # arithmetic, memory, wire, work, wait
     words: str
     amount: float
     rate: float
@@ -32,13 +33,14 @@ class Part:
 
     @property
     def peak(self) -> str:
-        """The rate in words."""
-        return f"{self.rate / 1e12:,.0f} TFLOP/s" if self.name == "arithmetic" else f"{self.rate / 1e9:,.0f} GB/s"
+        """The rate in words; "" of what was walked through, which is seconds already."""
+        size, unit = UNITS.get(self.name, (1e9, "GB/s"))
+        return f"{self.rate / size:,.0f} {unit}" if self.rate > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A model of one step's time. It knows nothing of latency, of contention, or of what kernels reach of their peaks."""
+    """A model of one step's time. It knows nothing of latency, or of what kernels reach of their peaks."""
 
     parts: tuple[Part, ...]
     source: str
@@ -57,15 +59,14 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        hidden = [self.seconds_of(name) for name in ("arithmetic", "memory", "wire that may hide")]
-        return max(hidden) + self.seconds_of("wire that can't hide")
+        return self.seconds_of("work") + self.seconds_of("wait")
 
 
 def estimate(
-    asked: Ledger, found: list[CompiledCollective], arithmetic: Arithmetic, memory: Memory, topology: Topology
+    asked: Ledger, walked: Walked, arithmetic: Arithmetic, memory: Memory, topology: Topology
 ) -> Estimate | None:
     """None where the table has no figures, as for pretended devices, and where nothing was compiled. Of what was asked only
-    the kernels count, whose wire no compiled text shows."""
+    the kernels count, whose products and wire no compiled text shows: they work and wait as they declare."""
     chip = topology.chip
     if not chip.link or not memory.parts:
         return None
@@ -76,29 +77,30 @@ def estimate(
     moved = memory.parts["arguments"] + memory.parts["results that take no argument's place"]
     words = f"{size(moved)} of arguments and results, each moved once (at least)"
     parts.append(Part("memory", words, moved, chip.bandwidth / chip.devices))
-    may_hide, can_not = Counter[float](), Counter[float]()  # bytes by rate
-    for got in found:
+    wire, late = Counter[float](), 0.0  # bytes by rate, and those that nothing hides
+    for got in walked.collectives:
         if got.group > 1:
-            (may_hide if got.asynchronous else can_not)[link_rate(got.members, topology)] += got.total
+            wire[link_rate(got.members, topology)] += got.total
+            late += got.total * (1 - got.hidden)
+    by = f"XLA's own cycles at {chip.clock / 1e9:.2f} GHz" if chip.clock else "the peaks of their products and bytes"
+    parts.append(Part("work", f"of instructions, by {by}", walked.work, 1))
+    parts += [
+        Part("work", f"{flops:,.0f} FLOP in {dtype}, in kernels", flops, chip.peak(dtype))
+        for dtype, flops in arithmetic.in_kernels.items()
+    ]
+    kernels = Counter[float]()
     for line in asked.lines:
         if line.declared is not None:
-            rate, hidden = link_rate(range(line.group), topology), hidden_in_kernel(line, chip)
-            may_hide[rate] += hidden
-            can_not[rate] += line.total - hidden
-    for name, rates in (("wire that may hide", may_hide), ("wire that can't hide", can_not)):
-        totals = sorted((+rates).items())
-        parts += [Part(name, f"{size(total)} on the wire", total, rate) for rate, total in totals]
+            rate = link_rate(range(line.group), topology)
+            wire[rate] += line.total
+            kernels[rate] += line.total - hidden_in_kernel(line, chip)
+    parts += [Part("wire", f"{size(total)} on the wire", total, rate) for rate, total in sorted((+wire).items())]
+    parts.append(Part("wait", f"{size(late)} that nothing hides", walked.wait, 1))
+    parts += [
+        Part("wait", f"{size(total)} that a kernel's products don't hide", total, rate)
+        for rate, total in sorted((+kernels).items())
+    ]
     return Estimate(tuple(parts), chip.source, arithmetic.at_most, arithmetic.unknown)
-
-
-def link_rate(members: Iterable[int], topology: Topology) -> float:
-    """Bytes a second that a device can send in a collective. A TPU: a ring along one axis of the torus, both ways, shared
-    by the devices of a chip. A GPU: NVLink within a host, the network between hosts."""
-    chip = topology.chip
-    if chip.axes:
-        return 2 * chip.link / chip.devices
-    hosts = {member // chip.host for member in members}
-    return chip.link if len(hosts) <= 1 else chip.between_hosts
 
 
 def in_words(seconds: float) -> str:

@@ -17,6 +17,7 @@ class Arithmetic:
     taken to be whole on every device; `unknown` products stand in a loop whose trips no program text tells."""
 
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    in_kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # of those, what kernels declare
     at_most: bool = False
     unknown: bool = False
     remat: bool = True  # whether what jax.checkpoint computes again counts
@@ -25,9 +26,10 @@ class Arithmetic:
     def total(self) -> float:
         return sum(self.flops.values())
 
-    def add(self, dtype: Any, flops: float) -> None:
-        if flops:
-            self.flops[str(dtype)] = self.flops.get(str(dtype), 0.0) + flops
+    def add(self, dtype: Any, flops: float, *, in_kernel: bool = False) -> None:
+        for sums in (self.flops, self.in_kernels) if in_kernel else (self.flops,):
+            if flops:
+                sums[str(dtype)] = sums.get(str(dtype), 0.0) + flops
 
 
 def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Arithmetic:
@@ -57,9 +59,9 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
             estimate = eqn.params.get("cost_estimate")
             largest = max((operand.aval for operand in eqn.invars), key=lambda aval: aval.size, default=None)
             if estimate and largest is not None:
-                found.add(largest.dtype, float(times * estimate.flops))
+                found.add(largest.dtype, float(times * estimate.flops), in_kernel=True)
         elif name == "multiplied":  # said beside a kernel of a GPU
-            found.add(eqn.invars[0].aval.dtype, float(times * eqn.params["flops"]))
+            found.add(eqn.invars[0].aval.dtype, float(times * eqn.params["flops"]), in_kernel=True)
         elif name == "scan":
             _walk(bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual)
         elif name == "while":
@@ -69,8 +71,11 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
             branches = [Arithmetic(remat=found.remat) for _ in eqn.params["branches"]]
             for each, branch in zip(branches, eqn.params["branches"], strict=True):
                 _walk(bare(branch), times, each, manual=manual)
-            for dtype, flops in max(branches, key=lambda each: each.total).flops.items():
-                found.add(dtype, flops)
+            longest = max(branches, key=lambda each: each.total)
+            for dtype, flops in longest.flops.items():
+                found.add(dtype, flops - longest.in_kernels.get(dtype, 0.0))
+            for dtype, flops in longest.in_kernels.items():
+                found.add(dtype, flops, in_kernel=True)
             found.at_most |= any(each.at_most for each in branches)
             found.unknown |= any(each.unknown for each in branches)
         else:

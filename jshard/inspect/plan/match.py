@@ -129,6 +129,7 @@ class Pair:
     times: int
     how: str
     wire: int  # bytes of once that are this line's
+    hidden: float  # share of them
 
 
 class Pairs(list[Pair]):
@@ -136,7 +137,7 @@ class Pairs(list[Pair]):
         times = min(ask.left, run.left)
         ask.left -= times
         run.left -= times
-        self.append(Pair(ask, run, times, how, run.wire))
+        self.append(Pair(ask, run, times, how, run.wire, run.got.hidden))
 
 
 def _across(run: Run, asked: list[Ask], pairs: Pairs) -> None:
@@ -157,7 +158,7 @@ def _across(run: Run, asked: list[Ask], pairs: Pairs) -> None:
         part.left -= times
         share = rest if part is parts[-1] else run.wire * part.line.wire // max(1, asked_wire)
         rest -= share
-        pairs.append(Pair(part, run, times, "merged", share))
+        pairs.append(Pair(part, run, times, "merged", share, run.got.hidden))
 
 
 def _joined(run: Run, asked: list[Ask], pairs: Pairs) -> None:
@@ -169,7 +170,8 @@ def _joined(run: Run, asked: list[Ask], pairs: Pairs) -> None:
     for ask in several:
         ask.left -= times
         run.left = 0
-        pairs.append(Pair(ask, run, times, "merged", run.wire * ask.elements // run.elements))
+        wire = run.wire * ask.elements // run.elements
+        pairs.append(Pair(ask, run, times, "merged", wire, run.got.hidden))
 
 
 def _sum(asked: list[Ask], elements: int, limit: int = 4096) -> list[Ask]:
@@ -192,9 +194,11 @@ def _split(ask: Ask, got: list[Run], pairs: Pairs) -> None:
     if times and sum(run.elements for run in parts) == ask.elements:
         times = min(times, ask.left)
         ask.left -= times
+        wire = sum(run.wire for run in parts)
+        hidden = sum(run.wire * run.got.hidden for run in parts) / max(1, wire)
         for number, run in enumerate(parts):
             run.left -= times
-            pairs.append(Pair(ask, run, times if number == 0 else 0, "split", sum(each.wire for each in parts)))
+            pairs.append(Pair(ask, run, times if number == 0 else 0, "split", wire, hidden))
 
 
 def _in_other_words(ask: Ask, got: list[Run], pairs: Pairs) -> None:
@@ -203,7 +207,8 @@ def _in_other_words(ask: Ask, got: list[Run], pairs: Pairs) -> None:
     if others:
         kinds = sorted({run.got.collective for run in others})
         wire = sum(run.left * run.wire for run in others)
-        pairs.append(Pair(ask, others[0], ask.left, f"by {', '.join(kinds)}", wire // ask.left))
+        hidden = sum(run.left * run.wire * run.got.hidden for run in others) / max(1, wire)
+        pairs.append(Pair(ask, others[0], ask.left, f"by {', '.join(kinds)}", wire // ask.left, hidden))
         ask.left = 0
         for run in others:
             run.left = 0

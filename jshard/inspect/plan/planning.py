@@ -11,7 +11,6 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
-from jshard.inspect.compiled.traffic import collectives_in
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan import aot as deviceless
@@ -25,6 +24,7 @@ from jshard.inspect.plan.result import Result
 from jshard.inspect.plan.serialize import document
 from jshard.inspect.plan.text import page
 from jshard.inspect.plan.topology import Topology
+from jshard.inspect.plan.walk import Walked, walked
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import configuration, on_mesh
@@ -86,23 +86,23 @@ def planned(
         deviceless.check_stays_on_devices(jaxpr)
         arithmetic = arithmetic_of(jaxpr)
         export = exported(flat, leaves, donated, topology)
-    found = plans.key(export)
-    compiled = plans.load(found) if cache else None
+    key = plans.key(export)
+    compiled = plans.load(key) if cache else None
     cached = compiled is not None
     if compiled is None:
         compiled = deviceless.compile_absent(export, topology, limit=limit)
-        plans.store(found, compiled)
-    got = collectives_in(compiled.text) if compiled.text else []
+        plans.store(key, compiled)
+    found = walked(compiled.text, topology) if compiled.text else Walked(())
     sizes = dict(mesh.shape)
     memory = memory_of(compiled, topology, ledger.memory, configuration())
     return Plan(
         topology=topology,
         mesh=sizes,
         asked=ledger,
-        got=tuple(got),
-        comparison=compare(ledger, got, sizes, topology.chip) if compiled.text else None,
+        got=found.collectives,
+        comparison=compare(ledger, found.collectives, sizes, topology.chip) if compiled.text else None,
         memory=memory,
-        estimate=estimate(ledger, got, arithmetic, memory, topology),
+        estimate=estimate(ledger, found, arithmetic, memory, topology),
         compilers=_compilers(topology),
         seconds=compiled.seconds,
         cached=cached,

@@ -40,7 +40,6 @@ def _wire(plan: Result) -> Iterator[Block]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    waits = f"{row.asynchronous:,} asynchronous" if row.asynchronous else "synchronous" if row.got else ""
     return (
         str(row.place or "-"),
         row.signal,
@@ -51,10 +50,17 @@ def _cells(row: Row) -> tuple[str, ...]:
         size(row.wire_asked),
         f"got {row.got:,}",
         size(row.wire_got),
-        waits,
+        _hidden(row),
         "; ".join(map(str, row.differences)),
         f"({row.via})" if row.via else "",
     )
+
+
+def _hidden(row: Row) -> str:
+    late = row.wire_got - row.hidden
+    if not (row.hidden and late):
+        return "" if not row.got else "hidden" if row.hidden else "not hidden"
+    return f"{size(row.hidden)} hidden, {size(late)} not"
 
 
 def wire_summary(plan: Result) -> str:
@@ -66,7 +72,7 @@ def wire_summary(plan: Result) -> str:
     runs = sum(got.count for got in plan.got if got.group > 1)
     return (
         f"wire: {size(comparison.asked)} per device asked in {sum(row.asked for row in comparison.rows):,} collectives, "
-        f"{size(comparison.got)} run ({change}) in {runs:,} instructions, {size(comparison.hidden)} of it overlapped and "
+        f"{size(comparison.got)} run ({change}) in {runs:,} instructions, {size(comparison.hidden)} of it hidden and "
         f"{size(comparison.got - comparison.hidden)} not"
     )
 
@@ -106,7 +112,10 @@ def _time(plan: Result) -> Iterator[Block]:
         why = "there are no figures for it" if plan.memory.parts else "nothing was compiled"
         yield f"time: no estimate for {plan.topology.name}, {why}"
         return
-    rows = [(part.name, part.words, f"at {part.peak}", in_words(part.seconds)) for part in estimate.parts]
+    rows = [
+        (part.name, part.words, f"at {part.peak}" if part.peak else "", in_words(part.seconds))
+        for part in estimate.parts
+    ]
     yield Rows(rows, (3,))
     yield f"figures: {estimate.source}"
     yield f"time: {in_words(estimate.seconds)} a step = {MODEL} ({'; '.join(estimate.remarks)})"

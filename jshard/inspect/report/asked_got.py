@@ -10,6 +10,7 @@ from jshard.inspect.report.facts import Facts
 from jshard.markup import Child, Markup, element
 from jshard.pages.shell import legend, stack, table
 from jshard.pages.words import Colours, linked, measured, signal_name, times
+from jshard.units import size
 
 SIDES = "Asked", "Got", "Wire asked", "Wire got"
 HEAD = ("Line", "Signal", "Phase", "Collective", "Over", *SIDES, "What the compiler did")
@@ -80,8 +81,8 @@ def comparison_table(comparison: Comparison, facts: Facts, colours: Colours) -> 
 
 def _row(row: Row, colours: Colours, sources: tuple[str, ...]) -> list[Child]:
     remarks = [element("span", str(each), class_=f"difference {each.kind}") for each in row.differences]
-    if row.asynchronous:
-        remarks.append(element("span", f"{row.asynchronous:,} of {row.got:,} asynchronous", class_="quiet"))
+    if row.hidden:
+        remarks.append(element("span", f"{size(row.hidden)} hidden under work", class_="quiet"))
     return [
         linked(row.place, sources),
         signal_name(row.signal),

@@ -1,5 +1,6 @@
 """Makes compiled text small enough to keep: `python tests/data/hlo/trim.py whole.hlo > small.hlo`. What is left are the
-collectives and all that leads to them; that they read the same before and after is checked.
+collectives, all that leads to them, and the work between them that a TPU's compiler tells the cycles of; that they read the
+same before and after is checked.
 
 `PYTHONPATH=.:tests python tests/data/hlo/trim.py v5e:2x4 > tests/data/hlo/decoder-v5e.hlo` compiles a step of
 tests/decoder.py first, with the compilers of `make extras`: so for cpu:8, tpu7x:2x2x1, h100:8 and h200:8.
@@ -49,29 +50,33 @@ def trimmed(text: str) -> str:
         - holding
     ):
         holding |= more
+    reducers = set(re.findall(r"\bto_apply=%?([\w.\-]+)", text))  # may have what is left of a name
     called = {name for each in holding for line in computations[each] for name in _calls(line)}
     out = [", ".join([head[0], *devices]), ""]
     for name in computations:
         if name in holding | called:
             first, *rest = computations[name]
             lines = [line for line in rest if _matters(line, rest, holding, called)] if name in holding else rest
-            lines = lines if name in holding or re.search(r" compare\(|\"jshard\[", " ".join(rest)) else []
+            lines = lines if name in holding | reducers or " compare(" in " ".join(rest) else []
             out += [re.sub(r"\(.*\) -> .* \{", "(p: s32[]) -> s32[] {", first), *map(_short, lines), "}", ""]
     return "\n".join(out)
+
+
+KEPT = r'AsyncCollective|"estimated_cycles"'
 
 
 def _matters(line: str, lines: list[str], holding: set[str], called: set[str]) -> bool:
     """A collective, what calls one, what takes its results apart, and the counting of loops."""
     each = Instruction.of(*INSTRUCTION.match(line).groups())
     opcode = each.opcode
-    if _is_collective(line) or _calls(line) & holding or opcode in ("while", "parameter") or "AsyncCollective" in line:
+    if _is_collective(line) or _calls(line) & holding or opcode in ("while", "parameter") or re.search(KEPT, line):
         return True
     if opcode == "tuple":
         return line.lstrip().startswith("ROOT") or any(f" while(%{each.name})" in other for other in lines)
     if opcode.endswith("-done") or (opcode == "get-tuple-element" and "op_name" in line):
         source = re.match(r"%([\w.\-]+)", each.rest)
         return bool(source) and any(_is_collective(o) and f"%{source[1]} = " in o for o in lines if o != line)
-    return re.match(r"s32\[\]", each.type) is not None and opcode in (
+    return re.match(r"[su]32\[\]", each.type) is not None and opcode in (
         "constant",
         "add",
         "copy",
@@ -92,7 +97,7 @@ def _calls(line: str) -> set[str]:
 
 def _short(line: str) -> str:
     line, _, configuration = line.partition(", backend_config=")
-    said = re.findall(r'"is_sync":\w+|"known_trip_count":\{"n":"\d+"\}', configuration)
+    said = re.findall(r'"is_sync":\w+|"known_trip_count":\{"n":"\d+"\}|"estimated_cycles":"\d+"', configuration)
     line = re.sub(
         r"\{[\d,]*(:[^}]*)?\}(?=[ ,)])(?<!\]\}\})", lambda m: "" if line[m.start() - 1] == "]" else m[0], line
     )

@@ -49,7 +49,8 @@ def test_every_topology_compiles(extra, name):
     assert made.comparison.asked == made.asked.total > 0
     assert made.comparison.got == sum(got.total for got in made.got) > 0
     assert made.memory.fits and made.memory.capacity == Topology.of(name).chip.device_memory
-    assert {"arithmetic", "memory"} < {part.name for part in made.estimate.parts}
+    assert {part.name for part in made.estimate.parts} == {"arithmetic", "memory", "wire", "work", "wait"}
+    assert made.estimate.seconds == made.estimate.seconds_of("work") + made.estimate.seconds_of("wait") > 0
     assert "(a model, nothing was measured)" in str(made)
 
 
@@ -75,6 +76,7 @@ def test_gathers_hide_behind_products_on_a_tpu(extra):
     extra("v5e:2x4")
     made = plan_decoder("v5e:2x4", decoder.TINY, data=2, tensor=4)
     assert sum(row.asynchronous for row in made.comparison.rows) > 0
+    assert 0 < made.comparison.hidden < sum(got.total for got in made.got if got.asynchronous)  # the products are tiny
     assert not [each for _, each in made.comparison.differences if each.kind in ("added", "dropped", "split")]
 
 

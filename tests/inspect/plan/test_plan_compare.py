@@ -99,7 +99,18 @@ def test_asynchronous_runs_are_told_apart(ledger):
         ("mlp/up", "backward"): 4,
         ("mlp/down", "backward"): 2,
     }
-    assert sum(row.hidden for row in comparison.rows) == 20_480
+    assert comparison.hidden == 0  # nobody has walked through it
+
+
+def test_hidden_share_of_each_run_is_its_rows():
+    asked = [line(elements=8), line(elements=24, signal="down"), line("all_gather", signal="head")]
+    found = [run(elements=(32,), signal="", hidden=0.5)]
+    found += [
+        run("permute", elements=(2,), count=count, signal="head", hidden=hidden)
+        for count, hidden in ((3, 1.0), (1, 0.0))
+    ]
+    rows = compare(Ledger(tuple(asked)), found, SIZES).rows
+    assert [(row.wire_got, row.hidden) for row in rows] == [(48, 24), (144, 72), (32, 24)]
 
 
 # -- differences that no stored text shows --

@@ -20,6 +20,7 @@ from jshard.inspect.plan.estimate import estimate
 from jshard.inspect.plan.flops import arithmetic_of
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
+from jshard.inspect.plan.walk import Walked
 from jshard.kernels.kernel_traffic import Schedule, declare, declared
 
 MESH = {"data": 4, "tensor": 4}
@@ -78,14 +79,16 @@ def test_fused_kernels_hide_what_their_tiles_say():
     assert compare(ledger, [], MESH).hidden == 0  # of a chip that nothing is known of
 
 
-def test_estimate_counts_the_wire_of_kernels_on_both_sides():
+def test_kernels_work_and_wait_as_they_declare():
     ledger, flops = fused(8192)
     memory = Memory({"arguments": 1, "results that take no argument's place": 0}, 1, None, (), ())
-    made = estimate(ledger, [], flops, memory, Topology.of("v5e:4x4"))
+    made = estimate(ledger, Walked(()), flops, memory, Topology.of("v5e:4x4"))
     comparison = compare(ledger, [], MESH, CHIPS["v5e"])
     assert made is not None
-    assert made.seconds_of("wire that may hide") == pytest.approx(comparison.hidden / 100e9)
-    assert made.seconds_of("wire that can't hide") == pytest.approx((comparison.got - comparison.hidden) / 100e9)
+    assert made.seconds_of("wire") == pytest.approx(comparison.got / 100e9)
+    assert made.seconds_of("wait") == pytest.approx((comparison.got - comparison.hidden) / 100e9)
+    assert made.seconds_of("work") == pytest.approx(flops.total / 197e12)  # all of it in the kernels
+    assert made.seconds == made.seconds_of("work") + made.seconds_of("wait")
 
 
 def test_fused_kernels_leave_at_most_a_quarter_of_what_waits_in_the_partitioners_program(
@@ -96,7 +99,7 @@ def test_fused_kernels_leave_at_most_a_quarter_of_what_waits_in_the_partitioners
     overlap.main(["--features", "512", "--tokens", "16384"])
     last = capsys.readouterr().out.splitlines()[-1]
     found = re.fullmatch(
-        r"over tensor goes the sequence: .* not overlapped by fused kernels, .* in the partitioner's program: (\d+) %",
+        r"over tensor goes the sequence: .* not hidden by fused kernels, .* in the partitioner's program: (\d+) %",
         last,
     )
     assert found and int(found[1]) <= 25, last

@@ -200,11 +200,16 @@ def test_report_with_a_plan_shows_both_sides_and_each_difference(told):
     shown = re.sub(r"\|+", "|", words(text[text.index('id="plan"') :]))
     assert "v5e:2x4 (8 devices of TPU v5 lite), compiled in 2.5 s by jax 1." in shown
     assert "does not fit: 1.07 KiB of 1,000 B per device (110 %), 100 B too much" in shown
-    assert "|stack.yaml:7|up|forward|all-gather|data|4|2|4.00 KiB|2.00 KiB|2 dropped|2 of 2 asynchronous|" in shown
+    assert (
+        "|stack.yaml:7|up|forward|all-gather|data|4|2|4.00 KiB|2.00 KiB|2 dropped|2.00 KiB hidden under work|" in shown
+    )
     assert "|–|no signal|backward|all-reduce|tensor|0|1|0 B|100 B|1 that nobody asked for|" in shown
     assert "|stack.yaml:7|up|backward|reduce-scatter|data|1|1|50 B|50 B|as asked|" in shown
     assert "|Total|5|4|4.05 KiB|2.15 KiB|2 differences|" in shown
-    assert "|arithmetic|10 FLOP in bfloat16|197 TFLOP/s|" in shown and "A model, not a measurement: max(" in shown
+    assert (
+        "|arithmetic|10 FLOP in bfloat16|197 TFLOP/s|" in shown
+        and "A model, not a measurement: work + wait, by a walk" in shown
+    )
     assert "Not planned" not in text
 
 

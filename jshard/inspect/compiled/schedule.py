@@ -1,0 +1,136 @@
+"""The schedule of a compiled program: its work in the order of time, and where collectives begin and are waited for."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+
+from jshard.inspect.compiled.collective import CompiledCollective
+from jshard.inspect.compiled.hlo_text import KIND_OF, Computation, Instruction, Program, Site
+
+FREE = frozenset("parameter constant get-tuple-element tuple bitcast partition-id replica-id after-all".split())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """An instruction on the device's own time, and the computation that has its operands."""
+
+    instruction: Instruction
+    computation: Computation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Start:
+    """Where a collective begins; `name` is what its `Done` has too. A synchronous one is waited for at once."""
+
+    name: str
+    collective: CompiledCollective
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Done:
+    """Where a collective is waited for; of what is no collective, as a copy, nothing."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    trips: int  # 1 where nobody knows
+    body: tuple[Event, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branches:
+    branches: tuple[tuple[Event, ...], ...]
+
+
+Event = Work | Start | Done | Loop | Branches
+
+
+def schedule_of(program: Program) -> tuple[Event, ...]:
+    """Read the schedule. A collective that stands where nobody was seen to call it is an assertion."""
+    reader = _Reader(program)
+    events = tuple(reader.events(program.entry, Site()))
+    for name, instructions in program.computations.items():
+        if name not in reader.read and program.chain(name) is None:
+            kinds = {each.opcode.removesuffix("-start") for each in instructions.values()} & KIND_OF.keys()
+            assert not kinds, f"jshard can't see who calls {name}, which holds {kinds}"
+    return events
+
+
+def collectives_of(events: Iterable[Event]) -> Iterator[CompiledCollective]:
+    """Yield every collective of a schedule once, whatever its count."""
+    for event in events:
+        match event:
+            case Start():
+                yield event.collective
+            case Loop():
+                yield from collectives_of(event.body)
+            case Branches():
+                for branch in event.branches:
+                    yield from collectives_of(branch)
+
+
+class _Reader:
+    def __init__(self, program: Program):
+        self.program = program
+        self.read: set[str] = set()
+        self.chains: set[str] = (
+            set()
+        )  # of asynchronous fusions that have begun, maybe before the loop that they go on in
+        self.updates: dict[str, str] = {}  # of a start that is waited for by another name
+
+    def events(self, name: str, site: Site) -> Iterator[Event]:
+        """Yield the schedule of one computation, with that of those it calls."""
+        self.read.add(name)
+        computation = self.program.computations[name]
+        for each in computation.values():
+            if each.opcode.removesuffix("-start") in KIND_OF:
+                collective = self.program.collective(name, each, site)
+                yield Start(each.name, collective)
+                if not collective.asynchronous:
+                    yield Done(each.name)
+            elif each.opcode.endswith("-update"):
+                self.updates[each.name] = self.updates.get(each.operands[0], each.operands[0])
+            elif each.opcode.endswith("-done"):
+                yield Done(self.updates.get(each.operands[0], each.operands[0]))
+            elif each.opcode == "while":
+                trips = self.program.trips(name, each)
+                inside = Site(site.count * (trips or 1), site.count_known and trips is not None)
+                yield Loop(trips or 1, tuple(event for called in each.called for event in self.events(called, inside)))
+            elif each.opcode == "fusion" and (chain := self.program.chain(each.called[0])) is not None:
+                yield from self._piece(each, computation, chain, site)
+            elif each.opcode in ("call", "conditional"):
+                inside = dataclasses.replace(site, around=each.rest)
+                branches = tuple(tuple(self.events(called, inside)) for called in each.called)
+                yield from branches[0] if each.opcode == "call" else (Branches(branches),)
+            elif each.opcode not in FREE:
+                yield Work(each, computation)
+                yield from self._inside(each, site)
+
+    def _inside(self, each: Instruction, site: Site) -> Iterator[Event]:
+        """Yield the collectives of what an instruction runs. They begin with it, and end with it or with its done."""
+        is_start = each.opcode.endswith("-start")
+        inside = dataclasses.replace(site, around=each.rest, is_async=site.is_async or is_start)
+        for called in each.called:
+            for collective in collectives_of(self.events(called, inside)):
+                yield Start(each.name, collective)
+        if not is_start:
+            yield Done(each.name)
+
+    def _piece(self, each: Instruction, computation: Computation, chain: str, site: Site) -> Iterator[Event]:
+        """Yield the work of a fusion that a TPU runs a piece of a collective in. The pieces of a chain are one collective,
+        though each repeats the instruction."""
+        (called,) = each.called
+        rests = " ".join(inner.rest for inner in self.program.computations[called].values())
+        targets = re.findall(r'custom_call_target="AsyncCollective(Start|Done)', rests)
+        if "Start" in targets or chain not in self.chains:
+            self.chains.add(chain)
+            inside = dataclasses.replace(site, around=each.rest, is_async=True)
+            for collective in collectives_of(self.events(called, inside)):
+                yield Start(f"chain {chain}", collective)
+        yield Work(each, computation)
+        if "Done" in targets:
+            yield Done(f"chain {chain}")

@@ -1,0 +1,158 @@
+"""A walk through a compiled schedule: what each collective hides behind, and how long one run takes. A model of it, never
+measured (docs/design/0019-schedule.md)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from jshard.inspect.compiled.collective import CompiledCollective
+from jshard.inspect.compiled.hlo_text import Program
+from jshard.inspect.compiled.schedule import Branches, Done, Event, Loop, Start, Work, collectives_of, schedule_of
+from jshard.inspect.plan.topology import Topology
+from jshard.inspect.plan.work import seconds_by
+
+
+@dataclasses.dataclass(frozen=True)
+class Walked:
+    """The collectives of a program, each with the share of it that is hidden, and the seconds that a device works and waits."""
+
+    collectives: tuple[CompiledCollective, ...]
+    work: float = 0.0
+    wait: float = 0.0
+
+
+def walked(text: str, topology: Topology) -> Walked:
+    """Walk through a compiled program. On devices without figures nothing takes time, and nothing is hidden."""
+    program = Program(text)
+    events = schedule_of(program)
+    found = tuple(collectives_of(events))
+    if not topology.chip.link:
+        return Walked(found)
+    walk = _Walk(seconds_by(program, topology.chip), topology)
+    walk.run(events)
+    walk.wait(max((each.end for each in walk.flight), default=0.0))
+    collectives = [
+        dataclasses.replace(each, hidden=max(0.0, round(1 - walk.late[id(each)] / seconds, 6)))
+        if (seconds := wire_seconds(each, topology) * each.count)
+        else each
+        for each in found
+    ]
+    return Walked(tuple(collectives), walk.work, walk.now - walk.work)
+
+
+def wire_seconds(collective: CompiledCollective, topology: Topology) -> float:
+    """How long one run takes on links of its own; nothing for a group of one."""
+    return collective.total / collective.count / link_rate(collective.members, topology) if collective.count else 0.0
+
+
+def link_rate(members: Iterable[int], topology: Topology) -> float:
+    """Bytes a second that a device can send in a collective. A TPU: a ring along one axis of the torus, both ways, shared
+    by the devices of a chip. A GPU: NVLink within a host, the network between hosts."""
+    chip = topology.chip
+    if chip.axes:
+        return 2 * chip.link / chip.devices
+    hosts = {member // chip.host for member in members}
+    return chip.link if len(hosts) <= 1 else chip.between_hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transfer:
+    """One run of a collective: when its bytes are on the wire."""
+
+    collective: CompiledCollective
+    begin: float
+    end: float
+
+    def moved(self, seconds: float) -> _Transfer:
+        return dataclasses.replace(self, begin=self.begin + seconds, end=self.end + seconds)
+
+
+class _Walk:
+    """Time passes by work and by waiting. A collective is on the wire from its start, or when those before it have left its
+    links; what of that passes while the device waits is not hidden, whichever collective it waits for."""
+
+    def __init__(self, seconds_of: Callable[[Work], float], topology: Topology):
+        self.seconds_of, self.topology = seconds_of, topology
+        self.now = self.work = 0.0
+        self.flight: list[_Transfer] = []  # that have not ended
+        self.open: dict[str, float] = {}  # when what has begun under a name, and was not waited for, ends
+        self.late: dict[int, float] = defaultdict(float)  # seconds of each collective, by identity, that passed waiting
+
+    def run(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Work():
+                    seconds = self.seconds_of(event)
+                    self.work += seconds
+                    self._pass(self.now + seconds)
+                case Start():
+                    self._start(event.name, event.collective)
+                case Done():
+                    self.wait(self.open.pop(event.name, 0.0))
+                case Loop():
+                    self._loop(event)
+                case Branches():
+                    self._longest(event)
+
+    def wait(self, until: float) -> None:
+        for each in self.flight:
+            self.late[id(each.collective)] += max(0.0, min(each.end, until) - max(each.begin, self.now))
+        self._pass(max(until, self.now))
+
+    def _pass(self, now: float) -> None:
+        self.now = now
+        self.flight = [each for each in self.flight if each.end > now]
+
+    def _start(self, name: str, collective: CompiledCollective) -> None:
+        if seconds := wire_seconds(collective, self.topology):
+            before = [each.end for each in self.flight if self._share_links(each.collective, collective)]
+            begin = max([self.now, *before])
+            self.flight.append(_Transfer(collective, begin, begin + seconds))
+            self.open[name] = max(self.open.get(name, 0.0), begin + seconds)
+
+    def _share_links(self, one: CompiledCollective, other: CompiledCollective) -> bool:
+        """Along other axes of a torus lie other links; a GPU sends all it sends by the same, to its host or beyond."""
+        if self.topology.chip.axes:
+            return len(set(one.members) & set(other.members)) > 1
+        return link_rate(one.members, self.topology) == link_rate(other.members, self.topology)
+
+    def _loop(self, loop: Loop) -> None:
+        """Walk trip by trip, until one ends as the trip before it did: the others are like it."""
+        before = None
+        for trip in range(loop.trips):
+            now, work, late = self.now, self.work, dict(self.late)
+            self.run(loop.body)
+            if (state := self._state()) == before:
+                rest = loop.trips - trip - 1
+                seconds = rest * (self.now - now)
+                self.work += rest * (self.work - work)
+                for key, seconds_late in self.late.items():
+                    self.late[key] += rest * (seconds_late - late.get(key, 0.0))
+                self.flight = [each.moved(seconds) for each in self.flight]
+                self.open = {name: end + seconds for name, end in self.open.items()}
+                self.now += seconds
+                return
+            before = state
+
+    def _state(self) -> object:
+        """What decides how the next trip goes, in picoseconds from now."""
+        left = [
+            (id(each.collective), round(1e12 * max(0, each.begin - self.now)), round(1e12 * (each.end - self.now)))
+            for each in self.flight
+        ]
+        return left, {name: round(1e12 * (end - self.now)) for name, end in self.open.items() if end > self.now}
+
+    def _longest(self, event: Branches) -> None:
+        """Go on after the branch that takes longest; what is late in any of them is late."""
+        ends: list[_Walk] = []
+        late: dict[int, float] = defaultdict(float)
+        for branch in event.branches:
+            ends.append(copy.copy(self))
+            ends[-1].flight, ends[-1].open, ends[-1].late = [*self.flight], dict(self.open), self.late.copy()
+            ends[-1].run(branch)
+            for key, seconds in ends[-1].late.items():
+                late[key] = max(late[key], seconds)
+        vars(self).update(vars(max(ends, key=lambda each: each.now)), late=late)
