@@ -9,9 +9,10 @@ from typing import Any
 
 from jax.sharding import AxisType
 
+from jshard.layouts.axes import REDUCTIONS
 from jshard.layouts.layout import as_axes
 
-REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split())
+PRICED = REDUCTIONS.keys() - {"reduce"}  # but those by a function of the user's
 
 Moved = tuple[str, tuple[str, ...], tuple[int, ...], Any]  # collective, mesh axes, shape on one device, dtype
 
@@ -19,7 +20,14 @@ Moved = tuple[str, tuple[str, ...], tuple[int, ...], Any]  # collective, mesh ax
 def typed_collectives(eqn: Any) -> Iterator[Moved]:
     """The collectives of one equation on explicitly sharded arrays."""
     name = eqn.primitive.name
-    if name in REDUCTIONS:
+    if name in ("argmax", "argmin"):
+        result = eqn.outvars[0].aval
+        for axis in eqn.params["axes"]:
+            if mesh_axes := split_of(eqn.invars[0].aval)[axis]:
+                candidates = (_group(result, mesh_axes), *_local_shape(result))  # everybody's best, and where it was
+                for dtype in (eqn.invars[0].aval.dtype, result.dtype):
+                    yield "all_gather", mesh_axes, candidates, dtype
+    elif name in PRICED:
         split = split_of(eqn.invars[0].aval)
         yield from _all_reduces([split[axis] for axis in eqn.params["axes"]], eqn.outvars[0].aval)
     elif name == "dot_general":
@@ -27,13 +35,6 @@ def typed_collectives(eqn: Any) -> Iterator[Moved]:
         one, other = (split_of(operand.aval) for operand in eqn.invars)
         split = [one[a] for a, b in zip(left, right, strict=True) if one[a] == other[b]]
         yield from _all_reduces(split, eqn.outvars[0].aval)
-    elif name in ("argmax", "argmin"):
-        result = eqn.outvars[0].aval
-        for axis in eqn.params["axes"]:
-            if mesh_axes := split_of(eqn.invars[0].aval)[axis]:
-                candidates = (_group(result, mesh_axes), *_local_shape(result))  # everybody's best, and where it was
-                for dtype in (eqn.invars[0].aval.dtype, result.dtype):
-                    yield "all_gather", mesh_axes, candidates, dtype
     elif name == "reshard":
         yield from _reshard(eqn.invars[0].aval, eqn.outvars[0].aval)
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jshard.inspect.ledger.explicit_sharding import REDUCTIONS, split_of
+from jshard.inspect.ledger.explicit_sharding import PRICED, split_of
 from jshard.jaxprs import CALLS, bare
 from jshard.layouts.axes import FIXED, KEPT, LOOKUP, Factors, factors, spread
 from jshard.layouts.layout import Layout
 
 # Others look into these, and into what a shard_map asks for.
 HOLD_OTHERS = frozenset(CALLS) | frozenset("shard_map scan while cond".split())
-PRICED = REDUCTIONS | frozenset(["argmax", "argmin"])  # by `typed`
 # Made of nothing, or of a key: every device has what it needs, however the types say it lies.
 MADE = frozenset(
     "iota random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap".split()
