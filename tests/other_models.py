@@ -4,6 +4,7 @@ the configurations that it runs under. A test and a benchmark read this table; t
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import math
 import sys
@@ -219,32 +220,20 @@ TUNIX = {"loss": tunix_loss, "batch": tunix_batch, "decode": tunix_decode}
 # -- the Mambas --
 
 
-def mamba2(size: Size) -> Any:
-    import mamba2_jax
+def mamba(version: int) -> Callable[[Size], Any]:
+    def make(size: Size) -> Any:
+        package = importlib.import_module(f"mamba{version}_jax")
+        config = getattr(package, f"Mamba{version}Config")(
+            vocab_size=size.words,
+            hidden_size=size.width,
+            state_size=8,
+            head_dim=8,
+            chunk_size=size.tokens // 2,
+            num_hidden_layers=2,
+        )
+        return getattr(package, f"Mamba{version}ForCausalLM")(config, rngs=nnx.Rngs(0))
 
-    config = mamba2_jax.Mamba2Config(
-        vocab_size=size.words,
-        hidden_size=size.width,
-        state_size=8,
-        head_dim=8,
-        chunk_size=size.tokens // 2,
-        num_hidden_layers=2,
-    )
-    return mamba2_jax.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
-
-
-def mamba3(size: Size) -> Any:
-    import mamba3_jax
-
-    config = mamba3_jax.Mamba3Config(
-        vocab_size=size.words,
-        hidden_size=size.width,
-        state_size=8,
-        head_dim=8,
-        chunk_size=size.tokens // 2,
-        num_hidden_layers=2,
-    )
-    return mamba3_jax.Mamba3ForCausalLM(config, rngs=nnx.Rngs(0))
+    return make
 
 
 def mamba_batch(size: Size) -> tuple[Any, ...]:
@@ -354,8 +343,18 @@ MODELS = {
         **TUNIX,
     ),
     "gemma3": Adopted("tunix", gemma3, plans=transformer(GEMMA3), start=tunix_start(6), **TUNIX),
-    "mamba2": Adopted("mamba2_jax", mamba2, mamba_loss, mamba_batch, DATA, mamba_decode, lambda: mamba_batch(TINY)),
-    "mamba3": Adopted("mamba3_jax", mamba3, mamba_loss, mamba_batch, DATA, mamba_decode, lambda: mamba_batch(TINY)),
+    **{
+        f"mamba{version}": Adopted(
+            f"mamba{version}_jax",
+            mamba(version),
+            mamba_loss,
+            mamba_batch,
+            DATA,
+            mamba_decode,
+            lambda: mamba_batch(TINY),
+        )
+        for version in (2, 3)
+    },
     "canvit": Adopted("canvit_nnx", canvit, canvit_loss, canvit_batch, transformer(CANVIT)),
     "heal-swin": Adopted("heal_swin_nnx", healswin, healswin_loss, healswin_batch, HEALSWIN),
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import linen_models
 import numpy as np
 import pytest
 from flax import nnx
@@ -36,9 +37,11 @@ def test_a_file_to_start_from_claims_every_parameter(path):
 
 
 @pytest.mark.usefixtures("in_the_root")
-def test_a_model_of_our_own_is_checked(capsys):
-    assert main(["check", "configs/adopt/transformer.yaml"]) == 0
-    assert "parameters are claimed: " in capsys.readouterr().out
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_a_file_to_start_from_is_checked(path, capsys):
+    assert main(["check", str(path)]) == 0
+    is_our_own = path.stem == "transformer"
+    assert ("parameters are claimed: " in capsys.readouterr().out) == is_our_own
 
 
 @pytest.mark.usefixtures("in_the_root")
@@ -67,6 +70,14 @@ def test_a_file_says_what_its_model_is_tested_under(name):
     plan = next(plans[each] for each in ("tensor and fsdp", "two heads for keys", "fsdp") if each in plans)
     file = {"qwen3-kv2": "qwen3-kv"}.get(name, name)
     assert said(load_configuration(FOLDER / f"{file}.yaml")) == said(load_configuration(plan))
+
+
+@pytest.mark.parametrize("name", linen_models.MODELS)
+def test_a_file_says_what_its_linen_model_is_tested_under(extra, name):
+    extra(linen_models.package(name))
+    plans = linen_models.MODELS[name]().plans()
+    plan = plans.get("tensor and fsdp", plans["fsdp"])
+    assert said(load_configuration(FOLDER / f"{name.replace('_', '-')}.yaml")) == said(load_configuration(plan))
 
 
 def qwen3(*, rngs: nnx.Rngs) -> nnx.Module:
