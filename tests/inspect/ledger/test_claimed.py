@@ -13,7 +13,7 @@ from flax import nnx
 import jshard
 from jshard.inspect.ledger import Ledger
 from jshard.inspect.ledger.claimed import declared
-from jshard.inspect.ledger.whole import whole
+from jshard.inspect.ledger.whole import _words, whole
 from jshard.signals.signal import Shard, Signal
 
 FILE = """\
@@ -111,8 +111,17 @@ def test_a_kernel_of_data_parallel_training_is_told_with_every_word():
     ]
 
 
+def test_no_word_is_told_for_a_mesh_axis_that_the_signal_names():
+    def words(**said):
+        return [*_words(Signal("a", **said), (16, 8), ("reduction", "column"), {"data": 2, "one": 1, "tensor": 4})]
+
+    assert words() == ["column: data (8 in 2)", "column: tensor (8 in 4)"]
+    assert words(row=("data",), sequence=("tensor",)) == ["store: data (16 in 2)"]
+    assert words(store=("data",), column=("tensor",)) == words(shard=Shard(0)) == []
+
+
 def test_layers_of_jshard_are_told_by_their_own_axes():
-    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "layer": {"row": "data"}})
+    jshard.load({"jshard": {"mesh": {"data": 2, "one": 1, "tensor": 4}}, "layer": {"row": "data"}})
     with jshard.signal("layer"):
         layer = jshard.Linear(6, 16, use_bias=False, rngs=nnx.Rngs(0))
     assert whole(layer) == [

@@ -91,6 +91,10 @@ MOVES: dict[str, Case] = {
         lambda x, u, k: lax.dynamic_update_slice_in_dim(x, u, k, 0),
         lambda: (rows(), put((4, 16), "data"), jnp.int32(1)),
     ),
+    "reshape, within a mesh axis": (
+        lambda x: x.reshape(4, 2, 16, out_sharding=sharding("data")),
+        lambda: (put((8, 16), ("data", "tensor")),),
+    ),
     "product, one operand whole": (
         lambda x, w: jnp.einsum("bd,de->be", x, w, out_sharding=sharding("data")),
         lambda: (tiles(), put((16, 12))),
@@ -149,6 +153,10 @@ LOCAL: dict[str, Case] = {
     "cumsum": (lambda x: jnp.cumsum(x, 1), lambda: (rows(),)),
     "sums of whole axes": (lambda x: x.sum(1) + x.var(1) + jax.nn.logsumexp(x, 1), lambda: (rows(),)),
     "product": (lambda x, w: x @ w, lambda: (rows(), put((16, 12), None, "tensor"))),
+    "product, rows split further": (
+        lambda x, w: jnp.einsum("bd,de->be", x, w, out_sharding=sharding(("data", "tensor"))),
+        lambda: (rows(), put((16, 12))),
+    ),
     "convolution": (convolved, lambda: (put((4, 8, 8, 3), "data"), put((3, 3, 3, 8)))),
     "pooling": (pooled, lambda: (put((4, 8, 8, 3), "data"),)),
     "triangle": (jnp.tril, lambda: (tiles(),)),
@@ -208,6 +216,12 @@ def test_functions_of_each_number_and_their_gradients_are_not_told(function):
     assert found.left == (), str(found)
 
 
+def test_a_mesh_axis_that_moves_alone_is_priced_and_not_told():
+    with jax.set_mesh(jshard.mesh()):
+        ledger = read(jax.make_jaxpr(lambda x: jax.sharding.reshard(x, sharding(None, "data")))(rows()))
+    assert (ledger.left, [line.collective for line in ledger.lines]) == ((), ["all_to_all"])
+
+
 def test_an_operation_that_is_not_known_counts_as_one_that_moves():
     x = put((8, 4, 4), "data")
     (left,) = read(jax.make_jaxpr(lambda x: lax.linalg.lu(x)[0])(x)).left
@@ -255,12 +269,12 @@ def test_ledger_tells_what_the_compiler_decides_and_counts_it_apart():
 
 def test_times_in_a_loop_are_told_and_lines_are_one():
     def f(x):
-        y = lax.scan(lambda x, _: (x[::-1] + 1, None), x, None, length=3)[0]
+        y = lax.scan(lambda x, _: (x[::-1] + 1, None), x, None, length=2)[0]
         return lax.while_loop(lambda x: x.sum() < 3, lambda x: x[::-1] + 1, y)
 
     line = f.__code__.co_firstlineno + 1
     assert [left.words for left in read(jax.make_jaxpr(f)(rows())).left] == [
-        f"3 x rev over data (test_implicit_resharding.py:{line})",
+        f"2 x rev over data (test_implicit_resharding.py:{line})",
         f"? x rev over data (test_implicit_resharding.py:{line + 1})",
     ]
 

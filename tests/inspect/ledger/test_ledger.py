@@ -7,14 +7,17 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, Place
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger, Line, read
+from jshard.inspect.ledger.memory import Rest, _in_the_file, at_rest
 from jshard.kernels import all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from jshard.provenance import Cause, scope
 from jshard.signals.active_config import load, unload
@@ -487,3 +490,14 @@ def test_types_of_an_explicit_mesh_are_read_and_equal_the_compiled_bytes(mesh, p
 def test_line_compares_by_what_it_costs_and_not_by_where_it_is_written():
     line = Line(Cause(source="a.py:1"), AR, "psum", D, 2, 1, True, 4, "float32", ())
     assert line == Line(Cause(source="b.py:2"), AR, "psum", D, 2, 1, True, 4, "float32", ())
+
+
+def test_gradients_are_held_where_one_of_the_optimizers_trains():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    (rest,) = at_rest([model, *(nnx.Optimizer(model, optax.sgd(1.0), wrt=kind) for kind in (nnx.Param, nnx.BatchStat))])
+    assert (rest.parameters, rest.gradients) == (36, 36)
+
+
+def test_memory_is_told_in_the_order_of_the_file():
+    rests = [Rest(None, "-"), Rest(Place("f", 3), "b"), Rest(Place("f", 2), "a"), Rest(Place("e", 9), "c")]
+    assert [rest.signal for rest in sorted(rests, key=_in_the_file)] == ["c", "a", "b", "-"]

@@ -12,6 +12,8 @@ from flax import nnx
 
 import jshard
 from jshard.inspect.ledger import Ledger
+from jshard.inspect.ledger.unsplit import _splitting
+from jshard.signals.signal import Shard, Signal
 
 AUTO = {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}
 SIGNALS = {"up": {"row": "data", "column": "tensor", "store": "data"}, "down": {"row": "data", "reduction": "tensor"}}
@@ -119,3 +121,18 @@ def test_the_last_line_says_what_the_compiler_adds_on_an_auto_mesh():
             ledger = jshard.explain(jnp.sin, x, backward=False)
             assert str(ledger) == f"total: no collectives{told}"
             assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+@pytest.mark.parametrize(
+    ("signal", "rank", "keys"),
+    [
+        (Signal("a", column=("t",), reduction=("d",), store=("d",)), 2, ["column", "reduction", "store"]),
+        (Signal("a", column=("t",), reduction=("d",), store=("d",)), 1, ["column", "store"]),
+        (Signal("a", column=("t",), store=("d",)), 0, []),
+        (Signal("a", column=("one",), store=("d",)), 2, ["store"]),
+        (Signal("a", shard=Shard(-2, (0, 1))), 2, ["shard"]),
+        (Signal("a", shard=Shard(2, (0, 1))), 2, []),
+    ],
+)
+def test_keys_that_split_a_parameter(signal, rank, keys):
+    assert [key for key, _ in _splitting(signal, rank, {"d": 2, "t": 4, "one": 1})] == keys
