@@ -21,23 +21,23 @@ from jshard.provenance import scope
 
 class Microbatches:
     """`run(xs)` of the inputs of a program that returns a loss and what it leaves in its variables. Those numbered `batch` have
-    an axis of microbatches before their own; `wanted` are the parameters to differentiate by. It returns the mean of the
+    an axis of microbatches before their own; `parameters` are those to differentiate by. It returns the mean of the
     losses, that of the gradients, which lie as the parameters rest, and the variables behind the last microbatch.
 
     What a parameter at rest is split over by `store` is gathered for each microbatch, and its gradient scattered: it is never
     whole between them."""
 
-    def __init__(self, program: Program, wanted: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
-        self.program, self.wanted, self.variables, self.batch = program, wanted, variables, batch
+    def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
+        self.program, self.parameters, self.variables, self.batch = program, parameters, variables, batch
 
     @functools.cached_property
     def marked(self) -> list[Names]:
         """For each parameter, the mesh axes that all its uses make it vary over: found by a trace of the gradients."""
-        asked: list[set[Names]] = [set() for _ in self.wanted]
+        asked: list[set[Names]] = [set() for _ in self.parameters]
 
         def once(*xs: Any) -> Array:
             each = {number: x[0] for number, x in enumerate(xs) if number in self.batch}
-            self._gradients([xs[n] for n in self.wanted], [xs[n] for n in self.variables], xs, each, asked)
+            self._gradients([xs[n] for n in self.parameters], [xs[n] for n in self.variables], xs, each, asked)
             return jnp.zeros(())
 
         program = self.program
@@ -57,13 +57,13 @@ class Microbatches:
     def run(self, xs: Sequence[Any]) -> tuple[Array, list[Array], list[Array]]:
         marked, mesh = self.marked, self.program.mesh
         specs = [Layout(mesh, *axes).spec for axes in self._in_axes]
-        out = PartitionSpec(), [specs[n] for n in self.wanted], [specs[n] for n in self.variables]
+        out = PartitionSpec(), [specs[n] for n in self.parameters], [specs[n] for n in self.variables]
         return jax.shard_map(functools.partial(self._body, marked), mesh=mesh, in_specs=tuple(specs), out_specs=out)(
             *xs
         )
 
     def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
-        parameters = [vary(xs[n], names) for n, names in zip(self.wanted, marked, strict=True)]
+        parameters = [vary(xs[n], names) for n, names in zip(self.parameters, marked, strict=True)]
         batch = {number: xs[number] for number in self.batch}
 
         def turn(carry: Any, each: dict[int, Array]) -> tuple[Any, None]:
@@ -75,7 +75,7 @@ class Microbatches:
         start = jnp.zeros((), self.program.jaxpr.outvars[0].aval.dtype), zeros, [xs[n] for n in self.variables]
         (total, sums, variables), _ = lax.scan(turn, start, batch)
         count = next(iter(batch.values())).shape[0]
-        gradients = [self._summed(n, x / count) for n, x in zip(self.wanted, sums, strict=True)]
+        gradients = [self._summed(n, x / count) for n, x in zip(self.parameters, sums, strict=True)]
         return total / count, gradients, variables
 
     def _gradients(
@@ -86,8 +86,8 @@ class Microbatches:
 
         def loss(parameters: list[Array]) -> tuple[Array, list[Array]]:
             run, parts = Partition(self.program.mesh, RULES, self.program.wanted), self.program.parts([*(known | dict(
-                zip(self.wanted, parameters, strict=True))).values()])  # fmt: skip
-            for number, uses in zip(self.wanted, asked or [set() for _ in self.wanted], strict=True):
+                zip(self.parameters, parameters, strict=True))).values()])  # fmt: skip
+            for number, uses in zip(self.parameters, asked or [set() for _ in self.parameters], strict=True):
                 parts[number].asked = uses
             value, *state = run.run(self.program.jaxpr, parts)
             kept = [run.place(part, self.program.in_axes[n]).x for part, n in zip(state, self.variables, strict=True)]
