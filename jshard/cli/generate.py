@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.resume import found
 from jshard.cli.target import find_modules_here
-from jshard.errors import JShardError, quoted
+from jshard.errors import JShardError
+from jshard.launch.cluster_env import found as membership
 from jshard.signals.config import load_configuration
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="draw of the likeliest tokens that have P of the probability"
     )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a token to end behind")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text to end behind")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="another one draws other tokens; 0 unless said"
     )
@@ -48,9 +49,22 @@ def run(chosen: argparse.Namespace) -> int:
     if not chosen.prompt:
         hint = f'type: jshard generate {chosen.path} --prompt "Once"'
         raise JShardError("jshard generate needs a prompt to go on from", hint=hint)
+    if "" in chosen.stop:
+        raise JShardError('--stop "" is no text to end behind', hint="leave it out")
     folder, own, which = found(Path(chosen.path), chosen.which)
     find_modules_here()
-    from jshard.cli.experiment import pretend_where_none
+    configuration = load_configuration(own, chosen.overrides)
+    if membership() is None:
+        from jshard.cli.experiment import pretend_where_none
+
+        pretend_where_none(configuration)
+    else:
+        from jshard.cli.rank_main import join
+
+        words = {name: str(value) for name, value in vars(chosen).items() if name not in ("command", "path")}
+        join(configuration, {"command": words})
+    import jax
+
     from jshard.layouts.mesh import present_mesh
     from jshard.signals import active_config
     from jshard.training.checkpoint import Checkpoint
@@ -58,41 +72,48 @@ def run(chosen: argparse.Namespace) -> int:
     from jshard.training.settings import Settings
     from jshard.training.tokens import tokenizer
 
-    pretend_where_none(load_configuration(own, chosen.overrides))
     configuration = active_config.load(own, chosen.overrides)
     words = tokenizer(Settings(configuration))
     prompts = [each.tolist() for each in words.encode(chosen.prompt)]
-    stop = [_token(words, each) for each in chosen.stop] + ([] if words.end is None else [words.end])
+    stop = [int(each[0]) for each in words.encode(chosen.stop) if len(each) == 1]  # it may be a token without a text
+    stop += [] if words.end is None else [words.end]
     checkpoint = Checkpoint.find(folder, which, chosen.path)
     made = generate(
         trained_model(configuration, present_mesh(), checkpoint), prompts, tokens=chosen.tokens, stop=stop, seed=chosen.seed,
         temperature=chosen.temperature, top_k=chosen.top_k, top_p=chosen.top_p,
     )  # fmt: skip
-    for piece in streamed(words, chosen.prompt, made):
+    pieces = streamed(words, chosen.prompt, made, chosen.stop)
+    if membership() is not None:  # the first of several processes speaks for all, and its launcher reads lines
+        whole = "".join(pieces)
+        pieces = iter([whole] if jax.process_index() == 0 else [])
+    for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
     return 0
 
 
-def streamed(words: Tokenizer, prompts: Sequence[str], made: Iterator[list[int | None]]) -> Iterator[str]:
-    """Yield the text of the first prompt as it is made, and the others whole behind it."""
+def streamed(
+    words: Tokenizer, prompts: Sequence[str], made: Iterator[list[int | None]], stop: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield the text of the first prompt as it is made, and the others whole behind it; each ends behind the first text of
+    `stop` in it."""
     tokens: list[list[int]] = [[] for _ in prompts]
+
+    def text(row: list[int]) -> str:
+        text = words.decode(row)
+        return text[: min((text.index(each) + len(each) for each in stop if each in text), default=None)]
+
     yield prompts[0]
     said = ""
     for step in made:
         for row, token in zip(tokens, step, strict=True):
             row += [] if token is None else [token]
-        text = words.decode(tokens[0])
-        if text.startswith(said) and not text.endswith("\ufffd"):  # a letter may be several tokens
-            yield text[len(said) :]
-            said = text
-    yield f"{words.decode(tokens[0])[len(said) :]}\n"
+        texts = [text(row) for row in (tokens if stop else tokens[:1])]
+        if texts[0].startswith(said) and not texts[0].endswith("\ufffd"):  # a letter may be several tokens
+            yield texts[0][len(said) :]
+            said = texts[0]
+        if stop and all(token is None or each.endswith(tuple(stop)) for token, each in zip(step, texts, strict=True)):
+            break
+    yield f"{text(tokens[0])[len(said) :]}\n"
     for prompt, row in zip(prompts[1:], tokens[1:], strict=True):
-        yield f"\n{prompt}{words.decode(row)}\n"
-
-
-def _token(words: Tokenizer, text: str) -> int:
-    (tokens,) = words.encode([text])
-    if len(tokens) != 1:
-        raise JShardError(f"--stop {quoted(text)} is {len(tokens)} tokens", hint="give it the text of one token")
-    return int(tokens[0])
+        yield f"\n{prompt}{text(row)}\n"

@@ -17,7 +17,7 @@ The program is a command of jshard (train configs/digits.yaml steps=20), a scrip
 (-m package.train). With -n all processes are here. With --coordinator this is one process of several hosts; under Slurm,
 Open MPI, Kubernetes and Cloud TPU, or with JAX_NUM_PROCESSES and JAX_PROCESS_ID set, it is found by itself.
 """
-COMMANDS = ("train", "resume", "trace", "verify", "bench")
+COMMANDS = ("train", "resume", "generate", "trace", "verify", "bench")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -65,11 +65,24 @@ def joined(
     """Join the other processes and build the experiment or function, when all have the same one and as many devices of one
     kind, and work on its mesh and on these further ones, by what they are called."""
     configuration = load_configuration(target.path, target.overrides)
+    join(configuration, {}, meshes, preemption=preemption)
+    program = opened(target)
+    ledger = program.asked
+    agree("program", program_of(program, str(ledger)), hint="start all of them with the same code and data")
+    pulse().stands(first_between_processes(ledger, None if configuration.mesh is None else mesh()))
+    return program
+
+
+def join(
+    configuration: Configuration, facts: Mapping[str, Facts], meshes: Mapping[str, Mapping[str, int]] | None = None, *,
+    preemption: bool = False,
+) -> None:  # fmt: skip
+    """Join the other processes, when all have the same configuration, these facts alike, and as many devices of one kind."""
     membership, asked_mesh = found(), configuration.mesh
     assert membership is not None
     if (count := pretended(configuration)) is not None and asked_mesh is not None:
         pretend_part(count, membership.processes, None, f"the {count} devices of jshard.mesh ({asked_mesh.place})")
-    facts = {"configuration": facts_of(configuration)}
+    facts = {"configuration": facts_of(configuration), **facts}
     init(facts=facts, preemption=preemption, **configuration.train.get("watchdog", {}))
     agree("devices", {"devices of a process": str(jax.local_device_count()), "kind": jax.devices()[0].device_kind},
           hint="give each process as many, of one kind")  # fmt: skip
@@ -77,11 +90,6 @@ def joined(
         for label, sizes in {f"jshard.mesh ({asked_mesh.place})": {}, **(meshes or {})}.items():
             full = dict(zip(asked_mesh.names, asked_mesh.sizes, strict=True)) | dict(sizes)
             check_all_have_devices(label, full)
-    program = opened(target)
-    ledger = program.asked
-    agree("program", program_of(program, str(ledger)), hint="start all of them with the same code and data")
-    pulse().stands(first_between_processes(ledger, None if asked_mesh is None else mesh()))
-    return program
 
 
 def joined_experiment(target: Target) -> Experiment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -42,16 +42,16 @@ def abstract(factory: Callable[[], Made]) -> Made:
     return nnx.merge(graph, jax.tree.map(placed, state))
 
 
-def created(factory: Callable[[], Model], placed: Callable[[], Model]) -> Model:
+def created(factory: Callable[[], Model], placed: Callable[[], Model], only: Any = ...) -> Model:
     """Build what `placed()` returns, with the numbers that the same model has of `factory()`: each device computes its part,
-    and no array is whole on one that holds a part of it."""
+    and no array is whole on one that holds a part of it. What the filter `only` leaves out stays a shape alone."""
     model = abstract(placed)
-    where = jax.tree.map(lambda array: array.sharding, nnx.state(model))
-    dtypes = jax.tree.map(lambda array: array.dtype, nnx.state(model))
+    where = jax.tree.map(lambda array: array.sharding, nnx.state(model, only))
+    dtypes = jax.tree.map(lambda array: array.dtype, nnx.state(model, only))
 
     def drawn() -> nnx.State:
         cast = lambda x, dtype: x if x.dtype == dtype else x.astype(dtype)  # a signal may say another to rest in
-        return jax.tree.map(cast, nnx.state(in_ranges(factory())), dtypes)
+        return jax.tree.map(cast, nnx.state(in_ranges(factory()), only), dtypes)
 
     nnx.update(model, create_all(drawn, where))
     return model

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jshard.errors import JShardError
 from jshard.layers.attending import attend
+from jshard.layers.kv_cache import KVCache
 from jshard.layers.rope import Rope
 
 
@@ -42,14 +43,14 @@ class Attention(nnx.Module):
         self.o = linear((heads, size), width, axis=(-2, -1))
         self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
         self.rope, self.window, self.causal, self.implementation = Rope.of(rope), window, causal, implementation
-        self.cached_key: nnx.Cache[jax.Array] | None = nnx.data(None)
-        self.cached_value: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.cached_key: KVCache | None = nnx.data(None)
+        self.cached_value: KVCache | None = nnx.data(None)
 
     def init_cache(self, batch: int, length: int) -> None:
         """Make room for the keys and values of `length` tokens in each row; of layers that are stacked, for each of them."""
         *stacked, _, heads, size = self.k.kernel.shape
-        zeros = jnp.zeros((*stacked, batch, length, heads, size), self.k.dtype or self.k.param_dtype)
-        self.cached_key, self.cached_value = nnx.Cache(zeros), nnx.Cache(zeros)
+        zeros = lambda: KVCache.zeros(stacked, batch, length, heads, size, self.k.dtype or self.k.param_dtype)
+        self.cached_key, self.cached_value = zeros(), zeros()
 
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
@@ -66,25 +67,16 @@ class Attention(nnx.Module):
                     "a jshard.Attention that keeps keys and values was given segments",
                     hint="give each text a row of its own",
                 )
-            for cache, new in ((self.cached_key, k), (self.cached_value, v)):
-                cache.set_value(_written(cache.get_value(), new.astype(cache.get_value().dtype), positions))
+            self.cached_key.write(k, positions)
+            self.cached_value.write(v, positions)
             if positions is not None:
-                return self.o(self._from_cache(q, positions))
+                return self.o(self._from_cache(q, self.cached_key.read(), self.cached_value.read(), positions))
         how = {"causal": self.causal, "window": self.window, "implementation": self.implementation}
         return self.o(attend(q, k, v, segments=segments, **how))
 
-    def _from_cache(self, q: jax.Array, positions: jax.Array) -> jax.Array:
-        assert self.cached_key is not None and self.cached_value is not None
-        k, v = self.cached_key.get_value(), self.cached_value.get_value()
+    def _from_cache(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
         slots, at = jnp.arange(k.shape[1]), positions[:, None, :, None]
         seen = slots <= at
         if self.window is not None:
             seen &= slots > at - self.window
         return attend(q, k, v, causal=False, mask=seen)
-
-
-def _written(cache: jax.Array, new: jax.Array, positions: jax.Array | None) -> jax.Array:
-    """Write the keys or values of new tokens to the slots of their positions."""
-    if positions is None:
-        return jax.lax.dynamic_update_slice_in_dim(cache, new, 0, axis=1)
-    return jax.vmap(lambda row, new, at: row.at[at].set(new))(cache, new, positions)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jshard.errors import JShardError
+from jshard.layers.kv_cache import KVCache, of_all, of_layer
 from jshard.layers.remat import recomputed
 from jshard.layouts.paths import slashed
 from jshard.signals.active_config import configuration
@@ -28,7 +30,8 @@ def stack(Block: Callable[..., B], depth: int, *args: Any, rngs: nnx.Rngs, **kwa
         x = self.blocks(x, positions)
 
     Its parameters have the paths that one layer's would have: `blocks/attn/q/kernel`. Each layer draws its own numbers. What a
-    layer changes of itself (a cache, statistics, the count of a Dropout) is kept for each. The backward pass keeps what the
+    layer changes of itself (a cache, statistics, the count of a Dropout) is kept for each; a `KVCache` of all is carried, and
+    written in place. The backward pass keeps what the
     signals of its parameters say by `remat`, or the signal that it is built under. Where globs name layers, `blocks[0:12]/**`,
     each range of them lies as it is claimed, and is a scan of its own.
     """
@@ -44,17 +47,20 @@ def _stacked(cls: type, depth: int, path: tuple[str, ...]) -> type:
     """A subclass whose call goes through all layers: instances of it are instances of `cls`."""
 
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        graphdef, parameters, state = nnx.split(self, nnx.Param, ...)
+        graphdef, parameters, caches, state = nnx.split(self, nnx.Param, KVCache, ...)
 
-        def layer(x: Any, arrays: Any) -> tuple[Any, Any]:
-            one = nnx.merge(graphdef, *arrays)
+        def layer(carry: Any, arrays: Any) -> tuple[Any, Any]:
+            (x, caches), (number, parameters, state) = carry, arrays
+            one = nnx.merge(graphdef, parameters, of_layer(caches, number), state)
             x = cls.__call__(one, x, *args, **kwargs)
-            return x, nnx.split(one, nnx.Param, ...)[2]
+            _, _, caches, state = nnx.split(one, nnx.Param, KVCache, ...)
+            return (x, of_all(caches)), state
 
         signal, _ = resolve(path)  # not entered: layers see the signals that they were built under
         layer = recomputed(layer, signal.remat if signal is not None else "", in_scan=True)
-        x, state = jax.lax.scan(layer, x, (parameters, state), length=depth)
-        nnx.update(self, state)
+        numbers = jnp.arange(depth) if jax.tree.leaves(caches) else None
+        (x, caches), state = jax.lax.scan(layer, (x, caches), (numbers, parameters, state), length=depth)
+        nnx.update(self, caches, state)
         return x
 
     functools.update_wrapper(call, cls.__call__)

@@ -27,7 +27,8 @@ class MoE(nnx.Module):
     Parameters: `router/kernel` (width, experts), `gate/kernel` and `up/kernel` (experts, width, hidden), `down/kernel`
     (experts, hidden, width). The router computes in float32; the weights of a token's experts add to one. With a `capacity` an
     expert takes at most `capacity * top_k * T / experts` tokens of a row of T, in their order, and drops the others: which ones
-    hangs on no mesh. With None nothing is dropped, and each expert has room for all: experts / top_k times the work.
+    hangs on no mesh. With None nothing is dropped, and each expert has room for all: experts / top_k times the work; so it is
+    in a view (`nnx.view`) that is `dropless`, as generation's is: a text goes on alike, however long the prompts beside it are.
 
     Each call sets `auxiliary`: `balance` times the load-balance loss, which is 1 where all experts are chosen alike, and
     `router_z` times the mean square of the log of the router's denominators.
@@ -52,7 +53,10 @@ class MoE(nnx.Module):
         self.down = einsum("becf,efd->becd", (experts, hidden, width))
         self.auxiliary = AuxLoss(jnp.zeros(()))
         self.experts, self.top_k, self.capacity, self.activation = experts, top_k, capacity, activation
-        self.balance, self.router_z = balance, router_z
+        self.balance, self.router_z, self.dropless = balance, router_z, False
+
+    def set_view(self, dropless: bool | None = None) -> None:
+        self.dropless = self.dropless if dropless is None else dropless
 
     def __call__(self, x: Array) -> Array:
         rows, length, width = x.shape
@@ -77,7 +81,7 @@ class MoE(nnx.Module):
     def _slots(self, chosen: Array, one_hot: Array, length: int) -> tuple[Array, int]:
         """Return where each choice goes, an expert and a place in its room, or beyond all where there is none; and the room."""
         room = length
-        if self.capacity is not None:
+        if self.capacity is not None and not self.dropless:
             room = min(length, max(1, -int(-self.capacity * one_hot.shape[1] // self.experts)))
         before = ((jnp.cumsum(one_hot, 1) - 1) * one_hot).sum(-1)
         return jnp.where(before < room, chosen * room + before, self.experts * room), room

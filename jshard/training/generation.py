@@ -47,6 +47,11 @@ class Sampling:
             if value is not None and not (least <= value and (most is None or value <= most)):
                 between = f"{least} or more" if most is None else f"a number between {least} and {most}"
                 raise JShardError(f"{name} is {value}", hint=f"use {between}")
+            if value is not None and name != "temperature" and self.temperature == 0:
+                raise JShardError(
+                    f"{name} is {value} at temperature 0, where the likeliest token is taken",
+                    hint="give a temperature too, 1.0 say",
+                )
 
     def choose(self, logits: jax.Array, positions: jax.Array, key: jax.Array) -> jax.Array:
         """Choose the token behind a position in each row of `logits[B, V]`. What a row draws depends on the key, its number and
@@ -88,8 +93,12 @@ def generate(
             f"a {type(model).__name__} has no {missing[0]}, by which tokens are generated",
             hint="give it a jshard.Decoder",
         )
-    if empty := [number for number, prompt in enumerate(prompts) if not prompt]:
+    if not len(prompts):
+        raise JShardError("there is no prompt to go on from", hint="give a list of prompts, each a list of tokens")
+    if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:
         raise JShardError(f"prompt {empty[0]} is empty", hint="begin with a token at least")
+    if tokens < 1:
+        raise JShardError(f"tokens is {tokens}", hint="use 1 or more")
     writer = Writer(model, prompts, tokens, Sampling(temperature, top_k, top_p), seed)
     going = [True] * len(prompts)
     for made in writer:
@@ -111,7 +120,7 @@ def trained_model(configuration: Configuration, on: Mesh | None, checkpoint: Che
     with as_user_error(f"{named.path} is built"):
         if on is not None and configuration.has_claims:
             tokens = jax.ShapeDtypeStruct((ways, ROOM), jnp.int32)
-            model = created(built, lambda: shard(built(), tokens))
+            model = created(built, lambda: shard(built(), tokens), only=nnx.Not(nnx.Param))  # these are read
         else:
             model = built()
     return weights(model, checkpoint.folder)
@@ -121,24 +130,40 @@ class Writer:
     """Prompts that a model goes on from, at most `tokens` times: iterate for the next token of each row."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling, seed: int):
-        model = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
-        self.graph, self.state = nnx.split(model)
+        how = {"deterministic": True, "use_running_average": True, "dropless": True}
+        self.graph, self.state = nnx.split(nnx.view(model, **how, raise_if_not_found=False))
         self.count, self.tokens, self.sampling, self.key = len(prompts), tokens, sampling, jax.random.key(seed)
-        longest = max(map(len, prompts))
+        lengths = [*map(len, prompts)]
         rows = -(-len(prompts) // _placement().ways) * _placement().ways  # what no prompt fills is thrown away
-        self.prompts = np.zeros((rows, -(-longest // ROOM) * ROOM), np.int32)
-        self.lengths = np.array([*map(len, prompts), *[1] * (rows - len(prompts))], np.int32)
+        self.prompts = np.zeros((rows, -(-max(lengths) // ROOM) * ROOM), np.int32)
+        self.lengths = np.array([*lengths, *[1] * (rows - len(prompts))], np.int32)
+        self.room = -(-(max(lengths) + tokens) // ROOM) * ROOM
+        self._check(prompts)
         for row, prompt in zip(self.prompts, prompts, strict=False):
             row[: len(prompt)] = prompt
-        self.room = -(-(longest + tokens) // ROOM) * ROOM
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise an error for a token that the model does not know."""
+        reads = functools.partial(_prefill, self.graph, self.room)
+        vocabulary = jax.eval_shape(reads, self.state, self.prompts, self.lengths)[0].shape[-1]
+        for number, prompt in enumerate(prompts):
+            for at, token in enumerate(prompt):
+                if not 0 <= token < vocabulary:
+                    raise JShardError(
+                        f"prompt {number} has token {token} at place {at}, and the model knows {vocabulary} tokens",
+                        hint=f"use tokens from 0 to {vocabulary - 1}, of the tokenizer that it was trained with",
+                    )
 
     def prefill(self) -> tuple[jax.Array, Any]:
         """Read the prompts, and return the next token of each, and the cache."""
-        return _prefill(self.graph, self.room, self.sampling, self.state, self.prompts, self.lengths, self.key)
+        logits, cache = _prefill(self.graph, self.room, self.state, self.prompts, self.lengths)
+        return _chosen(self.sampling, logits, self.lengths - 1, self.key), cache
 
     def decode(self, number: int, token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Return the token behind number `number`, and the cache, in the place of the one given."""
-        return _decode(self.graph, self.sampling, self.state, cache, token, self.lengths + np.int32(number), self.key)
+        positions = self.lengths + np.int32(number)
+        logits, cache = _decode(self.graph, self.room, self.state, cache, token, positions)
+        return _chosen(self.sampling, logits, positions, self.key), cache
 
     def __iter__(self) -> Iterator[np.ndarray]:
         token, cache = self.prefill()
@@ -149,21 +174,20 @@ class Writer:
             yield np.asarray(made)[: self.count]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _prefill(graph: Any, room: int, sampling: Sampling, state: Any, prompts: Any, lengths: Any, key: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefill(graph: Any, room: int, state: Any, prompts: Any, lengths: Any) -> Any:
     model = nnx.merge(graph, state)
     model.init_cache(len(prompts), room)
-    logits = _behind(model, prompts, lengths)
-    return _chosen(sampling, logits, lengths - 1, key), jax.tree.leaves(nnx.state(model, nnx.Cache))
+    return _behind(model, prompts, lengths), jax.tree.leaves(nnx.state(model, nnx.Cache))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _decode(graph: Any, sampling: Sampling, state: Any, cache: Any, token: Any, positions: Any, key: Any) -> Any:
+def _decode(graph: Any, room: int, state: Any, cache: Any, token: Any, positions: Any) -> Any:
     model = nnx.merge(graph, state)
-    model.init_cache(len(token), cache[0].shape[-3])
+    model.init_cache(len(token), room)
     nnx.update(model, jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Cache)), cache))
     logits = _next(model, {"tokens": token[:, None], "positions": positions[:, None]})
-    return _chosen(sampling, logits, positions, key), jax.tree.leaves(nnx.state(model, nnx.Cache))
+    return logits, jax.tree.leaves(nnx.state(model, nnx.Cache))
 
 
 @shard
@@ -178,6 +202,7 @@ def _next(model: Any, token: Any) -> jax.Array:
     return model.logits(model.hidden(token)[:, 0])
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _chosen(sampling: Sampling, logits: jax.Array, positions: jax.Array, key: jax.Array) -> jax.Array:
     """Choose the tokens behind these positions; every device has all of them then, to be read and to be looked up."""
     placement = _placement()

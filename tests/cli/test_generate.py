@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,15 +34,18 @@ jshard:
     output: {folder}/run
 head: {{extends: _split, column: tensor, match: ["head/**"]}}
 """)
-    assert main(["train", str(folder / "lm.yaml")]) == 0
+    assert main(["train", str(folder / "lm.yaml"), *MESHES["1"]]) == 0
     return str(folder / "run")
 
 
 MESHES = {
-    "2x4": [],
-    "8": ["jshard.mesh.data=8", "jshard.mesh.tensor=1"],
-    "1": ["jshard.mesh.data=1", "jshard.mesh.tensor=1"],
+    name: [f"jshard.mesh.data={data}", f"jshard.mesh.tensor={tensor}"]
+    for name, data, tensor in (("2x4", 2, 4), ("8", 8, 1), ("1", 1, 1))
 }
+
+
+PROMPTS = ["--prompt", "the cat s", "--prompt", "the d", "--tokens", "24"]
+GREEDY = "the cat sat on the mat and the do\n\nthe dog sat on the cat. the c\n"
 
 
 def said(capsys, *words):
@@ -50,26 +55,34 @@ def said(capsys, *words):
 
 
 def test_a_run_goes_on_from_prompts_alike_on_every_mesh(trained, capsys):
-    prompts = ["--prompt", "the cat s", "--prompt", "the d", "--tokens", "24"]
     drawn = ["--temperature", "5", "--top-k", "40", "--top-p", "0.99", "--seed", "5"]
-    found = {
-        name: [said(capsys, trained, *prompts, *how, *mesh) for how in ([], drawn)] for name, mesh in MESHES.items()
-    }
-    first, *others = found.values()
+    first, *others = (said(capsys, trained, *PROMPTS, *drawn, *mesh) for mesh in MESHES.values())
     assert others == [first, first]
-    greedy, other = first
-    assert greedy == "the cat sat on the mat and the do\n\nthe dog sat on the cat. the c\n"
-    assert other.startswith("the cat s")
-    assert other != greedy
+    assert first.startswith("the cat s")
+    assert first != GREEDY
 
 
-def test_a_row_ends_behind_a_token_to_stop_at(trained, capsys):
-    assert said(capsys, trained, "--prompt", "on the m", "--stop", "t") == "on the mat\n"
+def test_a_run_goes_on_greedily_unless_said(trained, capsys):
+    assert said(capsys, trained, *PROMPTS) == said(capsys, trained, *PROMPTS, "--temperature", "0") == GREEDY
+
+
+def test_a_row_ends_behind_a_text_to_stop_at(trained, capsys):
+    two = said(capsys, trained, *PROMPTS, "--stop", "t", "--stop", "og", "--stop", "on th")
+    assert two == "the cat sat\n\nthe dog\n"
+
+
+@pytest.mark.slow
+def test_two_processes_say_it_once(trained):
+    words = [trained, *PROMPTS, *MESHES["2x4"]]
+    launched = [sys.executable, "-m", "jshard", "launch", "-n", "2", "generate", *words]
+    ended = subprocess.run(launched, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "".join(f"[0] {line}\n" for line in GREEDY.splitlines())
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
     ([], 'jshard generate needs a prompt to go on from; type: jshard generate {run} --prompt "Once"'),
-    (["--prompt", "a", "--stop", "ab"], '--stop "ab" is 2 tokens; give it the text of one token'),
+    (["--prompt", "a", "--stop", ""], '--stop "" is no text to end behind; leave it out'),
     (["--prompt", ""], "prompt 0 is empty; begin with a token at least"),
     (["--prompt", "a", "--from", "7"],
      '{run}/checkpoints holds no checkpoint "7"; use --from latest, previous or a step of 60'),
@@ -84,3 +97,11 @@ def test_a_letter_of_several_bytes_is_said_whole():
     letters = [[number] for number in "aé€".encode()]
     assert list(streamed(Bytes(), ["x"], iter(letters))) == ["x", "a", "é", "€", "\n"]
     assert list(streamed(Bytes(), ["x", "y"], iter([[98, 99], [None, 100]]))) == ["x", "b", "", "\n", "\nycd\n"]
+
+
+def test_a_text_to_stop_at_may_be_several_bytes_of_several_letters():
+    def made():
+        yield from map(list, zip("a€b".encode(), "éabc".encode(), strict=True))
+        raise AssertionError("no row goes on")
+
+    assert "".join(streamed(Bytes(), ["x", "y"], made(), ["€b", "é"])) == "xa€b\n\nyé\n"

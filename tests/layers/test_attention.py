@@ -88,6 +88,18 @@ def test_a_token_from_the_cache_is_that_of_the_whole_text(window):
         np.testing.assert_allclose(token[:, 0], whole[np.arange(ROWS), at], rtol=1e-4, atol=1e-5)
 
 
+def test_a_cache_is_for_its_rows_and_length():
+    layer = attention()
+    layer.init_cache(ROWS, LENGTH - 1)
+    for x, sentence in (
+        (X, "a cache for 4 rows of 7 tokens was given 4 of 8; call init_cache(4, 8) before"),
+        (X[:2, :1], "a cache for 4 rows of 7 tokens was given 2 of 1; call init_cache(2, 7) before"),
+    ):
+        with pytest.raises(JShardError) as error:
+            layer(x)
+        assert str(error.value) == sentence
+
+
 def test_packed_rows_are_not_kept_in_a_cache():
     layer = attention()
     layer.init_cache(ROWS, LENGTH)

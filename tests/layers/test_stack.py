@@ -71,6 +71,30 @@ def one_device():
     return nnx.value_and_grad(loss)(built(), X)
 
 
+class Attending(nnx.Module):
+    def __init__(self, depth=0, *, rngs):
+        layer = Attending if depth else jshard.Attention
+        given = (WIDTH, 2) if not depth else (depth - 1,)
+        self.layers = jshard.stack(layer, 2, *given, rngs=rngs)
+
+    def __call__(self, x, positions=None):
+        return self.layers(x, positions)
+
+
+def test_layers_in_stacks_of_stacks_write_to_one_cache():
+    nested = Attending(1, rngs=nnx.Rngs(0))
+    whole = nested(X)
+    for _, module in nnx.iter_modules(nested):
+        if isinstance(module, jshard.Attention):
+            module.init_cache(8, 5)
+            cache = module.cached_key
+    assert cache.shape == (2, 2, 8, 2, 5, WIDTH // 2)
+    np.testing.assert_allclose(nested(X[:, :3]), whole[:, :3], rtol=1e-4, atol=1e-5)
+    token = nested(X[:, 3:], np.full((8, 1), 3))
+    np.testing.assert_allclose(token, whole[:, 3:], rtol=1e-4, atol=1e-5)
+    assert [bool((cache[:, :, :, :, at] == 0).all()) for at in range(5)] == [False] * 4 + [True]
+
+
 def test_a_stack_is_its_layers_one_after_the_other():
     stacked = built().blocks
     assert isinstance(stacked, Block)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
+from jshard.inspect.compiled import hlo_text
 from jshard.training import generation
 from jshard.training.generation import Sampling, Writer
 
@@ -21,7 +22,7 @@ PLACED = "configs/decoder/placement.yaml"
 HEAD = {"head": {"extends": "_split", "column": "tensor", "match": ["head/**"]}}
 MESHES = {
     "2x4": ("_split.sequence=tensor",), "2x4 whole": ("_split={row: data}", "rest={row: data, match: ['**']}"),
-    "8": ("jshard.mesh={data: 8, tensor: 1}",), "1": ("jshard.mesh={data: 1, tensor: 1}",),
+    "8": ("jshard.mesh={data: 8, tensor: 1}",),
 }  # fmt: skip
 DRAWN = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 3}
 
@@ -31,30 +32,51 @@ def _short(monkeypatch):
     monkeypatch.setattr(generation, "ROOM", 8)
 
 
-def decoder(mesh=None):
-    if mesh is None:
-        jshard.unload()
-        return jshard.Decoder(SIZES, rngs=nnx.Rngs(0))
-    jshard.load({"jshard": {"include": PLACED}, **HEAD}, MESHES[mesh])
-    return jshard.shard(jshard.Decoder(SIZES, rngs=nnx.Rngs(0)), np.zeros((8, 8), np.int32))
-
-
-def written(model, **how):
-    return [list(each) for each in zip(*jshard.generate(model, PROMPTS, tokens=6, **how), strict=True)]
+EXPERTS = {**SIZES, "experts": 4, "capacity": 0.5, "window": 4, "hidden": 32}
+ROWS = ["data", "expert"]
+SPREAD = {
+    "jshard": {"mesh": {"data": 2, "expert": 4}},
+    "experts": {"row": ROWS, "expert": "expert", "match": ["blocks/mlp/{gate,up,down}/**"]},
+    "rest": {"row": ROWS, "match": ["**"]},
+}
 
 
 @functools.cache
-def alone(drawn=False):
-    return written(decoder(), **(DRAWN if drawn else {}))
+def unsplit(experts=False):
+    return jshard.Decoder(EXPERTS if experts else SIZES, rngs=nnx.Rngs(0))
 
 
-def test_greedy_tokens_are_those_of_the_whole_text_read_anew_for_each():
-    model = nnx.view(decoder(), deterministic=True)
-    for prompt, found in zip(PROMPTS, alone(), strict=True):
-        text = list(prompt)
-        for _ in found:
-            text.append(int(jnp.argmax(model(np.array([text], np.int32))[0, -1])))
-        assert text[len(prompt) :] == found
+@functools.cache
+def split(mesh):
+    return jshard.shard(nnx.clone(unsplit(mesh == "experts")), np.zeros((8, 8), np.int32))
+
+
+def decoder(mesh=None, experts=False):
+    """The model of all tests, on this mesh, whose configuration is loaded."""
+    jshard.unload()
+    if mesh is None:
+        return unsplit(experts)
+    jshard.load(SPREAD if mesh == "experts" else {"jshard": {"include": PLACED}, **HEAD}, MESHES.get(mesh, ()))
+    return split(mesh)
+
+
+def written(model, prompts=PROMPTS, **how):
+    return [list(each) for each in zip(*jshard.generate(model, prompts, tokens=6, **how), strict=True)]
+
+
+@functools.cache
+def alone(drawn=False, experts=False):
+    return written(decoder(experts=experts), **(DRAWN if drawn else {}))
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["", "of experts with a window"])
+def test_greedy_tokens_are_those_of_the_whole_text(experts):
+    texts = [[*prompt, *found] for prompt, found in zip(PROMPTS, alone(experts=experts), strict=True)]
+    padded = np.array([text + [0] * (12 - len(text)) for text in texts], np.int32)
+    view = nnx.view(decoder(experts=experts), deterministic=True, dropless=True, raise_if_not_found=False)
+    likeliest = np.asarray(jnp.argmax(nnx.jit(lambda model, tokens: model(tokens))(view, padded), -1)).tolist()
+    for prompt, text, row in zip(PROMPTS, texts, likeliest, strict=True):
+        assert row[len(prompt) - 1 : len(text) - 1] == text[len(prompt) :]
 
 
 @pytest.mark.usefixtures("in_the_root")
@@ -67,10 +89,36 @@ def test_tokens_are_the_same_on_every_mesh(mesh):
     assert written(model, **DRAWN) == drawn
 
 
+@pytest.mark.usefixtures("in_the_root")
+def test_tokens_of_a_model_of_experts_are_the_same_where_they_are_split():
+    assert written(decoder("experts")) == alone(experts=True)
+
+
+@pytest.mark.usefixtures("in_the_root")
+@pytest.mark.parametrize("mesh", [None, "2x4", "8"])
+def test_a_token_copies_nothing_of_the_caches_size(mesh):
+    writer = Writer(decoder(mesh), PROMPTS, 6, Sampling(), 0)
+    token, cache = jax.eval_shape(writer.prefill)
+    step = generation._decode.lower(writer.graph, writer.room, writer.state, cache, token, writer.lengths)
+    text = step.compile().as_text()
+    shape = cache[0].shape if mesh is None else cache[0].sharding.shard_shape(cache[0].shape)
+
+    def made(*shape):
+        """What the instructions are that make an array of this shape."""
+        typed = f"[{','.join(map(str, shape))}]{{"
+        every = [each for computation in hlo_text.Program(text).computations.values() for each in computation.values()]
+        return {each.opcode for each in every if not each.type.startswith("(") and typed in each.type}
+
+    given, written = {"parameter", "get-tuple-element", "bitcast", "fusion"}, {"scatter", "dynamic-update-slice"}
+    assert made(*shape) & written
+    assert made(*shape) <= given | written
+    assert not (made(1, *shape[1:]) | made(*shape[1:])) & written  # a layer is only read
+    assert text.count("may-alias") == len(cache)
+
+
 def test_what_a_row_draws_depends_on_no_other_row():
     every, model = alone(drawn=True), decoder()
-    by_itself = [next(iter(each)) for each in zip(*jshard.generate(model, PROMPTS[:1], tokens=6, **DRAWN), strict=True)]
-    assert by_itself == every[0][:1]
+    assert written(model, [PROMPTS[0], [9], [12, 4]], **DRAWN)[0] == every[0]
     assert written(model, **{**DRAWN, "seed": 4}) != every
 
 
@@ -78,7 +126,7 @@ def test_what_a_row_draws_depends_on_no_other_row():
 def test_the_cache_is_split_by_rows_and_heads_and_donated():
     writer = Writer(decoder("2x4"), PROMPTS, 6, Sampling(), 0)
     token, cache = writer.prefill()
-    assert {each.sharding.spec[-4:] for each in cache} == {jax.P("data", None, "tensor", None)[-4:]}
+    assert {tuple(each.sharding.spec) for each in cache} == {(None, "data", "tensor", None, None)}
     _, after = writer.decode(0, token, cache)
     assert all(each.is_deleted() for each in cache)
     assert [each.sharding for each in after] == [each.sharding for each in cache]
@@ -89,9 +137,13 @@ def test_a_token_costs_two_sums_a_layer_whatever_the_prompt():
     model = decoder("2x4 whole")
     for longest in (6, 60):
         writer = Writer(model, [[1] * longest, [2]], 6, Sampling(), 0)
-        token, cache = writer.prefill()
-        step = functools.partial(generation._decode, writer.graph, writer.sampling)
-        ledger = jshard.explain(step, writer.state, cache, token, writer.lengths, writer.key, backward=False)
+        token, cache = jax.eval_shape(writer.prefill)
+
+        def step(state, cache, token, writer=writer):
+            logits, cache = generation._decode(writer.graph, writer.room, state, cache, token, writer.lengths)
+            return generation._chosen(writer.sampling, logits, writer.lengths, writer.key), cache
+
+        ledger = jshard.explain(step, writer.state, cache, token, backward=False)
         sums = [line for line in ledger if line.signal != "-"]
         assert [(line.collective, line.mesh_axes) for line in sums] == [("all_reduce", ("tensor",))] * len(sums)
         assert sum(line.count for line in sums) == 1 + 2 * SIZES["depth"]
@@ -107,8 +159,8 @@ def test_a_row_ends_behind_a_stop():
     got = written(model, stop=[stop])
     assert got[1] == [*second[:until], *[None] * (6 - until)]
     assert got[2] == third
-    alone_too = [*jshard.generate(model, PROMPTS[1:2], tokens=6, stop=[stop])]
-    assert alone_too == [[token] for token in second[:until]]
+    all_end = [*jshard.generate(model, PROMPTS[1:2] * 3, tokens=6, stop=[stop])]
+    assert all_end == [[token] * 3 for token in second[:until]]
 
 
 CHANCES = np.array([[0.1, 0.4, 0.05, 0.25, 0.2]])
@@ -131,11 +183,20 @@ def test_tokens_are_drawn_of_those_that_may_be(how, may):
     ({"temperature": -1.0}, "temperature is -1.0; use 0 or more"),
     ({"top_p": 1.5}, "top_p is 1.5; use a number between 0 and 1"),
     ({"top_k": 0}, "top_k is 0; use 1 or more"),
+    ({"top_k": 5}, "top_k is 5 at temperature 0, where the likeliest token is taken; give a temperature too, 1.0 say"),
+    ({"tokens": 0}, "tokens is 0; use 1 or more"),
+    ({"prompts": []}, "there is no prompt to go on from; give a list of prompts, each a list of tokens"),
     ({"prompts": [[1], []]}, "prompt 1 is empty; begin with a token at least"),
+    ({"prompts": [[1], [5, 64]]},
+     "prompt 1 has token 64 at place 1, and the model knows 64 tokens; use tokens from 0 to 63, of the tokenizer that it was "
+     "trained with"),
+    ({"prompts": [[-1]]},
+     "prompt 0 has token -1 at place 0, and the model knows 64 tokens; use tokens from 0 to 63, of the tokenizer that it was "
+     "trained with"),
     ({"model": nnx.Linear(2, 2, rngs=nnx.Rngs(0))},
      "a Linear has no init_cache, by which tokens are generated; give it a jshard.Decoder"),
 ], ids=lambda each: next(iter(each)) if isinstance(each, dict) else "")  # fmt: skip
 def test_a_mistake_is_told(how, sentence):
     with pytest.raises(JShardError) as error:
-        next(jshard.generate(**{"model": jshard.Decoder(SIZES, rngs=nnx.Rngs(0)), "prompts": PROMPTS, **how}))
+        next(jshard.generate(**{"model": decoder(), "prompts": PROMPTS, **how}))
     assert str(error.value) == sentence
