@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import warnings
@@ -30,6 +31,7 @@ class Model:
     sums: str = ""
     cache: Any = None
     decode: Callable[..., Any] | None = None  # of params, cache, tokens, place
+    generate: Callable[..., Any] | None = None  # of params, key, prompts
     tensor: int = 4
 
     def plans(self) -> dict[str, dict[str, Any]]:
@@ -232,7 +234,8 @@ def nano_moe(size: Size = TINY) -> Model:
 
     batch = {"x": words(size), "y": words(size)}
     params = model.init(jax.random.key(0), batch["x"][:1])["params"]
-    return Model(params, loss, batch)
+    generate = functools.partial(model.generate, max_new_tokens=3, top_k_sample=8)
+    return Model(params, loss, batch, generate=generate)
 
 
 def package(name: str) -> str:

@@ -66,3 +66,23 @@ def test_a_model_of_transformers_equals_one_device(extra, alone, name, plan):
         assert line.collective != "all_gather" or line.cause.key in ("store", "sequence"), line
     for got, want in zip(decoded(jshard.shard(model.decode), params, model), logits, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["data", "fsdp"])
+def test_nano_moe_generates_the_tokens_of_one_device(extra, plan):
+    jshard.unload()
+    extra(package("nano_moe"))
+    model = MODELS["nano_moe"]()
+    prompts = model.batch["x"][:, :5]
+    wanted = np.asarray(jax.jit(model.generate)(model.params, KEY, prompts))
+    assert wanted.shape == (8, 8)
+    jshard.load(model.plans()[plan])
+    sharded = jshard.shard(model.generate)
+    params = sharded.place(model.params, KEY, prompts)
+    got = jax.jit(sharded)(params, KEY, prompts)
+    np.testing.assert_array_equal(got, wanted)
+    assert got.sharding.spec[0] == "data"
+    found = {
+        (line.collective, line.cause.key) for line in jshard.explain(sharded, params, KEY, prompts, backward=False)
+    }
+    assert found == ({("all_gather", "store")} if plan == "fsdp" else set())
