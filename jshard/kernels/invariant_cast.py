@@ -1,13 +1,14 @@
-"""Cast values to invariant where `check_vma` can't infer it: a primitive that changes a type and computes nothing."""
+"""Cast values to invariant where `check_vma` can't infer it, or to varying and back over mesh axes of one device: primitives
+that change a type and compute nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import jax
 from jax import Array, lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType
 
 invariant_cast_p = Primitive("invariant_cast")
@@ -15,6 +16,27 @@ invariant_cast_p.def_abstract_eval(lambda x: x.update_manual_axis_type(ManualAxi
 invariant_cast_p.def_impl(lambda x: x)
 mlir.register_lowering(invariant_cast_p, lambda _, x: [x])
 batching.defvectorized(invariant_cast_p)
+
+# JAX would sum the gradient of what begins to vary over one device, and XLA would copy each array that it sums alone.
+one_device_cast_p = Primitive("one_device_cast")
+one_device_cast_p.def_abstract_eval(
+    lambda x, varying: x.update(
+        sharding=x.sharding.update(mesh=jax.sharding.get_abstract_mesh())  # a constant knows of no mesh
+    ).update_manual_axis_type(ManualAxisType(varying=varying))
+)
+one_device_cast_p.def_impl(lambda x, varying: x)
+mlir.register_lowering(one_device_cast_p, lambda _, x, varying: [x])
+batching.defvectorized(one_device_cast_p)
+ad.deflinear2(one_device_cast_p, lambda ct, x, varying: [one_device_cast_p.bind(ct, varying=x.aval.mat.varying)])
+
+
+def over_one_device(x: Array, mesh_axes: Iterable[str], *, varies: bool) -> Array:
+    """Let `x` vary, or no longer vary, over those of `mesh_axes` that have one device: what it is and its gradient stay as they
+    are."""
+    have = jax.typeof(x).mat.varying
+    alone = frozenset(name for name in mesh_axes if lax.axis_size(name) == 1)
+    names = have | alone if varies else have - alone
+    return x if names == have else one_device_cast_p.bind(x, varying=names)
 
 
 def set_varying(x: Array, mesh_axes: Set[str]) -> Array:

@@ -17,11 +17,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 PRODUCTS = frozenset(
     "conv_general_dilated dot_general psum psum_invariant ragged_dot_general reduce_scatter".split()
 )  # fmt: skip
-
 # What a gather gave is not kept, nor what is only that in another shape. Of such a shape of anything else its operand is kept.
 GATHERED = frozenset(
-    "all_gather all_gather_invariant broadcast_in_dim copy expand_dims pad pcast pvary reshape slice split squeeze "
-    "transpose unstack".split()
+    "all_gather all_gather_invariant broadcast_in_dim copy expand_dims one_device_cast pad pcast pvary reshape slice "
+    "split squeeze transpose unstack".split()
 )
 
 

@@ -141,6 +141,30 @@ def test_it_equals_one_device_and_its_layers_lie_as_claimed(plan, one_device):
     assert gradients["blocks"]["up"]["kernel"][...].sharding == kernel.sharding
 
 
+def step_of(mesh, **words):
+    """The equations of a loss and its gradients, and their values."""
+    jshard.load(claimed(mesh, **words))
+    graph, state = nnx.split(jshard.shard(built(), X))
+    step = jax.jit(lambda state: nnx.value_and_grad(jshard.shard(loss))(nnx.merge(graph, state), X))
+    return list(equations(jax.make_jaxpr(step)(state))), step(state)
+
+
+@pytest.mark.parametrize("words", [{}, {"store": "data"}])
+def test_over_mesh_axes_of_one_device_nothing_is_sent_nor_summed(words, one_device):
+    found, (value, gradients) = step_of({"data": 1, "tensor": 1}, **words)
+    sent = "psum psum_invariant all_gather all_gather_invariant reduce_scatter all_to_all ppermute".split()
+    assert not {eqn.primitive.name for eqn in found} & {*sent}
+    np.testing.assert_allclose(value, one_device[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, one_device[1])
+
+
+def test_the_parameters_of_layers_are_not_kept_twice_for_the_backward_pass():
+    found, _ = step_of({"data": 2, "tensor": 4})
+    loops = [[variable.aval.shape for variable in eqn.outvars] for eqn in found if eqn.primitive.name == "scan"]
+    kernels = {(3, WIDTH, HIDDEN // 4), (3, HIDDEN // 4, WIDTH)}
+    assert [len(kernels & {*shapes}) for shapes in loops] == [0, 2]  # forward, and the gradients
+
+
 def operations(depth):
     graph, state = nnx.split(built(depth))
     return len(list(equations(jax.make_jaxpr(lambda state: nnx.merge(graph, state)(X))(state))))

@@ -114,7 +114,7 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
         [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
     _before(run, consts)
-    how = {"remat": _remat_of(over), "regather": not holds(jaxpr, CHECKPOINTS) and any(part.regathers for part in over)}
+    how = {"remat": _remat_of(over), "regather": not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)}
     last, ys = lax.scan(
         recomputed(lambda c, e: step(axes, c, e, [part.x for part in consts]), **how, in_scan=True),
         _like(run, carry, axes), [part.x for part in over],
@@ -123,6 +123,12 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
     return results + [Part(s, ((), *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
+
+
+def _keeps_no_parameter(over: Sequence[Part]) -> bool:
+    """Whether the backward pass marks the layers' parameters again, as it gathers them: kept, they would be stacked anew."""
+    signals = [part.signal for part in over if part.signal is not None]
+    return any(part.regathers for part in over) or (bool(signals) and not any(each.store_keep for each in signals))
 
 
 def _remat_of(over: Sequence[Part]) -> str | tuple[str, ...]:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jshard.errors import JShardError
 from jshard.jaxprs import bare, called
 from jshard.kernels.all_reduction import all_reduce
+from jshard.kernels.invariant_cast import over_one_device
 from jshard.layers.partition.fused import fused
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, localized
 from jshard.layers.partition.part import Names, Part, vary, whole
@@ -210,6 +211,8 @@ class Partition:
     def reduce(self, x: Array, names: tuple[str, ...], kind: str, key: str = "") -> Array:
         if x.dtype == jnp.bool_:
             return self.reduce(x.astype(jnp.int32), names, kind, key).astype(jnp.bool_)
+        x = over_one_device(x, names, varies=False)
+        names = tuple(name for name in names if self.sizes[name] > 1)
         algorithm: Any = "auto" if self.nearest is None else dict(self.nearest.kernel).get("all_reduce", "auto")
         fields = {"key": key} if key else {}
         with scope(**fields):

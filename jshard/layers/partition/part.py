@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
+from jshard.kernels.invariant_cast import over_one_device
 from jshard.layers.remat import activation
 from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes, Move, move, plan_moves, take_slice
@@ -178,7 +179,9 @@ class Part:
 
 def _gathered(x: Array, steps: Gathers) -> Array:
     for axis, name, varies in reversed(steps):
-        x = all_gather(x, name, axis=axis, result="varying" if varies else "invariant", algorithm="xla")
+        x = over_one_device(x, (name,), varies=varies)
+        if lax.axis_size(name) > 1:
+            x = all_gather(x, name, axis=axis, result="varying" if varies else "invariant", algorithm="xla")
     return x
 
 
@@ -209,12 +212,15 @@ def _step(x: Any, step: Move, names: Names) -> Array:
         return take_slice(x, step.mesh_axis, step.axis)
     if step.kind == "all_gather":
         result = "varying" if step.mesh_axis in names else "invariant"
+        if lax.axis_size(step.mesh_axis) == 1:
+            return over_one_device(x, (step.mesh_axis,), varies=step.mesh_axis in names)
         return activation(all_gather(x, step.mesh_axis, axis=step.axis, result=result, algorithm="xla"))
     return move(x, [step])
 
 
 def vary(x: Any, names: Names) -> Array:
     """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them."""
+    x = over_one_device(x, names, varies=True)
     missing = tuple(sorted(names - jax.typeof(x).mat.varying))
     return lax.pcast(x, missing, to="varying") if missing else x
 
