@@ -107,7 +107,8 @@ def reduce_scatter(
     the major (first) one first: the inverse order of `all_gather`.
     """
     mesh_axes, x, axis = collectives.canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
-    chosen = resolve_algorithm("reduce_scatter", algorithm, x, mesh_axes)
+    shape = (*x.shape[:axis], x.shape[axis] // collectives.axis_size(mesh_axes), *x.shape[axis + 1 :])
+    chosen = resolve_algorithm("reduce_scatter", algorithm, jax.ShapeDtypeStruct(shape, x.dtype), mesh_axes)
     if chosen == "xla":
         for name in mesh_axes:
             x = lax.psum_scatter(collectives.pvary(x, (name,)), name, scatter_dimension=axis, tiled=True)

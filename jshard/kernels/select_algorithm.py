@@ -73,6 +73,7 @@ _GATHERS = "HLO compiled for 8 absent H200, jax 0.12.0.1: all-gather and reduce-
 _CUBLAS = "docs/measurements/kernels.md: not measured on a GPU"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
 _WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
+_TILES = "HLO compiled for an absent v5e:2x4, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
 _PROCESSES = "docs/design/0015-processes.md: python -m benchmarks.processes"
 _MODEL = "jshard/chips.py: the maker's peak and link, as a plan counts them"
 
@@ -94,6 +95,13 @@ def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
         return False
     hidden = (2 * shape[-1] / chip.peak(str(dtype))) / (4 * chip.devices / chip.link)
     return 4 * (1 - min(1.0, hidden)) >= dtype.itemsize
+
+
+def _is_no_whole_tiles(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
+    """Return whether a device's part is not several tiles, each of 128 lanes and of 8 rows of 32 bits, and nothing besides."""
+    lanes, rows = 128, 32 // dtype.itemsize
+    is_whole = len(shape) > 1 and shape[-1] >= lanes and shape[-2] % rows == 0
+    return not is_whole or math.prod(shape) <= rows * lanes
 
 
 TABLE = (  # the first row that applies counts
@@ -148,13 +156,22 @@ TABLE = (  # the first row that applies counts
         2,
         LONGEST_RING,
     ),
+    Row(
+        "reduce_scatter all_gather",
+        "tpu",
+        Choice("in_order", "XLA runs a scatter of parts that are no whole tiles as an all-reduce, of twice the bytes", _TILES),
+        when=_is_no_whole_tiles,
+    ),
     Row("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), 0),
     Row("any", "any", _xla("jshard has no kernels for this chip", "docs/kernels.md"), 0),
 )
 
 
 def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str | Chip | None = None) -> Choice:
-    """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for)."""
+    """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for).
+
+    Of a scatter or a gather `shape` is that of one device's part.
+    """
     _check_known(op)
     target = chips.present_chip() if chip is None else chip if isinstance(chip, Chip) else chips.chip(chip)
     group = max(group, 2) if op == "matmul" else group  # the row for a group of one is about collectives

@@ -41,6 +41,11 @@ from tests.kernels.test_lowering import lowered
             "all_gather_matmul", 64, 16, "v6e", "fused",
             "the wire runs under the product, which XLA does not do inside a shard_map",
         ),
+        ("reduce_scatter", 64, 8, "v5e", "xla", "no figure says that a kernel beats XLA's own on this chip"),
+        (
+            "reduce_scatter", 41, 2, "v5e", "in_order",
+            "XLA runs a scatter of parts that are no whole tiles as an all-reduce, of twice the bytes",
+        ),
         ("matmul_reduce_scatter", 64, 128, "tpu7x", "xla", "no figure says that a kernel beats XLA's own on this chip"),
     ],
 )  # fmt: skip

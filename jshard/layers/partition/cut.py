@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jshard.kernels.collectives import axis_index, permute
-from jshard.layers.partition.engine import Partition, Rule, traced_whole
+from jshard.layers.partition.engine import Partition, Rule, known, traced_whole
 from jshard.layers.partition.local_sizes import ranges_of
 from jshard.layers.partition.part import Names, Part
 from jshard.layouts.redistribution import Axes, Move
@@ -87,7 +87,8 @@ def cut(x: Array, axis: int, names: tuple[str, ...], ranges: Sequence[range], de
 
 
 def _cut(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    """Pieces of a split axis stay split where each divides; those much smaller than the array are summed."""
+    """Pieces of a split axis stay split where each divides. Of others those much smaller than the array are summed, and else
+    the split moves to another axis, if there is one."""
     (part,) = parts
     split = {axis: ranges for axis, ranges in ranges_of(eqn, part.shape).items() if part.axes[axis]}
     if len(split) != 1 or (part.make is not None and part.signal is None):
@@ -96,7 +97,8 @@ def _cut(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     names = part.axes[axis]
     devices = run.ways(names)
     if any(not some or len(some) % devices or some.step != 1 for some in ranges):
-        if 2 * max(map(len, ranges)) > part.shape[axis]:
+        moves = {name for some in run.choose(known(eqn), parts).values() for name in some}.issuperset(names)
+        if 2 * max(map(len, ranges)) * (devices if moves else 1) > part.shape[axis]:  # a sum has more on the wire
             return run.by_table(eqn, parts)
         return run.run(traced_whole(lambda x: _looked_up(eqn, x, axis, ranges), [eqn.invars[0].aval]), parts)
 

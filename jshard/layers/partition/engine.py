@@ -245,9 +245,16 @@ class Partition:
         return scope(reason="redistribute")
 
     def choose(self, found: Factors, parts: Sequence[Part]) -> Choice:
-        """Choose the mesh axes of each factor: as claimed parameters are split, then as the larger operands are."""
+        """Choose the mesh axes of each factor: as claimed parameters are split, then as the larger operands are, and of those
+        the ones that the others have been moved to before."""
         order = sorted(
-            (part.signal is None or not any(part.axes), part.make is not None, -self._local_size(part), number)
+            (
+                part.signal is None or not any(part.axes),
+                part.make is not None,
+                -self.local_size(part),
+                any(part.has_been(other.axes) for other in parts if other is not part),
+                number,
+            )
             for number, part in enumerate(parts)
             if not part.is_undecided
         )
@@ -259,7 +266,27 @@ class Partition:
                 for factor, some in self._spread(of, free, found):
                     if found.kinds[factor] != FIXED and factor not in choice:
                         choice[factor] = some
-        return self._contiguous(found, choice)
+        return self.moved_over(found, parts, self._contiguous(found, choice))
+
+    def moved_over(self, found: Factors, parts: Sequence[Part], choice: Choice) -> Choice:
+        """Keep the mesh axes that an axis can't keep: behind those that split it already, or on an axis before it. What would
+        be gathered, and lie whole behind the operation, costs an all-to-all and stays split."""
+        for part, of in zip(parts, found.operands, strict=True):
+            if part.make is not None or part.signal is not None:
+                continue
+            for axis, names in enumerate(part.axes):
+                for at, name in enumerate(names):
+                    own = [factor for factor in of[axis] if at and choice.get(factor) == names[:at]]
+                    for factor in (*own, *(factor for each in of[:axis] for factor in each)):
+                        more = {**choice, factor: (*choice.get(factor, ()), name)}
+                        if (
+                            not any(name in names for names in choice.values())
+                            and found.kinds[factor] == KEPT
+                            and not found.sizes[factor] % self.ways(more[factor])
+                            and self._contiguous(found, dict(more)) == more
+                        ):
+                            choice = more
+        return choice
 
     def _foreseen(self, eqn: Any, parts: Sequence[Part], found: Factors, choice: Choice) -> Choice:
         """Split what is larger than its operands as it will be needed, so that not it is cut later, but they are."""
@@ -271,7 +298,7 @@ class Partition:
                     p for p, each in zip(parts, found.operands, strict=True) if any(factor in count for count in each)
                 ]
                 used = {name for names in choice.values() for name in names}
-                if factor not in choice and not used.intersection(some) and sum(map(self._local_size, have)) < size:
+                if factor not in choice and not used.intersection(some) and sum(map(self.local_size, have)) < size:
                     choice[factor] = some
         return self._contiguous(found, choice)
 
@@ -281,7 +308,7 @@ class Partition:
     def ways(self, names: Iterable[str]) -> int:
         return math.prod(self.sizes[name] for name in names)
 
-    def _local_size(self, part: Part) -> float:
+    def local_size(self, part: Part) -> float:
         return math.prod(local_shape(part.shape, part.axes, self.sizes))
 
     def _contiguous(self, found: Factors, choice: Choice) -> Choice:

@@ -11,11 +11,11 @@ from jax import Array, lax
 from jax.lax import GatherScatterMode
 
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of, traced_whole
-from jshard.layers.partition.local_sizes import axes_of
+from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
 from jshard.layers.partition.part import Part
 from jshard.layers.partition.product import settle, sum_or_scatter
 from jshard.layers.partition.shape import first
-from jshard.layouts.axes import LOOKUP
+from jshard.layouts.axes import LOOKUP, Factors
 
 
 def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -26,13 +26,14 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     settle(parts, found)
     choice = run.choose(found, parts)
     numbers, shape = eqn.params["dimension_numbers"], parts[0].shape
+    if parts[1].make is not None and not any(found.kinds[factor] == LOOKUP for factor in choice):
+        return run.later(eqn, parts, found)  # positions, say: the places are made where the rows are needed
+    choice = _moved_over(run, eqn, parts, found, choice)
     looked_up = {
         axis: choice[of[0]]
         for axis, of in enumerate(found.operands[0])
         if found.kinds[of[0]] == LOOKUP and of[0] in choice
     }
-    if not looked_up and parts[1].make is not None:
-        return run.later(eqn, parts, found)  # positions, say: the places are made where the rows are needed
     table, indices = run.placed(parts, found, choice)
     if not looked_up:
         return run.results(eqn, run.bind(eqn, [table, indices], found, choice), found, choice)
@@ -49,6 +50,16 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     axes = list(axes_of(found.results[0], choice))
     out = sum_or_scatter(run, out, axes, names, parts[0].signal)
     return [Part(shape_of(eqn), tuple(axes), out)]
+
+
+def _moved_over(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Choice:
+    """Split another axis of an array that is no parameter, where to sum what is found in it would cost more."""
+    names = {name for factor, some in choice.items() if found.kinds[factor] == LOOKUP for name in some}
+    rest = {factor: some for factor, some in choice.items() if found.kinds[factor] != LOOKUP}
+    moved = run.moved_over(found, parts, rest)
+    answers = math.prod(local_shape(shape_of(eqn), axes_of(found.results[0], choice), run.sizes))
+    pays = names.issubset(name for some in moved.values() for name in some) and run.local_size(parts[0]) < 2 * answers
+    return moved if pays else choice
 
 
 def _by_place(jaxpr: Any, eqn: Any) -> Any:

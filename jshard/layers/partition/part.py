@@ -97,6 +97,10 @@ class Part:
                 self.x, self.axes = move(self.x, plan_moves(self.axes, axes)), axes
                 self.cache.clear()
 
+    def has_been(self, axes: Axes) -> bool:
+        """Whether it has been moved to where another use needed it."""
+        return any(key[0] == axes for key in self.cache)
+
     def local(self, axes: Axes, names: Names, moving: Moving) -> Array:
         """Return this device's part when split by `axes`, varying over `names` too. What two uses need alike is made once, and
         its gradient summed once."""
@@ -214,7 +218,7 @@ def _step(x: Any, step: Move, names: Names) -> Array:
         result = "varying" if step.mesh_axis in names else "invariant"
         if lax.axis_size(step.mesh_axis) == 1:
             return over_one_device(x, (step.mesh_axis,), varies=step.mesh_axis in names)
-        return activation(all_gather(x, step.mesh_axis, axis=step.axis, result=result, algorithm="xla"))
+        return activation(all_gather(x, step.mesh_axis, axis=step.axis, result=result))
     return move(x, [step])
 
 
