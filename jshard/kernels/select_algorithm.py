@@ -159,7 +159,11 @@ TABLE = (  # the first row that applies counts
     Row(
         "reduce_scatter all_gather",
         "tpu",
-        Choice("in_order", "XLA runs a scatter of parts that are no whole tiles as an all-reduce, of twice the bytes", _TILES),
+        Choice(
+            "in_order",
+            "XLA runs a scatter of parts that are no whole tiles as an all-reduce, of twice the bytes",
+            _TILES,
+        ),
         when=_is_no_whole_tiles,
     ),
     Row("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), 0),

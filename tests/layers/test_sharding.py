@@ -271,6 +271,24 @@ def test_of_a_model_that_is_only_described_shapes_say_where_they_will_lie():
     assert kernel.sharding == jax.NamedSharding(jshard.mesh(), jax.P("data", "tensor"))
 
 
+def test_a_scatter_of_parts_that_are_no_whole_tiles_is_an_all_to_all_on_tpus(dense):
+    batch, *_ = dense
+    jshard.load(PLANS["tensor and sequence"])
+    model = jshard.shard(Decoder(nnx.Rngs(0)), batch[0])
+    with jshard.kernels.interpret(chip="v5e"):  # where XLA would run it as an all-reduce
+        step = nnx.value_and_grad(jshard.shard(cross_entropy))
+        ledger = jshard.explain(lambda model, *batch: step(model, *batch), model, *batch)
+    found = collections.Counter()
+    for line in ledger:
+        if line.collective != "all_reduce":
+            assert line.cause.key == "sequence"
+            found[line.collective, line.phase, line.total] += line.count
+    wire = ACTIVATIONS * 3 // 4
+    assert found == {
+        (each, phase, wire): 5 for each in ("all_gather", "all_to_all") for phase in ("forward", "backward")
+    }
+
+
 class SideBySide(nnx.Module):
     def __init__(self, rngs):
         with jshard.signal("heads"):
