@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import decoder, generate, loader, log, models, plan, processes, step, watchdog, weights
+from benchmarks import decoder, fsdp, generate, loader, log, models, plan, processes, step, watchdog, weights
 from jshard.signals.active_config import unload
 
 
@@ -64,6 +64,12 @@ def test_quick_benchmark_of_a_plan_prints_what_the_compiler_and_the_cache_take(c
     first, again = capsys.readouterr().out.splitlines()
     assert re.fullmatch(f"{of} by its compiler {took}", first)
     assert re.fullmatch(f"{of} from the cache {took}", again)
+
+
+@pytest.mark.slow
+def test_quick_benchmark_of_fsdp_prints_a_line_for_each_way(capsys):
+    fsdp.main(["--quick", "--topology", "cpu:8"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list(fsdp.WAYS)
 
 
 @pytest.mark.slow

@@ -117,6 +117,11 @@ def multiply(
 ) -> jax.Array:  # fmt: skip
     """Compute `x @ w + b` as `signal` says. `features` are the global sizes (K, N), needed where arrays are shards."""
     asked = strategy_of(signal) if strategy is None else strategy
+    if signal.store_prefetch:
+        raise JShardError(
+            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for a layer that does not know which is the next",
+            hint="build the layers with jshard.stack, claim them by match, and run the model by jshard.shard",
+        )
     check_kernels(signal, asked.mesh, lambda op: _hindrance(op, asked, arithmetic))
     inside = inside_shard_map((*asked.batch, *asked.column, *asked.reduction, *asked.store), str(signal))
     if not inside:

@@ -37,6 +37,7 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
         yield f"places split over {' x '.join(signal.ring)}, attention by {signal.attention or 'ring'}"
     if signal.store:
         kept = ", and what is gathered of them is kept for backward" if signal.store_keep else ""
+        kept = ", gathered one layer ahead" if signal.store_prefetch else kept
         yield f"parameters and optimizer state rest split over {' x '.join(signal.store)}{kept}"
     if signal.store_optimizer:
         yield f"optimizer state rests split over {' x '.join(signal.store_optimizer)}"

@@ -45,6 +45,7 @@ def _keys(signal: Signal) -> Iterator[tuple[str, str]]:
         if key not in ("name", "place", "places"):
             spelled = {
                 "store_keep": "store.keep",
+                "store_prefetch": "store.prefetch",
                 "store_optimizer": "store.optimizer",
                 "remat": "remat.save" if isinstance(value, tuple) else "remat",
             }

@@ -236,6 +236,15 @@ def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str
             f"has store.{other} beside store.optimizer",
             f"remove {other}",
         )
+    elif values.get("keep") and values.get("prefetch"):
+        place, fault, hint = (
+            written.at("store.keep"),
+            "has store.keep beside store.prefetch, which keeps nothing",
+            "remove one",
+        )
+    elif values.get("prefetch") and written.values.get("remat", "full") not in ("full", ""):
+        place = written.at("store.prefetch")
+        fault, hint = f"has store.prefetch beside remat ({written.at('remat')}), which keeps more", "write remat: full"
     elif not values.keys() & {"parameters", "optimizer"} and "store" not in written.broken:
         fault = "has store without parameters"
     if fault:
@@ -243,6 +252,7 @@ def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str
     return {
         "store": values.get("parameters", ()),
         "store_keep": values.get("keep", False),
+        "store_prefetch": values.get("prefetch", False),
         "store_optimizer": values.get("optimizer", ()),
     }
 

@@ -205,6 +205,9 @@ SIGNAL: dict[str, Key] = {
             {
                 "parameters": Key(_AXES, "Parameters and the optimizer's state (FSDP)."),
                 "keep": Key(flag(), "Gathered parameters are kept for the backward pass, which else gathers them again."),
+                "prefetch": Key(
+                    flag(), "A layer of a loop is gathered while the one before it computes; of each only its input is kept."
+                ),
                 "optimizer": Key(_AXES, "The optimizer's state alone (ZeRO-1)."),
             },
             bare=_AXES,

@@ -53,6 +53,7 @@ class Signal:
     attention: str | None = None  # ring, ulysses: how devices that hold other places attend; None is ring
     store: tuple[str, ...] = ()  # parameters and optimizer state
     store_keep: bool = False  # what was gathered of them, for the backward pass
+    store_prefetch: bool = False  # the layers of a loop are gathered one ahead
     store_optimizer: tuple[str, ...] = ()  # optimizer state only
     output: str | None = None  # keep, gather, sum, scatter; None: what the strategy hands on by itself
     shard: Shard | None = None

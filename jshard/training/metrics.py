@@ -100,8 +100,9 @@ def _keys(signal: Signal) -> dict[str, Any]:
     keys = {name: yaml_value(value) for name, value in says if name not in ("name", "place", "places")}
     if "store_optimizer" in keys:
         keys["store"] = {"optimizer": keys.pop("store_optimizer")}
-    if keys.pop("store_keep", False):
-        keys["store"] = {"parameters": keys["store"], "keep": True}
+    for word in ("keep", "prefetch"):
+        if keys.pop(f"store_{word}", False):
+            keys["store"] = {"parameters": keys["store"], word: True}
     if isinstance(signal.remat, tuple):
         keys["remat"] = {"save": keys["remat"]}
     if "expect" in keys:

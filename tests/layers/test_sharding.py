@@ -377,6 +377,11 @@ MISTAKES = {
         'signal "a" (<dict>) says remat, which jshard.shard does for layers in a loop, and none of its parameters is in a loop; '
         "build the layers with jshard.stack",
     ),
+    "prefetch": (
+        {"jshard": {"mesh": {"data": 2}}, "a": {"row": "data", "store": {"parameters": "data", "prefetch": True}, "match": ["**"]}},
+        'signal "a" (<dict>) says store.prefetch, which jshard.shard does for layers in a loop, and none of its parameters is in a '
+        "loop; build the layers with jshard.stack",
+    ),
     "remat on auto": (
         {"jshard": {"mesh": {"data": 2}, "axis_types": "auto"}, "a": {"row": "data", "remat": True, "match": ["**"]}},
         'signal "a" (<dict>) says remat, which jshard.shard does for layers in a loop, and not on axis_types: auto; '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 
 import jax
@@ -13,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.errors import JShardError
-from jshard.jaxprs import equations
+from jshard.jaxprs import equations, scanned
 from jshard.layers.abstract import created
 
 WIDTH, HIDDEN = 16, 32
@@ -119,11 +120,16 @@ def test_each_layer_drops_its_own_numbers_and_others_in_each_call():
     assert not np.array_equal(first, second)
 
 
+PREFETCH = {"parameters": "data", "prefetch": True}
 PLANS = {
     "tensor": claimed({"data": 2, "tensor": 4}),
     "tensor sequence store": claimed({"data": 2, "tensor": 4}, sequence="tensor", store="data"),
     "store": claimed({"data": 8, "tensor": 1}, store="data"),
     "remat": claimed({"data": 2, "tensor": 4}, store="data", remat="full"),
+    "prefetch": claimed({"data": 2, "tensor": 4}, store=PREFETCH),
+    "prefetch sequence": claimed(
+        {"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", dtype={"reduce": "float32"}
+    ),
 }
 
 
@@ -192,8 +198,8 @@ def test_it_is_proven(depth):
 
 def backward_of(remat, depth=2):
     """The program of the gradients of a stack, for each word."""
-    store = {"parameters": "data", "keep": True} if remat == "keep" else "data"
-    words = {"remat": remat} if remat not in ("", "keep") else {}
+    store = {"parameters": "data", remat: True} if remat in ("keep", "prefetch") else "data"
+    words = {"remat": remat} if remat not in ("", "keep", "prefetch") else {}
     jshard.load(claimed({"data": 2, "tensor": 4}, store=store, **words))
     model = jshard.shard(built(depth), X)
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
@@ -219,13 +225,92 @@ def test_remat_says_what_is_kept():
     assert products({"save": ["another"]}) == products("full")
 
 
-@pytest.mark.parametrize("remat", ["", "products", "full", "keep"])
+@pytest.mark.parametrize("remat", ["", "products", "full", "keep", "prefetch"])
 def test_no_layer_keeps_what_it_gathered(remat):
-    """What a loop leaves for each layer has a leading axis of the depth: a device's kernels, whole and at rest."""
+    """What a loop leaves for each layer has a leading axis of the depth, or of the turns between the first and the last: a device's
+    kernels, whole and at rest."""
     loops = [each for each in backward_of(remat, depth=5) if each.primitive.name == "scan"]
-    left = {var.aval.shape for loop in loops for var in loop.outvars}
-    assert {(5, WIDTH // 2, HIDDEN // 4), (5, HIDDEN // 4, WIDTH // 2)} <= left  # gradients
-    assert ({(5, WIDTH, HIDDEN // 4), (5, HIDDEN // 4, WIDTH)} <= left) == (remat == "keep")
+    left = {var.aval.shape[1:] for loop in loops for var in loop.outvars[scanned(loop)[1] :]}
+    assert {(WIDTH // 2, HIDDEN // 4), (HIDDEN // 4, WIDTH // 2)} <= left  # gradients
+    assert len(left & {(WIDTH, HIDDEN // 4), (HIDDEN // 4, WIDTH)}) == (2 if remat == "keep" else 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_layer_is_gathered_while_the_one_before_it_computes(depth):
+    """Each once forward, the last not again; what is carried has the next layer's kernels, which wait for nothing of this one."""
+    jshard.load(PLANS["prefetch"])
+    model, alone = jshard.shard(built(depth), X), built(depth)
+    step = nnx.value_and_grad(jshard.shard(loss))
+    counts = collections.Counter()
+    for line in jshard.explain(step, model, X):
+        if line.signal in ("up", "down") and line.cause.key == "store" and line.payload > 4 * WIDTH:  # kernels
+            counts[line.collective, line.phase] += line.count
+    expected = {("all_gather", "forward"): 2 * depth, ("reduce_scatter", "backward"): 2 * depth}
+    assert counts == expected | ({("all_gather", "backward"): 2 * (depth - 1)} if depth > 1 else {})
+    value, gradients = nnx.jit(step)(model, X)
+    wanted = nnx.value_and_grad(loss)(alone, X)
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, wanted[1])
+    loops = [each for each in backward_of("prefetch", 5) if each.primitive.name == "scan"]
+    for loop in loops:
+        body = loop.params["jaxpr"].jaxpr
+        behind = set(body.outvars[: scanned(loop)[1]])
+        gathers = [eqn for eqn in body.eqns if eqn.primitive.name.startswith("all_gather")]
+        assert sum(eqn.outvars[0] in behind for eqn in gathers) >= 2, loop
+    assert len(loops) == 2
+
+
+def test_layers_that_are_gathered_ahead_are_proven():
+    jshard.load(PLANS["prefetch"])
+    proof = jshard.verify(jshard.shard(loss), built(3), X)
+    assert proof.ok and {each.verdict for each in proof.findings} == {"bitwise"}, proof
+
+
+def test_a_loop_from_the_last_layer_to_the_first_that_counts():
+    """Whole numbers are carried, gone along and left; a layer closes over what is differentiated."""
+
+    def f(params, x):
+        def layer(carry, each):
+            x, count = carry
+            w, number = each
+            x = jnp.tanh(x @ w) * scale + number
+            return (x, count + number), (x.sum(), number)
+
+        scale = params["scale"] * 2
+        (x, count), (sums, numbers) = jax.lax.scan(layer, (x, 0), (params["w"], jnp.arange(4)), reverse=True)
+        return (x**2).mean() + (sums * numbers).mean() + count
+
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(4, 8, 8)).astype(np.float32), "scale": rng.normal(size=8).astype(np.float32)}
+    wanted = jax.value_and_grad(f)(params, X[:, 0, :8])
+    signal = {"row": "data", "store": PREFETCH, "match": ["**"]}
+    jshard.load({"jshard": {"mesh": {"data": 4, "tensor": 2}}, "all": signal})
+    got = jax.jit(jax.value_and_grad(jshard.shard(f)))(params, X[:, 0, :8])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+def test_layers_that_say_what_is_computed_anew_are_not_gathered_ahead():
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "all": {"row": "data", "store": PREFETCH, "match": ["**"]}})
+    layer = jax.checkpoint(lambda x, w: (x @ w, None))
+    with pytest.raises(JShardError) as told:
+        jshard.shard(lambda params, x: jax.lax.scan(layer, x, params["w"])[0])(
+            {"w": np.ones((2, 8, 8))}, np.ones((8, 8))
+        )
+    line = layer.__wrapped__.__code__.co_firstlineno + 2
+    assert str(told.value) == (
+        f'signal "all" (<dict>) says store.prefetch (<dict>) for layers that say themselves what is computed anew '
+        f"(test_stack.py:{line}); remove one: of layers that are gathered ahead only their input is kept"
+    )
+
+
+def test_a_layer_that_knows_no_next_one_is_not_gathered_ahead():
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "up": {"row": "data", "store": PREFETCH}})
+    with jshard.signal("up"), pytest.raises(JShardError) as told:
+        jshard.Linear(8, 8, rngs=nnx.Rngs(0))(np.ones((8, 8)))
+    assert str(told.value) == (
+        'signal "up" (<dict>) says store.prefetch (<dict>) for a layer that does not know which is the next; '
+        "build the layers with jshard.stack, claim them by match, and run the model by jshard.shard"
+    )
 
 
 def test_two_words_for_the_layers_of_one_loop_are_a_sentence():

@@ -25,6 +25,8 @@ WORDS = [
     ({"store": ("d", "t")}, ["replicated", "parameters and optimizer state rest split over d x t"]),
     ({"store": ("d",), "store_keep": True},
      ["replicated", "parameters and optimizer state rest split over d, and what is gathered of them is kept for backward"]),
+    ({"store": ("d",), "store_prefetch": True},
+     ["replicated", "parameters and optimizer state rest split over d, gathered one layer ahead"]),
     ({"store_optimizer": ("d", "t")}, ["replicated", "optimizer state rests split over d x t"]),
     ({"dtype": DTypes("float16", "bfloat16", "float32")},
      ["replicated", "kept in float16", "computed in bfloat16", "summed over devices in float32"]),

@@ -18,6 +18,7 @@ from jshard.errors import JShardError
 from jshard.jaxprs import CHECKPOINTS, bare, called, holds, scanned
 from jshard.layers.partition.engine import Partition, Rule, traced_whole
 from jshard.layers.partition.part import Part
+from jshard.layers.partition.prefetch import scan_ahead
 from jshard.layers.remat import recomputed
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import scope, source_of
@@ -49,7 +50,7 @@ def _before(run: Partition, parts: Sequence[Part]) -> None:
                     if axes == part.axes:
                         run.local(part, axes, names)
             for key in dict.fromkeys(key for each in _inside(part) for key in each.casts):
-                cast = part.cast(*(None if word == "None" else word for word in key))
+                cast = part.follow([key])
                 cast.within = [each.casts[key] for each in _inside(part) if key in each.casts]
                 _before(run, [cast])
 
@@ -100,11 +101,11 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     inner: list[Part] = []
 
     def step(
-        axes: list[Axes], carries: Sequence[Array], each: Sequence[Array], consts: Sequence[Array]
+        axes: list[Axes], carries: Sequence[Array], each: Sequence[Any], consts: Sequence[Array]
     ) -> tuple[Any, Any]:
         inner[:] = map(_within, parts[:count], consts)
         inner.extend(Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True))
-        inner.extend(_one_of(part, x) for part, x in zip(over, each, strict=True))
+        inner.extend(x if isinstance(x, Part) else _one_of(part, x) for part, x in zip(over, each, strict=True))
         made[:] = run.run(jaxpr, inner)
         made[carried:] = map(run.force, made[carried:])
         return _like(run, made[:carried], axes), [part.x for part in made[carried:]]
@@ -114,12 +115,15 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
         [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
     _before(run, consts)
-    how = {"remat": _remat_of(over), "regather": not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)}
-    last, ys = lax.scan(
-        recomputed(lambda c, e: step(axes, c, e, [part.x for part in consts]), **how, in_scan=True),
-        _like(run, carry, axes), [part.x for part in over],
-        length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"],
-    )  # fmt: skip
+    layer = lambda carries, each: step(axes, carries, each, [part.x for part in consts])
+    if any(part.prefetches for part in over):
+        last, ys = _ahead(eqn, over, inner[count + carried :], layer, _like(run, carry, axes))
+    else:
+        remat, regather = _remat_of(over), not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)
+        last, ys = lax.scan(
+            recomputed(layer, remat, regather=regather, in_scan=True), _like(run, carry, axes), [part.x for part in over],
+            length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"],
+        )  # fmt: skip
     results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
     return results + [Part(s, ((), *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
@@ -129,6 +133,45 @@ def _keeps_no_parameter(over: Sequence[Part]) -> bool:
     """Whether the backward pass marks the layers' parameters again, as it gathers them: kept, they would be stacked anew."""
     signals = [part.signal for part in over if part.signal is not None]
     return any(part.regathers for part in over) or (bool(signals) and not any(each.store_keep for each in signals))
+
+
+def _ahead(
+    eqn: Any, over: Sequence[Part], seen: Sequence[Part], layer: Callable[..., Any], carry: list[Array]
+) -> tuple[list[Array], list[Array]]:
+    """Run a loop whose layers are gathered one ahead. `seen` are the parts of a layer that has been traced: what it gathers."""
+    ahead = {at: list(seen[at].gathers()) for at, part in enumerate(over) if part.prefetches}
+    others = [at for at in range(len(over)) if at not in ahead]
+    signal = over[next(iter(ahead))].signal
+    says = holds(eqn.params["jaxpr"], CHECKPOINTS) or _remat_of(over) not in ("", "full")
+    if says and signal is not None:
+        raise JShardError(
+            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers that say themselves what is computed "
+            f"anew ({source_of(eqn)})",
+            hint="remove one: of layers that are gathered ahead only their input is kept",
+        )
+
+    def gather(xs: list[Any]) -> list[Any]:
+        found: list[Any] = []
+        for (at, uses), x in zip(ahead.items(), xs, strict=True):
+            part = _one_of(over[at], x)
+            with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
+                found += [part.follow(path).gather(steps) for path, steps in uses]
+        return found
+
+    def one(carries: list[Any], full: list[Any], each: list[Any]) -> Any:
+        parts: dict[int, Any] = dict(zip(others, each, strict=True))
+        it = iter(full)
+        for at, uses in ahead.items():
+            x = over[at].x
+            parts[at] = _one_of(over[at], jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
+            for path, steps in uses:
+                parts[at].ahead(path, steps, next(it))
+        return layer(carries, [parts[at] for at in range(len(over))])
+
+    shards, each = [over[at].x for at in ahead], [over[at].x for at in others]
+    return scan_ahead(
+        one, gather, carry, shards, each, length=eqn.params["length"], reverse=eqn.params["reverse"]
+    )  # fmt: skip
 
 
 def _remat_of(over: Sequence[Part]) -> str | tuple[str, ...]:

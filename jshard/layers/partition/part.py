@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,12 @@ class Part:
         return self.parameter is not None and self.parameter.axes is None
 
     @property
+    def prefetches(self) -> bool:
+        """Whether it is gathered while the layer before computes."""
+        smooth = jnp.issubdtype(self.x.dtype, jnp.inexact)
+        return self.rest is not None and self.signal is not None and self.signal.store_prefetch and smooth
+
+    @property
     def regathers(self) -> bool:
         """Whether it is gathered for its use, and again for the backward pass."""
         return self.rest is not None and self.signal is not None and not self.signal.store_keep
@@ -145,6 +151,31 @@ class Part:
                     _narrowed(self.x, steps, self.wire, self.x.dtype) if narrow else _gathered(self.x, steps)
                 )
         return self.gathered[steps]
+
+    def gathers(self) -> Iterator[tuple[tuple[Any, ...], Gathers]]:
+        """What was gathered of it, and of it in other dtypes: the casts that lead there, and the gathers."""
+        yield from (((), steps) for steps in self.gathered)
+        for key, cast in self.casts.items():
+            yield from (((key, *path), steps) for path, steps in cast.gathers())
+
+    def follow(self, path: Sequence[Any]) -> Part:
+        """The same array as these casts leave it."""
+        return functools.reduce(lambda part, key: part.cast(*(None if w == "None" else w for w in key)), path, self)
+
+    def ahead(self, path: Sequence[Any], steps: Gathers, full: Array) -> None:
+        """Take what was gathered elsewhere. The part itself is then only a shape, so that no use can gather it once more."""
+        part = self
+        for dtype, wire in path:
+            fresh: Any = {
+                "cache": {},
+                "gathered": {},
+                "within": [],
+                "casts": {},
+                "wire": None if wire == "None" else wire,
+            }
+            shape = jax.ShapeDtypeStruct(part.x.shape, dtype)
+            part = part.casts.setdefault((dtype, wire), dataclasses.replace(part, x=shape, **fresh))
+        part.gathered[steps] = full
 
     def cast(self, dtype: Any, wire: Any = None) -> Part:
         """The same array in another dtype, where it lies: made once for all its uses."""

@@ -135,17 +135,22 @@ class Program:
 
 
 def _check_remat(uses: Sequence[Use], is_explicit: bool) -> None:
-    """Raise an error for a signal whose `remat` would do nothing: it is for the layers of a loop."""
-    by_remat = {use.claim.signal.name: use for use in uses if use.claim.signal.remat}
+    """Raise an error for a signal whose `remat` or `store.prefetch` would do nothing: they are for the layers of a loop."""
+    signals = {use.claim.signal.name: use.claim.signal for use in uses}
     in_loops = {use.claim.signal.name for use in uses if "scan" in use.roles and is_explicit}
-    for name in by_remat.keys() - in_loops:
-        signal = by_remat[name].claim.signal
+    for name in [name for name, signal in signals.items() if signal.remat or signal.store_prefetch]:
+        signal = signals[name]
+        if name in in_loops:
+            continue
+        key = "remat" if signal.remat else "store.prefetch"
         why = "and none of its parameters is in a loop" if is_explicit else "and not on axis_types: auto"
         raise JShardError(
-            f'signal "{name}" ({signal.at("remat")}) says remat, which jshard.shard does for layers in a loop, {why}',
+            f'signal "{name}" ({signal.at(key)}) says {key}, which jshard.shard does for layers in a loop, {why}',
             hint="build the layers with jshard.stack"
             if is_explicit
-            else "remove remat, and wrap the layer in nnx.remat",
+            else "remove remat, and wrap the layer in nnx.remat"
+            if signal.remat
+            else "remove prefetch",
         )
 
 
