@@ -40,7 +40,8 @@ SEVEN_BILLION = Size(
     layers=32, features=4096, heads=32, hidden=11008, vocabulary=32000, length=2048, batch=32
 )  # 6.74e9 parameters, in the shape of Llama 2 7B
 
-SPLIT = {"row": "data", "store": "data", "dtype": {"compute": "bfloat16"}}
+# The compiled texts in tests/data/hlo keep what they gather: one gather and one scatter of each array, to be read.
+SPLIT = {"row": "data", "store": {"parameters": "data", "keep": True}, "dtype": {"compute": "bfloat16"}}
 SIGNALS: dict[str, Any] = {
     "embed": {**SPLIT},
     "attn/qkv": {**SPLIT, "column": "tensor"},

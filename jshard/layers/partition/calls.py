@@ -216,7 +216,7 @@ def _led_by_whole(run: Partition, part: Part) -> Part:
     return run.place(part, ((), *part.axes[1:])) if part.axes[0] else part
 
 
-def _one_of(part: Part, x: Array) -> Part:
+def _one_of(part: Part, x: Any) -> Part:
     """One of those that a scan goes along: a layer of stacked parameters is a parameter."""
     rest = None if part.rest is None else part.rest[1:]
     return Part(
