@@ -118,13 +118,13 @@ def share(found: dict[str, Plan]) -> float:
 
 def table(found: dict[str, Plan]) -> str:
     waits = "not hidden"
-    lines = [f"{'':26}{'over tensor':>14}{waits:>17}{'over data':>14}{waits:>17}{'that takes':>13}"]
+    lines = [f"{'':26}{'over tensor':>14}{waits:>17}{'over data':>14}{waits:>17}{'that takes':>13}{'a step':>12}"]
     for name, made in found.items():
         (tensor, tensor_waits), (data, data_waits) = wire(made, "tensor"), wire(made, "data")
         assert made.estimate is not None
         lines.append(
             f"{name:26}{size(tensor):>14}{size(tensor_waits):>17}{size(data):>14}{size(data_waits):>17}"
-            f"{in_words(made.estimate.seconds_of(WAITS)):>13}"
+            f"{in_words(made.estimate.seconds_of(WAITS)):>13}{in_words(made.estimate.seconds):>12}"
         )
     return "\n".join(lines)
 
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     assert ours is not None and theirs is not None
     left, whole = ours.got - ours.hidden, theirs.got - theirs.hidden
     print(
-        "over data go the gradients of weights, of all three alike; "
+        "over data go the gradients of weights, of all alike; "
         f"with them {size(left)} against {size(whole)}: {100 * left / whole:.0f} %\n"
         f"over tensor goes the sequence: {size(wire(found[FUSED], 'tensor')[1])} not hidden by fused kernels, "
         f"{size(wire(found[PARTITIONER], 'tensor')[1])} in the partitioner's program: {100 * share(found):.0f} %"

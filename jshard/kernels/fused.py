@@ -156,19 +156,14 @@ def _gradient_of_w(x: Array, y: Array, dtype: Any) -> Array:
 
 def _gather(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> tuple[Array, Array]:
     if how == "permute":
-        front = jnp.moveaxis(x, axis, 0)
-        y, gathered = permute_ring.all_gather_matmul(front, w, mesh_axes, out)
-        whole = lambda parts: jnp.moveaxis(parts.reshape(-1, *parts.shape[2:]), 0, axis)
-        return whole(y), whole(gathered)
+        return permute_ring.all_gather_matmul(x, w, mesh_axes, axis, out)
     run = lambda x, axis, w: _gather_kernel(x, w, mesh_axes, axis, out)
     return call_batched(run, x, axis, w, op="all_gather_matmul")
 
 
 def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> Array:
     if how == "permute":
-        front, n = jnp.moveaxis(x, axis, 0), collectives.axis_size(mesh_axes)
-        parts = front.reshape(n, front.shape[0] // n, *front.shape[1:])
-        return jnp.moveaxis(permute_ring.matmul_reduce_scatter(parts, w, mesh_axes, out), 0, axis)
+        return permute_ring.matmul_reduce_scatter(x, w, mesh_axes, axis, out)
     run = lambda x, axis, w: _scatter_kernel(x, w, mesh_axes, axis, out)
     return call_batched(run, x, axis, w, op="matmul_reduce_scatter")
 

@@ -56,7 +56,7 @@ def _by_xla(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str) -> Arr
 def _all_gather(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str, algorithm: str) -> Array:
     if algorithm == "in_order":
         return _by_xla(x, mesh_axes, axis, result)
-    full = call_batched(lambda x, axis: _gather_kernel(x, mesh_axes, axis, algorithm), x, axis)
+    full = call_batched(lambda x, axis: gather_kernel(x, mesh_axes, axis, algorithm), x, axis)
     if result == "varying":
         return collectives.pvary(full, mesh_axes)
     return set_varying(full, jax.typeof(full).mat.varying - {*mesh_axes})  # to JAX what a permute gives varies
@@ -76,19 +76,18 @@ _all_gather.defvjp(lambda x, *static: (_all_gather(x, *static), None), _all_gath
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
+def gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
+    names = [name for name in reversed(mesh_axes) if lax.axis_size(name) > 1]
+    if algorithm == "permute":
+        return functools.reduce(lambda full, name: permute_ring.all_gather(full, (name,), axis), names, x)
     from jshard.kernels.tpu import dma, ring
 
-    def by_ring(x: Array, name: str) -> Array:
-        group = dma.Group.of((name,))
-        payload = jax.ShapeDtypeStruct((group.size, *x.shape), x.dtype)
-        return unpack_each(ring.all_gather(pack(x, 2), group, payload), x.shape)
-
     full = jnp.moveaxis(x, axis, 0)
-    for name in reversed(mesh_axes):
-        if lax.axis_size(name) > 1:
-            parts = permute_ring.all_gather(full, (name,)) if algorithm == "permute" else by_ring(full, name)
-            full = parts.reshape(-1, *full.shape[1:])
+    for name in names:
+        group = dma.Group.of((name,))
+        payload = jax.ShapeDtypeStruct((group.size, *full.shape), full.dtype)
+        parts = unpack_each(ring.all_gather(pack(full, 2), group, payload), full.shape)
+        full = parts.reshape(-1, *full.shape[1:])
     return jnp.moveaxis(full, 0, axis)
 
 
@@ -132,22 +131,21 @@ _reduce_scatter.defvjp(lambda x, *static: (_reduce_scatter(x, *static), None), _
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
+    names = [name for name in mesh_axes if lax.axis_size(name) > 1]
+    if algorithm == "permute":
+        for name in names:
+            part_for = functools.partial(permute_ring.part, x, lax.axis_size(name), axis)
+            x = permute_ring.reduce_scatter(part_for, (name,), x.dtype)
+        return x
     from jshard.kernels.tpu.dma import accumulator_dtype
 
     part = jnp.moveaxis(x, axis, 0)
-    for name in mesh_axes:
+    for name in names:
         n = lax.axis_size(name)
-        if n > 1:
-            parts = part.reshape(n, part.shape[0] // n, *part.shape[1:])
-            # Between two mesh axes a ring's sums stay in the accumulator's dtype: they are rounded once, at the end.
-            dtype = x.dtype if name == mesh_axes[-1] else accumulator_dtype(x.dtype)
-            if algorithm == "in_order":
-                part = ordered_psum_scatter(parts, name)
-            elif algorithm == "permute":
-                piece = functools.partial(lax.dynamic_index_in_dim, parts, keepdims=False)
-                part = permute_ring.reduce_scatter(piece, (name,), x.dtype)
-            else:
-                part = _ring(parts, name, dtype)
+        parts = part.reshape(n, part.shape[0] // n, *part.shape[1:])
+        # Between two mesh axes a ring's sums stay in the accumulator's dtype: they are rounded once, at the end.
+        dtype = x.dtype if name == names[-1] else accumulator_dtype(x.dtype)
+        part = ordered_psum_scatter(parts, name) if algorithm == "in_order" else _ring(parts, name, dtype)
     return jnp.moveaxis(part.astype(x.dtype), 0, axis)
 
 

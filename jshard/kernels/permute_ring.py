@@ -7,10 +7,10 @@ order is the same in every run, but another than XLA's, and another for each dev
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -20,10 +20,12 @@ from jshard.kernels.local_matmul import matmul
 Names = tuple[str, ...]
 
 
-def all_gather(x: Array, names: Names, use: Callable[[Array, Array], None] = lambda part, device: None) -> Array:
-    """Gather `x` of all devices, `[n, ...]`. Each part is used, `use(part, its device)`, while others travel."""
+def all_gather(
+    x: Array, names: Names, axis: int, use: Callable[[Array, Array], None] = lambda part, device: None
+) -> Array:
+    """Gather `x` of all devices along `axis`. Each part is used, `use(part, its device)`, while others travel."""
     n, to_right, to_left, arrived = axis_size(names), x, x, [(x, 0)]
-    full = pvary(jnp.zeros((n, *x.shape), x.dtype), tuple(jnp.asarray(x).aval.mat.varying))
+    full = _empty(x, n, axis)
     for hop in range(1, n // 2 + 2):
         underway = []
         if hop <= n // 2:
@@ -35,7 +37,7 @@ def all_gather(x: Array, names: Names, use: Callable[[Array, Array], None] = lam
         for part, away in arrived:
             device = _device(names, away)
             use(part, device)
-            full = lax.dynamic_update_index_in_dim(full, part, device, 0)
+            full = _put(full, part, device, axis)
         arrived = underway
     return full
 
@@ -53,26 +55,39 @@ def reduce_scatter(part: Callable[[Array], Array], names: Names, dtype: Any) -> 
     return _plus(right, mine if left is None else mine + left, dtype)
 
 
-def all_gather_matmul(x: Array, w: Array, names: Names, out: Any) -> tuple[Array, Array]:
-    """Return `all_gather(x) @ w`, `[n, ..., N]`, and the gathered x."""
-    y = []
+def all_gather_matmul(x: Array, w: Array, names: Names, axis: int, out: Any) -> tuple[Array, Array]:
+    """Return `all_gather(x, axis) @ w`, and the gathered x."""
+    y: list[Array] = []
 
     def multiply(part: Array, device: Array) -> None:
         product = matmul(part, w, out_dtype=out, algorithm="xla")
-        if not y:
-            zeros = jnp.zeros((axis_size(names), *product.shape), product.dtype)
-            y.append(pvary(zeros, tuple(product.aval.mat.varying)))
-        y[0] = lax.dynamic_update_index_in_dim(y[0], product, device, 0)
+        y[:] = [_put(y[0] if y else _empty(product, axis_size(names), axis), product, device, axis)]
 
-    gathered = all_gather(x, names, multiply)
+    gathered = all_gather(x, names, axis, multiply)
     return y[0], gathered
 
 
-def matmul_reduce_scatter(x: Array, w: Array, names: Names, out: Any) -> Array:
-    """Return this device's part of the sum over devices of `x[n, ..., K] @ w`."""
-    wide = jnp.float32 if jnp.issubdtype(out, jnp.floating) else out
-    piece = functools.partial(lax.dynamic_index_in_dim, x, keepdims=False)
-    return reduce_scatter(lambda device: matmul(piece(device), w, out_dtype=wide, algorithm="xla"), names, out)
+def matmul_reduce_scatter(x: Array, w: Array, names: Names, axis: int, out: Any) -> Array:
+    """Return `reduce_scatter(x @ w, axis)`."""
+    wide, n = jnp.float32 if jnp.issubdtype(out, jnp.floating) else out, axis_size(names)
+    multiply = lambda device: matmul(part(x, n, axis, device), w, out_dtype=wide, algorithm="xla")
+    return reduce_scatter(multiply, names, out)
+
+
+def part(x: Array, n: int, axis: int, device: Array) -> Array:
+    """The part of `x`, of n along `axis`, that is for one device."""
+    size = x.shape[axis] // n
+    return lax.dynamic_slice_in_dim(x, device * size, size, axis)
+
+
+def _put(full: Array, part: Array, device: Array, axis: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(full, part, device * part.shape[axis], axis)
+
+
+def _empty(part: Array, n: int, axis: int) -> Array:
+    """Room for n parts along `axis`. Each is written, so nothing is to be set before."""
+    shape = tuple(n * size if at == axis else size for at, size in enumerate(part.shape))
+    return pvary(lax.empty(shape, part.dtype), tuple(jax.typeof(part).mat.varying))
 
 
 def _device(names: Names, away: int) -> Array:
