@@ -181,7 +181,7 @@ def hot(rounds: int = 200_000) -> str:
 
     taken = Taken(1, None, {}, lambda: None, 0.0, 0.0)  # type: ignore[arg-type]  # its loss is not read here
     course = Course.__new__(Course)
-    course.batch, course.last, course.since = 64, 0, 0.0
+    course.batch, course.last, course.since, course.seconds_at_peak = 64, 0, 0.0, None
     heard: collections.deque[Any] = collections.deque(maxlen=1000)
 
     def timed() -> float:

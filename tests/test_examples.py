@@ -34,8 +34,8 @@ def printed(*words: str) -> str:
 
 def test_examples_each_say_how_they_are_run():
     named = {command.split()[0].removeprefix("examples.") for command in COMMANDS}
-    elsewhere = {"digits", "pod", "adopted", "decoder"}  # tests/training/test_train.py, docs/see-it-before-it-runs.md,
-    # tests/test_adopt.py, tests/layers/test_decoder.py
+    elsewhere = {"digits", "pod", "adopted"}  # tests/training/test_train.py, docs/see-it-before-it-runs.md,
+    # tests/test_adopt.py
     assert named | elsewhere == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 

@@ -17,26 +17,33 @@ invariant_cast_p.def_impl(lambda x: x)
 mlir.register_lowering(invariant_cast_p, lambda _, x: [x])
 batching.defvectorized(invariant_cast_p)
 
+
 # JAX would sum the gradient of what begins to vary over one device, and XLA would copy each array that it sums alone.
-one_device_cast_p = Primitive("one_device_cast")
-one_device_cast_p.def_abstract_eval(
-    lambda x, varying: x.update(
-        sharding=x.sharding.update(mesh=jax.sharding.get_abstract_mesh())  # a constant knows of no mesh
-    ).update_manual_axis_type(ManualAxisType(varying=varying))
-)
-one_device_cast_p.def_impl(lambda x, varying: x)
-mlir.register_lowering(one_device_cast_p, lambda _, x, varying: [x])
-batching.defvectorized(one_device_cast_p)
-ad.deflinear2(one_device_cast_p, lambda ct, x, varying: [one_device_cast_p.bind(ct, varying=x.aval.mat.varying)])
+def _one_device(name: str) -> Primitive:
+    cast = Primitive(name)
+    cast.def_abstract_eval(
+        lambda x, varying: x.update(
+            sharding=x.sharding.update(mesh=jax.sharding.get_abstract_mesh())  # a constant knows of no mesh
+        ).update_manual_axis_type(ManualAxisType(varying=varying))
+    )
+    cast.def_impl(lambda x, varying: x)
+    mlir.register_lowering(cast, lambda _, x, varying: [x])
+    batching.defvectorized(cast)
+    ad.deflinear2(cast, lambda ct, x, varying: [one_device_cast_p.bind(ct, varying=x.aval.mat.varying)])
+    return cast
 
 
-def over_one_device(x: Array, mesh_axes: Iterable[str], *, varies: bool) -> Array:
+one_device_cast_p = _one_device("one_device_cast")
+one_device_sum_p = _one_device("one_device_sum")  # where a mesh of more devices sums: verify compares the two
+
+
+def over_one_device(x: Array, mesh_axes: Iterable[str], *, varies: bool, is_sum: bool = False) -> Array:
     """Let `x` vary, or no longer vary, over those of `mesh_axes` that have one device: what it is and its gradient stay as they
     are."""
     have = jax.typeof(x).mat.varying
     alone = frozenset(name for name in mesh_axes if lax.axis_size(name) == 1)
     names = have | alone if varies else have - alone
-    return x if names == have else one_device_cast_p.bind(x, varying=names)
+    return x if names == have else (one_device_sum_p if is_sum else one_device_cast_p).bind(x, varying=names)
 
 
 def set_varying(x: Array, mesh_axes: Set[str]) -> Array:

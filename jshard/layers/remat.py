@@ -20,8 +20,8 @@ PRODUCTS = frozenset(
 )  # fmt: skip
 # What a gather gave is not kept, nor what is only that in another shape. Of such a shape of anything else its operand is kept.
 GATHERED = frozenset(
-    "all_gather all_gather_invariant broadcast_in_dim copy expand_dims one_device_cast pad pcast pvary reshape slice "
-    "split squeeze transpose unstack".split()
+    "all_gather all_gather_invariant broadcast_in_dim copy expand_dims one_device_cast one_device_sum pad pcast pvary reshape "
+    "slice split squeeze transpose unstack".split()
 )
 
 

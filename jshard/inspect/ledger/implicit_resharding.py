@@ -20,7 +20,9 @@ MADE = frozenset(
 )
 # Local by the table, but not known to be by the compiler, which gathers some of them.
 UNPROVEN = frozenset("cholesky eigh fft lu qr svd tile top_k triangular_solve tridiagonal_solve".split())
-ANYWHERE = frozenset("mesh_cast one_device_cast pvary bitcast_convert_type broadcast_in_dim".split()) | MADE
+ANYWHERE = (
+    frozenset("mesh_cast one_device_cast one_device_sum pvary bitcast_convert_type broadcast_in_dim".split()) | MADE
+)
 
 Split = list[tuple[str, ...]]  # for each axis of an array, the mesh axes that it lies over
 

@@ -22,7 +22,9 @@ from jshard.signals.keys import blamed
 
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}
 # They name mesh axes and move nothing: casts, questions, and the second halves of asynchronous collectives.
-FREE = frozenset("axis_index one_device_cast pvary preduced vary_unreduced_cast vary_unreduced_cast_p".split())
+FREE = frozenset(
+    "axis_index one_device_cast one_device_sum pvary preduced vary_unreduced_cast vary_unreduced_cast_p".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)

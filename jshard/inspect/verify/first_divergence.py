@@ -83,20 +83,28 @@ def _first_of(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]
 
 
 def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[Note, Note]]:
-    """Pair what was noted at the same place in both, in the order of the other."""
+    """Pair what was noted at the same place in both, in the order of the other: the last of each, where one has more."""
     waiting: dict[Any, collections.deque[Note]] = {}
     for note in reference:
         if note.where.kind == "value":
             waiting.setdefault(_at(note), collections.deque()).append(note)
-    for note in other:
-        if note.where.kind == "value" and (found := waiting.get(_at(note))):
+    values = [note for note in other if note.where.kind == "value"]
+    left = collections.Counter(map(_at, values))
+    for note in values:
+        at = _at(note)
+        found = waiting.get(at, ())
+        while len(found) > left[at]:
+            found.popleft()
+        if len(found) == left[at]:
             yield found.popleft(), note
+        left[at] -= 1
 
 
 def _at(note: Note) -> Any:
     where = note.where
     cause = where.cause
-    return cause.path, cause.phase, cause.source, where.primitive, where.lead
+    primitive = "psum_invariant" if where.primitive == "one_device_sum" else where.primitive
+    return cause.path, cause.phase, cause.source, primitive, where.lead
 
 
 def _likeness(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float, modulus: int | None) -> Likeness:

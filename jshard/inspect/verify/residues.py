@@ -32,7 +32,9 @@ PRIMES = (2039, 1021, 509, 251, 127, 61, 31)
 MOST = 2**31 - 2**12  # int32, with room for one more modulus
 ENDLESS = 2.0**60  # a constant that is larger stands for infinity
 
-COLLECTIVE_SUMS = frozenset("psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter".split())
+COLLECTIVE_SUMS = frozenset(
+    "one_device_sum psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter".split()
+)
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 SUMS = PRODUCTS | COLLECTIVE_SUMS | frozenset(
     "reduce_sum cumsum scatter-add scatter_add add_any reduce_window_sum select_and_scatter_add".split()
@@ -45,7 +47,7 @@ ORDERED = frozenset(
 MOVED = frozenset(
     "copy copy_p name stop_gradient broadcast_in_dim reshape squeeze expand_dims transpose rev concatenate pad slice split "
     "dynamic_slice dynamic_update_slice gather scatter iota tile empty empty2 reshard mesh_cast sharding_constraint pvary "
-    "one_device_cast "
+    "one_device_cast one_device_sum "
     "pcast preduced vary_unreduced_cast optimization_barrier all_gather all_gather_invariant all_gather_reduced ppermute "
     "pbroadcast pbroadcast_dynamic all_to_all ragged_all_to_all device_put bitcast_convert_type is_finite".split()
 )

@@ -211,7 +211,7 @@ class Partition:
     def reduce(self, x: Array, names: tuple[str, ...], kind: str, key: str = "") -> Array:
         if x.dtype == jnp.bool_:
             return self.reduce(x.astype(jnp.int32), names, kind, key).astype(jnp.bool_)
-        x = over_one_device(x, names, varies=False)
+        x = over_one_device(x, names, varies=False, is_sum=kind == "sum")
         names = tuple(name for name in names if self.sizes[name] > 1)
         algorithm: Any = "auto" if self.nearest is None else dict(self.nearest.kernel).get("all_reduce", "auto")
         fields = {"key": key} if key else {}
