@@ -131,6 +131,9 @@ def _read(parts: tuple[Part, ...]) -> Cause:
         phases |= {fields["phase"]} & set(PHASES) if "phase" in fields else set()
         last |= fields
     close()
+    half = len(path) // 2
+    if "backward" in phases and path[:half] == path[half:]:  # it repeats the signals around the transformation too
+        path = path[:half]
     key, redistributed, chosen = last.get("key", ""), last.get("reason") == "redistribute", last.get("chosen", "")
     claimed = not path and "claim" in last
     found = Cause(

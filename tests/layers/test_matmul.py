@@ -133,8 +133,10 @@ def test_product_splits_and_moves_as_its_strategy_says(
 
     ledger = explain(by(name), *placed)
     assert ledger.only(phase="forward").counts() == Counter(forward.split())
-    assert ledger.counts() == Counter(backward.split())
-    assert ledger.total == wire_bytes(compiled)
+    again = [line for line in ledger.lines if line.cause.remat]  # what is stored; XLA for CPU joins both gathers of it
+    assert Counter(ledger.counts()) - Counter(line.collective for line in again) == Counter(backward.split())
+    assert ledger.total - sum(line.total for line in again) == wire_bytes(compiled)
+    assert [line.collective for line in again] == ["all_gather"] * (backward == "all_gather reduce_scatter")
 
 
 def test_columns_then_reduction_have_one_all_reduce_forward_and_one_backward():
