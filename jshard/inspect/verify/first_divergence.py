@@ -92,7 +92,7 @@ def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[N
     left = collections.Counter(map(_at, values))
     for note in values:
         at = _at(note)
-        found = waiting.get(at, ())
+        found = waiting.get(at, collections.deque())
         while len(found) > left[at]:
             found.popleft()
         if len(found) == left[at]:
