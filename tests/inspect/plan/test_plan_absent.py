@@ -76,7 +76,8 @@ def test_gathers_hide_behind_products_on_a_tpu(extra):
     extra("v5e:2x4")
     made = plan_decoder("v5e:2x4", decoder.TINY, data=2, tensor=4)
     assert sum(row.asynchronous for row in made.comparison.rows) > 0
-    assert 0 < made.comparison.hidden < sum(got.total for got in made.got if got.asynchronous)  # the products are tiny
+    # Each gather is of some KiB, which the wire takes in less time than any operation beside it.
+    assert 0 < made.comparison.hidden <= sum(got.total for got in made.got if got.asynchronous)
     assert not [each for _, each in made.comparison.differences if each.kind in ("added", "dropped", "split")]
 
 
