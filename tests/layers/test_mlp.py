@@ -118,7 +118,8 @@ def test_reduce_scatter_stays_one_in_the_compiled_text():
     scattered = sorted((got.opcode, got.group, got.payloads) for got in found if got.collective == "reduce_scatter")
     gathered = sorted((got.group, got.payloads) for got in found if got.collective == "all_gather")
     assert scattered == [("reduce-scatter", 2, (full,))] * 2 + [("reduce-scatter", 4, (full // 2,))] * 2
-    assert gathered == [(2, (full,))] * 2 + [(4, (full // 2,))] * 2
+    once = [(2, (full,))] * 2 + [(4, (full // 2,))] * 2
+    assert gathered in (once, sorted(once * 2))  # again for backward, which jax 0.10.2's XLA for CPU joins
 
 
 # -- under scan and remat --
