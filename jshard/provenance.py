@@ -112,9 +112,12 @@ def _read(parts: tuple[Part, ...]) -> Cause:
     remat = False
 
     def close() -> None:
-        # a transposed checkpoint repeats the stack it was called under
-        if segment and path[-len(segment) :] != segment:
-            path.extend(segment)
+        # A transposed checkpoint repeats the stack it was called under, of one segment or of all until here.
+        path.extend(segment)
+        for count in range(len(segment) or 1, len(path) // 2 + 1):
+            if path[-count:] == path[-2 * count : -count]:
+                del path[-count:]
+                break
         segment.clear()
 
     for before, (kind, name) in zip((("", ""), *parts), parts, strict=False):
@@ -131,9 +134,6 @@ def _read(parts: tuple[Part, ...]) -> Cause:
         phases |= {fields["phase"]} & set(PHASES) if "phase" in fields else set()
         last |= fields
     close()
-    half = len(path) // 2
-    if "backward" in phases and path[:half] == path[half:]:  # it repeats the signals around the transformation too
-        path = path[:half]
     key, redistributed, chosen = last.get("key", ""), last.get("reason") == "redistribute", last.get("chosen", "")
     claimed = not path and "claim" in last
     found = Cause(

@@ -388,3 +388,11 @@ def compilations(f: Any) -> int:
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     return len(seen)
+
+
+def alike(got, want):
+    """A value and its gradients are those wanted, each as exactly as its largest number allows."""
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for (path, one), (_, other) in zip(nnx.to_flat_state(got[1]), nnx.to_flat_state(want[1]), strict=True):
+        far = np.abs(other[...]).max()
+        np.testing.assert_allclose(one[...], other[...], rtol=1e-4, atol=1e-5 * far, err_msg=str(path))

@@ -61,8 +61,8 @@ def run(chosen: argparse.Namespace) -> int:
     else:
         from jshard.cli.rank_main import join
 
-        words = {name: str(value) for name, value in vars(chosen).items() if name not in ("command", "path")}
-        join(configuration, {"command": words})
+        facts = {name: str(value) for name, value in vars(chosen).items() if name not in ("command", "path")}
+        join(configuration, {"command": facts})
     import jax
 
     from jshard.layouts.mesh import present_mesh

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,13 +76,6 @@ def plan(mesh, heads=("tensor",), key_heads=None, **words):
     }
 
 
-def alike(got, want):
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    for (path, one), (_, other) in zip(nnx.to_flat_state(got[1]), nnx.to_flat_state(want[1]), strict=True):
-        far = np.abs(other[...]).max()
-        np.testing.assert_allclose(one[...], other[...], rtol=1e-4, atol=1e-5 * far, err_msg=str(path))
-
-
 def reference(how):
     jshard.unload()
     return jax.device_get(nnx.jit(nnx.value_and_grad(written_out))(Attention(nnx.Rngs(0), **HOW[how]), X, SEGMENTS))
@@ -96,9 +90,9 @@ def run(how):
 @pytest.mark.parametrize("how", HOW)
 def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     want = reference(how)
-    alike(nnx.jit(nnx.value_and_grad(loss))(Attention(nnx.Rngs(0), **HOW[how]), X, SEGMENTS), want)
+    cases.alike(nnx.jit(nnx.value_and_grad(loss))(Attention(nnx.Rngs(0), **HOW[how]), X, SEGMENTS), want)
     jshard.load(plan({"data": 2, "tensor": 4}))
-    alike(run(how), want)
+    cases.alike(run(how), want)
 
 
 RINGS = {
@@ -115,7 +109,7 @@ RINGS = {
 def test_rows_split_by_places_attend_as_on_one_device(how, name):
     want = reference(how)
     jshard.load(RINGS[name])
-    alike(run(how), want)
+    cases.alike(run(how), want)
 
 
 def wire(how, *kinds):
@@ -243,15 +237,17 @@ def test_a_ring_runs_in_loops_checkpoints_and_gradients_that_are_sharded(name):
     jshard.unload()
     want = nnx.jit(nnx.value_and_grad(deep))(nnx.merge(graph, state), X, SEGMENTS)
     jshard.load(RINGS[name])
-    alike(nnx.jit(nnx.value_and_grad(jshard.shard(deep)))(nnx.merge(graph, state), X, SEGMENTS), want)
-    alike(jshard.shard(lambda *given: nnx.value_and_grad(deep)(*given))(nnx.merge(graph, state), X, SEGMENTS), want)
+    cases.alike(nnx.jit(nnx.value_and_grad(jshard.shard(deep)))(nnx.merge(graph, state), X, SEGMENTS), want)
+    cases.alike(
+        jshard.shard(lambda *given: nnx.value_and_grad(deep)(*given))(nnx.merge(graph, state), X, SEGMENTS), want
+    )
 
 
 def test_a_ring_left_to_the_compiler_is_plain_attention():
     want = reference("causal")
     auto = plan({"data": 2, "ring": 4}, ring="ring")
     jshard.load({**auto, "jshard": {**auto["jshard"], "axis_types": "auto"}})
-    alike(run("causal"), want)
+    cases.alike(run("causal"), want)
 
 
 def test_places_that_do_not_divide_and_key_heads_that_are_too_few_are_told():

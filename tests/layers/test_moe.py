@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,13 +65,6 @@ PLANS = {
 }
 
 
-def alike(got, want):
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    for (path, one), (_, other) in zip(nnx.to_flat_state(got[1]), nnx.to_flat_state(want[1]), strict=True):
-        far = np.abs(other[...]).max()
-        np.testing.assert_allclose(one[...], other[...], rtol=1e-4, atol=1e-5 * far, err_msg=str(path))
-
-
 def reference(how):
     jshard.unload()
     return jax.device_get(nnx.jit(nnx.value_and_grad(written_out))(layer(how), X))
@@ -79,7 +73,7 @@ def reference(how):
 @pytest.mark.parametrize("how", HOW)
 def test_a_token_is_what_its_experts_make_of_it(how):
     want = reference(how)
-    alike(nnx.jit(nnx.value_and_grad(loss))(layer(how), X), want)
+    cases.alike(nnx.jit(nnx.value_and_grad(loss))(layer(how), X), want)
 
 
 @pytest.mark.parametrize(("capacity", "room"), [(0.01, 1), (1.0, 4), (1.1, 5), (99.0, PLACES), (None, PLACES)])
@@ -102,7 +96,7 @@ def test_experts_over_devices_equal_one_device(how, name):
     jshard.load(PLANS[name])
     model = jshard.shard(layer(how), X)
     assert "expert" in model.gate.kernel.get_value().sharding.spec[0]
-    alike(nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, X), want)
+    cases.alike(nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, X), want)
 
 
 @pytest.mark.parametrize("name", ["experts", "experts, tensor, data"])

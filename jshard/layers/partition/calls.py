@@ -26,7 +26,7 @@ from jshard.provenance import scope, source_of
 
 def _alike(part: Part, x: Any) -> Part:
     """The same place for another array: in another trace nothing may be remembered of this one."""
-    return dataclasses.replace(part, x=x, make=None, cache={}, gathered={}, within=[], casts={})
+    return part.renewed(x, make=None)
 
 
 def _within(part: Part, x: Any) -> Part:

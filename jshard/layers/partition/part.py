@@ -160,26 +160,19 @@ class Part:
 
     def follow(self, path: Sequence[Any]) -> Part:
         """The same array as these casts leave it."""
-        return functools.reduce(lambda part, key: part.cast(*(None if w == "None" else w for w in key)), path, self)
+        return functools.reduce(lambda part, key: part.cast(*key), path, self)
 
     def ahead(self, path: Sequence[Any], steps: Gathers, full: Array) -> None:
         """Take what was gathered elsewhere. The part itself is then only a shape, so that no use can gather it once more."""
         part = self
         for dtype, wire in path:
-            fresh: Any = {
-                "cache": {},
-                "gathered": {},
-                "within": [],
-                "casts": {},
-                "wire": None if wire == "None" else wire,
-            }
             shape = jax.ShapeDtypeStruct(part.x.shape, dtype)
-            part = part.casts.setdefault((dtype, wire), dataclasses.replace(part, x=shape, **fresh))
+            part = part.casts.setdefault((dtype, wire), part.renewed(shape, wire=wire))
         part.gathered[steps] = full
 
     def cast(self, dtype: Any, wire: Any = None) -> Part:
         """The same array in another dtype, where it lies: made once for all its uses."""
-        dtype, key = jnp.dtype(dtype), (str(dtype), str(wire))
+        dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
         if key not in self.casts:
             if (make := self.make) is not None:
                 cast: Any = lambda axes, names: make(axes, names).astype(dtype)
@@ -187,9 +180,12 @@ class Part:
             elif self.x.dtype == dtype and (wire is None or self.rest is None):
                 return self
             else:
-                fresh: Any = {"cache": {}, "gathered": {}, "within": [], "casts": {}}
-                self.casts[key] = dataclasses.replace(self, x=self.x.astype(dtype), wire=wire, **fresh)
+                self.casts[key] = self.renewed(self.x.astype(dtype), wire=wire)
         return self.casts[key]
+
+    def renewed(self, x: Any, **changes: Any) -> Part:
+        """The same place for another array, of which nothing is remembered."""
+        return dataclasses.replace(self, x=x, cache={}, gathered={}, within=[], casts={}, **changes)
 
     def at_rest(self, x: Array, shape: tuple[int, ...], order: Sequence[int | None]) -> Part:
         """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
