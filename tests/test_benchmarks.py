@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from benchmarks import decoder, fsdp, generate, loader, log, models, plan, processes, step, watchdog, weights
+import jshard
+from benchmarks import decoder, fsdp, generate, loader, log, models, plan, pod, processes, step, watchdog, weights
 from jshard.signals.active_config import unload
 
 
@@ -70,6 +77,47 @@ def test_quick_benchmark_of_a_plan_prints_what_the_compiler_and_the_cache_take(c
 def test_quick_benchmark_of_fsdp_prints_a_line_for_each_way(capsys):
     fsdp.main(["--quick", "--topology", "cpu:8"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list(fsdp.WAYS)
+
+
+def test_benchmark_of_a_pod_has_three_stacks_of_one_value_and_gradient():
+    """They are compared on absent chips, where nothing runs."""
+    jshard.load({"jshard": {"mesh": {"data": 8}, "axis_types": "auto"}})
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.normal(size=(16, 16)), jnp.bfloat16)
+    weights = tuple(jnp.asarray(draw.normal(size=sizes) / 8, jnp.float32) for sizes in ((3, 16, 32), (3, 32, 16)))
+
+    def step(stack, x, weights):
+        found, loss = pod.step(stack, lambda loss: loss, x, weights)
+        return loss, jax.tree.map(lambda new, old: new - old, found, weights)
+
+    def by_hand(stack):
+        def body(x, weights):
+            found, loss = pod.step(stack, lambda loss: lax.pmean(loss, "data"), x, weights)
+            return loss, jax.tree.map(lambda new, old: (new - old) / 8, found, weights)  # a mean of eight means
+
+        split = (P(None, "data"),) * 2
+        run = jax.shard_map(
+            body, mesh=jshard.mesh(), in_specs=(P("data"), split), out_specs=(P(), split), check_vma=False
+        )
+        return jax.jit(run)(x, weights)
+
+    loss, update = jax.jit(functools.partial(step, pod.by_partitioner))(x, weights)
+    for stack in (pod.in_each_layer, pod.one_ahead):
+        found, updated = by_hand(stack)
+        assert float(found) == pytest.approx(float(loss), rel=1e-2)
+        for ours, theirs in zip(updated, update, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-2 * float(jnp.abs(theirs).max()))
+
+
+def test_benchmark_of_a_pod_prints_three_schedules(extra, tmp_path, monkeypatch, capsys):
+    extra("v5e:4x4")
+    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
+    pod.main(["--width", "256", "--hidden", "1024", "--rows", "128", "--layers", "3"])
+    _, _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert [row[:24].strip() for row in rows] == ["partitioner", "gather in each layer", "gather one layer ahead"]
+    for row in rows:
+        wire, late, _, work, step, bound = map(float, row[24:].replace("%", "").replace(",", "").split())
+        assert wire > 0 and 0 <= late <= 100 and work <= step and step >= bound - 0.1  # as they are rounded
 
 
 @pytest.mark.slow
