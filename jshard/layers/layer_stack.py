@@ -16,6 +16,7 @@ from jshard.layers.remat import recomputed
 from jshard.layouts.paths import slashed
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import ranges
+from jshard.signals.config import Configuration
 from jshard.signals.scope import active_path, resolve
 
 B = TypeVar("B", bound=nnx.Module)
@@ -76,26 +77,36 @@ def _stacked(cls: type, depth: int, path: tuple[str, ...]) -> type:
 def in_ranges(model: M) -> M:
     """Take each stack apart into the ranges of layers that globs name, in place."""
     present = configuration()
-    modules = dict(nnx.iter_modules(model)) if present is not None and present.has_claims else {}
-    for path, module in modules.items():
-        cls, depth, signal_path = getattr(type(module), "_jshard_stack", (None, 0, ()))
-        found = ranges(present, slashed(path), depth) if cls is not None and present is not None and path else []
-        if len(found) > 1:
-            setattr(
-                modules[path[:-1]], str(path[-1]), _Ranges(module, found, functools.partial(_stacked, cls), signal_path)
-            )
+    if present is not None and present.has_claims:
+        _take_apart(model, (), 0, present)
     return model
 
 
-class _Ranges(nnx.Module):
-    """The layers of a stack in ranges that lie each in its own way: they run one after the other."""
+def _take_apart(root: nnx.Module, place: tuple[Any, ...], axis: int, present: Configuration) -> None:
+    """The stacks inside `root`, which stands at `place` inside `axis` other stacks; those inside a stack after it."""
+    modules = dict(nnx.iter_modules(root))
+    for path in sorted(filter(None, modules), key=len):
+        cls, depth, _ = getattr(type(modules[path]), "_jshard_stack", (None, 0, ()))
+        found = ranges(present, slashed((*place, *path)), depth) if cls is not None else []
+        if len(found) > 1:
+            inside = axis + sum(hasattr(type(modules.get(path[:end])), "_jshard_stack") for end in range(len(path)))
+            pieces = _Ranges(modules[path], found, inside)
+            setattr(modules[path[:-1]], str(path[-1]), pieces)
+            for name in pieces.names:
+                _take_apart(getattr(pieces, name), (*place, *path, name), inside, present)
 
-    def __init__(self, layers: nnx.Module, ranges: Sequence[tuple[int, int]], stacked: Any, path: tuple[str, ...]):
+
+class _Ranges(nnx.Module):
+    """The layers of a stack, which are its `axis`, in ranges that lie each in its own way: they run one after the other."""
+
+    def __init__(self, layers: nnx.Module, ranges: Sequence[tuple[int, int]], axis: int):
+        cls, _, path = getattr(type(layers), "_jshard_stack")  # noqa: B009
         graphdef, state = nnx.split(layers)
         self.names = tuple(f"[{first}:{last}]" for first, last in ranges)
         for name, (first, last) in zip(self.names, ranges, strict=True):
-            some = nnx.merge(graphdef, jax.tree.map(functools.partial(_some, first=first, last=last), state))
-            some.__class__ = stacked(last - first, path)
+            at = (*[slice(None)] * axis, slice(first, last))
+            some = nnx.merge(graphdef, jax.tree.map(functools.partial(_some, at=at), state))
+            some.__class__ = _stacked(cls, last - first, path)
             setattr(self, name, some)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +115,7 @@ class _Ranges(nnx.Module):
         return x
 
 
-def _some(array: Any, first: int, last: int) -> Any:
+def _some(array: Any, at: tuple[slice, ...]) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((last - first, *array.shape[1:]), array.dtype)
-    return array[first:last]
+        return jax.eval_shape(lambda array: array[at], array)
+    return array[at]

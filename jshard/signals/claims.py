@@ -72,15 +72,16 @@ def ranges(configuration: Configuration, path: str, depth: int) -> list[tuple[in
     ends, faults = {0, depth}, Faults()
     for claim, glob in _globs(configuration):
         for spelling in spellings(glob.text):
-            wide = RANGE.search(spelling)
-            if wide is None or not Glob(spelling[: wide.start()]).fits(path):
-                continue
-            first, last = layers_of(wide[0], depth)
-            if last is None or last > depth:
-                says = f"has match {quoted(claim.glob, LONGEST)}, and {path} has {depth} layers"
-                faults.add((claim.signal.name,), claim.place, says, f"write [{min(first, depth - 1)}:{depth}] or less")
-            else:
-                ends |= {first, last}
+            for wide in RANGE.finditer(spelling):
+                if not Glob(spelling[: wide.start()]).fits(path):
+                    continue
+                first, last = layers_of(wide[0], depth)
+                if last is None or last > depth:
+                    says = f"has match {quoted(claim.glob, LONGEST)}, and {path} has {depth} layers"
+                    hint = f"write [{min(first, depth - 1)}:{depth}] or less"
+                    faults.add((claim.signal.name,), claim.place, says, hint)
+                else:
+                    ends |= {first, last}
     faults.stop()
     return list(itertools.pairwise(sorted(ends)))
 

@@ -47,9 +47,15 @@ class Glob:
         self._ranges = [found[0] for found in RANGE.finditer(text)]
 
     def fits(self, path: str) -> bool:
-        for wide in self._ranges:
-            path = RANGE.sub(lambda found, wide=wide: wide if _is_within(found[0], wide) else found[0], path, count=1)
-        return self._holds in path and self._fits(f"{path}/") is not None
+        return any(self._holds in one and self._fits(f"{one}/") is not None for one in self._widened(path))
+
+    def _widened(self, path: str) -> Iterator[str]:
+        """The path, with each of its ranges as it is, or as one of the glob's that it is within."""
+        pieces = re.split(r"(\[[0-9]*:[0-9]*\])", path) if self._ranges else [path]
+        return map("".join, itertools.product(*map(self._ways, pieces)))
+
+    def _ways(self, piece: str) -> list[str]:
+        return [piece, *(wide for wide in self._ranges if RANGE.fullmatch(piece) and _is_within(piece, wide))]
 
 
 def layers_of(wide: str, depth: int | None = None) -> tuple[int, int | None]:

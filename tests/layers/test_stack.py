@@ -397,6 +397,70 @@ def test_layers_of_a_range_lie_as_it_says(one_device):
     assert "blocks[0:1]/up/kernel" in told and "blocks[1:3]/up/kernel" in told
 
 
+class Outer(nnx.Module):
+    def __init__(self, *, rngs):
+        self.up = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.inner = jshard.stack(nnx.Linear, 3, WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.inner(jnp.tanh(self.up(x)))
+
+
+class Nested(nnx.Module):
+    def __init__(self):
+        self.outer = jshard.stack(Outer, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.outer(x)
+
+
+def in_ranges_of_ranges(**more):
+    return {
+        "jshard": {"mesh": {"data": 2, "tensor": 4}},
+        "columns": {"row": "data", "column": "tensor", "match": ["outer[:1]/inner[:2]/**"]},
+        "rows": {"row": "data", "reduction": "tensor", "match": ["outer[1:]/inner[1:]/**"]},
+        "rest": {"row": "data", "match": ["**"]},
+        **more,
+    }
+
+
+def test_ranges_of_a_stack_in_a_stack_lie_as_they_say():
+    of_one, wanted = nnx.value_and_grad(loss)(Nested(), X)
+    jshard.load(in_ranges_of_ranges())
+    model = created(Nested, lambda: jshard.shard(Nested(), X))
+    value, gradients = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, X)
+    np.testing.assert_allclose(value, of_one, rtol=1e-5)
+    flat = {"/".join(map(str, path)): each.get_value() for path, each in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert {path: (each.shape[:-2], each.sharding.spec[-2:]) for path, each in flat.items() if "inner" in path} == {
+        "outer/[0:1]/inner/[0:2]/kernel": ((1, 2), (None, "tensor")),
+        "outer/[0:1]/inner/[2:3]/kernel": ((1, 1), (None, None)),
+        "outer/[1:2]/inner/[0:1]/kernel": ((1, 1), (None, None)),
+        "outer/[1:2]/inner/[1:3]/kernel": ((1, 2), ("tensor", None)),
+    }
+    flat = {"/".join(map(str, path)): each.get_value() for path, each in nnx.to_flat_state(gradients)}
+    pieces = [flat[f"outer/[0:1]/inner/{inner}/kernel"] for inner in ("[0:2]", "[2:3]")]
+    others = [flat[f"outer/[1:2]/inner/{inner}/kernel"] for inner in ("[0:1]", "[1:3]")]
+    found = np.concatenate([np.concatenate(pieces, 1), np.concatenate(others, 1)])
+    np.testing.assert_allclose(found, wanted["outer"]["inner"]["kernel"][...], atol=1e-6)
+    np.testing.assert_allclose(
+        np.concatenate([flat[f"outer/[{at}:{at + 1}]/up/kernel"] for at in (0, 1)]),
+        wanted["outer"]["up"]["kernel"][...],
+        atol=1e-6,
+    )
+
+
+def test_ranges_that_overlap_in_both_stacks_are_claimed_twice():
+    jshard.load(in_ranges_of_ranges(other={"match": ["outer[:]/inner[1:2]/**"]}))
+    with pytest.raises(JShardError) as told:
+        jshard.shard(Nested(), X)
+    assert told.value.faults == (
+        'parameter "outer[0:1]/inner[1:2]/kernel" is claimed by signal "columns" (<dict>) as "outer[:1]/inner[:2]/**" and by '
+        'signal "other" (<dict>) as "outer[:]/inner[1:2]/**"; make one of the globs narrower',
+        'parameter "outer[1:2]/inner[1:2]/kernel" is claimed by signal "rows" (<dict>) as "outer[1:]/inner[1:]/**" and by '
+        'signal "other" (<dict>) as "outer[:]/inner[1:2]/**"; make one of the globs narrower',
+    )
+
+
 def test_a_range_that_is_not_there_is_a_sentence():
     jshard.load(in_two({"data": 2, "tensor": 4}, other={"match": ["blocks[2:9]/norm/**"]}))
     with pytest.raises(JShardError) as told:

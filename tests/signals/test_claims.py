@@ -134,6 +134,31 @@ def test_ranges_are_the_layers_that_globs_tell_apart(loaded):
     assert str(told.value) == ('signal "a" (c.yaml:3) has match "g[1:3]/w", and g has 1 layers; write [0:1] or less')
 
 
+def test_ranges_of_a_stack_in_a_stack_are_told_apart_for_each_range_around_it(loaded):
+    configuration = loaded("a: {match: ['h[:4]/g[:2]/w']}\nb: {match: ['h[4:]/g[1:4]/w', '*/f[1:]/w']}\n")
+    assert ranges(configuration, "h", 8) == [(0, 4), (4, 8)]
+    assert ranges(configuration, "h[0:4]/g", 5) == [(0, 2), (2, 5)]
+    assert ranges(configuration, "h[4:8]/g", 5) == [(0, 1), (1, 4), (4, 5)]
+    assert ranges(configuration, "h[4:8]/f", 2) == ranges(configuration, "h/f", 2) == [(0, 1), (1, 2)]
+    assert ranges(configuration, "h/g", 5) == [(0, 5)]
+    with pytest.raises(JShardError) as told:
+        ranges(configuration, "h[4:8]/g", 3)
+    assert str(told.value) == (
+        'signal "b" (c.yaml:4) has match "h[4:]/g[1:4]/w", and h[4:8]/g has 3 layers; write [1:3] or less'
+    )
+
+
+def test_claims_that_overlap_in_the_inner_stack_alone_are_not_double(loaded):
+    paths = [f"h[{outer}]/g[{inner}]/w" for outer in ("0:4", "4:8") for inner in ("0:1", "1:2", "2:4")]
+    left = "c: {match: '**'}\n"
+    found = claimed(loaded("a: {match: 'h[0:4]/g[0:2]/w'}\nb: {match: 'h[4:8]/g[1:4]/w'}\n" + left), paths)
+    assert found == {"a": paths[:2], "b": paths[4:], "c": [paths[2], paths[3]]}
+    assert faults_of(loaded("a: {match: 'h[0:4]/g[0:2]/w'}\nb: {match: 'h[:8]/g[1:4]/w'}\n" + left), paths) == (
+        'parameter "h[0:4]/g[1:2]/w" is claimed by signal "a" (c.yaml:3) as "h[0:4]/g[0:2]/w" and by signal "b" (c.yaml:4) '
+        'as "h[:8]/g[1:4]/w"; make one of the globs narrower',
+    )
+
+
 def test_claims_count_as_used(loaded, monkeypatch):
     configuration = loaded("a: {match: 'layers/**'}\nrest: {match: '**'}\nother: {}\n")
     monkeypatch.setattr("jshard.signals.keys.configuration", lambda: configuration)
@@ -173,6 +198,15 @@ def test_claims_tell_configurations_apart(loaded):
         ("h[2:6]/w", ["h[2:6]/w", "h[2:3]/w", "h[5:6]/w"], ["h[1:6]/w", "h[2:7]/w", "h[0:2]/w", "h[6:8]/w", "h/w"]),
         ("h[:6]/w", ["h[0:6]/w", "h[5:6]/w"], ["h[0:7]/w"]),
         ("h[2:]/w", ["h[2:9]/w", "h[7:8]/w"], ["h[1:9]/w", "h[0:2]/w"]),
+        (
+            "h[0:4]/g[0:4]/w",
+            ["h[0:4]/g[0:4]/w", "h[1:2]/g[2:4]/w"],
+            ["h[0:4]/g[2:6]/w", "h[2:6]/g[0:4]/w", "h[4:8]/g[0:4]/w", "h[0:4]/g/w", "h/g[0:4]/w"],
+        ),
+        ("h[0:2]/g[0:4]/w", ["h[0:1]/g[1:2]/w", "h[0:1]/g[0:4]/w"], ["h[0:4]/g[0:1]/w"]),
+        ("h[0:4]/g[4:8]/w", ["h[1:2]/g[4:6]/w"], ["h[4:6]/g[1:2]/w", "h[1:2]/g[1:2]/w", "h[4:6]/g[4:6]/w"]),
+        ("**/g[1:3]/w", ["h[0:4]/g[1:2]/w", "h/g[2:3]/w"], ["h[1:2]/g[0:4]/w", "g[1:3]/f[1:2]/w"]),
+        ("h*/g[1:3]/w", ["h[1:2]/g[1:2]/w", "h[7:9]/g[1:2]/w"], ["h/f/g[1:2]/w"]),
         ("*_proj", ["q_proj", "_proj"], ["proj", "a/q_proj"]),
     ],
 )
