@@ -100,7 +100,8 @@ def numbers(name: str, plan: str, alone: Any) -> tuple[float, float, int]:
 
 
 def wire(name: str, plan: str, topology: str) -> tuple[int, int]:
-    """Bytes on the wire of each device, by jshard and by the partitioner, which is told how arguments and gradients lie."""
+    """Bytes on the wire of each device, by jshard and by the partitioner, which is told how arguments and gradients lie,
+    and what `sequence` says of activations."""
     found = sized(name, WIDE)
     configuration = found.plans[plan]
     jshard.load(configuration)
@@ -112,7 +113,7 @@ def wire(name: str, plan: str, topology: str) -> tuple[int, int]:
     batch = jax.tree.map(rows, found.batch)
 
     def constrained(model: Any, *batch: Any) -> Any:
-        loss, gradients = found.value_and_grad(found.loss)(model, *batch)
+        loss, gradients = found.value_and_grad(sharded)(model, *batch)
         place = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.NamedSharding(jshard.mesh(), spec))
         return loss, jax.tree.map(place, gradients, specs)
 

@@ -45,7 +45,8 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
     `jax.ShapeDtypeStruct`s, else by its first call. A Linen module keeps them too: its `init` returns placed variables, and its
     `apply` is partitioned. Of a function the argument called `params` is a tree of parameters, and so is what has a key
     `"params"`; `shard(f).place(*args)` returns it placed for such a call. With no configuration loaded all runs as it is;
-    on `axis_types: auto` parameters and rows are placed by the same signals, and the program is left to XLA.
+    on `axis_types: auto` parameters and rows are placed by the same signals, XLA is told what `sequence` splits, and the
+    program is left to it.
     """
     if isinstance(program, nnx.Module):
         if not is_sharded(program):

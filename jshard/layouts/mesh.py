@@ -13,10 +13,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jshard.errors import JShardError
 from jshard.layouts.compilation_cache import keep_only_ordered
+from jshard.layouts.instruction_names import tell_apart
 
 # What gives the mesh of the loaded configuration, if there is one: set by jshard.signals, which knows configurations.
 loaded_mesh: Callable[[], Mesh | AbstractMesh | None] = lambda: None
 keep_only_ordered()
+tell_apart()
 AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 

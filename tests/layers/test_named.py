@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jshard.jaxprs import bare, inner
 from jshard.layers.partition.named import named
 from jshard.layouts.layout import Layout
 from jshard.provenance import Cause
+from jshard.signals.signal import Signal
 from tests import cases
 
 X, TARGETS = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32), np.arange(8)
@@ -62,6 +64,31 @@ def both(tmp_path):
         return found
 
     return run
+
+
+def test_what_sequence_splits_is_told_to_xla(tmp_path):
+    def between(model, x):
+        """After the sum an operation of which there is no other, whose part on a device is in the compiled text."""
+        return jnp.sin(model(x)).sum()
+
+    jshard.unload()
+    x = X.reshape(2, 4, 16) / 10
+    loss, dense = nnx.value_and_grad(between)(Model(nnx.Rngs(0)), x)
+    path = tmp_path / "one.yaml"
+    parts = {}
+    for more in ("", ", sequence: tensor"):
+        path.write_text(YAML % (more, more))
+        jshard.load(str(path), ["jshard.axis_types=auto"])
+        model = jshard.shard(Model(nnx.Rngs(0)), x)
+        step = nnx.jit(nnx.value_and_grad(jshard.shard(between)))
+        with jax.set_mesh(jshard.mesh()):
+            value, gradients = step(model, x)
+            text = step.lower(model, x).compile().as_text()
+        np.testing.assert_allclose(value, loss, rtol=1e-5)
+        for (path_of, got), (_, want) in zip(nnx.to_flat_state(gradients), nnx.to_flat_state(dense), strict=True):
+            np.testing.assert_allclose(got[...], want[...], rtol=1e-4, atol=1e-5, err_msg=str(path_of))
+        parts[more] = set(re.findall(r"f32\[([\d,]+)\]\S* (?:sine|cosine)\(", text))
+    assert parts == {"": {"1,4,16"}, ", sequence: tensor": {"1,1,16"}}
 
 
 def axes(variable):
@@ -187,7 +214,9 @@ def test_operations_in_loops_branches_and_calls_are_named_by_the_parameter_they_
             for each in inner(eqn) if not eqn.primitive.name.startswith("custom") else ():
                 read(each, cause)
 
-    read(named(jaxpr, ["up", "stacked", None]), Cause())
+    claims = [Signal("up"), Signal("stacked"), None]
+    told = named(jaxpr, claims, jshard.layouts.mesh.build_mesh({"data": 1}), {})
+    read(told, Cause())
     assert found["dot_general"] == {("stacked",), ("up",)}
     assert found["convert_element_type"] >= {("up",)}
     assert found["sinh"] == {("stacked",)}  # though another parameter goes into the branch as well
@@ -196,7 +225,7 @@ def test_operations_in_loops_branches_and_calls_are_named_by_the_parameter_they_
     x = jax.random.normal(jax.random.key(0), (2, 4))
     args = jnp.full((4, 4), 0.5, jnp.bfloat16), jnp.ones((3, 4, 4)), x
     np.testing.assert_array_equal(
-        jax.core.eval_jaxpr(bare(named(jaxpr, ["up", "stacked", None])), getattr(jaxpr, "consts", []), *args)[0],
+        jax.core.eval_jaxpr(bare(told), getattr(jaxpr, "consts", []), *args)[0],
         nested(*args),
     )
 
@@ -208,6 +237,6 @@ def test_operations_under_a_signal_keep_it():
         return y + 1
 
     with cases.loaded({"jshard": {"mesh": {"data": 2}}, "mine": {}}):
-        jaxpr = named(jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones((2, 4))), ["up", None])
+        jaxpr = named(jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones((2, 4))), [Signal("up"), None], jshard.mesh(), {})
     eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
     assert [Cause().inside(eqn.source_info.name_stack.stack).path for eqn in eqns] == [("mine",), ("up",)]

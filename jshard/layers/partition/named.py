@@ -1,30 +1,40 @@
-"""Names for the operations of a program that is left to XLA: each stands under the claim nearest to it, as in the partition."""
+"""A program that is left to XLA, told what the claims say: each operation stands under the nearest, as in the partition, and
+what a claim's `sequence` splits is constrained to be split so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
+import jax
+from jax.extend.core import Literal, Var
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.jaxprs import CALLS, bare
+from jshard.layers.partition import product
 from jshard.layers.partition.engine import STAYS
+from jshard.layouts.redistribution import Axes
 from jshard.provenance import placed_in
+from jshard.signals.signal import Signal
 
 # The parameters that hold what an equation runs. Functions with a derivative of their own are named as a whole.
 HELD = {**{name: (key,) for name, key in CALLS.items() if not name.startswith("custom")},
         "scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}  # fmt: skip
 
 
-def named(jaxpr: Any, claims: Sequence[str | None]) -> Any:
-    """Put the signals that claim the arguments of a jaxpr into the name stacks of its equations."""
-    return _Naming().jaxpr(jaxpr, claims)
+def named(jaxpr: Any, claims: Sequence[Signal | None], mesh: Mesh, found: Mapping[Any, Axes]) -> Any:
+    """Put the signals that claim the arguments of a jaxpr into the name stacks of its equations, and a constraint behind each
+    product whose sum the partition would scatter; `found` is how it splits each variable."""
+    return _Naming(mesh, found).jaxpr(jaxpr, claims)
 
 
 class _Naming:
-    nearest: str | None = None  # the claim of the parameter used last
+    nearest: Signal | None = None  # the claim of the parameter used last
 
-    def jaxpr(self, jaxpr: Any, claims: Sequence[str | None]) -> Any:
+    def __init__(self, mesh: Mesh, found: Mapping[Any, Axes]):
+        self.mesh, self.found = mesh, found
+
+    def jaxpr(self, jaxpr: Any, claims: Sequence[Signal | None]) -> Any:
         opened = bare(jaxpr)
         known = dict(zip(opened.invars, claims, strict=True))
         eqns = []
@@ -33,20 +43,35 @@ class _Naming:
             self.nearest = next(filter(None, given), self.nearest)
             if eqn.primitive.name in STAYS:
                 known.update(dict.fromkeys(eqn.outvars, given[0]))
-            eqns.append(self._equation(eqn, given))
+            eqns += self._constrained(self._equation(eqn, given), next(filter(None, given), None))
         made = opened.replace(eqns=eqns)
         return made if opened is jaxpr else jaxpr.replace(jaxpr=made)
 
-    def _equation(self, eqn: Any, given: Sequence[str | None]) -> Any:
+    def _constrained(self, eqn: Any, claim: Signal | None) -> list[Any]:
+        if claim is None or eqn.primitive.name not in product.RULES:
+            return [eqn]
+        (out,) = eqn.outvars
+        scattered = [
+            names if set(names) & set(claim.sequence) & set(claim.reduction) else None
+            for names in self.found.get(out, ())
+        ]
+        if not any(scattered):
+            return [eqn]
+        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if names is None else names for names in scattered))
+        told = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)))(out.aval)
+        summed, source = Var(out.aval), eqn.source_info
+        return [eqn.replace(outvars=[summed]), told.eqns[0].replace(invars=[summed], outvars=[out], source_info=source)]
+
+    def _equation(self, eqn: Any, given: Sequence[Signal | None]) -> Any:
         keys = [key for key in HELD.get(eqn.primitive.name, ()) if key in eqn.params]
         if keys:
             return eqn.replace(params={**eqn.params, **{key: self._held(eqn, key, given) for key in keys}})
         if self.nearest is None:
             return eqn
-        stack = placed_in(eqn.source_info.name_stack, self.nearest)
+        stack = placed_in(eqn.source_info.name_stack, self.nearest.name)
         return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
-    def _held(self, eqn: Any, key: str, given: Sequence[str | None]) -> Any:
+    def _held(self, eqn: Any, key: str, given: Sequence[Signal | None]) -> Any:
         held = eqn.params[key]
         if key == "branches":
             return tuple(self.jaxpr(each, given[1:]) for each in held)

@@ -77,7 +77,8 @@ class Program:
             return jnp.zeros(())
 
         self._traced(first, self.use)
-        self.wanted = wanted(self.jaxpr, trial.found, trial.sizes)
+        self.found = trial.found
+        self.wanted = wanted(self.jaxpr, self.found, trial.sizes)
         lie = parameter_layouts(each.use() for each in parameters if each is not None)
         for number, found in enumerate(parameters):
             if found is not None:
@@ -115,8 +116,8 @@ class Program:
     def __call__(self, *xs: Any) -> list[Any]:
         """Run on arrays that lie as `in_axes` say."""
         if not is_explicit(self.mesh):
-            claims = [each.claim.signal.name if each.claim else None for each in self.inputs]
-            return jax_core.eval_jaxpr(named(self.jaxpr, claims), [], *xs)
+            claims = [each.claim.signal if each.claim else None for each in self.inputs]
+            return jax_core.eval_jaxpr(named(self.jaxpr, claims, self.mesh, self.found), [], *xs)
         specs = tuple(Layout(self.mesh, *axes).spec for axes in self.in_axes)
         out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
 
