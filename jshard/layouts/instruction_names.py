@@ -1,8 +1,8 @@
-"""Names by which XLA for CPU can tell the instructions of a program apart.
+"""Names by which XLA for CPUs and GPUs can tell the instructions of a program apart.
 
 JAX names an instruction after its primitive, `dynamic_slice.4`, and XLA its own after the operation, `dynamic-slice.4`. Where
-both end up in one fusion, XLA for CPU writes both as the function `dynamic_slice_4` and runs one of them twice: the result is
-wrong without a word (docs/design/0003-pretend-devices.md). Of one name XLA itself gives no number twice.
+both end up in one fusion, XLA writes both as the function `dynamic_slice_4` and runs one of them twice: the result is wrong
+without a word (docs/design/0003-pretend-devices.md). Of one name XLA itself gives no number twice.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SHARED = frozenset(
 
 
 def tell_apart() -> None:
-    """Have JAX give instructions of CPU programs the names that XLA gives to its own."""
+    """Have JAX give its instructions the names that XLA gives to its own."""
     compiled = compiler.backend_compile_and_load
 
     def compile_named(backend: Any, module: Any, *rest: Any) -> Any:
-        if backend.platform == "cpu":
+        if backend.platform != "tpu":
             with module.context:
                 module.operation.walk(_rename)
         return compiled(backend, module, *rest)
