@@ -56,7 +56,8 @@ def _by_xla(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str) -> Arr
 def _all_gather(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str, algorithm: str) -> Array:
     if algorithm == "in_order":
         return _by_xla(x, mesh_axes, axis, result)
-    full = call_batched(lambda x, axis: gather_kernel(x, mesh_axes, axis, algorithm), x, axis)
+    run = lambda x, axis: gather_kernel(x, mesh_axes, axis, algorithm)
+    full = run(x, axis) if algorithm == "permute" else call_batched(run, x, axis)  # JAX batches its own permutes
     if result == "varying":
         return collectives.pvary(full, mesh_axes)
     return set_varying(full, jax.typeof(full).mat.varying - {*mesh_axes})  # to JAX what a permute gives varies
@@ -79,7 +80,8 @@ _all_gather.defvjp(lambda x, *static: (_all_gather(x, *static), None), _all_gath
 def gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
     names = [name for name in reversed(mesh_axes) if lax.axis_size(name) > 1]
     if algorithm == "permute":
-        return functools.reduce(lambda full, name: permute_ring.all_gather(full, (name,), axis), names, x)
+        along = [ring for name in names for ring in reversed(permute_ring.rings(name))]
+        return functools.reduce(lambda full, ring: permute_ring.all_gather(full, ring, axis), along, x)
     from jshard.kernels.tpu import dma, ring
 
     full = jnp.moveaxis(x, axis, 0)
@@ -117,7 +119,8 @@ def reduce_scatter(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _reduce_scatter(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
-    return call_batched(lambda x, axis: _scatter_kernel(x, mesh_axes, axis, algorithm), x, axis)
+    run = lambda x, axis: _scatter_kernel(x, mesh_axes, axis, algorithm)
+    return run(x, axis) if algorithm == "permute" else call_batched(run, x, axis)
 
 
 def _reduce_scatter_bwd(
@@ -133,9 +136,9 @@ _reduce_scatter.defvjp(lambda x, *static: (_reduce_scatter(x, *static), None), _
 def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
     names = [name for name in mesh_axes if lax.axis_size(name) > 1]
     if algorithm == "permute":
-        for name in names:
-            part_for = functools.partial(permute_ring.part, x, lax.axis_size(name), axis)
-            x = permute_ring.reduce_scatter(part_for, (name,), x.dtype)
+        for ring in (ring for name in names for ring in permute_ring.rings(name)):
+            part_for = functools.partial(permute_ring.part, x, ring.size, axis)
+            x = permute_ring.reduce_scatter(part_for, ring, x.dtype)
         return x
     from jshard.kernels.tpu.dma import accumulator_dtype
 

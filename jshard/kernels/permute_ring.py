@@ -7,6 +7,7 @@ order is the same in every run, but another than XLA's, and another for each dev
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,44 +15,85 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jshard.kernels.chip import present_chip
 from jshard.kernels.collectives import axis_index, axis_size, permute, pvary
 from jshard.kernels.local_matmul import matmul
 
 Names = tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """`size` devices, `stride` places from each to the next along mesh axes."""
+
+    names: Names
+    size: int
+    stride: int = 1
+
+    def device(self, away: int) -> Array:
+        """The place in the ring of the device that is so many places to the right of this one."""
+        here = axis_index(self.names) if self.stride == 1 else axis_index(self.names) // self.stride
+        return lax.rem(here + away % self.size, self.size)
+
+    def send(self, x: Array, shift: int) -> Array:
+        places = range(axis_size(self.names))
+        moved = lambda at: (at // self.stride + shift) % self.size - at // self.stride % self.size
+        return permute(x, self.names, pairs=[(at, at + self.stride * moved(at)) for at in places])
+
+
+def rings(name: str) -> list[Ring]:
+    """The rings that a gather or scatter along a mesh axis goes round, major first. Where the axis is all of a TPU's slice
+    each axis of its torus is one: 256 devices in 16 rows are 16 hops away from each other, and not 128."""
+    n, chip = lax.axis_size(name), present_chip()
+    is_slice = chip.axes and n == jax.sharding.get_abstract_mesh().size
+    found, stride = [], n
+    for size in _torus(n, chip.axes) if is_slice else [n]:
+        stride //= size
+        found.append(Ring((name,), size, stride))
+    return found
+
+
+def _torus(n: int, axes: int) -> list[int]:
+    """The shape of a slice of n devices: as equal as it can be, the longest axis last."""
+    shape = []
+    for left in range(axes, 0, -1):
+        shape.append(max(size for size in range(1, n + 1) if n % size == 0 and size**left <= n))
+        n //= shape[-1]
+    return [size for size in shape if size > 1]
+
+
 def all_gather(
-    x: Array, names: Names, axis: int, use: Callable[[Array, Array], None] = lambda part, device: None
+    x: Array, ring: Ring, axis: int, use: Callable[[Array, Array], None] = lambda part, device: None
 ) -> Array:
     """Gather `x` of all devices along `axis`. Each part is used, `use(part, its device)`, while others travel."""
-    n, to_right, to_left, arrived = axis_size(names), x, x, [(x, 0)]
+    n, to_right, to_left, arrived = ring.size, x, x, [(x, 0)]
     full = _empty(x, n, axis)
     for hop in range(1, n // 2 + 2):
         underway = []
         if hop <= n // 2:
-            to_right = permute(to_right, names, shift=1)
+            to_right = ring.send(to_right, 1)
             underway.append((to_right, -hop))
         if hop <= (n - 1) // 2:
-            to_left = permute(to_left, names, shift=-1)
+            to_left = ring.send(to_left, -1)
             underway.append((to_left, hop))
         for part, away in arrived:
-            device = _device(names, away)
+            device = ring.device(away)
             use(part, device)
             full = _put(full, part, device, axis)
         arrived = underway
     return full
 
 
-def reduce_scatter(part: Callable[[Array], Array], names: Names, dtype: Any) -> Array:
+def reduce_scatter(part: Callable[[Array], Array], ring: Ring, dtype: Any) -> Array:
     """Sum what the devices have for each of them; each keeps its own sum. `part(device)` is what this one has for that,
     made while sums travel; it may be wider than `dtype`, in which they do."""
-    n = axis_size(names)
+    n = ring.size
     right = left = None
     for hop in range(n // 2, 0, -1):
-        right = permute(_plus(right, part(_device(names, hop)), dtype), names, shift=1)
+        right = ring.send(_plus(right, part(ring.device(hop)), dtype), 1)
         if hop <= (n - 1) // 2:
-            left = permute(_plus(left, part(_device(names, -hop)), dtype), names, shift=-1)
-    mine = part(_device(names, 0))
+            left = ring.send(_plus(left, part(ring.device(-hop)), dtype), -1)
+    mine = part(ring.device(0))
     return _plus(right, mine if left is None else mine + left, dtype)
 
 
@@ -63,7 +105,7 @@ def all_gather_matmul(x: Array, w: Array, names: Names, axis: int, out: Any) -> 
         product = matmul(part, w, out_dtype=out, algorithm="xla")
         y[:] = [_put(y[0] if y else _empty(product, axis_size(names), axis), product, device, axis)]
 
-    gathered = all_gather(x, names, axis, multiply)
+    gathered = all_gather(x, Ring(names, axis_size(names)), axis, multiply)
     return y[0], gathered
 
 
@@ -71,7 +113,7 @@ def matmul_reduce_scatter(x: Array, w: Array, names: Names, axis: int, out: Any)
     """Return `reduce_scatter(x @ w, axis)`."""
     wide, n = jnp.float32 if jnp.issubdtype(out, jnp.floating) else out, axis_size(names)
     multiply = lambda device: matmul(part(x, n, axis, device), w, out_dtype=wide, algorithm="xla")
-    return reduce_scatter(multiply, names, out)
+    return reduce_scatter(multiply, Ring(names, n), out)
 
 
 def part(x: Array, n: int, axis: int, device: Array) -> Array:
@@ -88,12 +130,6 @@ def _empty(part: Array, n: int, axis: int) -> Array:
     """Room for n parts along `axis`. Each is written, so nothing is to be set before."""
     shape = tuple(n * size if at == axis else size for at, size in enumerate(part.shape))
     return pvary(lax.empty(shape, part.dtype), tuple(jax.typeof(part).mat.varying))
-
-
-def _device(names: Names, away: int) -> Array:
-    """The device that is so many places to the right of this one."""
-    n = axis_size(names)
-    return lax.rem(axis_index(names) + away % n, n)
 
 
 def _plus(total: Array | None, part: Array, dtype: Any) -> Array:

@@ -49,7 +49,7 @@ class Choice:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A choice for `ops` on `chips`, for groups of `least` to `most` devices, payloads of up to `up_to` bytes, and if `when`
-    is given for arrays of which it is true."""
+    is given for arrays of which it is true; or only where the group is all devices, or where work runs beside."""
 
     ops: str
     chips: str
@@ -58,8 +58,14 @@ class Row:
     most: int = 1 << 30
     up_to: int = 1 << 62
     when: Callable[[Chip, Sequence[int], Any], bool] | None = None
+    of_all: bool = False
+    beside_work: bool = False
 
-    def applies(self, op: str, chip: Chip, group: int, shape: Sequence[int], dtype: Any) -> bool:
+    def applies(
+        self, op: str, chip: Chip, group: int, shape: Sequence[int], dtype: Any, of_all: bool, beside_work: bool
+    ) -> bool:
+        if (self.of_all and not of_all) or (self.beside_work and not beside_work):
+            return False
         payload = math.prod(shape) * dtype.itemsize
         on_chip = self.chips in ("any", chip.platform) or chip.name in self.chips.split()
         return on_chip and (self.ops == "any" or op in self.ops.split()) and self.least <= group <= self.most and (
@@ -74,6 +80,7 @@ _CUBLAS = "docs/measurements/kernels.md: not measured on a GPU"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
 _WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
 _TILES = "HLO compiled for an absent v5e:2x4, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
+_SCATTERS = "docs/measurements/kernels.md: scatters compiled for absent v5e, v5p, v6e"
 _PROCESSES = "docs/design/0015-processes.md: python -m benchmarks.processes"
 _MODEL = "jshard/chips.py: the maker's peak and link, as a plan counts them"
 
@@ -166,20 +173,38 @@ TABLE = (  # the first row that applies counts
         ),
         when=_is_no_whole_tiles,
     ),
+    Row(
+        "reduce_scatter",
+        "tpu",
+        Choice("permute", "XLA computes nothing while it runs a scatter, and while permutes travel it does", _SCATTERS),
+        beside_work=True,
+    ),
+    Row(
+        "reduce_scatter",
+        "tpu",
+        Choice("permute", "XLA runs a scatter over all of a slice as an all-reduce, of twice the bytes", _SCATTERS),
+        least=16,
+        of_all=True,
+    ),
     Row("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), 0),
     Row("any", "any", _xla("jshard has no kernels for this chip", "docs/kernels.md"), 0),
 )
 
 
-def choose(op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str | Chip | None = None) -> Choice:
-    """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for).
+def choose(
+    op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str | Chip | None = None,
+    of_all: bool = False, beside_work: bool = False,
+) -> Choice:  # fmt: skip
+    """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for), which may
+    be all that the mesh has. `beside_work` says that the program has other work that can be done meanwhile.
 
     Of a scatter or a gather `shape` is that of one device's part.
     """
     _check_known(op)
     target = chips.present_chip() if chip is None else chip if isinstance(chip, Chip) else chips.chip(chip)
     group = max(group, 2) if op == "matmul" else group  # the row for a group of one is about collectives
-    return next(row.choice for row in TABLE if row.applies(op, target, group, shape, jnp.dtype(dtype)))
+    of = target, group, shape, jnp.dtype(dtype), of_all, beside_work
+    return next(row.choice for row in TABLE if row.applies(op, *of))
 
 
 def default_algorithm(op: str) -> Any:
@@ -206,7 +231,8 @@ def resolve_algorithm(
     if (op, algorithm) == ("all_reduce", "in_order") and group == 2 and unsupported is None:
         return "xla"  # a + b is b + a: both orders give the same bits
     if algorithm == "auto":
-        chosen = choose(op, shape=x.shape, dtype=x.dtype, group=group).algorithm
+        of_all = group == jax.sharding.get_abstract_mesh().size
+        chosen = choose(op, shape=x.shape, dtype=x.dtype, group=group, of_all=of_all).algorithm
         return chosen if chosen == "xla" or _refusal(op, chosen, x, mesh_axes, group, unsupported) is None else "xla"
     if op != "matmul" and (group == 1 or x.size == 0):
         return "xla"  # nothing to move

@@ -16,9 +16,9 @@ from jshard.kernels.collectives import axis_size, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
+from jshard.layers.gather import gather
 from jshard.layers.remat import activation, recomputed
 from jshard.layers.strategy import Names, Strategy
-from jshard.layouts.redistribution import take_slice
 from jshard.provenance import scope
 
 
@@ -135,13 +135,13 @@ class Body:
         arrays = [x if wide is None or not (over or names) else x.astype(wide) for x, over, names, *_ in placed]
         if s.adds_in_order:
             arrays = _pvary_in_order(arrays, [over for _, over, *_ in placed])
-        found = []
+        found, kernels = [], tuple((op, s.algorithm(op)) for op in ("all_gather", "reduce_scatter"))
         for array, (_, over, names, axis, key) in zip(arrays, placed, strict=True):
             if names or wide is not None:
                 array = pvary(array, over)
-            sums = tuple(name for name in names if name in s.batch)
+            steps = tuple((axis, name, name in s.batch) for name in names)
             with scope(key=key):
-                full = _gathered(array, names, axis, sums, jnp.dtype(compute if wide else array.dtype), s)
+                full = gather(array, steps, dtype=compute if wide else None, kernels=kernels)
             found.append(activation(full) if names and key == "sequence" else full)
         x, w, b = (*found, None)[:3]
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
@@ -175,40 +175,3 @@ _ordered.defvjp(
     lambda arrays, names: (_ordered(arrays, names), None),
     lambda names, _, cotangents: (all_reduce_coalesced(cotangents, names, algorithm="in_order"),),
 )
-
-
-def _gathered(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, s: Strategy) -> jax.Array:
-    """Cast `x` to `dtype` and gather it over `names`. Its gradient is scattered in the dtype of `x`.
-
-    Over `sums`, where devices go on to do different things with it, the gradient is summed as well.
-    """
-    if x.dtype == dtype or not names:
-        return _all_gathered(x.astype(dtype), names, axis, sums, s)
-    return _narrowed(x, names, axis, sums, dtype, x.dtype, s)
-
-
-def _all_gathered(x: jax.Array, names: Names, axis: int, sums: Names, s: Strategy) -> jax.Array:
-    for name in reversed(names):
-        result = "varying" if name in sums else "invariant"
-        x = all_gather(x, name, axis=axis, result=result, algorithm=s.algorithm("all_gather"))
-    return x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5, 6))
-def _narrowed(x: jax.Array, names: Names, axis: int, sums: Names, dtype: Any, wide: Any, s: Strategy) -> jax.Array:
-    return _all_gathered(x.astype(dtype), names, axis, sums, s)
-
-
-def _narrowed_bwd(
-    names: Names, axis: int, sums: Names, dtype: Any, wide: Any, s: Strategy, _: None, cotangent: jax.Array
-) -> tuple[jax.Array]:
-    cotangent = cotangent.astype(wide)
-    for name in names:
-        if name in sums:
-            cotangent = reduce_scatter(cotangent, name, axis=axis, algorithm=s.algorithm("reduce_scatter"))
-        else:
-            cotangent = take_slice(cotangent, name, axis)
-    return (cotangent,)
-
-
-_narrowed.defvjp(lambda x, *static: (_narrowed(x, *static), None), _narrowed_bwd)

@@ -9,6 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard.jaxprs import CALLS, bare
+from jshard.kernels.gather_scatter import gather_kernel
 from jshard.kernels.kernel_traffic import declared
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,7 +50,7 @@ def _is_not_gathered(primitive: Any, *operands: Any, **params: Any) -> bool:
     name = primitive.name
     if name == "convert_element_type":  # of two dtypes of one array the smaller is kept
         return params["new_dtype"].itemsize < operands[0].dtype.itemsize
-    if params.get("name") == "gather_kernel":  # of jshard.kernels.gather_scatter: by permutes, say
+    if params.get("name") == gather_kernel.__name__:  # by permutes, say
         return False
     if name == "pallas_call":
         return (declared(params) or {}).get("op") != "all_gather"

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
+from jshard.layers.kernel_support import check_kernels
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import (
     Argument,
@@ -331,11 +332,17 @@ def _claims(arrays: Sequence[_Array]) -> dict[str, Claim]:
     return found
 
 
+KERNELS = ("all_gather", "all_reduce", "reduce_scatter")  # ops whose algorithm a signal may name
+
+
 def _check_words(signal: Signal, path: str) -> None:
     """Refuse what a signal asks for and the partition does not do."""
     asked = {
         **{f"dtype.{key}": getattr(signal.dtype, key) for key in ("compute", "reduce") if not is_explicit(mesh())},
-        **{f"kernel.{op}": True for op, _ in signal.kernel if op != "all_reduce"},
+        **{
+            f"kernel.{op}": op not in KERNELS or not (is_explicit(mesh()) or word in ("auto", "xla"))
+            for op, word in signal.kernel
+        },
         "output": signal.output in ("scatter", "sum"), "backward": signal.backward,
         "shard.workers": signal.shard is not None and signal.shard.workers is not None,
     }  # fmt: skip
@@ -344,6 +351,7 @@ def _check_words(signal: Signal, path: str) -> None:
             f'signal "{signal.name}" ({signal.at(key)}) says {key}, which jshard.shard does not do yet, for {path}',
             hint=f"remove {key}, or build that layer with jshard.Linear and call the model without jshard.shard",
         )
+    check_kernels(signal, mesh(), lambda op: None)
 
 
 def closed_over(jaxpr: Any) -> tuple[Any, list[Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +68,30 @@ def test_it_gives_what_xla_gives_in_value_and_gradient_and_sends_as_much(mesh, n
     asked = {how: explain(program(how), x, w) for how in ("permute", "xla")}
     assert {line.collective for line in asked["permute"].lines} == {"permute"}
     assert asked["permute"].total == asked["xla"].total
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chip", "permutes"),
+    [({"t": 8}, None, 7), ({"t": 8}, "v5e", 1 + 3), ({"t": 8}, "v5p", 3), ({"d": 2, "t": 4}, "v5e", 3)],
+)
+def test_all_of_a_slice_of_tpus_is_gone_round_along_each_axis_of_its_torus(mesh, sizes, chip, permutes):
+    """8 of v5e are 2 x 4, of v5p 2 x 2 x 2; 4 of 8 are a ring."""
+    here = mesh(**sizes)
+    x = split(here, integers(here.size, 8, 3))
+
+    def program(how):
+        def body(x):
+            part = kernels.reduce_scatter(x[0], "t", algorithm=how)
+            return kernels.all_gather(part * part, "t", algorithm=how)[None], part
+
+        return jax.jit(jax.shard_map(body, mesh=here, in_specs=P((*sizes,)), out_specs=P((*sizes,))))
+
+    with contextlib.nullcontext() if chip is None else kernels.interpret(chip=chip):
+        for ours, theirs in zip(program("permute")(x), program("xla")(x), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        asked = explain(program("permute"), x)
+        assert sum(line.count for line in asked.lines) == 2 * 2 * permutes  # and their gradients
+        assert asked.total == explain(program("xla"), x).total
 
 
 def test_what_says_invariant_is(mesh):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -65,14 +66,29 @@ def test_fused_scatter_is_taken_where_its_products_hide_what_float32_adds(chip, 
     assert selected(64, "float32") == "fused"  # as many bytes as XLA's
 
 
+@pytest.mark.parametrize(
+    ("group", "how", "algorithm"),
+    [
+        (16, {}, "xla"), (16, {"of_all": True}, "permute"), (8, {"of_all": True}, "xla"),
+        (8, {"beside_work": True}, "permute"), (1, {"beside_work": True}, "xla"),
+    ],
+)  # fmt: skip
+def test_a_scatter_on_tpus_goes_by_permutes_over_a_whole_slice_and_where_work_hides_it(group, how, algorithm):
+    for chip in ("v5e", "v5p", "v6e"):
+        given = {"shape": (64, 256), "dtype": "float32", "group": group, "chip": chip, **how}
+        assert kernels.choose("reduce_scatter", **given).algorithm == algorithm
+        assert kernels.choose("all_gather", **given).algorithm == "xla"
+    assert kernels.choose("reduce_scatter", **given | {"chip": "h100"}).algorithm == "xla"
+
+
 def test_every_row_of_the_table_has_a_source_and_some_use(monkeypatch):
     monkeypatch.setattr(sys.modules["jshard.kernels.select_algorithm"], "between_processes", lambda: True)
     reached = set()
     for op in ALGORITHMS:
         for chip in [*chips.CHIPS.values(), chips.Chip("other", "gpu"), chips.Chip("odd", "metal")]:
-            for group in (1, 2, 4, 8, 1024):
+            for group, how in itertools.product((1, 2, 4, 8, 1024), ({}, {"of_all": True}, {"beside_work": True})):
                 for kib in (1, 300, 3000, 10_000, 1 << 20):
-                    reached.add(kernels.choose(op, shape=(kib, 1024), dtype="int8", group=group, chip=chip))
+                    reached.add(kernels.choose(op, shape=(kib, 1024), dtype="int8", group=group, chip=chip, **how))
             reached.add(kernels.choose(op, shape=(8, 1 << 15), dtype="bfloat16", group=8, chip=chip))
     assert all(row.choice.source and row.choice.reason for row in TABLE)
     assert reached == {row.choice for row in TABLE}

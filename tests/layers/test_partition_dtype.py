@@ -107,6 +107,23 @@ def test_stored_masters_are_gathered_narrow_and_their_gradients_scattered_wide()
     assert {line[2] for line in kernels} == {"bfloat16"}
 
 
+def test_permutes_sum_in_the_reduce_dtype():
+    x, words = cases.numbers((8, 16)), {"kernel": {"all_gather": "permute", "reduce_scatter": "permute"}}
+    with loaded({"all": {**plans(MASTERS)["fsdp"]["all"], **words}}):
+        model = jshard.shard(Model(rngs=nnx.Rngs(0)), x)
+        found = lines(jshard.shard(loss), model, x)
+        proof = jshard.verify(jshard.shard(loss), Model(rngs=nnx.Rngs(0)), x)
+    gathered, scattered = (
+        {(dtype, size * (16 * 32 // 2)), (dtype, size * (32 * 8 // 2))}
+        for dtype, size in (("bfloat16", 2), ("float32", 4))
+    )
+    assert {line[2:4] for line in found if line[:2] == ("permute", "forward") and line[3] >= 128} == gathered
+    assert {
+        line[2:4] for line in found if line[:2] == ("permute", "backward") and line[3] >= 128
+    } == gathered | scattered
+    assert proof.ok, proof
+
+
 @pytest.mark.parametrize(("dtype", "sums"), [(MASTERS, "float32"), (NARROW, "bfloat16")], ids=["masters", "narrow"])
 def test_what_a_product_sums_over_devices_is_in_the_reduce_dtype(dtype, sums):
     x = cases.numbers((8, 16))
@@ -143,11 +160,14 @@ def test_parameters_rest_in_their_dtype():
         assert variables["params"]["kernel"].dtype == jnp.bfloat16
 
 
-def test_dtypes_of_a_claim_on_auto_axes_are_refused():
-    signals = {"all": {"row": "data", "dtype": {"compute": "bfloat16"}, "match": ["**"]}}
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [("dtype.compute", "bfloat16"), ("kernel.reduce_scatter", "permute"), ("kernel.all_reduce", "ring")],
+)
+def test_dtypes_and_algorithms_of_a_claim_on_auto_axes_are_refused(key, word):
+    first, second = key.split(".")
+    signals = {"all": {"row": "data", first: {second: word}, "match": ["**"]}}
     with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}, **signals}):
         with pytest.raises(jshard.JShardError) as error:
             jshard.shard(Model(rngs=nnx.Rngs(0)), cases.numbers((8, 16)))
-    assert str(error.value).startswith(
-        'signal "all" (<dict>) says dtype.compute, which jshard.shard does not do yet, for '
-    )
+    assert str(error.value).startswith(f'signal "all" (<dict>) says {key}, which jshard.shard does not do yet, for ')

@@ -121,6 +121,7 @@ def test_each_layer_drops_its_own_numbers_and_others_in_each_call():
 
 
 PREFETCH = {"parameters": "data", "prefetch": True}
+PERMUTES = {"all_gather": "permute", "reduce_scatter": "permute"}
 PLANS = {
     "tensor": claimed({"data": 2, "tensor": 4}),
     "tensor sequence store": claimed({"data": 2, "tensor": 4}, sequence="tensor", store="data"),
@@ -130,6 +131,8 @@ PLANS = {
     "prefetch sequence": claimed(
         {"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", dtype={"reduce": "float32"}
     ),
+    "permutes": claimed({"data": 4, "tensor": 2}, store="data", sequence="tensor", kernel=PERMUTES),
+    "prefetch permutes": claimed({"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", kernel=PERMUTES),
 }
 
 
@@ -260,8 +263,31 @@ def test_a_layer_is_gathered_while_the_one_before_it_computes(depth):
     assert len(loops) == 2
 
 
-def test_layers_that_are_gathered_ahead_are_proven():
-    jshard.load(PLANS["prefetch"])
+@pytest.mark.parametrize("store", ["data", PREFETCH], ids=["store", "prefetch"])
+def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
+    """Each is n - 1 permutes of as many bytes, for the same reason: of weights and their gradients, and of the sequence."""
+    mesh, found = {"data": 4, "tensor": 2}, []
+    for words, kinds in (({}, ("all_gather", "reduce_scatter")), ({"kernel": PERMUTES}, ("permute",))):
+        jshard.load(claimed(mesh, store=store, sequence="tensor", **words))
+        model = jshard.shard(built(), X)
+        step = nnx.value_and_grad(jshard.shard(loss))
+        counts, wire = collections.Counter(), collections.Counter()
+        for line in jshard.explain(step, model, X):
+            if line.collective != "all_reduce":
+                assert line.collective in kinds
+                key = line.signal, line.cause.key, line.phase, line.axis
+                counts[key] += line.count * (1 if words else mesh[line.axis] - 1)
+                wire[key] += line.total
+        found.append((counts, wire))
+    assert found[0] == found[1]
+    assert {(key, axis) for _, key, _, axis in found[1][0]} == {("store", "data"), ("sequence", "tensor")}
+    text = nnx.jit(step).lower(model, X).compile().as_text()
+    assert "collective-permute" in text and not {"all-gather(", "reduce-scatter("} & set(text.split())
+
+
+@pytest.mark.parametrize("plan", ["prefetch", "prefetch permutes"])
+def test_layers_that_are_gathered_ahead_are_proven(plan):
+    jshard.load(PLANS[plan])
     proof = jshard.verify(jshard.shard(loss), built(3), X)
     assert proof.ok and {each.verdict for each in proof.findings} == {"bitwise"}, proof
 

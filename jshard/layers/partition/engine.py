@@ -5,6 +5,7 @@ What is split in an operand stays split in the result, where the table says that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -22,6 +23,7 @@ from jshard.errors import JShardError
 from jshard.jaxprs import bare, called
 from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.invariant_cast import over_one_device
+from jshard.layers.gather import Kernels
 from jshard.layers.partition.fused import fused
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, localized
 from jshard.layers.partition.part import Names, Part, vary, whole
@@ -230,19 +232,25 @@ class Partition:
     def place(self, part: Part, axes: Axes) -> Part:
         return Part(part.shape, axes, self.local(part, axes, frozenset()))
 
-    def moving(self, part: Part, axes: Axes, steps: tuple[Move, ...]) -> Any:
-        """Say who asks for the moves: `sequence` for what it has scattered, else the operation that can't take it as it is."""
+    @contextlib.contextmanager
+    def moving(self, part: Part, axes: Axes, steps: tuple[Move, ...]) -> Iterator[Kernels]:
+        """Say who asks for the moves: `sequence` for what it has scattered, else the operation that can't take it as it is; and
+        by which algorithms."""
         claim = self.nearest
+        kernels = () if claim is None else claim.kernel
         if (
             claim is not None
             and claim.sequence
             and all(s.kind == "slice" or s.mesh_axis in claim.sequence for s in steps)
         ):
-            return scope(key="sequence")
+            with scope(key="sequence"):
+                yield kernels
+            return
         name = "the result" if self.eqn is None else self.eqn.primitive.name
         source, by = "" if self.eqn is None else source_of(self.eqn), "" if claim is None else claim.name
         self.moved.append(Moved(name, source, by, part.shape, part.axes, axes))
-        return scope(reason="redistribute")
+        with scope(reason="redistribute"):
+            yield kernels
 
     def choose(self, found: Factors, parts: Sequence[Part]) -> Choice:
         """Choose the mesh axes of each factor: as claimed parameters are split, then as the larger operands are, and of those

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.invariant_cast import over_one_device
+from jshard.kernels.select_algorithm import choose
+from jshard.layers.gather import Gathers, Kernels, gather
 from jshard.layers.remat import activation
 from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes, Move, move, plan_moves, take_slice
@@ -23,10 +24,9 @@ from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
 
 Names = frozenset[str]
-Gathers = tuple[tuple[int, str, bool], ...]  # axis, mesh axis, and whether the use varies over it
 Moving = Callable[
-    ["Part", Axes, tuple[Move, ...]], contextlib.AbstractContextManager[Any]
-]  # records moves, and says who asks
+    ["Part", Axes, tuple[Move, ...]], contextlib.AbstractContextManager[Kernels]
+]  # records moves, says who asks, and by which algorithms
 
 
 @dataclasses.dataclass(eq=False)
@@ -132,9 +132,10 @@ class Part:
         self.settle()
         x = self._in_use(names) if self.rest is not None else self.x
         steps = plan_moves(self.axes, axes)
-        with moving(self, axes, steps) if any(step.kind != "slice" for step in steps) else contextlib.nullcontext():
+        travels = any(step.kind != "slice" for step in steps)
+        with moving(self, axes, steps) if travels else contextlib.nullcontext(()) as kernels:
             for step in steps:
-                x = _step(x, step, names)
+                x = _step(x, step, names, kernels)
         return vary(x, names)
 
     def _in_use(self, names: Names) -> Array:
@@ -146,10 +147,16 @@ class Part:
     def gather(self, steps: Gathers) -> Array:
         if steps not in self.gathered:
             with scope(key="store"):
-                narrow = self.wire is not None and self.wire != self.x.dtype
-                self.gathered[steps] = (
-                    _narrowed(self.x, steps, self.wire, self.x.dtype) if narrow else _gathered(self.x, steps)
-                )
+                several = tuple(step for step in steps if lax.axis_size(step[1]) > 1)
+                x = self.x
+                for _, name, varies in steps:
+                    x = over_one_device(x, (name,), varies=varies)
+                kernels = () if self.signal is None else self.signal.kernel
+                if self.prefetches and dict(kernels).get("reduce_scatter", "auto") == "auto" and several:
+                    group = math.prod(lax.axis_size(name) for _, name, _ in several)
+                    by = choose("reduce_scatter", shape=x.shape, dtype=x.dtype, group=group, beside_work=True)
+                    kernels = (*kernels, ("reduce_scatter", by.algorithm))
+                self.gathered[steps] = gather(x, several, dtype=self.wire, kernels=kernels)
         return self.gathered[steps]
 
     def gathers(self) -> Iterator[tuple[tuple[Any, ...], Gathers]]:
@@ -208,44 +215,17 @@ class Part:
         )
 
 
-def _gathered(x: Array, steps: Gathers) -> Array:
-    for axis, name, varies in reversed(steps):
-        x = over_one_device(x, (name,), varies=varies)
-        if lax.axis_size(name) > 1:
-            x = all_gather(x, name, axis=axis, result="varying" if varies else "invariant", algorithm="xla")
-    return x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _narrowed(x: Array, steps: Gathers, dtype: Any, wide: Any) -> Array:
-    """Gather `x` in `dtype`; its gradient is scattered in `wide`, that of `x`."""
-    return _gathered(x.astype(dtype), steps)
-
-
-def _narrowed_bwd(steps: Gathers, dtype: Any, wide: Any, _: None, cotangent: Array) -> tuple[Array]:
-    cotangent = cotangent.astype(wide)
-    for axis, name, varies in steps:
-        if varies:
-            cotangent = reduce_scatter(cotangent, name, axis=axis, algorithm="xla")
-        else:
-            cotangent = take_slice(cotangent, name, axis)
-    return (cotangent,)
-
-
-_narrowed.defvjp(lambda x, *static: (_narrowed(x, *static), None), _narrowed_bwd)
-
-
-def _step(x: Any, step: Move, names: Names) -> Array:
+def _step(x: Any, step: Move, names: Names, kernels: Kernels) -> Array:
     if step.kind == "slice" and step.mesh_axis in jax.typeof(x).mat.varying:
         size = x.shape[step.axis] // lax.axis_size(step.mesh_axis)  # it was made to vary, or gathered at its use
         return lax.dynamic_slice_in_dim(x, lax.axis_index(step.mesh_axis) * size, size, step.axis)
     if step.kind == "slice":
         return take_slice(x, step.mesh_axis, step.axis)
     if step.kind == "all_gather":
-        result = "varying" if step.mesh_axis in names else "invariant"
+        varies = step.mesh_axis in names
         if lax.axis_size(step.mesh_axis) == 1:
-            return over_one_device(x, (step.mesh_axis,), varies=step.mesh_axis in names)
-        return activation(all_gather(x, step.mesh_axis, axis=step.axis, result=result))
+            return over_one_device(x, (step.mesh_axis,), varies=varies)
+        return activation(gather(x, ((step.axis, step.mesh_axis, varies),), kernels=kernels))
     return move(x, [step])
 
 

@@ -80,7 +80,7 @@ def sum_or_scatter(
     for name in names:
         if claim is not None and name in claim.sequence and out.shape[at] % run.sizes[name] == 0:
             with scope(key="sequence"):
-                out = reduce_scatter(out, name, axis=at)
+                out = reduce_scatter(out, name, axis=at, algorithm=dict(claim.kernel).get("reduce_scatter", "auto"))
             axes[at] = (*axes[at], name)
         else:
             rest.append(name)
