@@ -40,6 +40,7 @@ class Factors:
     results: tuple[Factored, ...]
     sizes: tuple[int, ...]
     kinds: tuple[str, ...]
+    sums: tuple[int, ...] = ()  # results that are sums over each factor that they do not count
 
 
 class _New:
@@ -75,7 +76,8 @@ def factors(eqn: Any) -> Factors | None:
     new = _New()
     given = [tuple(v.aval.shape) for v in eqn.invars]
     made = [tuple(v.aval.shape) for v in eqn.outvars]
-    return new.done(*rule(eqn.params, new, given, made))
+    found = new.done(*rule(eqn.params, new, given, made))
+    return dataclasses.replace(found, sums=SUMS.get(name, ()))
 
 
 def spread(
@@ -290,7 +292,7 @@ def _each(params: Any, new: _New, given: Any, made: Any) -> Any:
 
 def _made(params: Any, new: _New, given: Any, made: Any) -> Any:
     """What comes of nothing but its place, of a key, or of whole arrays."""
-    return [new.all(shape, range(len(shape))) for shape in given], [new.all(shape) for shape in made]
+    return _fixed(given, new), [new.all(shape) for shape in made]
 
 
 def _batch_of(last: int) -> Rule:
@@ -315,6 +317,35 @@ def _pad(params: Any, new: _New, given: Any, made: Any) -> Any:
     return [_with_fixed(given[0], kept, new), ()], [_with_fixed(made[0], kept, new)]
 
 
+def _cudnn_attention(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """NVIDIA's attention of `q, k, v, bias`, of the lengths of both, and of offsets and pages; backward also of what was kept.
+    Rows and heads go on, but where dropout is drawn for all rows, or documents are told by offsets."""
+    q, k, _, bias, *lengths = given[:10]
+    if params["dropout_rate"] or any(math.prod(shape) for shape in lengths[2:]):
+        return _fixed(given, new), _fixed(made, new)
+    heads, places = (2, 1) if params["layout"] == 0 else (1, 2)
+    rows, groups = new(q[0]), new(k[heads])
+    all_heads = groups + new(q[heads] // k[heads])
+    queries, keys = (list(new.all(shape, range(4))) for shape in (q, k))
+    queries[0] = keys[0] = rows
+    queries[heads], keys[heads] = all_heads, groups
+    biased = list(new.all(bias, range(len(bias))))
+    for axis, of in enumerate((rows, all_heads)) if len(bias) == 4 else ():
+        biased[axis] = of if bias[axis] > 1 else ()
+    of_rows = [(rows,) if shape == q[:1] else _fixed([shape], new)[0] for shape in lengths]
+    kept = (rows, all_heads, queries[places])
+    operands = [tuple(queries), tuple(keys), tuple(keys), tuple(biased), *of_rows]
+    if len(given) > 10:
+        return [*operands, kept, tuple(queries), tuple(queries)], operands[: len(made)]
+    return operands, [tuple(queries), kept][: len(made)]
+
+
+def _fixed(shapes: Sequence[Sequence[int]], new: _New) -> list[Factored]:
+    return [new.all(shape, range(len(shape))) for shape in shapes]
+
+
+# The gradient of a bias that several rows or heads share.
+SUMS = {"dot_product_attention_bwd_wrapper": (3,)}
 _windowed = _along(also=lambda p: [axis for axis, size in enumerate(p["window_dimensions"]) if size >= 2])
 
 RULES: dict[str, Rule] = {
@@ -328,7 +359,9 @@ RULES: dict[str, Rule] = {
         "platform_index call_hi_primitive custom_linear_solve regularized_incomplete_beta"  # jax 0.10 can't lower this split
     ).split(), _made),
     "broadcast_in_dim": _broadcast, "concatenate": _along("dimension"), "conv_general_dilated": _convolution,
-    "dot_general": _dot_general, "dynamic_slice": _resized, "dynamic_update_slice": _dynamic_update_slice,
+    "dot_general": _dot_general, "dot_product_attention_fwd_wrapper": _cudnn_attention,
+    "dot_product_attention_bwd_wrapper": _cudnn_attention, "dynamic_slice": _resized,
+    "dynamic_update_slice": _dynamic_update_slice,
     "expand_dims": _reshape, "fft": _fft, "gather": _gather, "pad": _pad, "random_clone": _elementwise,
     "reshape": _reshape, "rev": _along("dimensions"), "slice": _resized, "sort": _along("dimension"),
     "squeeze": _squeeze, "stack": _stack, "tile": _resized, "top_k": _along("axis"), "transpose": _transpose,

@@ -203,8 +203,10 @@ class Partition:
     def results(self, eqn: Any, outs: Sequence[Array], found: Factors, choice: Choice) -> list[Part]:
         """Reduce over devices what the table says, and say how the results are split."""
         results = []
-        for variable, out, of in zip(eqn.outvars, outs, found.results, strict=True):
+        for number, (variable, out, of) in enumerate(zip(eqn.outvars, outs, found.results, strict=True)):
             for factor, kind in enumerate(found.kinds):
+                if number in found.sums and not any(factor in each for each in of):
+                    kind = "sum"
                 if kind not in (KEPT, FIXED, LOOKUP) and factor in choice:
                     out = self.reduce(out, choice[factor], kind)
             results.append(Part(tuple(variable.aval.shape), axes_of(of, choice), out))
@@ -386,7 +388,8 @@ class Partition:
             params |= localized(eqn, found, choice, self.sizes)
         params |= others
         out = eqn.primitive.bind(*(vary(x, names) for x in xs), **eqn.primitive.get_bind_params(params))
-        return list(out) if eqn.primitive.multiple_results else [out]
+        # NVIDIA's attention does not hand on over which mesh axes its operands vary
+        return [vary(x, names) for x in out] if eqn.primitive.multiple_results else [out]
 
 
 def traced_whole(f: Callable[..., Any], given: Sequence[Any]) -> Any:
