@@ -124,6 +124,40 @@ def write_from_every_process() -> None:
     compiler._cache_write = FunctionType(write.__code__, {**vars(compiler), "distributed": first})
 
 
+NEVER_WRITTEN: dict[str, Any] = {}  # by their keys
+
+
+def remember_what_is_never_written() -> None:
+    """Programs that would come back from the cache out of order (jshard/layouts/compilation_cache.py) stay in memory until the
+    file that compiled them has ended. One with names serves as the one without, too."""
+    from jax._src import compiler
+    from jax._src.config import compilation_cache_include_metadata_in_key
+
+    from jshard.layouts import compilation_cache
+
+    compile_, read, key_of = compiler.compile_or_get_cached, compiler._cache_read, compiler._get_cache_key
+    loses_order, lost = compilation_cache.loses_order, []
+
+    def losing(hlo: str) -> bool:
+        lost.append(loses_order(hlo))
+        return lost[-1]
+
+    def compiled(backend: Any, computation: Any, devices: Any, options: Any, *rest: Any, **more: Any) -> Any:
+        lost.clear()
+        executable = compile_(backend, computation, devices, options, *rest, **more)
+        if any(lost):
+            for named in {False, compilation_cache_include_metadata_in_key.value}:
+                with compilation_cache_include_metadata_in_key(named):
+                    NEVER_WRITTEN[key_of(options, backend, computation, devices)] = executable
+        return executable
+
+    def found(name: str, key: str, *rest: Any) -> tuple[Any, Any]:
+        return (NEVER_WRITTEN[key], 0) if key in NEVER_WRITTEN else read(name, key, *rest)
+
+    compilation_cache.loses_order = losing
+    compiler.compile_or_get_cached, compiler._cache_read = compiled, found
+
+
 def reuse_contexts() -> None:
     """JAX 0.10 makes an MLIR context for each program, 4 ms of processor time; JAX 0.12 gives a thread ten programs in one."""
     from jax._src.interpreters import mlir
