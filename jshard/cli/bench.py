@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
 from jshard.table import table
+from jshard.units import BYTES
 
 if TYPE_CHECKING:
     from jshard.kernels.measure import Timing
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB")
 SIDES = (1024, 2048, 4096, 8192)
-UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 COLUMNS = "op algorithm group payload median_us low_us high_us repeats GB_per_s link_GB_per_s".split()
 PRODUCT_COLUMNS = (
     "epilogue algorithm side median_us low_us high_us repeats TFLOP_per_s peak_TFLOP_per_s against_xla".split()
@@ -124,7 +124,7 @@ def parsed(size: str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMG]iB|B|)", str(size))
     if found is None or int(found[1]) == 0:
         raise JShardError(f'"{size}" is no size of an array', hint="use bytes or a unit: 4096, 64KiB, 1MiB")
-    return int(found[1]) * UNITS[found[2]]
+    return int(found[1]) * BYTES[found[2] or "B"]
 
 
 def rows(timings: Iterable[Timing]) -> list[Row]:

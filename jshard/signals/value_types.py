@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from jshard.errors import Place, did_you_mean, nearest, quoted
 from jshard.signals.faults import Faults, Path, dotted, listed, value_words
 from jshard.signals.nodes import Node
+from jshard.units import BYTES
 
 
 @dataclasses.dataclass
@@ -138,9 +139,6 @@ def number(example: str) -> Single:
     return Single("a number above 0", example, parse, {"type": "number", "exclusiveMinimum": 0})
 
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
 def part_or(what: str, example: str) -> Single:
     """A number between 0 and 1, or text."""
 
@@ -161,7 +159,7 @@ def size() -> Single:
         if number is not None and 0 <= number < 2**63:
             return number
         written = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMG]i?B|B)", str(value))
-        return None if written is None else round(float(written[1]) * UNITS[written[2]])
+        return None if written is None else round(float(written[1]) * BYTES[written[2]])
 
     forms = [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9.]+ ?([KMG]i?B|B)$"}]
     return Single("a size", "64MiB", parse, {"anyOf": forms})
