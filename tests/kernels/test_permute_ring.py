@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard import kernels
 from jshard.inspect.plan import explain
+from jshard.jaxprs import equations
 from jshard.signals.active_config import unload
 
 OPS = {
@@ -92,6 +94,18 @@ def test_all_of_a_slice_of_tpus_is_gone_round_along_each_axis_of_its_torus(mesh,
         asked = explain(program("permute"), x)
         assert sum(line.count for line in asked.lines) == 2 * 2 * permutes  # and their gradients
         assert asked.total == explain(program("xla"), x).total
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("name", OPS)
+def test_half_of_the_hops_go_each_way(mesh, name, n):
+    """All one way round the values and bytes would be the same, and the time twice as long."""
+    here = mesh(t=n)
+    body = lambda x, w: OPS[name](x, w, "t", 0, "permute")
+    jaxpr = jax.make_jaxpr(jax.shard_map(body, mesh=here, in_specs=P(), out_specs=P("t"), check_vma=False))
+    perms = [eqn.params["perm"] for eqn in equations(jaxpr(integers(n, 4), integers(4, 5))) if "perm" in eqn.params]
+    shifts = collections.Counter((target - source) % n for ((source, target), *_) in perms)
+    assert shifts == collections.Counter([1] * (n // 2) + [n - 1] * ((n - 1) // 2))
 
 
 def test_what_says_invariant_is(mesh):
