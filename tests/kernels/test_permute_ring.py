@@ -146,6 +146,12 @@ def test_sums_are_rounded_where_they_pass(mesh):
     assert run("in_order").tolist() == [1 + 2 * small] * 3
     assert run("permute").tolist() == [1, 1 + 2 * small, 1 + 2 * small]
 
+    def product(x):
+        return kernels.matmul_reduce_scatter(x[:, None], jnp.ones((1, 1), x.dtype), "t", axis=0, algorithm="permute")
+
+    wide = jax.jit(jax.shard_map(product, mesh=here, in_specs=P("t"), out_specs=P("t")))(x)
+    assert wide[:, 0].tolist() == [1 + 2 * small] * 3  # one's own part is rounded with the sum
+
 
 LAYERS = {
     "sequence, column": ({"column": "t", "sequence": "t"}, ["all_gather_matmul"]),

@@ -89,6 +89,14 @@ def test_a_capacity_drops_some_tokens():
     assert reference("capacity")[0] != reference("dropless")[0]
 
 
+def test_a_dropless_view_has_room_for_all_and_stays_one():
+    view = nnx.view(layer("capacity"), dropless=True)
+    np.testing.assert_array_equal(view(X), layer("dropless")(X))
+    view.set_view()  # what it does not say stays as it is
+    np.testing.assert_array_equal(view(X), layer("dropless")(X))
+    assert not np.array_equal(nnx.view(view, dropless=False)(X), view(X))
+
+
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", PLANS)
 def test_experts_over_devices_equal_one_device(how, name):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import pytest
-from jax._src import compilation_cache
+from jax._src import compilation_cache, compiler
 from jax.sharding import PartitionSpec as P
 
+from jshard.layouts.compilation_cache import keep_only_ordered
 from jshard.layouts.mesh import build_mesh
 
 
@@ -38,3 +41,26 @@ def test_what_would_lose_its_order_is_compiled_anew(program, count, kept):
     mapped = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
     mapped.lower(jax.ShapeDtypeStruct((8,), "float32", sharding=jax.NamedSharding(mesh, P("x")))).compile()
     assert kept() == count
+
+
+def test_programs_of_other_chips_are_kept(monkeypatch):
+    written = []
+    monkeypatch.setattr(compiler, "_cache_write", lambda *of: written.append(of[3].platform))
+    keep_only_ordered()
+    two = SimpleNamespace(to_string=lambda: "body {\n a = f32[] all-reduce(b)\n}\nmain {\n c = f32[] all-gather(d)\n}")
+    for platform in ("cpu", "tpu"):
+        program = SimpleNamespace(hlo_modules=lambda: [two])
+        compiler._cache_write("key", 1.0, "name", SimpleNamespace(platform=platform), program)
+    assert written == ["tpu"]
+
+
+def test_a_jax_that_writes_otherwise_is_told(monkeypatch, kept):
+    monkeypatch.delattr(compiler, "_cache_write")
+    with pytest.warns(UserWarning) as told:
+        keep_only_ordered()
+    assert [str(each.message) for each in told] == [
+        f"jax {jax.__version__} may keep CPU programs that hang when they come back: set JAX_ENABLE_COMPILATION_CACHE=false "
+        "where you compute on CPU devices"
+    ]
+    jax.config.update("jax_compilation_cache_dir", None)
+    keep_only_ordered()
