@@ -99,11 +99,15 @@ def numbers(name: str, plan: str, alone: Any) -> tuple[float, float, int]:
     return deviation(alone[0], loss), deviation(alone[1], gradients), moves
 
 
+def _kept(signal: dict[str, Any]) -> dict[str, Any]:
+    return signal | {"store": {"parameters": signal["store"], "keep": True}} if "store" in signal else signal
+
+
 def wire(name: str, plan: str, topology: str) -> tuple[int, int]:
     """Bytes on the wire of each device, by jshard and by the partitioner, which is told how arguments and gradients lie,
-    and what `sequence` says of activations."""
+    and what `sequence` says of activations. It gathers once what is stored, and keeps it: so does jshard here."""
     found = sized(name, WIDE)
-    configuration = found.plans[plan]
+    configuration = {key: _kept(signal) for key, signal in found.plans[plan].items()}
     jshard.load(configuration)
     sharded, on = jshard.shard(found.loss), jshard.mesh()
     specs = jax.tree.map(lambda x: x.sharding.spec, found.place(sharded))
