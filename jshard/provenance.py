@@ -17,7 +17,7 @@ from jax._src import source_info_util
 from jshard.errors import Place
 
 PHASES = ("forward", "backward", "update")  # in the order of a training step
-FIELDS = frozenset(("signal", "claim", "phase", "key", "reason", "chosen"))
+FIELDS = frozenset(("signal", "claim", "phase", "key", "reason", "chosen", "again", "times", "each"))
 GUARD = re.compile(r"jshard\[([^\]]*)\]")  # `jshard[signal=up]`; what a user types in a scope is left alone
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 JOINED = re.compile(r"((?:.*?/)?)\((.*)\)")
@@ -30,7 +30,8 @@ def scope(**fields: str):
     `signal` is nested into the signals around (`decoder/attn` is two); `claim` is a signal too, which counts where no `signal`
     stands, the innermost alone; `key` is the key of the innermost one; `phase` is backward or update, where no transformation
     of JAX tells; `reason` is redistribute; `chosen` is the strategy that jshard
-    took by itself, in words.
+    took by itself, in words; `again` is remat around what is computed a second time and differentiated there;
+    `times` and `each`, of a branch in a loop, are how often it is taken in all turns, by all devices and by the one most often.
     """
     assert fields.keys() <= FIELDS, fields
     words = ",".join(f"{field}={quote(word, safe=' =*+')}" for field, word in fields.items())
@@ -41,6 +42,11 @@ def placed_in(stack: Any, signal: str) -> Any:
     """Add the signal that claims the nearest parameter to the name stack of an equation."""
     with source_info_util.user_context(None, name_stack=stack), scope(claim=signal):
         return source_info_util.current_name_stack()
+
+
+def said(stack: Sequence[Any], field: str) -> str:
+    """The last word that a name stack has for a field."""
+    return next((words[field] for each in reversed(stack) if field in (words := _fields(each.name))), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +115,7 @@ def _read(parts: tuple[Part, ...]) -> Cause:
     segment: list[str] = []  # the signals since the last transformation
     last: dict[str, str] = {}  # the last of each field
     phases: set[str] = set()
-    remat = False
+    remat = again = False
 
     def close() -> None:
         # A transposed checkpoint repeats the stack it was called under, of one segment or of all until here.
@@ -124,6 +130,7 @@ def _read(parts: tuple[Part, ...]) -> Cause:
         if kind == "transform":
             close()
             phases |= {"backward"} if name == "transpose" else set()
+            again &= name != "transpose"
             continue
         remat |= name == "rematted_computation" and before == ("scope", "checkpoint")
         fields = _fields(name)
@@ -132,12 +139,13 @@ def _read(parts: tuple[Part, ...]) -> Cause:
         if "signal" in fields or "claim" in fields:
             last.pop("key", None)
         phases |= {fields["phase"]} & set(PHASES) if "phase" in fields else set()
+        again |= "again" in fields
         last |= fields
     close()
     key, redistributed, chosen = last.get("key", ""), last.get("reason") == "redistribute", last.get("chosen", "")
     claimed = not path and "claim" in last
     found = Cause(
-        tuple(last["claim"].split("/") if claimed else path), latest(phases), key, redistributed, remat, chosen
+        tuple(last["claim"].split("/") if claimed else path), latest(phases), key, redistributed, remat or again, chosen
     )
     return dataclasses.replace(found, claimed=claimed)
 

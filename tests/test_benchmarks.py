@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from benchmarks import decoder, fsdp, generate, loader, log, models, plan, pod, processes, step, watchdog, weights
+from benchmarks import decoder, fsdp, generate, loader, log, models, pipeline, plan, pod, processes, step, watchdog, weights
 from jshard.signals.active_config import unload
 
 
@@ -118,6 +118,15 @@ def test_benchmark_of_a_pod_prints_three_schedules(extra, tmp_path, monkeypatch,
     for row in rows:
         wire, late, _, work, step, bound = map(float, row[24:].replace("%", "").replace(",", "").split())
         assert wire > 0 and 0 <= late <= 100 and work <= step and step >= bound - 0.1  # as they are rounded
+
+
+@pytest.mark.slow
+def test_quick_benchmark_of_a_pipeline_keeps_as_much_for_more_microbatches_by_1f1b_and_more_by_gpipe(capsys):
+    pipeline.main(["--quick", "--topology", "cpu:4", "--schedules", "gpipe,1f1b", "--microbatches", "16,64"])
+    gpipe, one_f_one_b = (line.split() for line in capsys.readouterr().out.splitlines()[2:])
+    assert (gpipe[0], one_f_one_b[0], gpipe[2::2]) == ("gpipe", "1f1b", ["MiB"] * 2)
+    assert float(gpipe[3]) > float(gpipe[1])
+    assert one_f_one_b[3] == one_f_one_b[1]
 
 
 @pytest.mark.slow

@@ -1,168 +1,222 @@
-"""Run a pipeline by its schedule: one loop over the ticks of a table, inside a shard_map."""
+"""The value and gradients of a program whose layers are split over stages: it is cut at the loop over its layers, and run by
+the table of `jshard.pipeline`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
 
-from jshard.jaxprs import bare
-from jshard.layers.partition.part import vary
-from jshard.provenance import scope
-from jshard.schedules import Table
-from jshard.schedules.steps import NONE, steps
-
-Tree = Any
-
-
-class Model(NamedTuple):
-    """A model in three parts, each a function of this device's arrays: of an input to the first stage's, `first(edges, input)`;
-    through one chunk of layers, `chunk(parameters, x)`, to an array like x; and the loss of one microbatch, summed over devices
-    where its rows are split, `last(edges, y, target)`."""
-
-    first: Callable[[Tree, Tree], Array]
-    chunk: Callable[[Tree, Array], Array]
-    last: Callable[[Tree, Array, Tree], Array]
+from jshard.errors import JShardError
+from jshard.jaxprs import scanned
+from jshard.layers.partition import Microbatches, Program
+from jshard.layers.partition.engine import Partition
+from jshard.layers.partition.part import Names, Part, vary
+from jshard.layers.partition.stages import from_chunks, to_chunks
+from jshard.layers.partition.ticks import Model, run_table
+from jshard.provenance import scope, source_of
+from jshard.schedules import KINDS, Table, generate, load
+from jshard.signals.active_config import configuration, mesh_to_choose_for
+from jshard.signals.claims import Stage
+from jshard.signals.config import Pipeline
 
 
-def pipeline(
-    table: Table, model: Model, parameters: Tree, edges: Tree, inputs: Tree, targets: Tree, *, mesh_axis: str
-) -> tuple[Array, Tree, Tree]:
-    """Return the mean loss of all microbatches, and its gradients by `parameters` and by `edges`, inside a shard_map.
+class Pipelined(Microbatches):
+    """`run(xs)` of the inputs of a program, as that of `Microbatches`, which it equals.
 
-    A leaf of `parameters` has the chunks of this stage along its first axis; `edges` are on all stages, and so are `inputs` and
-    `targets`, which have the microbatches along theirs. A stage keeps the inputs of its chunks, as many as the table says, and
-    computes a chunk again for its backward. What goes on to the next stage is one permute a tick and direction, in the ticks
-    in which any stage has something to send; gradients are summed over the mesh axes that rows are split over, and those of
-    `edges` over `mesh_axis`, once.
+    What comes before the loop over layers runs on the first stage, what comes behind it on the last. Parameters outside of the
+    loop are on all stages, and their gradients are summed over stages, once. Other operands of the loop are made by each stage.
     """
-    plan, stage = steps(table), lax.axis_index(mesh_axis)
-    assert lax.axis_size(mesh_axis) == table.stages, (mesh_axis, table)
-    chunks, separate = table.virtual_stages // table.stages, table.splits_weights
-    assert all(leaf.shape[0] == chunks for leaf in jax.tree.leaves(parameters)), chunks
-    over = frozenset().union(
-        {mesh_axis}, *(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves((inputs, targets)))
-    )
-    own = jax.tree.map(lambda x: over - jax.typeof(x).mat.varying, (parameters, edges))
-    parameters, edges, inputs, targets = jax.tree.map(lambda x: vary(x, over), (parameters, edges, inputs, targets))
-    x = _type_between(model, _at(parameters, 0), edges, _at(inputs, 0))
-    right = [(n, (n + 1) % table.stages) for n in range(table.stages - (chunks == 1))]
-    left = [(there, here) for here, there in right]
 
-    def sent(x: Array, pairs: list[tuple[int, int]], any_sends: Array) -> Array:
-        """Pass on to a neighbour, in ticks in which any stage has something for one: all devices know."""
-        return lax.cond(any_sends, lambda x: lax.ppermute(x, mesh_axis, pairs), lambda x: jnp.zeros_like(x), x)
-
-    def read(x: Array, edges: Tree, now: dict[str, Array], slot: str) -> Array:
-        """The input of a chunk: what came from the stage before, or of the first one, what the batch is made into."""
-        number = now[f"{slot}_microbatch"]
-        batch = now[f"{slot}_input"] == NONE
-        return lax.cond(batch, lambda: vary(model.first(edges, _at(inputs, number)), x_varies), lambda: x)
-
-    x_varies = jax.typeof(x).mat.varying
-
-    def forward(now: dict[str, Array], kept: Array) -> Array:
-        return model.chunk(_at(parameters, now["F_chunk"]), read(_at(kept, now["F_input"]), edges, now, "F"))
-
-    def backward(now: dict[str, Array], kept: Array, gradients: Array, sums: Any) -> Any:
-        own = _at(parameters, now["B_chunk"])
-
-        def run(own: Tree, edges: Tree, x: Array) -> Array:
-            return model.chunk(own, read(x, edges, now, "B"))
-
-        def of_loss(y: Array) -> Any:
-            target = _at(targets, now["B_microbatch"])
-            value, (by_edges, by_y) = jax.value_and_grad(model.last, (0, 1))(edges, y, target)
-            return value.astype(jnp.float32), by_edges, by_y
-
-        def of_gradient(y: Array) -> Any:
-            return (
-                vary(jnp.zeros(()), frozenset({mesh_axis})),
-                jax.tree.map(jnp.zeros_like, edges),
-                _at(gradients, now["B_gradient"]),
+    def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
+        super().__init__(program, parameters, variables, batch)
+        present = configuration()
+        assert present is not None and present.pipeline is not None
+        self.asked, stage = present.pipeline, program.stage
+        if stage is None:
+            says = next(signal for signal in present.signals.values() if signal.stage)
+            raise JShardError(
+                f"{says} says stage ({says.at('stage')}), and no parameter of the model is claimed by it, or is in a stack "
+                f'called "{says.name}"',
+                hint="give the signal the path of a jshard.stack in the model, as blocks",
+            )
+        self.cut = _Cut(program, stage, self.asked, {*parameters, *batch})
+        stages, meant = (each.shape[stage.mesh_axis] for each in (program.mesh, mesh_to_choose_for()))
+        self.table = table_of(self.asked, meant if stages == 1 else stages)
+        if stages != self.table.stages:  # the one device that verify compares with has all chunks
+            kind = "zero_bubble" if self.table.splits_weights else "1f1b"
+            self.table = generate(kind, 1, self.table.microbatches, self.table.virtual_stages)
+        self.layers, left = divmod(self.cut.loop.params["length"], self.table.virtual_stages)
+        if left:
+            every, count = self.cut.loop.params["length"], self.table.virtual_stages
+            raise JShardError(
+                f"jshard.pipeline ({self.asked.place}) has {self.table.stages} stages of {count // self.table.stages} chunks, "
+                f"and {stage.signal} splits {every} layers among them",
+                hint=f"use {every // count * count or count} or {-(-every // count) * count} layers",
             )
 
-        by_x = _at(kept, now["B_input"])
-        if separate:
-            y, pull = jax.vjp(lambda x: run(own, edges, x), by_x)
-        else:
-            y, pull = jax.vjp(run, own, edges, by_x)
-        value, by_edges, by_y = lax.cond(now["B_gradient"] == NONE, of_loss, of_gradient, y)
-        by_own, by_first, by_x = (None, None, *pull(by_y)) if separate else pull(by_y)
-        total, sums, sums_of_edges = sums
-        sums_of_edges = jax.tree.map(jnp.add, sums_of_edges, by_edges)
-        if not separate:
-            sums, sums_of_edges = _added(sums, now["B_chunk"], by_own), jax.tree.map(jnp.add, sums_of_edges, by_first)
-        return by_x, by_y, (total + value, sums, sums_of_edges)
+    def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
+        program, cut, stage = self.program, self.cut, self.program.stage
+        assert stage is not None
+        mesh_axis, by = stage.mesh_axis, {"claim": stage.signal.name, "key": "stage"}
+        staged, chunks = frozenset({mesh_axis}), self.table.virtual_stages // self.table.stages
+        parameters = {n: vary(xs[n], names | staged) for n, names in zip(self.parameters, marked, strict=True)}
+        with scope(**by):
+            own = {n: to_chunks(parameters[n], chunks, mesh_axis) for n in cut.staged}
+        edges = {n: x for n, x in parameters.items() if n not in own}
+        variables, states = self._states(xs)
+        inputs = {n: xs[n] for n in self.batch} | states
+        others = {n: vary(x, staged) for n, x in enumerate(xs) if n not in parameters and n not in inputs}
 
-    def weights(now: dict[str, Array], kept: Array, gradients: Array, sums: Any) -> Any:
-        total, sums, sums_of_edges = sums
-        x = _at(kept, now["W_input"])
-        _, pull = jax.vjp(
-            lambda own, edges: model.chunk(own, read(x, edges, now, "W")), _at(parameters, now["W_chunk"]), edges
-        )
-        by_own, by_first = pull(_at(gradients, now["W_gradient"]))
-        return total, _added(sums, now["W_chunk"], by_own), jax.tree.map(jnp.add, sums_of_edges, by_first)
+        def run(piece: _Piece, edges: Any, given: Any, more: Sequence[Part] = ()) -> tuple[Partition, list[Part]]:
+            known, run = {**others, **edges, **given}, program.partition()
+            return run, run.run(piece.jaxpr, [*(program.part(n, known[n]) for n in piece.inputs), *more])
 
-    def tick(carry: Any, columns: dict[str, Array]) -> tuple[Any, None]:
-        kept, gradients, sums = carry
-        now = {name: column[stage] for name, column in columns.items()}
-        y = lax.cond(now["F_microbatch"] != NONE, lambda: forward(now, kept), lambda: jnp.zeros_like(x))
-        arrives = sent(y, right, (columns["F_arrives"] != NONE).any())
-        by_x, by_y, sums = lax.cond(
-            now["B_microbatch"] != NONE,
-            lambda: backward(now, kept, gradients, sums),
-            lambda: (jnp.zeros_like(x), jnp.zeros_like(x), sums),
-        )
-        with scope(phase="backward"):
-            comes_back = sent(by_x, left, (columns["B_arrives"] != NONE).any())
-        if separate:
-            gradients = _put(gradients, now["B_loss"], by_y)
-            sums = lax.cond(now["W_microbatch"] != NONE, lambda: weights(now, kept, gradients, sums), lambda: sums)
-        return (_put(kept, now["F_arrives"], arrives), _put(gradients, now["B_arrives"], comes_back), sums), None
+        def between(xs: Sequence[Array]) -> list[Part]:
+            return [Part(tuple(v.aval.shape), program.found[v], x) for v, x in zip(cut.carried, xs, strict=True)]
 
-    def buffer(places: int) -> Array:
-        """One place more than is needed, for what arrives where nothing is due."""
-        return vary(jnp.zeros((places + 1, *x.shape), x.dtype), x_varies)
+        def first(edges: Any, given: Any) -> list[Array]:
+            how, parts = run(cut.first, edges, given)
+            return [how.place(part, program.found[v]).x for v, part in zip(cut.carried, parts, strict=True)]
 
-    zero = vary(jnp.zeros(()), frozenset({mesh_axis})), *jax.tree.map(jnp.zeros_like, (parameters, edges))
-    columns = {name: jnp.array(column, jnp.int32) for name, column in plan.columns.items()}
-    (_, _, (total, *sums)), _ = lax.scan(tick, (buffer(plan.inputs), buffer(plan.gradients), zero), columns)
-    with scope(phase="backward"):
-        of_chunks, of_edges = jax.tree.map(
-            lambda sum, names: (lax.psum(sum, tuple(sorted(names))) if names else sum) / table.microbatches,
-            tuple(sums),
-            own,
-        )
-    return lax.psum(total, mesh_axis) / table.microbatches, of_chunks, of_edges
+        def chunk(own: Any, edges: Any, x: Any, given: Any, number: Array) -> list[Array]:
+            how, made = run(cut.each, edges, given)
+            some, rest = made[: cut.consts], iter(made[cut.consts :])
+            over = [self._layers_of(n, own[n]) if n in own else self._some(how, next(rest), number) for n in cut.over]
+            parts = how.equation(cut.of_length(self.layers), [*some, *between(x), *over])
+            return [how.place(part, program.found[v]).x for v, part in zip(cut.carried, parts, strict=False)]
+
+        def last(edges: Any, x: Any, given: Any) -> Array:
+            how, (value,) = run(cut.last, edges, given, between(x))
+            return how.place(value, ()).x
+
+        model = Model(first, chunk, last, shares=any(n in edges for n in cut.each.inputs))
+        value, of_own, of_edges = run_table(self.table, model, own, edges, inputs, mesh_axis=mesh_axis, **by)
+        with scope(**by, phase="backward"):
+            gradients = of_edges | {n: from_chunks(x, mesh_axis) for n, x in of_own.items()}
+        value = value.astype(program.jaxpr.outvars[0].aval.dtype)
+        return value, [self._summed(n, gradients[n]) for n in self.parameters], variables
+
+    def _states(self, xs: Sequence[Array]) -> tuple[list[Array], dict[int, Array]]:
+        """The variables behind the last microbatch, and before each of them."""
+        if not self.variables:
+            return [], {}
+        program, states = self.program, self.cut.states
+
+        def turn(variables: list[Array], _: None) -> tuple[list[Array], list[Array]]:
+            known, run = dict(enumerate(xs)) | dict(zip(self.variables, variables, strict=True)), program.partition()
+            outs = run.run(states.jaxpr, [program.part(n, known[n]) for n in states.inputs])
+            return [
+                run.place(part, program.in_axes[n]).x for part, n in zip(outs, self.variables, strict=True)
+            ], variables
+
+        after, before = lax.scan(turn, [xs[n] for n in self.variables], None, length=self.table.microbatches)
+        return after, dict(zip(self.variables, before, strict=True))
+
+    def _layers_of(self, number: int, x: Array) -> Part:
+        """The layers of one chunk, as a parameter whose layers are all here."""
+        part = self.program.part(number, x)
+        rest = None if part.rest is None else ((), *part.rest[1:])
+        return Part((self.layers, *part.shape[1:]), ((), *part.axes[1:]), x, rest=rest, signal=part.signal)
+
+    def _some(self, run: Partition, part: Part, number: Array) -> Part:
+        """Of what each layer has its own of, that of the layers of one chunk."""
+        part = run.place(part, ((), *part.axes[1:]))
+        x = lax.dynamic_slice_in_dim(part.x, number * self.layers, self.layers)
+        return Part((self.layers, *part.shape[1:]), part.axes, x)
 
 
-def _at(tree: Tree, number: Array | int) -> Tree:
-    """One of those along the first axis; the last one where there is none, which nothing then uses."""
-    return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, jnp.where(number < 0, len(x) - 1, number), keepdims=False), tree
-    )
+class _Piece(NamedTuple):
+    """Some of a program, and which of the program's inputs go into it."""
+
+    jaxpr: Any
+    inputs: list[int]
 
 
-def _put(buffer: Array, place: Array, x: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(buffer, x, jnp.where(place == NONE, len(buffer) - 1, place), 0)
+class _Cut:
+    """A program of a loss, cut at the loop over its layers."""
+
+    def __init__(self, program: Program, stage: Stage, asked: Pipeline, data: set[int]):
+        jaxpr, self.program = program.jaxpr, program
+        number_of = {v: n for n, v in enumerate(jaxpr.invars)}
+        staged = {v for v, each in zip(jaxpr.invars, program.inputs, strict=True) if each.claim and each.claim.stage}
+        using = [eqn for eqn in jaxpr.eqns if any(not isinstance(v, Literal) and v in staged for v in eqn.invars)]
+        says = f"{stage.signal} says stage ({stage.signal.at('stage')})"
+        for eqn in using[:2]:
+            if eqn.primitive.name != "scan" or eqn.params["reverse"]:
+                raise JShardError(
+                    f"{says}, and its layers are used by {eqn.primitive.name} ({source_of(eqn)}), and not by the loop of a "
+                    "jshard.stack alone",
+                    hint="call the stack as the model does, with no jax.jit, jax.checkpoint or other use of its parameters",
+                )
+        if len(using) > 1:
+            raise JShardError(
+                f"{says}, and its layers run in {len(using)} loops ({source_of(using[0])}, {source_of(using[1])})",
+                hint="call one stack once, whose globs tell no layers apart",
+            )
+        self.loop = using[0]
+        self.consts, count = scanned(self.loop)
+        operands = list(self.loop.invars)
+        start, over = operands[self.consts : self.consts + count], operands[self.consts + count :]
+        self.carried, left = self.loop.outvars[:count], set(self.loop.outvars[count:])
+        self.staged = [number_of[v] for v in over if not isinstance(v, Literal) and v in staged]
+        self.over = [number_of.get(v, -1) if v in staged else -1 for v in over]
+        assert len(self.staged) == len(staged)
+        before = jaxpr.eqns[: jaxpr.eqns.index(self.loop)]
+        others = [eqn for eqn in jaxpr.eqns if eqn is not self.loop]
+        self.first = _piece(jaxpr, before, start)
+        self.each = _piece(jaxpr, before, [*operands[: self.consts], *(v for v in over if v not in staged)])
+        self.last = _piece(jaxpr, others, jaxpr.outvars[:1], self.carried)
+        if left & {v for eqn in self.last.jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}:
+            raise JShardError(
+                f"{says}, and the loss uses what its layers leave behind, as the losses of balance of a jshard.MoE",
+                hint="remove jshard.pipeline, or use layers that hand on x alone",
+            )
+        live, used = partial_eval.dce_jaxpr(jaxpr, [False] + [True] * (len(jaxpr.outvars) - 1))
+        self.states = _Piece(live, [n for n, is_used in enumerate(used) if is_used])
+        if not data.isdisjoint(self.states.inputs):
+            raise JShardError(
+                f"jshard.pipeline ({asked.place}) has several microbatches on their way, and the model keeps variables that "
+                "its data change, as running statistics",
+                hint="use layers that keep none, as nnx.LayerNorm",
+            )
+
+    @functools.cache  # noqa: B019  # as long as the cut
+    def of_length(self, layers: int) -> Any:
+        """The loop over so many layers."""
+        return self.loop.replace(params={**self.loop.params, "length": layers})
 
 
-def _added(sums: Tree, chunk: Array, gradients: Tree) -> Tree:
-    return jax.tree.map(lambda all_chunks, own: all_chunks.at[chunk].add(own), sums, gradients)
+def _piece(jaxpr: Any, eqns: Sequence[Any], outs: Sequence[Any], more: Sequence[Any] = ()) -> _Piece:
+    """What of a program computes `outs`, of its inputs and `more`."""
+    wanted, kept = {v for v in outs if not isinstance(v, Literal)}, []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    inputs = [n for n, v in enumerate(jaxpr.invars) if v in wanted]
+    invars = [*(jaxpr.invars[n] for n in inputs), *more]
+    names = jaxpr.debug_info.with_unknown_names()
+    return _Piece(jaxpr.replace(eqns=kept[::-1], invars=invars, outvars=list(outs), debug_info=names), inputs)
 
 
-def _type_between(model: Model, own: Tree, edges: Tree, given: Tree) -> Array:
-    """What goes from stage to stage, as zeros of its shape that vary over the mesh axes that it varies over."""
-
-    def traced(f: Callable[..., Array], *args: Any) -> Array:
-        aval = bare(jax.make_jaxpr(f)(*args)).outvars[0].aval
-        return vary(jnp.zeros(aval.shape, aval.dtype), aval.mat.varying)
-
-    x = traced(model.first, edges, given)
-    y = traced(model.chunk, own, x)
-    assert (x.shape, x.dtype) == (y.shape, y.dtype), (x, y)
-    return vary(x, jax.typeof(y).mat.varying)
+def table_of(asked: Pipeline, stages: int) -> Table:
+    """Make, or read, the table of a pipeline on so many stages."""
+    if asked.schedule in KINDS:
+        return generate(asked.schedule, stages, asked.microbatches, asked.chunks)
+    table = load(asked.schedule)
+    chunks = table.virtual_stages // table.stages
+    for what, has, says in (
+        ("stages", table.stages, stages), ("microbatches", table.microbatches, asked.microbatches),
+        ("chunks", chunks, asked.chunks or chunks),
+    ):  # fmt: skip
+        if has != says:
+            raise JShardError(
+                f"jshard.pipeline ({asked.place}) has {says} {what}, and its table {asked.schedule} has {has}",
+                hint=f"write another table, or give the pipeline {has} {what}",
+            )
+    return table

@@ -15,7 +15,7 @@ from typing import Any
 from jshard.errors import JShardError, quoted
 from jshard.layers.strategy import strategy_of
 from jshard.layouts.layout import Layout, check_divides
-from jshard.signals.claims import Claim
+from jshard.signals.claims import Claim, Stage
 from jshard.signals.globs import LONGEST
 from jshard.signals.scope import tensor_layout
 from jshard.signals.signal import PRODUCT, Signal
@@ -53,9 +53,14 @@ class Placed:
     told_by: Any = None
 
 
-def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "") -> Layout:
+def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "", stage: Stage | None = None) -> Layout:
     """Lay a parameter out by the words of its signal: of each role the first axis is split. A `shard` places it whatever its
-    roles."""
+    roles; layers of a pipeline are on their stages."""
+    layout = _by_words(signal, roles, label)
+    return layout.with_axis(roles.index("scan"), (stage.mesh_axis,)) if stage and "scan" in roles else layout
+
+
+def _by_words(signal: Signal, roles: Sequence[str | None], label: str) -> Layout:
     if signal.shard is not None:
         return tensor_layout(signal, len(roles), label)
     words = (role if role in PRODUCT["w"] and roles.index(role) == axis else None for axis, role in enumerate(roles))
@@ -84,14 +89,17 @@ def parameter_layouts(uses: Iterable[Use]) -> dict[str, Rest]:
 
 def _layout(use: Use, more: int) -> Rest:
     signal = use.claim.signal
-    in_use = layout_in_use(signal, use.roles, str(use))
+    in_use = layout_in_use(signal, use.roles, str(use), use.claim.stage)
+    if use.claim.stage is not None and "scan" not in use.roles:
+        stage = use.claim.stage.signal
+        raise JShardError(
+            f"{stage} says stage ({stage.at('stage')}), and {_several(use, more)}, is in no loop over layers",
+            hint="build the layers with jshard.stack, or give stage to the stack alone",
+        )
+    of_role = {"batch": "expert", "scan": "stage" if use.claim.stage else "scan"}
     for axis, role in enumerate(use.roles):
         _check(
-            use,
-            more,
-            in_use,
-            axis,
-            "shard.axis" if signal.shard is not None else "expert" if role == "batch" else role or "",
+            use, more, in_use, axis, "shard.axis" if signal.shard is not None else of_role.get(role or "", role or "")
         )
     for name in set(signal.store) & set(in_use.mesh_axes):  # a word and `store` that share one are a fault of the file
         raise JShardError(
@@ -108,6 +116,7 @@ def _layout(use: Use, more: int) -> Rest:
 def _check(use: Use, more: int, layout: Layout, axis: int, key: str) -> None:
     """Raise an error where an axis does not divide. Heads that are too few name the two mesh axes that would do."""
     signal, size, ways, names = use.claim.signal, use.shape[axis], layout.ways(axis), layout.axes[axis]
+    signal = use.claim.stage.signal if key == "stage" and use.claim.stage else signal
     label, what = f'signal "{signal.name}" ({signal.at(key)})', f"axis {axis} of {_several(use, more)}"
     fit = math.gcd(size, ways)
     if key == "column" and use.roles.count("column") > 1 and 1 < fit < ways and len(names) == 1:

@@ -32,13 +32,14 @@ from jshard.layers.linen import (
 )
 from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
+from jshard.layers.pipeline import Pipelined
 from jshard.layers.roles import Placed
 from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.layouts.redistribution import Axes, redistribute
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.claims import Claim, claims
+from jshard.signals.claims import Claim, claims, staged
 from jshard.signals.scope import unplaced
 from jshard.signals.signal import Signal
 
@@ -171,17 +172,19 @@ class Call:
                 "from one microbatch to the next",
                 hint="make every variable when the model is built",
             )
+        run = (_microbatches if configuration().pipeline is None else _pipelined)(self.program, *of_kind[1:]).run
         xs = self.operands(self.placed(every=True))
         given = [x for x in self.leaves if _is_array(x)]
         for n, x in zip(batch, jax.tree.leaves(nnx.split(batches, nnx.Variable, ...)[2]), strict=True):
             xs[n] = _put(x, Layout(self.program.mesh, (), *self.program.in_axes[n]), "jshard.shard")
-        value, gradients, kept = _microbatches(self.program, parameters, variables, batch).run(xs)
+        value, gradients, kept = run(xs)
         self.ended([value, *kept])
         lay = [Layout.of(given[n]) for n in parameters]
         return value, [g if at is None else redistribute(g, at) for g, at in zip(gradients, lay, strict=True)]
 
 
 _microbatches = functools.lru_cache(maxsize=16)(Microbatches)
+_pipelined = functools.lru_cache(maxsize=16)(Pipelined)
 
 
 def described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -329,7 +332,7 @@ def _claims(arrays: Sequence[_Array]) -> dict[str, Claim]:
     found |= {path: Claim(present.lookup(layer), "") for path, layer in layers.items() if layer}
     for path, claim in found.items():
         _check_words(claim.signal, path)
-    return found
+    return staged(present, found)
 
 
 KERNELS = ("all_gather", "all_reduce", "reduce_scatter")  # ops whose algorithm a signal may name

@@ -6,6 +6,7 @@ from jshard.schedules.checker import load as load
 from jshard.schedules.checker import read as read
 from jshard.schedules.cost import Cost as Cost
 from jshard.schedules.cost import Times as Times
+from jshard.schedules.cost import sends as sends
 from jshard.schedules.generators import KINDS as KINDS
 from jshard.schedules.generators import generate as generate
 from jshard.schedules.table import Key as Key

@@ -98,15 +98,16 @@ def _kept(table: Table, slot: str, begins: int, step: int) -> list[list[int]]:
     return kept
 
 
-def sends(table: Table) -> list[int]:
-    """Count by stage what it sends to another in a step: outputs and gradients of inputs, one for each microbatch and hop."""
-    ends = {"F": table.virtual_stages - 1, "B": 0, "W": None}
+def sends(table: Table) -> dict[str, list[int]]:
+    """Count by slot and stage what it sends to another in a step: outputs (F) and gradients of inputs (B), one for each
+    microbatch and hop."""
+    ends = {"F": table.virtual_stages - 1, "B": 0}
     sent = Counter(
-        key.virtual % table.stages
+        (key.slot, key.virtual % table.stages)
         for key in table.when
-        if table.stages > 1 and key.slot != "W" and key.virtual != ends[key.slot]
+        if table.stages > 1 and key.virtual != ends.get(key.slot, key.virtual)
     )
-    return [sent[stage] for stage in range(table.stages)]
+    return {slot: [sent[slot, stage] for stage in range(table.stages)] for slot in ends}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Cost:
 
     def figures(self) -> list[tuple[str, str]]:
         """Name and value of each figure."""
+        sent_by = [sum(both) for both in zip(*sends(self.table).values(), strict=True)]
         inputs, gradients = ([max(ticks) for ticks in kept(self.table)] for kept in (inputs_kept, gradients_kept))
         found = [
             ("ticks", f"{self.table.ticks:,}"),
@@ -134,11 +136,11 @@ class Cost:
             ("idle at each one's own pace, as in textbooks", percent(self.own_pace.idle)),
             ("inputs kept, by stage", _spaced(inputs)),
             ("gradients kept, by stage", _spaced(gradients)),
-            ("sends, by stage", _spaced(sends(self.table))),
+            ("sends, by stage", _spaced(sent_by)),
         ]
         if self.bytes_each is not None:
             kept = [self.bytes_each * (both[0] + both[1]) for both in zip(inputs, gradients, strict=True)]
-            sent = [self.bytes_each * count for count in sends(self.table)]
+            sent = [self.bytes_each * count for count in sent_by]
             found += [
                 ("kept, by stage", ", ".join(map(size, kept))),
                 ("sent in a step, by stage", ", ".join(map(size, sent))),

@@ -33,6 +33,22 @@ class Axes(Names):
 
 
 @dataclasses.dataclass(frozen=True)
+class Axis:
+    """One mesh axis."""
+
+    wants: str = "a mesh axis"
+    example: str = "stage"
+
+    def read(self, node: Node, path: Path, reading: Reading) -> str | None:
+        if not isinstance(node.value, str):
+            return reading.wrong(self, node, path)
+        return next(iter(Axes(self.wants, self.example).read(node, path, reading)), None)
+
+    def json(self) -> dict[str, Any]:
+        return {"type": "string", "minLength": 1}
+
+
+@dataclasses.dataclass(frozen=True)
 class Workers:
     """Device numbers, or null for all of them. `()` once read means all: no other list is empty."""
 

@@ -14,11 +14,20 @@ from jshard.signals.signal import Signal
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """That the layers of a parameter are split over stages: the mesh axis, and the signal that says so."""
+
+    mesh_axis: str
+    signal: Signal
+
+
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """A signal that claims a parameter, and by which of its globs."""
 
     signal: Signal
     glob: str
+    stage: Stage | None = None
 
     @property
     def place(self) -> Place:
@@ -65,6 +74,24 @@ def found_claims(configuration: Configuration, paths: Iterable[str]) -> dict[str
     globs = _globs(configuration)
     found = {path: next((claim for claim, glob in globs if glob.fits(path)), None) for path in paths}
     return {path: claim for path, claim in found.items() if claim is not None}
+
+
+def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, Claim]:
+    """Say of each claim whether layers are split over stages: by its own signal, or by that which has the name of the stack
+    that the parameter is in."""
+    pipeline = configuration.pipeline
+    says = [signal for signal in configuration.signals.values() if signal.stage]
+    if pipeline is None:
+        return found
+    after = dict(found)
+    for path, claim in found.items():
+        signal = next(
+            (each for each in says if each.name == claim.signal.name or path.startswith(f"{each.name}/")), None
+        )
+        if signal is not None:
+            after[path] = dataclasses.replace(claim, stage=Stage(pipeline.axis, signal))
+            configuration.placed.add(tuple(signal.name.split("/")))
+    return after
 
 
 def ranges(configuration: Configuration, path: str, depth: int) -> list[tuple[int, int]]:

@@ -34,6 +34,21 @@ class MeshPlan:
         return "{" + ", ".join(f"{name}: {size}" for name, size in zip(self.names, self.sizes, strict=True)) + "}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The stages that a configuration asks for. None of chunks: as many as the schedule has unless said."""
+
+    axis: str
+    microbatches: int
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    place: Place = dataclasses.field(default=Place(""), compare=False)
+
+    def __str__(self) -> str:
+        chunks = "" if self.chunks is None else f", {self.chunks} chunks each"
+        return f"stages over {self.axis}{chunks}, {self.microbatches} microbatches by {self.schedule}"
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Configuration(Shown):
     """What a configuration says, and in words where it is printed. Immutable; equal only to itself: `fingerprint` tells
@@ -51,6 +66,7 @@ class Configuration(Shown):
     budget_place: Place | None = None
     topology: str | None = None  # v5e:4x4
     topology_place: Place | None = None
+    pipeline: Pipeline | None = None
     # The scopes under which `jshard.signal.tensor` has placed an array, the signals that have claimed a parameter, and what
     # `lookup` and `digest` found before.
     placed: set[tuple[str, ...]] = dataclasses.field(default_factory=set, init=False)
@@ -67,6 +83,8 @@ class Configuration(Shown):
             count = math.prod(mesh.sizes)
             devices = "all devices" if -1 in mesh.sizes else "1 device" if count == 1 else f"{count} devices"
             lines.append((mesh.place, f"mesh {mesh} of {devices}, {self.axis_types}"))
+        if self.pipeline is not None:
+            lines.append((self.pipeline.place, str(self.pipeline)))
         if self.budget is not None:
             lines.append((self.budget_place, f"at most {self.budget:,} B on each device"))
         if self.topology is not None:
@@ -86,7 +104,7 @@ class Configuration(Shown):
     def fingerprint(self) -> Hashable:
         """Equal for two configurations that place alike: lines, comments, `expect` and `train` take no part."""
         named = tuple(sorted(self.signals.items()))
-        return self.mesh, self.axis_types, self.strict, self.default, named
+        return self.mesh, self.axis_types, self.strict, self.default, self.pipeline, named
 
     @functools.cached_property
     def devices(self) -> int | None:
@@ -179,6 +197,7 @@ def load_configuration(
         budget_place=places.get("jshard.budget"),
         topology=head.get("topology"),
         topology_place=places.get("jshard.topology"),
+        pipeline=Pipeline(**head["pipeline"], place=places["jshard.pipeline"]) if "pipeline" in head else None,
     )
 
 

@@ -31,6 +31,8 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
         yield OUTPUTS[output]
     if signal.sequence:
         yield f"activations between layers split by sequence over {' x '.join(signal.sequence)}"
+    if signal.stage:
+        yield "layers split over the stages of the pipeline"
     if signal.expert:
         yield f"experts over {' x '.join(signal.expert)}"
     if signal.ring:

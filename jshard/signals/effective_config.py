@@ -18,6 +18,10 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
     if mesh is not None:
         for name, size in zip(mesh.names, mesh.sizes, strict=True):
             yield mesh.places.get(name, mesh.place), f"jshard.mesh.{name}", str(size)
+    if configuration.pipeline is not None:
+        for key, value in changed(configuration.pipeline).items():
+            if key != "place":
+                yield configuration.pipeline.place, f"jshard.pipeline.{key}", _word(value)
     for key, value in flat(configuration.train):
         place = configuration.train_places.get(key, Place(configuration.source))
         yield place, f"jshard.train.{key}", _word(value)

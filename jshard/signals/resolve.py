@@ -12,7 +12,7 @@ from jshard.signals.faults import Faults, Path
 from jshard.signals.match import Matcher, is_glob
 from jshard.signals.nodes import DEEPEST, Node
 from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE
-from jshard.signals.signal import PRODUCT, DTypes, Shard, Signal
+from jshard.signals.signal import AXIS_KEYS, PRODUCT, DTypes, Shard, Signal
 from jshard.signals.value_types import Reading
 
 # Two keys that may not name one mesh axis: keys, and the array that would be split over it twice.
@@ -52,6 +52,7 @@ def resolve(root: Node, source: str, faults: Faults) -> tuple[dict[str, Any], di
     }
     names = _Names(written, head.get("kernel", {}), source, faults)
     names.check_backward()
+    _check_pipeline(head, reading, names.signals, faults)
     if "default" in head:
         names.find(head["default"], reading.places["jshard.default"], ("jshard", "default"), "names")
     return head, reading.places, names.signals
@@ -68,12 +69,13 @@ def _head(root: Node, faults: Faults) -> tuple[dict[str, Any], Reading]:
     node = root.value.get("jshard")
     if node is None:
         return {}, reading
-    values = JSHARD_TABLE.read(node, ("jshard",), reading) or {}
     mesh = node.value.get("mesh") if isinstance(node.value, dict) else None
     if mesh is not None:
-        reading.mesh_place = reading.places["jshard.mesh"]
+        reading.mesh_place = node.keys["mesh"]
         reading.mesh_is_broken = not (isinstance(mesh.value, dict) and mesh.value)
         reading.mesh_axes = mesh.keys if isinstance(mesh.value, dict) else {}
+    values = JSHARD_TABLE.read(node, ("jshard",), reading) or {}
+    if mesh is not None:
         sizes = values.get("mesh", {}).values()
         reading.devices = math.prod(sizes) if sizes and -1 not in sizes else None
     return values, reading
@@ -255,6 +257,39 @@ def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str
         "store_prefetch": values.get("prefetch", False),
         "store_optimizer": values.get("optimizer", ()),
     }
+
+
+def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, Signal], faults: Faults) -> None:
+    """A pipeline has layers, and its mesh axis splits nothing else."""
+    staged = [signal for signal in signals.values() if signal.stage]
+    asked, about, place = head.get("pipeline"), ("jshard", "pipeline"), reading.places.get("jshard.pipeline")
+    if place is None:
+        for signal in staged:
+            fault = "says stage, and there is no jshard.pipeline"
+            hint = "write jshard: {pipeline: {axis: stage, microbatches: 8}}"
+            faults.add((signal.name,), signal.at("stage"), fault, hint)
+        return
+    if asked is None or "jshard.pipeline" in reading.broken:
+        return
+    for key, example in {"axis": "stage", "microbatches": 8}.items():
+        if key not in asked:
+            faults.add(about, place, f"has no {key}", f"write {key}: {example}")
+    if not staged:
+        fault = "has no layers: no signal says stage"
+        faults.add(about, place, fault, "write blocks: {stage: equal}, with the path of a jshard.stack for blocks")
+    if head.get("axis_types") == "auto":
+        fault = f"is beside axis_types: auto ({reading.places['jshard.axis_types']}), which leaves the program to XLA"
+        faults.add(about, place, fault, "write axis_types: explicit")
+    if "accumulate" in head.get("train", {}):
+        fault = f"takes a batch in microbatches, as jshard.train.accumulate ({reading.places['jshard.train.accumulate']}) does"
+        faults.add(about, place, fault, "remove accumulate")
+    for signal in signals.values():
+        over = {key: signal.axes(key) for key in AXIS_KEYS} | {"shard.mesh": signal.shard.mesh if signal.shard else ()}
+        for key in (key for key, names in over.items() if asked.get("axis") in names):
+            fault = (
+                f"names mesh axis {quoted(asked['axis'])} for {key}, which has the stages of jshard.pipeline ({place})"
+            )
+            faults.add((signal.name,), signal.at(key), fault, "use another mesh axis")
 
 
 def _check_match(signal: Signal, faults: Faults) -> None:

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from jshard.errors import Place
-from jshard.signals.axes import Axes, Mesh, Workers
+from jshard.schedules import KINDS
+from jshard.signals.axes import Axes, Axis, Mesh, Workers
 from jshard.signals.faults import Path
 from jshard.signals.globs import Globs
 from jshard.signals.nodes import Node
@@ -15,7 +16,7 @@ from jshard.signals.value_types import (
     Key,
     Names,
     Reading,
-    Refused,
+    Single,
     Table,
     choice,
     flag,
@@ -46,10 +47,6 @@ KERNELS = {
 }  # fmt: skip
 
 
-def _later(what: str) -> Key:
-    return Key(Refused(), f"{what}. Not built yet: refused.")
-
-
 def _component(what: str, example: str, further: dict[str, Key] | None = None, instead: Table | None = None) -> Key:
     """Something named by its import path, with arguments."""
     path = dataclasses.replace(IMPORT_PATH, example=example)
@@ -64,6 +61,16 @@ class _Paths(Names):
             return True
         reading.wrong(self, Node(name, place), path)
         return False
+
+
+def _schedule() -> Single:
+    """A schedule by its name, or the file of one."""
+
+    def parse(value: object) -> str | None:
+        return value if isinstance(value, str) and (value in KINDS or "." in value or "/" in value) else None
+
+    form = {"anyOf": [{"enum": list(KINDS)}, {"type": "string", "pattern": "[./]"}]}
+    return Single(f"{', '.join(KINDS)} or the file of a table", "1f1b", parse, form, tuple(KINDS))
 
 
 READING: dict[str, Key] = {
@@ -180,7 +187,19 @@ JSHARD: dict[str, Key] = {
     "train": Key(Table(TRAIN), "The experiment; the command line overrides it by a bare key=value."),
     "topology": Key(TopologyName(), "The devices that plan, report and diff compile for where no --topology is given."),
     "kernel": Key(_KERNEL, "Which algorithm each op takes, at every place that says nothing else."),
-    "pipeline": _later("The schedule of pipeline stages"),
+    "pipeline": Key(
+        Table(
+            {
+                "axis": Key(Axis(), "The mesh axis of stages."),
+                "microbatches": Key(integer("8"), "How many microbatches a batch goes through the stages in."),
+                "schedule": Key(
+                    _schedule(), "What each stage runs when: a name, or a file with a table of your own; 1f1b unless said."
+                ),
+                "chunks": Key(integer("1"), "Chunks of layers that each stage has; 1 unless said, of interleaved 2."),
+            },
+        ),
+        "How the layers of signals with `stage` run as a pipeline.",
+    ),
     "budget": Key(
         size(), "The most bytes that a device may hold, as in 16GiB: at rest for jshard check, at its peak for jshard plan."
     ),
@@ -240,7 +259,11 @@ SIGNAL: dict[str, Key] = {
         ),
         "A promise about collectives that `jshard check` holds.",
     ),
-    "stage": _later("The mesh axis of pipeline stages"),
+    "stage": Key(
+        choice(("equal",)),
+        "The layers of the jshard.stack that is called as this signal, or that it claims, are split over the stages of "
+        "jshard.pipeline: as many for each.",
+    ),
     "kernel": Key(_KERNEL, "Which algorithm each op takes here; xla unless said, auto is what kernels.choose says."),
     "match": Key(
         Globs(), 'Globs of the parameters of a model that this signal claims: "layers/*/attn/{q,k}_proj/**"; "**": all others.'

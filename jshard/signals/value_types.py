@@ -194,22 +194,6 @@ class Names:
         return {"anyOf": [word, {"type": "array", "items": word, "uniqueItems": True}]}
 
 
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """A key of work to come: known, and not accepted."""
-
-    wants: str = "built yet"
-    example: str = "nothing"
-
-    def read(self, node: Node, path: Path, reading: Reading) -> None:
-        place = reading.places[".".join(path)]
-        has = "" if path[0] == "jshard" else f"has {dotted(path[1:])}, which "
-        reading.faults.add(path, place, f"{has}is not built yet", "remove it")
-
-    def json(self) -> dict[str, Any]:
-        return {"not": {}}
-
-
 def _takes_flags(kind: Kind) -> bool:
     return kind.json() == BOOLEAN or True in kind.json().get("enum", ())
 
@@ -230,7 +214,7 @@ class Table:
 
     @property
     def known(self) -> list[str]:
-        return [name for name, key in self.keys.items() if not isinstance(key.kind, Refused)]
+        return list(self.keys)
 
     @property
     def wants(self) -> str:

@@ -48,6 +48,8 @@ class Settings:
         self.configuration = configuration
 
     def __getitem__(self, key: str) -> Any:
+        if key == "accumulate" and self.configuration.pipeline is not None:
+            return self.configuration.pipeline.microbatches
         return self.configuration.train.get(key, DEFAULTS.get(key))
 
     def table(self, key: str) -> dict[str, Any]:
@@ -110,8 +112,11 @@ class Settings:
         parts = self["accumulate"]
         if batch % parts:
             below, above = batch // parts * parts, -(-batch // parts) * parts
+            pipeline = self.configuration.pipeline
+            asks = f"jshard.train.accumulate ({self.place('accumulate')})"
+            asks = asks if pipeline is None else f"jshard.pipeline ({pipeline.place})"
             raise JShardError(
-                f"jshard.train.accumulate ({self.place('accumulate')}) takes {batch} rows in {parts} microbatches",
+                f"{asks} takes {batch} rows in {parts} microbatches",
                 hint=f"use batch={above}" if below == 0 else f"use batch={below} or batch={above}",
             )
         if ways is None:

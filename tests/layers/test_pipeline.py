@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard.jaxprs import equations
-from jshard.layers.pipeline import Model, pipeline
+from jshard.layers.partition.ticks import Model, run_table
 from jshard.schedules import KINDS, generate, read
 
 WIDTH, HIDDEN, WORDS, ROWS, MICROBATCHES = 8, 16, 11, 4, 6
@@ -23,17 +23,17 @@ WIDTH, HIDDEN, WORDS, ROWS, MICROBATCHES = 8, 16, 11, 4, 6
 def model(tensor: str | None = None, data: str | None = None) -> Model:
     """Words looked up, layers, and logits by the same table."""
 
-    def chunk(parameters, x):
+    def chunk(parameters, edges, x, given, number):
         h = jax.nn.relu(x @ parameters["up"])
         y = h @ parameters["down"]
         return x + parameters["scale"] * (lax.psum(y, tensor) if tensor else y)
 
-    def last(edges, y, targets):
-        logits = y @ edges["words"].T
+    def last(edges, y, given):
+        targets, logits = given[1], y @ edges["words"].T
         loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1))
         return lax.pmean(loss, data) if data else loss
 
-    return Model(lambda edges, words: edges["words"][words], chunk, last)
+    return Model(lambda edges, given: edges["words"][given[0]], chunk, last)
 
 
 def arrays(virtual_stages: int):
@@ -51,12 +51,13 @@ def arrays(virtual_stages: int):
 @functools.cache
 def on_one_device(virtual_stages: int):
     parameters, edges, (inputs, targets) = arrays(virtual_stages)
-    first, chunk, last = model()
+    first, chunk, last, _ = model()
 
     def loss(parameters, edges):
         def of_one(words, target):
-            x, _ = lax.scan(lambda x, own: (chunk(own, x), None), first(edges, words), parameters)
-            return last(edges, x, target)
+            given = words, target
+            x, _ = lax.scan(lambda x, own: (chunk(own, edges, x, given, 0), None), first(edges, given), parameters)
+            return last(edges, x, given)
 
         return jnp.mean(jax.vmap(of_one)(inputs, targets))
 
@@ -75,7 +76,7 @@ def program(table, sizes: dict[str, int]):
 
     def body(parameters, edges, inputs, targets):
         own = jax.tree.map(lambda x: x[:, 0], parameters)
-        loss, own, edges = pipeline(table, model(tensor, data), own, edges, inputs, targets, mesh_axis="stage")
+        loss, own, edges = run_table(table, model(tensor, data), own, edges, (inputs, targets), mesh_axis="stage")
         return loss, jax.tree.map(lambda x: x[:, None], own), edges
 
     f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), at_rest, {"words": P()})))

@@ -27,7 +27,7 @@ IN_A_FILE = {
     "unknown key far": (
         MESH + "layer1: {row: data, zzz: tensor}\n",
         'signal "layer1" (FILE:3) has an unknown key "zzz"; write row, column, reduction, shard, '
-        "sequence, store, output, backward, compile, dtype, remat, extends, expect, kernel or one of 5 more",
+        "sequence, store, output, backward, compile, dtype, remat, extends, expect, stage or one of 6 more",
     ),
     "unknown nested key": (
         MESH + "layer1: {shard: {axes: 0, workers: [0]}}\n",
@@ -423,7 +423,7 @@ IN_A_FILE = {
         MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {stage: data}\nd: {store: {}}\n",
         'signal "a" (FILE:3) has row: 3, which is not a mesh axis or a list of them; write row: data',
         'signal "b" (FILE:4) has an unknown key "colum"; did you mean "column"?',
-        'signal "c" (FILE:5) has stage, which is not built yet; remove it',
+        'signal "c" (FILE:5) has stage: "data", which is not equal; write stage: equal',
         'signal "d" (FILE:6) has store without parameters; write parameters: data',
     ),
     "expert": (
@@ -434,8 +434,9 @@ IN_A_FILE = {
         "data]",
     ),
     "stage": (
-        MESH + "layer1: {stage: data}\n",
-        'signal "layer1" (FILE:3) has stage, which is not built yet; remove it',
+        MESH + "layer1: {stage: equal}\n",
+        'signal "layer1" (FILE:3) says stage, and there is no jshard.pipeline; write jshard: {pipeline: {axis: stage, '
+        "microbatches: 8}}",
     ),
     "ring": (
         MESH + "layer1: {row: data, ring: data}\nlayer2: {ring: rign}\nlayer3: {attention: ulises, ring: tensor}\n"
@@ -520,7 +521,38 @@ IN_A_FILE = {
     ),
     "pipeline": (
         MESH + "  pipeline: 1f1b\n",
-        "jshard.pipeline (FILE:3) is not built yet; remove it",
+        'jshard.pipeline (FILE:3) is "1f1b", which is not a mapping of axis, microbatches, schedule and chunks; write pipeline: '
+        "{axis: stage}",
+    ),
+    "pipeline of wrong words": (
+        MESH + "  pipeline: {axis: stage, microbatches: 0, schedule: 1f1, chunks: [2]}\na: {stage: equal}\n",
+        'jshard.pipeline.axis (FILE:3) names mesh axis "stage", which is not in jshard.mesh (FILE:2: data, tensor); write data or '
+        "tensor",
+        "jshard.pipeline.microbatches (FILE:3) is 0, which is not a whole number of 1 or more; write microbatches: 8",
+        'jshard.pipeline.schedule (FILE:3) is "1f1", which is not gpipe, 1f1b, interleaved, zero_bubble or the file of a table; '
+        'did you mean "1f1b"?',
+        "jshard.pipeline.chunks (FILE:3) is a list, which is not a whole number of 1 or more; write chunks: 1",
+    ),
+    "pipeline of two axes": (
+        MESH + "  pipeline: {axis: [data, tensor], microbatches: 2}\na: {stage: equal}\n",
+        "jshard.pipeline.axis (FILE:3) is a list, which is not a mesh axis; write axis: stage",
+    ),
+    "pipeline without more": (
+        MESH + "  pipeline: {}\n",
+        "jshard.pipeline (FILE:3) has no axis; write axis: stage",
+        "jshard.pipeline (FILE:3) has no microbatches; write microbatches: 8",
+        "jshard.pipeline (FILE:3) has no layers: no signal says stage; write blocks: {stage: equal}, with the path of a "
+        "jshard.stack for blocks",
+    ),
+    "pipeline beside": (
+        MESH + "  axis_types: auto\n  train: {accumulate: 2}\n  pipeline: {axis: data, microbatches: 2}\n"
+        "a: {stage: equal, store: data}\nb: {shard: {axis: 0, mesh: data}}\n",
+        "jshard.pipeline (FILE:5) is beside axis_types: auto (FILE:3), which leaves the program to XLA; write axis_types: explicit",
+        "jshard.pipeline (FILE:5) takes a batch in microbatches, as jshard.train.accumulate (FILE:4) does; remove accumulate",
+        'signal "a" (FILE:6) names mesh axis "data" for store, which has the stages of jshard.pipeline (FILE:5); use another mesh '
+        "axis",
+        'signal "b" (FILE:7) names mesh axis "data" for shard.mesh, which has the stages of jshard.pipeline (FILE:5); use another '
+        "mesh axis",
     ),
     "topology": (
         MESH + "  topology: v5x:4x4\n",
@@ -1017,7 +1049,7 @@ ON_THE_COMMAND_LINE = {
     ],
     "layer1.foo.bar=1": [
         'signal "layer1" (the command line) has an unknown key "foo"; write row, column, reduction, shard, sequence, '
-        "store, output, backward, compile, dtype, remat, extends, expect, kernel or one of 5 more"
+        "store, output, backward, compile, dtype, remat, extends, expect, stage or one of 6 more"
     ],
     "layer1." + ".".join("x" * 49) + "=1": [
         '"layer1.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x..." (the command line) nests deeper than 50 '

@@ -11,7 +11,6 @@ import pytest
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
 from jshard.signals.schema import JSHARD, SHARD, SIGNAL, TRAIN, json_schema
-from jshard.signals.value_types import Refused
 
 DESIGN_KEYS = """row column reduction shard sequence store output expert stage ring attention backward compile dtype remat kernel
 match allow extends expect""".split()
@@ -19,7 +18,6 @@ JSHARD_KEYS = "mesh axis_types include strict default topology kernel pipeline b
 TRAIN_KEYS = (
     "metrics model data batch accumulate steps optimizer seed checkpoint log loss evaluation output watchdog".split()
 )
-LATER = {"stage", "pipeline"}
 
 
 def test_schema_has_every_key_of_the_design():
@@ -27,17 +25,6 @@ def test_schema_has_every_key_of_the_design():
     assert set(JSHARD) == set(JSHARD_KEYS)
     assert set(TRAIN) == set(TRAIN_KEYS)
     assert set(SHARD) == {"axis", "workers", "replicated", "mesh"}
-    assert {
-        name for table in (SIGNAL, JSHARD, TRAIN) for name, key in table.items() if isinstance(key.kind, Refused)
-    } == LATER
-
-
-@pytest.mark.parametrize("name", sorted(LATER & set(SIGNAL)))
-def test_schema_refuses_what_is_not_built_in_one_sentence(name: str):
-    with pytest.raises(JShardError) as told:
-        load_configuration({"layer1": {name: "anything"}})
-    assert str(told.value) == f'signal "layer1" (<dict>) has {name}, which is not built yet; remove it'
-    assert json_schema()["$defs"]["signal"]["properties"][name]["not"] == {}
 
 
 def test_schema_is_json_with_a_description_for_every_key():
@@ -95,12 +82,14 @@ def accepts(schema: dict, value: object, root: dict) -> bool:
     return True
 
 
+PIPELINE = {"axis": "a", "microbatches": 2}
 VALUES = [
     None, True, False, 0, 1, -1, 3, "a", "", "b", ["a"], ["a", "b"], ["a", "a"], [], [0, 1], [0, 0], {}, {"a": 2},
     {"a": 0}, {"optimizer": "a"}, {"every": 5}, {"every": 0}, {"name": "adamw", "b1": 0.9}, {"path": "m:f", "x": [1]},
     "m:f", "64MiB", "v5e:4x4", "V5e:4x4", "h100:8", "tpu7x:2x2x2", "explicit", "auto", "gather", "float32", {"compute": "bfloat16"}, {"compute": "int8"},
     {"psum": 1}, {"psum": -1}, {"axis": 0, "workers": None}, {"axis": 0, "workers": [0, 1]}, {"axis": "0"},
-    {"mesh": "a", "axis": 0}, {"strict": True}, "ulysses",
+    {"mesh": "a", "axis": 0}, {"strict": True}, "ulysses", "equal", PIPELINE, {**PIPELINE, "schedule": "tables/mine.txt"},
+    {**PIPELINE, "schedule": "gpip"},
 ]  # fmt: skip
 
 
@@ -117,16 +106,18 @@ def test_schema_takes_all_that_the_loader_takes(key: str):
             written["jshard"]["train"] = {key.removeprefix("jshard.train."): value}
         elif key.startswith("jshard."):
             written["jshard"][key.removeprefix("jshard.")] = value
+            written["a"] |= {"stage": "equal"} if key == "jshard.pipeline" else {}
         else:
             needs = {"output": {"reduction": "b", "column": "b"}, "attention": {"ring": "b"}}
             written["x"] = {key: value, **needs.get(key, {})}
+            written["jshard"] |= {"pipeline": PIPELINE} if key == "stage" else {}
         try:
             load_configuration(written)
         except JShardError:
             continue
         taken += 1
         assert accepts(schema, written, schema), (key, value)
-    assert taken or key.split(".")[-1] in LATER | {"include", "output"}
+    assert taken or key.split(".")[-1] in {"include", "output"}
 
 
 def test_schema_refuses_wrong_types_and_unknown_keys():

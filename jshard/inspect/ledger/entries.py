@@ -68,6 +68,7 @@ class Line(Caused):
     kernel: str = ""  # the algorithm of a kernel that declares it
     declared: int | None = None  # bytes on the wire that such a kernel says of itself, once
     schedule: Schedule | None = None  # what it computes meanwhile
+    each: int | None = None  # the most that one device runs it, where `count` is of devices that differ: stages
     compiler: str = ""  # whose partitioner added it, for what stands in `primitive`: XLA for CPU
 
     @property
@@ -78,7 +79,7 @@ class Line(Caused):
     @property
     def total(self) -> int:
         """Bytes on the wire per device, all times."""
-        return self.count * self.wire
+        return (self.count if self.each is None else self.each) * self.wire
 
     @property
     def asked(self) -> bool:
@@ -93,7 +94,8 @@ class Line(Caused):
             return ", ".join(filter(None, (super().via, caused, f"added by {self.compiler}")))
         kernel = f"kernel {self.kernel}, as it declares" if self.kernel else ""
         more = "sharding in types" * self.typed, kernel, "no signal asked" * (not self.asked)
-        return ", ".join(filter(None, (super().via, *more)))
+        sends = f"{self.each:,} by a stage" if self.each is not None else ""
+        return ", ".join(filter(None, (super().via, *more, sends)))
 
     @property
     def line(self) -> str:
@@ -144,7 +146,7 @@ Counted = TypeVar("Counted", Line, Left)
 
 def once(entry: Any) -> Any:
     """The entry without its count."""
-    return dataclasses.replace(entry, count=1)
+    return dataclasses.replace(entry, count=1, **({} if getattr(entry, "each", None) is None else {"each": 1}))
 
 
 def joined(entries: Iterable[Counted], key: Callable[[Counted], Hashable] = once) -> list[Counted]:
@@ -152,8 +154,13 @@ def joined(entries: Iterable[Counted], key: Callable[[Counted], Hashable] = once
     found: dict[Hashable, Counted] = {}
     for each in entries:
         same = key(each)
-        count = found[same].count + each.count if same in found else each.count
-        found[same] = dataclasses.replace(found.get(same, each), count=count)
+        before = found.get(same)
+        if before is None:
+            found[same] = each
+            continue
+        found[same] = dataclasses.replace(before, count=before.count + each.count)
+        if getattr(before, "each", None) is not None:
+            found[same] = dataclasses.replace(found[same], each=before.each + each.each)  # type: ignore  # of lines
     return list(found.values())
 
 

@@ -17,7 +17,7 @@ from jshard.jaxprs import CHECKPOINTS, bare, equations, inner
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
 from jshard.kernels.lint import is_remote
-from jshard.provenance import Cause, source_of
+from jshard.provenance import Cause, said, source_of
 from jshard.signals.keys import blamed
 
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}
@@ -33,6 +33,8 @@ class Around:
 
     cause: Cause = Cause()
     count: int = 1
+    before: int = 1  # how often the loop runs that it is in
+    each: int | None = None  # of what only some devices run: how often one of them does
     count_known: bool = True
     branches: tuple[str, ...] = ()
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of the mesh axes of the shard_maps around
@@ -102,14 +104,21 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice]:
             sizes = {**around.sizes, **eqn.params["mesh"].shape}
             yield from _walk(bare(eqn.params["jaxpr"]), around.within(sizes=sizes))
         elif name == "scan":
-            count = around.count * eqn.params["length"]
+            count, each = (n and n * eqn.params["length"] for n in (around.count, around.each))
             if count:
-                yield from _walk(bare(eqn.params["jaxpr"]), around.within(count=count))
+                inside = around.within(count=count, each=each, before=around.count)
+                yield from _walk(bare(eqn.params["jaxpr"]), inside)
         elif name == "while":
             for each in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]):
                 yield from _walk(bare(each), around.within(count_known=False))
         elif name == "cond":
-            branches = eqn.params["branches"]
+            branches, stack = eqn.params["branches"], eqn.source_info.name_stack.stack
+            if times := said(stack, "times"):
+                each = said(stack, "each")
+                counted = {"count": around.before * int(times), "each": around.before * int(each) if each else None}
+                for branch in branches if int(times) else ():
+                    yield from _walk(bare(branch), around.within(**counted))
+                continue
             for number, branch in enumerate(branches, 1):
                 nested = (*around.branches, f"branch {number} of {len(branches)}")
                 yield from _walk(bare(branch), around.within(branches=nested))
@@ -181,6 +190,7 @@ def _line(collective: str, eqn: Any, around: Around, mesh_axes, group, shape, dt
         group=group,
         count=around.count,
         count_known=around.count_known,
+        each=around.each,
         payload=math.prod(shape) * dtype.itemsize,
         dtype=str(dtype),
         shape=tuple(shape),

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import AxisType
 
 from jshard.jaxprs import bare, inner
+from jshard.provenance import Cause, said
 
 
 @dataclasses.dataclass
@@ -40,10 +41,11 @@ def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Arithmetic:
     return found
 
 
-def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
+def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool, before: int = 1) -> None:
+    """Count what runs `times` times, in a loop that runs `before` times."""
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if not found.remat and "rematted_computation" in str(eqn.source_info.name_stack):
+        name, stack = eqn.primitive.name, eqn.source_info.name_stack
+        if not found.remat and ("rematted_computation" in str(stack) or Cause().inside(stack.stack).remat):
             continue
         if name == "dot_general":
             (left, _), _ = eqn.params["dimension_numbers"]
@@ -63,14 +65,16 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
         elif name == "multiplied":  # said beside a kernel of a GPU
             found.add(eqn.invars[0].aval.dtype, float(times * eqn.params["flops"]), in_kernel=True)
         elif name == "scan":
-            _walk(bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual)
+            _walk(bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual, before=times)
         elif name == "while":
             found.unknown = True
             _walk(bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
         elif name == "cond":
             branches = [Arithmetic(remat=found.remat) for _ in eqn.params["branches"]]
+            taken = said(stack.stack, "times")
+            count = before * int(taken) if taken else times
             for each, branch in zip(branches, eqn.params["branches"], strict=True):
-                _walk(bare(branch), times, each, manual=manual)
+                _walk(bare(branch), count, each, manual=manual, before=before)
             longest = max(branches, key=lambda each: each.total)
             for dtype, flops in longest.flops.items():
                 found.add(dtype, flops - longest.in_kernels.get(dtype, 0.0))
@@ -80,7 +84,7 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool) -> None:
             found.unknown |= any(each.unknown for each in branches)
         else:
             for each in inner(eqn):
-                _walk(each, times, found, manual=manual or name == "shard_map")
+                _walk(each, times, found, manual=manual or name == "shard_map", before=before)
 
 
 def _shape(aval: Any, found: Arithmetic, manual: bool) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ from jax.extend.core import Literal
 from jshard.errors import JShardError
 from jshard.jaxprs import CHECKPOINTS, bare, called, holds, scanned
 from jshard.layers.partition.engine import Partition, Rule, traced_whole
-from jshard.layers.partition.part import Part
+from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.prefetch import scan_ahead
+from jshard.layers.partition.stages import in_turn
 from jshard.layers.remat import recomputed
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import scope, source_of
@@ -88,12 +89,17 @@ def _results(body: Callable[..., list[Array]], parts: Sequence[Part], found: lis
 
 
 def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    """What is carried is split as it goes in, or further as the loop leaves it; the axis that one goes along is whole."""
+    """What is carried is split as it goes in, or further as the loop leaves it; the axis that one goes along is whole, or split
+    over the stages of a pipeline, which run one after the other."""
     asked, jaxpr = eqn.params, eqn.params["jaxpr"]
     count, carried = scanned(eqn)
     parts = [_made(run, part) for part in parts]
     consts, carry, over = parts[:count], parts[count : count + carried], parts[count + carried :]
-    over = [_led_by_whole(run, part) for part in over]
+    lead = () if run.stage is None or asked["reverse"] else (run.stage.mesh_axis,)
+    lead = lead if any(part.axes[0] == lead for part in over) else ()
+    over = [_led_by(run, part, lead) for part in over]
+    if lead:  # else gradients would be summed over stages where one stage is at work
+        parts[:count] = [_alike(part, vary(part.x, frozenset(lead))) for part in parts[:count]]
     for part in over:
         if part.is_undecided and part.parameter is not None and part.of[0] is not None:
             part.parameter.roles[part.of[0]] = "scan"
@@ -114,19 +120,31 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     axes = _settled(run, axes, lambda axes: _traced(
         run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
         [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
+    consts = parts[:count]
     _before(run, consts)
     layer = lambda carries, each: step(axes, carries, each, [part.x for part in consts])
-    if any(part.prefetches for part in over):
-        last, ys = _ahead(eqn, over, inner[count + carried :], layer, _like(run, carry, axes))
-    else:
+    length = asked["length"] // run.ways(lead)
+
+    def layers(carries: list[Array]) -> tuple[list[Array], list[Array]]:
+        if any(part.prefetches for part in over):
+            return _ahead(eqn, length, over, inner[count + carried :], layer, carries)
         remat, regather = _remat_of(over), not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)
-        last, ys = lax.scan(
-            recomputed(layer, remat, regather=regather, in_scan=True), _like(run, carry, axes), [part.x for part in over],
-            length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"],
+        return lax.scan(
+            recomputed(layer, remat, regather=regather, in_scan=True), carries, [part.x for part in over],
+            length=length, reverse=asked["reverse"], unroll=asked["unroll"],
         )  # fmt: skip
+
+    start = [vary(x, frozenset(lead)) for x in _like(run, carry, axes)]
+    if lead and run.stage is not None:
+        by = {"claim": run.stage.signal.name, "key": "stage"}
+        last, ys = in_turn(layers, start, *lead, **by)
+        with scope(**by):
+            last = [run.reduce(x, lead, "sum") for x in last]
+    else:
+        last, ys = layers(start)
     results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
-    return results + [Part(s, ((), *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
+    return results + [Part(s, (lead, *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
 
 
 def _keeps_no_parameter(over: Sequence[Part]) -> bool:
@@ -136,7 +154,7 @@ def _keeps_no_parameter(over: Sequence[Part]) -> bool:
 
 
 def _ahead(
-    eqn: Any, over: Sequence[Part], seen: Sequence[Part], layer: Callable[..., Any], carry: list[Array]
+    eqn: Any, length: int, over: Sequence[Part], seen: Sequence[Part], layer: Callable[..., Any], carry: list[Array]
 ) -> tuple[list[Array], list[Array]]:
     """Run a loop whose layers are gathered one ahead. `seen` are the parts of a layer that has been traced: what it gathers."""
     ahead = {at: list(seen[at].gathers()) for at, part in enumerate(over) if part.prefetches}
@@ -170,7 +188,7 @@ def _ahead(
 
     shards, each = [over[at].x for at in ahead], [over[at].x for at in others]
     return scan_ahead(
-        one, gather, carry, shards, each, length=eqn.params["length"], reverse=eqn.params["reverse"]
+        one, gather, carry, shards, each, length=length, reverse=eqn.params["reverse"]
     )  # fmt: skip
 
 
@@ -209,11 +227,11 @@ def _finer(old: Axes, new: Axes) -> bool:
     return old != new and all(b[: len(a)] == a for a, b in zip(old, new, strict=True))
 
 
-def _led_by_whole(run: Partition, part: Part) -> Part:
-    """The axis that a scan goes along is whole on every device, of a stored parameter too."""
-    if part.rest is not None and part.rest[0]:
+def _led_by(run: Partition, part: Part, lead: tuple[str, ...]) -> Part:
+    """The axis that a scan goes along is whole on every device, or split over stages, of a stored parameter too."""
+    if part.rest is not None and part.rest[0] != lead:
         part = run.force(part)
-    return run.place(part, ((), *part.axes[1:])) if part.axes[0] else part
+    return run.place(part, (lead, *part.axes[1:])) if part.axes[0] != lead else part
 
 
 def _one_of(part: Part, x: Any) -> Part:

@@ -30,6 +30,7 @@ from jshard.layers.partition.part import Names, Part, vary, whole
 from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factored, Factors, factors, spread
 from jshard.layouts.redistribution import Axes, Move
 from jshard.provenance import placed_in, scope, source_of
+from jshard.signals.claims import Stage
 from jshard.signals.signal import Signal
 
 # Operations after which a parameter is at rest still, those after which it is one still, or pieces of one, and those that are
@@ -60,12 +61,14 @@ class Partition:
         mesh: Mesh,
         rules: Mapping[str, Rule],
         wanted: Mapping[Any, Axes] | None = None,
+        stage: Stage | None = None,
         *,
         only_looks: bool = False,
     ):
         self.found: dict[Any, Axes] = {}  # how variables are split
         self.wanted = wanted or {}  # how they will be needed
         self.mesh, self.sizes, self.rules, self.only_looks = mesh, dict(mesh.shape), rules, only_looks
+        self.stage = stage  # that layers of its parameters are on
         self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
         self.nearest: Signal | None = None  # the claim of the parameter used last
@@ -99,18 +102,20 @@ class Partition:
                         pieces = self.run(traced_whole(one.run, [atom.aval for atom in one.inputs]), parts)
                     known.update((variable, pieces[at]) for variable, at in one.pieces.items())
                 continue
-            parts = [read(atom) for atom in eqn.invars]
-            for part in parts:
-                part.settle()
             self.jaxpr = jaxpr
-            with self._traced_at(eqn, parts):
-                results = self.rule(eqn, parts)
+            results = self.equation(eqn, [read(atom) for atom in eqn.invars])
             for variable, part in zip(eqn.outvars, results, strict=True):
                 if part.make is not None and part.signal is not None and not any(part.axes):
                     part.axes = self.wanted.get(variable, part.axes)
                 self.found[variable] = part.axes
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, parts: list[Part]) -> list[Part]:
+        for part in parts:
+            part.settle()
+        with self._traced_at(eqn, parts):
+            return self.rule(eqn, parts)
 
     def _traced_at(self, eqn: Any, parts: Sequence[Part]) -> Any:
         """The user's line and scopes, and the nearest claim where no scope names a signal."""

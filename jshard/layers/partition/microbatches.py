@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.part import Names, names_of, vary
-from jshard.layers.partition.program import RULES, Program
+from jshard.layers.partition.program import Program
 from jshard.layouts.layout import Layout
 from jshard.provenance import scope
 
@@ -85,7 +84,7 @@ class Microbatches:
         known = {**dict(enumerate(xs)), **dict(zip(self.variables, variables, strict=True)), **each}
 
         def loss(parameters: list[Array]) -> tuple[Array, list[Array]]:
-            run, parts = Partition(self.program.mesh, RULES, self.program.wanted), self.program.parts([*(known | dict(
+            run, parts = self.program.partition(), self.program.parts([*(known | dict(
                 zip(self.parameters, parameters, strict=True))).values()])  # fmt: skip
             for number, uses in zip(self.parameters, asked or [set() for _ in self.parameters], strict=True):
                 parts[number].asked = uses
@@ -103,7 +102,7 @@ class Microbatches:
         )
         if not names:
             return gradient
-        run = Partition(self.program.mesh, RULES)
+        run = self.program.partition()
         run.nearest = None if claim is None else claim.signal
         fields = {} if claim is None else {"claim": claim.signal.name}
         wide = None if claim is None else claim.signal.dtype.reduce

@@ -46,7 +46,7 @@ class Parameter:
         """Take the roles that a use gives the axes. What does not divide stays whole here: it is told with all others."""
         self.told_by = self.told_by or self.equation()
         self.roles = [before or role for before, role in zip(self.roles, roles, strict=True)]
-        axes = layout_in_use(self.claim.signal, self.roles, self.path).axes
+        axes = layout_in_use(self.claim.signal, self.roles, self.path, self.claim.stage).axes
         ways = [math.prod(self.sizes[name] for name in names) for names in axes]
         self.axes = tuple(names if n % w == 0 else () for n, names, w in zip(self.shape, axes, ways, strict=True))
 

@@ -50,6 +50,8 @@ class Program:
         self.use = [tuple(each.axes) for each in inputs]
         self.rest: list[Axes | None] = [None] * len(inputs)
         self.placed: dict[str, Placed] = {}
+        self.stage = next((i.claim.stage for i in inputs if i.claim is not None and i.claim.stage is not None), None)
+        self.found: dict[Any, Axes] = {}  # how variables are split
         self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
         self._place()
@@ -89,14 +91,14 @@ class Program:
     @functools.cached_property
     def out_axes(self) -> list[Axes]:
         """How results are split: found by a second trace, in which parameters lie where they rest."""
-        run, found = Partition(self.mesh, RULES, self.wanted), list[Axes]()
+        run, found = self.partition(), list[Axes]()
 
         def second(*xs: Any) -> Any:
             found[:] = [run.force(part).axes for part in run.run(self.jaxpr, self.parts(xs))]
             return jnp.zeros(())
 
         self._traced(second, self.in_axes)
-        self.moved, self.unruled = run.moved, run.unruled
+        self.moved, self.unruled, self.found = run.moved, run.unruled, run.found
         return found
 
     def _traced(self, f: Any, in_axes: Sequence[Axes]) -> None:
@@ -107,11 +109,18 @@ class Program:
         specs = tuple(each.spec for each in placed)
         jax.eval_shape(jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()), *given)
 
+    def partition(self) -> Partition:
+        """A run over the program, or over some of it."""
+        return Partition(self.mesh, RULES, self.wanted, self.stage)
+
     def parts(self, xs: Sequence[Any]) -> list[Part]:
         """What each device holds of arrays that lie as `in_axes` say."""
-        signals = [None if each.claim is None else each.claim.signal for each in self.inputs]
-        each = zip(self.types, self.use, self.rest, xs, signals, strict=True)
-        return [Part(t.shape, use, x, rest=None if rest == use else rest, signal=by) for t, use, rest, x, by in each]
+        return [self.part(number, x) for number, x in enumerate(xs)]
+
+    def part(self, number: int, x: Any) -> Part:
+        use, rest, claim = self.use[number], self.rest[number], self.inputs[number].claim
+        signal = None if claim is None else claim.signal
+        return Part(self.types[number].shape, use, x, rest=None if rest == use else rest, signal=signal)
 
     def __call__(self, *xs: Any) -> list[Any]:
         """Run on arrays that lie as `in_axes` say."""
@@ -122,7 +131,7 @@ class Program:
         out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
 
         def body(*xs: Any) -> list[Any]:
-            run = Partition(self.mesh, RULES, self.wanted)
+            run = self.partition()
             results = run.run(self.jaxpr, self.parts(xs))
             return [run.place(part, axes).x for part, axes in zip(results, self.out_axes, strict=True)]
 

@@ -1,0 +1,87 @@
+"""A pipeline's step compiled for chips that are not there: the temporaries of each device, for more and more microbatches.
+
+    python -m benchmarks.pipeline [--topology v5e:2x2] [--schedules gpipe,1f1b] [--microbatches 8,16,32] [--layers 8]
+        [--rows 1024] [--width 1024] [--quick]
+
+Layers x + gelu(x up) down in float32, `rows` of x a microbatch, a stage for each chip. It asks for `pip install "jshard[tpu]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jshard
+from jshard.inspect.plan import Topology, plan
+from jshard.inspect.plan.planning import mesh_on, moved_to
+from jshard.layers.abstract import abstract
+from jshard.layers.accumulation import accumulated
+from jshard.schedules import KINDS
+from jshard.signals.active_config import configuration
+
+
+class Block(nnx.Module):
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, layers: int, width: int, *, rngs: nnx.Rngs):
+        self.blocks = jshard.stack(Block, layers, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.blocks(x)
+
+
+def loss(model: Model, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def planned(schedule: str, microbatches: int, topology: Topology, layers: int, rows: int, width: int) -> Any:
+    jshard.load({
+        "jshard": {
+            "mesh": {"stage": topology.devices},
+            "pipeline": {"axis": "stage", "microbatches": microbatches, "schedule": schedule},
+        },
+        "blocks": {"stage": "equal", "match": ["**"]},
+    })  # fmt: skip
+    present = configuration()
+    assert present is not None
+    with moved_to(mesh_on(topology, present)):
+        x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+        model = abstract(lambda: jshard.shard(Model(layers, width, rngs=nnx.Rngs(0)), x))
+        batch = jax.ShapeDtypeStruct((microbatches, rows, width), jnp.float32)
+        return plan(accumulated(loss), model, batch, batch, topology=topology.name, backward=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="A pipeline on absent chips.")
+    parser.add_argument("--topology", default="v5e:2x2")
+    parser.add_argument("--schedules", default=",".join(KINDS), help="some of them, with commas between")
+    parser.add_argument("--microbatches", default="8,16,32")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=1024, help="of x in a microbatch")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
+    asked = parser.parse_args(arguments)
+    rows, width = (64, 64) if asked.quick else (asked.rows, asked.width)
+    topology = Topology.of(asked.topology)
+    print(f"{topology}, {asked.layers} layers of {width:,}, {rows:,} rows a microbatch")
+    counts = [int(word) for word in asked.microbatches.split(",")]
+    print(f"{'microbatches':12}" + "".join(f"{count:>14,}" for count in counts))
+    for schedule in asked.schedules.split(","):
+        made = [planned(schedule, count, topology, asked.layers, rows, width) for count in counts]
+        held = (each.memory.parts["temporaries"] / 2**20 for each in made)
+        print(f"{schedule:12}" + "".join(f"{each:10,.1f} MiB" for each in held), flush=True)
+
+
+if __name__ == "__main__":
+    main()

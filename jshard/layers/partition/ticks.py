@@ -1,0 +1,207 @@
+"""Run a pipeline by its schedule: one loop over the ticks of a table, inside a shard_map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshard.jaxprs import bare
+from jshard.layers.partition.part import vary
+from jshard.provenance import scope
+from jshard.schedules import Table, sends
+from jshard.schedules.steps import NONE, steps
+
+Tree = Any
+
+
+class Model(NamedTuple):
+    """A model in three parts, each a function of this device's arrays, which vary over the mesh axis of stages.
+
+    `edges` are what all stages have, and `given` is one microbatch: `first(edges, given)` is what goes into the first chunk of
+    layers, `chunk(own, edges, x, given, number)` runs one, the number of which says how many are before it, and returns arrays
+    like x; `last(edges, x, given)` is the loss, summed over devices where its rows are split. Where `shares` is false no
+    gradient by `edges` comes out of a chunk.
+    """
+
+    first: Callable[[Tree, Tree], Tree]
+    chunk: Callable[[Tree, Tree, Tree, Tree, Array], Tree]
+    last: Callable[[Tree, Tree, Tree], Array]
+    shares: bool = False
+
+
+def run_table(
+    table: Table, model: Model, parameters: Tree, edges: Tree, inputs: Tree, *, mesh_axis: str, **by: str
+) -> tuple[Array, Tree, Tree]:
+    """Return the mean loss of all microbatches, and its gradients by `parameters` and by `edges`, inside a shard_map.
+
+    A leaf of `parameters` has the chunks of this stage along its first axis; `edges` are on all stages, and so are `inputs`,
+    which have the microbatches along theirs. A stage keeps the inputs of its chunks, as many as the table says, and computes a
+    chunk again for its backward. What goes on to the next stage is one permute a tick and direction, in the ticks in which any
+    stage has something to send; `by` says who asks for it. Gradients of what does not vary over `mesh_axis` are summed over
+    it, once.
+    """
+    plan, stage = steps(table), lax.axis_index(mesh_axis)
+    assert lax.axis_size(mesh_axis) == table.stages, (mesh_axis, table)
+    chunks, separate = table.virtual_stages // table.stages, table.splits_weights
+    assert all(leaf.shape[0] == chunks for leaf in jax.tree.leaves(parameters)), chunks
+    staged = frozenset({mesh_axis})
+    equal = jax.tree.map(lambda x: not staged & jax.typeof(x).mat.varying, edges)
+    parameters, edges, inputs = jax.tree.map(lambda x: vary(x, staged), (parameters, edges, inputs))
+    x = _types_between(model, _at(parameters, 0), edges, _at(inputs, 0), stage)
+    varying = jax.tree.map(lambda x: jax.typeof(x).mat.varying, x)
+    every, once, slots = table.virtual_stages // table.stages * table.microbatches, table.microbatches, sends(table)
+    right = [(n, (n + 1) % table.stages) for n in range(table.stages - (chunks == 1))]
+    left = [(there, here) for here, there in right]
+
+    def sent(x: Tree, slot: str, pairs: list[tuple[int, int]], arrives: Array) -> Tree:
+        """Pass on to a neighbour, in ticks in which any stage has something for one: all devices know."""
+        counts = slots[slot]
+        with scope(**by, times=str(sum(counts)), each=str(max(counts))):
+            return lax.cond((arrives != NONE).any(), lambda x: lax.ppermute(x, mesh_axis, pairs), _zeros, x)
+
+    def only(is_here: Array, times: int, here: Callable[[], Tree], elsewhere: Callable[[], Tree]) -> Tree:
+        """Run `here` in the ticks, and on the stages, in which it is due: so often on one."""
+        with scope(times=str(times)):
+            return lax.cond(is_here, here, elsewhere)
+
+    def first(edges: Tree, given: Tree) -> Tree:
+        return jax.tree.map(vary, model.first(edges, given), varying)
+
+    def called(now: dict[str, Array], slot: str, kept: Tree) -> tuple[Tree, Tree, Tree, Callable[..., Tree]]:
+        """What a slot works on: its chunk's parameters, its input, its microbatch, and the chunk as a function."""
+        given = _at(inputs, now[f"{slot}_microbatch"])
+        number = now[f"{slot}_chunk"] * table.stages + stage
+        batch, there = now[f"{slot}_input"] == NONE, _at(kept, now[f"{slot}_input"])
+        x = only(batch, once, lambda: first(edges, given), lambda: there)
+        run = lambda own, edges, x: model.chunk(own, edges, x, given, number)
+        return _at(parameters, now[f"{slot}_chunk"]), x, given, run
+
+    def forward(now: dict[str, Array], kept: Tree) -> Tree:
+        own, x, _, run = called(now, "F", kept)
+        return run(own, edges, x)
+
+    def backward(now: dict[str, Array], kept: Tree, gradients: Tree, sums: Any) -> Any:
+        own, x, given, run = called(now, "B", kept)
+        with scope(again="remat"):
+            if separate:
+                y, pull = jax.vjp(lambda x: run(own, edges, x), x)
+            elif model.shares:
+                y, pull = jax.vjp(run, own, edges, x)
+            else:
+                y, pull = jax.vjp(lambda own, x: run(own, edges, x), own, x)
+        total, sums, of_edges = sums
+
+        def of_loss() -> Any:
+            value, (by_edges, by_y) = jax.value_and_grad(model.last, (0, 1))(edges, y, given)
+            return by_y, total + value.astype(jnp.float32), _plus(of_edges, by_edges)
+
+        def of_gradient() -> Any:
+            return _at(gradients, now["B_gradient"]), total, of_edges
+
+        by_y, total, of_edges = only(now["B_gradient"] == NONE, once, of_loss, of_gradient)
+        *by_parameters, by_x = pull(by_y)
+        if by_parameters:
+            sums = _added(sums, now["B_chunk"], by_parameters[0])
+        if len(by_parameters) > 1:
+            of_edges = _plus(of_edges, by_parameters[1])
+
+        def of_first() -> Tree:
+            return _plus(of_edges, jax.vjp(lambda edges: first(edges, given), edges)[1](by_x)[0])
+
+        of_edges = only(now["B_input"] == NONE, once, of_first, lambda: of_edges)
+        return by_x, by_y, (total, sums, of_edges)
+
+    def weights(now: dict[str, Array], kept: Tree, gradients: Tree, sums: Any) -> Any:
+        own, x, _, run = called(now, "W", kept)
+        total, sums, of_edges = sums
+        with scope(again="remat"):
+            if model.shares:
+                _, pull = jax.vjp(lambda own, edges: run(own, edges, x), own, edges)
+            else:
+                _, pull = jax.vjp(lambda own: run(own, edges, x), own)
+        by_own, *by_edges = pull(_at(gradients, now["W_gradient"]))
+        return total, _added(sums, now["W_chunk"], by_own), _plus(of_edges, by_edges[0]) if by_edges else of_edges
+
+    def tick(carry: Any, columns: dict[str, Array]) -> tuple[Any, None]:
+        kept, gradients, sums = carry
+        now = {name: column[stage] for name, column in columns.items()}
+        y = only(now["F_microbatch"] != NONE, every, lambda: forward(now, kept), lambda: _zeros(x))
+        arrives = sent(y, "F", right, columns["F_arrives"])
+        with scope(phase="backward"):
+            by_x, by_y, sums = only(
+                now["B_microbatch"] != NONE,
+                every,
+                lambda: backward(now, kept, gradients, sums),
+                lambda: (_zeros(x), _zeros(x), sums),
+            )
+            comes_back = sent(by_x, "B", left, columns["B_arrives"])
+            if separate:
+                gradients = _put(gradients, now["B_loss"], by_y)
+                sums = only(
+                    now["W_microbatch"] != NONE, every, lambda: weights(now, kept, gradients, sums), lambda: sums
+                )
+        return (_put(kept, now["F_arrives"], arrives), _put(gradients, now["B_arrives"], comes_back), sums), None
+
+    def buffer(places: int) -> Tree:
+        """One place more than is needed, for what arrives where nothing is due."""
+        return jax.tree.map(lambda x, names: vary(jnp.zeros((places + 1, *x.shape), x.dtype), names), x, varying)
+
+    zero = vary(jnp.zeros(()), staged), *_zeros((parameters, edges))
+    columns = {name: jnp.array(column, jnp.int32) for name, column in plan.columns.items()}
+    (_, _, (total, of_chunks, of_edges)), _ = lax.scan(
+        tick, (buffer(plan.inputs), buffer(plan.gradients), zero), columns
+    )
+    with scope(phase="backward"):
+        of_edges = jax.tree.map(lambda x, equal: lax.psum(x, mesh_axis) if equal else x, of_edges, equal)
+    of_chunks, of_edges = jax.tree.map(lambda x: x / table.microbatches, (of_chunks, of_edges))
+    with scope(**by):
+        return lax.psum(total, mesh_axis) / table.microbatches, of_chunks, of_edges
+
+
+def _at(tree: Tree, number: Array | int) -> Tree:
+    """One of those along the first axis; the last one where there is none, which nothing then uses."""
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, jnp.where(number < 0, len(x) - 1, number), keepdims=False), tree
+    )
+
+
+def _put(buffer: Tree, place: Array, x: Tree) -> Tree:
+    at = lambda buffer: jnp.where(place == NONE, len(buffer) - 1, place)
+    return jax.tree.map(lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, at(buffer), 0), buffer, x)
+
+
+def _added(sums: Tree, chunk: Array, gradients: Tree) -> Tree:
+    return jax.tree.map(lambda all_chunks, own: all_chunks.at[chunk].add(own), sums, gradients)
+
+
+def _plus(sums: Tree, more: Tree) -> Tree:
+    return jax.tree.map(jnp.add, sums, more)
+
+
+def _zeros(tree: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def _types_between(model: Model, own: Tree, edges: Tree, given: Tree, stage: Array) -> Tree:
+    """What goes from stage to stage, as zeros of its shapes that vary over the mesh axes that it varies over."""
+    x = zeros_like_result(model.first, edges, given)
+    y = zeros_like_result(model.chunk, own, edges, x, given, stage)
+    assert jax.tree.map(_type, x) == jax.tree.map(_type, y), (x, y)
+    return jax.tree.map(lambda x, y: vary(x, jax.typeof(y).mat.varying), x, y)
+
+
+def _type(x: Array) -> tuple[tuple[int, ...], str]:
+    return x.shape, str(x.dtype)
+
+
+def zeros_like_result(f: Callable[..., Tree], *args: Any) -> Tree:
+    """Make zeros of the types that `f(*args)` has, inside a shard_map."""
+    made, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    avals = [v.aval for v in bare(made).outvars]
+    return jax.tree.unflatten(
+        jax.tree.structure(shapes), [vary(lax.full(a.shape, 0, a.dtype), a.mat.varying) for a in avals]
+    )

@@ -1,0 +1,301 @@
+"""`jshard.pipeline` in YAML: layers on their stages, run by a schedule, against the same microbatches on one device."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.errors import JShardError
+from jshard.inspect.ledger import Traced, ledger_of
+from jshard.inspect.plan.flops import arithmetic_of
+from jshard.jaxprs import equations
+from jshard.layers.accumulation import accumulated
+from jshard.signals.active_config import unload
+
+WIDTH, HIDDEN, WORDS, LAYERS, MICROBATCHES = 8, 16, 11, 8, 4
+
+
+class Block(nnx.Module):
+    def __init__(self, dropout, *, rngs):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x, scale):
+        return x + self.dropout(self.down(nnx.silu(self.up(self.norm(x))))) * scale
+
+
+class Model(nnx.Module):
+    """Words looked up, layers that are all given a scale of the words, and logits by the same table."""
+
+    def __init__(self, depth=LAYERS, dropout=0.3, block=Block, *, rngs):
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.blocks = jshard.stack(block, depth, dropout, rngs=rngs)
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.embed.attend(self.norm(self.blocks(self.embed(x), self.scale(x))))
+
+    def scale(self, x):
+        return 1.0 + 0.1 * (x > 5)[..., None]
+
+
+class Scaled(Model):
+    """All layers are given a parameter of none of them."""
+
+    def scale(self, x):
+        return super().scale(x) * self.norm.scale[...]
+
+
+def loss(model, x, y):
+    """With a term that no row takes part in."""
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(model(x)), y[..., None], -1)
+    return -jnp.mean(chosen) + 1e-2 * jnp.sum(model.embed.embedding[...] ** 2)
+
+
+X, Y = np.random.default_rng(0).integers(0, WORDS, (2, MICROBATCHES, 4, 6))
+
+
+def built(Model=Model, **how):
+    return Model(rngs=nnx.Rngs(0), **how)
+
+
+def configured(stages, tensor=1, data=1, schedule="1f1b", chunks=None, microbatches=MICROBATCHES, **words):
+    split = {"row": "data", **words}
+    asked = {"axis": "stage", "microbatches": microbatches, "schedule": schedule}
+    return {
+        "jshard": {
+            "mesh": {"stage": stages, "data": data, "tensor": tensor},
+            "pipeline": asked if chunks is None else {**asked, "chunks": chunks},
+        },
+        "blocks": {"stage": "equal"},
+        "up": {**split, "column": "tensor", "match": ["blocks/up/**"]},
+        "down": {**split, "reduction": "tensor", "match": ["blocks/down/**"]},
+        "rest": {key: word for key, word in split.items() if key != "sequence"} | {"match": ["**"]},
+    }
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Loss, gradients, and what is left behind, on one device."""
+    found = {}
+    for kind in (Model, Scaled):
+        model = built(kind)
+        found[kind] = jax.tree.map(np.asarray, (*nnx.jit(accumulated(loss))(model, X, Y), counts(model)))
+    return found
+
+
+def counts(model):
+    return [x for x in jax.tree.leaves(nnx.state(model, nnx.RngState)) if x.dtype == jnp.uint32]
+
+
+def close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-6), found, expected)
+
+
+CASES = {
+    "1f1b, rows and tensor": (Model, {"stages": 2, "tensor": 2, "data": 2}),
+    "gpipe, tensor, 4": (Model, {"stages": 4, "tensor": 2, "schedule": "gpipe"}),
+    "interleaved, sequence": (Model, {"stages": 2, "tensor": 2, "schedule": "interleaved", "sequence": "tensor"}),
+    "interleaved, 4": (Model, {"stages": 4, "tensor": 2, "schedule": "interleaved", "microbatches": MICROBATCHES}),
+    "zero_bubble, store, 4": (Model, {"stages": 4, "data": 2, "schedule": "zero_bubble", "store": "data"}),
+    "1f1b, remat, a parameter of all": (Scaled, {"stages": 2, "tensor": 2, "remat": "full"}),
+    "zero_bubble of 2 chunks, a parameter of all": (Scaled, {"stages": 2, "schedule": "zero_bubble", "chunks": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_schedule_computes_what_one_device_does(case, one_device):
+    kind, how = CASES[case]
+    jshard.load(configured(**how))
+    model = jshard.shard(built(kind), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+    at_rest = jax.tree.map(operator.attrgetter("sharding"), nnx.state(model, nnx.Param))
+    kernel = model.blocks.up.kernel[...]
+    assert kernel.sharding.spec[0] == "stage"
+    assert {shard.data.shape[0] for shard in kernel.addressable_shards} == {LAYERS // how["stages"]}
+    assert "stage" not in str(model.embed.embedding[...].sharding.spec)
+    value, gradients = nnx.jit(accumulated(loss))(model, X, Y)
+    expected, of_one, left = one_device[kind]
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    close(gradients, of_one)
+    jax.tree.map(lambda x, where: x.sharding.is_equivalent_to(where, x.ndim) or pytest.fail(), gradients, at_rest)
+    jax.tree.map(np.testing.assert_array_equal, counts(model), left)
+
+
+@pytest.mark.parametrize("case", ["1f1b", "interleaved"])
+def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case):
+    """And what a stage does as often as it does it: no idle tick, and what is computed again says so."""
+    jshard.load(configured(4, tensor=2, schedule=case))
+    model = jshard.shard(built(dropout=0.0))
+    traced = Traced(accumulated(loss), (model, X, Y), {})
+    lines = ledger_of(traced, traced.nodes)
+    hops, of_x = {"1f1b": (3, 1), "interleaved": (7, 2)}[case]
+    found = {(line.phase, "remat" in line.via, line.axis, line.collective): line for line in lines}
+    assert not any(line.branches for line in lines)
+    for phase in ("forward", "backward"):
+        sent = found[phase, False, "stage", "permute"]
+        x = 4 * 6 * WIDTH * 4
+        assert (sent.count, sent.payload, sent.total) == (hops * MICROBATCHES, x, of_x * MICROBATCHES * x)
+        assert sent.signal == "blocks" and f"{of_x * MICROBATCHES} by a stage" in sent.via
+    times = MICROBATCHES * LAYERS // 4
+    assert found["forward", False, "tensor", "all_reduce"].count == times
+    assert found["backward", True, "tensor", "all_reduce"].count == times
+    assert found["backward", False, "tensor", "all_reduce"].count == times
+    per_row = (
+        2 * LAYERS // 4 * WIDTH * HIDDEN // 2 + WIDTH * WORDS
+    )  # numbers in the kernels that a row meets on a device
+    flops = arithmetic_of(traced.jaxpr, remat=False).total
+    assert flops == 3 * 2 * MICROBATCHES * 4 * 6 * per_row  # forward, and by inputs and weights: without idle ticks
+    whole = [
+        line for line in lines if line.axis == "stage" and line.phase == "backward" and line.collective == "all_reduce"
+    ]
+    assert sorted(line.payload for line in whole) == [4 * WIDTH, 4 * WORDS * WIDTH]
+    assert {line.count for line in whole} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_a_schedule_is_verified_bitwise(schedule, stages, tensor):
+    jshard.load(configured(stages, tensor=tensor, schedule=schedule, microbatches=2))
+    model = jshard.shard(built(dropout=0.0))
+    found = jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False)
+    assert found, str(found)
+    assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
+
+
+def test_without_microbatches_the_stages_run_one_after_the_other():
+    """Forward, as in an evaluation, and for gradients of any loss."""
+    jshard.load(configured(2, tensor=2, data=2))
+    model, x, y = jshard.shard(built(dropout=0.0)), X[0], Y[0]
+    value, gradients = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, x, y)
+    logits = nnx.jit(lambda model, x: model(x))(model, x)
+    graph, state = nnx.split(model)
+    made = equations(jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x))
+    unload()
+    alone = built(dropout=0.0)
+    close((value, gradients), nnx.value_and_grad(loss)(alone, x, y))
+    close(logits, alone(x))
+    assert collections.Counter(eqn.primitive.name for eqn in made)["ppermute"] == 1
+
+
+def test_a_table_of_mine_is_run(tmp_path, one_device):
+    path = tmp_path / "mine.txt"
+    path.write_text("F0 F1 B0 F2B1 F3 B2 B3\n. F0B0 F1B1 . F2B2 F3B3\n")
+    jshard.load(configured(2, schedule=str(path)))
+    value, _ = nnx.jit(accumulated(loss))(jshard.shard(built()), X, Y)
+    np.testing.assert_allclose(value, one_device[Model][0], rtol=1e-6)
+    for words, sentence in (
+        ({"stages": 4}, f"jshard.pipeline (<dict>) has 4 stages, and its table {path} has 2; write another table, or give the "
+         "pipeline 2 stages"),
+        ({"stages": 2, "chunks": 2}, f"jshard.pipeline (<dict>) has 2 chunks, and its table {path} has 1; write another table, or "
+         "give the pipeline 1 chunks"),
+    ):  # fmt: skip
+        jshard.load(configured(schedule=str(path), **words))
+        with pytest.raises(JShardError) as error:
+            accumulated(loss)(jshard.shard(built()), X, Y)
+        assert str(error.value) == sentence
+
+
+class Statistics(Block):
+    def __init__(self, dropout, *, rngs):
+        super().__init__(dropout, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x, scale):
+        self.mean[...] = x.mean()
+        return super().__call__(x, scale)
+
+
+class Balanced(Statistics):
+    def __init__(self, dropout, *, rngs):
+        super().__init__(dropout, rngs=rngs)
+        self.mean = jshard.AuxLoss(jnp.zeros(()))
+
+
+def with_auxiliary(model, x, y):
+    return loss(model, x, y) + jnp.sum(model.blocks.mean[...])
+
+
+def twice(model, x, y):
+    return loss(model, x, y) + loss(model, y, x)
+
+
+def regular(model, x, y):
+    return loss(model, x, y) + jnp.sum(model.blocks.up.kernel[...] ** 2)
+
+
+SAYS = 'signal "blocks" (<dict>) says stage (<dict>)'
+WRONG = {
+    "layers that do not divide": (
+        {"depth": 6}, {"stages": 4}, loss,
+        'signal "blocks" (<dict>) splits axis 0 of "blocks/down/bias" (6, 8) claimed at <dict> over mesh axis "stage" of size 4; '
+        "use 4 or 8, or claim it without stage",
+    ),
+    "chunks that do not divide": (
+        {}, {"stages": 2, "chunks": 3}, loss,
+        'jshard.pipeline (<dict>) has 2 stages of 3 chunks, and signal "blocks" (<dict>) splits 8 layers among them; use 6 or 12 '
+        "layers",
+    ),
+    "statistics": (
+        {"block": Statistics}, {"stages": 2}, loss,
+        "jshard.pipeline (<dict>) has several microbatches on their way, and the model keeps variables that its data change, as "
+        "running statistics; use layers that keep none, as nnx.LayerNorm",
+    ),
+    "auxiliary losses": (
+        {"block": Balanced}, {"stages": 2}, with_auxiliary,
+        f"{SAYS}, and the loss uses what its layers leave behind, as the losses of balance of a jshard.MoE; remove "
+        "jshard.pipeline, or use layers that hand on x alone",
+    ),
+    "called twice": (
+        {}, {"stages": 2}, twice,
+        f"{SAYS}, and its layers run in 2 loops (test_stages.py:LINE, test_stages.py:LINE); call one stack once, whose globs tell "
+        "no layers apart",
+    ),
+    "used beside": (
+        {}, {"stages": 2}, regular,
+        f"{SAYS}, and its layers are used by integer_pow (test_stages.py:LINE), and not by the loop of a jshard.stack alone; call "
+        "the stack as the model does, with no jax.jit, jax.checkpoint or other use of its parameters",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_no_pipeline_runs_is_one_sentence(fault):
+    model, how, objective, sentence = WRONG[fault]
+    jshard.load(configured(**how))
+    with pytest.raises(JShardError) as error:
+        accumulated(objective)(jshard.shard(built(**model)), X, Y)
+    assert re.sub(r"py:\d+", "py:LINE", str(error.value)).splitlines()[0] == sentence
+
+
+def test_a_stage_that_no_parameter_is_on_is_one_sentence():
+    said = configured(2)
+    said["layers"] = said.pop("blocks")
+    jshard.load(said)
+    with pytest.raises(JShardError) as error:
+        accumulated(loss)(jshard.shard(built()), X, Y)
+    assert str(error.value) == (
+        'signal "layers" (<dict>) says stage (<dict>), and no parameter of the model is claimed by it, or is in a stack called '
+        '"layers"; give the signal the path of a jshard.stack in the model, as blocks'
+    )
+    said["jshard"]["pipeline"]["axis"] = "stage"
+    said["rest"]["stage"] = "equal"
+    jshard.load(said)
+    with pytest.raises(JShardError) as error:
+        jshard.shard(built(), X[0])
+    assert str(error.value) == (
+        'signal "rest" (<dict>) says stage (<dict>), and "embed/embedding" (11, 8) claimed at <dict>, is in no loop over layers; '
+        "build the layers with jshard.stack, or give stage to the stack alone\n"
+        'signal "rest" (<dict>) says stage (<dict>), and "norm/scale" (8,) claimed at <dict>, is in no loop over layers; build the '
+        "layers with jshard.stack, or give stage to the stack alone"
+    )
