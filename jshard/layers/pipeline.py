@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array, lax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
@@ -15,7 +16,7 @@ from jshard.errors import JShardError
 from jshard.jaxprs import scanned
 from jshard.layers.partition import Microbatches, Program
 from jshard.layers.partition.engine import Partition
-from jshard.layers.partition.part import Names, Part, vary
+from jshard.layers.partition.part import Names, Part, names_of, vary
 from jshard.layers.partition.stages import from_chunks, to_chunks
 from jshard.layers.partition.ticks import Model, run_table
 from jshard.provenance import scope, source_of
@@ -68,13 +69,15 @@ class Pipelined(Microbatches):
         with scope(**by):
             own = {n: to_chunks(parameters[n], chunks, mesh_axis) for n in cut.staged}
         edges = {n: x for n, x in parameters.items() if n not in own}
+        stored = {n: self._stored(n, x) for n, x in edges.items() if mesh_axis in names_of(program.in_axes[n])}
+        edges |= {n: full for n, (full, _) in stored.items()}
         variables, states = self._states(xs)
         inputs = {n: xs[n] for n in self.batch} | states
         others = {n: vary(x, staged) for n, x in enumerate(xs) if n not in parameters and n not in inputs}
 
         def run(piece: _Piece, edges: Any, given: Any, more: Sequence[Part] = ()) -> tuple[Partition, list[Part]]:
             known, run = {**others, **edges, **given}, program.partition()
-            return run, run.run(piece.jaxpr, [*(program.part(n, known[n]) for n in piece.inputs), *more])
+            return run, run.run(piece.jaxpr, [*(self._part(n, known[n]) for n in piece.inputs), *more])
 
         def between(xs: Sequence[Array]) -> list[Part]:
             return [Part(tuple(v.aval.shape), program.found[v], x) for v, x in zip(cut.carried, xs, strict=True)]
@@ -98,6 +101,7 @@ class Pipelined(Microbatches):
         value, of_own, of_edges = run_table(self.table, model, own, edges, inputs, mesh_axis=mesh_axis, **by)
         with scope(**by, phase="backward"):
             gradients = of_edges | {n: from_chunks(x, mesh_axis) for n, x in of_own.items()}
+            gradients |= {n: scattered(gradients[n])[0] for n, (_, scattered) in stored.items()}
         value = value.astype(program.jaxpr.outvars[0].aval.dtype)
         return value, [self._summed(n, gradients[n]) for n in self.parameters], variables
 
@@ -116,6 +120,28 @@ class Pipelined(Microbatches):
 
         after, before = lax.scan(turn, [xs[n] for n in self.variables], None, length=self.table.microbatches)
         return after, dict(zip(self.variables, before, strict=True))
+
+    def _stored(self, number: int, x: Array) -> tuple[Array, Any]:
+        """Gather over stages what rests split over them, once: a stage by itself can't. And what scatters its gradient."""
+        claim, axes, stage = self.program.inputs[number].claim, self.program.in_axes[number], self.program.stage
+        assert claim is not None and stage is not None
+        axis = next(axis for axis, names in enumerate(axes) if stage.mesh_axis in names)
+        if axes[axis][-1] != stage.mesh_axis:
+            says, names = claim.signal, [*(name for name in axes[axis] if name != stage.mesh_axis), stage.mesh_axis]
+            raise JShardError(
+                f'{says} names mesh axis "{stage.mesh_axis}", that of the stages, not last in store ({says.at("store")})',
+                hint=f"write store: [{', '.join(names)}]",
+            )
+        with scope(claim=claim.signal.name):
+            return jax.vjp(lambda x: self.program.part(number, x).gather(((axis, stage.mesh_axis, True),)), x)
+
+    def _part(self, number: int, x: Array) -> Part:
+        """An input as all stages have it."""
+        part, stage = self.program.part(number, x), self.program.stage
+        if part.rest is not None and stage is not None:
+            rest = tuple(tuple(name for name in names if name != stage.mesh_axis) for names in part.rest)
+            part.rest = None if rest == part.axes else rest
+        return part
 
     def _layers_of(self, number: int, x: Array) -> Part:
         """The layers of one chunk, as a parameter whose layers are all here."""

@@ -102,10 +102,16 @@ def _layout(use: Use, more: int) -> Rest:
             use, more, in_use, axis, "shard.axis" if signal.shard is not None else of_role.get(role or "", role or "")
         )
     for name in set(signal.store) & set(in_use.mesh_axes):  # a word and `store` that share one are a fault of the file
+        is_stage = use.claim.stage is not None and use.claim.stage.mesh_axis == name
+        whose = use.claim.stage.signal if is_stage and use.claim.stage else signal
+        key = "stage" if is_stage else "shard"
         raise JShardError(
-            f'signal "{signal.name}" ({signal.at("store")}) names mesh axis "{name}" for store and for shard '
-            f"({signal.at('shard')}), which would split {_several(use, more)} over it twice",
-            hint="use another mesh axis for one of them",
+            f'signal "{signal.name}" ({signal.at("store")}) names mesh axis "{name}" for store and '
+            f"{f'{whose} for' if is_stage else 'for'} {key} ({whose.at(key)}), which would split {_several(use, more)} over it "
+            "twice",
+            hint="claim the layers apart from what all stages have"
+            if is_stage
+            else "use another mesh axis for one of them",
         )
     at_rest = in_use.also_over(signal.store, use.shape, [at for at, role in enumerate(use.roles) if role == "scan"])
     for axis in range(len(use.shape)):

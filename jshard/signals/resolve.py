@@ -260,7 +260,7 @@ def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str
 
 
 def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, Signal], faults: Faults) -> None:
-    """A pipeline has layers, and its mesh axis splits nothing else."""
+    """A pipeline has layers, and its mesh axis splits nothing else, but at rest."""
     staged = [signal for signal in signals.values() if signal.stage]
     asked, about, place = head.get("pipeline"), ("jshard", "pipeline"), reading.places.get("jshard.pipeline")
     if place is None:
@@ -284,7 +284,9 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
         fault = f"takes a batch in microbatches, as jshard.train.accumulate ({reading.places['jshard.train.accumulate']}) does"
         faults.add(about, place, fault, "remove accumulate")
     for signal in signals.values():
-        over = {key: signal.axes(key) for key in AXIS_KEYS} | {"shard.mesh": signal.shard.mesh if signal.shard else ()}
+        over = {key: signal.axes(key) for key in AXIS_KEYS if not key.startswith("store")} | {
+            "shard.mesh": signal.shard.mesh if signal.shard else ()
+        }
         for key in (key for key, names in over.items() if asked.get("axis") in names):
             fault = (
                 f"names mesh axis {quoted(asked['axis'])} for {key}, which has the stages of jshard.pipeline ({place})"

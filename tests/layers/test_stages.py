@@ -34,6 +34,15 @@ class Block(nnx.Module):
         return x + self.dropout(self.down(nnx.silu(self.up(self.norm(x))))) * scale
 
 
+class Plain(nnx.Module):
+    def __init__(self, dropout, *, rngs):
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, scale):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
 class Model(nnx.Module):
     """Words looked up, layers that are all given a scale of the words, and logits by the same table."""
 
@@ -62,14 +71,14 @@ def loss(model, x, y):
     return -jnp.mean(chosen) + 1e-2 * jnp.sum(model.embed.embedding[...] ** 2)
 
 
-X, Y = np.random.default_rng(0).integers(0, WORDS, (2, MICROBATCHES, 4, 6))
+X, Y = np.random.default_rng(0).integers(0, WORDS, (2, MICROBATCHES, 4, 6), np.int32)
 
 
 def built(Model=Model, **how):
     return Model(rngs=nnx.Rngs(0), **how)
 
 
-def configured(stages, tensor=1, data=1, schedule="1f1b", chunks=None, microbatches=MICROBATCHES, **words):
+def configured(stages, tensor=1, data=1, schedule="1f1b", chunks=None, microbatches=MICROBATCHES, edges=None, **words):
     split = {"row": "data", **words}
     asked = {"axis": "stage", "microbatches": microbatches, "schedule": schedule}
     return {
@@ -80,6 +89,7 @@ def configured(stages, tensor=1, data=1, schedule="1f1b", chunks=None, microbatc
         "blocks": {"stage": "equal"},
         "up": {**split, "column": "tensor", "match": ["blocks/up/**"]},
         "down": {**split, "reduction": "tensor", "match": ["blocks/down/**"]},
+        **({} if edges is None else {"edges": {"row": "data", "store": edges, "match": ["embed/**", "norm/**"]}}),
         "rest": {key: word for key, word in split.items() if key != "sequence"} | {"match": ["**"]},
     }
 
@@ -108,6 +118,7 @@ CASES = {
     "interleaved, sequence": (Model, {"stages": 2, "tensor": 2, "schedule": "interleaved", "sequence": "tensor"}),
     "interleaved, 4": (Model, {"stages": 4, "tensor": 2, "schedule": "interleaved", "microbatches": MICROBATCHES}),
     "zero_bubble, store, 4": (Model, {"stages": 4, "data": 2, "schedule": "zero_bubble", "store": "data"}),
+    "1f1b, edges stored": (Model, {"stages": 2, "tensor": 2, "data": 2, "edges": ["data", "stage"], "store": "data"}),
     "1f1b, remat, a parameter of all": (Scaled, {"stages": 2, "tensor": 2, "remat": "full"}),
     "zero_bubble of 2 chunks, a parameter of all": (Scaled, {"stages": 2, "schedule": "zero_bubble", "chunks": 2}),
 }
@@ -122,7 +133,8 @@ def test_a_schedule_computes_what_one_device_does(case, one_device):
     kernel = model.blocks.up.kernel[...]
     assert kernel.sharding.spec[0] == "stage"
     assert {shard.data.shape[0] for shard in kernel.addressable_shards} == {LAYERS // how["stages"]}
-    assert "stage" not in str(model.embed.embedding[...].sharding.spec)
+    embedding, edges = model.embed.embedding[...], how.get("edges", ())
+    assert (embedding.sharding.spec[1] or ()) == (tuple(edges) or how.get("store", ()))
     value, gradients = nnx.jit(accumulated(loss))(model, X, Y)
     expected, of_one, left = one_device[kind]
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -142,9 +154,9 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case):
     found = {(line.phase, "remat" in line.via, line.axis, line.collective): line for line in lines}
     assert not any(line.branches for line in lines)
     for phase in ("forward", "backward"):
-        sent = found[phase, False, "stage", "permute"]
-        x = 4 * 6 * WIDTH * 4
-        assert (sent.count, sent.payload, sent.total) == (hops * MICROBATCHES, x, of_x * MICROBATCHES * x)
+        x = 4 * 6 * WIDTH * 4  # of parameters that go to where they run, others
+        (sent,) = (line for line in lines if (line.phase, line.collective, line.payload) == (phase, "permute", x))
+        assert (sent.count, sent.total) == (hops * MICROBATCHES, of_x * MICROBATCHES * x)
         assert sent.signal == "blocks" and f"{of_x * MICROBATCHES} by a stage" in sent.via
     times = MICROBATCHES * LAYERS // 4
     assert found["forward", False, "tensor", "all_reduce"].count == times
@@ -153,7 +165,7 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case):
     per_row = (
         2 * LAYERS // 4 * WIDTH * HIDDEN // 2 + WIDTH * WORDS
     )  # numbers in the kernels that a row meets on a device
-    flops = arithmetic_of(traced.jaxpr, remat=False).total
+    flops = arithmetic_of(traced.forward(), remat=False).total
     assert flops == 3 * 2 * MICROBATCHES * 4 * 6 * per_row  # forward, and by inputs and weights: without idle ticks
     whole = [
         line for line in lines if line.axis == "stage" and line.phase == "backward" and line.collective == "all_reduce"
@@ -167,7 +179,7 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case):
 @pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_a_schedule_is_verified_bitwise(schedule, stages, tensor):
     jshard.load(configured(stages, tensor=tensor, schedule=schedule, microbatches=2))
-    model = jshard.shard(built(dropout=0.0))
+    model = jshard.shard(built(block=Plain))
     found = jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False)
     assert found, str(found)
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
@@ -276,6 +288,28 @@ def test_what_no_pipeline_runs_is_one_sentence(fault):
     with pytest.raises(JShardError) as error:
         accumulated(objective)(jshard.shard(built(**model)), X, Y)
     assert re.sub(r"py:\d+", "py:LINE", str(error.value)).splitlines()[0] == sentence
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (
+            {"edges": ["stage", "data"]},
+            'signal "edges" (<dict>) names mesh axis "stage", that of the stages, not last in store (<dict>); write store: [data, '
+            "stage]",
+        ),
+        (
+            {"store": "stage"},
+            'signal "down" (<dict>) names mesh axis "stage" for store and signal "blocks" (<dict>) for stage (<dict>), which would '
+            'split "blocks/down/bias" (8, 8) claimed at <dict> over it twice; claim the layers apart from what all stages have',
+        ),
+    ],
+)
+def test_what_is_stored_over_stages_wrongly_is_one_sentence(how, sentence):
+    jshard.load(configured(2, data=2, **how))
+    with pytest.raises(JShardError) as error:
+        accumulated(loss)(jshard.shard(built()), X, Y)
+    assert str(error.value).splitlines()[0] == sentence
 
 
 def test_a_stage_that_no_parameter_is_on_is_one_sentence():

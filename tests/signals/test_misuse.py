@@ -546,10 +546,10 @@ IN_A_FILE = {
     ),
     "pipeline beside": (
         MESH + "  axis_types: auto\n  train: {accumulate: 2}\n  pipeline: {axis: data, microbatches: 2}\n"
-        "a: {stage: equal, store: data}\nb: {shard: {axis: 0, mesh: data}}\n",
+        "a: {stage: equal, row: data}\nb: {shard: {axis: 0, mesh: data}}\n",
         "jshard.pipeline (FILE:5) is beside axis_types: auto (FILE:3), which leaves the program to XLA; write axis_types: explicit",
         "jshard.pipeline (FILE:5) takes a batch in microbatches, as jshard.train.accumulate (FILE:4) does; remove accumulate",
-        'signal "a" (FILE:6) names mesh axis "data" for store, which has the stages of jshard.pipeline (FILE:5); use another mesh '
+        'signal "a" (FILE:6) names mesh axis "data" for row, which has the stages of jshard.pipeline (FILE:5); use another mesh '
         "axis",
         'signal "b" (FILE:7) names mesh axis "data" for shard.mesh, which has the stages of jshard.pipeline (FILE:5); use another '
         "mesh axis",
