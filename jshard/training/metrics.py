@@ -84,6 +84,8 @@ def written(configuration: Configuration) -> str:
     jshard: dict[str, Any] = {"axis_types": configuration.axis_types, "strict": configuration.strict}
     if configuration.mesh is not None and configuration.mesh.places:
         jshard["mesh"] = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
+    if configuration.pipeline is not None:
+        jshard["pipeline"] = {key: value for key, value in changed(configuration.pipeline).items() if key != "place"}
     if configuration.default is not None:
         jshard["default"] = configuration.default
     if configuration.budget is not None:
