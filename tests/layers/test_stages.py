@@ -18,6 +18,8 @@ from jshard.inspect.ledger import Traced, ledger_of
 from jshard.inspect.plan.flops import arithmetic_of
 from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
+from jshard.layers.partition import ticks
+from jshard.schedules.steps import steps
 from jshard.signals.active_config import unload
 
 WIDTH, HIDDEN, WORDS, LAYERS, MICROBATCHES = 8, 16, 11, 8, 4
@@ -333,3 +335,38 @@ def test_a_stage_that_no_parameter_is_on_is_one_sentence():
         'signal "rest" (<dict>) says stage (<dict>), and "norm/scale" (8,) claimed at <dict>, is in no loop over layers; build the '
         "layers with jshard.stack, or give stage to the stack alone"
     )
+
+
+def swapped(columns):
+    """On stage 1 the first two backwards are of each other's microbatch."""
+    row = [tick for tick in columns["B_microbatch"] if tick[1] >= 0]
+    row[0][1], row[1][1] = row[1][1], row[0][1]
+
+
+def stale(columns):
+    """Stage 1 differentiates the second time at the first microbatch's input."""
+    second = [tick for tick in columns["B_input"] if tick[1] >= 0][1]
+    second[1] = 1 - second[1]
+
+
+def lost(columns):
+    """Stage 1 never makes the weight gradients of its first microbatch."""
+    next(tick for tick in columns["W_microbatch"] if tick[1] >= 0)[1] = -1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [swapped, stale, lost])
+def test_a_table_that_is_run_wrongly_does_not_verify(fault, monkeypatch):
+    def planted(table):
+        found = steps(table)
+        if table.stages > 1:
+            fault(found.columns)
+        return found
+
+    monkeypatch.setattr(ticks, "steps", planted)
+    jshard.load(configured(2, schedule="zero_bubble" if fault is lost else "gpipe", microbatches=2))
+    found = jshard.verify(accumulated(loss), jshard.shard(built(block=Plain)), X[:2, :2], Y[:2, :2], backward=False)
+    assert not found
+    assert {each.name for each in found.findings if each.verdict == "differs"} >= {
+        f"differentiated[1]['blocks']['{name}']['kernel'].value" for name in ("up", "down")
+    }
