@@ -13,7 +13,21 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from benchmarks import decoder, fsdp, generate, loader, log, models, pipeline, plan, pod, processes, step, watchdog, weights
+from benchmarks import (
+    decoder,
+    fsdp,
+    generate,
+    loader,
+    log,
+    models,
+    pipeline,
+    plan,
+    pod,
+    processes,
+    step,
+    watchdog,
+    weights,
+)
 from jshard.signals.active_config import unload
 
 
