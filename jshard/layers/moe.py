@@ -15,9 +15,8 @@ from jshard.errors import JShardError
 from jshard.layers.layer import AuxLoss
 from jshard.layers.partition.by_hand import by_hand
 from jshard.layers.partition.engine import Partition
-from jshard.layers.partition.part import Part
+from jshard.layers.partition.part import Part, moving_as
 from jshard.layouts.layout import check_divides
-from jshard.provenance import scope
 from jshard.signals.active_config import configuration
 
 
@@ -133,7 +132,7 @@ def _exchange(
         first, second = (tuple(name for name in each if name not in names) for each in part.axes[:2])
         lead = ((*first, *rows), second) if back else (first, (*second, *names))
         axes = (*lead, *part.axes[2:])
-        return [Part(part.shape, axes, part.local(axes, frozenset(), lambda *_: scope(claim=claim, key="expert")))]
+        return [Part(part.shape, axes, part.local(axes, frozenset(), lambda *_: moving_as(claim=claim, key="expert")))]
 
     def one_way(back: bool) -> Callable[[Array], Array]:
         there = by_hand(lambda x: (x,), functools.partial(rule, back))

@@ -19,7 +19,7 @@ from jshard.errors import JShardError
 from jshard.kernels.collectives import axis_index, axis_size, permute, pvary
 from jshard.layers.partition.by_hand import by_hand
 from jshard.layers.partition.engine import Partition
-from jshard.layers.partition.part import Part, names_of, vary
+from jshard.layers.partition.part import Part, moving_as, names_of, vary
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import scope
 
@@ -367,7 +367,7 @@ def _split(run: Partition, q: Part, k: Part) -> _Split:
 
 
 def _by_ring(part: Part, axes: Axes, steps: Any) -> Any:
-    return scope(key="ring")
+    return moving_as(key="ring")
 
 
 def _forward_rule(form: Form, run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:

@@ -215,6 +215,13 @@ class Part:
         )
 
 
+@contextlib.contextmanager
+def moving_as(**fields: str) -> Iterator[Kernels]:
+    """Say who asks for the moves of a rule that is written by hand; by whatever algorithm."""
+    with scope(**fields):
+        yield ()
+
+
 def _step(x: Any, step: Move, names: Names, kernels: Kernels) -> Array:
     if step.kind == "slice" and step.mesh_axis in jax.typeof(x).mat.varying:
         size = x.shape[step.axis] // lax.axis_size(step.mesh_axis)  # it was made to vary, or gathered at its use
