@@ -559,9 +559,10 @@ MOUNTS = "mkdir -p full ro; mount -t tmpfs -o size=48k tmpfs full && mount -t tm
 def test_disk_that_is_really_full_or_read_only_is_told(here):
     if subprocess.run(["unshare", "-rm", "sh", "-c", MOUNTS + "true"], capture_output=True).returncode:
         pytest.skip("needs `unshare -rm` and tmpfs, to have a disk that is full")
-    run = f"{sys.executable} -m jshard train mine.yaml steps=3 checkpoint.folder="
+    run = "main(['train', 'mine.yaml', 'steps=3', 'model.hidden=4096', 'checkpoint.folder={}'])"
+    program = f"from jshard.cli import main; {run.format('full')}; {run.format('ro/x')}"  # one start of Python for both
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f"{MOUNTS} {run}full model.hidden=4096; {run}ro/x"],
+        ["unshare", "-rm", "sh", "-c", f'{MOUNTS} {sys.executable} -c "{program}"'],
         capture_output=True,
         text=True,
         timeout=240,
