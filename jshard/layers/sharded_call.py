@@ -172,7 +172,9 @@ class Call:
                 "from one microbatch to the next",
                 hint="make every variable when the model is built",
             )
-        run = (_microbatches if configuration().pipeline is None else _pipelined)(self.program, *of_kind[1:]).run
+        present = configuration()
+        by_schedule = present is not None and present.pipeline is not None
+        run = (_pipelined if by_schedule else _microbatches)(self.program, *of_kind[1:]).run
         xs = self.operands(self.placed(every=True))
         given = [x for x in self.leaves if _is_array(x)]
         for n, x in zip(batch, jax.tree.leaves(nnx.split(batches, nnx.Variable, ...)[2]), strict=True):
