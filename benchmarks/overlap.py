@@ -1,5 +1,6 @@
-"""What waits for the wire in a two-layer MLP split by sequence, on TPUs that are not there: jit with NamedShardings, jshard's
-layers, and these by fused kernels and by permutes. Needs the compiler of the topology (`pip install "jshard[tpu]"`).
+"""What waits for the wire in a two-layer MLP split by sequence, on chips that are not there: jit with NamedShardings, jshard's
+layers, and these by fused kernels, which are for TPUs, and by permutes. Needs the compiler of the topology
+(`pip install "jshard[tpu]"`, or `"jshard[plan]"` for GPUs).
 
     python -m benchmarks.overlap [--topology v5e:4x4] [--tensor 4] [--features 4096] [--hidden 32768] [--tokens 65536]
 
@@ -37,7 +38,7 @@ LENGTH = 2048
 
 
 def plans(topology: str, *, tensor: int, features: int, hidden: int, tokens: int) -> dict[str, Plan]:
-    """The loss and its gradients for every weight and for x, compiled four times."""
+    """The loss and its gradients for every weight and for x, compiled once for each way."""
     batch = tokens // LENGTH
     mesh = {"data": Topology.of(topology).devices // tensor, "tensor": tensor}
     half = {"row": "data", "sequence": "tensor", "dtype": {"compute": "bfloat16"}}
@@ -69,7 +70,10 @@ def plans(topology: str, *, tensor: int, features: int, hidden: int, tokens: int
         found[PARTITIONER] = by_partitioner()
     with on(topology, {"mesh": mesh}, up=up, down=down):
         found[LAYERS] = by_layers()
-    for name, how in ((FUSED, "fused"), (PERMUTES, "permute")):
+    ways = {FUSED: "fused", PERMUTES: "permute"}
+    if Topology.of(topology).chip.platform != "tpu":
+        del ways[FUSED]
+    for name, how in ways.items():
         gather, scatter = {"kernel": {"all_gather_matmul": how}}, {"kernel": {"matmul_reduce_scatter": how}}
         with on(topology, {"mesh": mesh}, up=up | gather, down=down | scatter):
             found[name] = by_layers()
@@ -111,20 +115,24 @@ def wire(made: Plan, mesh_axis: str) -> tuple[int, int]:
     return sum(row.wire_got for row in rows), sum(row.wire_got - row.hidden for row in rows)
 
 
-def share(found: dict[str, Plan]) -> float:
-    """What waits for the wire of `sequence` by fused kernels, of what waits in the partitioner's program."""
-    return wire(found[FUSED], "tensor")[1] / wire(found[PARTITIONER], "tensor")[1]
+def share(found: dict[str, Plan], name: str = FUSED) -> float:
+    """What waits for the wire of `sequence` by one of the ways, of what waits in the partitioner's program."""
+    return wire(found[name], "tensor")[1] / wire(found[PARTITIONER], "tensor")[1]
 
 
 def table(found: dict[str, Plan]) -> str:
     waits = "not hidden"
-    lines = [f"{'':26}{'over tensor':>14}{waits:>17}{'over data':>14}{waits:>17}{'that takes':>13}{'a step':>12}"]
+    lines = [
+        f"{'':26}{'over tensor':>14}{waits:>17}{'over data':>14}{waits:>17}{'that takes':>13}{'a step':>12}{'bound':>12}"
+    ]
+    least = min(made.estimate.seconds_of("work") for made in found.values() if made.estimate is not None)
     for name, made in found.items():
         (tensor, tensor_waits), (data, data_waits) = wire(made, "tensor"), wire(made, "data")
         assert made.estimate is not None
         lines.append(
             f"{name:26}{size(tensor):>14}{size(tensor_waits):>17}{size(data):>14}{size(data_waits):>17}"
             f"{in_words(made.estimate.seconds_of(WAITS)):>13}{in_words(made.estimate.seconds):>12}"
+            f"{in_words(max(made.estimate.seconds_of('wire'), least)):>12}"
         )
     return "\n".join(lines)
 
@@ -138,20 +146,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=65536, help=f"in the whole batch, {LENGTH} to a sequence")
     asked = parser.parse_args(arguments)
     found = plans(**vars(asked))
-    mesh = " x ".join(f"{name} {count}" for name, count in found[FUSED].mesh.items())
+    partitioned = found[PARTITIONER]
+    mesh = " x ".join(f"{name} {count}" for name, count in partitioned.mesh.items())
     print(
-        f"{found[FUSED].topology}, mesh {mesh}, a loss and its gradients; on the wire per device, by a model of the chip:"
+        f"{partitioned.topology}, mesh {mesh}, a loss and its gradients; on the wire per device, by a model of the chip:"
     )
     print(table(found))
-    ours, theirs = (found[name].comparison for name in (FUSED, PARTITIONER))
-    assert ours is not None and theirs is not None
-    left, whole = ours.got - ours.hidden, theirs.got - theirs.hidden
     print(
-        "over data go the gradients of weights, of all alike; "
-        f"with them {size(left)} against {size(whole)}: {100 * left / whole:.0f} %\n"
-        f"over tensor goes the sequence: {size(wire(found[FUSED], 'tensor')[1])} not hidden by fused kernels, "
-        f"{size(wire(found[PARTITIONER], 'tensor')[1])} in the partitioner's program: {100 * share(found):.0f} %"
+        "bound: the longer of that wire and of the least work; over data go the gradients of weights, over tensor the sequence"
     )
+    for name in (FUSED, PERMUTES):
+        if name in found:  # of fused kernels there are none on GPUs
+            ours, theirs = wire(found[name], "tensor")[1], wire(partitioned, "tensor")[1]
+            rest = f"{size(ours)} not hidden {name}, {size(theirs)} in the partitioner's program"
+            print(f"over tensor: {rest}: {100 * share(found, name):.0f} %")
 
 
 if __name__ == "__main__":
