@@ -29,6 +29,9 @@ CASES = {  # features, batch
     "784-256-10, batch 2,048": ((784, 256, 10), 2048),
     "1024-4096-1024, batch 256": ((1024, 4096, 1024), 256),
 }
+DEEP = {
+    "8 layers of 1024, batch 256": ((1024,) * 9, 256)
+}  # under data parallel, where sums may leave before the last is there
 QUICK = {"16-32-8, batch 32": ((16, 32, 8), 32)}
 HAND, JSHARD, TOGETHER = "shard_map by hand", "jshard by layers", "jshard.value_and_grad"
 THEIRS = {"tensor": "DTensor", "data": "DDP"}
@@ -203,7 +206,8 @@ def main(words: list[str] | None = None) -> None:
         print(NO_TORCH)
     with started(["jax", *(["torch"] if torch else [])], asked.processes) as sets:
         for layout in asked.layouts:
-            for name, case in (QUICK if asked.quick else CASES).items():
+            deep = DEEP if layout == "data" else {}
+            for name, case in (QUICK if asked.quick else CASES | deep).items():
                 rounds = 3 if asked.quick else asked.rounds
                 seconds, differences = compared(sets, layout, case, rounds, asked.optimizer)
                 load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

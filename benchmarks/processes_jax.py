@@ -40,7 +40,7 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
 
     jshard.load({"jshard": {"mesh": {AXIS: jax.device_count()}}, **LAYOUTS[layout]})
     mesh, tx = jshard.mesh(), {"adamw": optax.adamw, "sgd": optax.sgd}[optimizer](RATE)
-    features = (len(weights[0][0]), len(weights[0][1]), len(weights[1][1]))
+    features = (len(weights[0][0]), *(len(bias) for _, bias in weights))
     batch = len(x)
 
     # -- jshard: the model says nothing of processes, and the same step goes through both doors --
@@ -54,7 +54,7 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
 
     def made() -> tuple[Model, jshard.Optimizer]:
         model = Model(features, nnx.Rngs(0))
-        for layer, (kernel, bias) in zip((model.up, model.down), weights, strict=True):
+        for layer, (kernel, bias) in zip(model.layers, weights, strict=True):
             variables: tuple[Any, Any] = (layer.kernel, layer.bias)
             for variable, numbers in zip(variables, (kernel, bias), strict=True):
                 variable[...] = laid(numbers, variable[...].sharding)
@@ -74,7 +74,7 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
     if layout == "tensor":
         specs, batch_spec = [(PartitionSpec(None, AXIS), split), (PartitionSpec(AXIS, None), whole)], whole
     else:
-        specs, batch_spec = [(whole, whole), (whole, whole)], split
+        specs, batch_spec = [(whole, whole)] * len(weights), split
     moments = jax.eval_shape(tx.init, weights)
     state_specs = (
         specs,
@@ -94,8 +94,10 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         return (optax.apply_updates(state[0], updates), moments), value
 
     def forward(parameters: Any, x: jax.Array, total: Any) -> jax.Array:
-        (up, bias), (down, more) = parameters
-        return total(jax.nn.relu(x @ up + bias) @ down) + more
+        *first, (down, more) = parameters
+        for up, bias in first:
+            x = jax.nn.relu(x @ up + bias)
+        return total(x @ down) + more
 
     def by_hand(flat: str = "") -> Step:
         def value_of(parameters: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
                 layer.weight.copy_(torch.from_numpy(kernel.T))
                 layer.bias.copy_(torch.from_numpy(bias))
             layers.append(layer)
-        return nn.Sequential(layers[0], nn.ReLU(), layers[1])
+        return nn.Sequential(*[each for layer in layers for each in (layer, nn.ReLU())][:-1])
 
     def trained(model: Any, x: Any, y: Any, *, tells_all: bool = False) -> Step:
         parameters = model.parameters()

@@ -3,7 +3,7 @@ JAX: import it behind `jshard.pretend` or `jshard.init`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,16 +14,26 @@ import jshard
 
 
 class Model(nnx.Module):
-    """Two layers under the signals "up" and "down"; it says nothing of a mesh or of processes."""
+    """Two layers under the signals "up" and "down", or more, all but the last under "up"; it says nothing of a mesh or of
+    processes."""
 
-    def __init__(self, features: tuple[int, int, int], rngs: nnx.Rngs):
+    def __init__(self, features: Sequence[int], rngs: nnx.Rngs):
+        sizes = list(zip(features, features[1:], strict=False))
         with jshard.signal("up"):
-            self.up = jshard.Linear(features[0], features[1], rngs=rngs)
+            self.up = jshard.Linear(*sizes[0], rngs=rngs)
+            self.between = nnx.List([jshard.Linear(*each, rngs=rngs) for each in sizes[1:-1]])
         with jshard.signal("down"):
-            self.down = jshard.Linear(features[1], features[2], rngs=rngs)
+            self.down = jshard.Linear(*sizes[-1], rngs=rngs)
+
+    @property
+    def layers(self) -> list[jshard.Linear]:
+        return [self.up, *self.between, self.down]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.relu(self.up(x)))
+        *first, last = self.layers
+        for layer in first:
+            x = jax.nn.relu(layer(x))
+        return last(x)
 
 
 def losses(outputs: jax.Array, y: jax.Array) -> jax.Array:
