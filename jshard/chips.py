@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 Platform = Literal["cpu", "gpu", "tpu"]
 GIB = 2**30
+# Seconds until what one host sends to another arrives. No maker of TPUs states one; XLA's model of GPUs has a round trip of
+# 68.89 us x 0.45 (xla/service/gpu/model/sol_gpu_cost_model.cc, H100), which counts for all.
+HOP = 0.45 * 68.89e-6 / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Chip:
     source: str = ""
     examples: tuple[str, ...] = ()  # sizes to plan for; none where too few figures are known
     host: int = 0  # GPUs that share NVLink
-    between_hosts: float = 0.0  # bytes a second one way, a GPU
+    between_hosts: float = 0.0  # bytes a second one way, a chip: between hosts with GPUs, between slices of TPUs
     config: str = ""  # what the compiler is told of a TPU: that two cores are one device
     gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the compiler is told of a GPU
 
@@ -62,6 +65,8 @@ COUNTS = ("1", "2", "4", "8", "16", "64")
 # cores), of 256 x 256 from v6e on. By it XLA's cycles have a product of 4096 x 4096 x 4096 numbers at 83 to 97 % of the peak.
 # VMEM is what jax's own pltpu.get_tpu_info_for_chip says. Usable memory of TPUs is what their compiler says it has when a
 # program is too large (docs/design/0008-plan.md).
+# Between slices goes what the maker states of the network: of v5e 6.4 Tbit/s for a pod of 256 (two NICs of 100 Gbit/s for a
+# host of 8), of v6e 25.6 Tbit/s for 256, of v5p 50 Gbit/s a chip; of v4 and tpu7x, for which none was found, v5p's.
 # A link's rate is the stated "bidirectional ICI bandwidth per chip", halved, and divided among the chip's links. Of v6e an
 # older page of its maker's says 3,584 Gbit/s and the present one 3,200: 112 and 100 GB/s a link. The present one counts.
 CHIPS: dict[str, Chip] = {
@@ -70,28 +75,33 @@ CHIPS: dict[str, Chip] = {
         Chip(
             "v5e", "tpu", "TPU v5 lite", ("tpu v5e",), vmem=128, memory=int(15.75 * GIB),
             flops={"int8": 393e12, "bfloat16": 197e12}, bandwidth=819e9, link=50e9, axes=2, clock=1.5e9,
+            between_hosts=3.125e9,
             source=f"{CLOUD}/v5e: 197 TFLOP/s, 16 GB, 819 GB/s, 400 GB/s over 4 links", examples=FLAT,
         ),
         Chip(
             "v5p", "tpu", "TPU v5", ("tpu v5p",), vmem=64, memory=int(95.74 * GIB),
             flops={"int8": 918e12, "bfloat16": 459e12}, bandwidth=2765e9, link=100e9, axes=3, clock=1.75e9,
+            between_hosts=6.25e9,
             source=f"{CLOUD}/v5p: 459 TFLOP/s, 95 GiB, 2,765 GB/s, 1,200 GB/s over 6 links",
             examples=(*DEEP, "8x8x16", "16x16x24"),
         ),
         Chip(
             "v6e", "tpu", "TPU v6 lite", ("tpu v6e",), vmem=128, memory=int(31.25 * GIB),
             flops={"int8": 1836e12, "bfloat16": 918e12}, bandwidth=1638e9, link=100e9, axes=2, clock=1.75e9,
+            between_hosts=12.5e9,
             source=f"{CLOUD}/v6e: 918 TFLOP/s, 32 GB, 1,638 GB/s, 800 GB/s over 4 links", examples=FLAT,
         ),
         Chip(
             "tpu7x", "tpu", "TPU7x", devices=2, vmem=64, memory=int(2 * 94.75 * GIB),
             flops={"float8_e4m3fn": 4614e12, "bfloat16": 2307e12}, bandwidth=7380e9, link=100e9, axes=3, clock=2.2e9,
+            between_hosts=6.25e9,
             source=f"{CLOUD}/tpu7x: 2,307 TFLOP/s, 192 GiB, 7,380 GB/s, 1,200 GB/s over 6 links; a chip is two devices",
             examples=DEEP,
         ),
         Chip(
             "v4", "tpu", "TPU v4", vmem=16, memory=int(30.75 * GIB), flops={"int8": 275e12, "bfloat16": 275e12},
             bandwidth=1200e9, link=50e9, axes=3, clock=1.05e9,
+            between_hosts=6.25e9,
             source=f"{CLOUD}/v4: 275 TFLOP/s, 32 GiB, 1,200 GB/s; 2,400 Gbit/s one way over 6 links", examples=DEEP,
             config="megacore",
         ),

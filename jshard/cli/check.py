@@ -92,7 +92,8 @@ def _check(checked: Checked, configuration: Configuration, chosen: argparse.Name
     target, against, update = checked.target, chosen.against, chosen.update
     if configuration.topology is not None and configuration.mesh is not None:
         sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
-        fitted(sizes, configuration.mesh.place, configuration.topology, configuration.topology_place)
+        of = configuration.topology, configuration.topology_place
+        fitted(sizes, configuration.mesh.place, *of, configuration.mesh.slices)
     if chosen.claims:
         return _check_claims(checked, configuration, listed=True)
     _check_experiment(configuration)

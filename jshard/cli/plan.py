@@ -71,7 +71,8 @@ def compiled_for(
     from jshard.inspect.plan.planning import mesh_on
     from jshard.signals.active_config import on_mesh
 
-    devices = Topology.of(topology, configuration.topology_place if topology == configuration.topology else None)
+    devices = Topology.chosen(topology, configuration)
+    assert devices is not None
     if configuration.mesh is None:
         raise JShardError(
             f"{configuration.source} describes no mesh to plan on",

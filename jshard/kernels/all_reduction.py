@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshard.kernels import collectives
+from jshard.kernels import collectives, slices
 from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.deterministic_sum import BUCKET_BYTES, ordered_psum
+from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.invariant_cast import set_varying
 from jshard.kernels.select_algorithm import adds_in_order, resolve_algorithm, vmem_budget
 from jshard.kernels.tiles import pack, unpack
 from jshard.kernels.vmap import call_batched
 
-Algorithm = Literal["auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"]
+Algorithm = Literal["auto", "hierarchical", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"]
 
 
 def all_reduce(
@@ -29,9 +30,11 @@ def all_reduce(
     """Sum `x` (or take the max, min, mean) over the devices along `mesh_axis`; every device gets the same bits.
 
     Several mesh axes are reduced by one collective. "auto" is what `kernels.choose` says. "in_order" adds in device order and
-    costs an all-to-all, of large arrays an all-gather besides. A kernel takes any shape, adds bfloat16 in float32 and rounds
-    once. The gradient of a sum is psum's; that of a max or min is shared equally among the devices that have it, at the cost
-    of one more all-reduce. An algorithm that is named and can't run here is an error.
+    costs an all-to-all, of large arrays an all-gather besides. "hierarchical", which is auto's over mesh axes of which some
+    cross slices and some do not, is a reduce-scatter inside each slice, an all-reduce of the parts between them, and an
+    all-gather. A kernel takes any shape, adds bfloat16 in float32 and rounds once. The gradient of a sum is psum's; that of a
+    max or min is shared equally among the devices that have it, at the cost of one more all-reduce. An algorithm that is
+    named and can't run here is an error.
     """
     collectives.check_choice("all_reduce", "op", op, ("sum", "max", "min", "mean"))
     mesh_axes = collectives.canonicalize_mesh_axes("all_reduce", mesh_axis)
@@ -114,6 +117,8 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     """Pack x into tiles, sum it in pieces that fit the chip's VMEM, unpack."""
     if algorithm == "in_order":
         return ordered_psum(x, mesh_axes)
+    if algorithm == "hierarchical":
+        return _by_slices(x, mesh_axes)
     from jshard.kernels.tpu import all_reduce as tpu
     from jshard.kernels.tpu.dma import Group
 
@@ -125,6 +130,31 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     if algorithm == "two_shot":
         return _in_pieces(x, lambda piece: tpu.two_shot(pack(piece, group.size), group, piece), 3 * x.dtype.itemsize)
     return _in_pieces(x, lambda piece: _ring(piece, group), 2 * x.dtype.itemsize + 4)
+
+
+def _by_slices(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+    """Sum inside each slice, where every device is left with a part, sum the parts between slices, and gather them."""
+    between, inside = slices.between_and_inside(mesh_axes)
+    n = collectives.axis_size(inside)
+    axis = next((axis for axis, size in enumerate(x.shape) if size % n == 0), None)
+    if axis is None:
+        flat = x.reshape(-1)
+        return _by_slices(jnp.pad(flat, (0, -x.size % n)), mesh_axes)[: x.size].reshape(x.shape)
+    part = reduce_scatter(x, inside, axis=axis)
+    return all_gather(all_reduce(part, between), inside, axis=axis, result="invariant")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def pvary_summed(arrays: tuple[Array, ...], mesh_axes: tuple[str, ...], algorithm: Any) -> tuple[Array, ...]:
+    """Mark arrays as varying over mesh axes over which they are the same; their gradients are summed together by `algorithm`,
+    where JAX would sum each by a psum."""
+    return tuple(lax.pcast(array, mesh_axes, to="varying") for array in arrays)
+
+
+pvary_summed.defvjp(
+    lambda arrays, *static: (pvary_summed(arrays, *static), None),
+    lambda mesh_axes, algorithm, _, cotangents: (all_reduce_coalesced(cotangents, mesh_axes, algorithm=algorithm),),
+)
 
 
 def _halves(x: Array, n: int) -> Array:

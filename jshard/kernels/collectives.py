@@ -39,6 +39,10 @@ class Collective:
         """Return the bytes that one device sends, rounded up; a group of one sends none."""
         return 0 if group <= 1 else -(-payload * self.parts(group) // group)
 
+    def hops(self, group: int) -> int:
+        """Return how often a device waits for its neighbour in a ring; what is sent to others directly is waited for once."""
+        return self.parts(group) if self.name in ("all_reduce", "all_gather", "reduce_scatter") else 1
+
 
 def _primitives(words: str) -> frozenset[str]:
     """List JAX's primitives, and the asynchronous ones; their other halves, `_done`, move nothing more."""

@@ -13,18 +13,20 @@ from jax import lax
 
 from jshard.errors import JShardError, did_you_mean
 from jshard.kernels import chip as chips
+from jshard.kernels import slices
 from jshard.kernels.chip import Chip
 from jshard.kernels.deterministic_sum import between_processes
 
 ALGORITHMS = {
-    "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
+    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
     "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
     "all_gather": ("auto", "in_order", "permute", "ring", "xla"),
     "matmul": ("auto", "pallas", "xla"),
     "all_gather_matmul": ("auto", "fused", "permute", "xla"),
     "matmul_reduce_scatter": ("auto", "fused", "permute", "xla"),
 }
-NO_KERNELS = ("auto", "in_order", "permute", "xla")  # words that run on every chip: XLA's own operations
+# Words that run on every chip: XLA's own operations.
+NO_KERNELS = ("auto", "hierarchical", "in_order", "permute", "xla")
 DTYPES = ("float32", "bfloat16", "int32", "int8")
 GPU_DTYPES = ("bfloat16", "float16")  # what tensor cores multiply as it lies in memory
 GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability; the kernel's file
@@ -208,13 +210,25 @@ def choose(
 
 
 def default_algorithm(op: str) -> Any:
-    """Return the algorithm of an op for which a signal names none: XLA's, except for sums between CPU processes."""
+    """Return the algorithm of an op for which a signal names none: XLA's, except for sums between slices and between CPU
+    processes."""
+    if op == "all_reduce" and slices.loaded_across():
+        return "hierarchical"
     return "in_order" if "in_order" in ALGORITHMS[op] and between_processes() else "xla"
 
 
 def adds_in_order(algorithm: str) -> bool:
     """Return whether an all-reduce by `algorithm` adds in device order where the program is traced."""
-    return algorithm == "in_order" or (algorithm == "auto" and between_processes())
+    return algorithm == "in_order" or (algorithm in ("auto", "hierarchical") and between_processes())
+
+
+def is_psum(algorithm: str, mesh_axes: tuple[str, ...]) -> bool:
+    """Return whether gradients that are summed by `algorithm` are summed as JAX does, or by one of the kernels, which take no
+    gradients of operands."""
+    if algorithm in ("auto", "hierarchical") and slices.is_hierarchy(mesh_axes):
+        return False
+    # two numbers have one sum, in any order
+    return not adds_in_order(algorithm) or math.prod(lax.axis_size(name) for name in mesh_axes) < 3
 
 
 def resolve_algorithm(
@@ -225,6 +239,11 @@ def resolve_algorithm(
     `unsupported` gives further reasons, of this op alone.
     """
     _check_known(op, algorithm)
+    if op == "all_reduce" and algorithm in ("auto", "hierarchical") and unsupported is None:
+        if slices.is_hierarchy(mesh_axes, x.size):
+            return "hierarchical"
+    if algorithm == "hierarchical" and slices.loaded_across():  # of one network, or of fewer numbers than devices
+        algorithm = "in_order" if between_processes() else "xla"
     if algorithm == "xla":
         return "xla"
     group = math.prod(lax.axis_size(name) for name in mesh_axes)
@@ -258,6 +277,8 @@ def _refusal(
 ) -> tuple[str, str] | None:
     """Say why `algorithm` can't run here, and what to type instead; None if it can."""
     use_auto = 'use algorithm="auto"'
+    if algorithm == "hierarchical":
+        return "no mesh axis crosses slices", "write jshard: {mesh: {slice: {size: 2, over: dcn}, ...}}"
     if algorithm in NO_KERNELS:
         return None if unsupported is None else unsupported()
     chip = chips.present_chip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.kernels.all_reduction import all_reduce, all_reduce_coalesced
-from jshard.kernels.collectives import axis_size, pvary
+from jshard.kernels.all_reduction import all_reduce, pvary_summed
+from jshard.kernels.collectives import check_vma_enabled, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
+from jshard.kernels.select_algorithm import is_psum
 from jshard.layers.gather import gather
 from jshard.layers.remat import activation, recomputed
 from jshard.layers.strategy import Names, Strategy
@@ -133,8 +133,8 @@ class Body:
         ][: 2 if b is None else 3]
         compute = self.arithmetic.dtype or jnp.result_type(*(each[0] for each in placed))
         arrays = [x if wide is None or not (over or names) else x.astype(wide) for x, over, names, *_ in placed]
-        if s.adds_in_order:
-            arrays = _pvary_in_order(arrays, [over for _, over, *_ in placed])
+        if check_vma_enabled():
+            arrays = _pvary_summed(arrays, [over for _, over, *_ in placed], s.algorithm("all_reduce"))
         found, kernels = [], tuple((op, s.algorithm(op)) for op in ("all_gather", "reduce_scatter"))
         for array, (_, over, names, axis, key) in zip(arrays, placed, strict=True):
             if names or wide is not None:
@@ -147,8 +147,9 @@ class Body:
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
 
 
-def _pvary_in_order(arrays: Sequence[jax.Array], varies_over: Sequence[Names]) -> list[jax.Array]:
-    """Mark operands as varying over their mesh axes, so that gradients are summed in device order (bitwise reproducible).
+def _pvary_summed(arrays: Sequence[jax.Array], varies_over: Sequence[Names], algorithm: Any) -> list[jax.Array]:
+    """Mark operands as varying over their mesh axes, where their gradients are not summed as JAX does: between slices, and in
+    device order (bitwise reproducible).
 
     Gradients of operands that vary over the same axes are summed together.
     """
@@ -158,20 +159,10 @@ def _pvary_in_order(arrays: Sequence[jax.Array], varies_over: Sequence[Names]) -
         for array, over in zip(arrays, varies_over, strict=True)
     ]
     for names in dict.fromkeys(missing):
-        if axis_size(names) < 3:  # two numbers have one sum, in any order
+        if not names or is_psum(algorithm, names):
             continue
         alike = [place for place, others in enumerate(missing) if others == names]
-        for place, array in zip(alike, _ordered(tuple(arrays[place] for place in alike), names), strict=True):
+        marked = pvary_summed(tuple(arrays[place] for place in alike), names, algorithm)
+        for place, array in zip(alike, marked, strict=True):
             found[place] = array
     return found
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _ordered(arrays: tuple[jax.Array, ...], names: Names) -> tuple[jax.Array, ...]:
-    return tuple(lax.pcast(array, names, to="varying") for array in arrays)
-
-
-_ordered.defvjp(
-    lambda arrays, names: (_ordered(arrays, names), None),
-    lambda names, _, cotangents: (all_reduce_coalesced(cotangents, names, algorithm="in_order"),),
-)

@@ -10,6 +10,8 @@ from jshard.kernels.chip import chip_called, interpretation, present_chip
 from jshard.kernels.select_algorithm import GPUS, NO_KERNELS, default_algorithm
 from jshard.signals.signal import Signal
 
+NO_HINDRANCE = ("auto", "hierarchical", "in_order", "xla")
+
 
 def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None) -> Any:
     """Return the algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
@@ -24,9 +26,7 @@ def check_kernels(
 ) -> None:
     """Raise for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
     hindrance: what it does not do, in words."""
-    named = [
-        each for each in signal.kernel if each[1] not in ("auto", "in_order", "xla") and (ops is None or each[0] in ops)
-    ]
+    named = [each for each in signal.kernel if each[1] not in NO_HINDRANCE and (ops is None or each[0] in ops)]
     for op, word in named:
         why = hindrance(op)
         if why is not None:

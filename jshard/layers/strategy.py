@@ -14,8 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.kernels.collectives import check_vma_enabled
-from jshard.kernels.select_algorithm import adds_in_order, default_algorithm
+from jshard.kernels.select_algorithm import default_algorithm
 from jshard.layouts.layout import Layout, check_divides
 from jshard.signals.active_config import mesh_for
 from jshard.signals.signal import PRODUCT, Signal
@@ -41,13 +40,8 @@ class Strategy:
     kernels: tuple[tuple[str, str], ...] = ()  # op -> algorithm
 
     def algorithm(self, op: str) -> Any:
-        """Return the algorithm that the signal names for `op`, else XLA's, or between CPU processes the one in device order."""
+        """Return the algorithm that the signal names for `op`, else the default."""
         return dict(self.kernels).get(op) or default_algorithm(op)
-
-    @property
-    def adds_in_order(self) -> bool:
-        """Return whether gradients too are summed in device order: what JAX differentiates by itself, it sums by a psum."""
-        return adds_in_order(self.algorithm("all_reduce")) and check_vma_enabled()
 
     @property
     def scattered(self) -> Names:

@@ -22,9 +22,14 @@ tell_apart()
 AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 
-def build_mesh(sizes: Mapping[str, int], *, axis_types: str = "explicit", label: str = "the mesh") -> Mesh:
-    """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `label` opens the errors."""
+def build_mesh(
+    sizes: Mapping[str, int], *, axis_types: str = "explicit", label: str = "the mesh", across: Sequence[str] = ()
+) -> Mesh:
+    """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `label` opens the errors. `across`
+    are the mesh axes that cross slices: the first ones, as the devices of a slice come before those of the next."""
     present = jax.devices()
+    if across and present[0].platform != "cpu":
+        present = sorted(present, key=lambda device: device.slice_index)
     given = {name: size for name, size in sizes.items() if size >= 1}
     open_axis = next((name for name in sizes if name not in given), None)
     if open_axis is not None:
@@ -42,8 +47,29 @@ def build_mesh(sizes: Mapping[str, int], *, axis_types: str = "explicit", label:
             f"{label} asks for {product} = {count} devices, but {len(present)} {'are' if present[1:] else 'is'} here",
             hint=f"make it smaller, or pretend with JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={2 * count} JAX_PLATFORMS=cpu",
         )
+    check_slices(present[:count], sizes, across, label)
     grid = np.array(present[:count], dtype=object).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AXIS_TYPES[axis_types],) * len(sizes))
+
+
+def check_slices(devices: Sequence[Any], sizes: Mapping[str, int], across: Sequence[str], label: str) -> None:
+    """Raise unless the mesh axes `across`, and no others, cross the slices that real devices are in; pretended ones are in
+    none. GPUs are in slices too, of which a mesh may know nothing."""
+    if devices[0].platform == "cpu" or (devices[0].platform != "tpu" and not across):
+        return
+    number = [device.slice_index for device in devices]
+    slices, asked = len(set(number)), math.prod(sizes[name] for name in across)
+    each = len(devices) // asked
+    if slices == asked and all(number[at] == number[at // each * each] for at in range(len(devices))):
+        return
+    names = f"{' and '.join(map(repr, across))} over dcn for {asked} slices" if across else "no mesh axis over dcn"
+    there = f"{slices} slices" if slices > 1 else "one slice"
+    raise JShardError(
+        f"{label} has {names.replace(chr(39), chr(34))}, and its {len(devices)} devices are in {there}",
+        hint=f"write slice: {{size: {slices}, over: dcn}}, and make the other sizes multiply to {len(devices) // slices}"
+        if slices > 1
+        else f"write {across[0]}: {sizes[across[0]]}",
+    )
 
 
 def present_mesh() -> Any:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jshard import events
 from jshard.errors import JShardError
+from jshard.kernels import slices
 from jshard.layouts import mesh as meshes
 from jshard.layouts.mesh import build_mesh, workers_mesh
 from jshard.signals.config import Configuration, load_configuration
@@ -90,10 +91,16 @@ def mesh() -> Mesh:
                 f"{present.source} describes no mesh", hint="add `jshard: {mesh: {data: 2, tensor: 4}}` to it"
             )
         sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
-        _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, label=f"jshard.mesh ({present.mesh.place})")
+        label, across = f"jshard.mesh ({present.mesh.place})", present.mesh.across
+        _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, label=label, across=across)
     return _loaded.mesh
 
 
+def _across() -> tuple[str, ...]:
+    return () if (present := configuration()) is None or present.mesh is None else present.mesh.across
+
+
+slices.loaded_across = _across
 meshes.loaded_mesh = lambda: None if (present := configuration()) is None or present.mesh is None else mesh()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jshard.errors import Place, did_you_mean, quoted
 from jshard.signals.faults import Path, dotted, listed, shown, subject, value_words
 from jshard.signals.nodes import Node
-from jshard.signals.value_types import Names, Reading, whole_number
+from jshard.signals.value_types import Key, Names, Reading, Table, choice, integer, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +87,22 @@ class Workers:
         return {"anyOf": [{"type": "null"}, {"type": "array", "items": number, "uniqueItems": True, "minItems": 1}]}
 
 
+class Across(int):
+    """The size of a mesh axis whose devices are in different slices, between which there is a slower network."""
+
+
+BETWEEN_SLICES = Table(
+    {
+        "size": Key(integer("2"), "How many slices, or groups of them."),
+        "over": Key(choice(("dcn",)), "The data-center network, which joins slices."),
+    },
+    required="over",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Mesh axes with their sizes, in device order."""
+    """Mesh axes with their sizes, in device order: those that cross slices come first, wherever they are written."""
 
     wants: str = "a mapping of mesh axes to sizes"
     example: str = "{data: 2, tensor: 4}"
@@ -106,6 +119,12 @@ class Mesh:
             reading.places[".".join(at)] = place
             if not name:
                 reading.faults.add(path, place, "has an empty name", "write data: 2")
+            elif isinstance(size.value, dict):
+                found = BETWEEN_SLICES.read(size, at, reading) or {}
+                if "size" not in size.value:
+                    reading.faults.add(at, size.place, "has no size", f"write {dotted([name])}: {{size: 2, over: dcn}}")
+                elif found.keys() == {"size", "over"}:
+                    sizes[name] = Across(found["size"])
             elif number is None or number == 0 or number < -1 or number >= 2**31:
                 hint = f"write {dotted([name])}: 2, or -1 for all devices that are left"
                 reading.faults.add(
@@ -117,8 +136,11 @@ class Mesh:
             else:
                 sizes[name] = number
                 rest = name if number == -1 else rest
-        return sizes if len(sizes) == len(node.value) else None
+        first = sorted(sizes, key=lambda name: not isinstance(sizes[name], Across))
+        return {name: sizes[name] for name in first} if len(sizes) == len(node.value) else None
 
     def json(self) -> dict[str, Any]:
         size = {"type": "integer", "anyOf": [{"minimum": 1}, {"const": -1}]}
-        return {"type": "object", "minProperties": 1, "additionalProperties": size}
+        inner = BETWEEN_SLICES.json()
+        across = {**inner, "required": [*inner["properties"]]}
+        return {"type": "object", "minProperties": 1, "additionalProperties": {"anyOf": [size, across]}}

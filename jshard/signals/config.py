@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jshard.errors import JShardError, Place, nearest, quoted
+from jshard.signals.axes import Across
 from jshard.signals.compose import compose
 from jshard.signals.describe import component_words, signal_words
 from jshard.signals.faults import Faults, listed
@@ -28,10 +29,19 @@ class MeshPlan:
     sizes: tuple[int, ...]
     place: Place = dataclasses.field(compare=False)
     places: Mapping[str, Place] = dataclasses.field(default_factory=dict, compare=False)  # mesh axis -> where written
+    across: tuple[str, ...] = ()  # the mesh axes that cross slices, which come first
 
     def __str__(self) -> str:
         """`{data: 2, tensor: 4}`, as it is written."""
-        return "{" + ", ".join(f"{name}: {size}" for name, size in zip(self.names, self.sizes, strict=True)) + "}"
+        return "{" + ", ".join(f"{name}: {self.size_in_words(name)}" for name in self.names) + "}"
+
+    def size_in_words(self, name: str) -> str:
+        size = self.sizes[self.names.index(name)]
+        return f"{{size: {size}, over: dcn}}" if name in self.across else str(size)
+
+    @property
+    def slices(self) -> int:
+        return math.prod(self.sizes[: len(self.across)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +217,7 @@ def _mesh(
     """The mesh that is written; in GT's form, which has workers and no mesh, one axis over all devices."""
     if sizes is not None:
         of_axes = {name: places[f"jshard.mesh.{name}"] for name in sizes}
-        return MeshPlan(tuple(sizes), tuple(sizes.values()), places["jshard.mesh"], of_axes)
+        across = tuple(name for name, size in sizes.items() if isinstance(size, Across))
+        return MeshPlan(tuple(sizes), tuple(map(int, sizes.values())), places["jshard.mesh"], of_axes, across)
     shards = [signal.at("shard") for signal in signals.values() if signal.shard is not None]
     return MeshPlan(("workers",), (-1,), shards[0]) if shards else None

@@ -16,8 +16,8 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
     """Place, key and value: `configs/mlp.yaml:5`, `layer1.row`, `data`."""
     mesh = configuration.mesh
     if mesh is not None:
-        for name, size in zip(mesh.names, mesh.sizes, strict=True):
-            yield mesh.places.get(name, mesh.place), f"jshard.mesh.{name}", str(size)
+        for name in mesh.names:
+            yield mesh.places.get(name, mesh.place), f"jshard.mesh.{name}", mesh.size_in_words(name)
     if configuration.pipeline is not None:
         for key, value in changed(configuration.pipeline).items():
             if key != "place":

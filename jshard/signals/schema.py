@@ -39,7 +39,7 @@ COLLECTIVES = {
 
 # The algorithms of each kernel, as in jshard.kernels.select_algorithm, which imports JAX; a test holds them equal.
 KERNELS = {
-    "all_reduce": ("auto", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
+    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
     "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
     "all_gather": ("auto", "in_order", "permute", "ring", "xla"),
     "matmul": ("auto", "pallas", "xla"),
@@ -179,7 +179,9 @@ TRAIN: dict[str, Key] = {
 _KERNEL = Table({op: Key(choice(words), f"How {op} is done.") for op, words in KERNELS.items()})
 
 JSHARD: dict[str, Key] = {
-    "mesh": Key(Mesh(), "Mesh axes and their sizes, in device order; one may be -1: all that are left."),
+    "mesh": Key(
+        Mesh(), "Mesh axes and sizes, in device order; one may be -1: all that are left. {size: 2, over: dcn} crosses slices."
+    ),
     "axis_types": Key(choice(("explicit", "auto")), "explicit unless said: layouts are part of types."),
     "include": Key(Names("a file or a list of files", "base.yaml"), "Files that this one starts from."),
     "strict": Key(flag("false"), "A signal that is not written here is an error, unless false."),

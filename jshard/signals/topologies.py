@@ -54,27 +54,30 @@ def devices_of(name: str) -> int:
     return math.prod(shape) * SHAPES[chip].devices
 
 
-def fitted(sizes: Mapping[str, int], mesh_place: Place, name: str, place: Place | None) -> dict[str, int]:
-    """The sizes of a mesh that takes all devices of a topology, -1 worked out. `place` is where the topology is written,
-    None where it was asked for by `--topology`."""
-    devices = devices_of(name)
+def fitted(
+    sizes: Mapping[str, int], mesh_place: Place, name: str, place: Place | None, slices: int = 1
+) -> dict[str, int]:
+    """The sizes of a mesh that takes all devices of so many slices, each a topology, -1 worked out. `place` is where the
+    topology is written, None where it was asked for by `--topology`."""
+    devices = slices * devices_of(name)
     fixed = abs(math.prod(sizes.values()))
     is_open = -1 in sizes.values()
     if (devices // fixed * fixed if is_open else fixed) != devices:
         has = f"{'fixes' if is_open else 'has'} {fixed:,} devices"
-        there = name if place is None else f"jshard.topology ({place}), {name},"
+        there = f"{slices} x {name}" if slices > 1 else name
+        there = there if place is None else f"jshard.topology ({place}), {there},"
         raise JShardError(
             f"jshard.mesh ({mesh_place}) {has}, and {there} has {devices:,}",
-            hint=hint_of(fixed, name, "use --topology " if place is None else "write topology: "),
+            hint=hint_of(fixed, name, "use --topology " if place is None else "write topology: ", slices=slices),
         )
     return {axis: size if size >= 1 else devices // fixed for axis, size in sizes.items()}
 
 
-def hint_of(devices: int, name: str, words: str, whose: str = "its sizes") -> str:
+def hint_of(devices: int, name: str, words: str, whose: str = "its sizes", slices: int = 1) -> str:
     """A topology of the same chip that so many devices fit, or a mesh that fits this one."""
     chip, _ = read_name(name)
-    fits = [f"{chip}:{size}" for size in SHAPES[chip].examples if devices_of(f"{chip}:{size}") == devices]
-    change = f"make {whose} multiply to {devices_of(name):,}"
+    fits = [f"{chip}:{size}" for size in SHAPES[chip].examples if slices * devices_of(f"{chip}:{size}") == devices]
+    change = f"make {whose} multiply to {slices * devices_of(name):,}"
     return f"{words}{fits[0]}, or {change}" if fits else change
 
 

@@ -83,7 +83,9 @@ def written(configuration: Configuration) -> str:
     """Write the configuration as one YAML text: includes, `extends` and the command line's changes are in it."""
     jshard: dict[str, Any] = {"axis_types": configuration.axis_types, "strict": configuration.strict}
     if configuration.mesh is not None and configuration.mesh.places:
-        jshard["mesh"] = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
+        sizes = zip(configuration.mesh.names, configuration.mesh.sizes, strict=True)
+        across = configuration.mesh.across
+        jshard["mesh"] = {name: {"size": n, "over": "dcn"} if name in across else n for name, n in sizes}
     if configuration.pipeline is not None:
         jshard["pipeline"] = {key: value for key, value in changed(configuration.pipeline).items() if key != "place"}
     if configuration.default is not None:

@@ -132,6 +132,9 @@ PLANS = {
         {"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", dtype={"reduce": "float32"}
     ),
     "permutes": claimed({"data": 4, "tensor": 2}, store="data", sequence="tensor", kernel=PERMUTES),
+    "prefetch slices": claimed(
+        {"slice": {"size": 2, "over": "dcn"}, "data": 2, "tensor": 2}, row=["slice", "data"], store=PREFETCH
+    ),
     "prefetch permutes": claimed({"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", kernel=PERMUTES),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import cases
@@ -15,7 +16,16 @@ from hypothesis import strategies as st
 
 import jshard
 from jshard.layouts import Layout, build_mesh
-from jshard.layouts.mesh import absent_mesh, homes_of, is_explicit, present_mesh, with_axis_types, workers_mesh
+from jshard.layouts.mesh import (
+    absent_mesh,
+    check_slices,
+    homes_of,
+    is_explicit,
+    present_mesh,
+    with_axis_types,
+    workers_mesh,
+)
+from jshard.signals.active_config import unload
 
 P = jax.P
 
@@ -213,3 +223,41 @@ def test_a_worker_that_is_not_there(grid, worker):
     assert sentence(workers_mesh, grid, (1, worker), label="it") == (
         f"it names worker {worker}, but the mesh has 8 devices; use numbers from 0 to 7"
     )
+
+
+@dataclasses.dataclass
+class Chip:
+    slice_index: int
+    platform: str = "tpu"
+
+
+@pytest.mark.parametrize(
+    ("slices", "sizes", "across", "fault"),
+    [
+        ([0, 0, 1, 1], {"slice": 2, "data": 2}, ["slice"], None),
+        ([3, 3, 1, 1], {"a": 2, "data": 2}, ["a"], None),
+        ([0, 0, 1, 1, 2, 2, 3, 3], {"a": 2, "b": 2, "data": 2}, ["a", "b"], None),
+        ([0, 0, 0, 0], {"data": 4}, [], None),
+        ([0, 0, 0, 0], {"slice": 2, "data": 2}, ["slice"],
+         'the mesh has "slice" over dcn for 2 slices, and its 4 devices are in one slice; write slice: 2'),
+        ([0, 0, 1, 1], {"data": 4}, [],
+         "the mesh has no mesh axis over dcn, and its 4 devices are in 2 slices; "
+         "write slice: {size: 2, over: dcn}, and make the other sizes multiply to 2"),
+        ([0, 0, 1, 1], {"a": 2, "b": 2}, ["a", "b"],
+         'the mesh has "a" and "b" over dcn for 4 slices, and its 4 devices are in 2 slices; '
+         "write slice: {size: 2, over: dcn}, and make the other sizes multiply to 2"),
+    ],
+)  # fmt: skip
+def test_mesh_axes_over_dcn_are_those_that_cross_slices(slices, sizes, across, fault):
+    chips = [Chip(number) for number in slices]
+    if fault is None:
+        return check_slices(chips, sizes, across, "the mesh")
+    assert sentence(check_slices, chips, sizes, across, "the mesh") == fault
+
+
+def test_slices_of_gpus_may_go_unsaid_and_pretended_devices_are_in_none():
+    check_slices([Chip(0, "gpu"), Chip(1, "gpu")], {"data": 2}, [], "the mesh")
+    check_slices(jax.devices(), {"slice": 2, "data": 4}, ["slice"], "the mesh")
+    jshard.load({"jshard": {"mesh": {"slice": {"size": 2, "over": "dcn"}, "data": 4}}})
+    assert [device.id for device in jshard.mesh().devices[1]] == [4, 5, 6, 7]
+    unload()

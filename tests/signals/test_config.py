@@ -76,6 +76,18 @@ def test_config_takes_one_open_size_and_any_number_of_devices(sizes: dict):
     assert configuration.devices == max(sizes.values())
 
 
+def test_config_takes_mesh_axes_that_cross_slices():
+    said = {"a": {"size": 2, "over": "dcn"}, "data": 4, "b": {"size": 3, "over": "dcn"}}  # which come first
+    configuration = load_configuration({"jshard": {"mesh": said}, "x": {"row": ["a", "data"]}})
+    mesh = configuration.mesh
+    assert mesh == MeshPlan(("a", "b", "data"), (2, 3, 4), Place(""), across=("a", "b"))
+    assert mesh != load_configuration({"jshard": {"mesh": {"a": 2, "b": 3, "data": 4}}, "x": {"row": "data"}}).mesh
+    assert (mesh.slices, configuration.devices) == (6, 24)
+    assert str(mesh) == "{a: {size: 2, over: dcn}, b: {size: 3, over: dcn}, data: 4}"
+    changed = load_configuration({"jshard": {"mesh": said}, "x": {"row": "data"}}, ["jshard.mesh.a.size=5"])
+    assert changed.mesh and changed.mesh.slices == 15
+
+
 def test_config_takes_any_number_of_a_device():
     configuration = load_configuration({"layer1": {"shard": {"axis": 0, "workers": [2**31 - 1]}}})
     assert configuration.devices == 2**31

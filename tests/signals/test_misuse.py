@@ -134,6 +134,19 @@ IN_A_FILE = {
         "jshard: {strict: 'no'}\nlayer1: {}\n",
         'jshard.strict (FILE:1) is "no", which is not true or false; write strict: false',
     ),
+    "axis between slices with nothing said": (
+        "jshard:\n  mesh: {slice: {}, data: 4}\n",
+        "jshard.mesh.slice (FILE:2) has no over; write over: dcn",
+        "jshard.mesh.slice (FILE:2) has no size; write slice: {size: 2, over: dcn}",
+    ),
+    "axis over another network": (
+        "jshard:\n  mesh: {slice: {size: 2, over: ici}, data: 4}\n",
+        'jshard.mesh.slice.over (FILE:2) is "ici", which is not dcn; write over: dcn',
+    ),
+    "axis between slices of open size": (
+        "jshard:\n  mesh: {slice: {size: -1, over: dcn}, data: 4}\n",
+        "jshard.mesh.slice.size (FILE:2) is -1, which is not a whole number of 1 or more; write size: 2",
+    ),
     "axis not in mesh": (
         MESH + "layer1: {row: data, column: tensr}\n",
         'signal "layer1" (FILE:3) names mesh axis "tensr", which is not in jshard.mesh (FILE:2: data, '

@@ -41,6 +41,16 @@ def test_a_mesh_takes_all_devices_of_a_topology(sizes, name, found):
     assert fitted(sizes, HERE, name, None) == found
 
 
+def test_a_mesh_takes_all_devices_of_several_slices():
+    assert fitted({"slice": 2, "data": -1}, HERE, "v5e:4x4", None, slices=2) == {"slice": 2, "data": 16}
+    with pytest.raises(JShardError) as error:
+        fitted({"slice": 2, "data": 8}, HERE, "v5e:4x4", THERE, slices=2)
+    assert str(error.value) == (
+        "jshard.mesh (f.yaml:2) has 16 devices, and jshard.topology (f.yaml:9), 2 x v5e:4x4, has 32; write topology: v5e:2x4, "
+        "or make its sizes multiply to 32"
+    )
+
+
 @pytest.mark.parametrize(
     ("sizes", "name", "place", "sentence"),
     [

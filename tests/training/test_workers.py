@@ -85,6 +85,7 @@ MODELS = {  # of files that name none
     "examples/gt/stages.yaml": two("encoder", "decoder"),
 }
 SIZES = {"configs/pod-fsdp.yaml": SMALL, "configs/pod-tensor.yaml": SMALL}
+SIZES["configs/pod-slices.yaml"] = ["jshard.mesh={slice: {size: 2, over: dcn}, data: 2, tensor: 2}", *SMALL[1:]]
 FILES = [str(path.relative_to(ROOT)) for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")]
 PARTS = {  # files that others include, and those of other programs
     "configs/pod.yaml",

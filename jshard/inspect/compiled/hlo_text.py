@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 
 from jshard.inspect.compiled.collective import CompiledCollective, itemsize
-from jshard.inspect.compiled.replica_groups import members
+from jshard.inspect.compiled.replica_groups import members, slices
 from jshard.kernels.collectives import COLLECTIVES
-from jshard.provenance import StackFrames, cause, op_name, operation, split
+from jshard.provenance import Cause, StackFrames, cause, op_name, operation, split
 
 KIND_OF = {collective.opcode: collective for collective in COLLECTIVES.values()}
 
@@ -24,6 +24,7 @@ TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 NO_RESULT = frozenset(
     "parameter constant get-tuple-element tuple bitcast broadcast iota partition-id after-all".split()
 )
+BETWEEN_SLICES = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)".*_xla_megascale_transfer_type="(\w+)"')
 CHAIN = re.compile(r'frontend_attributes=\{[^}]*chain_id="(\d+)"')
 
 
@@ -64,6 +65,12 @@ class Instruction:
         return int(found[1]) if found and self.opcode == "get-tuple-element" else None
 
     @property
+    def between_slices(self) -> tuple[str, str] | None:
+        """Of a send to other slices, or of what comes from there: the name that both have, and the collective."""
+        found = BETWEEN_SLICES.search(self.rest) if self.opcode in ("send", "recv") else None
+        return None if found is None else (found[1], {"ONE_TO_ONE": "permute"}.get(found[2], found[2].lower()))
+
+    @property
     def called(self) -> list[str]:
         """The computations that it runs."""
         names = [found[1] for found in CALLED.findall(self.rest)]
@@ -101,6 +108,7 @@ class Program:
             elif found := INSTRUCTION.match(line):
                 inside[found[1]] = Instruction.of(found[1], found[2])
         head = text.partition("\n")[0]  # long, where it lays out many arguments
+        # Of one slice, where there are several.
         self.devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head))
 
     def trips(self, name: str, loop: Instruction) -> int | None:
@@ -168,6 +176,28 @@ class Program:
             operations=tuple(map(operation, names)),
             asynchronous=(site.is_async or is_start) and '"is_sync":true' not in each.rest,
             members=joined,
+        )
+
+    def across(self, send: Instruction, receive: Instruction, site: Site) -> CompiledCollective:
+        """Read a transfer between slices, of which XLA keeps no name stack."""
+        assert send.between_slices is not None
+        _, kind = send.between_slices
+        assert kind in COLLECTIVES, f"a transfer between slices that jshard does not know: {kind}"
+        joined = slices(send.rest)
+        whole = receive if COLLECTIVES[kind].payload == "result" else send
+        ((dtype, size),) = _arrays(_elements(whole.type)[0])
+        return CompiledCollective(
+            collective=kind,
+            opcode=send.opcode,
+            group=len(joined),
+            payloads=(size,),
+            dtypes=(dtype,),
+            count=site.count,
+            count_known=site.count_known,
+            causes=(Cause(),),
+            operations=("",),
+            asynchronous=True,
+            members=tuple(each * self.devices for each in joined),
         )
 
     def _names(self, name: str, collective: Instruction, around: str, arrays: int) -> tuple[str, ...]:

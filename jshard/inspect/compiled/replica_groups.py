@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+DEVICES = 100_000  # by which a TPU's device numbers differ from one slice to the next
+
 
 def members(rest: str, devices: int) -> tuple[int, ...]:
     """The devices that a collective joins in its first group, from any of the spellings of `replica_groups`."""
@@ -25,6 +27,17 @@ def members(rest: str, devices: int) -> tuple[int, ...]:
         return tuple(_along(numbers.reshape(tuple(sizes.values())), list(sizes), named).ravel().tolist())
     assert "replica_groups={}" in rest, f"a spelling of replica_groups that jshard does not know: {rest}"
     return tuple(range(devices))
+
+
+def slices(rest: str) -> tuple[int, ...]:
+    """The slices, from 0, that a transfer between slices joins in its first group: of devices by their number, which begins
+    with that of the slice, or of slices for devices of each."""
+    found = re.search(r'_xla_megascale_target="?\{((?:\{[^}]*\},?)+|[\d,]+)\}', rest)
+    assert found, f"a target of a transfer between slices that jshard does not know: {rest}"
+    if not found[1].startswith("{"):
+        return tuple(int(number) - 1 for number in found[1].split(","))
+    pairs = [(int(a) // DEVICES - 1, int(b) // DEVICES - 1) for a, b in re.findall(r"\{(\d+)->(\d+)\}", found[1])]
+    return _ring(pairs) if pairs else tuple(int(n) // DEVICES - 1 for n in found[1][1:].split("}")[0].split(","))
 
 
 def _numbered(shape: str, order: str | None) -> np.ndarray:

@@ -92,6 +92,13 @@ class _Reader:
                 yield Start(each.name, collective)
                 if not collective.asynchronous:
                     yield Done(each.name)
+            elif (between := each.between_slices) is not None:  # each is sent and received under one name
+                rendezvous, _ = between
+                if each.opcode == "send":
+                    receives = (i for i in computation.values() if i.opcode == "recv" and i.between_slices == between)
+                    yield Start(rendezvous, self.program.across(each, next(receives), site))
+                else:
+                    self.updates[each.name] = rendezvous
             elif each.opcode.endswith("-update"):
                 self.updates[each.name] = self.updates.get(each.operands[0], each.operands[0])
             elif each.opcode.endswith("-done"):

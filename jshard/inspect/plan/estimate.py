@@ -35,12 +35,13 @@ class Part:
     def peak(self) -> str:
         """The rate in words; "" of what was walked through, which is seconds already."""
         size, unit = UNITS.get(self.name, (1e9, "GB/s"))
-        return f"{self.rate / size:,.0f} {unit}" if self.rate > 1 else ""
+        rate = self.rate / size
+        return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.3g} {unit}" if self.rate > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A model of one step's time. It knows nothing of latency, or of what kernels reach of their peaks."""
+    """A model of one step's time. It knows nothing of latency but between slices, or of what kernels reach of their peaks."""
 
     parts: tuple[Part, ...]
     source: str
@@ -94,7 +95,9 @@ def estimate(
             rate = link_rate(range(line.group), topology)
             wire[rate] += line.total
             kernels[rate] += line.total - hidden_in_kernel(line, chip)
-    parts += [Part("wire", f"{size(total)} on the wire", total, rate) for rate, total in sorted((+wire).items())]
+    slow = chip.between_hosts / chip.devices if topology.slices > 1 else 0.0
+    where = {rate: "between slices" if rate == slow else "on the wire" for rate in wire}
+    parts += [Part("wire", f"{size(total)} {where[rate]}", total, rate) for rate, total in sorted((+wire).items())]
     parts.append(Part("wait", f"{size(late)} that nothing hides", walked.wait, 1))
     parts += [
         Part("wait", f"{size(total)} that a kernel's products don't hide", total, rate)

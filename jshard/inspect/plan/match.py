@@ -188,10 +188,12 @@ def _sum(asked: list[Ask], elements: int, limit: int = 4096) -> list[Ask]:
 
 
 def _split(ask: Ask, got: list[Run], pairs: Pairs) -> None:
-    """One that runs as several smaller ones of its kind."""
+    """One that runs as several of its kind: smaller ones, or one after the other along its mesh axes."""
     parts = [run for run in got if run.left and _kind(ask, run) and _signal(ask, run) and run.elements < ask.elements]
+    if sum(run.elements for run in parts) != ask.elements:
+        parts = _along_each(ask, got)
     times = min((run.left for run in parts), default=0)
-    if times and sum(run.elements for run in parts) == ask.elements:
+    if times:
         times = min(times, ask.left)
         ask.left -= times
         wire = sum(run.wire for run in parts)
@@ -199,6 +201,19 @@ def _split(ask: Ask, got: list[Run], pairs: Pairs) -> None:
         for number, run in enumerate(parts):
             run.left -= times
             pairs.append(Pair(ask, run, times if number == 0 else 0, "split", wire, hidden))
+
+
+def _along_each(ask: Ask, got: list[Run]) -> list[Run]:
+    """Find the sums inside slices and between them that one over all these mesh axes runs as. A TPU fills up 128 lanes."""
+    parts: list[Run] = []
+    missing = set(ask.axes)
+    for run in got:
+        alike = run.got.collective == ask.line.collective == "all_reduce" and (_unsigned(ask, run) or _signal(ask, run))
+        full = run.elements in (ask.elements, -(-ask.elements // 128) * 128)
+        if run.left and alike and full and run.axes and set(run.axes) <= missing:
+            parts.append(run)
+            missing -= set(run.axes)
+    return parts if len(parts) > 1 and not missing else []
 
 
 def _in_other_words(ask: Ask, got: list[Run], pairs: Pairs) -> None:

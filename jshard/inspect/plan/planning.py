@@ -114,7 +114,7 @@ def mesh_on(topology: Topology, present: Configuration) -> Any:
     """The mesh of a configuration, of the devices of a topology."""
     assert present.mesh is not None
     sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
-    sizes = fitted(sizes, present.mesh.place, topology.name, topology.place)
+    sizes = fitted(sizes, present.mesh.place, topology.name, topology.place, topology.slices)
     return _of_topology(absent_mesh(sizes, axis_types=present.axis_types), topology)
 
 

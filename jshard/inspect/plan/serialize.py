@@ -22,6 +22,7 @@ def document(plan: Result) -> str:
             "chip": plan.topology.chip.name,
             "kind": plan.topology.chip.kind,
             "devices": plan.topology.devices,
+            "slices": plan.topology.slices,
         },
         "mesh": dict(plan.mesh),
         "compilers": plan.compilers,

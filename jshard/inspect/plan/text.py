@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jshard.chips import HOP
 from jshard.inspect.plan.comparison import Row
 from jshard.inspect.plan.estimate import MODEL, in_words
 from jshard.inspect.plan.result import Result
@@ -37,6 +38,8 @@ def _wire(plan: Result) -> Iterator[Block]:
         return
     yield Rows([_cells(row) for row in plan.comparison.rows], NUMBERS)
     yield wire_summary(plan)
+    if plan.topology.slices > 1:
+        yield _between_slices(plan)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -75,6 +78,17 @@ def wire_summary(plan: Result) -> str:
         f"{size(comparison.got)} run ({change}) in {runs:,} instructions, {size(comparison.hidden)} of it hidden and "
         f"{size(comparison.got - comparison.hidden)} not"
     )
+
+
+def _between_slices(plan: Result) -> str:
+    """Tell of the bytes that go over the slower network."""
+    chip, found = plan.topology.chip, [got for got in plan.got if plan.topology.spans_slices(got.members)]
+    total, late = sum(got.total for got in found), sum(got.total * (1 - got.hidden) for got in found)
+    told = f"{size(total)} of it in {sum(got.count for got in found):,} instructions"
+    if not chip.link:
+        return f"between slices: {told}"
+    rate = f"{chip.between_hosts / chip.devices / 1e9:.3g} GB/s a device and {in_words(HOP)} a hop"
+    return f"between slices: {told}, {size(total - round(late))} of that hidden and {size(round(late))} not, at {rate}"
 
 
 # -- memory --

@@ -1,9 +1,10 @@
-"""Chips and how many of them: what `v5e:4x4` means."""
+"""Chips and how many of them: what `v5e:4x4` means, and several slices of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from jax.sharding import AbstractDevice
@@ -16,37 +17,48 @@ from jshard.signals.topologies import read_name, written
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """So many chips of a kind, in a shape."""
+    """So many chips of a kind, in a shape, once or in several slices."""
 
     name: str  # v5e:4x4
     chip: Chip
     shape: tuple[int, ...]
     place: Place | None = dataclasses.field(default=None, compare=False)  # where a configuration says so
+    slices: int = 1
 
     @classmethod
-    def of(cls, name: str, place: Place | None = None) -> Topology:
+    def of(cls, name: str, place: Place | None = None, slices: int = 1) -> Topology:
         """What a name like `v5e:4x4` or `h100:8` means, and where it is written; near names when it means nothing."""
         chip, shape = read_name(name)
-        return cls(written(name), CHIPS[chip], shape, place)
+        return cls(written(name), CHIPS[chip], shape, place, slices)
 
     @classmethod
     def chosen(cls, name: str | None, present: Configuration | None) -> Topology | None:
-        """The one of that name, else that of the configuration, if it has one."""
-        if name is None and present is not None and present.topology is not None:
-            return cls.of(present.topology, present.topology_place)
-        return None if name is None else cls.of(name)
+        """The one of that name, else that of the configuration, if it has one; of each slice, where its mesh has several."""
+        slices = 1 if present is None or present.mesh is None else present.mesh.slices
+        if present is not None and present.topology is not None and name in (None, present.topology):
+            return cls.of(present.topology, present.topology_place, slices)
+        return None if name is None else cls.of(name, slices=slices)
 
     @property
     def devices(self) -> int:
-        """How many JAX devices it has."""
+        """How many JAX devices it has, in all slices."""
+        return self.slices * self.slice_devices
+
+    @property
+    def slice_devices(self) -> int:
         return math.prod(self.shape) * self.chip.devices
+
+    def spans_slices(self, members: Iterable[int]) -> bool:
+        """Whether some of these devices are in one slice and some in another."""
+        return len({member // self.slice_devices for member in members}) > 1
 
     def __str__(self) -> str:
         many = f"{self.devices:,} device{'' if self.devices == 1 else 's'}"
+        name = f"{self.slices} x {self.name}" if self.slices > 1 else self.name
         if self.chip.platform == "cpu":
-            return f"{self.name} ({many}, pretended)"
+            return f"{name} ({many}, pretended)"
         two = f", {self.chip.devices} to a chip" if self.chip.devices > 1 else ""
-        return f"{self.name} ({many} of {self.chip.kind}{two})"
+        return f"{name} ({many} of {self.chip.kind}{two})"
 
     @property
     def platform(self) -> str:
@@ -62,14 +74,15 @@ class Topology:
     @property
     def target(self) -> dict[str, Any]:
         """What `get_topology_desc` needs beyond the name."""
+        several = {"num_slices": self.slices} if self.slices > 1 and self.chip.platform == "tpu" else {}
         if self.chip.config:
-            return {"chip_config_name": self.chip.config}
+            return {"chip_config_name": self.chip.config, **several}
         if self.chip.platform == "tpu" and min(self.shape[:2]) == 1:  # a host has 2x2 chips unless this is said
-            return {"chips_per_host_bounds": [*(min(size, 2) for size in self.shape[:2]), 1]}
+            return {"chips_per_host_bounds": [*(min(size, 2) for size in self.shape[:2]), 1], **several}
         if self.chip.platform != "gpu":
-            return {}
-        hosts = -(-self.shape[0] // self.chip.host)
-        return {"topology": f"1x{hosts}x{self.shape[0] // hosts}", "target_config": _gpu_in_words(self.chip)}
+            return several
+        hosts = self.slices * -(-self.shape[0] // self.chip.host)
+        return {"topology": f"1x{hosts}x{self.devices // hosts}", "target_config": _gpu_in_words(self.chip)}
 
 
 def _gpu_in_words(chip: Chip) -> str:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from jshard.chips import HOP
 from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.hlo_text import Program
 from jshard.inspect.compiled.schedule import Branches, Done, Event, Loop, Start, Work, collectives_of, schedule_of
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.work import seconds_by
+from jshard.kernels.collectives import COLLECTIVES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +46,21 @@ def walked(text: str, topology: Topology) -> Walked:
 
 
 def wire_seconds(collective: CompiledCollective, topology: Topology) -> float:
-    """How long one run takes on links of its own; nothing for a group of one."""
-    return collective.total / collective.count / link_rate(collective.members, topology) if collective.count else 0.0
+    """How long one run takes on links of its own, between slices with a hop for each time that all wait for a neighbour;
+    nothing for a group of one."""
+    if not collective.count or not collective.total:
+        return 0.0
+    seconds = collective.total / collective.count / link_rate(collective.members, topology)
+    hops = COLLECTIVES[collective.collective].hops(collective.group)
+    return seconds + hops * HOP if topology.spans_slices(collective.members) else seconds
 
 
-def link_rate(members: Iterable[int], topology: Topology) -> float:
+def link_rate(members: Sequence[int], topology: Topology) -> float:
     """Bytes a second that a device can send in a collective. A TPU: a ring along one axis of the torus, both ways, shared
-    by the devices of a chip. A GPU: NVLink within a host, the network between hosts."""
+    by the devices of a chip; the network between slices. A GPU: NVLink within a host, the network between hosts."""
     chip = topology.chip
+    if topology.spans_slices(members):
+        return chip.between_hosts / chip.devices
     if chip.axes:
         return 2 * chip.link / chip.devices
     hosts = {member // chip.host for member in members}
@@ -114,8 +123,9 @@ class _Walk:
             self.open[name] = max(self.open.get(name, 0.0), begin + seconds)
 
     def _share_links(self, one: CompiledCollective, other: CompiledCollective) -> bool:
-        """Along other axes of a torus lie other links; a GPU sends all it sends by the same, to its host or beyond."""
-        if self.topology.chip.axes:
+        """Along other axes of a torus lie other links, and to other slices goes a network; a GPU sends all it sends by the
+        same, to its host or beyond."""
+        if self.topology.chip.axes and not self.topology.spans_slices((*one.members, *other.members)):
             return len(set(one.members) & set(other.members)) > 1
         return link_rate(one.members, self.topology) == link_rate(other.members, self.topology)
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jshard.kernels import slices
+from jshard.kernels.all_reduction import pvary_summed
 from jshard.kernels.invariant_cast import over_one_device
 from jshard.kernels.select_algorithm import choose
 from jshard.layers.gather import Gathers, Kernels, gather
@@ -24,6 +26,9 @@ from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
 
 Names = frozenset[str]
+# In the place of an axis: what rests is to vary over a mesh axis that crosses slices before it is gathered, so that between
+# slices the gradient of the part goes, and not of all.
+ALL = -1
 Moving = Callable[
     ["Part", Axes, tuple[Move, ...]], contextlib.AbstractContextManager[Kernels]
 ]  # records moves, says who asks, and by which algorithms
@@ -136,21 +141,23 @@ class Part:
         with moving(self, axes, steps) if travels else contextlib.nullcontext(()) as kernels:
             for step in steps:
                 x = _step(x, step, names, kernels)
-        return vary(x, names)
+        return vary(x, names, dict(() if self.signal is None else self.signal.kernel).get("all_reduce", "auto"))
 
     def _in_use(self, names: Names) -> Array:
         """Gather a stored parameter. Where a use varies over the axis its gradient is scattered back, not summed everywhere."""
         assert self.rest is not None
         missing = [(axis, name) for axis, rest in enumerate(self.rest) for name in rest if name not in self.axes[axis]]
-        return self.gather(tuple((axis, name, name in names) for axis, name in missing))
+        own = {name for _, name in missing}
+        between = [(ALL, name, True) for name in slices.loaded_across() if missing and name in names - own]
+        return self.gather((*((axis, name, name in names) for axis, name in missing), *between))
 
     def gather(self, steps: Gathers) -> Array:
         if steps not in self.gathered:
             with scope(key="store"):
-                several = tuple(step for step in steps if lax.axis_size(step[1]) > 1)
+                several = tuple(step for step in steps if lax.axis_size(step[1]) > 1 and step[0] != ALL)
                 x = self.x
-                for _, name, varies in steps:
-                    x = over_one_device(x, (name,), varies=varies)
+                for axis, name, varies in steps:
+                    x = vary(x, frozenset({name})) if axis == ALL else over_one_device(x, (name,), varies=varies)
                 kernels = () if self.signal is None else self.signal.kernel
                 if self.prefetches and dict(kernels).get("reduce_scatter", "auto") == "auto" and several:
                     group = math.prod(lax.axis_size(name) for _, name, _ in several)
@@ -236,10 +243,13 @@ def _step(x: Any, step: Move, names: Names, kernels: Kernels) -> Array:
     return move(x, [step])
 
 
-def vary(x: Any, names: Names) -> Array:
-    """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them."""
+def vary(x: Any, names: Names, algorithm: str = "auto") -> Array:
+    """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them, in each slice and
+    then between slices where some of them cross these."""
     x = over_one_device(x, names, varies=True)
     missing = tuple(sorted(names - jax.typeof(x).mat.varying))
+    if algorithm in ("auto", "hierarchical") and slices.is_hierarchy(missing) and jnp.issubdtype(x.dtype, jnp.inexact):
+        return pvary_summed((x,), missing, "hierarchical")[0]
     return lax.pcast(x, missing, to="varying") if missing else x
 
 

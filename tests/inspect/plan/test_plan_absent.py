@@ -15,6 +15,7 @@ from jshard.inspect.plan import plan
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.inspect.plan.topology import Topology
 from jshard.signals.active_config import configuration, unload
+from jshard.units import size
 
 TOPOLOGIES = ["v4:2x2x1", "v5e:4x4", "v5p:8x8x16", "v6e:16x16", "tpu7x:2x2x2", "h100:8", "h200:8", "b200:8"]
 
@@ -58,6 +59,40 @@ def test_single_chip_compiles(extra):
     extra("v5e:1x1")
     made = plan(lambda x: x @ x.T, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16), topology="v5e:1x1")
     assert (made.comparison.asked, made.comparison.got) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["cpu:4", "v5e:2x2"])
+def test_plan_of_two_slices_says_what_crosses(extra, name):
+    """Pretended devices are in no slices, but their compiler is asked for the same sums."""
+    extra(name)
+    rows = {"row": ["slice", "data"]}
+    mesh = {"slice": {"size": 2, "over": "dcn"}, "data": 2, "tensor": 2}
+    jshard.load({"jshard": {"mesh": mesh, "topology": name}, "up": {**rows, "column": "tensor"},
+                 "down": {**rows, "reduction": "tensor"}, "rows": rows})  # fmt: skip
+    there = Topology.chosen(None, configuration())
+    with moved_to(mesh_on(there, configuration())):
+        model = nnx.eval_shape(lambda: jshard.MLP(128, 512, 128, use_bias=False, rngs=nnx.Rngs(0)))
+        x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+        made = plan(lambda model: jshard.mean(model(x_of(x)) ** 2), model)
+    assert (made.topology.slices, made.mesh) == (2, {"slice": 2, "data": 2, "tensor": 2})
+    rows = {(row.signal, row.collective, row.mesh_axes): row for row in made.comparison.rows}
+    part = 4 * 128 * 512 // 2 // 2  # of a kernel's gradient: over tensor, and over the devices of a slice
+    for signal in ("up", "down"):
+        row = rows[signal, "all_reduce", ("slice",)]
+        assert (row.asked, row.got, row.wire_got) == (1, 1, part)
+    crossing = [got for got in made.got if there.spans_slices(got.members)]
+    assert sum(got.total for got in crossing) >= 2 * part
+    told = str(made)
+    assert f"between slices: {size(sum(got.total for got in crossing))} of it in " in told
+    if there.chip.link:
+        assert "at 3.12 GB/s a device and 16 us a hop" in told and len(crossing) == 3
+        wire = next(part for part in made.estimate.parts if part.words.endswith("between slices"))
+        assert (wire.rate, wire.amount) == (3.125e9, sum(got.total for got in crossing))
+
+
+def x_of(shape):
+    """An input that nobody differentiates by."""
+    return jshard.signal.tensor(jnp.ones(shape.shape, shape.dtype), name="rows")
 
 
 def test_program_that_is_too_large_for_a_chip_is_a_verdict_and_not_a_failure(extra):

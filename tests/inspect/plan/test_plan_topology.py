@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import jshard
 from jshard.chips import CHIPS, GIB
 from jshard.errors import JShardError
 from jshard.inspect.plan.topology import Topology
 from jshard.kernels.chip import chip
+from jshard.signals.active_config import configuration, unload
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,25 @@ def test_topology_is_told_in_words():
     assert str(Topology.of("V5e:4x4")) == "v5e:4x4 (16 devices of TPU v5 lite)"
     assert str(Topology.of("tpu7x:2x2x1")) == "tpu7x:2x2x1 (8 devices of TPU7x, 2 to a chip)"
     assert str(Topology.of("cpu:1")) == "cpu:1 (1 device, pretended)"
+    assert str(Topology.of("v5e:16x16", slices=2)) == "2 x v5e:16x16 (512 devices of TPU v5 lite)"
+
+
+def test_topology_of_several_slices_is_told_to_its_compiler():
+    two = Topology.of("v5e:2x2", slices=2)
+    assert (two.devices, two.slice_devices, two.target) == (8, 4, {"num_slices": 2})
+    assert [two.spans_slices(members) for members in ((0, 1, 2, 3), (4, 5), (3, 4), range(8))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert Topology.of("v4:2x2x1", slices=3).target == {"chip_config_name": "megacore", "num_slices": 3}
+    assert Topology.of("h100:16", slices=2).target["topology"] == "1x4x8"
+    jshard.load({"jshard": {"mesh": {"a": {"size": 3, "over": "dcn"}, "b": {"size": 2, "over": "dcn"}, "c": 4}}})
+    for name in ("v5e:2x2", None):
+        chosen = Topology.chosen(name, configuration())
+        assert (None if chosen is None else chosen.slices) == (name and 6)
+    unload()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jshard.chips import HOP
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import walked
 
@@ -213,3 +214,66 @@ def test_gpu_works_as_long_as_its_products_or_its_bytes_take_at_the_peak():
     assert seconds(product) == pytest.approx(2 * 1024 * 2048 * 4096 / 989e12)
     update = "%b = f32[24,1024,1024]{2,1,0} fusion(%all, %new, %i), kind=kLoop, calls=%update"
     assert seconds(update) == pytest.approx((2 * 2**22 + 4) / 3352e9)
+
+
+# -- two slices of four chips --
+
+
+def sent(name: str, target: str, kind: str = "ALL_REDUCE", numbers: int = 2_500_000) -> list[str]:
+    """What libtpu writes of a transfer between slices: it is sent, received, and waited for."""
+    said = (
+        f'_xla_host_transfer_rendezvous="{name}",_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
+    )
+    said = (
+        f'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_handler_name="xla_megascale_runtime",{said}}}'
+    )
+    type_ = f"(f32[{numbers}]{{0}}, u32[], token[])"
+    return [
+        f"%{name}.send = {type_} send(%p, %token), channel_id=2, {said}",
+        f"%{name}.recv = {type_} recv(%token), channel_id=1, {said}",
+        f"%{name}.sent = token[] send-done(%{name}.send), channel_id=2",
+        f"%{name}.done = (f32[{numbers}]{{0}}, token[]) recv-done(%{name}.recv), channel_id=1",
+    ]
+
+
+def between(*instructions: str, slices: int = 2):
+    lines = "\n".join(f"  {each}" for each in instructions)
+    text = f"HloModule f, is_scheduled=true, num_partitions=4\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{lines}\n}}\n"
+    return walked(text, Topology.of("v5e:2x2", slices=slices))
+
+
+EACH = "{{100000,200000},{100001,200001},{100002,200002},{100003,200003}}"
+BOTH = '"{1,2}x{0:3}"'
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "members", "total", "hops"),
+    [
+        ("ALL_REDUCE", BOTH, (0, 4), 10_000_000, 2),
+        ("ALL_REDUCE", EACH, (0, 4), 10_000_000, 2),
+        ("ALL_REDUCE", '"{1,2,3,4}x{0:3}"', (0, 4, 8, 12), 15_000_000, 6),
+        ("ALL_GATHER", EACH, (0, 4), 5_000_000, 1),
+        ("REDUCE_SCATTER", EACH, (0, 4), 5_000_000, 1),
+        ("ALL_TO_ALL", EACH, (0, 4), 5_000_000, 1),
+        ("ONE_TO_ONE", "{{100000->300000},{300000->100000},{200000->400000},{400000->200000}}", (0, 8), 10_000_000, 1),
+    ],
+)
+def test_transfer_between_slices_is_a_collective_at_the_networks_rate_and_a_hop_for_each_wait(
+    kind, target, members, total, hops
+):
+    first, *rest = sent("sum", target, kind)
+    found = between(first, work("under", 4), *rest, slices=4)
+    (one,) = found.collectives
+    assert (one.members, one.group, one.total, one.asynchronous) == (members, len(members), total, True)
+    seconds = total / 3.125e9 + hops * HOP
+    assert one.hidden == pytest.approx(4 * UNIT / seconds, abs=1e-6)
+    assert found.wait == pytest.approx(seconds - 4 * UNIT)
+
+
+def test_network_between_slices_is_no_link_of_the_torus():
+    send, receive, left, arrived = sent("sum", BOTH)
+    other = sent("other", EACH)
+    pairs = "{{0,1},{1,0}}"
+    found = between(send, start("p1", pairs), done("p1"), other[0], receive, left, arrived, *other[1:])
+    seconds = 10_000_000 / 3.125e9 + 2 * HOP
+    assert found.wait == pytest.approx(2 * seconds)  # one after the other, and the permute beside them
