@@ -136,6 +136,8 @@ CASES = {
     "reshape, split": (lambda x: x.reshape(4, 2, 4), X),
     "positions": (lambda table, x: table[jnp.broadcast_to(jnp.arange(4), (8, 4))] * x, normal(4, 8), normal(8, 4, 8)),
     "row by its own place": (lambda x, at: x[at, jnp.arange(8)[:, None], jnp.arange(2)[None]], normal(4, 8, 2, 4), below(4, 8, 2)),
+    "row by another place": (lambda x, at: x[lax.select(jnp.arange(4) != 0, 3 - jnp.arange(4), jnp.arange(4)), at], X, below(8, 4)),
+    "row that is not there": (lambda x, at: x.at[jnp.arange(8), at].get(mode="clip"), X, below(8, 8)),
     "reversed": (lambda x: x[:, ::-1], X),
     "rms norm": (lambda x, scale: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale, X, normal(8)),
     "scan": (lambda x, w: lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w), X, normal(3, 8, 8)),
@@ -145,6 +147,7 @@ CASES = {
     "searched": (lambda x: jnp.searchsorted(jnp.arange(4.0), x), X),
     "slice": (lambda x: (x[:, 1:5], x[:, ::2]), X),
     "slice, moved along": (lambda x: (x[:, 4:], x[2:, :16:2], x[:, 3:11], x[:, 3:3]), normal(4, 24)),
+    "slice, of little": (lambda x: x[:, 2], normal(4, 16)),
     "slice, of one": (lambda x: (x[:, 0], x[:, -1:, 1:3], x[1] > 0, x[:, 1:8:4]), normal(4, 8, 4)),
     "split in three": (lambda x: [jnp.sin(piece) for piece in jnp.split(x, 3, 1)], normal(4, 24)),
     "split unevenly": (lambda x: jnp.split(x, [2, 10], 1), normal(4, 24)),
@@ -265,6 +268,8 @@ REDUCED = {  # operands split like this cost these collectives forward, of so ma
     ("multiply", ((("data",), ()), (("data", "tensor"), ()))): [],
     ("reshape, joined", (((), ("data",)),)): [("all_to_all", 64)],
     ("slice, of one", (((), ("tensor",), ()),)): [("psum", 64), ("psum", 32), ("all_to_all", 128)],
+    ("slice, of little", (((), ("tensor",)),)): [("psum", 16)],
+    ("some places", ((("data",), ("tensor",), ()), ((),))): [("psum", 256), ("psum", 32)],
     ("some places", (((), ("tensor",), ()), ((),))): [("all_to_all", 128), ("psum", 64)],
     ("sort", (((), ("tensor",)),)): [("all_to_all", 32)],
     ("sort", ((("tensor",), ("data",)),)): [("all_gather_invariant", 16)],
@@ -277,34 +282,35 @@ REDUCED = {  # operands split like this cost these collectives forward, of so ma
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "way"), REDUCED, ids=lambda x: x if isinstance(x, str) else "")
-def test_a_rule_asks_for_no_collective_but_these(mesh, case, way):
+COLLECTIVES = "psum psum_invariant pmax pmin all_gather all_gather_invariant all_to_all reduce_scatter ppermute".split()
+
+
+def asked_for(on, case, way):
+    """The collectives of one operation, and the bytes that a device has in each."""
     f, *args = CASES[case]
-    on = mesh(data=2, tensor=4)
     program = partition.Program(on, jax.make_jaxpr(f)(*args), [partition.Input(axes) for axes in way])
     given = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Layout(on, *a).sharding) for x, a in zip(args, way, strict=True)
     ]
     with jax.set_mesh(on):
         traced = jax.make_jaxpr(program)(*given)
-    names = (
-        "psum",
-        "psum_invariant",
-        "pmax",
-        "pmin",
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "reduce_scatter",
-        "ppermute",
-    )
-    found = [
+    return [
         (eqn.primitive.name.replace("psum_invariant", "psum"), math.prod(v.aval.shape) * v.aval.dtype.itemsize)
         for eqn in equations(traced)
-        if eqn.primitive.name in names
+        if eqn.primitive.name in COLLECTIVES
         for v in eqn.invars[:1]
     ]
-    assert found == REDUCED[case, way]
+
+
+@pytest.mark.parametrize(("case", "way"), REDUCED, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_rule_asks_for_no_collective_but_these(mesh, case, way):
+    assert asked_for(mesh(data=2, tensor=4), case, way) == REDUCED[case, way]
+
+
+def test_nothing_is_summed_or_gathered_over_one_device(mesh):
+    for case, way in [*REDUCED, ("argmin and maximum so far", ((("tensor",), ()),))]:
+        found = {name for name, _ in asked_for(mesh(data=1, tensor=1), case, way)}
+        assert found <= {"all_to_all", "ppermute"}, (case, way)  # of what moves, and costs nothing
 
 
 def test_rows_of_positions_are_made_where_they_are_needed(mesh):

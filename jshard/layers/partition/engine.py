@@ -274,12 +274,15 @@ class Partition:
             if not part.is_undecided
         )
         choice: Choice = {}
+        left = {factor for result in found.results for of in result for factor in of}
+        # An axis of one element, over one device, may be squeezed.
+        fixed = {f for f, n in enumerate(found.sizes) if found.kinds[f] == FIXED or (n == 1 and f not in left)}
         for *_, number in order:
             used = {name for names in choice.values() for name in names}
             for of, names in zip(found.operands[number], parts[number].axes, strict=True):
                 free = tuple(itertools.takewhile(lambda name, used=used: name not in used, names))
                 for factor, some in self._spread(of, free, found):
-                    if found.kinds[factor] != FIXED and factor not in choice:
+                    if factor not in fixed and factor not in choice:
                         choice[factor] = some
         return self.moved_over(found, parts, self._contiguous(found, choice))
 
