@@ -1,15 +1,20 @@
 """A step of FSDP compiled for chips that are not there: what it keeps, what it sends, and how long it would take, by XLA's
 partitioner and by `store` in its forms.
 
-    python -m benchmarks.fsdp [--topology v5e:4x4] [--layers 8] [--rows 1024] [--width 2048] [--ways prefetch] [--quick]
+    python -m benchmarks.fsdp [--topology v5e:4x4,v6e:4x4] [--layers 8] [--rows 512,1024] [--width 2048] [--ways store]
+    python -m benchmarks.fsdp --pod 8,24,48      what configs/pod-fsdp.yaml of so many layers needs on a v5e:16x16
 
 Layers x + gelu(x up) down in bfloat16 over float32 masters, `rows` of x a chip, weights over all chips, one step of SGD. It
-asks for `pip install "jshard[tpu]"`, or `"jshard[plan]"` for GPUs. The time is that of `jshard plan`, a model.
+asks for `pip install "jshard[tpu]"`, or `"jshard[plan]"` for GPUs. The time is that of `jshard plan`, a model; the bound is the
+longer of wire and arithmetic at their peaks, of each way's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -73,31 +78,63 @@ def planned(way: str, topology: Topology, layers: int, rows: int, width: int) ->
         return plan(run, params, x, topology=topology.name, backward=False)
 
 
-def line(way: str, made: Any) -> str:
-    wire = sum(got.total for got in made.got) / 2**20
-    hidden = sum(got.total for got in made.got if got.asynchronous) / 2**20
-    temporaries = made.memory.parts["temporaries"] / 2**20
-    seconds = (
-        "" if made.estimate is None else f"{1e3 * made.estimate.seconds:12.1f} ms"
-    )  # nobody knows pretended devices
-    return f"{way:12}{wire:10,.0f} MiB{hidden:10,.0f} MiB{temporaries:10,.0f} MiB{seconds}"
+def line(way: str, made: Any, first: Any) -> str:
+    """One way beside the first of the table."""
+    wire = sum(got.total for got in made.got)
+    shown = sum(got.total * (1 - got.hidden) for got in made.got)
+    numbers = f"{way:12}{wire / 2**20:10,.0f} MiB{made.memory.parts['temporaries'] / 2**20:10,.0f} MiB"
+    if made.estimate is None:  # nobody knows pretended devices
+        return numbers
+    step, work = made.estimate.seconds, made.estimate.seconds_of("work")
+    bound = max(made.estimate.seconds_of(part) for part in ("wire", "arithmetic"))
+    return (
+        f"{numbers}{100 * shown / wire:9.0f} %{1e3 * work:11.1f} ms{1e3 * step:10.1f} ms"
+        f"{step / first.estimate.seconds:9.2f}{step / bound:9.2f}"
+    )
+
+
+def pod(depth: int, topology: str) -> int:
+    """Bytes of temporaries of configs/pod-fsdp.yaml with so many layers."""
+    model = f"jshard.train.model={{path: examples.pod:Model, depth: {depth}}}"
+    words = ["plan", "configs/pod-fsdp.yaml", model, "--topology", topology, "--json"]
+    ran = subprocess.run([sys.executable, "-m", "jshard", *words], stdout=subprocess.PIPE, check=True)
+    return json.loads(ran.stdout)["memory"]["parts"]["temporaries"]
+
+
+def pods(depths: list[int], topology: str) -> None:
+    """What grows is a layer's input, its hidden numbers, its part of the weights and of their gradients: a gathered weight has
+    128 MiB."""
+    found = [pod(depth, topology) for depth in depths]
+    for number, (depth, bytes_) in enumerate(zip(depths, found, strict=True)):
+        more = (bytes_ - found[number - 1]) / (depth - depths[number - 1]) if number else 0
+        told = f", {more / 2**20:.1f} MiB for each more" if number else ""
+        print(f"pod-fsdp on {topology}, {depth:3} layers: {bytes_ / 2**20:,.0f} MiB of temporaries{told}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp", description="A step of FSDP on absent chips.")
-    parser.add_argument("--topology", default="v5e:4x4")
+    parser.add_argument("--topology", default="v5e:4x4,v5p:2x2x4,v6e:4x4", help="several with commas between")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=1024, help="of x on each chip")
+    parser.add_argument("--rows", default="512,1024,4096", help="of x on each chip")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--ways", default=",".join(WAYS), help="some of them, with commas between")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--pod", metavar="DEPTHS", help="plan configs/pod-fsdp.yaml with so many layers")
     asked = parser.parse_args(arguments)
-    layers, rows, width = (2, 16, 128) if asked.quick else (asked.layers, asked.rows, asked.width)
-    topology = Topology.of(asked.topology)
-    print(f"{topology}, {layers} layers of {width:,}, {rows:,} rows a chip")
-    print(f"{'':12}{'wire':>14}{'asynchronous':>14}{'temporaries':>14}{'modelled step':>15}")
-    for way in asked.ways.split(","):
-        print(line(way, planned(way, topology, layers, rows, width)), flush=True)
+    if asked.pod:
+        pods([int(depth) for depth in asked.pod.split(",")], "v5e:16x16")
+        return
+    layers, all_rows, width = (2, "16", 128) if asked.quick else (asked.layers, asked.rows, asked.width)
+    for topology in map(Topology.of, asked.topology.split(",")):
+        for rows in map(int, all_rows.split(",")):
+            print(f"{topology}, {layers} layers of {width:,}, {rows:,} rows a chip")
+            heads = f"{'wire':>14}{'temporaries':>14}{'not hidden':>11}{'work':>14}{'step':>13}"
+            print(f"{'':12}{heads}{'of first':>9}{'of bound':>9}")
+            first = None
+            for way in asked.ways.split(","):
+                made = planned(way, topology, layers, rows, width)
+                first = first or made
+                print(line(way, made, first), flush=True)
 
 
 if __name__ == "__main__":

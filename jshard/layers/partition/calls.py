@@ -72,14 +72,22 @@ def _like(run: Partition, parts: Sequence[Part], axes: Sequence[Axes]) -> list[A
 
 
 def _checkpoint(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    how = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
+    return _anew(run, eqn, parts, lambda body: jax.checkpoint(body, **how))
+
+
+def _regathered(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    return _anew(run, eqn, parts, lambda body: recomputed(body, "", regather=True))
+
+
+def _anew(run: Partition, eqn: Any, parts: list[Part], wrapped: Callable[[Any], Any]) -> list[Part]:
     parts, found = [_made(run, part) for part in parts], list[Part]()
 
     def body(*xs: Array) -> list[Array]:
         found[:] = map(run.force, run.run(eqn.params["jaxpr"], list(map(_within, parts, xs))))
         return [part.x for part in found]
 
-    how = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
-    return _results(jax.checkpoint(body, **how), parts, found)
+    return _results(wrapped(body), parts, found)
 
 
 def _results(body: Callable[..., list[Array]], parts: Sequence[Part], found: list[Part]) -> list[Part]:
@@ -433,5 +441,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _dropped),
     **dict.fromkeys(("shard_map", "pallas_call"), _refused),
     "cond": _cond, "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
-    "custom_vjp_call_jaxpr": _custom_vjp, "scan": _scan, "while": _while,
+    "custom_vjp_call_jaxpr": _custom_vjp, "regathered": _regathered, "scan": _scan, "while": _while,
 }  # fmt: skip

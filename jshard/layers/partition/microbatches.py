@@ -92,7 +92,7 @@ class Microbatches:
             kept = [run.place(part, self.program.in_axes[n]).x for part, n in zip(state, self.variables, strict=True)]
             return run.place(value, ()).x, kept
 
-        value, back, state = jax.vjp(self.program.recomputed(loss), parameters, has_aux=True)
+        value, back, state = jax.vjp(loss, parameters, has_aux=True)
         return value, back(jnp.ones_like(value))[0], state
 
     def _summed(self, number: int, gradient: Array) -> Array:

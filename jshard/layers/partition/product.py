@@ -80,7 +80,8 @@ def sum_or_scatter(
     for name in names:
         if claim is not None and name in claim.sequence and out.shape[at] % run.sizes[name] == 0:
             with scope(key="sequence"):
-                out = reduce_scatter(out, name, axis=at, algorithm=dict(claim.kernel).get("reduce_scatter", "auto"))
+                by: Any = dict(claim.kernel).get("reduce_scatter", "auto")
+                out = reduce_scatter(out, name, axis=at, algorithm=by)
             axes[at] = (*axes[at], name)
         else:
             rest.append(name)

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
-from jshard.jaxprs import CHECKPOINTS, LOOPS, bare, holds
+from jshard.jaxprs import bare
 from jshard.layers.partition import by_hand, calls, cut, lookup, product, shape
 from jshard.layers.partition.engine import Moved, Partition
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
+from jshard.layers.partition.regather import regathering
 from jshard.layers.partition.wanted import wanted
-from jshard.layers.remat import recomputed
 from jshard.layers.roles import Placed, Use, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
@@ -55,6 +55,8 @@ class Program:
         self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
         self._place()
+        if is_explicit(mesh):
+            self.jaxpr = regathering(jaxpr, [part.regathers for part in self.parts(self.types)])
         present = configuration()
         if present is None or present.axis_types != "auto":
             self.out_axes  # noqa: B018  # what no rule takes is told before anything runs
@@ -135,13 +137,7 @@ class Program:
             results = run.run(self.jaxpr, self.parts(xs))
             return [run.place(part, axes).x for part, axes in zip(results, self.out_axes, strict=True)]
 
-        return jax.shard_map(self.recomputed(body), mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
-
-    def recomputed(self, body: Any) -> Any:
-        """Let the backward pass gather again what is stored, in a program without loops: they see to their own layers. One that
-        says itself what is computed anew is left as it is."""
-        stored = any(part.regathers for part in self.parts(self.types))
-        return recomputed(body, "", regather=stored and not holds(self.jaxpr, CHECKPOINTS | LOOPS))
+        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
 
 
 def _check_remat(uses: Sequence[Use], is_explicit: bool) -> None:

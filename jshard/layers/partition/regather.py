@@ -1,0 +1,87 @@
+"""A program cut at its loops: what stands between them gathers what is stored again for the backward pass, as layers do."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+from jax._src import source_info_util
+from jax.extend.core import Literal, Primitive
+
+from jshard.jaxprs import CHECKPOINTS, LOOPS, bare, holds, inner
+from jshard.layers.partition.engine import STAYS
+
+regathered_p = Primitive("regathered")  # only the partition meets it: nothing binds it
+regathered_p.multiple_results = True
+
+
+def regathering(jaxpr: Any, stored: Sequence[bool]) -> Any:
+    """Return a program whose equations between loops are one each, `regathered`, where they read inputs that are stored: a
+    policy around a loop would take the place of its own. What several pieces read, as a tied table, is gathered once for
+    all: by each it would be gathered and its gradient scattered. One that says itself what is computed anew stays as it is."""
+    jaxpr = bare(jaxpr)
+    if not any(stored) or holds(jaxpr, CHECKPOINTS):
+        return jaxpr
+    roots = {v: {v} for v, is_stored in zip(jaxpr.invars, stored, strict=True) if is_stored}
+    made = []  # what only casts or shapes what is stored is done in the piece that reads it, or it would be kept
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in STAYS and (reads := _reads([eqn])) and reads <= roots.keys():
+            roots.update((variable, set().union(*map(roots.__getitem__, reads))) for variable in eqn.outvars)
+            made.append(eqn)
+    once = set(map(id, made))
+    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in once]
+    roots_of = lambda eqns: set().union(*(roots.get(variable, ()) for variable in _reads(eqns)))
+    shared: set[Any] = set()
+    is_border = lambda eqn: _is_loop(eqn) or not shared.isdisjoint(roots_of([eqn]))
+    while True:
+        groups = _cut(eqns, is_border)
+        readers = collections.Counter(root for group in groups for root in roots_of(group))
+        if shared.issuperset(several := {root for root, count in readers.items() if count > 1}):
+            break
+        shared.update(several)
+    found = list(made)
+    for number, group in enumerate(groups):
+        read = {*_reads([eqn for at, some in enumerate(groups) if at != number for eqn in some]), *jaxpr.outvars}
+        found += group if number % 2 else _wrapped(jaxpr, made, group, read, roots.keys())
+    return jaxpr.replace(eqns=found)
+
+
+def _cut(eqns: Sequence[Any], is_border: Callable[[Any], bool]) -> list[list[Any]]:
+    """Groups of equations: those between borders, and each border by itself, in turns."""
+    groups: list[list[Any]] = [[]]
+    for eqn in eqns:
+        if is_border(eqn):
+            groups += [[eqn], []]
+        else:
+            groups[-1].append(eqn)
+    return groups
+
+
+def _is_loop(eqn: Any) -> bool:
+    return eqn.primitive.name in LOOPS or any(holds(each, LOOPS) for each in inner(eqn))
+
+
+def _wrapped(jaxpr: Any, made: Sequence[Any], group: list[Any], read: Set[Any], at_rest: Set[Any]) -> list[Any]:
+    needed, wanted = list(group), _reads(group)
+    for eqn in reversed(made):
+        if wanted.intersection(eqn.outvars):
+            needed.insert(0, eqn)
+            wanted |= _reads([eqn])
+    born = {variable for eqn in needed for variable in eqn.outvars}
+    given = [atom for eqn in needed for atom in eqn.invars if not isinstance(atom, Literal) and atom not in born]
+    given = list(dict.fromkeys(given))
+    if at_rest.isdisjoint(given):
+        return group
+    results = [variable for eqn in group for variable in eqn.outvars if variable in read]
+    part = type(jaxpr)([], given, results, needed, debug_info=jaxpr.debug_info.with_unknown_names())
+    source = group[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # each equation has its own
+    return [
+        group[-1].replace(
+            primitive=regathered_p, invars=given, outvars=results, params={"jaxpr": part}, source_info=source
+        )
+    ]
+
+
+def _reads(eqns: Sequence[Any]) -> set[Any]:
+    return {atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal)}
