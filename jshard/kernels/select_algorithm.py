@@ -182,6 +182,12 @@ TABLE = (  # the first row that applies counts
         beside_work=True,
     ),
     Row(
+        "all_gather",
+        "v5p v6e",
+        Choice("permute", "XLA computes nothing while it gathers there, and while permutes travel it does", _SCATTERS),
+        beside_work=True,
+    ),
+    Row(
         "reduce_scatter",
         "tpu",
         Choice("permute", "XLA runs a scatter over all of a slice as an all-reduce, of twice the bytes", _SCATTERS),

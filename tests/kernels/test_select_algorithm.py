@@ -77,7 +77,8 @@ def test_a_scatter_on_tpus_goes_by_permutes_over_a_whole_slice_and_where_work_hi
     for chip in ("v5e", "v5p", "v6e"):
         given = {"shape": (64, 256), "dtype": "float32", "group": group, "chip": chip, **how}
         assert kernels.choose("reduce_scatter", **given).algorithm == algorithm
-        assert kernels.choose("all_gather", **given).algorithm == "xla"
+        gathers = algorithm if chip != "v5e" and "beside_work" in how else "xla"  # a v5e's gathers run beside work
+        assert kernels.choose("all_gather", **given).algorithm == gathers
     assert kernels.choose("reduce_scatter", **given | {"chip": "h100"}).algorithm == "xla"
 
 

@@ -159,10 +159,12 @@ class Part:
                 for axis, name, varies in steps:
                     x = vary(x, frozenset({name})) if axis == ALL else over_one_device(x, (name,), varies=varies)
                 kernels = () if self.signal is None else self.signal.kernel
-                if self.prefetches and dict(kernels).get("reduce_scatter", "auto") == "auto" and several:
+                if self.prefetches and several:
                     group = math.prod(lax.axis_size(name) for _, name, _ in several)
-                    by = choose("reduce_scatter", shape=x.shape, dtype=x.dtype, group=group, beside_work=True)
-                    kernels = (*kernels, ("reduce_scatter", by.algorithm))
+                    of = {"shape": x.shape, "dtype": x.dtype, "group": group, "beside_work": True}
+                    for op in ("all_gather", "reduce_scatter"):
+                        if dict(kernels).get(op, "auto") == "auto":
+                            kernels = (*kernels, (op, choose(op, **of).algorithm))
                 self.gathered[steps] = gather(x, several, dtype=self.wire, kernels=kernels)
         return self.gathered[steps]
 
