@@ -55,7 +55,7 @@ class Program:
         self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
         self._place()
-        if is_explicit(mesh):
+        if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
             self.jaxpr = regathering(jaxpr, [part.regathers for part in self.parts(self.types)])
         present = configuration()
         if present is None or present.axis_types != "auto":

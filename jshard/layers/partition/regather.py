@@ -16,13 +16,13 @@ regathered_p = Primitive("regathered")  # only the partition meets it: nothing b
 regathered_p.multiple_results = True
 
 
-def regathering(jaxpr: Any, stored: Sequence[bool]) -> Any:
+def regathering(program: Any, stored: Sequence[bool]) -> Any:
     """Return a program whose equations between loops are one each, `regathered`, where they read inputs that are stored: a
     policy around a loop would take the place of its own. What several pieces read, as a tied table, is gathered once for
     all: by each it would be gathered and its gradient scattered. One that says itself what is computed anew stays as it is."""
-    jaxpr = bare(jaxpr)
+    jaxpr = bare(program)
     if not any(stored) or holds(jaxpr, CHECKPOINTS):
-        return jaxpr
+        return program
     roots = {v: {v} for v, is_stored in zip(jaxpr.invars, stored, strict=True) if is_stored}
     made = []  # what only casts or shapes what is stored is done in the piece that reads it, or it would be kept
     for eqn in jaxpr.eqns:
@@ -44,7 +44,8 @@ def regathering(jaxpr: Any, stored: Sequence[bool]) -> Any:
     for number, group in enumerate(groups):
         read = {*_reads([eqn for at, some in enumerate(groups) if at != number for eqn in some]), *jaxpr.outvars}
         found += group if number % 2 else _wrapped(jaxpr, made, group, read, roots.keys())
-    return jaxpr.replace(eqns=found)
+    cut = jaxpr.replace(eqns=found)
+    return cut if program is jaxpr else program.replace(jaxpr=cut)
 
 
 def _cut(eqns: Sequence[Any], is_border: Callable[[Any], bool]) -> list[list[Any]]:
