@@ -41,9 +41,10 @@ def over_one_device(x: Array, mesh_axes: Iterable[str], *, varies: bool, is_sum:
     """Let `x` vary, or no longer vary, over those of `mesh_axes` that have one device: what it is and its gradient stay as they
     are."""
     have = jax.typeof(x).mat.varying
-    alone = frozenset(name for name in mesh_axes if lax.axis_size(name) == 1)
+    asked = frozenset(mesh_axes) - have if varies else have.intersection(mesh_axes)
+    alone = frozenset(name for name in asked if lax.axis_size(name) == 1)
     names = have | alone if varies else have - alone
-    return x if names == have else (one_device_sum_p if is_sum else one_device_cast_p).bind(x, varying=names)
+    return (one_device_sum_p if is_sum else one_device_cast_p).bind(x, varying=names) if alone else x
 
 
 def set_varying(x: Array, mesh_axes: Set[str]) -> Array:

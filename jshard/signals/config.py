@@ -59,6 +59,19 @@ class Pipeline:
         return f"stages over {self.axis}{chunks}, {self.microbatches} microbatches by {self.schedule}"
 
 
+class Fingerprint:
+    """What a configuration says that a program depends on, hashed once: JAX hashes it at every primitive that it traces."""
+
+    def __init__(self, *says: Hashable):
+        self.says, self.hashed = says, hash(says)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Fingerprint) and self.says == other.says)
+
+    def __hash__(self) -> int:
+        return self.hashed
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Configuration(Shown):
     """What a configuration says, and in words where it is printed. Immutable; equal only to itself: `fingerprint` tells
@@ -111,10 +124,10 @@ class Configuration(Shown):
         return [(str(place), says) for place, says in lines]
 
     @functools.cached_property
-    def fingerprint(self) -> Hashable:
+    def fingerprint(self) -> Fingerprint:
         """Equal for two configurations that place alike: lines, comments, `expect` and `train` take no part."""
         named = tuple(sorted(self.signals.items()))
-        return self.mesh, self.axis_types, self.strict, self.default, self.pipeline, named
+        return Fingerprint(self.mesh, self.axis_types, self.strict, self.default, self.pipeline, named)
 
     @functools.cached_property
     def devices(self) -> int | None:

@@ -389,9 +389,15 @@ def test_a_primitive_without_a_rule_is_an_error_unless_a_signal_allows_it(mesh):
     claim = Claim(jshard.load({"jshard": {"mesh": {"data": 8}}, "a": words}).signals["a"], "**")
     allowed = partition.Program(on, jax.make_jaxpr(lambda w, x: householder(x * w))(normal(8), normal(8, 8)),
                       [partition.Input(((),), claim, "w"), partition.Input((("data",), ()))])  # fmt: skip
-    assert [(moved.primitive, moved.before, moved.after) for moved in allowed.moved] == [
-        ("householder_product", (("data",), ()), ((), ()))
+    given = [
+        jax.device_put(x, Layout(on, *at).sharding)
+        for x, at in zip((normal(8), normal(8, 8)), allowed.in_axes, strict=True)
     ]
+    gathers = [e for e in equations(jax.make_jaxpr(allowed)(*given)) if "all_gather" in e.primitive.name]
+    assert [e.invars[0].aval.shape for e in gathers] == [
+        (1,),
+        (1, 8),
+    ]  # what is stored, and what the primitive is given
 
 
 def mapped(x):

@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 
 from jshard.errors import JShardError
 from jshard.jaxprs import CHECKPOINTS, bare, called, holds, scanned
+from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.engine import Partition, Rule, traced_whole
 from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.prefetch import scan_ahead
@@ -125,12 +126,14 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return _like(run, made[:carried], axes), [part.x for part in made[carried:]]
 
     axes = [part.axes for part in map(run.force, carry)]
-    axes = _settled(run, axes, lambda axes: _traced(
-        run, lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
+    axes, types = _settled(axes, lambda axes: _traced(
+        lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
         [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
     consts = parts[:count]
     _before(run, consts)
     layer = lambda carries, each: step(axes, carries, each, [part.x for part in consts])
+    if run.only_axes and types is not None and not lead:
+        layer = lambda carries, each: ([*map(_of_type, types[:carried])], [*map(_of_type, types[carried:])])
     length = asked["length"] // run.ways(lead)
 
     def layers(carries: list[Array]) -> tuple[list[Array], list[Array]]:
@@ -212,23 +215,30 @@ def _remat_of(over: Sequence[Part]) -> str | tuple[str, ...]:
     return next(iter(said), "")
 
 
-def _traced(run: Partition, body: Callable[..., Any], xs: Sequence[Any], made: list[Part], carried: int) -> list[Axes]:
+Types = Sequence[Any]  # of what the body of a loop makes
+
+
+def _traced(body: Callable[..., Any], xs: Sequence[Any], made: list[Part], carried: int) -> tuple[list[Axes], Types]:
     """How the results that are carried are split when the body runs once; nothing of this trace stays."""
-    before = list(run.moved)
-    jax.make_jaxpr(body)(*xs)
-    run.moved[:] = before
-    return [part.axes for part in made[:carried]]
+    types = jax.make_jaxpr(body)(*xs).out_avals
+    return [part.axes for part in made[:carried]], types
 
 
-def _settled(run: Partition, axes: list[Axes], once: Callable[[list[Axes]], list[Axes]]) -> list[Axes]:
-    """Split what is carried as the body leaves it, where that is split further; until it stays so."""
+def _of_type(aval: Any) -> Array:
+    return set_varying(jnp.zeros(aval.shape, aval.dtype), aval.mat.varying)
+
+
+def _settled(
+    axes: list[Axes], once: Callable[[list[Axes]], tuple[list[Axes], Types]]
+) -> tuple[list[Axes], Types | None]:
+    """Split what is carried as the body leaves it, where that is split further; until it stays so, and has these types."""
     for _ in range(3):
-        after = once(axes)
+        after, types = once(axes)
         wanted = [new if _finer(old, new) else old for old, new in zip(axes, after, strict=True)]
         if wanted == axes:
-            break
+            return axes, types
         axes = wanted
-    return axes
+    return axes, None
 
 
 def _finer(old: Axes, new: Axes) -> bool:
@@ -268,8 +278,8 @@ def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return run.place(found, ()).x
 
     axes = [part.axes for part in map(run.force, carry)]
-    axes = _settled(run, axes, lambda axes: _traced(
-        run, lambda *xs: step(axes, xs[len(consts) :], xs[: len(consts)]),
+    axes, _ = _settled(axes, lambda axes: _traced(
+        lambda *xs: step(axes, xs[len(consts) :], xs[: len(consts)]),
         [*(p.x for p in consts), *_like(run, carry, axes)], made, len(carry)))  # fmt: skip
     _before(run, consts)
     last = lax.while_loop(test, lambda c: step(axes, c, [p.x for p in consts]), _like(run, carry, axes))
@@ -289,7 +299,7 @@ def _cond(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return body
 
     branches, xs = eqn.params["branches"], [part.x for part in given]
-    axes = _traced(run, branch(branches[0], None), xs, made, len(eqn.outvars))
+    axes, _ = _traced(branch(branches[0], None), xs, made, len(eqn.outvars))
     outs = lax.switch(run.place(index, ()).x, [branch(each, axes) for each in branches], *xs)
     return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, axes, outs, strict=True)]
 

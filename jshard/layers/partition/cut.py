@@ -106,7 +106,7 @@ def _cut(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     def pieces(others: Names) -> list[Array]:
         x = run.local(part, part.axes, others)
         if part.signal is None:
-            by = run.moving(part, part.axes, tuple(Move("permute", name, axis, axis) for name in names))
+            by = run.moving(tuple(Move("permute", name, axis, axis) for name in names))
         else:
             by = scope(key="reduction" if names == part.signal.reduction else "column")
         with by:

@@ -6,7 +6,6 @@ What is split in an operand stays split in the result, where the table says that
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,21 +39,10 @@ STAYS = CASTS | frozenset("expand_dims reshape slice split squeeze transpose uns
 PUT_OFF = ELEMENTWISE | STAYS | frozenset("concatenate pad rev stack tile".split())
 
 
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """An array that an operation could not take as it was split."""
-
-    primitive: str
-    source: str
-    signal: str
-    shape: tuple[int, ...]
-    before: Axes
-    after: Axes
-
-
 class Partition:
-    """One run over one jaxpr. `moved` lists what had to move, `unruled` the primitives that no rule was known for. One that
-    only looks for where parameters lie makes zeros for the results of those."""
+    """One run over one jaxpr. `unruled` counts the primitives that no rule was known for. One that finds `only_axes` traces the
+    body of a loop no more often than that takes; one that only looks for where parameters lie makes zeros for the results of
+    what has no rule."""
 
     def __init__(
         self,
@@ -63,13 +51,14 @@ class Partition:
         wanted: Mapping[Any, Axes] | None = None,
         stage: Stage | None = None,
         *,
+        only_axes: bool = False,
         only_looks: bool = False,
     ):
         self.found: dict[Any, Axes] = {}  # how variables are split
         self.wanted = wanted or {}  # how they will be needed
-        self.mesh, self.sizes, self.rules, self.only_looks = mesh, dict(mesh.shape), rules, only_looks
+        self.mesh, self.sizes, self.rules = mesh, dict(mesh.shape), rules
+        self.only_axes, self.only_looks = only_axes or only_looks, only_looks
         self.stage = stage  # that layers of its parameters are on
-        self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
         self.nearest: Signal | None = None  # the claim of the parameter used last
         self.eqn: Any = None
@@ -240,7 +229,7 @@ class Partition:
         return Part(part.shape, axes, self.local(part, axes, frozenset()))
 
     @contextlib.contextmanager
-    def moving(self, part: Part, axes: Axes, steps: tuple[Move, ...]) -> Iterator[Kernels]:
+    def moving(self, steps: tuple[Move, ...]) -> Iterator[Kernels]:
         """Say who asks for the moves: `sequence` for what it has scattered, else the operation that can't take it as it is; and
         by which algorithms."""
         claim = self.nearest
@@ -253,9 +242,6 @@ class Partition:
             with scope(key="sequence"):
                 yield kernels
             return
-        name = "the result" if self.eqn is None else self.eqn.primitive.name
-        source, by = "" if self.eqn is None else source_of(self.eqn), "" if claim is None else claim.name
-        self.moved.append(Moved(name, source, by, part.shape, part.axes, axes))
         with scope(reason="redistribute"):
             yield kernels
 

@@ -29,9 +29,8 @@ Names = frozenset[str]
 # In the place of an axis: what rests is to vary over a mesh axis that crosses slices before it is gathered, so that between
 # slices the gradient of the part goes, and not of all.
 ALL = -1
-Moving = Callable[
-    ["Part", Axes, tuple[Move, ...]], contextlib.AbstractContextManager[Kernels]
-]  # records moves, says who asks, and by which algorithms
+# says who asks for moves, and by which algorithms
+Moving = Callable[[tuple[Move, ...]], contextlib.AbstractContextManager[Kernels]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,7 +137,7 @@ class Part:
         x = self._in_use(names) if self.rest is not None else self.x
         steps = plan_moves(self.axes, axes)
         travels = any(step.kind != "slice" for step in steps)
-        with moving(self, axes, steps) if travels else contextlib.nullcontext(()) as kernels:
+        with moving(steps) if travels else contextlib.nullcontext(()) as kernels:
             for step in steps:
                 x = _step(x, step, names, kernels)
         return vary(x, names, dict(() if self.signal is None else self.signal.kernel).get("all_reduce", "auto"))

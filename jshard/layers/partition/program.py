@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard.errors import JShardError
 from jshard.jaxprs import bare
 from jshard.layers.partition import by_hand, calls, cut, lookup, product, shape
-from jshard.layers.partition.engine import Moved, Partition
+from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
 from jshard.layers.partition.regather import regathering
@@ -52,7 +52,6 @@ class Program:
         self.placed: dict[str, Placed] = {}
         self.stage = next((i.claim.stage for i in inputs if i.claim is not None and i.claim.stage is not None), None)
         self.found: dict[Any, Axes] = {}  # how variables are split
-        self.moved: list[Moved] = []
         self.unruled: dict[str, int] = {}
         self._place()
         if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
@@ -93,14 +92,14 @@ class Program:
     @functools.cached_property
     def out_axes(self) -> list[Axes]:
         """How results are split: found by a second trace, in which parameters lie where they rest."""
-        run, found = self.partition(), list[Axes]()
+        run, found = self.partition(only_axes=True), list[Axes]()
 
         def second(*xs: Any) -> Any:
             found[:] = [run.force(part).axes for part in run.run(self.jaxpr, self.parts(xs))]
             return jnp.zeros(())
 
         self._traced(second, self.in_axes)
-        self.moved, self.unruled, self.found = run.moved, run.unruled, run.found
+        self.unruled, self.found = run.unruled, run.found
         return found
 
     def _traced(self, f: Any, in_axes: Sequence[Axes]) -> None:
@@ -111,9 +110,9 @@ class Program:
         specs = tuple(each.spec for each in placed)
         jax.eval_shape(jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()), *given)
 
-    def partition(self) -> Partition:
+    def partition(self, *, only_axes: bool = False) -> Partition:
         """A run over the program, or over some of it."""
-        return Partition(self.mesh, RULES, self.wanted, self.stage)
+        return Partition(self.mesh, RULES, self.wanted, self.stage, only_axes=only_axes)
 
     def parts(self, xs: Sequence[Any]) -> list[Part]:
         """What each device holds of arrays that lie as `in_axes` say."""
