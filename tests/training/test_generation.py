@@ -118,7 +118,7 @@ def test_a_token_copies_nothing_of_the_caches_size(mesh):
 
 def test_what_a_row_draws_depends_on_no_other_row():
     every, model = alone(drawn=True), decoder()
-    assert written(model, [PROMPTS[0], [9], [12, 4]], **DRAWN)[0] == every[0]
+    assert written(model, [[9], PROMPTS[1], [12, 4]], **DRAWN)[1] == every[1]
     assert written(model, **{**DRAWN, "seed": 4}) != every
 
 
@@ -168,14 +168,15 @@ CHANCES = np.array([[0.1, 0.4, 0.05, 0.25, 0.2]])
 
 @pytest.mark.parametrize(("how", "may"), [
     ({"top_k": 2}, {1, 3}), ({"top_p": 0.5}, {1, 3}), ({"top_p": 0.3}, {1}), ({"top_p": 0.0}, {1}),
-    ({"top_k": 3, "top_p": 0.99}, {1, 3, 4}), ({}, {0, 1, 2, 3, 4}),
+    ({"top_k": 3, "top_p": 0.99}, {1, 3, 4}), ({}, {0, 1, 2, 3, 4}), ({"temperature": 0.5}, {0, 1, 2, 3, 4}),
 ], ids=str)  # fmt: skip
 def test_tokens_are_drawn_of_those_that_may_be(how, may):
-    sampling = Sampling(temperature=1.0, **how)
+    sampling = Sampling(**{"temperature": 1.0, **how})
     many = jnp.repeat(jnp.log(CHANCES), 2000, 0)
-    drawn = np.asarray(sampling.choose(many, jnp.zeros(2000, jnp.int32), jax.random.key(0)))
+    drawn, after = (np.asarray(sampling.choose(many, jnp.full(2000, at), jax.random.key(0))) for at in (0, 1))
     assert set(drawn.tolist()) == may
-    chances = CHANCES[0] * [number in may for number in range(5)]
+    assert (drawn == after).mean() < 0.8 or len(may) == 1  # each place draws anew
+    chances = CHANCES[0] ** (1 / sampling.temperature) * [number in may for number in range(5)]
     np.testing.assert_allclose(np.bincount(drawn, minlength=5) / 2000, chances / chances.sum(), atol=0.05)
 
 
