@@ -1,6 +1,7 @@
 """What a training step of a decoder costs by `jshard`, against the same model, unchanged, in plain Flax: `jit` with
-NamedShardings, the same placements. Forward, backward and update; dispatch included, one step of each in turn, and how long
-each takes to its first step: tracing and compiling.
+NamedShardings, the same placements. Forward, backward and update; dispatch included, one step of each in turn, by the clock
+and in processor time, which other work on the machine changes less. Ratios are medians of those of neighbours in time, with
+their middle half. Beside them what tracing and the first step take, with compiling, in processor time.
 
 python -m benchmarks.decoder [--quick] [--rounds 20] [--plan tensor]
 
@@ -32,49 +33,61 @@ QUICK = {"vocabulary": 32, "width": 16, "depth": 2, "heads": 4, "hidden": 32}
 
 @dataclasses.dataclass
 class Variant:
-    """A step that trains on at each call, and how long the first call took."""
+    """A step that trains on at each call; seconds of processor time that tracing it took, and the first call."""
 
+    trace: Callable[[], Any]
     step: Callable[[], Any]
+    traced: float = 0.0
     first: float = 0.0
 
     def __post_init__(self) -> None:
-        start = time.perf_counter()
+        start = time.process_time()
+        self.trace()
+        self.traced = time.process_time() - start
         self.step().block_until_ready()
-        self.first = time.perf_counter() - start
+        self.first = time.process_time() - start
 
 
-def configured(plan: str) -> dict[str, Any]:
+def configured(plan: str, devices: int = 4) -> dict[str, Any]:
     split = {"row": "data", **({"store": "data"} if "fsdp" in plan else {})}
     return {
-        "jshard": {"mesh": PLANS[plan]},
+        "jshard": {"mesh": {axis: devices if size == 4 else size for axis, size in PLANS[plan].items()}},
         "columns": {**split, "column": "tensor", "match": ["blocks/**/{q,k,v,gate,up}/kernel", "head/**"]},
         "sums": {**split, "reduction": "tensor", "match": ["blocks/**/{o,down}/kernel"]},
         "rest": {**split, "match": ["**"]},
     }
 
 
-def variants(plan: str, sizes: Mapping[str, Any], batch: int, length: int) -> dict[str, Variant]:
+def model(sizes: Mapping[str, Any]) -> Any:
+    from flax import nnx
+
+    return jshard.Decoder(rngs=nnx.Rngs(0), **sizes)
+
+
+def drawn_tokens(sizes: Mapping[str, Any], batch: int, length: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, sizes["vocabulary"], size=(batch, length)).astype(np.int32)
+
+
+def variants(
+    plan: str, sizes: Mapping[str, Any], batch: int, length: int, devices: int = 4, *, again: bool = True
+) -> dict[str, Variant]:
     """One training step each, of the same parameters and on the same batch."""
     import jax
-    import numpy as np
     import optax
     from flax import nnx
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, sizes["vocabulary"], size=(batch, length)).astype(np.int32)
-    tx = optax.adamw(1e-3)
+    tokens, tx = drawn_tokens(sizes, batch, length), optax.adamw(1e-3)
 
     def loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
-    def model() -> Any:
-        return jshard.Decoder(rngs=nnx.Rngs(0), **sizes)
-
     def value_of(model: Any, tokens: jax.Array) -> jax.Array:
         return loss(model(tokens), tokens)
 
-    def stepping(model: Any, optimizer: Any, value_of: Any, batch: jax.Array) -> Callable[[], Any]:
+    def stepping(model: Any, optimizer: Any, value_of: Any, batch: jax.Array) -> Variant:
         graph, state = nnx.split((model, optimizer))
         stays = jax.tree.map(lambda x: x.sharding, state)
 
@@ -91,18 +104,21 @@ def variants(plan: str, sizes: Mapping[str, Any], batch: int, length: int) -> di
             state, value = program(state, batch)
             return value
 
-        return step
+        return Variant(lambda: program.trace(state, batch), step)
 
-    jshard.load(configured(plan))
-    sharded = jshard.shard(model(), jax.ShapeDtypeStruct(tokens.shape, tokens.dtype))
+    jshard.load(configured(plan, devices))
+    sharded = jshard.shard(model(sizes), jax.ShapeDtypeStruct(tokens.shape, tokens.dtype))
     lies = jax.tree.map(lambda array: array.sharding.spec, nnx.state(sharded, nnx.Param))
 
-    def by_jshard() -> Callable[[], Any]:
+    def by_jshard() -> Variant:
         rows = jax.device_put(tokens, NamedSharding(jshard.mesh(), PartitionSpec("data")))
         return stepping(sharded, jshard.Optimizer(sharded, tx), jshard.shard(value_of), rows)
 
-    def plain() -> Callable[[], Any]:
-        made, mesh = model(), Mesh(jshard.mesh().devices, jshard.mesh().axis_names, axis_types=(AxisType.Auto,) * 2)
+    def plain() -> Variant:
+        made, mesh = (
+            model(sizes),
+            Mesh(jshard.mesh().devices, jshard.mesh().axis_names, axis_types=(AxisType.Auto,) * 2),
+        )
         where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), lies)
         nnx.update(made, jax.device_put(nnx.state(made, nnx.Param), where))
         optimizer, whole = nnx.Optimizer(made, tx, wrt=nnx.Param), NamedSharding(mesh, PartitionSpec())
@@ -112,8 +128,7 @@ def variants(plan: str, sizes: Mapping[str, Any], batch: int, length: int) -> di
         rows = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
         return stepping(made, optimizer, value_of, rows)
 
-    ways = {PLAIN: plain, "plain, again": plain, "jshard": by_jshard}
-    return {name: Variant(made()) for name, made in ways.items()}
+    return {PLAIN: plain(), **({"plain, again": plain()} if again else {}), "jshard": by_jshard()}
 
 
 def agree(steps: Mapping[str, Variant]) -> None:
@@ -127,26 +142,30 @@ def agree(steps: Mapping[str, Variant]) -> None:
         raise AssertionError(f"the losses do not fall: {losses[PLAIN]}")
 
 
-def measure(steps: Mapping[str, Variant], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step until its loss is there, one step of each after the other."""
+def measure(steps: Mapping[str, Variant], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each step until its loss is there, and those of processor time, one step of each after the other."""
     names = list(steps)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             steps[name].step().block_until_ready()
-            found[name].append(time.perf_counter() - start)
+            found[name].append((time.perf_counter() - start, time.process_time() - busy))
     return found
 
 
-def table(steps: Mapping[str, Variant], found: Mapping[str, list[float]]) -> str:
-    """Medians, the middle half, the median of the ratios of neighbours in time, and the first step."""
-    lines = [f"{'':16}{'median':>10}{'middle half':>19}{'over plain':>12}{'first step':>12}"]
-    for name, seconds in found.items():
-        low, middle, high = (1e3 * each for each in statistics.quantiles(seconds, n=4))
-        ratio = statistics.median(a / b for a, b in zip(seconds, found[PLAIN], strict=True))
-        spread = f"{low:.1f} - {high:.1f} ms"
-        lines.append(f"{name:16}{middle:>7.1f} ms{spread:>19}{ratio:>12.2f}{steps[name].first:>10.1f} s")
+def table(steps: Mapping[str, Variant], found: Mapping[str, list[tuple[float, float]]]) -> str:
+    """Medians by the clock and of processor time, each with its ratio to plain Flax's, and what comes before."""
+    head = ("", "clock", "over plain", "processor", "over plain", "trace", "first step")
+    lines = ["{:14}{:>12}{:>20}{:>12}{:>20}{:>9}{:>12}".format(*head)]
+    for name, each in found.items():
+        cells = []
+        for which in range(2):
+            ratios = [a[which] / b[which] for a, b in zip(each, found[PLAIN], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            spread = f"{middle:.3f} ({low:.2f} - {high:.2f})"
+            cells.append(f"{1e3 * statistics.median(one[which] for one in each):>9.1f} ms{spread:>20}")
+        lines.append(f"{name:14}{''.join(cells)}{steps[name].traced:>7.2f} s{steps[name].first:>10.1f} s")
     return "\n".join(lines)
 
 

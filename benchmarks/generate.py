@@ -1,18 +1,24 @@
 """What reading a prompt costs, and a token behind it: a decoder of 3 million parameters, by the length of the prompt.
 
-    python -m benchmarks.generate [--prompts 64 256 1024] [--rows 4] [--quick]
+    python -m benchmarks.generate [--prompts 64 256 1024 2048] [--rows 4] [--quick]
 
-FLOP are those of products, counted in the program that makes a token: of the parameters, which every token meets once
-whatever the prompt, and of attention, which goes over the cache. So does its time: it is that of attention by itself, over as
-long a cache in as many layers, and what is left of a token's should be alike for all prompts.
+A token's work is of two kinds: that of the parameters, which every token meets once whatever the prompt, and that of
+attention, which goes over the cache. FLOP are those of products, counted in the program that makes a token; bytes are what the
+operations of the compiled program read and write that have an axis of the cache's length, and what all others do. Times, of the
+processor, are those of attention by itself, over as long a cache in as many layers, and what is left of a token's. All prompts
+take turns, token by token, so that other work on this machine meets all; the last line is a straight line through the times of
+each turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import re
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +27,7 @@ import numpy as np
 from flax import nnx
 
 import jshard
+from jshard.inspect.compiled.hlo_text import NO_RESULT, Program, bytes_of
 from jshard.inspect.plan.flops import arithmetic_of
 from jshard.layers.attending import attend
 from jshard.table import table
@@ -30,33 +37,87 @@ SIZES = {"vocabulary": 256, "width": 256, "depth": 4, "heads": 8, "hidden": 704}
 SMALL = {"vocabulary": 64, "width": 32, "depth": 2, "heads": 4, "hidden": 64}
 
 
-def measured(model: Any, sizes: dict[str, int], length: int, rows: int, tokens: int) -> tuple[str, ...]:
-    prompts = np.random.default_rng(0).integers(1, sizes["vocabulary"], (rows, length)).tolist()
-    writer = generation.Writer(model, prompts, tokens, generation.Sampling(), 0)
-    token, cache = jax.block_until_ready(writer.prefill())  # compiles
-    step = functools.partial(generation._decode, writer.graph, writer.room)
-    products = arithmetic_of(jax.make_jaxpr(step)(writer.state, cache, token, writer.lengths)).total / rows
-    attention = 4 * sizes["depth"] * sizes["width"] * writer.room
-    began = time.perf_counter()
-    token, cache = jax.block_until_ready(writer.prefill())
-    read = time.perf_counter() - began
-    token, cache = jax.block_until_ready(writer.decode(0, token, cache))  # compiles
-    queries = jnp.ones((rows, 1, sizes["heads"], sizes["width"] // sizes["heads"]))
-    jax.block_until_ready(_attention(queries, *cache))
-    steps, by_itself = [], []
-    for number in range(1, tokens):  # in turn, so that other work on this machine meets both
+@dataclasses.dataclass
+class Prompts:
+    """Prompts of one length, that are gone on from token by token."""
+
+    writer: generation.Writer
+    token: Any
+    cache: Any
+    queries: Any
+    prefill: float  # seconds
+    steps: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # by the clock, and processor time
+    alone: list[float] = dataclasses.field(default_factory=list)  # attention by itself, processor time
+
+    @classmethod
+    def of(cls, model: Any, sizes: dict[str, int], length: int, rows: int, tokens: int) -> Prompts:
+        prompts = np.random.default_rng(0).integers(1, sizes["vocabulary"], (rows, length)).tolist()
+        writer = generation.Writer(model, prompts, tokens, generation.Sampling(), 0)
+        jax.block_until_ready(writer.prefill())  # compiles
         began = time.perf_counter()
-        token, cache = jax.block_until_ready(writer.decode(number, token, cache))
-        made = time.perf_counter()
-        jax.block_until_ready(_attention(queries, *cache))
-        steps.append(made - began)
-        by_itself.append(time.perf_counter() - made)
-    each, alone = statistics.median(steps), statistics.median(by_itself)
+        token, cache = jax.block_until_ready(writer.prefill())
+        queries = jnp.ones((rows, 1, sizes["heads"], sizes["width"] // sizes["heads"]))
+        return cls(writer, token, cache, queries, time.perf_counter() - began)
+
+    def step(self, number: int) -> None:
+        began, busy = time.perf_counter(), time.process_time()
+        self.token, self.cache = jax.block_until_ready(self.writer.decode(number, self.token, self.cache))
+        self.steps.append((time.perf_counter() - began, time.process_time() - busy))
+
+    def attend(self) -> None:
+        busy = time.process_time()
+        jax.block_until_ready(_attention(self.queries, *self.cache))
+        self.alone.append(time.process_time() - busy)
+
+    @property
+    def rest(self) -> list[float]:
+        return [busy - alone for (_, busy), alone in zip(self.steps, self.alone, strict=True)]
+
+    def told(self, sizes: dict[str, int], length: int) -> tuple[str, ...]:
+        writer, rows = self.writer, len(self.token)
+        args = writer.state, self.cache, self.token, writer.lengths
+        step = functools.partial(generation._decode, writer.graph, writer.room)
+        products = arithmetic_of(jax.make_jaxpr(step)(*args)).total / rows
+        attention = 4 * sizes["depth"] * sizes["width"] * writer.room
+        compiled = generation._decode.lower(writer.graph, writer.room, *args).compile().as_text() or ""
+        others, of_attention = apart(compiled, writer.room)
+        each = statistics.median(clock for clock, _ in self.steps)
+        rest, alone = statistics.median(self.rest), statistics.median(self.alone)
+        return (
+            f"{length:,} tokens", f"{self.prefill * 1e3:,.1f} ms", f"{rows * length / self.prefill:,.0f} tokens/s",
+            f"{each * 1e3:,.2f} ms", f"{rows / each:,.0f} tokens/s", f"{products - attention:,.0f} FLOP", f"{others:,} B",
+            f"{rest * 1e3:,.2f} ms", f"{attention:,} FLOP", f"{of_attention:,} B", f"{alone * 1e3:,.2f} ms",
+        )  # fmt: skip
+
+
+def apart(text: str, room: int) -> tuple[int, int]:
+    """Bytes that the operations of a compiled program read and write, as often as they run: of those without an axis of `room`
+    places, and of the others."""
+    program, long = Program(text), re.compile(rf"[\[,]{room}[\],]")
+
+    def of(name: str) -> np.ndarray:
+        found, computation = np.zeros(2, int), program.computations[name]
+        for each in computation.values():
+            if each.opcode in ("while", "call", "conditional"):
+                trips = program.trips(name, each) or 1 if each.opcode == "while" else 1
+                found += trips * sum(map(of, each.called), np.zeros(2, int))
+            elif each.opcode not in NO_RESULT:
+                types = [each.type, *(computation[operand].type for operand in each.operands if operand in computation)]
+                found[int(any(map(long.search, types)))] += sum(map(bytes_of, types))
+        return found
+
+    without, with_room = of(program.entry)
+    return int(without), int(with_room)
+
+
+def line(lengths: Sequence[int], rest: Sequence[Sequence[float]]) -> str:
+    """How what is left of a token's time goes with the prompt, turn by turn: medians, and the middle half."""
+    slopes, bases = np.polyfit(lengths, rest, 1)
+    low, middle, high = (each * 1e6 for each in statistics.quantiles(slopes, n=4))  # ms for 1,000 tokens
     return (
-        f"{length:,} tokens", f"{read * 1e3:,.1f} ms", f"{rows * length / read:,.0f} tokens/s", f"{each * 1e3:,.2f} ms",
-        f"{rows / each:,.0f} tokens/s", f"{products - attention:,.0f} FLOP", f"{(each - alone) * 1e3:,.2f} ms",
-        f"{attention:,} FLOP", f"{alone * 1e3:,.2f} ms",
-    )  # fmt: skip
+        f"all but attention: {np.median(bases) * 1e3:.2f} ms, and for each 1,000 tokens of the prompt {middle:+.2f} ms "
+        f"({low:+.2f} to {high:+.2f})"
+    )
 
 
 @jax.jit
@@ -69,7 +130,7 @@ def _attention(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Ar
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description="What a token costs.")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="LENGTH")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 1024, 2048], metavar="LENGTH")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--quick", action="store_true", help="a tiny decoder, to see that it runs")
@@ -77,9 +138,19 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = SMALL if chosen.quick else SIZES
     jshard.unload()
     model = jshard.Decoder(sizes, rngs=nnx.Rngs(0))
-    head = ("prompt", "prefill", "", "a token each", "", "all but attention", "", "attention", "")
-    for line in table([head, *(measured(model, sizes, each, chosen.rows, chosen.tokens) for each in chosen.prompts)]):
-        print(line)
+    every = [Prompts.of(model, sizes, each, chosen.rows, chosen.tokens) for each in chosen.prompts]
+    for number in range(chosen.tokens):
+        for one in every:
+            one.step(number)
+        for one in every:
+            one.attend()
+    for one in every:  # the first of each compiles
+        del one.steps[0], one.alone[0]
+    head = ("prompt", "prefill", "", "a token each", "", "all but attention", "", "", "attention", "", "")
+    for told in table([head, *(one.told(sizes, each) for one, each in zip(every, chosen.prompts, strict=True))]):
+        print(told)
+    if len(every) > 1:
+        print(line(chosen.prompts, [one.rest for one in every]))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """What a training step costs over several processes of this machine: jshard against the same step by bare JAX, and against
-torch where it is installed (`pip install torch`). Tensor and data parallel; same weights, same batch, losses compared.
+torch where it is installed (`pip install torch`). Same weights, same batch, losses compared. Two layers under tensor and data
+parallel, and the decoder of `benchmarks.decoder` under tensor parallel and FSDP, beside DTensor and FSDP2 as in torchtitan.
 
-python -m benchmarks.processes [--quick] [--processes 4] [--rounds 15] [--layouts tensor data] [--optimizer sgd]
+python -m benchmarks.processes [--quick] [--processes 4] [--rounds 15] [--layouts tensor data decoder] [--optimizer sgd]
 
 Two sets of processes, one of JAX and one of torch, take turns step by step, so that both see the same machine; who waits
-for a turn sleeps. A time is that of one step, from the call until its loss is there, in the process that was last.
+for a turn sleeps. A time is that of one step, from the call until its loss is there, in the process that was last; processor
+time is that of all processes together, which other work on the machine changes less. All have one thread for operations.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -22,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks import decoder
 from jshard.host import free_port
 
 CASES = {  # features, batch
@@ -33,9 +37,12 @@ DEEP = {
     "8 layers of 1024, batch 256": ((1024,) * 9, 256)
 }  # under data parallel, where sums may leave before the last is there
 QUICK = {"16-32-8, batch 32": ((16, 32, 8), 32)}
+DECODER, ROWS, LENGTH = {**decoder.SIZES, "qk_norm": False}, 4, 256
 HAND, JSHARD, TOGETHER = "shard_map by hand", "jshard by layers", "jshard.value_and_grad"
-THEIRS = {"tensor": "DTensor", "data": "DDP"}
-NO_TORCH = "torch is not installed here, so DTensor and DDP are left out; type: pip install torch"
+TENSOR, SEQUENCE, FSDP2 = "DTensor", "DTensor, sequence too", "FSDP2"
+THEIRS = {"tensor": (TENSOR,), "data": ("DDP",)}
+PLANS = {"tensor": (TENSOR, SEQUENCE), "fsdp": (FSDP2,)}  # of the decoder
+NO_TORCH = "torch is not installed here, so DTensor, DDP and FSDP2 are left out; type: pip install torch"
 RATE = 0.05  # the learning rate of all
 Step = Callable[[], Any]  # trains one step; float() of what it returns waits for the loss
 
@@ -62,23 +69,27 @@ def work(library: str, rank: int, processes: int, address: str) -> None:
     steps: dict[str, Step] = {}
     for line in sys.stdin:
         asked = json.loads(line)
-        if "layout" in asked:
+        if "layout" in asked or "plan" in asked:
             steps.clear()  # their memory is free before the next are made
-            steps = variants.steps(asked["layout"], *numbers(asked["features"], asked["batch"]), asked["optimizer"])
+        if "plan" in asked:
+            steps = variants.decoder_steps(asked["plan"], asked["sizes"], asked["rows"], asked["length"])
             told: Any = list(steps)
+        elif "layout" in asked:
+            steps = variants.steps(asked["layout"], *numbers(asked["features"], asked["batch"]), asked["optimizer"])
+            told = list(steps)
         else:
             told = timed(steps[asked["variant"]], asked["steps"])
         print(json.dumps({"told": told}), flush=True)
     variants.leave()
 
 
-def timed(step: Step, count: int) -> list[tuple[float, float]]:
-    """Seconds and loss of each of `count` steps."""
+def timed(step: Step, count: int) -> list[tuple[float, float, float]]:
+    """Seconds, loss and seconds of processor time of each of `count` steps."""
     found = []
     for _ in range(count):
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         loss = float(step())
-        found.append((time.perf_counter() - begin, loss))
+        found.append((time.perf_counter() - begin, loss, time.process_time() - busy))
     return found
 
 
@@ -136,57 +147,70 @@ def started(libraries: Sequence[str], count: int) -> Iterator[list[Processes]]:
             each.end()
 
 
-def compared(
-    sets: Sequence[Processes], layout: str, case: tuple[Any, int], rounds: int, optimizer: str
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each variant by round, and by how much its losses differ from those by hand, after three steps of each in
-    which they have to agree."""
+@dataclasses.dataclass
+class Found:
+    """Seconds of each variant by round, those of processor time, and by how much its losses differ from those of the first."""
+
+    seconds: dict[str, list[float]]
+    busy: dict[str, list[float]]
+    differences: dict[str, float]
+
+
+def compared(sets: Sequence[Processes], rounds: int, warm: int = 1, **case: Any) -> Found:
+    """Time all variants in turn, after three steps of each in which their losses have to agree; a turn is `warm` steps, as
+    another variant had the caches, and one that counts."""
     of: dict[str, Processes] = {}
     for each in sets:
-        features, batch = case
-        asked = each.ask(layout=layout, features=features, batch=batch, optimizer=optimizer)
-        of.update(dict.fromkeys(asked[0], each))
+        of.update(dict.fromkeys(each.ask(**case)[0], each))
     losses = {name: _losses(each.ask(variant=name, steps=3)) for name, each in of.items()}
-    differences = agree(losses)
     names = list(of)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    found = Found({name: [] for name in names}, {name: [] for name in names}, agree(losses))
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            by_rank = of[name].ask(variant=name, steps=2)  # the first warms the caches, which another variant had
-            seconds[name].append(max(steps[-1][0] for steps in by_rank))
-    return seconds, differences
+            by_rank = of[name].ask(variant=name, steps=warm + 1)
+            found.seconds[name].append(max(steps[-1][0] for steps in by_rank))
+            found.busy[name].append(sum(steps[-1][2] for steps in by_rank))
+    return found
 
 
-def _losses(by_rank: list[list[tuple[float, float]]]) -> list[float]:
+def _losses(by_rank: list[list[tuple[float, float, float]]]) -> list[float]:
     """Of each step, the mean over processes: some tell the loss of all rows, some of their own."""
-    return [statistics.mean(loss for _, loss in step) for step in zip(*by_rank, strict=True)]
+    return [statistics.mean(loss for _, loss, _ in step) for step in zip(*by_rank, strict=True)]
 
 
 def agree(losses: dict[str, list[float]]) -> dict[str, float]:
-    """The greatest difference of each variant's losses from those by hand; an error unless all fall, and alike."""
-    expected = losses[HAND]
+    """The greatest difference of each variant's losses from those of the first; an error unless all fall, and alike."""
+    first = next(iter(losses))
+    expected = losses[first]
     if sorted(expected, reverse=True) != expected:
         raise AssertionError(f"the losses do not fall: {expected}")
     found = {name: max(abs(a - b) for a, b in zip(each, expected, strict=True)) for name, each in losses.items()}
     for name, difference in found.items():
         if not difference <= 1e-5 * expected[0]:
-            raise AssertionError(f"{name} has the losses {losses[name]}, and {HAND} {expected}")
+            raise AssertionError(f"{name} has the losses {losses[name]}, and {first} {expected}")
     return found
 
 
-def table(seconds: dict[str, list[float]], differences: dict[str, float], against: Sequence[str]) -> str:
-    """Medians, the middle half, and the medians of the ratios to `against`, of neighbours in time."""
-    against = [name for name in against if name in seconds]
-    lines = [
-        f"{'':28}{'median':>11}{'middle half':>19}" + "".join(f"{f'/ {name}':>21}" for name in against) + "   losses"
-    ]
-    for name, found in seconds.items():
-        low, middle, high = (1e3 * each for each in statistics.quantiles(found, n=4))
-        ratios = [statistics.median(a / b for a, b in zip(found, seconds[other], strict=True)) for other in against]
-        cells = "".join(f"{ratio:>21.2f}" for ratio in ratios)
-        off = f"{differences[name]:.0e}" if differences[name] else "same"
-        lines.append(f"{name:28}{middle:>8.2f} ms{f'{low:.2f} - {high:.2f} ms':>19}{cells}   {off:>6}")
+def table(found: Found, against: Sequence[str]) -> str:
+    """Medians, the middle half, processor time, the medians of the ratios to `against`, of neighbours in time, and those of
+    processor time."""
+    against = [name for name in against if name in found.seconds]
+    head = f"{'':28}{'median':>11}{'middle half':>19}{'processor':>12}"
+    lines = [head + "".join(f"{f'/ {name}':>25}" for name in against) + "   losses"]
+    for name, seconds in found.seconds.items():
+        low, middle, high = (1e3 * each for each in statistics.quantiles(seconds, n=4))
+        cells = "".join(
+            f"{f'{ratio(seconds, found.seconds[other]):.2f}, {ratio(found.busy[name], found.busy[other]):.2f}':>25}"
+            for other in against
+        )
+        busy = 1e3 * statistics.median(found.busy[name])
+        off = f"{found.differences[name]:.0e}" if found.differences[name] else "same"
+        lines.append(f"{name:28}{middle:>8.2f} ms{f'{low:.2f} - {high:.2f} ms':>19}{busy:>9.2f} ms{cells}   {off:>6}")
     return "\n".join(lines)
+
+
+def ratio(some: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(some, others, strict=True))
 
 
 def main(words: list[str] | None = None) -> None:
@@ -194,7 +218,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all variants run and agree")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--layouts", nargs="+", choices=THEIRS, default=list(THEIRS))
+    parser.add_argument("--layouts", nargs="+", choices=(*THEIRS, "decoder"), default=[*THEIRS, "decoder"])
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_args(words)
@@ -205,14 +229,24 @@ def main(words: list[str] | None = None) -> None:
     if not torch:
         print(NO_TORCH)
     with started(["jax", *(["torch"] if torch else [])], asked.processes) as sets:
-        for layout in asked.layouts:
+        rounds = 3 if asked.quick else asked.rounds
+
+        def tell(label: str, against: Sequence[str], **case: Any) -> None:
+            found = compared(sets, rounds, **case)
+            load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+            print(f"\n{label}; {load}\n{table(found, against)}", flush=True)
+
+        for layout in (each for each in THEIRS if each in asked.layouts):
             deep = DEEP if layout == "data" else {}
-            for name, case in (QUICK if asked.quick else CASES | deep).items():
-                rounds = 3 if asked.quick else asked.rounds
-                seconds, differences = compared(sets, layout, case, rounds, asked.optimizer)
-                load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-                print(f"\n{layout} parallel, {asked.processes} processes, {asked.optimizer}, {name}; {load}")
-                print(table(seconds, differences, (HAND, THEIRS[layout])), flush=True)
+            for name, (features, batch) in (QUICK if asked.quick else CASES | deep).items():
+                label = f"{layout} parallel, {asked.processes} processes, {asked.optimizer}, {name}"
+                case = {"layout": layout, "features": features, "batch": batch, "optimizer": asked.optimizer}
+                tell(label, (HAND, *THEIRS[layout]), **case)
+        for plan in PLANS if "decoder" in asked.layouts else ():
+            sizes, rows, length = (decoder.QUICK, 4, 8) if asked.quick else (DECODER, ROWS, LENGTH)
+            label = f"a decoder of {sizes}, {rows} rows of {length} tokens, {plan}, {asked.processes} processes, adamw"
+            case = {"plan": plan, "sizes": sizes, "rows": rows, "length": length, "warm": 0}
+            tell(label, (decoder.PLAIN, *PLANS[plan]), **case)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jshard
+from benchmarks import decoder
 from benchmarks.processes import HAND, JSHARD, RATE, TOGETHER, Step
 
 AXIS = "workers"
@@ -19,12 +21,21 @@ LAYOUTS = {
 def join(rank: int, processes: int, address: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+    os.environ["NPROC"] = "1"  # a thread for operations, as torchrun has it
     os.environ.update(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES=str(processes), JAX_PROCESS_ID=str(rank))
     jshard.init(devices=processes, step_timeout=3600)
 
 
 def leave() -> None:
     pass
+
+
+def decoder_steps(plan: str, sizes: Mapping[str, Any], rows: int, length: int) -> dict[str, Step]:
+    """By name: one training step each of the model of `benchmarks.decoder`, behind the first."""
+    import jax
+
+    steps = decoder.variants(plan, sizes, rows, length, jax.device_count(), again=False)
+    return {name: each.step for name, each in steps.items()}
 
 
 def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> dict[str, Step]:

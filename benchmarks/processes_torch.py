@@ -1,12 +1,14 @@
 # pyright: reportMissingImports=false
-"""The steps of `benchmarks.processes` by torch: DTensor's tensor parallel, DDP, and DDP that tells the loss of all rows."""
+"""The steps of `benchmarks.processes` by torch: DTensor's tensor parallel, DDP, and DDP that tells the loss of all rows; of a
+decoder DTensor's tensor parallel, with and without sequence parallel, and FSDP2."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.processes import RATE, Step
+from benchmarks.processes import FSDP2, RATE, SEQUENCE, TENSOR, Step
 
 
 def join(rank: int, processes: int, address: str) -> None:
@@ -77,3 +79,157 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         "DDP": trained(nn.parallel.DistributedDataParallel(model()), x[part], y[part]),
         "DDP, loss of all rows": trained(of_all, x[part], y[part], tells_all=True),
     }
+
+
+def decoder_steps(plan: str, sizes: Mapping[str, Any], rows: int, length: int) -> dict[str, Step]:
+    """By name: one training step each of the model of `benchmarks.decoder`, with its weights and batch, behind the first."""
+    import torch
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    mesh, drawn, tokens = distributed.init_device_mesh("cpu", (ranks,)), *_drawn(sizes, rows, length)
+
+    def trained(model: Any, part: slice) -> Step:
+        kinds: dict[type, list[Any]] = {}  # an optimizer takes DTensors or tensors, not both
+        for parameter in model.parameters():
+            kinds.setdefault(type(parameter.data), []).append(parameter)
+        each = [torch.optim.AdamW(some, 1e-3, weight_decay=1e-4) for some in kinds.values()]
+        given = torch.from_numpy(tokens[part]).long()
+
+        def step() -> Any:
+            for tx in each:
+                tx.zero_grad()
+            with loss_parallel():
+                loss = torch.nn.functional.cross_entropy(model(given).flatten(0, 1), given.flatten())
+                loss.backward()
+            for tx in each:
+                tx.step()
+            return loss.detach().full_tensor() if hasattr(loss, "full_tensor") else loss.detach()
+
+        step()
+        return step
+
+    if plan == "tensor":
+        found = {}
+        for name in (TENSOR, SEQUENCE):
+            model = _decoder(sizes, drawn)
+            _parallelize(model, mesh, sequence=name == SEQUENCE)
+            found[name] = trained(model, slice(None))
+        return found
+    model = _decoder(sizes, drawn)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return {FSDP2: trained(fully_shard(model, mesh=mesh), slice(rank * rows // ranks, (rank + 1) * rows // ranks))}
+
+
+def _drawn(sizes: Mapping[str, Any], rows: int, length: int) -> tuple[dict[str, Any], Any]:
+    """The weights that the variants of JAX begin with, by path, and their batch."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import numpy as np
+    from flax import nnx
+
+    from benchmarks.decoder import drawn_tokens, model
+
+    state = nnx.to_flat_state(nnx.state(model(sizes), nnx.Param))
+    return {"/".join(map(str, path)): np.array(each[...]) for path, each in state}, drawn_tokens(sizes, rows, length)
+
+
+def _decoder(sizes: Mapping[str, Any], drawn: Mapping[str, Any]) -> Any:
+    """The model of `benchmarks.decoder`, as torchtitan writes such models, with these weights."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import scaled_dot_product_attention, silu
+
+    width, hidden, size = sizes["width"], sizes["hidden"], sizes["width"] // sizes["heads"]
+
+    def rotated(x: Any) -> Any:
+        turns = 10_000.0 ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angles = torch.arange(x.shape[1])[:, None, None] * turns.float()
+        one, other = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
+
+    def linear(path: str, *shape: int, layer: tuple[int, ...] = ()) -> Any:
+        made = nn.Linear(*shape, bias=False)
+        made.weight.data = torch.tensor(drawn[path][layer].reshape(shape)).T.contiguous()
+        return made
+
+    class Attention(nn.Module):
+        def __init__(self, *layer: int):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (
+                linear(f"blocks/attn/{name}/kernel", width, width, layer=layer) for name in "qkvo"
+            )
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = (each(x).unflatten(-1, (-1, size)) for each in (self.q, self.k, self.v))
+            q, k, v = (each.transpose(1, 2) for each in (rotated(q), rotated(k), v))
+            return self.o(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    class MLP(nn.Module):
+        def __init__(self, *layer: int):
+            super().__init__()
+            self.gate, self.up = (
+                linear(f"blocks/mlp/{name}/kernel", width, hidden, layer=layer) for name in ("gate", "up")
+            )
+            self.down = linear("blocks/mlp/down/kernel", hidden, width, layer=layer)
+
+        def forward(self, x: Any) -> Any:
+            return self.down(silu(self.gate(x)) * self.up(x))
+
+    class Block(nn.Module):
+        def __init__(self, *layer: int):
+            super().__init__()
+            self.attn_norm, self.attn = nn.RMSNorm(width, eps=1e-6), Attention(*layer)
+            self.mlp_norm, self.mlp = nn.RMSNorm(width, eps=1e-6), MLP(*layer)
+
+        def forward(self, x: Any) -> Any:
+            x = x + self.attn(self.attn_norm(x))
+            return x + self.mlp(self.mlp_norm(x))
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding.from_pretrained(torch.tensor(drawn["embed/embedding"]), freeze=False)
+            self.blocks = nn.ModuleList(map(Block, range(sizes["depth"])))
+            self.norm, self.head = nn.RMSNorm(width, eps=1e-6), linear("head/kernel", width, sizes["vocabulary"])
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    return Decoder()
+
+
+def _parallelize(model: Any, mesh: Any, *, sequence: bool) -> None:
+    """Megatron's tensor parallel by DTensor. With `sequence` it is torchtitan's plan for Llama: activations between layers are
+    split too, and so is the embedding's table."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    between = Shard(1) if sequence else Replicate()
+    entry = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+    head = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+    back = RowwiseParallel(output_layouts=between)
+    blocks = {"attn": entry, "mlp": entry, "attn.o": back, "mlp.down": back}
+    blocks |= dict.fromkeys(("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"), ColwiseParallel())
+    blocks |= dict.fromkeys(("attn_norm", "mlp_norm") if sequence else (), SequenceParallel())
+    ends: dict[str, Any] = {"head": head}
+    if sequence:
+        ends |= {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "norm": SequenceParallel(),
+        }
+    parallelize_module(model, mesh, ends)
+    for block in model.blocks:
+        parallelize_module(block, mesh, blocks)

@@ -54,7 +54,8 @@ def test_quick_benchmark_of_a_step_prints_a_line_for_each_variant(capsys, argume
 def test_quick_benchmark_of_a_decoder_prints_a_line_for_each_variant(capsys):
     decoder.main(["--quick", "--plan", "tensor + fsdp"])
     told = capsys.readouterr().out
-    rows = re.findall(r"^(\S.*?)  +[\d.]+ ms +[\d.]+ - [\d.]+ ms +[\d.]+ +[\d.]+ s$", told, re.MULTILINE)
+    ratio = r" +[\d.]+ ms +[\d.]+ \([\d.]+ - [\d.]+\)"
+    rows = re.findall(rf"^(\S.*?) {ratio}{ratio} +[\d.]+ s +[\d.]+ s$", told, re.MULTILINE)
     assert rows == ["plain Flax", "plain, again", "jshard"]
     assert "tensor + fsdp {'data': 2, 'tensor': 2}: all variants agree on the losses" in told
 
@@ -69,12 +70,21 @@ def test_benchmark_refuses_variants_that_do_not_agree():
 
 def test_quick_benchmark_of_generation_says_that_a_token_costs_the_same_but_for_attention(capsys):
     generate.main(["--quick", "--prompts", "64", "250", "--rows", "2", "--tokens", "3"])
-    head, *lines = capsys.readouterr().out.splitlines()
+    head, *lines, fit = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["prompt", "prefill", "a"]
     found = [re.findall(r"([\d,]+) FLOP", line) for line in lines]
     products = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 64  # numbers in the kernels that a token meets
     attention = [4 * 2 * 32 * room for room in (128, 256)]  # two products over the cache in each of two layers
     assert found == [[f"{2 * products:,}", f"{each:,}"] for each in attention]
+    (short, of_short), (long, of_long) = (
+        [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) B", line)] for line in lines
+    )
+    assert long == pytest.approx(short, rel=0.01)  # XLA adds a softmax's sum of a row in as many parts as are in it
+    assert of_long == pytest.approx(2 * of_short, rel=0.01)
+    cache = 2 * 2 * 2 * 256 * 32 * 4  # keys and values of two layers and two rows
+    assert of_long < 16 * cache  # as the tests compile; 9 as users do
+    ms = r"[+-]?[\d.]+ ms"
+    assert re.fullmatch(rf"all but attention: {ms}, and for each 1,000 tokens of the prompt {ms} \(.* to .*\)", fit)
 
 
 @pytest.mark.slow
@@ -157,26 +167,28 @@ FIRST = {processes.HAND: [3.0, 2.0, 1.0], "DDP": [3.0, 2.0, 1.00001]}
 def test_processes_have_to_agree_on_their_losses_and_the_table_tells_ratios():
     differences = processes.agree(FIRST)
     assert differences[processes.HAND] == 0 and 0 < differences["DDP"] < 2e-5
-    with pytest.raises(AssertionError, match="DDP has the losses .*, and shard_map by hand"):
+    with pytest.raises(AssertionError, match=r"DDP has the losses .*, and shard_map by hand \["):
         processes.agree({**FIRST, "DDP": [3.0, 2.0, 1.1]})
     with pytest.raises(AssertionError, match="the losses do not fall"):
         processes.agree({processes.HAND: [1.0, 2.0, 3.0]})
     seconds = {processes.HAND: [0.002, 0.004, 0.006], "DDP": [0.001, 0.002, 0.003]}
-    told = processes.table(seconds, differences, (processes.HAND, "DDP", "DTensor")).splitlines()
-    assert told[0].split() == ["median", "middle", "half", "/", "shard_map", "by", "hand", "/", "DDP", "losses"]
-    assert told[1].split()[3:] == ["4.00", "ms", "2.00", "-", "6.00", "ms", "1.00", "2.00", "same"]
-    assert told[2].split()[1:] == ["2.00", "ms", "1.00", "-", "3.00", "ms", "0.50", "1.00", "1e-05"]
+    busy = {processes.HAND: [0.02, 0.04, 0.06], "DDP": [0.04, 0.08, 0.12]}
+    told = processes.table(processes.Found(seconds, busy, differences), (processes.HAND, "DDP", "DTensor")).splitlines()
+    assert told[0].split() == [*"median middle half processor / shard_map by hand / DDP losses".split()]
+    assert told[1].split()[3:] == [*"4.00 ms 2.00 - 6.00 ms 40.00 ms 1.00, 1.00 2.00, 0.50 same".split()]
+    assert told[2].split()[1:] == [*"2.00 ms 1.00 - 3.00 ms 80.00 ms 0.50, 2.00 1.00, 1.00 1e-05".split()]
 
 
 @pytest.mark.slow
 def test_quick_benchmark_over_processes_prints_a_line_for_each_variant(capsys):
-    processes.main(["--quick", "--processes", "2", "--layouts", "data"])
+    processes.main(["--quick", "--processes", "2", "--layouts", "data", "decoder"])
     told = capsys.readouterr().out
     names = re.findall(r"^(\S.*?)  +[\d.]+ ms +[\d.]+ - [\d.]+ ms +[\d.]+", told, re.MULTILINE)
-    torch = [] if processes.NO_TORCH in told else ["DDP", "DDP, loss of all rows"]
+    torch, decoders = processes.NO_TORCH not in told, ["plain Flax", "jshard"]
     assert names == [
         "shard_map by hand", "the same, again", "jshard by layers", "jshard.step", "jit with NamedShardings",
-        "jshard.value_and_grad", "by hand, one sum of all", *torch,
+        "jshard.value_and_grad", "by hand, one sum of all", *["DDP", "DDP, loss of all rows"] * torch,
+        *decoders, *["DTensor", "DTensor, sequence too"] * torch, *decoders, *["FSDP2"] * torch,
     ]  # fmt: skip
     assert re.search(
         r"^data parallel, 2 processes, sgd, 16-32-8, batch 32; load [\d.]+ on \d+ cores$", told, re.MULTILINE
