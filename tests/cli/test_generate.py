@@ -66,6 +66,12 @@ def test_a_run_goes_on_greedily_unless_said(trained, capsys):
     assert said(capsys, trained, *PROMPTS) == said(capsys, trained, *PROMPTS, "--temperature", "0") == GREEDY
 
 
+def test_what_is_drawn_depends_on_each_word(trained, capsys):
+    hot = [trained, *PROMPTS, "--temperature", "5"]
+    assert said(capsys, *hot, "--top-k", "1") == said(capsys, *hot, "--top-p", "0") == GREEDY
+    assert said(capsys, *hot, "--seed", "5") != said(capsys, *hot)
+
+
 def test_a_row_ends_behind_a_text_to_stop_at(trained, capsys):
     two = said(capsys, trained, *PROMPTS, "--stop", "t", "--stop", "og", "--stop", "on th")
     assert two == "the cat sat\n\nthe dog\n"
