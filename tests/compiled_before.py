@@ -124,7 +124,7 @@ def write_from_every_process() -> None:
     compiler._cache_write = FunctionType(write.__code__, {**vars(compiler), "distributed": first})
 
 
-NEVER_WRITTEN: dict[str, Any] = {}  # by their keys
+NEVER_WRITTEN: dict[str | None, Any] = {}  # by their keys
 
 
 def remember_what_is_never_written() -> None:
