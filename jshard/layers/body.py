@@ -162,7 +162,7 @@ def _pvary_summed(arrays: Sequence[jax.Array], varies_over: Sequence[Names], alg
         if not names or is_psum(algorithm, names):
             continue
         alike = [place for place, others in enumerate(missing) if others == names]
-        marked = pvary_summed(tuple(arrays[place] for place in alike), names, algorithm)
+        marked: Any = pvary_summed(tuple(arrays[place] for place in alike), names, algorithm)
         for place, array in zip(alike, marked, strict=True):
             found[place] = array
     return found

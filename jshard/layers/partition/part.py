@@ -250,7 +250,8 @@ def vary(x: Any, names: Names, algorithm: str = "auto") -> Array:
     x = over_one_device(x, names, varies=True)
     missing = tuple(sorted(names - jax.typeof(x).mat.varying))
     if algorithm in ("auto", "hierarchical") and slices.is_hierarchy(missing) and jnp.issubdtype(x.dtype, jnp.inexact):
-        return pvary_summed((x,), missing, "hierarchical")[0]
+        marked: Any = pvary_summed((x,), missing, "hierarchical")
+        return marked[0]
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
