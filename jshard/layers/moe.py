@@ -132,7 +132,7 @@ def _exchange(
         first, second = (tuple(name for name in each if name not in names) for each in part.axes[:2])
         lead = ((*first, *rows), second) if back else (first, (*second, *names))
         axes = (*lead, *part.axes[2:])
-        return [Part(part.shape, axes, part.local(axes, frozenset(), lambda *_: moving_as(claim=claim, key="expert")))]
+        return [Part(part.shape, axes, part.local(axes, frozenset(), lambda _: moving_as(claim=claim, key="expert")))]
 
     def one_way(back: bool) -> Callable[[Array], Array]:
         there = by_hand(lambda x: (x,), functools.partial(rule, back))

@@ -50,7 +50,7 @@ def _is_not_gathered(primitive: Any, *operands: Any, **params: Any) -> bool:
     name = primitive.name
     if name == "convert_element_type":  # of two dtypes of one array the smaller is kept
         return params["new_dtype"].itemsize < operands[0].dtype.itemsize
-    if params.get("name") == gather_kernel.__name__:  # by permutes, say
+    if params.get("name") == gather_kernel.__name__:  # type: ignore[attr-defined]  # by permutes, say
         return False
     if name == "pallas_call":
         return (declared(params) or {}).get("op") != "all_gather"

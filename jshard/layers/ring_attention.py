@@ -366,7 +366,7 @@ def _split(run: Partition, q: Part, k: Part) -> _Split:
     return _Split(q.axes[0], q.axes[1] or k.axes[1], heads, key_heads)
 
 
-def _by_ring(part: Part, axes: Axes, steps: Any) -> Any:
+def _by_ring(steps: Any) -> Any:
     return moving_as(key="ring")
 
 
