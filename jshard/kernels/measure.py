@@ -51,7 +51,7 @@ class Timing:
 
 def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
     """List the algorithms of `op` that compile for the devices at hand. What is only interpreted is never timed."""
-    words = [word for word in ALGORITHMS[op] if word not in ("auto", "in_order", "torus")]
+    words = [word for word in ALGORITHMS[op] if word not in ("auto", "in_order", "torus", "hierarchical")]
     if platform != "tpu":
         return [word for word in words if word in NO_KERNELS]
     return [word for word in words if word == "xla" or word not in ("ring", "fused") or group <= LONGEST_RING]

@@ -128,7 +128,7 @@ def test_run_of_another_file_is_that_of_one_device_and_goes_on_to_the_bit(reques
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
 def test_a_pipeline_trains_as_microbatches_on_one_device_do_and_goes_on_to_the_bit(schedule):
     overrides = () if schedule == "1f1b" else ("model.depth=4",)
-    alone = trained(f"microbatches-{len(overrides)}", *overrides, "accumulate=4")
+    alone = trained(f"microbatches-{schedule}", *overrides, "accumulate=4")
     found = trained(f"pipe-{schedule}", *overrides, file=FILE.parents[1] / f"pipe-{schedule}.yaml")
     alike(found, alone)
     goes_on(f"pipe-{schedule}", found)

@@ -95,6 +95,7 @@ FOLDERS = (
     "configs/adopt/",
     "configs/decoder/",
     "configs/lm/",
+    "configs/pipe-",
 )  # of models elsewhere, too large here, or with text: own tests
 ELSEWHERE = {path for path in FILES if path.startswith(FOLDERS)} - {"configs/adopt/transformer.yaml"}
 

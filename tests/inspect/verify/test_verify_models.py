@@ -148,7 +148,7 @@ def summed_twice(x, names, op="sum", **more):
     return lax.psum(lax.pcast(x, names, to="varying"), names) if op == "sum" else x
 
 
-def unmarked(x, names):
+def unmarked(x, names, *_):
     """It varies, as its type says, and its gradient is that of the first device."""
     missing = tuple(sorted(names - jax.typeof(x).mat.varying))
 
