@@ -99,6 +99,7 @@ def configured(stages, tensor=1, data=1, schedule="1f1b", chunks=None, microbatc
 @pytest.fixture(scope="module")
 def one_device():
     """Loss, gradients, and what is left behind, on one device."""
+    jshard.unload()
     found = {}
     for kind in (Model, Scaled):
         model = built(kind)
