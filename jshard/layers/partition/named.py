@@ -50,14 +50,11 @@ class _Naming:
     def _constrained(self, eqn: Any, claim: Signal | None) -> list[Any]:
         if claim is None or eqn.primitive.name not in product.RULES:
             return [eqn]
-        (out,) = eqn.outvars
-        scattered = [
-            names if set(names) & set(claim.sequence) & set(claim.reduction) else None
-            for names in self.found.get(out, ())
-        ]
-        if not any(scattered):
+        (out,), scatters = eqn.outvars, set(claim.sequence) & set(claim.reduction)
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(names if scatters & set(names) else free for names in self.found.get(out, ())))
+        if all(names is free for names in spec):
             return [eqn]
-        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if names is None else names for names in scattered))
         told = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)))(out.aval)
         summed, source = Var(out.aval), eqn.source_info
         return [eqn.replace(outvars=[summed]), told.eqns[0].replace(invars=[summed], outvars=[out], source_info=source)]
