@@ -27,8 +27,9 @@ import numpy as np
 from flax import nnx
 
 import jshard
-from jshard.inspect.compiled.hlo_text import NO_RESULT, Program, bytes_of
+from jshard.inspect.compiled.hlo_text import NO_RESULT, Program
 from jshard.inspect.plan.flops import arithmetic_of
+from jshard.inspect.plan.work import bytes_moved
 from jshard.layers.attending import attend
 from jshard.table import table
 from jshard.training import generation
@@ -103,7 +104,7 @@ def apart(text: str, room: int) -> tuple[int, int]:
                 found += trips * sum(map(of, each.called), np.zeros(2, int))
             elif each.opcode not in NO_RESULT:
                 types = [each.type, *(computation[operand].type for operand in each.operands if operand in computation)]
-                found[int(any(map(long.search, types)))] += sum(map(bytes_of, types))
+                found[int(any(map(long.search, types)))] += bytes_moved(program, computation, each)
         return found
 
     without, with_room = of(program.entry)

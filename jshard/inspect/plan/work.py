@@ -14,6 +14,7 @@ from jshard.inspect.plan.comparison import DTYPES
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')  # of a dot, of a call of cuBLAS
 SLICES = ("dynamic-slice", "slice", "gather")
+WRITES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first, in its place
 
 
 def seconds_by(program: Program, chip: Chip) -> Callable[[Work], float]:
@@ -37,7 +38,7 @@ def seconds_by(program: Program, chip: Chip) -> Callable[[Work], float]:
         products = sum(
             flops / chip.peak(dtype) for dtype, flops in _products(program, work.computation, work.instruction)
         )
-        return max(products, _moved(program, work.computation, work.instruction) * chip.devices / chip.bandwidth)
+        return max(products, bytes_moved(program, work.computation, work.instruction) * chip.devices / chip.bandwidth)
 
     return seconds
 
@@ -60,11 +61,11 @@ def _products(program: Program, computation: Computation, each: Instruction) -> 
     return found
 
 
-def _moved(program: Program, computation: Computation, each: Instruction) -> int:
+def bytes_moved(program: Program, computation: Computation, each: Instruction) -> int:
     """The bytes that an instruction reads and writes: of an array that it only slices, or writes a slice of, the slice."""
+    if each.opcode in WRITES:
+        return 2 * _size(computation, each.operands[WRITES[each.opcode]])
     if each.opcode != "fusion":
-        if each.opcode == "dynamic-update-slice":
-            return 2 * _size(computation, each.operands[1])
         result = bytes_of(each.type)
         return result + (result if each.opcode in SLICES else sum(_size(computation, name) for name in each.operands))
     inside = program.computations[each.called[0]]
@@ -73,10 +74,10 @@ def _moved(program: Program, computation: Computation, each: Instruction) -> int
         users = [inner for inner in inside.values() if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             moved += sum(bytes_of(user.type) for user in users)
-        elif not all(user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name for user in users):
+        elif not all(user.opcode in WRITES and user.operands[0] == parameter.name for user in users):
             moved += bytes_of(parameter.type)
-    updates = [inner for inner in inside.values() if inner.opcode == "dynamic-update-slice"]
-    slices = sum(_size(inside, update.operands[1]) for update in updates)
+    updates = [inner for inner in inside.values() if inner.opcode in WRITES]
+    slices = sum(_size(inside, update.operands[WRITES[update.opcode]]) for update in updates)
     return moved + bytes_of(each.type) - sum(bytes_of(update.type) for update in updates) + slices
 
 
