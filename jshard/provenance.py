@@ -17,7 +17,7 @@ from jax._src import source_info_util
 from jshard.errors import Place
 
 PHASES = ("forward", "backward", "update")  # in the order of a training step
-FIELDS = frozenset(("signal", "claim", "phase", "key", "reason", "chosen", "again", "times", "each"))
+FIELDS = frozenset(("signal", "claim", "phase", "key", "reason", "chosen", "again", "times", "each", "turns"))
 GUARD = re.compile(r"jshard\[([^\]]*)\]")  # `jshard[signal=up]`; what a user types in a scope is left alone
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 JOINED = re.compile(r"((?:.*?/)?)\((.*)\)")
@@ -31,7 +31,8 @@ def scope(**fields: str):
     stands, the innermost alone; `key` is the key of the innermost one; `phase` is backward or update, where no transformation
     of JAX tells; `reason` is redistribute; `chosen` is the strategy that jshard
     took by itself, in words; `again` is remat around what is computed a second time and differentiated there;
-    `times` and `each`, of a branch in a loop, are how often it is taken in all turns, by all devices and by the one most often.
+    `times` and `each`, of a branch in a loop, are how often it is taken in all turns, by all devices and by the one most often
+    (`times` alone is that of each device), and `turns` in how many of them by any.
     """
     assert fields.keys() <= FIELDS, fields
     words = ",".join(f"{field}={quote(word, safe=' =*+')}" for field, word in fields.items())
@@ -174,6 +175,16 @@ def cause(op_name: str) -> Cause:
     """The cause that all of an `op_name` agrees on; one under no signal where it names several."""
     found = set(causes(op_name))
     return found.pop() if len(found) == 1 else Cause()
+
+
+def taken(op_name: str) -> tuple[int, int] | None:
+    """How often each device takes a branch in all turns of the loop around, and in how many turns any does, where the scope
+    directly around it says so. A collective that they all take part in is run in each of these turns."""
+    *_, (_, around), _ = (("", ""), ("", ""), *_parts(op_name))
+    if "times" not in (words := _fields(around)):
+        return None
+    turns = int(words["turns"])
+    return turns if "each" in words else int(words["times"]), turns
 
 
 def operation(op_name: str) -> str:

@@ -88,6 +88,8 @@ class Site:
     """How a computation is run."""
 
     count: int = 1
+    turns: int = 1  # how often any device runs it, while others wait
+    before: int = 1  # how often the loop runs that it is in
     count_known: bool = True
     around: str = ""  # attributes of the instruction that calls it
     is_async: bool = False

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.hlo_text import KIND_OF, Computation, Instruction, Program, Site
+from jshard.provenance import op_name, taken
 
 FREE = frozenset("parameter constant get-tuple-element tuple bitcast partition-id replica-id after-all".split())
 
@@ -43,7 +44,11 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Branches:
+    """One of them is taken: by this device in the share `own` of the turns of a loop, by any in the share `shared`."""
+
     branches: tuple[tuple[Event, ...], ...]
+    own: float = 1.0
+    shared: float = 1.0
 
 
 Event = Work | Start | Done | Loop | Branches
@@ -105,14 +110,19 @@ class _Reader:
                 yield Done(self.updates.get(each.operands[0], each.operands[0]))
             elif each.opcode == "while":
                 trips = self.program.trips(name, each)
-                inside = Site(site.count * (trips or 1), site.count_known and trips is not None)
+                known = site.count_known and trips is not None
+                inside = Site(site.count * (trips or 1), site.turns * (trips or 1), site.count, known)
                 yield Loop(trips or 1, tuple(event for called in each.called for event in self.events(called, inside)))
             elif each.opcode == "fusion" and (chain := self.program.chain(each.called[0])) is not None:
                 yield from self._piece(each, computation, chain, site)
             elif each.opcode in ("call", "conditional"):
                 inside = dataclasses.replace(site, around=each.rest)
+                if each.opcode == "conditional" and (often := taken(op_name(each.rest))) is not None:
+                    count, turns = (site.before * each for each in often)
+                    inside = dataclasses.replace(inside, count=count, turns=turns)
                 branches = tuple(tuple(self.events(called, inside)) for called in each.called)
-                yield from branches[0] if each.opcode == "call" else (Branches(branches),)
+                shares = inside.count / site.count, inside.turns / site.turns
+                yield from branches[0] if each.opcode == "call" else (Branches(branches, *shares),)
             elif each.opcode not in FREE:
                 yield Work(each, computation)
                 yield from self._inside(each, site)

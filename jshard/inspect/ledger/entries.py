@@ -79,7 +79,12 @@ class Line(Caused):
     @property
     def total(self) -> int:
         """Bytes on the wire per device, all times."""
-        return (self.count if self.each is None else self.each) * self.wire
+        return self.runs * self.wire
+
+    @property
+    def runs(self) -> int:
+        """How often one device runs it."""
+        return self.count if self.each is None else self.each
 
     @property
     def asked(self) -> bool:

@@ -22,7 +22,7 @@ DTYPES = {
 class Difference:
     """One way in which what runs is not what was asked: `times` of a row's collectives."""
 
-    kind: str  # dropped, merged, split, rewritten, recast, added; declared, where a kernel's word is all there is
+    kind: str  # dropped, merged, split, rewritten, recast, added, lock-step; declared, where a kernel's word is all there is
     times: int
     words: str
 
@@ -120,7 +120,7 @@ def _row(
     under = [hidden_in_kernel(line, chip) for line in own]
     return Row(
         *key,
-        asked=sum(ask.line.count for ask in asked),
+        asked=sum(ask.line.runs for ask in asked),
         got=sum(times for _, times, _, _ in runs) + sum(line.count for line in own),
         wire_asked=sum(ask.line.total for ask in asked),
         wire_got=sum(times * wire for _, times, wire, _ in runs) + sum(line.total for line in own),
@@ -145,6 +145,7 @@ def _differences(asked: list[Ask], pairs: list[Pair], chip: Chip) -> list[Differ
     found += [("rewritten", f"run as {pair.run.got.collective}", pair.times) for pair in rewritten]
     found += [("rewritten", f"run {pair.how}", pair.times) for pair in pairs if pair.how.startswith("by")]
     found += [("recast", f"in {dtypes}", pair.times) for pair in pairs if (dtypes := _recast(pair))]
+    found += [("lock-step", "while only other stages send", pair.times) for pair in pairs if pair.how == "lock-step"]
     joined = [pair for pair in pairs if pair.run.is_joined or pair.how == "merged"]
     times = sum(pair.times for pair in joined)
     into = sum({id(pair.run.got): pair.run.got.count for pair in joined}.values())  # runs of their instructions

@@ -26,6 +26,10 @@ def paired(
         for ask, run in itertools.product(asked, got):
             if ask.left and run.left and same(ask, run):
                 pairs.add(ask, run, how)
+    for pair in list(pairs):
+        if pair.ask.line.each is not None and pair.run.left:
+            pairs.append(dataclasses.replace(pair, times=pair.run.left, how="lock-step"))
+            pair.run.left = 0
     for run in got:
         if run.left:
             _across(run, asked, pairs)
@@ -45,7 +49,7 @@ class Ask:
 
     def __init__(self, line: Line):
         self.line = line
-        self.left = line.count
+        self.left = line.runs
         self.axes = line.mesh_axes
         self.elements = math.prod(line.shape)
 

@@ -156,7 +156,8 @@ class _Walk:
         return left, {name: round(1e12 * (end - self.now)) for name, end in self.open.items() if end > self.now}
 
     def _longest(self, event: Branches) -> None:
-        """Go on after the branch that takes longest; what is late in any of them is late."""
+        """Go on after the branch that takes longest; what is late in any of them is late. Of one that is taken in some turns of
+        a loop each turn has a share: a device waits while others take it."""
         ends: list[_Walk] = []
         late: dict[int, float] = defaultdict(float)
         for branch in event.branches:
@@ -165,4 +166,8 @@ class _Walk:
             ends[-1].run(branch)
             for key, seconds in ends[-1].late.items():
                 late[key] = max(late[key], seconds)
-        vars(self).update(vars(max(ends, key=lambda each: each.now)), late=late)
+        last = max(ends, key=lambda each: each.now)
+        late = {key: (each := self.late.get(key, 0.0)) + event.own * (seconds - each) for key, seconds in late.items()}
+        last.work = self.work + event.own * (last.work - self.work)
+        last.now = self.now + event.shared * (last.now - self.now)
+        vars(self).update(vars(last), late=defaultdict(float, late))

@@ -29,6 +29,7 @@ from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.misfits import misfits
 from jshard.inspect.verify.records import Note
 from jshard.inspect.verify.residues import modulus_for
+from jshard.inspect.verify.slots import first_slot
 from jshard.inspect.verify.verification import Finding, Verification, in_words
 from jshard.jaxprs import equations
 from jshard.layers.training_step import Untyped
@@ -326,7 +327,8 @@ class _Trial:
         how = Evaluation(modulus, listen=True, asked=_asked)
         tolerance = 0.0 if modulus is not None else self.natural[1]
         (reference, heard), (results, other) = self.reference.run(how, numbers), side.run(how, numbers)
-        begin = beginning(heard, other, side.sizes, tolerance, modulus)
+        begin = first_slot(heard, other, side.sizes, tolerance, modulus)
+        begin = begin or beginning(heard, other, side.sizes, tolerance, modulus)
         if begin is not None:
             return begin
         for finding, one, two in zip(findings, reference, results, strict=True):

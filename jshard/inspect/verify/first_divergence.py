@@ -28,12 +28,14 @@ class FirstDivergence:
     cause: Cause
     off: float
     looks: str  # like what kind of mistake
+    slot: str = ""  # of a pipeline: stage 1, tick 3, microbatch 0 (B0)
 
     def __str__(self) -> str:
+        slot = f"{self.slot}, " if self.slot else ""
         who = f'signal "{self.cause.signal}"' if self.cause.path else "the part outside every signal"
         where = ", ".join(str(each) for each in (self.cause.place, self.cause.source) if each)
         where = f" ({where})" if where else ""
-        return f"{who}{where}, {self.cause.phase}: off by {self.off:.2g} of the largest; {self.looks}"
+        return f"{slot}{who}{where}, {self.cause.phase}: off by {self.off:.2g} of the largest; {self.looks}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ def beginning(
     """
     suspects: list[tuple[Note, Likeness]] = []
     for one, two in _pairs(reference, other):
-        likeness = _likeness(one, two, mesh, tolerance, modulus)
+        likeness = likeness_of(one, two, mesh, tolerance, modulus)
         if likeness.kind == "equal":
             suspects = [] if two.where.of_sum else suspects
         elif likeness.kind != "unknown":
@@ -107,7 +109,7 @@ def _at(note: Note) -> Any:
     return cause.path, cause.phase, cause.source, primitive, where.lead
 
 
-def _likeness(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float, modulus: int | None) -> Likeness:
+def likeness_of(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float, modulus: int | None) -> Likeness:
     full = np.asarray(one.value).astype(np.float64)
     lead = two.where.lead
     stacked = [place for place, names in enumerate(lead) if names]

@@ -19,6 +19,7 @@ from jshard.inspect.verify.dataflow import Asked, narrowed_for_a_sum
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later
 from jshard.inspect.verify.residues import SUMS, coarse, embedded, is_float, results_of, touches_floats
 from jshard.jaxprs import bare, called, inner, scanned
+from jshard.layers.partition.ticks import slot_p
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,9 @@ class _Level:
             for variable in heard.get(number, ()):
                 if is_float(variable.aval):
                     self._note(self.values[variable], "value", eqn, here, of_sum=variable in self.of_sums)
+            if self.how.listen and eqn.primitive is slot_p:
+                for value in results:
+                    self._note(value, "slot", eqn, here)
             if self.how.nan_origins and not _holds_noted(eqn):
                 self._ask(results, eqn, here)
         return [self._value(variable) for variable in jaxpr.outvars], self.notes
@@ -129,7 +133,10 @@ class _Level:
         self.turns += level.turns
 
     def _note(self, value: Any, kind: str, eqn: Any, here: Around, of_sum: bool = True) -> None:
-        where = Where(kind, here.blamed(eqn), eqn.primitive.name, str(eqn.outvars[0].aval.dtype), of_sum=of_sum)
+        where = Where(
+            kind, here.blamed(eqn), eqn.primitive.name, str(eqn.outvars[0].aval.dtype), of_sum=of_sum,
+            slot=eqn.params.get("slot"),
+        )  # fmt: skip
         self.notes.append(Note(value, where))
 
     # -- equations that hold jaxprs --

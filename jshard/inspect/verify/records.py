@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jshard.layers.partition.ticks import Slot
 from jshard.provenance import Cause
 
 
@@ -16,12 +17,13 @@ class Where:
     """What is noted, and where in the program. `lead` are the axes put before the array's own: a scan's trips, or the mesh
     axes of a shard_map, whose devices are stacked."""
 
-    kind: str  # value, birth
+    kind: str  # value, birth, slot
     cause: Cause
     primitive: str
     dtype: str
     lead: tuple[tuple[str, ...], ...] = ()  # () is a scan; a shard_map has its mesh axes
     of_sum: bool = True  # whether a sum goes into it: if it is right, so are sums before
+    slot: Slot | None = None  # of a pipeline
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from jshard.jaxprs import bare
 from jshard.layers.partition.part import vary
@@ -16,6 +18,21 @@ from jshard.schedules import Table, sends
 from jshard.schedules.steps import NONE, steps
 
 Tree = Any
+
+
+class Slot(NamedTuple):
+    """What is made in each tick of a table: the output of slot F or B, or the sums of weight gradients behind it ("sums")."""
+
+    made: str
+    table: Table
+    mesh_axis: str
+
+
+# Marks that, so that verify can tell which operation of a table is wrong. It compiles to nothing.
+slot_p = Primitive("pipeline_slot")
+slot_p.multiple_results = True
+slot_p.def_abstract_eval(lambda *xs, slot: xs)
+mlir.register_lowering(slot_p, lambda _, *xs, slot: xs)
 
 
 class Model(NamedTuple):
@@ -53,19 +70,22 @@ def run_table(
     parameters, edges, inputs = jax.tree.map(lambda x: vary(x, staged), (parameters, edges, inputs))
     x = _types_between(model, _at(parameters, 0), edges, _at(inputs, 0), stage)
     varying = jax.tree.map(lambda x: jax.typeof(x).mat.varying, x)
-    every, once, slots = table.virtual_stages // table.stages * table.microbatches, table.microbatches, sends(table)
+    slots = sends(table)
     right = [(n, (n + 1) % table.stages) for n in range(table.stages - (chunks == 1))]
     left = [(there, here) for here, there in right]
 
     def sent(x: Tree, slot: str, pairs: list[tuple[int, int]], arrives: Array) -> Tree:
         """Pass on to a neighbour, in ticks in which any stage has something for one: all devices know."""
-        counts = slots[slot]
-        with scope(**by, times=str(sum(counts)), each=str(max(counts))):
+        counts, ticks = slots[slot], sum(any(n != NONE for n in row) for row in plan.columns[f"{slot}_arrives"])
+        with scope(**by, times=str(sum(counts)), each=str(max(counts)), turns=str(ticks)):
             return lax.cond((arrives != NONE).any(), lambda x: lax.ppermute(x, mesh_axis, pairs), _zeros, x)
 
-    def only(is_here: Array, times: int, here: Callable[[], Tree], elsewhere: Callable[[], Tree]) -> Tree:
-        """Run `here` in the ticks, and on the stages, in which it is due: so often on one."""
-        with scope(times=str(times)):
+    def only(is_here: Array, slot: str, here: Callable[[], Tree], elsewhere: Callable[[], Tree]) -> Tree:
+        """Run `here` in the ticks, and on the stages, in which it is due: in `slot`, or for the batch or the loss (""), each
+        microbatch of which one stage has."""
+        ticks = {tick for key, tick in table.when.items() if key.slot == slot}
+        times, turns = (chunks * table.microbatches, len(ticks)) if slot else (table.microbatches,) * 2
+        with scope(times=str(times), turns=str(turns)):
             return lax.cond(is_here, here, elsewhere)
 
     def first(edges: Tree, given: Tree) -> Tree:
@@ -76,7 +96,7 @@ def run_table(
         given = _at(inputs, now[f"{slot}_microbatch"])
         number = now[f"{slot}_chunk"] * table.stages + stage
         batch, there = now[f"{slot}_input"] == NONE, _at(kept, now[f"{slot}_input"])
-        x = only(batch, once, lambda: first(edges, given), lambda: there)
+        x = only(batch, "", lambda: first(edges, given), lambda: there)
         run = lambda own, edges, x: model.chunk(own, edges, x, given, number)
         return _at(parameters, now[f"{slot}_chunk"]), x, given, run
 
@@ -102,7 +122,7 @@ def run_table(
         def of_gradient() -> Any:
             return _at(gradients, now["B_gradient"]), total, of_edges
 
-        by_y, total, of_edges = only(now["B_gradient"] == NONE, once, of_loss, of_gradient)
+        by_y, total, of_edges = only(now["B_gradient"] == NONE, "", of_loss, of_gradient)
         *by_parameters, by_x = pull(by_y)
         if by_parameters:
             sums = _added(sums, now["B_chunk"], by_parameters[0])
@@ -112,7 +132,7 @@ def run_table(
         def of_first() -> Tree:
             return _plus(of_edges, jax.vjp(lambda edges: first(edges, given), edges)[1](by_x)[0])
 
-        of_edges = only(now["B_input"] == NONE, once, of_first, lambda: of_edges)
+        of_edges = only(now["B_input"] == NONE, "", of_first, lambda: of_edges)
         return by_x, by_y, (total, sums, of_edges)
 
     def weights(now: dict[str, Array], kept: Tree, gradients: Tree, sums: Any) -> Any:
@@ -126,24 +146,28 @@ def run_table(
         by_own, *by_edges = pull(_at(gradients, now["W_gradient"]))
         return total, _added(sums, now["W_chunk"], by_own), _plus(of_edges, by_edges[0]) if by_edges else of_edges
 
+    def marked(made: str, x: Tree) -> Tree:
+        leaves, tree = jax.tree.flatten(x)
+        with scope(**by):
+            return jax.tree.unflatten(tree, slot_p.bind(*leaves, slot=Slot(made, table, mesh_axis)))
+
     def tick(carry: Any, columns: dict[str, Array]) -> tuple[Any, None]:
         kept, gradients, sums = carry
         now = {name: column[stage] for name, column in columns.items()}
-        y = only(now["F_microbatch"] != NONE, every, lambda: forward(now, kept), lambda: _zeros(x))
-        arrives = sent(y, "F", right, columns["F_arrives"])
+        y = only(now["F_microbatch"] != NONE, "F", lambda: forward(now, kept), lambda: _zeros(x))
+        arrives = sent(marked("F", y), "F", right, columns["F_arrives"])
         with scope(phase="backward"):
             by_x, by_y, sums = only(
                 now["B_microbatch"] != NONE,
-                every,
+                "B",
                 lambda: backward(now, kept, gradients, sums),
                 lambda: (_zeros(x), _zeros(x), sums),
             )
-            comes_back = sent(by_x, "B", left, columns["B_arrives"])
+            comes_back = sent(marked("B", by_x), "B", left, columns["B_arrives"])
             if separate:
                 gradients = _put(gradients, now["B_loss"], by_y)
-                sums = only(
-                    now["W_microbatch"] != NONE, every, lambda: weights(now, kept, gradients, sums), lambda: sums
-                )
+                sums = only(now["W_microbatch"] != NONE, "W", lambda: weights(now, kept, gradients, sums), lambda: sums)
+            sums = sums[0], marked("sums", sums[1]), sums[2]
         return (_put(kept, now["F_arrives"], arrives), _put(gradients, now["B_arrives"], comes_back), sums), None
 
     def buffer(places: int) -> Tree:

@@ -178,6 +178,17 @@ def test_longest_branch_is_walked_on_and_wire_of_each_counts():
     assert short(each, others=others) == ([0.5, 0], 0.25, 1)
 
 
+def test_branch_that_some_turns_take_costs_its_share_of_each():
+    """Of four turns this device takes it in one, and waits in another for those that do."""
+    op_name = 'metadata={op_name="jit(f)/while/body/jshard[times=1,turns=2]/cond"}'
+    branch = f"%one (a: f32[8]) -> f32[8] {{\n  {work('x', 0.5)}\n  {start('a')}\n  {done('a')}\n}}\n\n"
+    taken = f"%c = f32[8]{{0}} conditional(%i, %p, %p), branch_computations={{%one, %none}}, {op_name}"
+    each, others = loop(4, taken, work("y", 0.25))
+    none = "%none (a: f32[8]) -> f32[8] {\n}\n\n"
+    hidden, worked, waited = short(each, others=branch + none + others)
+    assert (hidden, worked, waited) == ([0], 4 * 0.25 + 0.5, 1 + 0.5 + 1)  # the wire twice, and the other's work
+
+
 def test_unknown_devices_hide_nothing():
     assert short(start("a"), work("w"), done("a"), topology="cpu:8") == ([0], 0, 0)
 
