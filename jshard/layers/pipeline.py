@@ -230,6 +230,14 @@ def _piece(jaxpr: Any, eqns: Sequence[Any], outs: Sequence[Any], more: Sequence[
     return _Piece(jaxpr.replace(eqns=kept[::-1], invars=invars, outvars=list(outs), debug_info=names), inputs)
 
 
+def present_table() -> Table | None:
+    """The table of the pipeline that the loaded configuration asks for."""
+    present = configuration()
+    if present is None or present.pipeline is None:
+        return None
+    return table_of(present.pipeline, mesh_to_choose_for().shape[present.pipeline.axis])
+
+
 def table_of(asked: Pipeline, stages: int) -> Table:
     """Make, or read, the table of a pipeline on so many stages."""
     if asked.schedule in KINDS:

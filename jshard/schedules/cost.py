@@ -126,6 +126,9 @@ class Cost:
     def own_pace(self) -> Run:
         return own_pace(self.table, self.times)
 
+    def __str__(self) -> str:
+        return f"{self.table}, {percent(self.lock_step.idle)} idle in lock-step"
+
     def figures(self) -> list[tuple[str, str]]:
         """Name and value of each figure."""
         sent_by = [sum(both) for both in zip(*sends(self.table).values(), strict=True)]

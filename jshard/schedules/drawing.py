@@ -51,6 +51,15 @@ def picture(costs: Sequence[Cost]) -> Markup:
     return svg(width, top, drawn, xmlns=namespace, class_="schedule", font_family=FONT)
 
 
+def drawn(costs: Sequence[Cost]) -> Markup:
+    """The picture in a page, with its legend."""
+    return element(
+        "div",
+        legend((f"fill {COLOURS[slot][0]}", SAYS[slot], slot) for slot in SLOTS),
+        element("div", picture(costs), class_="scroller", tabindex=0, role="region", aria_label="picture"),
+    )
+
+
 def _runs(cost: Cost) -> Iterator[tuple[Run, str]]:
     yield cost.lock_step, "in lock-step, as it runs"
     yield cost.own_pace, "with each stage at its own pace"
@@ -108,8 +117,7 @@ def page(costs: Sequence[Cost]) -> str:
                 "picture",
                 "What each stage runs",
                 "A number is that of a microbatch, and behind a point that of a chunk; one axis of time for all.",
-                legend((f"fill {COLOURS[slot][0]}", SAYS[slot], slot) for slot in SLOTS),
-                element("div", picture(costs), class_="scroller", tabindex=0, role="region", aria_label="picture"),
+                drawn(costs),
             ),
             section("tables", "The tables", "As files to edit, which jshard schedule takes.", *texts),
         ),

@@ -8,7 +8,11 @@ import jax
 import numpy as np
 
 from jshard.inspect.plan.flops import Arithmetic, arithmetic_of
+from jshard.jaxprs import equations
 from jshard.kernels.chip import chip_called
+from jshard.layers.partition.ticks import slot_p
+from jshard.schedules import Cost, Table
+from jshard.schedules.cost import percent
 from jshard.training.experiment import Experiment
 from jshard.training.log import memory
 from jshard.training.loop import Step
@@ -29,9 +33,12 @@ class Figures:
         mesh = experiment.placement.mesh
         self.chip, self.devices = chip_called(device.device_kind, device.platform), 1 if mesh is None else mesh.size
         self.arithmetic: Arithmetic | None = None
+        self.table: Table | None = None  # of the stages that a step runs by
         if (self.tokens or self.chip.flops) and experiment.apart is None:
             traced = step.program.trace(step.state, *experiment.first_batch())  # kept for the first step
             self.arithmetic = arithmetic_of(traced.jaxpr, remat=False)
+            slots = (eqn.params["slot"] for eqn in equations(traced.jaxpr) if eqn.primitive is slot_p)
+            self.table = next((slot.table for slot in slots), None)
 
     def __call__(self, number: int, loss: float, steps_per_second: float) -> dict[str, float]:
         found = {"loss": loss}
@@ -74,7 +81,15 @@ class Figures:
         if self.chip.flops:
             rates = (f"{self.chip.peak(dtype) / 1e12:g} TFLOP/s in {dtype}" for dtype in self.flops)
             peak = f"{self.chip.name} does {' and '.join(rates)}"
-        return f"a step: {self.tokens:,} tokens, {count} in products {on}, without what remat computes again; {peak}"
+        words = f"a step: {self.tokens:,} tokens, {count} in products {on}, without what remat computes again; {peak}"
+        return words if self.table is None else f"{words}; {self.waits}"
+
+    @property
+    def waits(self) -> str:
+        """Say how much of a step a stage waits, which the share of the peak counts: it is of the whole step's time."""
+        assert self.table is not None
+        idle = Cost(self.table).lock_step.idle
+        return f"each stage waits {percent(idle)} of it by {self.table.name}: at most {percent(1 - idle)} of the peak"
 
 
 def tokens_in(targets: Any) -> int:

@@ -15,14 +15,17 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled.traffic import collectives_in
-from jshard.inspect.ledger import Traced, ledger_of
+from jshard.inspect.ledger import Ledger, Traced, ledger_of
+from jshard.inspect.ledger.diff import compare
 from jshard.inspect.plan.flops import arithmetic_of
+from jshard.inspect.timeline import capture
 from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
 from jshard.layers.partition import ticks
 from jshard.schedules import generate
 from jshard.schedules.steps import steps
 from jshard.signals.active_config import unload
+from jshard.units import size
 
 WIDTH, HIDDEN, WORDS, LAYERS, MICROBATCHES = 8, 16, 11, 8, 4
 
@@ -177,6 +180,38 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case):
     ]
     assert sorted(line.payload for line in whole) == [4 * WIDTH, 4 * WORDS * WIDTH]
     assert {line.count for line in whole} == {1}
+
+
+def test_ledger_report_difference_and_timeline_tell_the_schedule():
+    """With what each stage holds, keeps and sends; a table of one is a picture of the others too."""
+    ledgers = {}
+    for schedule in ("gpipe", "1f1b"):
+        jshard.load(configured(2, tensor=2, schedule=schedule))
+        model = jshard.shard(built(dropout=0.0), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+        ledgers[schedule] = jshard.explain(accumulated(loss), model, X, Y)
+    says = "1f1b: 2 stages, 4 microbatches, 6 ticks, 20.0 % idle in lock-step"
+    assert str(ledgers["1f1b"]).splitlines().count(says) == 1
+    assert Ledger.from_json(ledgers["1f1b"].to_json()) == ledgers["1f1b"]
+    found = compare(ledgers["gpipe"], Ledger.from_json(ledgers["1f1b"].to_json()))
+    assert not found.same and found.summary() == "differs: another schedule"
+    cells = [line.split() for line in found.text().splitlines()]
+    assert ["ticks", "10", "6"] in cells and ["inputs", "kept,", "by", "stage", "4", "4", "3", "1"] in cells
+    html = jshard.report(accumulated(loss), model, X, Y).html
+    rows = re.findall(r"<tr>(.*?)</tr>", html[html.index('id="stages"') :], re.DOTALL)[1:3]
+    numbers = [re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", row)).split() for row in rows]
+    parameters = jax.tree.leaves(nnx.state(model, nnx.Param))
+    # the devices of a stage follow one another
+    held = [sum(x.addressable_data(stage * 2).nbytes for x in parameters) for stage in range(2)]
+    x = 4 * 6 * WIDTH * 4
+    for stage, row in enumerate(numbers):
+        assert row[:3] == [str(stage), *size(held[stage]).split()]
+        assert row[-4:] == [["4", "0", *size(4 * x).split()], ["0", "4", *size(4 * x).split()]][stage]
+    bars = html[html.index('id="stages"') : html.index('id="plan"')].count("<rect")
+    assert bars == 2 * (2 + 2 * 2 * MICROBATCHES)  # drawn twice: lanes, and F and B of each microbatch
+    assert capture.pipeline() == {
+        "pipeline": ledgers["1f1b"].stages[0].document(),
+        "stages": {str(n): n // 2 for n in range(4)},
+    }
 
 
 @pytest.mark.parametrize("case", ["1f1b", "zero_bubble"])

@@ -10,6 +10,7 @@ import pytest
 
 from jshard.chips import CHIPS
 from jshard.inspect.plan.flops import Arithmetic, arithmetic_of
+from jshard.schedules import generate
 from jshard.signals import active_config as current
 from jshard.training.figures import Figures, tokens_in
 from jshard.training.progress import duration, figures_in_words
@@ -40,7 +41,7 @@ def figures(tokens: int, **more) -> Figures:
     made = object.__new__(Figures)
     known = {"steps": 100, "examples": 8, "tokens": tokens, "is_likelihood": bool(tokens), "devices": 1}
     known["learning_rate"] = lambda done: None
-    vars(made).update(known | {"arithmetic": None, "chip": CHIPS["cpu"]} | more)
+    vars(made).update(known | {"arithmetic": None, "table": None, "chip": CHIPS["cpu"]} | more)
     return made
 
 
@@ -52,6 +53,17 @@ def test_share_of_the_peak_is_time_at_the_peak_by_the_time_of_a_step():
     assert found["perplexity"] == pytest.approx(2)
     split = figures(64, chip=CHIPS["v5e"], arithmetic=Arithmetic({"bfloat16": 197e12}, at_most=True), devices=4)
     assert split(50, 1.0, 2.0)["share_of_peak"] == 0.5  # the compiler decides what each computes
+
+
+def test_a_pipeline_says_how_much_of_a_step_its_stages_wait():
+    """The share of the peak is of the whole step's time, in which they wait too."""
+    made = figures(
+        64, chip=CHIPS["v5e"], arithmetic=Arithmetic({"bfloat16": 197e12 / 4}), table=generate("1f1b", 4, 16)
+    )
+    assert (made.opening() or "").endswith(
+        "v5e does 197 TFLOP/s in bfloat16; each stage waits 11.1 % of it by zero_bubble: at most 88.9 % of the peak"
+    )
+    assert made(50, 1.0, 2.0)["share_of_peak"] == 0.5
 
 
 def test_no_peak_is_known_of_a_cpu_so_no_share_is_told():

@@ -12,6 +12,8 @@ from jshard.inspect.ledger.entries import Left, Line, joined, once
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.ledger.serialize import caused_document, line_document
+from jshard.schedules import Cost
+from jshard.schedules.cost import compared
 from jshard.table import Block, Rows, Shown
 from jshard.units import exact_size, in_large_units
 
@@ -80,7 +82,9 @@ class Difference(Shown):
     @property
     def same(self) -> bool:
         """Whether it is one program: by its compiled text where that was compared, else by collectives and memory."""
-        return not (self.changes or self.memory or self.left) if self.proven_same is None else self.proven_same
+        if self.proven_same is not None:
+            return self.proven_same
+        return not (self.changes or self.memory or self.left) and self.before.stages == self.after.stages
 
     def blocks(self) -> Iterator[Block]:
         is_left = self.before.compiler != self.after.compiler  # one side to XLA: both are shown in full
@@ -91,6 +95,7 @@ class Difference(Shown):
             yield Rows(list(_side_by_side(self.before, self.after)), range(5, 9))
         else:
             yield Rows([change.cells() for change in self.changes], (6,))
+        yield Rows(_schedules(self.before, self.after), (1, 2))
         yield Rows([_cells_of_left(kind, left) for kind, left in self.left])
         yield Rows([self._memory_cells(signal) for signal in self.memory], (3,))
         yield f"wire: {from_to(self.before.total, self.after.total)} per device"
@@ -103,6 +108,7 @@ class Difference(Shown):
         left = collections.Counter((left.primitive, kind) for kind, left in self.left)
         parts += [f"{times} {primitive} {kind} that the compiler decides" for (primitive, kind), times in left.items()]
         parts += ["memory changed"] if self.memory else []
+        parts += ["another schedule"] if self.before.stages != self.after.stages else []
         return "the same collectives and memory" if self.same else f"differs: {', '.join(parts) or self.program}"
 
     def to_json(self) -> str:
@@ -123,6 +129,10 @@ class Difference(Shown):
                     for change in self.changes
                 ],
                 "left": [{"kind": kind, **caused_document(left)} for kind, left in self.left],
+                "stages": {
+                    "before": [each.document() for each in self.before.stages],
+                    "after": [each.document() for each in self.after.stages],
+                },
                 "wire": {"before": self.before.total, "after": self.after.total},
                 "memory": {
                     "before": self.before.held,
@@ -160,7 +170,7 @@ def might_be_one_program(before: Ledger, after: Ledger) -> bool:
             counter[line.collective, line.group, line.payload, line.dtype, line.declared] += line.count
         return counter
 
-    return moved(before) == moved(after) and before.held == after.held
+    return moved(before) == moved(after) and before.held == after.held and before.stages == after.stages
 
 
 def _changes(before: Ledger, after: Ledger) -> Iterator[Change[Line]]:
@@ -195,6 +205,17 @@ def _in_sum(lines: Sequence[Line]) -> tuple[str, str]:
     by = dict.fromkeys(f"added by {line.compiler}" if line.compiler else "asked" for line in lines)
     total = f"{sum(line.total for line in lines):,} B on the wire"
     return (f"{sum(line.count for line in lines):,} {' and '.join(by)}", total) if lines else ("none", "")
+
+
+def _schedules(before: Ledger, after: Ledger) -> list[tuple[str, ...]]:
+    """The figures in which two schedules differ, side by side; a schedule that one side alone has, in a line."""
+    old, new = ([Cost(each.table) for each in ledger.stages] for ledger in (before, after))
+    if before.stages == after.stages:
+        return []
+    if len(old) == len(new) == 1:
+        head, *figures = compared((*old, *new))
+        return [("schedule", *head[1:]), *(tuple(row) for row in figures if row[1] != row[2])]
+    return [*((f"- {cost}",) for cost in old), *((f"+ {cost}",) for cost in new)]
 
 
 Key = Callable[[Any], Hashable]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from jshard.errors import Place
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule
 from jshard.provenance import Cause
+from jshard.schedules import Table, read
 
 
 class Caused:
@@ -120,6 +121,21 @@ class Line(Caused):
             f"{times}{self.total:,} B on the wire",
             f"({self.via})" if self.via else "",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A table of stages that the program runs by."""
+
+    mesh_axis: str
+    table: Table
+
+    def document(self) -> dict[str, str]:
+        return {"mesh_axis": self.mesh_axis, "name": self.table.name, "table": self.table.text()}
+
+    @classmethod
+    def of(cls, document: Mapping[str, str]) -> Staged:
+        return cls(document["mesh_axis"], read(document["table"], document["name"]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.entries import Choice, Left, Line
+from jshard.inspect.ledger.entries import Choice, Left, Line, Staged
 from jshard.inspect.ledger.explicit_sharding import typed_collectives
 from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
 from jshard.jaxprs import CHECKPOINTS, bare, equations, inner
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
 from jshard.kernels.lint import is_remote
+from jshard.layers.partition.ticks import slot_p
 from jshard.provenance import Cause, said, source_of
 from jshard.signals.keys import blamed
 
@@ -57,9 +58,9 @@ class Around:
         return dataclasses.replace(blamed(self.cause, mesh_axes), source=source_of(self.named or eqn))
 
 
-def walk(jaxpr: Any) -> Iterator[Line | Left | Choice]:
-    """The collectives of `jaxpr`, what else its compiler has to move, and the strategies that it runs by and nobody named, in
-    program order."""
+def walk(jaxpr: Any) -> Iterator[Line | Left | Choice | Staged]:
+    """The collectives of `jaxpr`, what else its compiler has to move, the strategies that it runs by and nobody named, and the
+    tables of stages that it runs by, in program order."""
     yield from _walk(jaxpr, Around())
 
 
@@ -88,7 +89,7 @@ def has_transposed(jaxpr: Any) -> bool:
     return any(type(part).__name__ == "Transform" and part.name == "transpose" for stack in stacks for part in stack)
 
 
-def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice]:
+def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice | Staged]:
     for eqn in jaxpr.eqns:
         around = outside.entering(eqn)
         name = eqn.primitive.name
@@ -98,7 +99,9 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice]:
         if mesh_axes := decided_by_compiler(eqn):
             cause = around.blamed(eqn, mesh_axes)
             yield Left(cause, name, mesh_axes, around.count, around.count_known, around.branches)
-        if name in KIND_OF:
+        if name == slot_p.name:
+            yield Staged(eqn.params["slot"].mesh_axis, eqn.params["slot"].table)
+        elif name in KIND_OF:
             yield from _collective(eqn, around)
         elif name == "shard_map":
             sizes = {**around.sizes, **eqn.params["mesh"].shape}

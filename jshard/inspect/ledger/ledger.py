@@ -12,12 +12,13 @@ from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.claimed import Claimed
-from jshard.inspect.ledger.entries import Choice, Left, Line, Unused, joined, once
+from jshard.inspect.ledger.entries import Choice, Left, Line, Staged, Unused, joined, once
 from jshard.inspect.ledger.jaxpr_walk import walk
 from jshard.inspect.ledger.memory import KINDS, Rest
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.jaxprs import bare
+from jshard.schedules import Cost
 from jshard.table import Block, Rows, Shown, as_text
 from jshard.units import exact_size
 
@@ -40,6 +41,7 @@ class Ledger(Shown):
     unsplit: tuple[Unsplit, ...] = ()  # parameters that lie whole under a signal that would split them
     is_auto: bool = False  # whether arrays lie on Auto axes, where the compiler adds collectives of its own
     compiler: str = ""  # the one that was asked which: XLA for CPU; their lines are among `lines`
+    stages: tuple[Staged, ...] = ()  # the schedules of the pipelines that it runs
 
     @property
     def total(self) -> int:
@@ -93,6 +95,7 @@ class Ledger(Shown):
         if idle:
             names = ", ".join(dict.fromkeys(line.axis for line in idle))
             yield f"{_counted(sum(line.count for line in idle))} over {names}, of one device: nothing on the wire"
+        yield from (f"{Cost(each.table)}" for each in self.stages)
         yield from map(str, (*self.left, *self.choices, *self.unused, *self.unsplit))
         if self.claims:
             yield Rows([claim.cells() for claim in self.claims])
@@ -148,7 +151,7 @@ class Ledger(Shown):
 
     def to_json(self) -> str:
         """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `claims`,
-        `unsplit`, `is_auto`, `compiler`, `memory` and `total`."""
+        `unsplit`, `is_auto`, `compiler`, `stages`, `memory` and `total`."""
         totals = {key: self.by(key) for key in ("phase", "signal", "axis", "line")}
         document = {
             "schema": SCHEMA,
@@ -157,6 +160,7 @@ class Ledger(Shown):
             **{key: list(map(document_of, getattr(self, key))) for key in ("choices", "unused", "claims", "unsplit")},
             "is_auto": self.is_auto,
             "compiler": self.compiler,
+            "stages": [each.document() for each in self.stages],
             "memory": [{**document_of(rest), "total": rest.total} for rest in self.memory],
             "total": {"wire": self.total, "count": self.count, "memory": self.held, **totals},
         }
@@ -175,11 +179,12 @@ class Ledger(Shown):
             "lines": Line, "choices": Choice, "unused": Unused, "left": Left, "memory": Rest, "unsplit": Unsplit,
             "claims": Claimed,
         }  # fmt: skip
-        # "claims", "left", "unsplit", "is_auto" and "compiler" are newer than the others
+        # "claims", "left", "unsplit", "is_auto", "compiler" and "stages" are newer than the others
         return cls(
             **{key: tuple(entry_of(kind, each) for each in document.get(key, ())) for key, kind in kinds.items()},
             is_auto=document.get("is_auto", False),
             compiler=document.get("compiler", ""),
+            stages=tuple(map(Staged.of, document.get("stages", ()))),
         )
 
 
@@ -205,4 +210,5 @@ def read(jaxpr: Any) -> Ledger:
         tuple(line for _, run in runs for line in joined(run)),
         tuple(dict.fromkeys(each for each in found if isinstance(each, Choice))),
         left=tuple(left),
+        stages=tuple(dict.fromkeys(each for each in found if isinstance(each, Staged))),
     )

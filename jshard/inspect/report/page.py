@@ -16,6 +16,7 @@ from jshard.inspect.report.mesh_picture import mesh_picture
 from jshard.inspect.report.model_tree import model_tree
 from jshard.inspect.report.pictures import Pictures
 from jshard.inspect.report.source import source
+from jshard.inspect.report.stages import stages
 from jshard.markup import Child, Markup, data, element
 from jshard.pages.shell import bar, document, section, tiles
 from jshard.pages.words import Colours, amount, measured, size, times
@@ -69,6 +70,14 @@ def page(facts: Facts) -> str:
                 "What each device holds from one step to the next. Activations and temporaries come on top.",
                 memory_bars(facts),
             ),
+            section(
+                "stages",
+                "The stages",
+                "What each runs when, and what it holds, keeps and sends in a step.",
+                stages(facts),
+            )
+            if facts.ledger.stages
+            else None,
             section("plan", "Asked against got", None, asked_got(facts, colours)),
             None if facts.texts else priced,
         ),

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jshard.errors import JShardError
 from jshard.inspect.compiled.collective import axes_of
+from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline.event import Event, Read, read
 from jshard.inspect.timeline.programs import Operation
 from jshard.inspect.timeline.wire import Unreadable
+from jshard.layers.pipeline import present_table
 from jshard.provenance import Cause
 from jshard.run_names import CAPTURED, TRACE
 from jshard.signals.active_config import configuration, mesh
@@ -139,10 +142,22 @@ def describe(folder: Path, title: str, **more: Any) -> Capture:
         },
         "steps": sorted({event.step for event in events if event.step is not None}),
         "lines": _lines(events),
+        **pipeline(),
         **more,
     }
     _write(folder, metadata)
     return Capture(folder, metadata)
+
+
+def pipeline() -> dict[str, Any]:
+    """The table that a pipeline runs by, and the stage of each device."""
+    table, present = present_table(), configuration()
+    if table is None or present is None or present.pipeline is None:
+        return {}
+    grid, axis = mesh().devices, mesh().axis_names.index(present.pipeline.axis)
+    numbers = {device: number for number, device in enumerate(jax.devices())}
+    stages = {str(numbers[device]): at[axis] for at, device in np.ndenumerate(grid)}
+    return {"pipeline": Staged(present.pipeline.axis, table).document(), "stages": stages}
 
 
 def refuse(folder: Path, asked: str, fault: str) -> None:

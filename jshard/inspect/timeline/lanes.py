@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from jshard.schedules import Table
+
 Span = tuple[float, float]
 
 
@@ -63,6 +65,7 @@ class Drawing:
     steps: tuple[Window, ...]
     length: float
     notes: tuple[str, ...]
+    table: Table | None = None  # that the stages of a pipeline run by
 
     def total(self, what: str) -> float:
         """Sum a field of the lanes, a time, over all of them."""

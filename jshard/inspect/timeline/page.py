@@ -10,6 +10,8 @@ from jshard.inspect.timeline.words import by_signal, share, span, steps_in_words
 from jshard.markup import Child, Markup, data, element
 from jshard.pages.shell import bar, document, section, stack, table, tiles
 from jshard.pages.words import breakable, signal_name, times
+from jshard.schedules import Cost
+from jshard.schedules.drawing import drawn as schedule
 from jshard.version import __version__
 
 HERE = Path(__file__).parent
@@ -29,6 +31,14 @@ def page(drawn: Drawing) -> str:
             "main",
             _opening(drawn),
             section("timeline", "What ran, where and when", " ".join((READING, *drawn.notes)), _picture(drawn)),
+            None
+            if drawn.table is None
+            else section(
+                "schedule",
+                "What each stage runs when",
+                f"By the table {Cost(drawn.table)}; what a device did is above, what it waited below.",
+                schedule([Cost(drawn.table)]),
+            ),
             section(
                 "devices",
                 "What each device did",

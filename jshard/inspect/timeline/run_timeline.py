@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jshard.errors import JShardError
+from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline.capture import Capture, captures
 from jshard.inspect.timeline.event import Event
 from jshard.inspect.timeline.lanes import Bar, Drawing, Window, lane, rows
@@ -72,6 +73,8 @@ def timeline(folder: str | os.PathLike[str], step: int | None = None) -> Timelin
         capture, events = by_lane[device, rank, thread]
         own = _bars(number, events, begins[rank] + earliest, capture)
         where = f" of rank {rank}" if capture.processes > 1 else ""
+        stage = capture.metadata.get("stages", {}).get(str(device))
+        where += "" if stage is None else f", stage {stage}"
         lanes.append(lane((f"thread {thread}" if thread else f"device {device}") + where, rank, own, length))
         bars += own
     return Timeline(
@@ -82,6 +85,7 @@ def timeline(folder: str | os.PathLike[str], step: int | None = None) -> Timelin
         steps=_windows(bars),
         length=length,
         notes=(*notes, *_notes(found, by_rank)),
+        table=None if (of := found[0].metadata.get("pipeline")) is None else Staged.of(of).table,
     )
 
 

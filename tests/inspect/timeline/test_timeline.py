@@ -16,6 +16,7 @@ from xplanes import Instruction, Op, plane, programs, write
 
 from jshard.cli import main
 from jshard.errors import JShardError
+from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline import timeline
 from jshard.inspect.timeline.capture import captures
 from jshard.inspect.timeline.lanes import Bar, lane, rows, union
@@ -23,6 +24,7 @@ from jshard.inspect.timeline.page import page
 from jshard.inspect.timeline.run_timeline import Timeline
 from jshard.inspect.timeline.run_timeline import Window as Step
 from jshard.inspect.timeline.words import by_signal, span, sums
+from jshard.schedules import generate
 
 PROGRAM = programs(
     jit_train={
@@ -180,7 +182,7 @@ def test_timeline_of_one_step_has_only_its_events(tmp_path):
 # -- several processes --
 
 
-def process(folder, rank, *, begin, steps, lines=()):
+def process(folder, rank, *, begin, steps, lines=(), **more):
     own = folder / "trace" / f"rank{rank}"
     ops = [ran("dot.1", begin + 1000 * place, 100, 8 + rank, run) for place, run in enumerate(steps.values())]
     write(own, PROGRAM, cpu(*ops, steps=steps))
@@ -190,6 +192,7 @@ def process(folder, rank, *, begin, steps, lines=()):
         "rank": rank,
         "processes": 3,
         "devices": {str(8 + rank): rank},
+        **more,
     }
     (own / "trace.json").write_text(json.dumps({**told, "kind": "cpu", "steps": list(steps), "lines": lines}))
 
@@ -209,6 +212,18 @@ def test_timeline_of_processes_begins_where_each_begins_the_first_step_that_all_
         "for another before that is not seen.",
         "Of 3 processes, the captures of 2 are not in this folder.",
     )
+
+
+def test_timeline_of_a_pipeline_names_the_stage_of_a_device_and_draws_the_table(tmp_path):
+    table = generate("1f1b", 2, 4)
+    told = {"pipeline": Staged("stage", table).document(), "stages": {"0": 0, "1": 1}}
+    for rank in (0, 1):
+        process(tmp_path, rank, begin=0, steps={3: -3}, **told)
+    drawn = timeline(tmp_path)
+    assert [each.name for each in drawn.lanes] == ["device 0 of rank 0, stage 0", "device 1 of rank 1, stage 1"]
+    html = page(drawn)
+    assert "By the table 1f1b: 2 stages, 4 microbatches, 6 ticks, 20.0 % idle in lock-step" in html
+    assert html.count(" of stage 1: ") == 2 * 2 * 4  # drawn twice, F and B of each microbatch
 
 
 def test_timeline_of_processes_without_a_common_step_says_how_they_lie(tmp_path):
