@@ -14,15 +14,18 @@ from flax import nnx
 from jshard.errors import JShardError, did_you_mean
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
+from jshard.layers.accumulation import accumulated
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import model_arrays
 from jshard.layers.reduce import mean
 from jshard.layers.strategy import Names, inside_shard_map
+from jshard.layouts.layout import Layout
 from jshard.layouts.paths import keys_of
+from jshard.layouts.redistribution import redistribute
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.config import Configuration
-from jshard.signals.scope import active
+from jshard.signals.config import Configuration, Pipeline
+from jshard.signals.scope import active, unplaced
 
 
 def value_and_grad(
@@ -38,7 +41,8 @@ def value_and_grad(
 
     Where `f` returns an array, as the loss of each row, the value is its mean, and is summed with the gradients; one number
     must be reduced in `f` by `jshard.mean`, which is a sum more. Until then each device holds gradients of its own part
-    alone. Over whole arrays layers sum their own, as ever.
+    alone. Over whole arrays layers sum their own, as ever; where the configuration says `jshard.pipeline`, the rows of arrays
+    go through its stages in microbatches, by its schedule, and value and gradients are the means of theirs.
     """
 
     def own(model: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
@@ -46,14 +50,29 @@ def value_and_grad(
         found, aux = f(model, *args, **kwargs) if has_aux else (f(model, *args, **kwargs), None)
         return (_part_of_mean(found) if jnp.ndim(found) else found), (jnp.ndim(found), aux)
 
-    unsummed = nnx.value_and_grad(own, argnums=nnx.DiffState(0, wrt), has_aux=True)
+    def of_microbatch(model: Any, *args: Any) -> jax.Array:
+        value = f(model, *args)
+        return mean(value) if jnp.ndim(value) else value
+
+    unsummed, by_schedule = (
+        nnx.value_and_grad(own, argnums=nnx.DiffState(0, wrt), has_aux=True),
+        accumulated(of_microbatch),
+    )
 
     @functools.wraps(f)
     def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
+        present = configuration()
         if not jax.sharding.get_abstract_mesh().manual_axes:
+            if present is not None and present.pipeline is not None and not unplaced.value:
+                if has_aux or kwargs or wrt is not nnx.Param:
+                    raise JShardError(
+                        f"jshard.value_and_grad by jshard.pipeline ({present.pipeline.place}) takes arrays in their order, and "
+                        "gives the value and the gradients by all parameters",
+                        hint="leave has_aux, wrt and named arguments away, or remove jshard.pipeline",
+                    )
+                return by_schedule(model, *jax.tree.map(functools.partial(_microbatches, present.pipeline), args))
             (value, (_, aux)), gradients = unsummed(model, *args, **kwargs)
             return ((value, aux) if has_aux else value), gradients
-        present = configuration()
         if present is None or not check_vma_enabled():
             raise JShardError(
                 "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on",
@@ -72,6 +91,22 @@ def value_and_grad(
             return ((value, aux) if has_aux else value), gradients
 
     return differentiated
+
+
+def _microbatches(asked: Pipeline, x: Any) -> jax.Array:
+    """The rows of an array in microbatches, one after the other; what has no rows is given to each."""
+    count = asked.microbatches
+    if not jnp.ndim(x):
+        return jnp.broadcast_to(x, count)
+    if x.shape[0] % count:
+        raise JShardError(
+            f"jshard.pipeline ({asked.place}) has {count} microbatches, and jshard.value_and_grad is given {x.shape[0]} rows",
+            hint=f"use {x.shape[0] // count * count or count} or {-(-x.shape[0] // count) * count} rows",
+        )
+    layout = Layout.of(x)
+    if layout is not None:
+        x = redistribute(x, Layout(layout.mesh, (), *layout.axes[1:]))
+    return jnp.reshape(x, (count, -1, *x.shape[1:]))
 
 
 def _axes(over: str | Sequence[str] | None, present: Configuration) -> Names:

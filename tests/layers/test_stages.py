@@ -22,6 +22,7 @@ from jshard.inspect.timeline import capture
 from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
 from jshard.layers.partition import ticks
+from jshard.provenance import said
 from jshard.schedules import generate
 from jshard.schedules.steps import steps
 from jshard.signals.active_config import unload
@@ -65,6 +66,11 @@ class Model(nnx.Module):
         return 1.0 + 0.1 * (x > 5)[..., None]
 
 
+class Six(Model):
+    def __init__(self, *, rngs):
+        super().__init__(6, rngs=rngs)
+
+
 class Scaled(Model):
     """All layers are given a parameter of none of them."""
 
@@ -106,7 +112,7 @@ def one_device():
     """Loss, gradients, and what is left behind, on one device."""
     jshard.unload()
     found = {}
-    for kind in (Model, Scaled):
+    for kind in (Model, Six, Scaled):
         model = built(kind)
         found[kind] = jax.tree.map(np.asarray, (*nnx.jit(accumulated(loss))(model, X, Y), counts(model)))
     return found
@@ -127,6 +133,9 @@ CASES = {
     "interleaved, 4": (Model, {"stages": 4, "tensor": 2, "schedule": "interleaved", "microbatches": MICROBATCHES}),
     "zero_bubble, store, 4": (Model, {"stages": 4, "data": 2, "schedule": "zero_bubble", "store": "data"}),
     "1f1b, edges stored": (Model, {"stages": 2, "tensor": 2, "data": 2, "edges": ["data", "stage"], "store": "data"}),
+    "1f1b, 8": (Model, {"stages": 8}),
+    "interleaved of 4 chunks": (Model, {"stages": 2, "schedule": "interleaved", "chunks": 4}),
+    "interleaved of 3 chunks, rows": (Six, {"stages": 2, "data": 2, "schedule": "interleaved", "chunks": 3}),
     "1f1b, remat, a parameter of all": (Scaled, {"stages": 2, "tensor": 2, "remat": "full"}),
     "zero_bubble of 2 chunks, a parameter of all": (Scaled, {"stages": 2, "schedule": "zero_bubble", "chunks": 2}),
 }
@@ -140,7 +149,7 @@ def test_a_schedule_computes_what_one_device_does(case, one_device):
     at_rest = jax.tree.map(operator.attrgetter("sharding"), nnx.state(model, nnx.Param))
     kernel = model.blocks.up.kernel[...]
     assert kernel.sharding.spec[0] == "stage"
-    assert {shard.data.shape[0] for shard in kernel.addressable_shards} == {LAYERS // how["stages"]}
+    assert {shard.data.shape[0] for shard in kernel.addressable_shards} == {len(kernel) // how["stages"]}
     embedding, edges = model.embed.embedding[...], how.get("edges", ())
     assert (embedding.sharding.spec[1] or ()) == (tuple(edges) or how.get("store", ()))
     value, gradients = nnx.jit(accumulated(loss))(model, X, Y)
@@ -261,6 +270,90 @@ def test_without_microbatches_the_stages_run_one_after_the_other():
     close((value, gradients), nnx.value_and_grad(loss)(alone, x, y))
     close(logits, alone(x))
     assert collections.Counter(eqn.primitive.name for eqn in made)["ppermute"] == 1
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced, one_device):
+    """The rows of a batch, as they are, in `jshard.value_and_grad`."""
+    jshard.load(configured(2, tensor=2, data=2))
+    model, differentiated = jshard.shard(built()), jshard.value_and_grad(loss)
+    x, y = (part.reshape(-1, *part.shape[2:]) for part in (X, Y))
+    if not is_traced:
+        found = jshard.explain(differentiated, model, *(jshard.scatter(each, jax.P("data")) for each in (x, y)))
+        assert [each.table for each in found.stages] == [generate("1f1b", 2, MICROBATCHES)]
+        return
+    value, gradients = nnx.jit(differentiated)(model, x, y)
+    expected, of_one, left = one_device[Model]
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    close(gradients, of_one)
+    jax.tree.map(np.testing.assert_array_equal, counts(model), left)
+    with pytest.raises(JShardError) as error:
+        differentiated(model, x[:6], y[:6])
+    assert str(error.value) == (
+        "jshard.pipeline (<dict>) has 4 microbatches, and jshard.value_and_grad is given 6 rows; use 4 or 8 rows"
+    )
+    with pytest.raises(JShardError) as error:
+        jshard.value_and_grad(loss, has_aux=True)(model, x, y)
+    assert str(error.value) == (
+        "jshard.value_and_grad by jshard.pipeline (<dict>) takes arrays in their order, and gives the value and the gradients by "
+        "all parameters; leave has_aux, wrt and named arguments away, or remove jshard.pipeline"
+    )
+
+
+class Doubled(nnx.Module):
+    """A layer whose numbers are whole, whatever is dropped."""
+
+    def __init__(self, *, rngs):
+        self.scale = nnx.Param(jnp.where(jax.random.bernoulli(rngs.params(), shape=(WIDTH,)), 1.0, -1.0))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(x * self.scale[...])
+
+
+class Whole(nnx.Module):
+    def __init__(self, *, rngs):
+        whole = lambda key, shape, dtype: jax.random.randint(key, shape, -3, 4).astype(dtype)
+        self.embed = nnx.Embed(WORDS, WIDTH, embedding_init=whole, rngs=rngs)
+        self.blocks = jshard.stack(Doubled, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(self.embed(x))
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "interleaved"), (4, "zero_bubble")])
+def test_dropout_is_that_of_no_pipeline_bitwise(stages, schedule):
+    """In a model whose numbers are exact in any order, so that one dropped otherwise would show."""
+    weighed = lambda model, x, y: jnp.sum(model(x) * (y % 3 - 1)[..., None]) / 64
+    said = configured(stages, data=2, schedule=schedule)
+    jshard.load({key: words for key, words in said.items() if key not in ("up", "down")})
+    found = nnx.jit(accumulated(weighed))(jshard.shard(Whole(rngs=nnx.Rngs(0))), X, Y)
+    unload()
+    expected = nnx.jit(accumulated(weighed))(Whole(rngs=nnx.Rngs(0)), X, Y)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert np.any(found[1]["blocks"]["scale"][...])
+
+
+def test_mixed_precision_inside_stages_is_that_of_no_pipeline():
+    """Products in bfloat16, parameters and sums of gradients in float32."""
+    how = configured(2, tensor=2, data=2, dtype={"param": "float32", "compute": "bfloat16", "reduce": "float32"})
+    found, dtypes = [], []
+    for pipeline in (how["jshard"]["pipeline"], None):
+        how["jshard"]["pipeline"] = pipeline
+        if pipeline is None:
+            del how["jshard"]["pipeline"], how["blocks"]
+        jshard.load(how)
+        model = jshard.shard(built(dropout=0.0), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+        eqns = equations(Traced(accumulated(loss), (model, X, Y), {}).forward())
+        products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+        claimed = [eqn for eqn in products if said(eqn.source_info.name_stack.stack, "claim") in ("up", "down")]
+        dtypes.append({tuple(str(v.aval.dtype) for v in eqn.invars) for eqn in claimed})
+        found.append(nnx.jit(accumulated(loss))(model, X, Y))
+    (value, gradients), (expected, of_one) = found
+    assert ("bfloat16", "bfloat16") in dtypes[0] and dtypes[0] == dtypes[1]
+    assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(value, expected, rtol=1e-3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=2e-3), gradients, of_one)
 
 
 def test_a_table_of_mine_is_run(tmp_path, one_device):

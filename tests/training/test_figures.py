@@ -58,7 +58,7 @@ def test_share_of_the_peak_is_time_at_the_peak_by_the_time_of_a_step():
 def test_a_pipeline_says_how_much_of_a_step_its_stages_wait():
     """The share of the peak is of the whole step's time, in which they wait too."""
     made = figures(
-        64, chip=CHIPS["v5e"], arithmetic=Arithmetic({"bfloat16": 197e12 / 4}), table=generate("1f1b", 4, 16)
+        64, chip=CHIPS["v5e"], arithmetic=Arithmetic({"bfloat16": 197e12 / 4}), table=generate("zero_bubble", 4, 16)
     )
     assert (made.opening() or "").endswith(
         "v5e does 197 TFLOP/s in bfloat16; each stage waits 11.1 % of it by zero_bubble: at most 88.9 % of the peak"
