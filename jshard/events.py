@@ -20,6 +20,7 @@ INFO, CONFIG, COLLECTIVES = ASKED = ("info", "config", "collectives")
 
 WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
     "config": (CONFIG, "{place}  {key}: {value}".format_map),
+    "stages": (INFO, "workers {workers} are the stages of {mesh}, one after the other: one microbatch".format_map),
     "begin": (INFO, lambda fields: f"rank {fields['rank']} of {fields['of']} begins{_about(fields)}"),
     "program": (INFO, lambda fields: f"{fields['program']} asks for {_collectives(fields)}"),
     "collective": (COLLECTIVES, lambda fields: f"{fields['program']}: {_collective(fields)}"),

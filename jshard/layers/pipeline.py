@@ -1,13 +1,16 @@
-"""The value and gradients of a program whose layers are split over stages: it is cut at the loop over its layers, and run by
-the table of `jshard.pipeline`."""
+"""The value and gradients of a program whose layers are on stages, run by the table of `jshard.pipeline`: it is cut at the loop
+over its layers, or where its values go from one stage to another."""
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
@@ -17,8 +20,10 @@ from jshard.jaxprs import scanned
 from jshard.layers.partition import Microbatches, Program
 from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.part import Names, Part, names_of, vary
+from jshard.layers.partition.pieces import Group, Piece, check_smooth, piece
 from jshard.layers.partition.stages import from_chunks, to_chunks
 from jshard.layers.partition.ticks import Model, run_table
+from jshard.layouts.layout import Layout
 from jshard.provenance import scope, source_of
 from jshard.schedules import KINDS, Table, generate, load
 from jshard.signals.active_config import configuration, mesh_to_choose_for
@@ -26,12 +31,8 @@ from jshard.signals.claims import Stage
 from jshard.signals.config import Pipeline
 
 
-class Pipelined(Microbatches):
-    """`run(xs)` of the inputs of a program, as that of `Microbatches`, which it equals.
-
-    What comes before the loop over layers runs on the first stage, what comes behind it on the last. Parameters outside of the
-    loop are on all stages, and their gradients are summed over stages, once. Other operands of the loop are made by each stage.
-    """
+class Scheduled(Microbatches):
+    """`run(xs)` of the inputs of a program, as that of `Microbatches`, which it equals, by the table of `jshard.pipeline`."""
 
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
         super().__init__(program, parameters, variables, batch)
@@ -45,18 +46,60 @@ class Pipelined(Microbatches):
                 f'called "{says.name}"',
                 hint="give the signal the path of a jshard.stack in the model, as blocks",
             )
-        self.cut = _Cut(program, stage, self.asked, {*parameters, *batch})
         stages, meant = (each.shape[stage.mesh_axis] for each in (program.mesh, mesh_to_choose_for()))
         self.table = table_of(self.asked, meant if stages == 1 else stages)
         if stages != self.table.stages:  # the one device that verify compares with has all chunks
             kind = "zero_bubble" if self.table.splits_weights else "1f1b"
             self.table = generate(kind, 1, self.table.microbatches, self.table.virtual_stages)
+
+    @functools.cached_property
+    def states(self) -> Piece:
+        """What a call changes of the model's variables, without its data."""
+        jaxpr = self.program.jaxpr
+        live, used = partial_eval.dce_jaxpr(jaxpr, [False] + [True] * (len(jaxpr.outvars) - 1))
+        inputs = [n for n, is_used in enumerate(used) if is_used]
+        if not {*self.parameters, *self.batch}.isdisjoint(inputs):
+            raise JShardError(
+                f"jshard.pipeline ({self.asked.place}) has several microbatches on their way, and the model keeps variables "
+                "that its data change, as running statistics",
+                hint="use layers that keep none, as nnx.LayerNorm",
+            )
+        return Piece(live, inputs)
+
+    def _states(self, xs: Sequence[Array]) -> tuple[list[Array], dict[int, Array]]:
+        """The variables behind the last microbatch, and before each of them."""
+        if not self.variables:
+            return [], {}
+        program, states = self.program, self.states
+
+        def turn(variables: list[Array], _: None) -> tuple[list[Array], list[Array]]:
+            known, run = dict(enumerate(xs)) | dict(zip(self.variables, variables, strict=True)), program.partition()
+            outs = run.run(states.jaxpr, [program.part(n, known[n]) for n in states.inputs])
+            return [
+                run.place(part, program.in_axes[n]).x for part, n in zip(outs, self.variables, strict=True)
+            ], variables
+
+        after, before = lax.scan(turn, [xs[n] for n in self.variables], None, length=self.table.microbatches)
+        return after, dict(zip(self.variables, before, strict=True))
+
+
+class Pipelined(Scheduled):
+    """A program with one loop over layers, which each stage has some of.
+
+    What comes before the loop runs on the first stage, what comes behind it on the last. Parameters outside of the loop are on
+    all stages, and their gradients are summed over stages, once. Other operands of the loop are made by each stage.
+    """
+
+    def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
+        super().__init__(program, parameters, variables, batch)
+        assert program.stage is not None
+        self.cut = _Cut(program, program.stage)
         self.layers, left = divmod(self.cut.loop.params["length"], self.table.virtual_stages)
         if left:
             every, count = self.cut.loop.params["length"], self.table.virtual_stages
             raise JShardError(
                 f"jshard.pipeline ({self.asked.place}) has {self.table.stages} stages of {count // self.table.stages} chunks, "
-                f"and {stage.signal} splits {every} layers among them",
+                f"and {program.stage.signal} splits {every} layers among them",
                 hint=f"use {every // count * count or count} or {-(-every // count) * count} layers",
             )
 
@@ -75,9 +118,9 @@ class Pipelined(Microbatches):
         inputs = {n: xs[n] for n in self.batch} | states
         others = {n: vary(x, staged) for n, x in enumerate(xs) if n not in parameters and n not in inputs}
 
-        def run(piece: _Piece, edges: Any, given: Any, more: Sequence[Part] = ()) -> tuple[Partition, list[Part]]:
+        def run(some: Piece, edges: Any, given: Any, more: Sequence[Part] = ()) -> tuple[Partition, list[Part]]:
             known, run = {**others, **edges, **given}, program.partition()
-            return run, run.run(piece.jaxpr, [*(self._part(n, known[n]) for n in piece.inputs), *more])
+            return run, run.run(some.jaxpr, [*(self._part(n, known[n]) for n in some.inputs), *more])
 
         def between(xs: Sequence[Array]) -> list[Part]:
             return [Part(tuple(v.aval.shape), program.found[v], x) for v, x in zip(cut.carried, xs, strict=True)]
@@ -104,22 +147,6 @@ class Pipelined(Microbatches):
             gradients |= {n: scattered(gradients[n])[0] for n, (_, scattered) in stored.items()}
         value = value.astype(program.jaxpr.outvars[0].aval.dtype)
         return value, [self._summed(n, gradients[n]) for n in self.parameters], variables
-
-    def _states(self, xs: Sequence[Array]) -> tuple[list[Array], dict[int, Array]]:
-        """The variables behind the last microbatch, and before each of them."""
-        if not self.variables:
-            return [], {}
-        program, states = self.program, self.cut.states
-
-        def turn(variables: list[Array], _: None) -> tuple[list[Array], list[Array]]:
-            known, run = dict(enumerate(xs)) | dict(zip(self.variables, variables, strict=True)), program.partition()
-            outs = run.run(states.jaxpr, [program.part(n, known[n]) for n in states.inputs])
-            return [
-                run.place(part, program.in_axes[n]).x for part, n in zip(outs, self.variables, strict=True)
-            ], variables
-
-        after, before = lax.scan(turn, [xs[n] for n in self.variables], None, length=self.table.microbatches)
-        return after, dict(zip(self.variables, before, strict=True))
 
     def _stored(self, number: int, x: Array) -> tuple[Array, Any]:
         """Gather over stages what rests split over them, once: a stage by itself can't. And what scatters its gradient."""
@@ -156,17 +183,117 @@ class Pipelined(Microbatches):
         return Part((self.layers, *part.shape[1:]), part.axes, x)
 
 
-class _Piece(NamedTuple):
-    """Some of a program, and which of the program's inputs go into it."""
+class PipelinedPieces(Scheduled):
+    """A program whose signals number the stage of each layer: it goes through them in order, each stage once."""
 
-    jaxpr: Any
-    inputs: list[int]
+    def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
+        super().__init__(program, parameters, variables, batch)
+        assert program.pieces is not None and program.stage is not None
+        self.pieces, says, number = program.pieces, program.stage.signal, program.stage.number
+        owners, stages = self.pieces.owners, self.pieces.stages
+        about = f"jshard.pipeline ({self.asked.place})"
+        if owners != list(range(stages)):
+            went = ", ".join(map(str, owners))
+            raise JShardError(
+                f"{about} goes from stage 0 to stage {stages - 1}, and the model goes through stages {went}",
+                hint="give what uses a parameter the stage of it, and later layers the same stage or a later one",
+            )
+        if self.table.virtual_stages != stages:
+            raise JShardError(
+                f"{about} has {self.table.virtual_stages // self.table.stages} chunks of layers a stage, and {says} is on "
+                f"stage {number} ({says.at('stage')})",
+                hint="write chunks: 1, or build equal layers with jshard.stack",
+            )
+        loss = program.jaxpr.outvars[0]
+        crossing = [*self.pieces.sent[1:], [loss]]
+        if self.pieces.outs.get(loss) != stages - 1 or loss in crossing[-2]:
+            raise JShardError(
+                f"{about} ends on stage {stages - 1}, and the loss does not depend on its parameters",
+                hint="give the last layers the last stage",
+            )
+        for v in (v for between in crossing for v in between):
+            check_smooth(v, about)
+        if self.pieces.back != owners:
+            apart = next(c.signal for c in self.pieces.claims.values() if c.signal.backward)
+            raise JShardError(
+                f"{about} runs a backward where its forward ran, and {apart} names another ({apart.at('backward')})",
+                hint="remove backward, or jshard.pipeline",
+            )
+        self.crossing = [[(v, self._group(v), self._shape(v)) for v in between] for between in crossing]
+        longest = collections.Counter[Group]()
+        for between in self.crossing:
+            sizes = collections.Counter[Group]()
+            for _, group, shape in between:
+                sizes[group] += math.prod(shape)
+            longest |= sizes
+        self.longest = dict(sorted((group, max(size, 1)) for group, size in longest.items()))
+
+    def _group(self, v: Any) -> Group:
+        names = names_of(self.program.found[v]) | {self.pieces.mesh_axis}
+        return str(v.aval.dtype), tuple(sorted(names))
+
+    def _shape(self, v: Any) -> tuple[int, ...]:
+        return Layout(self.program.mesh, *self.program.found[v]).shard_shape(v.aval.shape)
+
+    def _packed(self, between: int, xs: Sequence[Array]) -> dict[Group, Array]:
+        """What one stage sends to the next, as one row of each group of arrays: all stages send as much."""
+        rows: dict[Group, list[Array]] = {group: [] for group in self.longest}
+        for (_, group, _), x in zip(self.crossing[between], xs, strict=True):
+            rows[group].append(x.reshape(-1))
+        spare = {group: size - sum(x.size for x in rows[group]) for group, size in self.longest.items()}
+        return {
+            (dtype, names): vary(jnp.concatenate([*row, jnp.zeros(spare[dtype, names], dtype)]), frozenset(names))
+            for (dtype, names), row in rows.items()
+        }
+
+    def _unpacked(self, between: int, rows: dict[Group, Array]) -> list[Array]:
+        first, found = collections.Counter[Group](), []
+        for _, group, shape in self.crossing[between]:
+            found.append(rows[group][first[group] : first[group] + math.prod(shape)].reshape(shape))
+            first[group] += math.prod(shape)
+        return found
+
+    def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
+        pieces, staged = self.pieces, frozenset({self.pieces.mesh_axis})
+        parameters = {n: vary(xs[n], names | staged) for n, names in zip(self.parameters, marked, strict=True)}
+        packed = {n: parameters[n] for n in pieces.packed}
+        own, scattered = jax.vjp(pieces.own, packed)
+        edges = {n: x for n, x in parameters.items() if n not in packed}
+        variables, states = self._states(xs)
+        inputs = {n: xs[n] for n in self.batch} | states
+        others = {n: vary(x, staged) for n, x in enumerate(xs) if n not in parameters and n not in inputs}
+
+        def first(edges: Any, given: Any) -> dict[Group, Array]:
+            return {group: vary(jnp.zeros(size, group[0]), frozenset(group[1])) for group, size in self.longest.items()}
+
+        def chunk(own: Any, edges: Any, x: Any, given: Any, number: Array) -> dict[Group, Array]:
+            def run(at: int, own: Any, edges: Any, x: Any, given: Any) -> dict[Group, Array]:
+                sent = self._unpacked(at - 1, x) if at else []
+                made = dict(
+                    zip(pieces.made[at], pieces.computed(at, own, {**others, **edges, **given}, sent), strict=True)
+                )
+                passed = {v: y for (v, *_), y in zip(self.crossing[at - 1] if at else [], sent, strict=True)} | made
+                return self._packed(at, [passed[v] for v, *_ in self.crossing[at]])
+
+            return lax.switch(number, [functools.partial(run, at) for at in range(pieces.stages)], own, edges, x, given)
+
+        def last(edges: Any, x: Any, given: Any) -> Array:
+            return self._unpacked(pieces.stages - 1, x)[0]
+
+        model = Model(first, chunk, last, shares=any(n in edges for each in pieces.pieces for n in each.inputs))
+        value, of_own, of_edges = run_table(
+            self.table, model, own, edges, inputs, mesh_axis=pieces.mesh_axis, **pieces.by
+        )
+        with scope(phase="backward"):
+            gradients = of_edges | scattered(of_own)[0]
+        value = value.astype(self.program.jaxpr.outvars[0].aval.dtype)
+        return value, [self._summed(n, gradients[n]) for n in self.parameters], variables
 
 
 class _Cut:
     """A program of a loss, cut at the loop over its layers."""
 
-    def __init__(self, program: Program, stage: Stage, asked: Pipeline, data: set[int]):
+    def __init__(self, program: Program, stage: Stage):
         jaxpr, self.program = program.jaxpr, program
         number_of = {v: n for n, v in enumerate(jaxpr.invars)}
         staged = {v for v, each in zip(jaxpr.invars, program.inputs, strict=True) if each.claim and each.claim.stage}
@@ -194,40 +321,19 @@ class _Cut:
         assert len(self.staged) == len(staged)
         before = jaxpr.eqns[: jaxpr.eqns.index(self.loop)]
         others = [eqn for eqn in jaxpr.eqns if eqn is not self.loop]
-        self.first = _piece(jaxpr, before, start)
-        self.each = _piece(jaxpr, before, [*operands[: self.consts], *(v for v in over if v not in staged)])
-        self.last = _piece(jaxpr, others, jaxpr.outvars[:1], self.carried)
+        self.first = piece(jaxpr, before, start)
+        self.each = piece(jaxpr, before, [*operands[: self.consts], *(v for v in over if v not in staged)])
+        self.last = piece(jaxpr, others, jaxpr.outvars[:1], self.carried)
         if left & {v for eqn in self.last.jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}:
             raise JShardError(
                 f"{says}, and the loss uses what its layers leave behind, as the losses of balance of a jshard.MoE",
                 hint="remove jshard.pipeline, or use layers that hand on x alone",
-            )
-        live, used = partial_eval.dce_jaxpr(jaxpr, [False] + [True] * (len(jaxpr.outvars) - 1))
-        self.states = _Piece(live, [n for n, is_used in enumerate(used) if is_used])
-        if not data.isdisjoint(self.states.inputs):
-            raise JShardError(
-                f"jshard.pipeline ({asked.place}) has several microbatches on their way, and the model keeps variables that "
-                "its data change, as running statistics",
-                hint="use layers that keep none, as nnx.LayerNorm",
             )
 
     @functools.cache  # noqa: B019  # as long as the cut
     def of_length(self, layers: int) -> Any:
         """The loop over so many layers."""
         return self.loop.replace(params={**self.loop.params, "length": layers})
-
-
-def _piece(jaxpr: Any, eqns: Sequence[Any], outs: Sequence[Any], more: Sequence[Any] = ()) -> _Piece:
-    """What of a program computes `outs`, of its inputs and `more`."""
-    wanted, kept = {v for v in outs if not isinstance(v, Literal)}, []
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    inputs = [n for n, v in enumerate(jaxpr.invars) if v in wanted]
-    invars = [*(jaxpr.invars[n] for n in inputs), *more]
-    names = jaxpr.debug_info.with_unknown_names()
-    return _Piece(jaxpr.replace(eqns=kept[::-1], invars=invars, outvars=list(outs), debug_info=names), inputs)
 
 
 def present_table() -> Table | None:

@@ -57,7 +57,8 @@ def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "", 
     """Lay a parameter out by the words of its signal: of each role the first axis is split. A `shard` places it whatever its
     roles; layers of a pipeline are on their stages."""
     layout = _by_words(signal, roles, label)
-    return layout.with_axis(roles.index("scan"), (stage.mesh_axis,)) if stage and "scan" in roles else layout
+    is_split = stage is not None and stage.number is None and "scan" in roles
+    return layout.with_axis(roles.index("scan"), (stage.mesh_axis,)) if stage and is_split else layout
 
 
 def _by_words(signal: Signal, roles: Sequence[str | None], label: str) -> Layout:
@@ -90,7 +91,7 @@ def parameter_layouts(uses: Iterable[Use]) -> dict[str, Rest]:
 def _layout(use: Use, more: int) -> Rest:
     signal = use.claim.signal
     in_use = layout_in_use(signal, use.roles, str(use), use.claim.stage)
-    if use.claim.stage is not None and "scan" not in use.roles:
+    if use.claim.stage is not None and use.claim.stage.number is None and "scan" not in use.roles:
         stage = use.claim.stage.signal
         raise JShardError(
             f"{stage} says stage ({stage.at('stage')}), and {_several(use, more)}, is in no loop over layers",
@@ -113,9 +114,14 @@ def _layout(use: Use, more: int) -> Rest:
             if is_stage
             else "use another mesh axis for one of them",
         )
-    at_rest = in_use.also_over(signal.store, use.shape, [at for at, role in enumerate(use.roles) if role == "scan"])
+    scanned = [at for at, role in enumerate(use.roles) if role == "scan"]
+    at_rest = in_use.also_over(signal.store, use.shape, scanned)
     for axis in range(len(use.shape)):
         _check(use, more, at_rest, axis, "store")
+    stage = use.claim.stage
+    if stage is not None and stage.number is not None and stage.mesh_axis not in at_rest.mesh_axes:
+        spread = at_rest.also_over(stage.mesh_axis, use.shape, scanned)
+        at_rest = spread if all(size % spread.ways(axis) == 0 for axis, size in enumerate(use.shape)) else at_rest
     return Rest(in_use, at_rest)
 
 

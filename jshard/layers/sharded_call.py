@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
+from jshard.jaxprs import bare
 from jshard.layers.kernel_support import check_kernels
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import (
@@ -32,12 +33,13 @@ from jshard.layers.linen import (
 )
 from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
-from jshard.layers.pipeline import Pipelined
+from jshard.layers.pipeline import Pipelined, PipelinedPieces
 from jshard.layers.roles import Placed
 from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.layouts.redistribution import Axes, redistribute
+from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim, claims, staged
 from jshard.signals.scope import unplaced
@@ -174,7 +176,15 @@ class Call:
             )
         present = configuration()
         by_schedule = present is not None and present.pipeline is not None
-        run = (_pipelined if by_schedule else _microbatches)(self.program, *of_kind[1:]).run
+        if self.program.pieces is not None and not by_schedule:
+            stage = self.program.stage
+            assert stage is not None
+            raise JShardError(
+                f"{stage.signal} is on a stage, and a batch in microbatches goes through stages by a schedule",
+                hint=f"write jshard: {{pipeline: {{axis: {stage.mesh_axis}, microbatches: 4}}}}",
+            )
+        by_pieces = _pipelined_pieces if self.program.pieces is not None else _pipelined
+        run = (by_pieces if by_schedule else _microbatches)(self.program, *of_kind[1:]).run
         xs = self.operands(self.placed(every=True))
         given = [x for x in self.leaves if _is_array(x)]
         for n, x in zip(batch, jax.tree.leaves(nnx.split(batches, nnx.Variable, ...)[2]), strict=True):
@@ -187,6 +197,7 @@ class Call:
 
 _microbatches = functools.lru_cache(maxsize=16)(Microbatches)
 _pipelined = functools.lru_cache(maxsize=16)(Pipelined)
+_pipelined_pieces = functools.lru_cache(maxsize=16)(PipelinedPieces)
 
 
 def described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -273,7 +284,7 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
 
     with alone():
         jaxpr = jax.make_jaxpr(of_one_device)(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in s.arrays))
-    claimed = _claims(s.arrays)
+    claimed = _claims(s.arrays, jaxpr)
     signals = [claim.signal for claim in claimed.values()]
     row, ring = agreed(signals, "row"), agreed(signals, "ring")
     # a batch is an argument, or in one; what lies deeper, as statistics, may have another first axis
@@ -324,11 +335,17 @@ def _check_takes_its_models(f: Callable[..., Any]) -> None:
             )
 
 
-def _claims(arrays: Sequence[_Array]) -> dict[str, Claim]:
-    """Find the claim of each parameter: by the signal of the layer around it, else by a glob."""
+def _claims(arrays: Sequence[_Array], jaxpr: Any = None) -> dict[str, Claim]:
+    """Find the claim of each parameter: by the signal of the layer around it, else by a glob. In GT's form, whose lists of
+    workers are stages, by the signal that is active where a program uses it first, before a glob."""
     present = configuration()
     assert present is not None
     layers = {each.path: each.layer for each in arrays if each.path}
+    if present.workers and jaxpr is not None:
+        for v, array in zip(bare(jaxpr).invars, arrays, strict=True):
+            if array.path and not array.layer:
+                using = next((eqn for eqn in bare(jaxpr).eqns if v in eqn.invars), None)
+                layers[array.path] = Cause().inside(using.source_info.name_stack.stack).path if using else ()
     left = [path for path, layer in layers.items() if not layer]
     found = claims(present, left) if left and present.has_claims else {}
     found |= {path: Claim(present.lookup(layer), "") for path, layer in layers.items() if layer}
@@ -348,7 +365,7 @@ def _check_words(signal: Signal, path: str) -> None:
             f"kernel.{op}": op not in KERNELS or not (is_explicit(mesh()) or word in ("auto", "xla"))
             for op, word in signal.kernel
         },
-        "output": signal.output in ("scatter", "sum"), "backward": signal.backward,
+        "output": signal.output in ("scatter", "sum"), "backward": signal.backward and not signal.stage.isdecimal(),
         "shard.workers": signal.shard is not None and signal.shard.workers is not None,
     }  # fmt: skip
     for key in (key for key, said in asked.items() if said):

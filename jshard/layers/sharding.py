@@ -17,7 +17,7 @@ from jshard.layers.layer import AuxLoss, is_sharded
 from jshard.layers.layer_stack import in_ranges
 from jshard.layers.linen import trees_of_parameters
 from jshard.layers.sharded_call import Call, alone, described_call
-from jshard.signals.active_config import configuration
+from jshard.signals.active_config import configuration, use_stages
 from jshard.signals.scope import unplaced
 
 M = TypeVar("M", bound=nnx.Module | nn.Module)
@@ -48,6 +48,7 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
     on `axis_types: auto` parameters and rows are placed by the same signals, XLA is told what `sequence` splits, and the
     program is left to it.
     """
+    use_stages()
     if isinstance(program, nnx.Module):
         if not is_sharded(program):
             program.__class__ = _sharded_class(type(program))

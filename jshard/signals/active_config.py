@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AxisType, Mesh
 
 from jshard import events
 from jshard.errors import JShardError
@@ -90,10 +91,32 @@ def mesh() -> Mesh:
             raise JShardError(
                 f"{present.source} describes no mesh", hint="add `jshard: {mesh: {data: 2, tensor: 4}}` to it"
             )
+        if present.workers:
+            _loaded.mesh = _mesh_of_stages(present)
+            return _loaded.mesh
         sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
         label, across = f"jshard.mesh ({present.mesh.place})", present.mesh.across
         _loaded.mesh = build_mesh(sizes, axis_types=present.axis_types, label=label, across=across)
     return _loaded.mesh
+
+
+def _mesh_of_stages(present: Configuration) -> Mesh:
+    """The mesh of GT's form: a row for each list of workers."""
+    assert present.mesh is not None
+    everyone = build_mesh({"workers": -1}, axis_types="explicit", label=f"workers ({present.mesh.place})")
+    label = f"the workers that signals name ({present.mesh.place})"
+    rows = [workers_mesh(everyone, each, label=label)[0].devices.ravel() for each in present.workers]
+    return Mesh(np.stack(rows), present.mesh.names, axis_types=(AxisType.Explicit,) * 2)
+
+
+def use_stages() -> None:
+    """Take GT's form, whose signals name the workers of following layers, as stages of one mesh from now on."""
+    present = configuration()
+    found = None if present is None else present.by_stages
+    if found is not None:
+        with _loaded.lock:
+            _become(found)
+        events.tell("stages", workers=[list(each) for each in found.workers], mesh=str(found.mesh), microbatches=1)
 
 
 def _across() -> tuple[str, ...]:

@@ -42,6 +42,8 @@ class Axis:
     def read(self, node: Node, path: Path, reading: Reading) -> str | None:
         if not isinstance(node.value, str):
             return reading.wrong(self, node, path)
+        if reading.mesh_axes is None and node.value == self.example:  # of GT's form, whose lists of workers are stages
+            return node.value
         return next(iter(Axes(self.wants, self.example).read(node, path, reading)), None)
 
     def json(self) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from jshard.signals.signal import Signal
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """That the layers of a parameter are split over stages: the mesh axis, and the signal that says so."""
+    """That the layers of a parameter are split over stages, or that it is on the stage of a number: the mesh axis, and the
+    signal that says so."""
 
     mesh_axis: str
     signal: Signal
+    number: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +81,9 @@ def found_claims(configuration: Configuration, paths: Iterable[str]) -> dict[str
 def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, Claim]:
     """Say of each claim whether layers are split over stages: by its own signal, or by that which has the name of the stack
     that the parameter is in."""
-    pipeline = configuration.pipeline
+    mesh_axis = configuration.stage_axis
     says = [signal for signal in configuration.signals.values() if signal.stage]
-    if pipeline is None:
+    if mesh_axis is None:
         return found
     after = dict(found)
     for path, claim in found.items():
@@ -89,7 +91,8 @@ def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, C
             (each for each in says if each.name == claim.signal.name or path.startswith(f"{each.name}/")), None
         )
         if signal is not None:
-            after[path] = dataclasses.replace(claim, stage=Stage(pipeline.axis, signal))
+            number = None if signal.stage == "equal" else int(signal.stage)
+            after[path] = dataclasses.replace(claim, stage=Stage(mesh_axis, signal, number))
             configuration.placed.add(tuple(signal.name.split("/")))
     return after
 

@@ -20,6 +20,8 @@ from jshard.signals.resolve import is_template, resolve
 from jshard.signals.signal import Signal
 from jshard.table import Block, Rows, Shown
 
+STAGE, WORKERS = "stage", "workers"  # the mesh axes of GT's form
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
@@ -90,6 +92,7 @@ class Configuration(Shown):
     topology: str | None = None  # v5e:4x4
     topology_place: Place | None = None
     pipeline: Pipeline | None = None
+    workers: tuple[tuple[int, ...], ...] = ()  # the devices of each stage, where signals in GT's form have said so
     # The scopes under which `jshard.signal.tensor` has placed an array, the signals that have claimed a parameter, and what
     # `lookup` and `digest` found before.
     placed: set[tuple[str, ...]] = dataclasses.field(default_factory=set, init=False)
@@ -108,6 +111,11 @@ class Configuration(Shown):
             lines.append((mesh.place, f"mesh {mesh} of {devices}, {self.axis_types}"))
         if self.pipeline is not None:
             lines.append((self.pipeline.place, str(self.pipeline)))
+        elif self.workers:
+            stages = " and ".join(", ".join(map(str, each)) for each in self.workers)
+            lines.append(
+                (mesh.place if mesh else "", f"workers {stages} are stages, one after the other, of one microbatch")
+            )
         if self.budget is not None:
             lines.append((self.budget_place, f"at most {self.budget:,} B on each device"))
         if self.topology is not None:
@@ -127,15 +135,50 @@ class Configuration(Shown):
     def fingerprint(self) -> Fingerprint:
         """Equal for two configurations that place alike: lines, comments, `expect` and `train` take no part."""
         named = tuple(sorted(self.signals.items()))
-        return Fingerprint(self.mesh, self.axis_types, self.strict, self.default, self.pipeline, named)
+        return Fingerprint(self.mesh, self.axis_types, self.strict, self.default, self.pipeline, self.workers, named)
 
     @functools.cached_property
     def devices(self) -> int | None:
         """How many devices the mesh takes, at the least: sizes of -1 count as one, and workers by their numbers."""
         numbers = [max(s.shard.workers) + 1 for s in self.signals.values() if s.shard is not None and s.shard.workers]
+        numbers += [max(each) + 1 for each in self.workers]
         if self.mesh is None:
             return None
         return max([math.prod(map(abs, self.mesh.sizes)), *numbers])
+
+    @property
+    def stage_axis(self) -> str | None:
+        """The mesh axis of stages, where there are any."""
+        return self.pipeline.axis if self.pipeline is not None else STAGE if self.workers else None
+
+    @functools.cached_property
+    def by_stages(self) -> Configuration | None:
+        """GT's form as one mesh: each list of workers that signals name is a stage, and what they split lies over its
+        workers. None of any other form, and where the lists overlap or are not of one length."""
+        named = [s.shard.workers for s in self.signals.values() if s.shard is not None and s.shard.workers]
+        lists = tuple(sorted(set(named)))
+        numbers = [number for each in lists for number in each]
+        if self.mesh is None or self.mesh.places or len(lists) < 2 or len({*map(len, lists)}) > 1:
+            return None
+        if len({*numbers}) < len(numbers):
+            return None
+
+        def staged(signal: Signal) -> Signal:
+            if signal.shard is None:
+                return signal
+            of_all = (STAGE, WORKERS) if signal.shard.workers is None and not signal.shard.replicated else (WORKERS,)
+            stage = "" if signal.shard.workers is None else str(lists.index(signal.shard.workers))
+            return dataclasses.replace(
+                signal, stage=stage, shard=dataclasses.replace(signal.shard, workers=None, mesh=of_all)
+            )
+
+        return dataclasses.replace(
+            self,
+            mesh=MeshPlan((STAGE, WORKERS), (len(lists), len(lists[0])), self.mesh.place),
+            axis_types="explicit",
+            signals=MappingProxyType({name: staged(signal) for name, signal in self.signals.items()}),
+            workers=lists,
+        )
 
     @property
     def has_claims(self) -> bool:
@@ -207,7 +250,7 @@ def load_configuration(
     head, places, signals = resolved
     prefix = "jshard.train."
     in_train = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
-    return Configuration(
+    configuration = Configuration(
         source=name,
         mesh=_mesh(head.get("mesh"), places, signals),
         axis_types=head.get("axis_types", "explicit" if "mesh" in head else "auto"),
@@ -222,6 +265,15 @@ def load_configuration(
         topology_place=places.get("jshard.topology"),
         pipeline=Pipeline(**head["pipeline"], place=places["jshard.pipeline"]) if "pipeline" in head else None,
     )
+    if configuration.pipeline is None or "mesh" in head:
+        return configuration
+    if configuration.by_stages is None:
+        raise JShardError(
+            f"jshard.pipeline ({configuration.pipeline.place}) has no jshard.mesh, and the signals name no workers that could "
+            "be its stages",
+            hint="write mesh: {stage: 4, tensor: 2} beside it, or lists of as many workers each, none in two of them",
+        )
+    return configuration.by_stages
 
 
 def _mesh(
@@ -233,4 +285,4 @@ def _mesh(
         across = tuple(name for name, size in sizes.items() if isinstance(size, Across))
         return MeshPlan(tuple(sizes), tuple(map(int, sizes.values())), places["jshard.mesh"], of_axes, across)
     shards = [signal.at("shard") for signal in signals.values() if signal.shard is not None]
-    return MeshPlan(("workers",), (-1,), shards[0]) if shards else None
+    return MeshPlan((WORKERS,), (-1,), shards[0]) if shards else None

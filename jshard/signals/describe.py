@@ -32,7 +32,8 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
     if signal.sequence:
         yield f"activations between layers split by sequence over {' x '.join(signal.sequence)}"
     if signal.stage:
-        yield "layers split over the stages of the pipeline"
+        equal = signal.stage == "equal"
+        yield "layers split over the stages of the pipeline" if equal else f"on stage {signal.stage} of the pipeline"
     if signal.expert:
         yield f"experts over {' x '.join(signal.expert)}"
     if signal.ring:

@@ -51,10 +51,14 @@ def is_elsewhere(x: Any, mesh: Any) -> bool:
 
 def apart(signal: Signal, mesh: Mesh, other: Signal | str, there: Any) -> JShardError:
     """For two places that no program spans."""
+    present = configuration()
+    can = present is not None and present.by_stages is not None
     return JShardError(
         f"{signal} lies on {devices_in_words(mesh)} and {other} on {devices_in_words(there)}, and one program or gradient "
         "can't span both",
-        hint="name the same workers for both, or mesh axes",
+        hint="call jshard.shard(model), which makes their workers stages of one mesh, or name the same workers for both"
+        if can
+        else "name the same workers for both, or mesh axes",
     )
 
 

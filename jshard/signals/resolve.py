@@ -50,7 +50,7 @@ def resolve(root: Node, source: str, faults: Faults) -> tuple[dict[str, Any], di
         for name, node in root.value.items()
         if name != "jshard" and _is_signal(name, node, root.keys[name], faults)
     }
-    names = _Names(written, head.get("kernel", {}), source, faults)
+    names = _Names(written, head, source, faults)
     names.check_backward()
     _check_pipeline(head, reading, names.signals, faults)
     if "default" in head:
@@ -111,13 +111,13 @@ class _Names:
     """The signals, each over those it extends (the later of a list over the earlier, its own keys over all), and what
     other keys mean by their names."""
 
-    def __init__(self, written: dict[str, Written], kernels: dict[str, str], source: str, faults: Faults):
+    def __init__(self, written: dict[str, Written], head: dict[str, Any], source: str, faults: Faults):
         self.written = written
         self.source = source
         self.faults = faults
         self.done: dict[str, Written] = {}
         full = {name: self.over(name) for name in written}
-        self.signals = {name: _signal(each, kernels, faults) for name, each in full.items() if not is_template(name)}
+        self.signals = {name: _signal(each, head, faults) for name, each in full.items() if not is_template(name)}
         self.matcher = Matcher(self.signals.values())
 
     def over(self, name: str, chain: tuple[str, ...] = ()) -> Written:
@@ -199,7 +199,7 @@ def _lay(base: Written, top: Written) -> None:
     base.broken.update(top.broken)
 
 
-def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal:
+def _signal(written: Written, head: dict[str, Any], faults: Faults) -> Signal:
     values = {key: value for key, value in written.values.items() if key != "extends"}
     if isinstance(values.get("store"), dict):
         values |= _store(written, values.pop("store"), faults)
@@ -208,12 +208,12 @@ def _signal(written: Written, kernels: dict[str, str], faults: Faults) -> Signal
     if "shard" in values:
         values["shard"] = _shard(written, values["shard"], faults)
     values["dtype"] = DTypes(**values.get("dtype", {}))
-    values["kernel"] = tuple(sorted({**kernels, **values.get("kernel", {})}.items()))
+    values["kernel"] = tuple(sorted({**head.get("kernel", {}), **values.get("kernel", {})}.items()))
     values["expect"] = _expect(written, values.get("expect", {}), faults)
     signal = Signal(written.name, written.place, written.places, **values)
     _check_axes(signal, faults)
     _check_output(signal, written.broken, faults)
-    _check_match(signal, faults)
+    _check_match(signal, "mesh" in head, faults)
     if set(signal.expert) & set(signal.row) and signal.row[-len(signal.expert) :] != signal.expert:
         fault = (
             f"names mesh axis {quoted(signal.expert[0])} for expert, which stands not last in row ({signal.at('row')})"
@@ -274,7 +274,7 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
     for key, example in {"axis": "stage", "microbatches": 8}.items():
         if key not in asked:
             faults.add(about, place, f"has no {key}", f"write {key}: {example}")
-    if not staged:
+    if not staged and ("mesh" in head or not any(signal.shard and signal.shard.workers for signal in signals.values())):
         fault = "has no layers: no signal says stage"
         faults.add(about, place, fault, "write blocks: {stage: equal}, with the path of a jshard.stack for blocks")
     if head.get("axis_types") == "auto":
@@ -294,12 +294,13 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
             faults.add((signal.name,), signal.at(key), fault, "use another mesh axis")
 
 
-def _check_match(signal: Signal, faults: Faults) -> None:
-    """What claims parameters has one name, and places them on the mesh that all of a model lies on."""
+def _check_match(signal: Signal, has_mesh: bool, faults: Faults) -> None:
+    """What claims parameters has one name, and places them on the mesh that all of a model lies on: in GT's form, which has
+    none, lists of workers are its stages."""
     if signal.match and is_glob(signal.name):
         fault = "has match, but its name is a glob, which means no one place"
         faults.add((signal.name,), signal.at("match"), fault, "give it a name of its own")
-    if signal.match and signal.shard is not None and signal.shard.workers:
+    if signal.match and signal.shard is not None and signal.shard.workers and has_mesh:
         fault = f"has match beside shard.workers ({signal.at('shard.workers')}), which are a mesh of their own"
         faults.add((signal.name,), signal.at("match"), fault, "write shard: {axis: 0, mesh: data}")
 

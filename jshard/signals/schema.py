@@ -26,6 +26,7 @@ from jshard.signals.value_types import (
     part_or,
     size,
     text,
+    word_or_number,
 )
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -262,9 +263,9 @@ SIGNAL: dict[str, Key] = {
         "A promise about collectives that `jshard check` holds.",
     ),
     "stage": Key(
-        choice(("equal",)),
-        "The layers of the jshard.stack that is called as this signal, or that it claims, are split over the stages of "
-        "jshard.pipeline: as many for each.",
+        word_or_number("equal"),
+        "equal: the layers of the jshard.stack that is called as this signal, or that it claims, are split over the stages "
+        "of jshard.pipeline, as many for each. A number: what it claims is on that stage, counted from 0.",
     ),
     "kernel": Key(_KERNEL, "Which algorithm each op takes here; xla unless said, auto is what kernels.choose says."),
     "match": Key(

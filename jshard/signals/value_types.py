@@ -92,6 +92,17 @@ def choice(words: tuple[str, ...]) -> Single:
     return Single(listed(words), words[0], parse, {"enum": list(words)}, words)
 
 
+def word_or_number(word: str) -> Single:
+    """One word, or a whole number, which is read as a word too."""
+
+    def parse(value: object) -> str | None:
+        number = whole_number(value)
+        return value if value == word else str(number) if number is not None and 0 <= number < 2**31 else None  # type: ignore[return-value]  # the word
+
+    numbers = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+    return Single(f"{word} or a number", word, parse, {"anyOf": [{"enum": [word]}, numbers]}, (word,))
+
+
 BOOLEAN = {"type": "boolean"}
 
 

@@ -117,7 +117,7 @@ class Experiment:
             check_called(model_named, model)
             return model
 
-        is_claimed = mesh is not None and configuration.has_claims
+        is_claimed = mesh is not None and (configuration.has_claims or bool(configuration.workers))
         with as_user_error("data is read"):
             inputs = placement.shapes(batch // settings["accumulate"], data.example()[0]) if is_claimed else ()
 

@@ -398,7 +398,26 @@ def test_gt_files_load_unchanged_and_mean_what_they_say():
     assert compiled.signals["hot"] == Signal("hot", compile=True)
     assert compiled.signals["hot_batch"] == Signal("hot_batch", compile=True, shard=Shard(0, (0, 1, 2, 3)))
     assert loaded("hot: {compile: true}\n").mesh is None
-    assert {path.name for path in GT.glob("*.yaml")} == {"stages.yaml", "arrays.yaml", "compiled.yaml"}
+    assert {path.name for path in GT.glob("*.yaml")} == {"stages.yaml", "arrays.yaml", "compiled.yaml", "pipeline.yaml"}
+
+
+def test_lists_of_workers_are_stages_of_one_mesh_where_they_can_be():
+    said = load_configuration(GT / "pipeline.yaml").by_stages
+    assert said is not None and said.mesh == MeshPlan(("stage", "workers"), (4, 2), Place(""))
+    assert (said.workers, said.devices, said.axis_types) == (((0, 1), (2, 3), (4, 5), (6, 7)), 8, "explicit")
+    rows = said.signals["stage2_rows"]
+    assert (rows.stage, rows.shard) == ("2", Shard(axis=0, mesh=("workers",)))
+    assert "one after the other, of one microbatch" in str(said)
+    assert load_configuration(GT / "stages.yaml").by_stages is not None
+    for apart in ({"a": [0, 1], "b": [1, 2]}, {"a": [0, 1], "b": [2]}, {"a": [0, 1]}):  # they overlap, or are not alike
+        said = {name: {"shard": {"axis": 0, "workers": workers}} for name, workers in apart.items()}
+        assert load_configuration(said).by_stages is None
+        with pytest.raises(JShardError) as told:
+            load_configuration({"jshard": {"pipeline": {"axis": "stage", "microbatches": 2}}, **said})
+        assert str(told.value) == (
+            "jshard.pipeline (<dict>) has no jshard.mesh, and the signals name no workers that could be its stages; write "
+            "mesh: {stage: 4, tensor: 2} beside it, or lists of as many workers each, none in two of them"
+        )
 
 
 @pytest.mark.usefixtures("fresh")

@@ -31,7 +31,7 @@ def shards(x) -> dict[int, np.ndarray]:
     return {shard.device.id: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
-@pytest.mark.parametrize("path", ["arrays", "compiled", "stages"])
+@pytest.mark.parametrize("path", ["arrays", "compiled", "stages", "pipeline"])
 def test_example_configurations_load_unchanged(path):
     assert load(f"examples/gt/{path}.yaml").signals
 

@@ -98,6 +98,7 @@ FOLDERS = (
     "configs/pipe-",
 )  # of models elsewhere, too large here, or with text: own tests
 ELSEWHERE = {path for path in FILES if path.startswith(FOLDERS)} - {"configs/adopt/transformer.yaml"}
+ELSEWHERE |= {"examples/gt/pipeline.yaml"}  # tests/layers/test_pieces.py
 
 
 @pytest.mark.parametrize("path", sorted({*FILES} - PARTS - ELSEWHERE))
@@ -184,7 +185,7 @@ def test_optimizer_that_reduces_over_parameters_on_several_sets_of_workers_is_on
 WORKERS = {"a": {"shard": {"axis": 0, "workers": [0, 1]}}, "b": {"shard": {"axis": 0, "workers": [2, 3]}}}
 APART = (
     'signal "b" (<dict>) lies on workers 2, 3 and signal "a" (<dict>) on workers 0, 1, and one program or gradient can\'t '
-    "span both; name the same workers for both, or mesh axes"
+    "span both; call jshard.shard(model), which makes their workers stages of one mesh, or name the same workers for both"
 )
 X = np.ones((8, 4), np.float32)
 

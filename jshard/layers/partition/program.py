@@ -19,13 +19,14 @@ from jshard.layers.partition import by_hand, calls, cut, lookup, product, shape
 from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
+from jshard.layers.partition.pieces import Pieces
 from jshard.layers.partition.regather import regathering
 from jshard.layers.partition.wanted import wanted
 from jshard.layers.roles import Placed, Use, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import Axes
-from jshard.signals.active_config import configuration
+from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Claim
 
 RULES = {**by_hand.RULES, **calls.RULES, **cut.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
@@ -50,12 +51,17 @@ class Program:
         self.use = [tuple(each.axes) for each in inputs]
         self.rest: list[Axes | None] = [None] * len(inputs)
         self.placed: dict[str, Placed] = {}
-        self.stage = next((i.claim.stage for i in inputs if i.claim is not None and i.claim.stage is not None), None)
+        stages = [i.claim.stage for i in inputs if i.claim is not None and i.claim.stage is not None]
+        self.stage = next((each for each in stages if each.number is not None), next(iter(stages), None))
         self.found: dict[Any, Axes] = {}  # how variables are split
         self.unruled: dict[str, int] = {}
         self._place()
         if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
             self.jaxpr = regathering(jaxpr, [part.regathers for part in self.parts(self.types)])
+        self.pieces = None
+        if self.stage is not None and self.stage.number is not None:
+            stages = mesh.shape[self.stage.mesh_axis]
+            self.pieces = Pieces(self, stages if stages > 1 else mesh_to_choose_for().shape[self.stage.mesh_axis])
         present = configuration()
         if present is None or present.axis_types != "auto":
             self.out_axes  # noqa: B018  # what no rule takes is told before anything runs
@@ -133,7 +139,7 @@ class Program:
 
         def body(*xs: Any) -> list[Any]:
             run = self.partition()
-            results = run.run(self.jaxpr, self.parts(xs))
+            results = run.run(self.jaxpr, self.parts(xs)) if self.pieces is None else self.pieces.run(xs)
             return [run.place(part, axes).x for part, axes in zip(results, self.out_axes, strict=True)]
 
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)

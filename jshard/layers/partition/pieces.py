@@ -1,0 +1,343 @@
+"""A program whose parameters are on stages, each with layers of its own: cut where its values go from one stage to another."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Literal
+
+from jshard.errors import JShardError
+from jshard.layers.partition.part import Part, names_of, vary
+from jshard.layers.partition.ticks import zeros_like_result
+from jshard.provenance import scope
+from jshard.signals.active_config import configuration
+from jshard.signals.claims import Claim
+from jshard.signals.signal import Signal
+
+if TYPE_CHECKING:
+    from jshard.layers.partition.program import Program
+
+Group = tuple[str, tuple[str, ...]]  # arrays of one dtype, which vary over the same mesh axes
+
+
+class Piece(NamedTuple):
+    """Some of a program, and which of the program's inputs go into it."""
+
+    jaxpr: Any
+    inputs: list[int]
+
+
+def piece(jaxpr: Any, eqns: Sequence[Any], outs: Sequence[Any], more: Sequence[Any] = ()) -> Piece:
+    """What of a program computes `outs`, of its inputs and `more`."""
+    wanted, kept = set(_variables(outs)).difference(more), []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            wanted |= set(_variables(eqn.invars)).difference(more)
+    inputs = [n for n, v in enumerate(jaxpr.invars) if v in wanted]
+    invars = [*(jaxpr.invars[n] for n in inputs), *more]
+    names = jaxpr.debug_info.with_unknown_names()
+    return Piece(jaxpr.replace(eqns=kept[::-1], invars=invars, outvars=list(outs), debug_info=names), inputs)
+
+
+class Pieces:
+    """A program in pieces that run one after the other, each on the stage of the parameters in it.
+
+    A parameter rests split over the stages too, where it divides, and is sent to the one that uses it by one all-to-all in a
+    step, as its gradient is sent back. What depends on no parameter of a stage is computed by each piece that needs it.
+    """
+
+    def __init__(self, program: Program, sizes: int):
+        jaxpr, self.program = program.jaxpr, program
+        claims = {n: each.claim for n, each in enumerate(program.inputs) if each.claim is not None and each.claim.stage}
+        self.claims: dict[int, Claim] = claims
+        self.mesh_axis = next(claim.stage.mesh_axis for claim in claims.values() if claim.stage)
+        self.stage_of = {n: self._checked(claim, sizes) for n, claim in claims.items()}
+        self.stages = sizes
+        self.places: dict[
+            tuple[bool, int], tuple[Group, int, tuple[int, ...]]
+        ] = {}  # where each of `packed` begins in its row
+        for number in set(range(sizes)) - set(self.stage_of.values()):
+            first = next(iter(claims.values())).stage
+            assert first is not None
+            raise JShardError(
+                f'mesh axis "{self.mesh_axis}" has {sizes} stages, and no parameter is on stage {number} '
+                f"({first.signal} has stage {first.number}, {first.signal.at('stage')})",
+                hint=f"write stage: {number} for some layers, or make the mesh axis smaller",
+            )
+        for n, each in enumerate(program.inputs):
+            if n not in claims and each.claim is not None and self.mesh_axis in names_of(program.in_axes[n]):
+                says = each.claim.signal
+                raise JShardError(
+                    f'{says} names mesh axis "{self.mesh_axis}" for store ({says.at("store")}), that of stages that signals '
+                    "number",
+                    hint="give that signal a stage too: what is on one rests split over all",
+                )
+        self.owners: list[int] = []  # the stage of each piece
+        level: dict[Any, int] = {}  # the piece that computes a variable
+        origin = {jaxpr.invars[n]: stage for n, stage in self.stage_of.items()}  # made of parameters of one stage alone
+        reduced: set[Any] = set()  # of those
+        at: dict[int, int] = {}  # the piece that each equation is in, by its place
+        used: dict[Any, int] = {}  # the last piece that uses a variable of another
+        for number, eqn in enumerate(jaxpr.eqns):
+            operands = list(_variables(eqn.invars))
+            stages = {origin[v] for v in operands if v in origin and v not in level}
+            if len(stages) == 1 and all(v in origin and v not in level for v in operands):
+                origin |= dict.fromkeys(eqn.outvars, stages.pop())
+                largest = max(v.aval.size for v in operands)
+                reduced |= {v for v in eqn.outvars if v.aval.size < largest or not reduced.isdisjoint(operands)}
+                continue
+            # what is reduced of parameters, as a sum of squares, goes on to where it is needed; other stages don't come to it
+            if len(stages) > 1 or any(v in reduced and v not in level for v in operands):
+                level |= {v: self._piece_of(origin[v], 0) for v in operands if v in origin and v not in level}
+                stages = set()
+            before = max((level[v] for v in operands if v in level), default=-1)
+            if before < 0 and not stages:
+                continue
+            own = self._piece_of(stages.pop(), before) if stages else before
+            at[number] = own
+            level |= dict.fromkeys(eqn.outvars, own)
+            used |= {v: max(own, used.get(v, 0)) for v in operands if v in level}
+        outs = list(dict.fromkeys(_variables(jaxpr.outvars)))
+        level |= {v: self._piece_of(origin[v], 0) for v in outs if v in origin and v not in level}
+        self.outs = {v: level[v] for v in outs if v in level}
+        self.sent = [
+            [v for v, own in level.items() if own < number <= used.get(v, -1)] for number in range(len(self.owners))
+        ]
+        free = [eqn for number, eqn in enumerate(jaxpr.eqns) if number not in at]
+        self.made: list[list[Any]] = []  # by each piece, for others and as results
+        self.pieces: list[Piece] = []
+        for number in range(len(self.owners)):
+            eqns = [eqn for n, eqn in enumerate(jaxpr.eqns) if at.get(n, number) == number]
+            made = [v for v, own in level.items() if own == number and (used.get(v, -1) > number or v in self.outs)]
+            self.made.append(made)
+            self.pieces.append(piece(jaxpr, eqns, made, self.sent[number]))
+        self.back = [self._backward_of(number) for number in range(len(self.owners))]
+        self.rest = piece(jaxpr, free, [v for v in jaxpr.outvars if isinstance(v, Literal) or v not in self.outs])
+
+    def _checked(self, claim: Claim, sizes: int) -> int:
+        stage = claim.stage
+        assert stage is not None
+        if stage.number is None:
+            other = next(c.stage for c in self.claims.values() if c.stage and c.stage.number is not None)
+            raise JShardError(
+                f"{stage.signal} says stage: equal ({stage.signal.at('stage')}), and {other.signal} says stage: "
+                f"{other.number} ({other.signal.at('stage')})",
+                hint="give each signal the number of its stage, or let one stack be split equally",
+            )
+        if stage.number >= sizes:
+            raise JShardError(
+                f'{stage.signal} is on stage {stage.number} ({stage.signal.at("stage")}), and mesh axis "{stage.mesh_axis}" '
+                f"has {sizes}",
+                hint=f"use 0 to {sizes - 1}, or make the mesh axis larger",
+            )
+        return stage.number
+
+    def _signals_in(self, number: int) -> list[Signal]:
+        return [self.claims[n].signal for n in self.pieces[number].inputs if n in self.claims]
+
+    def _backward_of(self, number: int) -> int:
+        """The stage that runs the backward of a piece."""
+        owner, present = self.owners[number], configuration()
+        inside = self._signals_in(number)
+        found: dict[int, Signal] = {}
+        for signal in inside:
+            other = signal if signal.backward is None or present is None else present.lookup((signal.backward,))
+            if not other.stage.isdecimal() or int(other.stage) >= self.stages:
+                raise JShardError(
+                    f"{signal} has its backward as {other} says ({signal.at('backward')}), which is on no stage of its own",
+                    hint=f"give it the workers of one stage, or write stage: {self.stages - 1}",
+                )
+            found.setdefault(int(other.stage), signal)
+        if len(found) > 1:
+            one, two = list(found.values())[:2]
+            raise JShardError(
+                f"{one} and {two} follow one another on stage {owner}, and have their backward on stages "
+                f"{' and '.join(map(str, found))}",
+                hint="give both the same backward",
+            )
+        there = next(iter(found), owner)
+        for v in (*self.made[number], *self.sent[number]) if there != owner else ():
+            check_smooth(v, f"{inside[0]} has its backward on other workers, and")
+        return there
+
+    def _piece_of(self, stage: int, least: int) -> int:
+        """The first piece of a stage that is not before another: a new one where there is none."""
+        found = next((n for n in range(max(least, 0), len(self.owners)) if self.owners[n] == stage), None)
+        if found is None:
+            self.owners.append(stage)
+        return len(self.owners) - 1 if found is None else found
+
+    # -- inside the shard_map --
+
+    @property
+    def ways(self) -> int:
+        return self.program.mesh.shape[self.mesh_axis]
+
+    def run(self, xs: Sequence[Array]) -> list[Part]:
+        """Return the results of the program: one piece after the other, while the other stages wait."""
+        program, everywhere, staged = self.program, list(xs), frozenset({self.mesh_axis})
+        own, by = self.own(xs), self.by
+        apart = {} if self.back == self.owners else self.own(xs, backward=True)
+        xs = [x if n in self.packed else vary(x, staged) for n, x in enumerate(xs)]
+        values, results = dict[Any, Array](), dict[Any, Array]()
+        for number, (owner, made) in enumerate(zip(self.owners, self.made, strict=True)):
+            if number:
+                with scope(**by):
+                    values = {v: self._hop(values[v], self.owners[number - 1], owner) for v in self.sent[number]}
+            given = [values[v] for v in self.sent[number]]
+            mine = {group: x[owner % len(x)] for group, x in own.items()}
+            if self.back[number] == owner:
+                outs = self._on(owner, functools.partial(self.computed, number), mine, xs, given)
+            else:
+                theirs = {group: x[self.back[number] % len(x)] for group, x in apart.items()}
+                outs = self._with_backward_apart(number, mine, theirs, xs, given)
+            values |= dict(zip(made, outs, strict=True))
+            results |= {v: x for v, x in zip(made, outs, strict=True) if v in self.outs}
+        run = program.partition()
+        free = iter(run.run(self.rest.jaxpr, [program.part(n, everywhere[n]) for n in self.rest.inputs]))
+        with scope(**by):
+            summed = {v: run.reduce(x, (self.mesh_axis,), "sum") for v, x in results.items()}
+        return [
+            Part(tuple(v.aval.shape), program.found[v], summed[v]) if v in summed else next(free)
+            for v in ((None if isinstance(v, Literal) else v) for v in program.jaxpr.outvars)
+        ]
+
+    def _hop(self, x: Array, stage: int, other: int) -> Array:
+        return x if self.ways == 1 else lax.ppermute(x, self.mesh_axis, [(stage, other)])
+
+    def _on(self, stage: int, f: Callable[..., Any], *args: Any) -> Any:
+        """What `f` returns on one stage, zeros on the others."""
+        none = zeros_like_result(f, *args)
+        with scope(times="1", turns="1"):
+            return lax.cond(lax.axis_index(self.mesh_axis) == stage % self.ways, f, lambda *_: none, *args)
+
+    def _with_backward_apart(
+        self, number: int, mine: Any, theirs: Any, xs: list[Array], given: list[Array]
+    ) -> list[Array]:
+        """What a piece makes, its backward on another stage: that computes the piece again, of what is sent to it: what went
+        into the piece, and the cotangents. `theirs` are the piece's parameters there."""
+        owner, there = self.owners[number], self.back[number]
+        by = {"claim": self._signals_in(number)[0].name, "key": "backward"}
+        smooth = [n for n, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def forward(mine: Any, theirs: Any, xs: list[Array], given: list[Array]) -> tuple[list[Array], Any]:
+            outs = self._on(owner, functools.partial(self.computed, number), mine, xs, given)
+            return outs, (theirs, xs, given)
+
+        def pulled(theirs: Any, xs: list[Array], given: list[Array], cotangents: list[Array]) -> Any:
+            def again(theirs: Any, some: list[Array], given: list[Array]) -> list[Array]:
+                full = dict(enumerate(xs)) | dict(zip(smooth, some, strict=True))
+                return self.computed(number, theirs, full, given, backward=True)
+
+            with scope(again="remat"):
+                _, pull = jax.vjp(again, theirs, [xs[n] for n in smooth], given)
+            return pull(cotangents)
+
+        def backward(kept: Any, cotangents: list[Array]) -> Any:
+            theirs, xs, given = kept
+            with scope(**by):
+                given, cotangents = ([self._hop(x, owner, there) for x in each] for each in (given, cotangents))
+            of_theirs, some, of_given = self._on(there, pulled, theirs, xs, given, cotangents)
+            with scope(**by):
+                of_given = [self._hop(x, there, owner) for x in of_given]
+            of_xs: list[Any] = [None] * len(xs)
+            for n, x in zip(smooth, some, strict=True):
+                of_xs[n] = x
+            return None, of_theirs, of_xs, of_given
+
+        run = jax.custom_vjp(lambda *args: forward(*args)[0])
+        run.defvjp(forward, backward)
+        return run(mine, theirs, xs, given)
+
+    @property
+    def by(self) -> dict[str, str]:
+        stage = next(iter(self.claims.values())).stage
+        assert stage is not None
+        return {"claim": stage.signal.name, "key": "stage"}
+
+    def computed(
+        self, number: int, own: dict[Group, Array], xs: Any, given: Sequence[Array], *, backward: bool = False
+    ) -> list[Array]:
+        """What the piece of this number makes, on the devices of its stage: of its parameters, of other inputs by their number,
+        and of what the pieces before it have sent."""
+        program, (jaxpr, inputs) = self.program, self.pieces[number]
+        run = program.partition()
+        parts = [self.part(n, self._unpacked(own, backward, n) if n in self.packed else xs[n]) for n in inputs]
+        parts += [Part(tuple(v.aval.shape), program.found[v], x) for v, x in zip(self.sent[number], given, strict=True)]
+        made = run.run(jaxpr, parts)
+        placed = [run.place(part, program.found[v]).x for v, part in zip(self.made[number], made, strict=True)]
+        return [vary(x, frozenset({self.mesh_axis})) for x in placed]
+
+    def part(self, number: int, x: Array) -> Part:
+        """An input as one stage has it."""
+        part = self.program.part(number, x)
+        if part.rest is not None:
+            rest = tuple(tuple(name for name in names if name != self.mesh_axis) for names in part.rest)
+            part.rest = None if rest == part.axes else rest
+        return part
+
+    # -- parameters --
+
+    @functools.cached_property
+    def packed(self) -> dict[int, int]:
+        """The parameters that rest split over stages, and along which axis."""
+        return {
+            n: axis
+            for n in self.stage_of
+            for axis, names in enumerate(self.program.in_axes[n])
+            if self.mesh_axis in names
+        }
+
+    def own(self, xs: Any, *, backward: bool = False) -> dict[Group, Array]:
+        """Send each stage its own parameters, of those by their number in the program, by one all-to-all for each group of
+        arrays: `[stage here, part, number]`. With `backward` to the stages that run the backward."""
+        where = dict(self.stage_of)
+        if backward:
+            apart = [n for n, there in enumerate(self.back) if there != self.owners[n]]
+            where = {n: self.back[at] for at in apart for n in self.pieces[at].inputs if n in self.packed}
+        rows: dict[Group, list[list[Array]]] = {}
+        for n in (n for n in self.packed if n in where):
+            group = _group(xs[n])
+            row = rows.setdefault(group, [[] for _ in range(self.stages)])[where[n]]
+            self.places[backward, n] = group, sum(x.size for x in row), xs[n].shape
+            row.append(xs[n].reshape(-1))
+        found: dict[Group, Array] = {}
+        for (dtype, names), of_stages in rows.items():
+            longest = max(sum(x.size for x in row) for row in of_stages)
+            spare = lambda row: vary(jnp.zeros(longest - sum(x.size for x in row), dtype), frozenset(names))  # noqa: B023
+            every = jnp.concatenate([x for row in of_stages for x in (*row, spare(row))]).reshape(-1, longest)
+            with scope(**self.by):
+                here = every[:, None] if self.ways == 1 else lax.all_to_all(every, self.mesh_axis, 0, 0)[None]
+            found[dtype, names] = here
+        return found
+
+    def _unpacked(self, own: dict[Group, Array], backward: bool, number: int) -> Array:
+        """A parameter of this stage, as it lies but for the axis of stages, along which its parts are put together."""
+        group, first, shape = self.places[backward, number]
+        axis = self.packed[number]
+        parts = lax.slice_in_dim(own[group], first, first + math.prod(shape), axis=1).reshape(-1, *shape)
+        return jnp.moveaxis(parts, 0, axis).reshape(*shape[:axis], -1, *shape[axis + 1 :])
+
+
+def check_smooth(v: Any, about: str) -> None:
+    """Refuse to send what has no gradient."""
+    if not jnp.issubdtype(v.aval.dtype, jnp.inexact):
+        raise JShardError(
+            f"{about} sends {v.aval.str_short()} from stage to stage, and only what has a gradient can go",
+            hint="compute it of the batch, or in the layer that uses it",
+        )
+
+
+def _variables(atoms: Iterable[Any]) -> Iterable[Any]:
+    return (v for v in atoms if not isinstance(v, Literal))
+
+
+def _group(x: Array) -> Group:
+    return str(x.dtype), tuple(sorted(jax.typeof(x).mat.varying))
