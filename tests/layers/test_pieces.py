@@ -307,7 +307,7 @@ def again(model, x):
 
 
 def rounded(model, x):
-    return jnp.sum(jnp.round(model.first(x)).astype(jnp.int32) * model.second(x))
+    return jnp.sum(jnp.where(model.first(x) > 0, model.second(x), 0))
 
 
 def said(first, second, **more):
@@ -331,7 +331,7 @@ SENTENCES = {
         "parameter the stage of it, and later layers the same stage or a later one"
     )),
     "whole numbers": (said({"stage": 0}, {"stage": 1}), rounded, (
-        "jshard.pipeline (<dict>) sends int32[2,4] from stage to stage, and only what has a gradient can go; compute it of the "
+        "jshard.pipeline (<dict>) sends bool[2,4] from stage to stage, and only what has a gradient can go; compute it of the "
         "batch, or in the layer that uses it"
     )),
     "a backward apart": (said({"stage": 0, "backward": "two"}, {"stage": 1}), lambda model, x: jnp.sum(model(x)), (

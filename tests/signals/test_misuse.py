@@ -436,7 +436,7 @@ IN_A_FILE = {
         MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {stage: data}\nd: {store: {}}\n",
         'signal "a" (FILE:3) has row: 3, which is not a mesh axis or a list of them; write row: data',
         'signal "b" (FILE:4) has an unknown key "colum"; did you mean "column"?',
-        'signal "c" (FILE:5) has stage: "data", which is not equal; write stage: equal',
+        'signal "c" (FILE:5) has stage: "data", which is not equal or a number; write stage: equal',
         'signal "d" (FILE:6) has store without parameters; write parameters: data',
     ),
     "expert": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ from jshard.provenance import scope
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
-
-if TYPE_CHECKING:
-    from jshard.layers.partition.program import Program
 
 Group = tuple[str, tuple[str, ...]]  # arrays of one dtype, which vary over the same mesh axes
 
@@ -53,7 +50,7 @@ class Pieces:
     step, as its gradient is sent back. What depends on no parameter of a stage is computed by each piece that needs it.
     """
 
-    def __init__(self, program: Program, sizes: int):
+    def __init__(self, program: Any, sizes: int):  # a Program, which makes these
         jaxpr, self.program = program.jaxpr, program
         claims = {n: each.claim for n, each in enumerate(program.inputs) if each.claim is not None and each.claim.stage}
         self.claims: dict[int, Claim] = claims
@@ -204,9 +201,12 @@ class Pieces:
         free = iter(run.run(self.rest.jaxpr, [program.part(n, everywhere[n]) for n in self.rest.inputs]))
         with scope(**by):
             summed = {v: run.reduce(x, (self.mesh_axis,), "sum") for v, x in results.items()}
+        outs: list[Any] = program.jaxpr.outvars
         return [
-            Part(tuple(v.aval.shape), program.found[v], summed[v]) if v in summed else next(free)
-            for v in ((None if isinstance(v, Literal) else v) for v in program.jaxpr.outvars)
+            Part(tuple(v.aval.shape), program.found[v], summed[v])
+            if not isinstance(v, Literal) and v in summed
+            else next(free)
+            for v in outs
         ]
 
     def _hop(self, x: Array, stage: int, other: int) -> Array:
