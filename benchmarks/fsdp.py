@@ -3,15 +3,17 @@ partitioner and by `store` in its forms.
 
     python -m benchmarks.fsdp [--topology v5e:4x4,v6e:4x4] [--layers 8] [--rows 512,1024] [--width 2048] [--ways store]
     python -m benchmarks.fsdp --pod 8,24,48      what configs/pod-fsdp.yaml of so many layers needs on a v5e:16x16
+    python -m benchmarks.fsdp --decoder all      configs/decoder/fsdp.yaml beside MaxText's own step of the same sizes
 
 Layers x + gelu(x up) down in bfloat16 over float32 masters, `rows` of x a chip, weights over all chips, one step of SGD. It
 asks for `pip install "jshard[tpu]"`, or `"jshard[plan]"` for GPUs. The time is that of `jshard plan`, a model; the bound is the
-longer of wire and arithmetic at their peaks, of each way's own.
+longer of each way's own wire and of the six products of a layer, none of them computed again, at their peaks.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import subprocess
 import sys
@@ -78,27 +80,31 @@ def planned(way: str, topology: Topology, layers: int, rows: int, width: int) ->
         return plan(run, params, x, topology=topology.name, backward=False)
 
 
-def line(way: str, made: Any, first: Any) -> str:
-    """One way beside the first of the table."""
+def line(way: str, made: Any, first: Any, flops: float) -> str:
+    """One way beside the first of the table, and beside its wire and so many operations."""
     wire = sum(got.total for got in made.got)
     shown = sum(got.total * (1 - got.hidden) for got in made.got)
     numbers = f"{way:12}{wire / 2**20:10,.0f} MiB{made.memory.parts['temporaries'] / 2**20:10,.0f} MiB"
     if made.estimate is None:  # nobody knows pretended devices
         return numbers
     step, work = made.estimate.seconds, made.estimate.seconds_of("work")
-    bound = max(made.estimate.seconds_of(part) for part in ("wire", "arithmetic"))
+    bound = max(made.estimate.seconds_of("wire"), flops / made.topology.chip.peak("bfloat16"))
     return (
         f"{numbers}{100 * shown / wire:9.0f} %{1e3 * work:11.1f} ms{1e3 * step:10.1f} ms"
         f"{step / first.estimate.seconds:9.2f}{step / bound:9.2f}"
     )
 
 
+def typed(*words: str) -> dict[str, Any]:
+    """What `jshard plan` of a configuration says."""
+    command = [sys.executable, "-m", "jshard", "plan", *words, "--json", "--limit", "3000"]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
 def pod(depth: int, topology: str) -> int:
     """Bytes of temporaries of configs/pod-fsdp.yaml with so many layers."""
     model = f"jshard.train.model={{path: examples.pod:Model, depth: {depth}}}"
-    words = ["plan", "configs/pod-fsdp.yaml", model, "--topology", topology, "--json"]
-    ran = subprocess.run([sys.executable, "-m", "jshard", *words], stdout=subprocess.PIPE, check=True)
-    return json.loads(ran.stdout)["memory"]["parts"]["temporaries"]
+    return typed("configs/pod-fsdp.yaml", model, "--topology", topology)["memory"]["parts"]["temporaries"]
 
 
 def pods(depths: list[int], topology: str) -> None:
@@ -111,6 +117,31 @@ def pods(depths: list[int], topology: str) -> None:
         print(f"pod-fsdp on {topology}, {depth:3} layers: {bytes_ / 2**20:,.0f} MiB of temporaries{told}", flush=True)
 
 
+_TENSOR = ("jshard.mesh.data=4", "jshard.mesh.tensor=4", "_split.sequence=tensor")
+# What is typed, the chips, and the best modelled step of MaxText 0.2.5 (jax 0.12.0.1, libtpu 0.0.50.1; remat full or minimal, XLA's
+# windowed products on or off) by the same walk, in milliseconds, with its temporaries in MiB.
+DECODERS: dict[str, tuple[tuple[str, ...], str, float, int]] = {
+    "fsdp 16": ((), "v5e:4x4", 121.7, 2184),
+    "fsdp 16, 1,024 tokens": (("jshard.train.data.length=1024",), "v5e:4x4", 68.4, 662),
+    "tensor, sequence 4 x fsdp 4": (_TENSOR, "v5e:4x4", 131.5, 2254),
+    "fsdp 256": (("jshard.mesh.data=256", "jshard.train.batch=256"), "v5e:16x16", 133.2, 941),
+}
+
+
+def decoders(names: list[str]) -> None:
+    print("configs/decoder/fsdp.yaml, 2,048 tokens a chip, beside MaxText's best; a model, nothing was measured")
+    print(f"{'':30}{'temporaries':>14}{'theirs':>12}{'wire':>9}{'work':>9}{'step':>10}{'theirs':>10}{'of theirs':>10}")
+    for name in names:
+        words, topology, theirs, held = DECODERS[name]
+        found = typed("configs/decoder/fsdp.yaml", *words, "--topology", topology)
+        parts = collections.Counter[str]()
+        for part in found["time"]["parts"]:
+            parts[part["name"]] += 1e3 * part["seconds"]
+        step, memory = 1e3 * found["time"]["seconds"], found["memory"]["parts"]["temporaries"] / 2**20
+        times = f"{1e3 * parts['wire']:6.1f} ms{1e3 * parts['work']:6.1f} ms{step:7.1f} ms{theirs:7.1f} ms"
+        print(f"{name:30}{memory:10,.0f} MiB{held:8,} MiB{times}{step / theirs:10.2f}", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp", description="A step of FSDP on absent chips.")
     parser.add_argument("--topology", default="v5e:4x4,v5p:2x2x4,v6e:4x4", help="several with commas between")
@@ -120,7 +151,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ways", default=",".join(WAYS), help="some of them, with commas between")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     parser.add_argument("--pod", metavar="DEPTHS", help="plan configs/pod-fsdp.yaml with so many layers")
+    parser.add_argument("--decoder", metavar="ROWS", help=f"all, or some of: {'; '.join(DECODERS)}")
     asked = parser.parse_args(arguments)
+    if asked.decoder:
+        decoders(list(DECODERS) if asked.decoder == "all" else asked.decoder.split(";"))
+        return
     if asked.pod:
         pods([int(depth) for depth in asked.pod.split(",")], "v5e:16x16")
         return
@@ -134,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
             for way in asked.ways.split(","):
                 made = planned(way, topology, layers, rows, width)
                 first = first or made
-                print(line(way, made, first), flush=True)
+                print(line(way, made, first, 6 * 2 * rows * width * 4 * width * layers), flush=True)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,13 @@ TABLE = (  # the first row that applies counts
         LONGEST_RING,
     ),
     Row(
+        "reduce_scatter",
+        "tpu",
+        Choice("permute", "XLA computes nothing while it runs a scatter, and while permutes travel it does", _SCATTERS),
+        when=lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= 64 * KiB,  # fewer only wait for neighbours
+        beside_work=True,
+    ),
+    Row(
         "reduce_scatter all_gather",
         "tpu",
         Choice(
@@ -174,12 +181,6 @@ TABLE = (  # the first row that applies counts
             _TILES,
         ),
         when=_is_no_whole_tiles,
-    ),
-    Row(
-        "reduce_scatter",
-        "tpu",
-        Choice("permute", "XLA computes nothing while it runs a scatter, and while permutes travel it does", _SCATTERS),
-        beside_work=True,
     ),
     Row(
         "all_gather",

@@ -82,6 +82,17 @@ def test_a_scatter_on_tpus_goes_by_permutes_over_a_whole_slice_and_where_work_hi
     assert kernels.choose("reduce_scatter", **given | {"chip": "h100"}).algorithm == "xla"
 
 
+def test_beside_work_a_scatter_goes_by_permutes_whatever_its_tiles_but_a_small_one():
+    """Eight key heads of 128 in bfloat16 are half a tile, a norm's scale is 256 bytes."""
+    found = [
+        kernels.choose(
+            "reduce_scatter", shape=shape, dtype="bfloat16", group=16, chip="v5e", beside_work=True
+        ).algorithm
+        for shape in ((128, 8, 128), (128,))
+    ]
+    assert found == ["permute", "in_order"]
+
+
 def test_every_row_of_the_table_has_a_source_and_some_use(monkeypatch):
     monkeypatch.setattr(sys.modules["jshard.kernels.select_algorithm"], "between_processes", lambda: True)
     reached = set()

@@ -15,7 +15,7 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
-from jshard.layers import ring_attention
+from jshard.layers import attending, ring_attention
 
 ROWS, PLACES, HEADS, KEYS, SIZE = 4, 32, 8, 4, 4
 WIDTH = HEADS * SIZE
@@ -93,6 +93,35 @@ def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     cases.alike(nnx.jit(nnx.value_and_grad(loss))(Attention(nnx.Rngs(0), **HOW[how]), X, SEGMENTS), want)
     jshard.load(plan({"data": 2, "tensor": 4}))
     cases.alike(run(how), want)
+
+
+@pytest.mark.parametrize("how", ["causal", "segments", "window"])
+def test_queries_in_blocks_attend_as_all_at_once_and_make_fewer_scores(monkeypatch, how):
+    """Blocks of twelve queries, the last of eight."""
+    monkeypatch.setattr(attending, "BLOCK", 12)
+    want = reference(how)
+    model = lambda: Attention(nnx.Rngs(0), **HOW[how], implementation="blocks")
+    step = nnx.jit(nnx.value_and_grad(loss))
+    cases.alike(step(model(), X, SEGMENTS), want)
+    scores = [
+        math.prod(eqn.outvars[0].aval.shape)
+        for eqn in equations(jax.make_jaxpr(lambda x: model()(x, SEGMENTS))(X))
+        if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape[-1] != SIZE
+    ]
+    keys = {"window": (12, 16, 12)}.get(how, (12, 24, 32))
+    seen = [ROWS * HEADS * queries * many for queries, many in zip((12, 12, 8), keys, strict=True)]
+    assert [each for each in scores if each in seen] == seen, scores
+    jshard.load(plan({"data": 2, "tensor": 4}))
+    cases.alike(nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(jshard.shard(model(), X, SEGMENTS), X, SEGMENTS), want)
+
+
+def test_blocks_of_what_is_not_causal_are_told():
+    with pytest.raises(JShardError) as told:
+        Attention(nnx.Rngs(0), causal=False, implementation="blocks")(X, SEGMENTS)
+    assert str(told.value) == (
+        'attention of 32 queries over 32 keys was asked for by "blocks", which is for causal attention without a mask, of as '
+        "many; leave implementation out"
+    )
 
 
 RINGS = {
