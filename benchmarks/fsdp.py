@@ -101,25 +101,31 @@ def typed(*words: str) -> dict[str, Any]:
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
-def pod(depth: int, topology: str) -> int:
-    """Bytes of temporaries of configs/pod-fsdp.yaml with so many layers."""
-    model = f"jshard.train.model={{path: examples.pod:Model, depth: {depth}}}"
-    return typed("configs/pod-fsdp.yaml", model, "--topology", topology)["memory"]["parts"]["temporaries"]
-
-
 def pods(depths: list[int], topology: str) -> None:
-    """What grows is a layer's input, its hidden numbers, its part of the weights and of their gradients: a gathered weight has
-    128 MiB."""
-    found = [pod(depth, topology) for depth in depths]
-    for number, (depth, bytes_) in enumerate(zip(depths, found, strict=True)):
-        more = (bytes_ - found[number - 1]) / (depth - depths[number - 1]) if number else 0
-        told = f", {more / 2**20:.1f} MiB for each more" if number else ""
-        print(f"pod-fsdp on {topology}, {depth:3} layers: {bytes_ / 2**20:,.0f} MiB of temporaries{told}", flush=True)
+    """What a layer adds: its input, an activation and a mask, kept for its gradients, and its part of the weights as they are
+    gathered and of the gradients, at rest; all in bfloat16, but the last. A gathered weight would be 128 MiB."""
+    width, hidden, devices = 4096, 16384, Topology.of(topology).devices
+    kept, at_rest = 8192 // devices * (2 * width + (2 + 1) * hidden), 2 * width * hidden // devices * (2 + 4)
+    print(
+        f"a layer: {kept / 2**20:.2f} MiB kept for its gradients, {at_rest / 2**20:.2f} MiB of weights and gradients at rest"
+    )
+    before: tuple[int, int] | None = None
+    for depth in depths:
+        model = f"jshard.train.model={{path: examples.pod:Model, depth: {depth}}}"
+        memory = typed("configs/pod-fsdp.yaml", model, "--topology", topology, "--no-cache")["memory"]
+        arguments, results, temporaries, _ = memory["parts"].values()
+        peak = memory["peak"] - arguments - results
+        told = f", {(peak - before[1]) / (depth - before[0]) / 2**20:.2f} MiB for each more" if before else ""
+        before = depth, peak
+        sizes = (
+            f"{peak / 2**20:,.0f} MiB of temporaries at the peak{told}; the compiler's sum {temporaries / 2**20:,.0f}"
+        )
+        print(f"pod-fsdp on {topology}, {depth:3} layers: {sizes}", flush=True)
 
 
 _TENSOR = ("jshard.mesh.data=4", "jshard.mesh.tensor=4", "_split.sequence=tensor")
-# What is typed, the chips, and the best modelled step of MaxText 0.2.5 (jax 0.12.0.1, libtpu 0.0.50.1; remat full or minimal, XLA's
-# windowed products on or off) by the same walk, in milliseconds, with its temporaries in MiB.
+# What is typed, the chips, and the best modelled step of MaxText 0.2.5 (jax 0.12.0.1, libtpu 0.0.50.1; remat full or
+# minimal, XLA's windowed products on or off) by the same walk, in milliseconds, with its temporaries in MiB.
 DECODERS: dict[str, tuple[tuple[str, ...], str, float, int]] = {
     "fsdp 16": ((), "v5e:4x4", 121.7, 2184),
     "fsdp 16, 1,024 tokens": (("jshard.train.data.length=1024",), "v5e:4x4", 68.4, 662),

@@ -1,4 +1,5 @@
-"""A pipeline's step compiled for chips that are not there: the temporaries of each device, for more and more microbatches.
+"""A pipeline's step compiled for chips that are not there: the temporaries of each device for more and more microbatches, and
+how much of what stages send each other no work hides, by a walk through the compiled schedule.
 
     python -m benchmarks.pipeline [--topology v5e:2x2] [--schedules gpipe,1f1b] [--microbatches 8,16,32] [--layers 8]
         [--rows 1024] [--width 1024] [--quick]
@@ -62,6 +63,12 @@ def planned(schedule: str, microbatches: int, topology: Topology, layers: int, r
         return plan(accumulated(loss), model, batch, batch, topology=topology.name, backward=False)
 
 
+def shown(made: Any) -> float:
+    """The share of the bytes between stages that a device waits for."""
+    sends = [got for got in made.got if got.collective == "permute"]
+    return sum(got.total * (1 - got.hidden) for got in sends) / sum(got.total for got in sends)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="A pipeline on absent chips.")
     parser.add_argument("--topology", default="v5e:2x2")
@@ -81,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
         made = [planned(schedule, count, topology, asked.layers, rows, width) for count in counts]
         held = (each.memory.parts["temporaries"] / 2**20 for each in made)
         print(f"{schedule:12}" + "".join(f"{each:10,.1f} MiB" for each in held), flush=True)
+        print(f"{'not hidden':12}" + "".join(f"{100 * shown(each):12.0f} %" for each in made), flush=True)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Compiled:
     `largest` say what the compiler said."""
 
     text: str
-    memory: Mapping[str, int]  # bytes: argument, output, alias, temp, generated_code
+    memory: Mapping[str, int]  # bytes: argument, output, alias, temp, generated_code, peak
     seconds: float
     needed: int | None = None
     available: int | None = None

@@ -61,7 +61,8 @@ def main(folder: Path) -> None:
     program = compiled(folder)
     (folder / "program.hlo").write_text(program.as_text())
     memory = program.memory_analysis()
-    result = {"memory": {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in MEMORY}}
+    sizes = {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in MEMORY}
+    result = {"memory": {**sizes, "peak": int(memory.peak_memory_in_bytes)}}
     (folder / "result.json").write_text(json.dumps(result))
 
 

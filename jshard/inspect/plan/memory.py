@@ -28,6 +28,7 @@ class Memory:
     largest: tuple[Large, ...]
     budget: int | None = None  # what the configuration allows, and where it says so
     budget_place: Place | None = None
+    peak: int | None = None  # of arguments, results and temporaries, as the compiler placed them; None of an older plan
 
     def over_budget(self) -> str | None:
         """The sentence when the program needs more than `jshard.budget` allows."""
@@ -68,4 +69,5 @@ def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], pr
         "program": sizes["generated_code"],
     }
     largest = largest_results(compiled.text)[:SHOWN]
-    return Memory(parts, sum(parts.values()), topology.chip.device_memory or None, rest, largest, **budget)
+    capacity, peak = topology.chip.device_memory or None, sizes.get("peak")
+    return Memory(parts, sum(parts.values()), capacity, rest, largest, **budget, peak=peak)

@@ -44,6 +44,7 @@ def document(plan: Result) -> str:
             "budget": memory.budget,
             "within_budget": None if memory.budget is None else memory.over_budget() is None,
             "parts": dict(memory.parts),
+            "peak": memory.peak,
             "rest": list(map(document_of, memory.rest)),
             "largest": list(map(document_of, memory.largest)),
         },
