@@ -20,6 +20,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import linecache
 import os
 import runpy
 import signal
@@ -330,6 +331,9 @@ def _run(words: Sequence[str]) -> None:
     if kind == "-m":
         runpy._run_module_as_main(what)
     elif kind == "-c":
+        if sys.version_info >= (3, 13):  # which shows the lines of such a program too
+            lines = [f"{line}\n" for line in what.splitlines()]
+            linecache.cache["<string>"] = len(what), None, lines, "<string>"
         exec(compile(what, "<string>", "exec", dont_inherit=True), main.__dict__)
     else:
         main.__file__ = os.path.abspath(what)

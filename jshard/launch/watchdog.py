@@ -134,7 +134,8 @@ def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float)
             here = f"rank {membership.rank} is in step {pulse.step}{_waits(pulse)}"
             _give_up(JShardError(f"{says}: {here}", hint="look at rank 0: it is stopped, or its host is"), pulse, 0)
         hung = pulse.phase != "starting" and quiet > (limit if pulse.done else FIRST_STEP * limit)
-        asked = answers.since is not None and time.monotonic() - answers.since > SURE * answers.talk
+        # By the answers, not by now: of a rank that stopped as long ago as the last one it is not known yet.
+        asked = answers.since is not None and answers.last - answers.since > SURE * answers.talk
         if not asked or not (hung or answers.silent(lost)):
             continue
         sure = min(SURE * answers.talk, limit)

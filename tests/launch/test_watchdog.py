@@ -132,3 +132,25 @@ def test_watchdog_misses_who_writes_no_more_notes_but_not_who_has_ended(monkeypa
     assert answers.silent(2.5) == []
     answers.take(answers.notes)
     assert answers.silent(2.5) == [1, 0]  # the longest silent first
+
+
+def test_watchdog_judges_once_the_answers_cover_the_time_after_which_a_rank_is_silent(monkeypatch):
+    """A look between two answers came to its end before the second, and called a rank that had stopped alive."""
+    now, judged = [100.0], []
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    answers, pulse = _Answers(1.0), Pulse()
+    pulse.at("step", 5)
+    pulse.done = 4
+
+    class Over:
+        def wait(self, seconds: float) -> bool:
+            now[0] += 0.25
+            if now[0] % 1 == 0:
+                said = {0: now[0], 1: now[0], 2: 1}  # rank 2 has stopped
+                answers.take({rank: {"phase": "step", "step": 5, "beats": beats} for rank, beats in said.items()})
+            return bool(judged) or now[0] > 110
+
+    answers.over = Over()
+    monkeypatch.setattr(watchdog, "_tell_hang", lambda *_: judged.append(answers.silent(3.0)))
+    watchdog._look(Membership("127.0.0.1:1", 3, 0, "a test"), pulse, answers, limit=3.0)
+    assert judged == [[2]]
