@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,7 +141,7 @@ def check_numbers(
             )
 
 
-def _function(label: str, name: str, known: list[str], fault: str) -> Callable[..., Any]:
+def _function(label: str, name: str, known: Sequence[str], fault: str) -> Callable[..., Any]:
     if ":" in name:
         return function_at(f"{label}{'' if label.endswith(chr(34)) else ' is named'}, but", name)
     if name not in known or name in KEYS:
@@ -236,18 +237,20 @@ def _set_mask(label: str, links: list[_Link], globs: list[Glob]) -> None:
         )
 
 
-def transformations() -> list[str]:
+@functools.cache
+def transformations() -> tuple[str, ...]:
     """List what optax makes transformations by."""
     public = (
         (name, value) for name, value in vars(optax).items() if not name.startswith("_") and inspect.isfunction(value)
     )
-    return [name for name, f in public if "GradientTransformation" in str(inspect.signature(f).return_annotation)]
+    return tuple(n for n, f in public if "GradientTransformation" in str(inspect.signature(f).return_annotation))
 
 
-def optimizers() -> list[str]:
+@functools.cache
+def optimizers() -> tuple[str, ...]:
     """List the optimizers of optax: functions of a learning rate. Those that need more than gradients are not among them."""
     found = (name for name in transformations() if "learning_rate" in parameters_of(getattr(optax, name)))
-    return [name for name in found if not name.startswith("scale_by_") and name != "lbfgs"]
+    return tuple(name for name in found if not name.startswith("scale_by_") and name != "lbfgs")
 
 
 def _of_optax() -> list[str]:

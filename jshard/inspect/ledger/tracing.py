@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -82,7 +83,6 @@ class Traced:
         self.arrays = [*node_arrays, *(leaf for _, leaf in others)]
         outer = [path for path, leaf in found if is_node(leaf)]
         self.paths = [*_paths_in(outer, state), *(ArrayPath(path, (), False) for path, _ in others)]
-        self._forward: Any = None
 
     @property
     def meshes(self) -> set[Any]:
@@ -98,7 +98,8 @@ class Traced:
     def with_arrays(self, arrays: list[Any]) -> Traced:
         """The same function of other arrays."""
         other = copy.copy(self)
-        other._forward, other.arrays = None, arrays
+        other.arrays = arrays
+        vars(other).pop("_once", None)
         return other
 
     def holding(self, arrays: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
@@ -119,7 +120,7 @@ class Traced:
         """Whether a backward pass is to be added: as said, else where there is none yet and can be one."""
         if backward is False:
             return False
-        shapes, _ = jax.eval_shape(self.call, self.arrays)
+        _, (shapes, _) = self._once
         is_differentiable = any(map(is_inexact, self.arrays)) and any(map(is_inexact, shapes))
         if backward and not is_differentiable:
             raise JShardError(
@@ -130,9 +131,12 @@ class Traced:
 
     def forward(self) -> Any:
         """The jaxpr of the call."""
-        if self._forward is None:
-            self._forward = jax.make_jaxpr(self.call)(self.arrays).jaxpr
-        return self._forward
+        return self._once[0].jaxpr
+
+    @functools.cached_property
+    def _once(self) -> Any:
+        """The jaxpr of the call, and the shapes that it returns: of one trace."""
+        return jax.make_jaxpr(self.call, return_shape=True)(self.arrays)
 
     def call_with_gradients(
         self, arrays: list[Any], cotangent: Callable[[int, Any], Any] = lambda number, result: jnp.ones_like(result)

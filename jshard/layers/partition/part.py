@@ -247,6 +247,8 @@ def _step(x: Any, step: Move, names: Names, kernels: Kernels) -> Array:
 def vary(x: Any, names: Names, algorithm: str = "auto") -> Array:
     """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them, in each slice and
     then between slices where some of them cross these."""
+    if names <= jax.typeof(x).mat.varying:  # nearly every operand of nearly every operation
+        return x
     x = over_one_device(x, names, varies=True)
     missing = tuple(sorted(names - jax.typeof(x).mat.varying))
     if algorithm in ("auto", "hierarchical") and slices.is_hierarchy(missing) and jnp.issubdtype(x.dtype, jnp.inexact):
