@@ -69,9 +69,10 @@ def test_attention_computes_what_the_formula_says(case):
 def test_packed_rows_are_the_texts_by_themselves():
     jshard.unload()
     layer = attention()
-    packed = layer(X, POSITIONS, SEGMENTS)
+    called = nnx.jit(lambda layer, *given: layer(*given))
+    packed = called(layer, X, POSITIONS, SEGMENTS)
     for part in (slice(0, 3), slice(3, 7), slice(7, 8)):
-        np.testing.assert_allclose(packed[:, part], layer(X[:, part]), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(packed[:, part], called(layer, X[:, part]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -151,7 +152,7 @@ def test_heads_are_split_by_column_at_the_cost_of_a_sum_each_way(words, asked):
         return jnp.square(model(x, segments)).mean()
 
     jshard.unload()
-    of_x = nnx.value_and_grad(loss, argnums=(0, 1))
+    of_x = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
     value, (gradients, x) = of_x(Both(), X, SEGMENTS)
     jshard.load(claimed(**words))
     rows = jshard.redistribute(X, jax.P("data"))

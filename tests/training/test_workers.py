@@ -119,6 +119,9 @@ def test_parts_are_no_experiments():
     assert "kind" in next(yaml.safe_load_all((ROOT / "examples/cluster/jobset.yaml").read_text()))
 
 
+BATCH = np.arange(32, dtype=np.float32).reshape(8, 4) / 32, np.ones((8, 6), np.float32)
+
+
 def loss(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((model(x) - y) ** 2)
 
@@ -128,21 +131,28 @@ def updated(layer: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Ar
         optimizer.update(layer, nnx.grad(loss)(layer, x, y))
 
 
+@pytest.fixture(scope="module")
+def updated_plainly():
+    """Flax's layer and optimizer, on one device."""
+    active_config.unload()
+    layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(layer, optax.adamw(0.1), wrt=nnx.Param)
+    nnx.jit(updated)(layer, optimizer, *BATCH)
+    return layer, optimizer
+
+
 # A backward on other workers is no part of one program, which test_gt tells.
 @pytest.mark.parametrize(("backward", "compiled"), [(None, True), (None, False), ("back", False)])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_optimizer_state_lies_on_the_workers_of_its_parameters(axis, backward, compiled):
+def test_optimizer_state_lies_on_the_workers_of_its_parameters(updated_plainly, axis, backward, compiled):
     said = {"shard": {"axis": axis, "workers": [2, 3]}} | ({"backward": backward} if backward else {})
     active_config.load({"layer": said, "back": {"shard": {"axis": axis, "workers": [4, 5]}}})
-    x, y = np.arange(32, dtype=np.float32).reshape(8, 4) / 32, np.ones((8, 6), np.float32)
     with signal("layer"):
         layer = Linear(4, 6, rngs=nnx.Rngs(0))
     optimizer = Optimizer(layer, optax.adamw(0.1))
-    plain = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
-    plain_optimizer = nnx.Optimizer(plain, optax.adamw(0.1), wrt=nnx.Param)
+    plain, plain_optimizer = updated_plainly
     before = {name: getattr(layer, name)[...].sharding for name in ("kernel", "bias")}
-    (nnx.jit(updated) if compiled else updated)(layer, optimizer, x, y)
-    updated(plain, plain_optimizer, x, y)
+    (nnx.jit(updated) if compiled else updated)(layer, optimizer, *BATCH)
     adam, plain_adam = optimizer.opt_state[0], plain_optimizer.opt_state[0]
     for name, sharding in before.items():
         for ours, theirs in ((layer, plain), (adam.mu, plain_adam.mu), (adam.nu, plain_adam.nu)):
