@@ -209,7 +209,14 @@ def _parts(op_name: str) -> Iterator[Part]:
 
 # -- the user's own line --
 
-_INSIDE = (str(Path(__file__).parent), str(Path(jax.__file__).parent), "/flax/", "<frozen ", "/bin/jshard")
+_FOLDERS = tuple(f"{Path(file).parent}/" for file in (__file__, jax.__file__))
+_INSIDE = ("/flax/", "<frozen ", "/bin/jshard")
+
+
+@functools.cache
+def _folders(shortened: str | None) -> tuple[str, ...]:
+    """jshard's and JAX's, and what JAX makes of their names where it is told to shorten those of files."""
+    return (*_FOLDERS, *(re.sub(shortened, "", folder) for folder in _FOLDERS if shortened))
 
 
 def source_of(eqn: Any) -> str:
@@ -220,7 +227,12 @@ def source_of(eqn: Any) -> str:
 
 def _own(frames: Iterable[Sequence[str]]) -> str:
     """Of files and lines, innermost first, the first that is the user's."""
-    own = ((file, line) for file, line in frames if not any(inside in file for inside in _INSIDE))
+    folders = _folders(jax.config.values["jax_hlo_source_file_canonicalization_regex"])
+    own = (
+        (file, line)
+        for file, line in frames
+        if not file.startswith(folders) and not any(inside in file for inside in _INSIDE)
+    )
     return next((f"{Path(file).name}:{line}" for file, line in own), "")
 
 

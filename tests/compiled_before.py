@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -18,6 +20,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+ROOT = Path(__file__).parents[1]
 PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard-tests-ordered")
 PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1]}"
 SWEPT = PLACE / "swept"
@@ -35,6 +38,9 @@ os.environ |= {
     # Names and lines are part of a program: two that differ by them only would share the causes of one. (In tests
     # and their forks only of programs that are compiled to be read: `name_what_is_read`.)
     "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
+    # Another checkout, or a model in another run's folder, would make all of them other programs.
+    "JAX_HLO_SOURCE_FILE_CANONICALIZATION_REGEX": rf"^{re.escape(str(ROOT))}(?=/)|^{re.escape(tempfile.gettempdir())}"
+    r"/pytest-of-[^/]+/pytest-\d+(/popen-gw\d+)?(?=/)",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }

@@ -27,6 +27,14 @@ def test_program_keeps_its_own_names(name):
         jax.clear_caches()
 
 
+def test_programs_of_another_checkout_and_of_another_run_have_the_same_names(tmp_path):
+    found = {}
+    for file, name in {__file__: "/tests/test_compiled_before.py", tmp_path / "a.py": f"/{tmp_path.name}/a.py"}.items():
+        exec(compile("def program(x):\n    return x * 3.25", file, "exec"), found)
+        text = jax.jit(found["program"]).lower(jnp.ones(7)).as_text(debug_info=True)
+        assert f'"{name}"' in text and str(file) not in text
+
+
 @pytest.mark.parametrize(("read", "count"), [(False, 1), (True, 2)])
 def test_programs_that_differ_by_a_scope_are_one_unless_they_can_be_read(read, count, monkeypatch):
     from jax._src import compilation_cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -293,6 +295,18 @@ def test_the_users_line_of_an_instruction_is_the_innermost_that_is_not_a_library
     assert lines == ["", "model.py:40", "model.py:7", "model.py:7", ""]
     assert frames.source('metadata={op_name="jit(f)/add" source_file="/home/me/loss.py" source_line=3}') == "loss.py:3"
     assert frames.source("no metadata") == StackFrames("").source("stack_frame_id=3") == ""
+
+
+def test_a_file_of_jshards_is_none_of_the_users_where_jax_shortens_names():
+    """As it does in tests, whose programs have the same names in every checkout."""
+    folder = Path(jshard.__file__).parent
+    for file, source in {
+        folder / "a.py": "",
+        "/jshard/a.py": "",
+        folder.parent / "a.py": "a.py:3",
+        "/mine/jshard/a.py": "a.py:3",
+    }.items():
+        assert StackFrames("").source(f'metadata={{ source_file="{file}" source_line=3}}') == source, file
 
 
 def test_the_operation_behind_an_instruction_is_the_last_of_its_stack_and_several_where_joined():
