@@ -34,6 +34,8 @@ from jshard.signals.config import Pipeline
 class Scheduled(Microbatches):
     """`run(xs)` of the inputs of a program, as that of `Microbatches`, which it equals, by the table of `jshard.pipeline`."""
 
+    of_data: Sequence[int] = ()  # the variables, by their place among them, that a call makes of its data
+
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
         super().__init__(program, parameters, variables, batch)
         present = configuration()
@@ -52,12 +54,15 @@ class Scheduled(Microbatches):
             kind = "zero_bubble" if self.table.splits_weights else "1f1b"
             self.table = generate(kind, 1, self.table.microbatches, self.table.virtual_stages)
 
+    def _needs(self, outs: Sequence[bool]) -> tuple[Any, list[int]]:
+        """The program of some of the results, and the numbers of the inputs that go into it."""
+        live, used = partial_eval.dce_jaxpr(self.program.jaxpr, list(outs))
+        return live, [n for n, is_used in enumerate(used) if is_used]
+
     @functools.cached_property
     def states(self) -> Piece:
         """What a call changes of the model's variables, without its data."""
-        jaxpr = self.program.jaxpr
-        live, used = partial_eval.dce_jaxpr(jaxpr, [False] + [True] * (len(jaxpr.outvars) - 1))
-        inputs = [n for n, is_used in enumerate(used) if is_used]
+        live, inputs = self._needs([False] + [number not in self.of_data for number in range(len(self.variables))])
         if not {*self.parameters, *self.batch}.isdisjoint(inputs):
             raise JShardError(
                 f"jshard.pipeline ({self.asked.place}) has several microbatches on their way, and the model keeps variables "
@@ -68,19 +73,18 @@ class Scheduled(Microbatches):
 
     def _states(self, xs: Sequence[Array]) -> tuple[list[Array], dict[int, Array]]:
         """The variables behind the last microbatch, and before each of them."""
-        if not self.variables:
-            return [], {}
         program, states = self.program, self.states
+        numbers = [n for at, n in enumerate(self.variables) if at not in self.of_data]
+        if not numbers:
+            return [], {}
 
         def turn(variables: list[Array], _: None) -> tuple[list[Array], list[Array]]:
-            known, run = dict(enumerate(xs)) | dict(zip(self.variables, variables, strict=True)), program.partition()
+            known, run = dict(enumerate(xs)) | dict(zip(numbers, variables, strict=True)), program.partition()
             outs = run.run(states.jaxpr, [program.part(n, known[n]) for n in states.inputs])
-            return [
-                run.place(part, program.in_axes[n]).x for part, n in zip(outs, self.variables, strict=True)
-            ], variables
+            return [run.place(part, program.in_axes[n]).x for part, n in zip(outs, numbers, strict=True)], variables
 
-        after, before = lax.scan(turn, [xs[n] for n in self.variables], None, length=self.table.microbatches)
-        return after, dict(zip(self.variables, before, strict=True))
+        after, before = lax.scan(turn, [xs[n] for n in numbers], None, length=self.table.microbatches)
+        return after, dict(zip(numbers, before, strict=True))
 
 
 class Pipelined(Scheduled):
@@ -93,7 +97,10 @@ class Pipelined(Scheduled):
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
         super().__init__(program, parameters, variables, batch)
         assert program.stage is not None
-        self.cut = _Cut(program, program.stage)
+        self.of_data = self._made_of_data()
+        self.cut = _Cut(program, program.stage, self.of_data)
+        for v in self.cut.left:
+            check_smooth(v, f"jshard.pipeline ({self.asked.place})")
         self.layers, left = divmod(self.cut.loop.params["length"], self.table.virtual_stages)
         if left:
             every, count = self.cut.loop.params["length"], self.table.virtual_stages
@@ -102,6 +109,15 @@ class Pipelined(Scheduled):
                 f"and {program.stage.signal} splits {every} layers among them",
                 hint=f"use {every // count * count or count} or {-(-every // count) * count} layers",
             )
+
+    def _made_of_data(self) -> list[int]:
+        """The variables that a call makes of its data, and of nothing that it left before: those of the last microbatch stay,
+        as without a pipeline."""
+        jaxpr, data = self.program.jaxpr, {*self.parameters, *self.batch}
+        needs = [self._needs([n == out for n in range(len(jaxpr.outvars))])[1] for out in range(1, len(jaxpr.outvars))]
+        made = [number for number, inputs in enumerate(needs) if not data.isdisjoint(inputs)]
+        used = set(self._needs([True] + [number in made for number in range(len(needs))])[1])
+        return [number for number in made if self.variables[number] not in used]
 
     def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
         program, cut, stage = self.program, self.cut, self.program.stage
@@ -122,26 +138,41 @@ class Pipelined(Scheduled):
             known, run = {**others, **edges, **given}, program.partition()
             return run, run.run(some.jaxpr, [*(self._part(n, known[n]) for n in some.inputs), *more])
 
+        lie = {v: program.found[v] for v in cut.carried} | {v: ((), *program.found[v][1:]) for v in cut.left}
+
         def between(xs: Sequence[Array]) -> list[Part]:
-            return [Part(tuple(v.aval.shape), program.found[v], x) for v, x in zip(cut.carried, xs, strict=True)]
+            return [Part(tuple(v.aval.shape), axes, x) for (v, axes), x in zip(lie.items(), xs, strict=True)]
 
         def first(edges: Any, given: Any) -> list[Array]:
+            """What goes into the first layer, and room for what all of them leave behind."""
             how, parts = run(cut.first, edges, given)
-            return [how.place(part, program.found[v]).x for v, part in zip(cut.carried, parts, strict=True)]
+            room = [jnp.zeros(Layout(program.mesh, *lie[v]).shard_shape(v.aval.shape), v.aval.dtype) for v in cut.left]
+            return [how.place(part, lie[v]).x for v, part in zip(cut.carried, parts, strict=True)] + room
 
         def chunk(own: Any, edges: Any, x: Any, given: Any, number: Array) -> list[Array]:
             how, made = run(cut.each, edges, given)
             some, rest = made[: cut.consts], iter(made[cut.consts :])
             over = [self._layers_of(n, own[n]) if n in own else self._some(how, next(rest), number) for n in cut.over]
-            parts = how.equation(cut.of_length(self.layers), [*some, *between(x), *over])
-            return [how.place(part, program.found[v]).x for v, part in zip(cut.carried, parts, strict=False)]
+            count = len(cut.carried)
+            parts = how.equation(cut.of_length(self.layers), [*some, *between(x)[:count], *over])
+            after = [how.place(part, lie[v]).x for v, part in zip(cut.carried, parts, strict=False)]
+            for v, room in zip(cut.left, x[count:], strict=True):
+                part = parts[cut.loop.outvars.index(v)]
+                part = how.place(Part((self.layers, *part.shape[1:]), part.axes, part.x), lie[v])
+                after.append(lax.dynamic_update_slice_in_dim(room, part.x, number * self.layers, 0))
+            return after
 
-        def last(edges: Any, x: Any, given: Any) -> Array:
-            how, (value,) = run(cut.last, edges, given, between(x))
-            return how.place(value, ()).x
+        def last(edges: Any, x: Any, given: Any) -> tuple[Array, list[Array]]:
+            how, (value, *left) = run(cut.last, edges, given, between(x))
+            numbers = [self.variables[at] for at in self.of_data]
+            return how.place(value, ()).x, [
+                how.place(p, program.in_axes[n]).x for n, p in zip(numbers, left, strict=True)
+            ]
 
         model = Model(first, chunk, last, shares=any(n in edges for n in cut.each.inputs))
-        value, of_own, of_edges = run_table(self.table, model, own, edges, inputs, mesh_axis=mesh_axis, **by)
+        value, of_own, of_edges, left = run_table(self.table, model, own, edges, inputs, mesh_axis=mesh_axis, **by)
+        for at, x in zip(self.of_data, left, strict=True):
+            variables.insert(at, x)
         with scope(**by, phase="backward"):
             gradients = of_edges | {n: from_chunks(x, mesh_axis) for n, x in of_own.items()}
             gradients |= {n: scattered(gradients[n])[0] for n, (_, scattered) in stored.items()}
@@ -277,11 +308,11 @@ class PipelinedPieces(Scheduled):
 
             return lax.switch(number, [functools.partial(run, at) for at in range(pieces.stages)], own, edges, x, given)
 
-        def last(edges: Any, x: Any, given: Any) -> Array:
-            return self._unpacked(pieces.stages - 1, x)[0]
+        def last(edges: Any, x: Any, given: Any) -> tuple[Array, tuple[()]]:
+            return self._unpacked(pieces.stages - 1, x)[0], ()
 
         model = Model(first, chunk, last, shares=any(n in edges for each in pieces.pieces for n in each.inputs))
-        value, of_own, of_edges = run_table(
+        value, of_own, of_edges, _ = run_table(
             self.table, model, own, edges, inputs, mesh_axis=pieces.mesh_axis, **pieces.by
         )
         with scope(phase="backward"):
@@ -293,7 +324,7 @@ class PipelinedPieces(Scheduled):
 class _Cut:
     """A program of a loss, cut at the loop over its layers."""
 
-    def __init__(self, program: Program, stage: Stage):
+    def __init__(self, program: Program, stage: Stage, of_data: Sequence[int]):
         jaxpr, self.program = program.jaxpr, program
         number_of = {v: n for n, v in enumerate(jaxpr.invars)}
         staged = {v for v, each in zip(jaxpr.invars, program.inputs, strict=True) if each.claim and each.claim.stage}
@@ -315,7 +346,7 @@ class _Cut:
         self.consts, count = scanned(self.loop)
         operands = list(self.loop.invars)
         start, over = operands[self.consts : self.consts + count], operands[self.consts + count :]
-        self.carried, left = self.loop.outvars[:count], set(self.loop.outvars[count:])
+        self.carried = self.loop.outvars[:count]
         self.staged = [number_of[v] for v in over if not isinstance(v, Literal) and v in staged]
         self.over = [number_of.get(v, -1) if v in staged else -1 for v in over]
         assert len(self.staged) == len(staged)
@@ -323,12 +354,13 @@ class _Cut:
         others = [eqn for eqn in jaxpr.eqns if eqn is not self.loop]
         self.first = piece(jaxpr, before, start)
         self.each = piece(jaxpr, before, [*operands[: self.consts], *(v for v in over if v not in staged)])
-        self.last = piece(jaxpr, others, jaxpr.outvars[:1], self.carried)
-        if left & {v for eqn in self.last.jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}:
-            raise JShardError(
-                f"{says}, and the loss uses what its layers leave behind, as the losses of balance of a jshard.MoE",
-                hint="remove jshard.pipeline, or use layers that hand on x alone",
-            )
+        outs = [jaxpr.outvars[0], *(jaxpr.outvars[1 + at] for at in of_data)]
+        after = piece(jaxpr, others, outs).jaxpr
+        used = {
+            v for v in (*after.outvars, *(v for eqn in after.eqns for v in eqn.invars)) if not isinstance(v, Literal)
+        }
+        self.left = [v for v in self.loop.outvars[count:] if v in used]  # by each layer, and used behind the loop
+        self.last = piece(jaxpr, others, outs, [*self.carried, *self.left])
 
     @functools.cache  # noqa: B019  # as long as the cut
     def of_length(self, layers: int) -> Any:

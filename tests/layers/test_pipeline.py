@@ -31,7 +31,7 @@ def model(tensor: str | None = None, data: str | None = None) -> Model:
     def last(edges, y, given):
         targets, logits = given[1], y @ edges["words"].T
         loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1))
-        return lax.pmean(loss, data) if data else loss
+        return (lax.pmean(loss, data) if data else loss), ()
 
     return Model(lambda edges, given: edges["words"][given[0]], chunk, last)
 
@@ -57,7 +57,7 @@ def on_one_device(virtual_stages: int):
         def of_one(words, target):
             given = words, target
             x, _ = lax.scan(lambda x, own: (chunk(own, edges, x, given, 0), None), first(edges, given), parameters)
-            return last(edges, x, given)
+            return last(edges, x, given)[0]
 
         return jnp.mean(jax.vmap(of_one)(inputs, targets))
 
@@ -76,7 +76,7 @@ def program(table, sizes: dict[str, int]):
 
     def body(parameters, edges, inputs, targets):
         own = jax.tree.map(lambda x: x[:, 0], parameters)
-        loss, own, edges = run_table(table, model(tensor, data), own, edges, (inputs, targets), mesh_axis="stage")
+        loss, own, edges, _ = run_table(table, model(tensor, data), own, edges, (inputs, targets), mesh_axis="stage")
         return loss, jax.tree.map(lambda x: x[:, None], own), edges
 
     f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), at_rest, {"words": P()})))

@@ -22,6 +22,7 @@ from jshard.inspect.timeline import capture
 from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
 from jshard.layers.partition import ticks
+from jshard.layers.sharding import objective_of
 from jshard.provenance import said
 from jshard.schedules import generate
 from jshard.schedules.steps import steps
@@ -356,6 +357,36 @@ def test_mixed_precision_inside_stages_is_that_of_no_pipeline():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=2e-3), gradients, of_one)
 
 
+class Experts(nnx.Module):
+    def __init__(self, dropout, *, rngs):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.moe = jshard.MoE(WIDTH, HIDDEN, 4, balance=0.5, router_z=0.1, rngs=rngs)
+
+    def __call__(self, x, scale):
+        return x + self.moe(self.norm(x)) * scale
+
+
+@pytest.mark.parametrize(("schedule", "tensor", "split"), [
+    ("1f1b", 1, {"expert": "data"}), ("interleaved", 2, {"column": "tensor"}),
+])  # fmt: skip
+def test_experts_inside_stages_leave_their_losses_of_balance(schedule, tensor, split):
+    """Which go to the loss with what goes from stage to stage; those of the last microbatch stay in the model."""
+    how = configured(2, data=2, tensor=tensor, schedule=schedule)
+    how = {key: words for key, words in how.items() if key not in ("up", "down")}
+    paths = ["blocks/moe/gate/**", "blocks/moe/up/**"] + ["blocks/moe/down/**"] * ("expert" in split)
+    rest = {"rest": {"row": "data", "match": ["**"]}}
+    experts = {"experts": {"row": "data", **split, "match": paths}}
+    jshard.load({key: words for key, words in how.items() if key != "rest"} | experts | rest)
+    found = []
+    for model in (jshard.shard(built(depth=4, block=Experts)), built(depth=4, block=Experts)):
+        value, gradients = nnx.jit(accumulated(objective_of(loss)))(model, X, Y)
+        found.append((value, gradients, model.blocks.moe.auxiliary[...]))
+        unload()
+    close(*found)
+    assert np.all(np.asarray(found[0][2]) > 0.5)
+    assert np.any(found[0][1]["blocks"]["moe"]["router"]["kernel"][...])
+
+
 def test_a_table_of_mine_is_run(tmp_path, one_device):
     path = tmp_path / "mine.txt"
     path.write_text("F0 F1 B0 F2B1 F3 B2 B3\n. F0B0 F1B1 . F2B2 F3B3\n")
@@ -380,18 +411,8 @@ class Statistics(Block):
         self.mean = nnx.BatchStat(jnp.zeros(()))
 
     def __call__(self, x, scale):
-        self.mean[...] = x.mean()
+        self.mean[...] = 0.9 * self.mean[...] + x.mean()
         return super().__call__(x, scale)
-
-
-class Balanced(Statistics):
-    def __init__(self, dropout, *, rngs):
-        super().__init__(dropout, rngs=rngs)
-        self.mean = jshard.AuxLoss(jnp.zeros(()))
-
-
-def with_auxiliary(model, x, y):
-    return loss(model, x, y) + jnp.sum(model.blocks.mean[...])
 
 
 def twice(model, x, y):
@@ -418,11 +439,6 @@ WRONG = {
         {"block": Statistics}, {"stages": 2}, loss,
         "jshard.pipeline (<dict>) has several microbatches on their way, and the model keeps variables that its data change, as "
         "running statistics; use layers that keep none, as nnx.LayerNorm",
-    ),
-    "auxiliary losses": (
-        {"block": Balanced}, {"stages": 2}, with_auxiliary,
-        f"{SAYS}, and the loss uses what its layers leave behind, as the losses of balance of a jshard.MoE; remove "
-        "jshard.pipeline, or use layers that hand on x alone",
     ),
     "called twice": (
         {}, {"stages": 2}, twice,

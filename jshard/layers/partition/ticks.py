@@ -40,20 +40,21 @@ class Model(NamedTuple):
 
     `edges` are what all stages have, and `given` is one microbatch: `first(edges, given)` is what goes into the first chunk of
     layers, `chunk(own, edges, x, given, number)` runs one, the number of which says how many are before it, and returns arrays
-    like x; `last(edges, x, given)` is the loss, summed over devices where its rows are split. Where `shares` is false no
-    gradient by `edges` comes out of a chunk.
+    like x; `last(edges, x, given)` is the loss, summed over devices where its rows are split, and what is left behind by the
+    microbatch. Where `shares` is false no gradient by `edges` comes out of a chunk.
     """
 
     first: Callable[[Tree, Tree], Tree]
     chunk: Callable[[Tree, Tree, Tree, Tree, Array], Tree]
-    last: Callable[[Tree, Tree, Tree], Array]
+    last: Callable[[Tree, Tree, Tree], tuple[Array, Tree]]
     shares: bool = False
 
 
 def run_table(
     table: Table, model: Model, parameters: Tree, edges: Tree, inputs: Tree, *, mesh_axis: str, **by: str
-) -> tuple[Array, Tree, Tree]:
-    """Return the mean loss of all microbatches, and its gradients by `parameters` and by `edges`, inside a shard_map.
+) -> tuple[Array, Tree, Tree, Tree]:
+    """Return the mean loss of all microbatches, its gradients by `parameters` and by `edges`, and what the last microbatch
+    leaves behind, inside a shard_map.
 
     A leaf of `parameters` has the chunks of this stage along its first axis; `edges` are on all stages, and so are `inputs`,
     which have the microbatches along theirs. A stage keeps the inputs of its chunks, as many as the table says, and computes a
@@ -113,14 +114,16 @@ def run_table(
                 y, pull = jax.vjp(run, own, edges, x)
             else:
                 y, pull = jax.vjp(lambda own, x: run(own, edges, x), own, x)
-        total, sums, of_edges = sums
+        (total, behind), sums, of_edges = sums
 
         def of_loss() -> Any:
-            value, (by_edges, by_y) = jax.value_and_grad(model.last, (0, 1))(edges, y, given)
-            return by_y, total + value.astype(jnp.float32), _plus(of_edges, by_edges)
+            (value, after), (by_edges, by_y) = jax.value_and_grad(model.last, (0, 1), has_aux=True)(edges, y, given)
+            is_last = now["B_microbatch"] == table.microbatches - 1
+            after = jax.tree.map(lambda new, old: jnp.where(is_last, new, old), after, behind)
+            return by_y, (total + value.astype(jnp.float32), after), _plus(of_edges, by_edges)
 
         def of_gradient() -> Any:
-            return _at(gradients, now["B_gradient"]), total, of_edges
+            return _at(gradients, now["B_gradient"]), (total, behind), of_edges
 
         by_y, total, of_edges = only(now["B_gradient"] == NONE, "", of_loss, of_gradient)
         *by_parameters, by_x = pull(by_y)
@@ -174,16 +177,19 @@ def run_table(
         """One place more than is needed, for what arrives where nothing is due."""
         return jax.tree.map(lambda x, names: vary(jnp.zeros((places + 1, *x.shape), x.dtype), names), x, varying)
 
-    zero = vary(jnp.zeros(()), staged), *_zeros((parameters, edges))
+    _, behind = zeros_like_result(model.last, edges, x, _at(inputs, 0))
+    behind = jax.tree.map(lambda x: vary(x, staged), behind)
+    zero = (vary(jnp.zeros(()), staged), behind), *_zeros((parameters, edges))
     columns = {name: jnp.array(column, jnp.int32) for name, column in plan.columns.items()}
-    (_, _, (total, of_chunks, of_edges)), _ = lax.scan(
+    (_, _, ((total, behind), of_chunks, of_edges)), _ = lax.scan(
         tick, (buffer(plan.inputs), buffer(plan.gradients), zero), columns
     )
     with scope(phase="backward"):
         of_edges = jax.tree.map(lambda x, equal: lax.psum(x, mesh_axis) if equal else x, of_edges, equal)
     of_chunks, of_edges = jax.tree.map(lambda x: x / table.microbatches, (of_chunks, of_edges))
     with scope(**by):
-        return lax.psum(total, mesh_axis) / table.microbatches, of_chunks, of_edges
+        total, behind = lax.psum((total, behind), mesh_axis)
+        return total / table.microbatches, of_chunks, of_edges, behind
 
 
 def _at(tree: Tree, number: Array | int) -> Tree:
