@@ -19,6 +19,7 @@ from jshard.cli import main
 from jshard.layers.token_loss import losses_of
 from jshard.layouts.paths import keys_of
 from jshard.signals import active_config as current
+from jshard.training.checkpoint import Checkpoint
 from jshard.training.experiment import Experiment
 from jshard.training.figures import Figures
 
@@ -132,6 +133,30 @@ def test_a_pipeline_trains_as_microbatches_on_one_device_do_and_goes_on_to_the_b
     found = trained(f"pipe-{schedule}", *overrides, file=FILE.parents[1] / f"pipe-{schedule}.yaml")
     alike(found, alone)
     goes_on(f"pipe-{schedule}", found)
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_with_another_number_of_stages():
+    """A checkpoint has layers in their order, whoever ran them: what is read is what was saved, to the bit."""
+    file = FILE.parents[1] / "pipe-1f1b.yaml"
+    found = trained("stages-2", "model.depth=4", file=file)
+    more = "jshard.mesh={stage: 4, data: 1, tensor: 2}"
+    assert main(["resume", "stages-2", "--from", "2", more, "output=stages-4"]) == 0
+    alike(written("stages-4"), found[2:])
+    saved, layers = Checkpoint.find(Path("stages-2/checkpoints"), "2", "stages-2"), []
+    for words in ((), (more,)):
+        experiment = Experiment.build(current.load(file, [*SMALL, "model.depth=4", *words]), current.mesh())
+        state, _ = saved.restore(experiment.step().state, "a test")
+        layers.append(state)
+    for two, four in zip(*map(jax.tree.leaves, layers), strict=True):
+        np.testing.assert_array_equal(jax.device_get(raw(two)), jax.device_get(raw(four)))
+    assert {
+        x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(layers[1]) if x.shape[:1] == (4,) and x.ndim > 2
+    } == {1}
+
+
+def raw(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def alike(found: list[dict[str, float]], losses: list[dict[str, float]]) -> None:
