@@ -26,6 +26,7 @@ from jshard.layers.gather import Kernels
 from jshard.layers.partition.fused import fused
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, localized
 from jshard.layers.partition.part import Names, Part, vary, whole
+from jshard.layers.partition.unreduced import Marks, Step
 from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factored, Factors, factors, spread
 from jshard.layouts.redistribution import Axes, Move
 from jshard.provenance import placed_in, scope, source_of
@@ -63,6 +64,10 @@ class Partition:
         self.nearest: Signal | None = None  # the claim of the parameter used last
         self.eqn: Any = None
         self.jaxpr: Any = None  # that `eqn` is in
+        self.path: tuple[int, ...] | None = ()  # the calls around it; None in what holds a program of its own
+        self.marks: Marks = {}
+        self.steps: list[Step] | None = None  # kept where somebody wants to read them
+        self.moves: list[tuple[Part, Axes, Names]] = []
 
     # -- a jaxpr --
 
@@ -87,8 +92,8 @@ class Partition:
             ):
                 if eqn is one.chain[-1]:
                     parts = [read(atom) for atom in one.inputs]
-                    with self._traced_at(eqn, parts):
-                        pieces = self.run(traced_whole(one.run, [atom.aval for atom in one.inputs]), parts)
+                    with self._traced_at(eqn, parts), self._step(eqn, parts) as (parts, pieces):
+                        pieces += self.run(traced_whole(one.run, [atom.aval for atom in one.inputs]), parts)
                     known.update((variable, pieces[at]) for variable, at in one.pieces.items())
                 continue
             self.jaxpr = jaxpr
@@ -104,7 +109,33 @@ class Partition:
         for part in parts:
             part.settle()
         with self._traced_at(eqn, parts):
-            return self.rule(eqn, parts)
+            if eqn.primitive.name not in self.rules and called(eqn) is not None:
+                with self._within(None if self.path is None else (*self.path, id(eqn))):
+                    return self.run(called(eqn), parts)
+            with self._step(eqn, parts) as (parts, results):
+                results += self.rule(eqn, parts)
+            return results
+
+    @contextlib.contextmanager
+    def _within(self, path: tuple[int, ...] | None) -> Iterator[None]:
+        before, self.path = self.path, path
+        try:
+            yield
+        finally:
+            self.path = before
+
+    @contextlib.contextmanager
+    def _step(self, eqn: Any, parts: list[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
+        """Let operands vary whose gradients stay unreduced, and take the results; where steps are kept, keep this one, and
+        nothing of what it runs itself."""
+        key, results, begin = None if self.path is None else (*self.path, id(eqn)), list[Part](), len(self.moves)
+        for at, names in self.marks.get(key, {}).items():
+            parts = [*parts[:at], parts[at].varying(names, self.moving), *parts[at + 1 :]]
+        with self._within(None):
+            yield parts, results
+        if self.steps is not None and key is not None:
+            is_open = factors(eqn) is not None or eqn.primitive.name == "custom_jvp_call"
+            self.steps.append(Step(key, is_open, parts, results, self.moves[begin:]))
 
     def _traced_at(self, eqn: Any, parts: Sequence[Part]) -> Any:
         """The user's line and scopes, and the nearest claim where no scope names a signal."""
@@ -128,11 +159,7 @@ class Partition:
 
     def rule(self, eqn: Any, parts: list[Part]) -> list[Part]:
         name = eqn.primitive.name
-        if name in self.rules:
-            return self.rules[name](self, eqn, parts)
-        if called(eqn) is not None:
-            return self.run(called(eqn), parts)
-        return self.by_table(eqn, parts)
+        return self.rules[name](self, eqn, parts) if name in self.rules else self.by_table(eqn, parts)
 
     def by_table(self, eqn: Any, parts: list[Part]) -> list[Part]:
         name, found = eqn.primitive.name, factors(eqn)
@@ -191,7 +218,7 @@ class Partition:
 
     def placed(self, parts: Sequence[Part], found: Factors, choice: Choice, names: Names = frozenset()) -> list[Array]:
         """Bring the operands to how they are split by this choice, varying over `names` too."""
-        names = names.union(*choice.values())
+        names = names.union(*choice.values(), *(part.beyond for part in parts))
         return [self.local(p, axes_of(f, choice), names) for p, f in zip(parts, found.operands, strict=True)]
 
     def results(self, eqn: Any, outs: Sequence[Array], found: Factors, choice: Choice) -> list[Part]:
@@ -217,6 +244,8 @@ class Partition:
             return all_reduce(x, names, op=kind, algorithm=algorithm if kind == "sum" else "auto")  # type: ignore[arg-type]  # kinds are its words
 
     def local(self, part: Part, axes: Axes, names: Names) -> Array:
+        if self.steps is not None:
+            self.moves.append((part, axes, names))
         return part.local(axes, names, self.moving)
 
     def force(self, part: Part) -> Part:

@@ -111,6 +111,22 @@ class Part:
         """Whether it has been moved to where another use needed it."""
         return any(key[0] == axes for key in self.cache)
 
+    @property
+    def beyond(self) -> Names:
+        """The mesh axes that it varies over although it is equal on all their devices: its gradient stays unreduced."""
+        if self.make is not None or self.rest is not None:
+            return frozenset()
+        return jax.typeof(self.x).mat.varying - names_of(self.axes)
+
+    def varying(self, names: Names, moving: Moving) -> Part:
+        """The same array, as it is for all whose part of its gradient stays unreduced over these mesh axes."""
+        if names <= self.beyond:
+            return self
+        key = "varying", names
+        if key not in self.cache:
+            self.cache[key] = Part(self.shape, self.axes, self.local(self.axes, names, moving))
+        return self.cache[key]
+
     def local(self, axes: Axes, names: Names, moving: Moving) -> Array:
         """Return this device's part when split by `axes`, varying over `names` too. What two uses need alike is made once, and
         its gradient summed once."""

@@ -21,6 +21,7 @@ from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
 from jshard.layers.partition.pieces import Pieces
 from jshard.layers.partition.regather import regathering
+from jshard.layers.partition.unreduced import Marks, unreduced
 from jshard.layers.partition.wanted import wanted
 from jshard.layers.roles import Placed, Use, parameter_layouts
 from jshard.layouts.layout import Layout
@@ -55,6 +56,7 @@ class Program:
         self.stage = next((each for each in stages if each.number is not None), next(iter(stages), None))
         self.found: dict[Any, Axes] = {}  # how variables are split
         self.unruled: dict[str, int] = {}
+        self.marks: Marks = {}  # what varies, so that its gradient stays unreduced
         self._place()
         if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
             self.jaxpr = regathering(jaxpr, [part.regathers for part in self.parts(self.types)])
@@ -101,11 +103,17 @@ class Program:
         run, found = self.partition(only_axes=True), list[Axes]()
 
         def second(*xs: Any) -> Any:
-            found[:] = [run.force(part).axes for part in run.run(self.jaxpr, self.parts(xs))]
+            run.steps, parts = [], self.parts(xs)
+            ends = run.run(self.jaxpr, parts)
+            found[:] = [run.force(part).axes for part in ends]
+            rows = [part for part, each in zip(parts, self.inputs, strict=True) if each.claim is None]
+            if self.stage is None:
+                marks.update(unreduced(run.steps, rows, ends, run.sizes))
             return jnp.zeros(())
 
+        marks: dict[Any, Any] = {}
         self._traced(second, self.in_axes)
-        self.unruled, self.found = run.unruled, run.found
+        self.unruled, self.found, self.marks = run.unruled, run.found, marks
         return found
 
     def _traced(self, f: Any, in_axes: Sequence[Axes]) -> None:
@@ -118,7 +126,9 @@ class Program:
 
     def partition(self, *, only_axes: bool = False) -> Partition:
         """A run over the program, or over some of it."""
-        return Partition(self.mesh, RULES, self.wanted, self.stage, only_axes=only_axes)
+        run = Partition(self.mesh, RULES, self.wanted, self.stage, only_axes=only_axes)
+        run.marks = self.marks
+        return run
 
     def parts(self, xs: Sequence[Any]) -> list[Part]:
         """What each device holds of arrays that lie as `in_axes` say."""

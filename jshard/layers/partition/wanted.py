@@ -40,8 +40,14 @@ def _read(jaxpr: Any, found: Mapping[Any, Axes], sizes: Mapping[str, int], want:
                     used = {name for names in choice.values() for name in names}
                     if of.kinds[factor] != FIXED and factor not in choice and not used.intersection(some):
                         choice[factor] = some
+        # What is made of parameters does not cut rows that it meets: their gradient would be gathered.
+        stays = {
+            factor for atom, counts in counted if any(found.get(atom, ())) and atom in eqn.invars
+            for names, count in zip(found[atom], counts, strict=True) if not names for factor in count
+        }  # fmt: skip
         for atom, counts in counted:
-            if any(axes := axes_of(counts, choice)):
+            kept = stays if atom in eqn.invars and not any(found.get(atom, ())) else ()
+            if any(axes := axes_of(counts, {f: some for f, some in choice.items() if f not in kept})):
                 want.setdefault(atom, axes)
 
 
