@@ -131,7 +131,8 @@ def test_diff_of_a_revision_names_it_in_front_of_every_place(monkeypatch):
 
 def test_diff_document_has_a_version():
     document = json.loads(compare(Ledger((line(),)), Ledger(())).to_json())
-    assert sorted(document) == ["changes", "left", "memory", "new", "old", "program", "same", "schema", "wire"]
+    keys = ["changes", "left", "memory", "new", "old", "program", "same", "schema", "stages", "wire"]
+    assert sorted(document) == keys
     assert (document["schema"], document["same"], document["wire"]) == (
         "jshard.diff/1",
         False,
