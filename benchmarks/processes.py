@@ -1,8 +1,10 @@
 """What a training step costs over several processes of this machine: jshard against the same step by bare JAX, and against
 torch where it is installed (`pip install torch`). Same weights, same batch, losses compared. Two layers under tensor and data
-parallel, and the decoder of `benchmarks.decoder` under tensor parallel and FSDP, beside DTensor and FSDP2 as in torchtitan.
+parallel, the decoder of `benchmarks.decoder` under tensor parallel and FSDP, beside DTensor and FSDP2 as in torchtitan, and
+that of `benchmarks.stages` in a pipeline, beside torch.distributed.pipelining.
 
-python -m benchmarks.processes [--quick] [--processes 4] [--rounds 15] [--layouts tensor data decoder] [--optimizer sgd]
+python -m benchmarks.processes [--quick] [--processes 4] [--rounds 15] [--layouts tensor data decoder pipeline]
+    [--optimizer sgd]
 
 Two sets of processes, one of JAX and one of torch, take turns step by step, so that both see the same machine; who waits
 for a turn sleeps. A time is that of one step, from the call until its loss is there, in the process that was last; processor
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks import decoder
+from benchmarks import decoder, stages
 from jshard.host import free_port
 
 CASES = {  # features, batch
@@ -41,8 +43,13 @@ DECODER, ROWS, LENGTH = {**decoder.SIZES, "qk_norm": False}, 4, 256
 HAND, JSHARD, TOGETHER = "shard_map by hand", "jshard by layers", "jshard.value_and_grad"
 TENSOR, SEQUENCE, FSDP2 = "DTensor", "DTensor, sequence too", "FSDP2"
 THEIRS = {"tensor": (TENSOR,), "data": ("DDP",)}
-PLANS = {"tensor": (TENSOR, SEQUENCE), "fsdp": (FSDP2,)}  # of the decoder
+PLANS = {
+    "tensor": (TENSOR, SEQUENCE),
+    "fsdp": (FSDP2,),
+    "pipeline": ("torch's 1F1B",),
+}  # of decoders, and what is torch's
 NO_TORCH = "torch is not installed here, so DTensor, DDP and FSDP2 are left out; type: pip install torch"
+LAYOUTS = (*THEIRS, "decoder", "pipeline")
 RATE = 0.05  # the learning rate of all
 Step = Callable[[], Any]  # trains one step; float() of what it returns waits for the loss
 
@@ -174,8 +181,9 @@ def compared(sets: Sequence[Processes], rounds: int, warm: int = 1, **case: Any)
 
 
 def _losses(by_rank: list[list[tuple[float, float, float]]]) -> list[float]:
-    """Of each step, the mean over processes: some tell the loss of all rows, some of their own."""
-    return [statistics.mean(loss for _, loss, _ in step) for step in zip(*by_rank, strict=True)]
+    """Of each step, the mean over processes: some tell the loss of all rows, some of their own, and some know none."""
+    steps = ([loss for _, loss, _ in step if loss == loss] for step in zip(*by_rank, strict=True))
+    return [statistics.mean(losses) for losses in steps]
 
 
 def agree(losses: dict[str, list[float]]) -> dict[str, float]:
@@ -218,7 +226,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all variants run and agree")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--layouts", nargs="+", choices=(*THEIRS, "decoder"), default=[*THEIRS, "decoder"])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_args(words)
@@ -242,11 +250,16 @@ def main(words: list[str] | None = None) -> None:
                 label = f"{layout} parallel, {asked.processes} processes, {asked.optimizer}, {name}"
                 case = {"layout": layout, "features": features, "batch": batch, "optimizer": asked.optimizer}
                 tell(label, (HAND, *THEIRS[layout]), **case)
-        for plan in PLANS if "decoder" in asked.layouts else ():
-            sizes, rows, length = (decoder.QUICK, 4, 8) if asked.quick else (DECODER, ROWS, LENGTH)
+        for plan in PLANS:
+            if ("pipeline" if plan == "pipeline" else "decoder") not in asked.layouts:
+                continue
+            if plan == "pipeline":
+                sizes, rows, length = (stages.QUICK, 8, 8) if asked.quick else (stages.SIZES, 8, stages.LENGTH)
+            else:
+                sizes, rows, length = (decoder.QUICK, 4, 8) if asked.quick else (DECODER, ROWS, LENGTH)
             label = f"a decoder of {sizes}, {rows} rows of {length} tokens, {plan}, {asked.processes} processes, adamw"
             case = {"plan": plan, "sizes": sizes, "rows": rows, "length": length, "warm": 0}
-            tell(label, (decoder.PLAIN, *PLANS[plan]), **case)
+            tell(label, (stages.ONE if plan == "pipeline" else decoder.PLAIN, *PLANS[plan]), **case)
 
 
 if __name__ == "__main__":

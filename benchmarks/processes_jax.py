@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import jshard
-from benchmarks import decoder
+from benchmarks import decoder, stages
 from benchmarks.processes import HAND, JSHARD, RATE, TOGETHER, Step
+from jshard.schedules import KINDS
 
 AXIS = "workers"
 LAYOUTS = {
@@ -31,9 +33,16 @@ def leave() -> None:
 
 
 def decoder_steps(plan: str, sizes: Mapping[str, Any], rows: int, length: int) -> dict[str, Step]:
-    """By name: one training step each of the model of `benchmarks.decoder`, behind the first."""
+    """By name: one training step each of the model of `benchmarks.decoder`, behind the first; in a pipeline with a microbatch
+    for each row."""
     import jax
 
+    if plan == "pipeline":
+        kinds = (stages.TENSOR, *KINDS)
+        found = {kind: stages.variant(kind, sizes, rows, length, rows, jax.device_count()).step for kind in kinds}
+        alone = jax.process_index() == 0
+        one = stages.variant(stages.ONE, sizes, rows, length, rows).step if alone else lambda: math.nan
+        return {stages.ONE: one, **found}
     steps = decoder.variants(plan, sizes, rows, length, jax.device_count(), again=False)
     return {name: each.step for name, each in steps.items()}
 

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false
 """The steps of `benchmarks.processes` by torch: DTensor's tensor parallel, DDP, and DDP that tells the loss of all rows; of a
-decoder DTensor's tensor parallel, with and without sequence parallel, and FSDP2."""
+decoder DTensor's tensor parallel, with and without sequence parallel, FSDP2, and a pipeline."""
 
 from __future__ import annotations
 
@@ -88,6 +88,8 @@ def decoder_steps(plan: str, sizes: Mapping[str, Any], rows: int, length: int) -
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import loss_parallel
 
+    if plan == "pipeline":
+        return _in_stages(sizes, rows, length)
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     mesh, drawn, tokens = distributed.init_device_mesh("cpu", (ranks,)), *_drawn(sizes, rows, length)
 
@@ -122,6 +124,45 @@ def decoder_steps(plan: str, sizes: Mapping[str, Any], rows: int, length: int) -
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return {FSDP2: trained(fully_shard(model, mesh=mesh), slice(rank * rows // ranks, (rank + 1) * rows // ranks))}
+
+
+def _in_stages(sizes: Mapping[str, Any], rows: int, length: int) -> dict[str, Step]:
+    """A step by each of two schedules of torch.distributed.pipelining: as many layers on each rank, a microbatch for each row.
+    The last stage knows the loss."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    drawn, tokens = _drawn(sizes, rows, length)
+    given, layers = torch.from_numpy(tokens).long(), sizes["depth"] // ranks
+
+    def made(schedule: Any) -> Step:
+        whole = _decoder(sizes, drawn)
+        parts = [*whole.blocks[rank * layers : (rank + 1) * layers]]
+        parts = [
+            *([whole.embed] if rank == 0 else []),
+            *parts,
+            *([whole.norm, whole.head] if rank == ranks - 1 else []),
+        ]
+        part = nn.Sequential(*parts)
+        tx = torch.optim.AdamW(part.parameters(), 1e-3, weight_decay=1e-4)
+        of_loss = lambda logits, targets: nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        run = schedule(PipelineStage(part, rank, ranks, torch.device("cpu")), rows, loss_fn=of_loss)
+
+        def step() -> Any:
+            tx.zero_grad()
+            losses: list[Any] = []
+            run.step(
+                *([given] if rank == 0 else []), **({"target": given, "losses": losses} if rank == ranks - 1 else {})
+            )
+            tx.step()
+            return torch.stack(losses).mean() if losses else float("nan")
+
+        step()
+        return step
+
+    return {"torch's GPipe": made(ScheduleGPipe), "torch's 1F1B": made(Schedule1F1B)}
 
 
 def _drawn(sizes: Mapping[str, Any], rows: int, length: int) -> tuple[dict[str, Any], Any]:

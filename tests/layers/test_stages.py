@@ -24,7 +24,7 @@ from jshard.layers.accumulation import accumulated
 from jshard.layers.partition import ticks
 from jshard.layers.sharding import objective_of
 from jshard.provenance import said
-from jshard.schedules import generate
+from jshard.schedules import KINDS, generate
 from jshard.schedules.steps import steps
 from jshard.signals.active_config import unload
 from jshard.units import size
@@ -559,3 +559,16 @@ def test_a_table_that_is_run_wrongly_is_told_by_stage_tick_and_microbatch(fault,
     assert (begin.slot, begin.cause.signal, begin.cause.phase) == (slot, "blocks", phase)
     assert begin.looks.startswith(looks), begin.looks
     assert f'it begins in {slot}, signal "blocks" (<dict>), {phase}: off by' in str(found)
+
+
+@pytest.mark.parametrize("schedule", KINDS)
+def test_a_program_is_as_long_for_more_microbatches(schedule):
+    lengths = set()
+    for microbatches in (4, 16):
+        jshard.load(configured(2, schedule=schedule, microbatches=microbatches))
+        x = jax.ShapeDtypeStruct((microbatches, *X.shape[1:]), jnp.int32)
+        model = jshard.shard(built(), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+        graph, state = nnx.split(model)
+        made = jax.make_jaxpr(lambda state, x: accumulated(loss)(nnx.merge(graph, state), x, x))(state, x)  # noqa: B023
+        lengths.add(sum(1 for _ in equations(made)))
+    assert len(lengths) == 1, lengths
