@@ -23,6 +23,7 @@ PLANS: dict[str, dict[str, int]] = {
     "one device": {"data": 1, "tensor": 1},
     "data": {"data": 4, "tensor": 1},
     "tensor": {"data": 1, "tensor": 4},
+    "tensor, sequence": {"data": 1, "tensor": 4},
     "fsdp": {"data": 4, "tensor": 1},
     "tensor + fsdp": {"data": 2, "tensor": 2},
 }
@@ -50,10 +51,11 @@ class Variant:
 
 def configured(plan: str, devices: int = 4) -> dict[str, Any]:
     split = {"row": "data", **({"store": "data"} if "fsdp" in plan else {})}
+    between = {"sequence": "tensor"} if "sequence" in plan else {}
     return {
         "jshard": {"mesh": {axis: devices if size == 4 else size for axis, size in PLANS[plan].items()}},
-        "columns": {**split, "column": "tensor", "match": ["blocks/**/{q,k,v,gate,up}/kernel", "head/**"]},
-        "sums": {**split, "reduction": "tensor", "match": ["blocks/**/{o,down}/kernel"]},
+        "columns": {**split, **between, "column": "tensor", "match": ["blocks/**/{q,k,v,gate,up}/kernel", "head/**"]},
+        "sums": {**split, **between, "reduction": "tensor", "match": ["blocks/**/{o,down}/kernel"]},
         "rest": {**split, "match": ["**"]},
     }
 
@@ -103,6 +105,21 @@ def value_of(model: Any, tokens: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens).mean()
 
 
+def by_jshard(plan: str, sizes: Mapping[str, Any], batch: int, length: int, devices: int = 4) -> Variant:
+    """A training step by the claims of a plan."""
+    import jax
+    import optax
+    from flax import nnx
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    tokens = drawn_tokens(sizes, batch, length)
+    jshard.load(configured(plan, devices))
+    sharded = jshard.shard(model(sizes), jax.ShapeDtypeStruct(tokens.shape, tokens.dtype))
+    rows = jax.device_put(tokens, NamedSharding(jshard.mesh(), PartitionSpec("data")))
+    optimizer = jshard.Optimizer(sharded, optax.adamw(1e-3))
+    return stepping(sharded, optimizer, nnx.value_and_grad(jshard.shard(value_of)), rows)
+
+
 def variants(
     plan: str, sizes: Mapping[str, Any], batch: int, length: int, devices: int = 4, *, again: bool = True
 ) -> dict[str, Variant]:
@@ -114,13 +131,10 @@ def variants(
 
     tokens, tx = drawn_tokens(sizes, batch, length), optax.adamw(1e-3)
 
-    jshard.load(configured(plan, devices))
+    ours = by_jshard(plan, sizes, batch, length, devices)
     sharded = jshard.shard(model(sizes), jax.ShapeDtypeStruct(tokens.shape, tokens.dtype))
     lies = jax.tree.map(lambda array: array.sharding.spec, nnx.state(sharded, nnx.Param))
-
-    def by_jshard() -> Variant:
-        rows = jax.device_put(tokens, NamedSharding(jshard.mesh(), PartitionSpec("data")))
-        return stepping(sharded, jshard.Optimizer(sharded, tx), nnx.value_and_grad(jshard.shard(value_of)), rows)
+    del sharded
 
     def plain() -> Variant:
         made, mesh = (
@@ -136,7 +150,7 @@ def variants(
         rows = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
         return stepping(made, optimizer, nnx.value_and_grad(value_of), rows)
 
-    return {PLAIN: plain(), **({"plain, again": plain()} if again else {}), "jshard": by_jshard()}
+    return {PLAIN: plain(), **({"plain, again": plain()} if again else {}), "jshard": ours}
 
 
 def agree(steps: Mapping[str, Variant], first: str = PLAIN) -> None:

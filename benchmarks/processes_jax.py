@@ -44,6 +44,8 @@ def decoder_steps(plan: str, sizes: Mapping[str, Any], rows: int, length: int) -
         one = stages.variant(stages.ONE, sizes, rows, length, rows).step if alone else lambda: math.nan
         return {stages.ONE: one, **found}
     steps = decoder.variants(plan, sizes, rows, length, jax.device_count(), again=False)
+    if plan == "tensor":  # as torchtitan has it
+        steps["jshard, sequence too"] = decoder.by_jshard("tensor, sequence", sizes, rows, length, jax.device_count())
     return {name: each.step for name, each in steps.items()}
 
 

@@ -136,10 +136,11 @@ def test_benchmark_of_a_pod_has_three_stacks_of_one_value_and_gradient():
 @pytest.mark.slow
 def test_quick_benchmark_of_a_pipeline_keeps_as_much_for_more_microbatches_by_1f1b_and_more_by_gpipe(capsys):
     pipeline.main(["--quick", "--topology", "cpu:4", "--schedules", "gpipe,1f1b", "--microbatches", "16,64"])
-    gpipe, one_f_one_b = (line.split() for line in capsys.readouterr().out.splitlines()[2:])
+    gpipe, shown, one_f_one_b, _ = (line.split() for line in capsys.readouterr().out.splitlines()[2:])
     assert (gpipe[0], one_f_one_b[0], gpipe[2::2]) == ("gpipe", "1f1b", ["MiB"] * 2)
     assert float(gpipe[3]) > float(gpipe[1])
     assert one_f_one_b[3] == one_f_one_b[1]
+    assert (shown[:2], shown[3::2]) == (["not", "hidden"], ["%"] * 2)
 
 
 @pytest.mark.slow
@@ -188,7 +189,7 @@ def test_quick_benchmark_over_processes_prints_a_line_for_each_variant(capsys):
     assert names == [
         "shard_map by hand", "the same, again", "jshard by layers", "jshard.step", "jit with NamedShardings",
         "jshard.value_and_grad", "by hand, one sum of all", *["DDP", "DDP, loss of all rows"] * torch,
-        *decoders, *["DTensor", "DTensor, sequence too"] * torch, *decoders, *["FSDP2"] * torch,
+        *decoders, "jshard, sequence too", *["DTensor", "DTensor, sequence too"] * torch, *decoders, *["FSDP2"] * torch,
     ]  # fmt: skip
     assert re.search(
         r"^data parallel, 2 processes, sgd, 16-32-8, batch 32; load [\d.]+ on \d+ cores$", told, re.MULTILINE

@@ -338,7 +338,7 @@ def test_explain_document_has_a_version_and_refuses_another(model, x):
     document = json.loads(explain(loss, model, x).to_json())
     assert document["schema"] == "jshard.explain/1"
     assert sorted(document) == [
-        "choices", "claims", "compiler", "is_auto", "left", "lines", "memory", "schema", "total", "unsplit", "unused",
+        "choices", "claims", "compiler", "is_auto", "left", "lines", "memory", "schema", "stages", "total", "unsplit", "unused",
     ]  # fmt: skip
     assert sorted(document["total"]) == ["axis", "count", "line", "memory", "phase", "signal", "wire"]
     assert sum(line["total"] for line in document["lines"]) == document["total"]["wire"] == 516
