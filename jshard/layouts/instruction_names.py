@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax._src import compiler
 from jax.extend.mlir import ir
 
 # What XLA may add to a program and may fuse, of what a primitive of JAX is named after.
@@ -19,22 +18,9 @@ SHARED = frozenset(
 )
 
 
-def tell_apart() -> None:
-    """Have JAX give its instructions the names that XLA gives to its own."""
-    compiled = compiler.backend_compile_and_load
-
-    def compile_named(backend: Any, module: Any, *rest: Any) -> Any:
-        if backend.platform != "tpu":
-            with module.context:
-                module.operation.walk(_rename)
-        return compiled(backend, module, *rest)
-
-    compiler.backend_compile_and_load = compile_named
-
-
-def _rename(operation: Any) -> Any:
+def tell_apart(operation: Any) -> None:
+    """Give an instruction of JAX's the name that XLA gives to its own."""
     place = operation.location
     if operation.name.removeprefix("stablehlo.") in SHARED and isinstance(place, ir.NameLoc):
         *scopes, name = place.name_str.split("/")
         operation.location = ir.Location.name("/".join([*scopes, name.replace("_", "-")]), place.child_loc)
-    return ir.WalkResult.ADVANCE

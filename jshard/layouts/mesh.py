@@ -12,13 +12,13 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jshard.errors import JShardError
+from jshard.layouts.before_compiling import change_programs
 from jshard.layouts.compilation_cache import keep_only_ordered
-from jshard.layouts.instruction_names import tell_apart
 
 # What gives the mesh of the loaded configuration, if there is one: set by jshard.signals, which knows configurations.
 loaded_mesh: Callable[[], Mesh | AbstractMesh | None] = lambda: None
 keep_only_ordered()
-tell_apart()
+change_programs()
 AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 

@@ -1,0 +1,39 @@
+"""What is changed in a program before XLA compiles it for CPUs or GPUs: what XLA would compute wrongly, or slowly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax._src import compiler
+from jax.extend.mlir import ir
+
+from jshard.layouts.instruction_names import tell_apart
+from jshard.layouts.kernel_gradients import turn_products
+
+CHANGES = {"cpu": (tell_apart, turn_products), "tpu": ()}
+OTHERS = (tell_apart,)
+
+
+def change_programs() -> None:
+    """Have JAX hand its programs to XLA with these changes."""
+    compiled = compiler.backend_compile_and_load
+
+    def compile_changed(backend: Any, module: Any, *rest: Any) -> Any:
+        change(module, backend.platform)
+        return compiled(backend, module, *rest)
+
+    compiler.backend_compile_and_load = compile_changed
+
+
+def change(module: Any, platform: str) -> None:
+    """Change a program, in place, as it is to be compiled for a platform."""
+    changes = CHANGES.get(platform, OTHERS)
+
+    def at(operation: Any) -> Any:
+        for each in changes:
+            each(operation)
+        return ir.WalkResult.ADVANCE
+
+    if changes:
+        with module.context:
+            module.operation.walk(at)
