@@ -1,5 +1,6 @@
-"""Other people's models by `jshard.shard`, a line for each under each plan: how far its loss and gradients are from one
-device's, what is gathered that is no parameter, and the wire against that of XLA's partitioner for arrays that lie alike.
+"""Other people's models by `jshard.shard`, a line for each under each plan: how far its loss, its gradients and a
+step of decoding, where it has one, are from one device's, what is gathered that is no parameter, and the wire against that of
+XLA's partitioner for arrays that lie alike.
 
     python -m benchmarks.models [MODEL ...] [--plans data,fsdp] [--topology v5e:2x4] [--no-wire]
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ from tests.other_models import MODELS, TINY, Size
 WIDE = Size(tokens=64, width=128, words=512)  # TPUs pad what is smaller, and sum what is scattered
 MOVES = ("all_gather", "all_to_all", "permute")
 OF_THE_PLAN = ("store", "sequence", "column")  # the last where a kernel of several is cut
-HEADINGS = f"{'model':12}{'plan':21}{'loss':>9}{'gradients':>11}{'gathers':>9}{'wire':>13}{'XLA':>13}{'of XLA':>8}"
+HEADINGS = f"{'model':12}{'plan':21}{'loss':>9}{'gradients':>11}{'decode':>9}{'gathers':>9}{'wire':>13}{'XLA':>13}{'of XLA':>8}"
 
 
 def deviation(wanted: Any, got: Any) -> float:
@@ -46,13 +48,18 @@ class Nnx:
     jit: Any = staticmethod(nnx.jit)
 
     def __init__(self, name: str, size: Size):
-        adopted = MODELS[name]
+        adopted, self.name = MODELS[name], name
         self.loss, self.plans, self.model, self.batch = (
             adopted.loss,
             adopted.plans,
             adopted.build(size),
             adopted.batch(size),
         )
+
+    def decoded(self, wrap: Callable[[Any], Any] = lambda f: f) -> Any:
+        """What the model's own decoding gives, its function wrapped so; nothing where it has none."""
+        adopted = MODELS[self.name]
+        return [] if adopted.decode is None else nnx.jit(wrap(adopted.decode))(self.model, *adopted.start())
 
     def place(self, sharded: Any) -> Any:
         """Return the parameters where they rest, after the model has them there."""
@@ -67,9 +74,12 @@ class Linen(Nnx):
     jit: Any = staticmethod(jax.jit)
 
     def __init__(self, name: str, size: Size):
-        made = _linen(name, size)
+        self.made = made = _linen(name, size)
         self.loss, self.plans, self.model = made.loss, made.plans(), made.params
         self.batch = made.batch, jax.random.PRNGKey(0)
+
+    def decoded(self, wrap: Callable[[Any], Any] = lambda f: f) -> Any:
+        return self.made.decoded(lambda f: jax.jit(wrap(f)), self.model)
 
     def place(self, sharded: Any) -> Any:
         self.model = sharded.place(self.model, *self.batch)
@@ -86,17 +96,19 @@ def sized(name: str, size: Size) -> Nnx:
     return Linen(name, size) if name in linen_models.MODELS else Nnx(name, size)
 
 
-def numbers(name: str, plan: str, alone: Any) -> tuple[float, float, int]:
-    """How far loss and gradients are from `alone`, and how many gathers are not of parameters."""
+def numbers(name: str, plan: str, alone: Any) -> tuple[list[float | None], int]:
+    """How far loss, gradients and decoding are from those `alone`, and how many gathers are not of parameters."""
     found = sized(name, TINY)
     jshard.load(found.plans[plan])
     sharded = jshard.shard(found.loss)
     step = found.value_and_grad(sharded)
-    loss, gradients = jax.device_get(found.jit(step)(found.model, *found.batch))
+    got = found.jit(step)(found.model, *found.batch)
     found.place(sharded)
+    got = jax.device_get((*got, found.decoded(jshard.shard)))
+    apart = [deviation(w, x) if jax.tree.leaves(w) else None for w, x in zip(alone, got, strict=True)]
     ledger = jshard.explain(lambda model, *batch: step(model, *batch), found.model, *found.batch)
     moves = sum(line.count for line in ledger if line.collective in MOVES and line.cause.key not in OF_THE_PLAN)
-    return deviation(alone[0], loss), deviation(alone[1], gradients), moves
+    return apart, moves
 
 
 def _kept(signal: dict[str, Any]) -> dict[str, Any]:
@@ -128,8 +140,9 @@ def wire(name: str, plan: str, topology: str) -> tuple[int, int]:
 
 
 def line(name: str, plan: str, alone: Any, topology: str) -> str:
-    loss, gradients, moves = numbers(name, plan, alone)
-    text = f"{name:12}{plan:21}{loss:9.1e}{gradients:11.1e}{moves:9,}"
+    apart, moves = numbers(name, plan, alone)
+    loss, gradients, decoded = ("-" if each is None else f"{each:.1e}" for each in apart)
+    text = f"{name:12}{plan:21}{loss:>9}{gradients:>11}{decoded:>9}{moves:9,}"
     if topology:
         ours, theirs = wire(name, plan, topology)
         text += f"{ours:11,} B{theirs:11,} B{ours / max(theirs, 1):8.2f}"
@@ -149,7 +162,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in asked.models or (*MODELS, *linen_models.MODELS):
         jshard.unload()
         one = sized(name, TINY)
-        alone = jax.device_get(one.jit(one.value_and_grad(one.loss))(one.model, *one.batch))
+        decoded = sized(name, TINY).decoded()  # a call may change a model
+        alone = jax.device_get((*one.jit(one.value_and_grad(one.loss))(one.model, *one.batch), decoded))
         for plan in [plan for plan in one.plans if plan in (asked.plans or ",".join(one.plans)).split(",")]:
             print(line(name, plan, alone, "" if asked.no_wire else asked.topology), flush=True)
 

@@ -34,6 +34,18 @@ class Model:
     generate: Callable[..., Any] | None = None  # of params, key, prompts
     tensor: int = 4
 
+    def decoded(self, run: Callable[..., Any], params: Any) -> list[Any]:
+        """The logits of two steps of decoding, or the tokens that are generated; `run` is what calls a function."""
+        if self.generate is not None:
+            return [run(self.generate)(params, np.zeros(2, np.uint32), self.batch["x"][:, :5])]
+        if self.decode is None:
+            return []
+        step, cache, logits = run(self.decode), self.cache, []
+        for at in range(2):
+            found, cache = step(params, cache, self.batch["y"][:, at : at + 1], np.int32(at))
+            logits.append(found)
+        return logits
+
     def plans(self) -> dict[str, dict[str, Any]]:
         """Configurations by name: none but data parallel and FSDP where there is nothing to split."""
 

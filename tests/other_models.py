@@ -148,10 +148,10 @@ def tunix_decode(model: Any, tokens: Any, positions: Any, mask: Any, cache: Any)
     return model(tokens[:, -1:], positions[:, -1:], cache, mask[:, -1:])
 
 
-def tunix_start(layers: int) -> Callable[[], tuple[Any, ...]]:
+def tunix_start(layers: int, heads: int = 4) -> Callable[[], tuple[Any, ...]]:
     def start() -> tuple[Any, ...]:
         tokens, _, positions, mask = tunix_batch(TINY)
-        zeros = np.zeros((TINY.rows, TINY.tokens, 4, TINY.width // 4), np.float32)
+        zeros = np.zeros((TINY.rows, TINY.tokens, heads, TINY.width // 4), np.float32)
         end = np.zeros(TINY.rows, np.int32)
         return (
             tokens,
@@ -332,9 +332,86 @@ HEALSWIN = {
     "tensor and fsdp": split({"data": 2, "tensor": 4}, HEALSWIN_MLP, store="data"),
 }
 
+# -- Flax's own layers --
+
+
+class Images(nnx.Module):
+    """Layers of images and of rows that are read one after another."""
+
+    def __init__(self, size: Size, rngs: nnx.Rngs):
+        width = size.width
+        self.first = nnx.Conv(4, width, (3, 3), use_bias=False, rngs=rngs)  # a norm takes no notice of a bias
+        self.second = nnx.Conv(width, width, (3, 3), rngs=rngs)
+        self.norm, self.groups = nnx.BatchNorm(width, rngs=rngs), nnx.GroupNorm(width, num_groups=8, rngs=rngs)
+        self.lstm = nnx.RNN(nnx.OptimizedLSTMCell(width, width, rngs=rngs))
+        self.gru = nnx.RNN(nnx.GRUCell(width, width, rngs=rngs))
+        self.dropout, self.head = nnx.Dropout(0.25, rngs=rngs), nnx.Linear(width, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.second(nnx.relu(self.norm(self.first(x))))
+        x = self.dropout(self.groups(x)).mean(1)
+        return self.head(self.gru(self.lstm(x))[:, -1])
+
+
+class Text(nnx.Module):
+    """Layers of a transformer."""
+
+    def __init__(self, size: Size, rngs: nnx.Rngs):
+        width, heads = size.width, 8
+        self.embed = nnx.Embed(size.words, width, rngs=rngs)
+        self.norms = nnx.List(
+            [nnx.LayerNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)]
+        )
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, use_bias=False, rngs=rngs)
+        self.general = nnx.LinearGeneral(width, (heads, width // heads), rngs=rngs)
+        self.einsum = nnx.Einsum("bthd,hde->bte", (heads, width // heads, width), (width,), rngs=rngs)
+        self.up, self.down = nnx.Linear(width, 2 * width, rngs=rngs), nnx.Linear(2 * width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        x = x + self.attention(self.norms[0](x), mask=nnx.make_causal_mask(tokens))
+        x = x + self.einsum(nnx.gelu(self.general(self.norms[1](x))))
+        x = x + self.dropout(self.down(nnx.gelu(self.up(self.norms[2](x)))))
+        return self.embed.attend(x)
+
+
+def images_batch(size: Size) -> tuple[Any, ...]:
+    labels = np.random.default_rng(0).integers(0, 8, size.rows).astype(np.int32)
+    return normal(size.rows, 8, size.tokens, 4), labels
+
+
+def classified(model: Any, x: Any, labels: Any) -> jax.Array:
+    return cross_entropy(model(x), labels)
+
+
+IMAGES = {"columns": column("first/**", "norm/**"), "sums": reduction("second/**")}
+TEXT = {
+    "columns": column("attention/{query,key,value}/**", "general/**", "up/**"),
+    "sums": reduction("attention/out/**", "einsum/**", "down/**", "embed/**"),
+}
+
 MODELS = {
+    "flax-images": Adopted(
+        "flax",
+        lambda size: Images(size, nnx.Rngs(0)),
+        classified,
+        images_batch,
+        {
+            **DATA,
+            "tensor": split({"data": 2, "tensor": 4}, IMAGES),
+            "tensor and fsdp": split({"data": 2, "tensor": 4}, IMAGES, store="data"),
+        },
+    ),
+    "flax-text": Adopted(
+        "flax",
+        lambda size: Text(size, nnx.Rngs(0)),
+        classified,
+        lambda size: tuple(words(size, 2)),
+        transformer(TEXT),
+    ),
     "qwen3": Adopted("tunix", qwen3(4), plans=transformer(QWEN3), start=tunix_start(2), **TUNIX),
-    "qwen3-kv2": Adopted("tunix", qwen3(2), plans={"two heads for keys": TWO}, **TUNIX),
+    "qwen3-kv2": Adopted("tunix", qwen3(2), plans={"two heads for keys": TWO}, start=tunix_start(2, 2), **TUNIX),
     "qwen3-moe": Adopted(
         "tunix",
         qwen3(4, num_experts=8, num_experts_per_tok=2),

@@ -31,23 +31,15 @@ def alone():
             found[name] = (
                 model,
                 jax.device_get(step),
-                jax.device_get(decoded(jax.jit(model.decode), model.params, model)),
+                jax.device_get(model.decoded(jax.jit, model.params)),
             )
         return found[name]
 
     return of
 
 
-def decoded(decode, params, model):
-    cache, logits = model.cache, []
-    for at in range(2):
-        found, cache = decode(params, cache, model.batch["y"][:, at : at + 1], np.int32(at))
-        logits.append(found)
-    return logits
-
-
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "whisper"])
 def test_a_model_of_transformers_equals_one_device(extra, alone, name, plan):
     model, (loss, gradients), logits = alone(extra, name)
     jshard.load(model.plans()[plan])
@@ -64,7 +56,7 @@ def test_a_model_of_transformers_equals_one_device(extra, alone, name, plan):
     for line in jshard.explain(step, params, model.batch, KEY):
         assert line.signal.split("/")[-1] in model.plans()[plan], line
         assert line.collective != "all_gather" or line.cause.key in ("store", "sequence"), line
-    for got, want in zip(decoded(jshard.shard(model.decode), params, model), logits, strict=True):
+    for got, want in zip(model.decoded(jshard.shard, params), logits, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.filterwarnings(
 )  # these models take names that JAX is going to remove
 CASES = [  # `python -m benchmarks.models` runs every model under every plan
     *(("qwen3", plan) for plan in MODELS["qwen3"].plans),
+    ("flax-images", "fsdp"),
+    ("flax-images", "tensor"),
+    ("flax-text", "tensor and fsdp"),
     ("qwen3-kv2", "two heads for keys"),
     ("qwen3-moe", "tensor and fsdp"),
     ("gemma3", "tensor and sequence"),
@@ -70,7 +73,9 @@ def test_a_model_equals_one_device(extra, alone, name, plan):
     loss, gradients = alone(name, "loss")
     jshard.load(configuration)
     model, sharded = adopted.build(), jshard.shard(adopted.loss)
+    others = jax.tree.map(lambda x: x, nnx.state(model, nnx.Not(nnx.Param)))
     sharded(model, *batch)  # parameters move to where they rest
+    nnx.update(model, others)  # statistics and counts of random numbers, as they were
     step = nnx.value_and_grad(sharded)
     compiled = nnx.jit(step).lower(model, *batch).compile()
     got, found = compiled(model, *batch)
@@ -97,7 +102,8 @@ def test_a_model_equals_one_device(extra, alone, name, plan):
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("qwen3", "tensor"), ("gemma3", "tensor"), ("mamba2", "data"), ("mamba3", "data")]
+    ("name", "plan"),
+    [("qwen3", "tensor"), ("qwen3-moe", "tensor"), ("gemma3", "tensor"), ("mamba2", "data"), ("mamba3", "data")],
 )
 def test_a_step_of_decoding_equals_one_device(extra, alone, name, plan):
     adopted = needed(extra, name)

@@ -226,6 +226,40 @@ def test_a_cache_of_keys_and_values_is_split_as_what_is_written_to_it():
     )
 
 
+LOOKED_UP = {
+    "few rows": ((8, 2), {}, {("all_gather", 8 * 2 * 4), ("all_to_all", 2 * 2 * 16 * 4)}),
+    "more rows than words": ((8, 40), {}, {("all_gather", 20 * 16 * 4), ("reduce_scatter", 20 * 16 * 4)}),
+    "a product reads it too": ((8, 2), {"tied": True}, {("all_gather", 20 * 16 * 4), ("reduce_scatter", 20 * 16 * 4)}),
+    "words are split": ((8, 2), {"words": "column"}, {("all_gather", 40 * 8 * 4), ("reduce_scatter", 40 * 8 * 4)}),
+}
+
+
+@pytest.mark.parametrize("case", LOOKED_UP)
+def test_answers_of_a_stored_table_travel_where_they_are_fewer_than_its_numbers(case):
+    """Each device looks up the rows of all in the numbers that it holds of every word, and sends the answers to their rows."""
+    shape, words, expected = LOOKED_UP[case]
+
+    def f(params, tokens):
+        x = jnp.take(params["table"], tokens, axis=0).astype(jnp.float32)
+        return ((x @ params["table"].T if words.get("tied") else x * params["scale"]) ** 2).mean()
+
+    table = {"row": "data", words.get("words", "reduction"): "tensor", "store": "data", "match": ["table"]}
+    params = {"table": rng.normal(size=(40, 16)).astype(np.float32), "scale": np.ones(16, np.float32)}
+    tokens = rng.integers(-40, 40, shape, dtype=np.int32)  # from the end too
+    wanted = jax.value_and_grad(f)(params, tokens)
+    jshard.load(
+        {"jshard": {"mesh": {"data": 4, "tensor": 2}}, "table": table, "rest": {"row": "data", "match": ["**"]}}
+    )
+    step = jax.value_and_grad(jshard.shard(f))
+    value, gradients = jax.jit(step)(params, tokens)
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients, wanted[1])
+    stored = [line for line in jshard.explain(step, params, tokens) if line.cause.key == "store"]
+    assert {(line.collective, line.payload) for line in stored} == expected
+    proof = jshard.verify(jshard.shard(f), params, tokens)
+    assert proof.ok and {each.verdict for each in proof.findings} == {"bitwise"}, proof
+
+
 class Ours(nnx.Module):
     def __init__(self, rngs):
         with jshard.signal("up"):

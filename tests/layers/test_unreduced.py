@@ -75,6 +75,22 @@ class Normalized(nnx.Module):
         return self.mlp(x + self.norm(self.mix(x))) + x
 
 
+class Beside(nnx.Module):
+    """What a convolution makes of rows with `features`, times numbers of each place, is added to what `sequence` has split."""
+
+    def __init__(self, features, times, rngs):
+        self.conv, self.mlp, self.times = nnx.Conv(features, 16, 1, rngs=rngs), Mlp(rngs), times
+
+    def __call__(self, x):
+        one, other = self.both(x)
+        return one + other
+
+    def both(self, x):
+        y = jnp.sin(self.conv(x))
+        y = y * jnp.cos(jnp.arange(256.0)).reshape(16, 16) if self.times else y
+        return self.mlp(jnp.broadcast_to(jnp.arange(16.0), (8, 16, 16))), y
+
+
 SCATTER = {("reduce_scatter", "forward", "sequence"): 1, ("all_gather", "backward", "sequence"): 1}
 GATHER = {("all_gather", "forward", "sequence"): 1, ("reduce_scatter", "backward", "sequence"): 1}
 
@@ -93,9 +109,40 @@ def test_gradients_of_what_is_used_in_parts_are_not_gathered(model, moves):
     got = nnx.jit(step)(made, rows)
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-4 * float(np.abs(one).max()))
-    ledger = jshard.explain(lambda model, x: step(model, x), made, rows)
+    assert moved(step, made, rows) == moves
+
+
+def moved(step, *args):
     found = collections.Counter()
-    for line in ledger:
+    for line in jshard.explain(lambda *args: step(*args), *args):
         if line.collective in MOVES:
             found[line.collective, line.phase, line.cause.key] += line.count
-    assert found == moves
+    return found
+
+
+@pytest.mark.parametrize(("features", "times", "is_gathered"), [
+    (4, False, False),  # the sums of rows, kernel and bias are 592 numbers, and a gather is 1,024
+    (6, True, False),  # 880: numbers have no gradient
+    (8, False, True),  # 1,168
+])  # fmt: skip
+def test_a_gradient_is_gathered_where_the_sums_in_its_place_have_more_on_the_wire(features, times, is_gathered):
+    jshard.load(CLAIMS)
+    made, rows = Beside(features, times, nnx.Rngs(0)), ROWS[..., :features]
+    sharded = jshard.shard(lambda model, x: jnp.square(model(x)).mean())
+    sharded(made, rows)
+    found = moved(nnx.value_and_grad(sharded), made, rows)
+    assert sum(count for (collective, *_), count in found.items() if collective == "all_gather") == 1 + is_gathered
+
+
+def test_what_is_handed_on_whole_as_well_is_the_same_everywhere():
+    made, rows = Beside(4, False, nnx.Rngs(0)), ROWS[..., :4]
+
+    def both(model, x):
+        one, other = model.both(x)
+        return one + other, other
+
+    jshard.unload()
+    alone = both(made, rows)
+    jshard.load(CLAIMS)
+    for one, other in zip(alone, nnx.jit(jshard.shard(both))(made, rows), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)

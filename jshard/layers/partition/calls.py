@@ -17,10 +17,11 @@ from jax.extend.core import Literal
 from jshard.errors import JShardError
 from jshard.jaxprs import CHECKPOINTS, bare, called, holds, scanned
 from jshard.kernels.invariant_cast import set_varying
-from jshard.layers.partition.engine import Partition, Rule, traced_whole
+from jshard.layers.partition.engine import Partition, Rule, SomeLayers, traced_whole
 from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.prefetch import scan_ahead
 from jshard.layers.partition.stages import in_turn
+from jshard.layers.partition.ticks import zeros_like_result
 from jshard.layers.remat import recomputed
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import scope, source_of
@@ -140,10 +141,12 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         if any(part.prefetches for part in over):
             return _ahead(eqn, length, over, inner[count + carried :], layer, carries)
         remat, regather = _remat_of(over), not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)
-        return lax.scan(
-            recomputed(layer, remat, regather=regather, in_scan=True), carries, [part.x for part in over],
-            length=length, reverse=asked["reverse"], unroll=asked["unroll"],
-        )  # fmt: skip
+        one = recomputed(layer, remat, regather=regather, in_scan=True)
+        how = {"length": length, "reverse": asked["reverse"], "unroll": asked["unroll"]}
+        xs = [part.x for part in over]
+        if run.some_layers is None or run.some_layers.loop is not eqn:
+            return lax.scan(one, carries, xs, **how)
+        return _first_of(one, run.some_layers, carries, xs, **how)
 
     start = [vary(x, frozenset(lead)) for x in _like(run, carry, axes)]
     if lead and run.stage is not None:
@@ -156,6 +159,22 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
     return results + [Part(s, (lead, *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
+
+
+def _first_of(
+    layer: Callable[..., Any], some: SomeLayers, carry: list[Array], xs: list[Array], *, length: int, **how: Any
+) -> tuple[list[Array], list[Array]]:
+    """Run the first layers of a loop, as many as `some` says; those behind them leave what is carried as it is, and zeros."""
+    _, none = zeros_like_result(layer, carry, [x[0] for x in xs])
+
+    def one(carry: Any, xs: list[Array]) -> Any:
+        number, carry = carry
+        with scope(times=some.times, turns=str(length)):
+            carry, left = lax.cond(number < some.number, lambda: layer(carry, xs), lambda: (carry, none))
+        return (number + 1, carry), left
+
+    (_, carry), left = lax.scan(one, (jnp.zeros((), jnp.int32), carry), xs, length=length, **how)
+    return carry, left
 
 
 def _keeps_no_parameter(over: Sequence[Part]) -> bool:

@@ -125,7 +125,7 @@ def _read(atom: Any, axis: int, makers: Any, beside: list[tuple[Any, int]], inpu
     shape, maker = atom.aval.shape, makers.get(atom)
     if atom in inputs or any(atom is eqn.outvars[0] for eqn, _ in beside):
         return
-    if not shape or shape[axis] == 1:
+    if not shape:
         inputs[atom] = None
         return
     given = [] if maker is None else [each.aval.shape for each in maker.invars]

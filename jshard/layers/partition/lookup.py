@@ -8,14 +8,16 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
-from jshard.layers.partition.engine import Partition, Rule, known, shape_of, traced_whole
+from jshard.jaxprs import bare, called
+from jshard.layers.partition.engine import CASTS, Partition, Rule, known, shape_of, traced_whole
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
-from jshard.layers.partition.part import Part
+from jshard.layers.partition.part import Moving, Part, moving_as
 from jshard.layers.partition.product import settle, sum_or_scatter
 from jshard.layers.partition.shape import first
-from jshard.layouts.axes import LOOKUP, Factors
+from jshard.layouts.axes import KEPT, LOOKUP, Factors
 
 
 def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -25,6 +27,8 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     found = known(eqn)
     settle(parts, found)
     choice = run.choose(found, parts)
+    if (answers := _where_it_rests(run, eqn, parts, found, choice)) is not None:
+        return [answers]
     numbers, shape = eqn.params["dimension_numbers"], parts[0].shape
     if parts[1].make is not None and not any(found.kinds[factor] == LOOKUP for factor in choice):
         return run.later(eqn, parts, found)  # positions, say: the places are made where the rows are needed
@@ -50,6 +54,55 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     axes = list(axes_of(found.results[0], choice))
     out = sum_or_scatter(run, out, axes, names, parts[0].signal)
     return [Part(shape_of(eqn), tuple(axes), out)]
+
+
+def _where_it_rests(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Part | None:
+    """Look up the rows of all devices in the part of a stored table that each holds, some numbers of every word, and send the
+    answers to where their rows are. None where the table would be fewer bytes, or is gathered for another use anyway."""
+    table, indices = parts
+    if table.rest is None or not table.is_only_looked_up:
+        return None
+    over = [tuple(name for name in rest if name not in use) for rest, use in zip(table.rest, table.axes, strict=True)]
+    names = frozenset(name for some in over for name in some)
+    answers, in_result = axes_of(found.results[0], choice), {f for of in found.results[0] for f in of}
+    stays = all(
+        found.kinds[f] == KEPT and f in in_result
+        for some, of in zip(over, found.operands[0], strict=True)
+        if some
+        for f in of
+    )
+    if not stays or run.ways(names) == 1 or not names <= {name for some in indices.axes for name in some}:
+        return None
+    if math.prod(local_shape(shape_of(eqn), answers, run.sizes)) >= run.local_size(table):
+        return None
+    by_store: Moving = lambda _: moving_as(key="store")
+    without = lambda axes: tuple(tuple(name for name in some if name not in names) for some in axes)
+    own, whole = run.place(indices, indices.axes), without(indices.axes)
+    every = Part(indices.shape, whole, own.local(whole, frozenset(), by_store))
+    (found_here,) = _gather(run, eqn, [Part(table.shape, table.rest, table.x, signal=table.signal), every])
+    others = without(found_here.axes)
+    target = tuple((*want, *(n for n in have if n not in want)) for want, have in zip(answers, others, strict=True))
+    return Part(found_here.shape, target, found_here.local(target, frozenset(), by_store))
+
+
+def only_looked_up(jaxpr: Any) -> list[bool]:
+    """Return of each input whether all that reads it, or a cast of it, looks up rows in it."""
+    of = {variable: variable for variable in jaxpr.invars}
+    read, looked_up = set[Any](), set[Any]()
+    for eqn in jaxpr.eqns:
+        body = called(eqn)
+        inside = [False] * len(eqn.invars) if body is None else only_looked_up(bare(body))
+        for at, (atom, is_inside) in enumerate(zip(eqn.invars, inside, strict=True)):
+            if isinstance(atom, Literal) or atom not in of:
+                continue
+            if eqn.primitive.name in CASTS:
+                of[eqn.outvars[0]] = of[atom]
+            elif is_inside or (eqn.primitive.name == "gather" and at == 0):
+                looked_up.add(of[atom])
+            else:
+                read.add(of[atom])
+    read.update(of[atom] for atom in jaxpr.outvars if not isinstance(atom, Literal) and atom in of)
+    return [v in looked_up and v not in read for v in jaxpr.invars]
 
 
 def _moved_over(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Choice:

@@ -77,6 +77,7 @@ class Part:
     gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # of a stored parameter
     within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
     casts: dict[Any, Part] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
+    is_only_looked_up: bool = False  # of a stored parameter: nothing else reads it, so that it need not be whole
     wire: Any = None  # the dtype that a stored parameter is gathered in; its gradient is scattered in its own
     asked: set[Names] | None = None  # of a parameter that is followed: the mesh axes that each use makes it vary over
 
@@ -159,11 +160,14 @@ class Part:
         return vary(x, names, dict(() if self.signal is None else self.signal.kernel).get("all_reduce", "auto"))
 
     def _in_use(self, names: Names) -> Array:
-        """Gather a stored parameter. Where a use varies over the axis its gradient is scattered back, not summed everywhere."""
+        """Gather a stored parameter. Where a use varies over the axis its gradient is scattered back, not summed everywhere.
+        Over the other axes of rows, and between slices, what is then left of it is summed."""
         assert self.rest is not None
         missing = [(axis, name) for axis, rest in enumerate(self.rest) for name in rest if name not in self.axes[axis]]
         own = {name for _, name in missing}
-        between = [(ALL, name, True) for name in slices.loaded_across() if missing and name in names - own]
+        rows = () if self.signal is None else self.signal.row
+        beside = dict.fromkeys((*slices.loaded_across(), *rows))
+        between = [(ALL, name, True) for name in beside if missing and name in names - own]
         return self.gather((*((axis, name, name in names) for axis, name in missing), *between))
 
     def gather(self, steps: Gathers) -> Array:

@@ -124,7 +124,7 @@ class Pieces:
         if stage.number is None:
             other = next(c.stage for c in self.claims.values() if c.stage and c.stage.number is not None)
             raise JShardError(
-                f"{stage.signal} says stage: equal ({stage.signal.at('stage')}), and {other.signal} says stage: "
+                f"{stage.signal} says stage: {stage.signal.stage} ({stage.signal.at('stage')}), and {other.signal} says stage: "
                 f"{other.number} ({other.signal.at('stage')})",
                 hint="give each signal the number of its stage, or let one stack be split equally",
             )
