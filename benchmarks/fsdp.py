@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def by_partitioner(params: Any, x: jax.Array) -> jax.Array:
 
 def planned(way: str, topology: Topology, layers: int, rows: int, width: int) -> Any:
     auto = {"axis_types": "auto"} if way == "partitioner" else {}
-    signal = {"row": "data", "store": STORES.get(way, "data"), "match": ["**"]}
+    stored = {} if way == "data" else {"store": STORES.get(way, "data")}
+    signal = {"row": "data", **stored, "match": ["**"]}
     jshard.load({"jshard": {"mesh": {"data": topology.devices}, **auto}, "all": signal})
     present = configuration()
     assert present is not None
@@ -70,9 +72,10 @@ def planned(way: str, topology: Topology, layers: int, rows: int, width: int) ->
         def shape(sizes: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=jax.NamedSharding(jshard.mesh(), jax.P(*spec)))
 
+        rest = () if way == "data" else (None, "data")
         params = {
-            "up": shape((layers, width, 4 * width), jnp.float32, None, "data"),
-            "down": shape((layers, 4 * width, width), jnp.float32, None, "data"),
+            "up": shape((layers, width, 4 * width), jnp.float32, *rest),
+            "down": shape((layers, 4 * width, width), jnp.float32, *rest),
         }
         x = shape((rows * topology.devices, width), jnp.bfloat16, "data")
         f = by_partitioner if way == "partitioner" else jshard.shard(loss)
@@ -101,26 +104,63 @@ def typed(*words: str) -> dict[str, Any]:
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
-def pods(depths: list[int], topology: str) -> None:
-    """What a layer adds: its input, an activation and a mask, kept for its gradients, and its part of the weights as they are
-    gathered and of the gradients, at rest; all in bfloat16, but the last. A gathered weight would be 128 MiB."""
-    width, hidden, devices = 4096, 16384, Topology.of(topology).devices
-    kept, at_rest = 8192 // devices * (2 * width + (2 + 1) * hidden), 2 * width * hidden // devices * (2 + 4)
-    print(
-        f"a layer: {kept / 2**20:.2f} MiB kept for its gradients, {at_rest / 2**20:.2f} MiB of weights and gradients at rest"
-    )
+@dataclasses.dataclass(frozen=True)
+class Pod:
+    """configs/pod-fsdp.yaml on the chips of a topology, in its own sizes or smaller ones."""
+
+    topology: str = "v5e:16x16"
+    width: int = 4096
+    hidden: int = 16384
+    rows: int = 32  # on each device
+    words: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return Topology.of(self.topology).devices
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a layer that its gradients need: its input, an activation and a mask."""
+        return self.rows * (2 * self.width + (2 + 1) * self.hidden)
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes of its part of the weights as they are gathered, in bfloat16, and of the gradients."""
+        return 2 * self.width * self.hidden // self.devices * (2 + 4)
+
+    def temporaries(self, depth: int) -> tuple[int, int]:
+        sizes = f"features: {self.width}"
+        words = [
+            f"jshard.train.model={{path: examples.pod:Model, depth: {depth}, {sizes}, hidden: {self.hidden}}}",
+            f"jshard.train.data={{path: examples.pod:data, {sizes}}}",
+            f"jshard.train.batch={self.rows * self.devices}",
+        ]
+        topology = "--topology", self.topology
+        return temporaries_of(typed("configs/pod-fsdp.yaml", *words, *self.words, *topology, "--no-cache"))
+
+
+SMALL = Pod("v5e:2x4", 1024, 4096, 256, ("jshard.mesh.data=4", "jshard.mesh.tensor=2"))
+
+
+def temporaries_of(found: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of temporaries at the peak, with what is in VMEM then, and the compiler's own sum."""
+    memory = found["memory"]
+    arguments, results, temporaries, _ = memory["parts"].values()
+    return memory["peak"] - arguments - results, temporaries
+
+
+def pods(depths: list[int], pod: Pod) -> None:
+    """What a layer adds. A gathered weight would be as much as both of a layer, whole, in bfloat16."""
+    mib = 2**20
+    at_rest = f"{pod.at_rest / mib:.2f} MiB of weights and gradients at rest"
+    print(f"a layer: {pod.kept / mib:.2f} MiB kept for its gradients, {at_rest}")
     before: tuple[int, int] | None = None
     for depth in depths:
-        model = f"jshard.train.model={{path: examples.pod:Model, depth: {depth}}}"
-        memory = typed("configs/pod-fsdp.yaml", model, "--topology", topology, "--no-cache")["memory"]
-        arguments, results, temporaries, _ = memory["parts"].values()
-        peak = memory["peak"] - arguments - results
-        told = f", {(peak - before[1]) / (depth - before[0]) / 2**20:.2f} MiB for each more" if before else ""
+        peak, temporaries = pod.temporaries(depth)
+        told = f", {(peak - before[1]) / (depth - before[0]) / mib:.2f} MiB for each more" if before else ""
         before = depth, peak
-        sizes = (
-            f"{peak / 2**20:,.0f} MiB of temporaries at the peak{told}; the compiler's sum {temporaries / 2**20:,.0f}"
-        )
-        print(f"pod-fsdp on {topology}, {depth:3} layers: {sizes}", flush=True)
+        sizes = f"{peak / mib:,.0f} MiB of temporaries at the peak{told}; the compiler's sum {temporaries / mib:,.0f}"
+        print(f"pod-fsdp on {pod.topology}, {depth:3} layers: {sizes}", flush=True)
 
 
 _TENSOR = ("jshard.mesh.data=4", "jshard.mesh.tensor=4", "_split.sequence=tensor")
@@ -136,16 +176,17 @@ DECODERS: dict[str, tuple[tuple[str, ...], str, float, int]] = {
 
 def decoders(names: list[str]) -> None:
     print("configs/decoder/fsdp.yaml, 2,048 tokens a chip, beside MaxText's best; a model, nothing was measured")
-    print(f"{'':30}{'temporaries':>14}{'theirs':>12}{'wire':>9}{'work':>9}{'step':>10}{'theirs':>10}{'of theirs':>10}")
+    heads = f"{'at the peak':>14}{'temporaries':>14}{'theirs':>12}{'wire':>9}{'work':>9}{'step':>10}"
+    print(f"{'':30}{heads}{'theirs':>10}{'of theirs':>10}")
     for name in names:
         words, topology, theirs, held = DECODERS[name]
         found = typed("configs/decoder/fsdp.yaml", *words, "--topology", topology)
         parts = collections.Counter[str]()
         for part in found["time"]["parts"]:
             parts[part["name"]] += 1e3 * part["seconds"]
-        step, memory = 1e3 * found["time"]["seconds"], found["memory"]["parts"]["temporaries"] / 2**20
-        times = f"{1e3 * parts['wire']:6.1f} ms{1e3 * parts['work']:6.1f} ms{step:7.1f} ms{theirs:7.1f} ms"
-        print(f"{name:30}{memory:10,.0f} MiB{held:8,} MiB{times}{step / theirs:10.2f}", flush=True)
+        step, (peak, memory) = 1e3 * found["time"]["seconds"], (size / 2**20 for size in temporaries_of(found))
+        times = f"{parts['wire']:6.1f} ms{parts['work']:6.1f} ms{step:7.1f} ms{theirs:7.1f} ms"
+        print(f"{name:30}{peak:10,.0f} MiB{memory:10,.0f} MiB{held:8,} MiB{times}{step / theirs:10.2f}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -154,8 +195,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", default="512,1024,4096", help="of x on each chip")
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--ways", default=",".join(WAYS), help="some of them, with commas between")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument(
+        "--ways", default=",".join(WAYS), help="some of them, with commas between; data keeps all on each"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs; a small one of --pod")
     parser.add_argument("--pod", metavar="DEPTHS", help="plan configs/pod-fsdp.yaml with so many layers")
     parser.add_argument("--decoder", metavar="ROWS", help=f"all, or some of: {'; '.join(DECODERS)}")
     asked = parser.parse_args(arguments)
@@ -163,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
         decoders(list(DECODERS) if asked.decoder == "all" else asked.decoder.split(";"))
         return
     if asked.pod:
-        pods([int(depth) for depth in asked.pod.split(",")], "v5e:16x16")
+        pods([int(depth) for depth in asked.pod.split(",")], SMALL if asked.quick else Pod())
         return
     layers, all_rows, width = (2, "16", 128) if asked.quick else (asked.layers, asked.rows, asked.width)
     for topology in map(Topology.of, asked.topology.split(",")):

@@ -27,8 +27,8 @@ import numpy as np
 from flax import nnx
 
 import jshard
+from jshard.flops import arithmetic_of
 from jshard.inspect.compiled.hlo_text import NO_RESULT, Program
-from jshard.inspect.plan.flops import arithmetic_of
 from jshard.inspect.plan.work import bytes_moved
 from jshard.layers.attending import attend
 from jshard.table import table

@@ -1,8 +1,9 @@
 """A pipeline's step compiled for chips that are not there: the temporaries of each device for more and more microbatches, and
-how much of what stages send each other no work hides, by a walk through the compiled schedule.
+how much of what stages send each other no work hides, by a walk through the compiled schedule, which takes all ticks to be like
+their mean; beside it the share that the table has nothing to run beside.
 
     python -m benchmarks.pipeline [--topology v5e:2x2] [--schedules gpipe,1f1b] [--microbatches 8,16,32] [--layers 8]
-        [--rows 1024] [--width 1024] [--quick]
+        [--counts 3,2,2,1] [--rows 1024] [--width 1024] [--quick]
 
 Layers x + gelu(x up) down in float32, `rows` of x a microbatch, a stage for each chip. It asks for `pip install "jshard[tpu]"`.
 """
@@ -21,7 +22,8 @@ from jshard.inspect.plan import Topology, plan
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.layers.abstract import abstract
 from jshard.layers.accumulation import accumulated
-from jshard.schedules import KINDS
+from jshard.schedules import KINDS, generate
+from jshard.schedules.cost import percent, sends_alone
 from jshard.signals.active_config import configuration
 
 
@@ -46,13 +48,18 @@ def loss(model: Model, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((model(x) - y) ** 2)
 
 
-def planned(schedule: str, microbatches: int, topology: Topology, layers: int, rows: int, width: int) -> Any:
+def planned(
+    schedule: str, microbatches: int, topology: Topology, counts: list[int] | None, layers: int, rows: int, width: int
+) -> Any:
+    each = counts or []
+    firsts = [sum(each[:stage]) for stage in range(len(each))]
+    ranges = {f"{first}..{first + count - 1}": n for n, (first, count) in enumerate(zip(firsts, each, strict=True))}
     jshard.load({
         "jshard": {
             "mesh": {"stage": topology.devices},
             "pipeline": {"axis": "stage", "microbatches": microbatches, "schedule": schedule},
         },
-        "blocks": {"stage": "equal", "match": ["**"]},
+        "blocks": {"stage": ranges or "equal", "match": ["**"]},
     })  # fmt: skip
     present = configuration()
     assert present is not None
@@ -63,10 +70,12 @@ def planned(schedule: str, microbatches: int, topology: Topology, layers: int, r
         return plan(accumulated(loss), model, batch, batch, topology=topology.name, backward=False)
 
 
-def shown(made: Any) -> float:
-    """The share of the bytes between stages that a device waits for."""
-    sends = [got for got in made.got if got.collective == "permute"]
-    return sum(got.total * (1 - got.hidden) for got in sends) / sum(got.total for got in sends)
+def exposed(made: Any, of_microbatches: bool) -> float | None:
+    """The share of the bytes between stages that a device waits for: of what microbatches are sent, or of layers that run on
+    another stage than they rest on."""
+    rows = [row for row in made.comparison.rows if row.collective == "permute" and row.wire_got]
+    rows = [row for row in rows if of_microbatches == any(each.kind == "lock-step" for each in row.differences)]
+    return sum(row.wire_got - row.hidden for row in rows) / sum(row.wire_got for row in rows) if rows else None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -75,20 +84,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--schedules", default=",".join(KINDS), help="some of them, with commas between")
     parser.add_argument("--microbatches", default="8,16,32")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--counts", help="of layers, by stage, as 3,2,2,1; as many on each unless said")
     parser.add_argument("--rows", type=int, default=1024, help="of x in a microbatch")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     asked = parser.parse_args(arguments)
     rows, width = (64, 64) if asked.quick else (asked.rows, asked.width)
     topology = Topology.of(asked.topology)
-    print(f"{topology}, {asked.layers} layers of {width:,}, {rows:,} rows a microbatch")
+    by_stage = [int(word) for word in asked.counts.split(",")] if asked.counts else None
+    layers = sum(by_stage or [asked.layers])
+    print(f"{topology}, {layers} layers of {width:,}, {rows:,} rows a microbatch")
     counts = [int(word) for word in asked.microbatches.split(",")]
-    print(f"{'microbatches':12}" + "".join(f"{count:>14,}" for count in counts))
+    print("".join(f"{count:>14,}" for count in counts) + "  microbatches")
     for schedule in asked.schedules.split(","):
-        made = [planned(schedule, count, topology, asked.layers, rows, width) for count in counts]
+        made = [planned(schedule, count, topology, by_stage, layers, rows, width) for count in counts]
         held = (each.memory.parts["temporaries"] / 2**20 for each in made)
-        print(f"{schedule:12}" + "".join(f"{each:10,.1f} MiB" for each in held), flush=True)
-        print(f"{'not hidden':12}" + "".join(f"{100 * shown(each):12.0f} %" for each in made), flush=True)
+        print(f"{schedule}\n" + "".join(f"{each:10,.1f} MiB" for each in held) + "  temporaries", flush=True)
+        alone = [sends_alone(generate(schedule, topology.devices, count)) for count in counts]
+        for words, shares in (
+            ("sends, not hidden", [exposed(each, of_microbatches=True) for each in made]),
+            ("with no work beside them, by the table", alone),
+            ("layers sent to where they run, not hidden", [exposed(each, of_microbatches=False) for each in made]),
+        ):
+            if found := [f"{percent(share):>14}" for share in shares if share is not None]:
+                print("".join(found) + f"  {words}", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,18 @@ def listen(listener: Listener) -> Callable[[], None]:
     return stop
 
 
+# -- what devices do --
+
+operation: Callable[[str, bool], None] | None = None
+
+
+def hear_operations(hears: Callable[[str, bool], None]) -> None:
+    """From now on `hears(where, ended)` is called as a CPU device begins or ends an operation of a pipeline's table, in
+    programs that are traced from now on. For the one who watches this process: it costs a call into Python each time."""
+    global operation
+    operation = hears
+
+
 # -- stderr --
 
 

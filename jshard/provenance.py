@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -31,8 +32,9 @@ def scope(**fields: str):
     stands, the innermost alone; `key` is the key of the innermost one; `phase` is backward or update, where no transformation
     of JAX tells; `reason` is redistribute; `chosen` is the strategy that jshard
     took by itself, in words; `again` is remat around what is computed a second time and differentiated there;
-    `times` and `each`, of a branch in a loop, are how often it is taken in all turns, by all devices and by the one most often
-    (`times` alone is that of each device), and `turns` in how many of them by any.
+    `times` and `turns`, of a branch in a loop, are how often each device takes it in all turns, a number for each stage
+    where they differ, and in how many any does;
+    `times` and `each`, of a send in a loop, how often it is asked for in all turns, by all devices and by the one most often.
     """
     assert fields.keys() <= FIELDS, fields
     words = ",".join(f"{field}={quote(word, safe=' =*+')}" for field, word in fields.items())
@@ -177,14 +179,18 @@ def cause(op_name: str) -> Cause:
     return found.pop() if len(found) == 1 else Cause()
 
 
-def taken(op_name: str) -> tuple[int, int] | None:
-    """How often each device takes a branch in all turns of the loop around, and in how many turns any does, where the scope
-    directly around it says so. A collective that they all take part in is run in each of these turns."""
+def often(times: str) -> list[Fraction]:
+    """Read `times`: one number, or one for each stage. A loop that runs several times may take a branch less often in one."""
+    return [Fraction(word) for word in times.split()]
+
+
+def taken(op_name: str) -> tuple[Fraction, int] | None:
+    """How often the device that does so most takes a branch in all turns of the loop around, and in how many turns any does,
+    where the scope directly around it says so."""
     *_, (_, around), _ = (("", ""), ("", ""), *_parts(op_name))
-    if "times" not in (words := _fields(around)):
+    if "turns" not in (words := _fields(around)):
         return None
-    turns = int(words["turns"])
-    return turns if "each" in words else int(words["times"]), turns
+    return max(often(words["times"])), int(words["turns"])
 
 
 def operation(op_name: str) -> str:

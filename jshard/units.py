@@ -13,6 +13,11 @@ def size(count: float) -> str:
     return three_digits(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
+def operations(count: float) -> str:
+    """`516 FLOP`, `16.6 GFLOP`: three digits."""
+    return three_digits(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
 def three_digits(value: float, base: int, units: Sequence[str]) -> str:
     """Write `value`, which is in the first of `units`, in the largest of them that leaves it at least one."""
     power = 0

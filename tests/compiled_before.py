@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,11 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard-tests-ordered")
 PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1]}"
+# JAX's key is that of a program before jshard changes it.
+CHANGED_BY = [
+    ROOT / f"jshard/layouts/{each}.py" for each in ("before_compiling", "instruction_names", "kernel_gradients")
+]
+PLACE /= f"{zlib.crc32(b''.join(each.read_bytes() for each in CHANGED_BY)):08x}"
 SWEPT = PLACE / "swept"
 WEEK = 7 * 24 * 3600
 NAMED = "JSHARD_TESTS_NAMED"  # in a process's environment: names belong to the key of each of its programs

@@ -23,6 +23,7 @@ FLOORS = {
     "stragglers": 0,
     "units": -1,
     "jaxprs": 0,
+    "flops": 1,
     "pages": 0,
     "provenance": 0,
     "table": 0,

@@ -16,16 +16,19 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError
+from jshard.flops import arithmetic_of
 from jshard.jaxprs import scanned
+from jshard.layers.balance import Costs, balanced, in_ranges, spelled
 from jshard.layers.partition import Microbatches, Program
-from jshard.layers.partition.engine import Partition
+from jshard.layers.partition.engine import Partition, SomeLayers
 from jshard.layers.partition.part import Names, Part, names_of, vary
 from jshard.layers.partition.pieces import Group, Piece, check_smooth, piece
-from jshard.layers.partition.stages import from_chunks, to_chunks
+from jshard.layers.partition.stages import Counts, from_chunks, from_stages, to_chunks, to_stages
 from jshard.layers.partition.ticks import Model, run_table
 from jshard.layouts.layout import Layout
 from jshard.provenance import scope, source_of
 from jshard.schedules import KINDS, Table, generate, load
+from jshard.schedules.table import counted
 from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Stage
 from jshard.signals.config import Pipeline
@@ -49,7 +52,7 @@ class Scheduled(Microbatches):
                 hint="give the signal the path of a jshard.stack in the model, as blocks",
             )
         stages, meant = (each.shape[stage.mesh_axis] for each in (program.mesh, mesh_to_choose_for()))
-        self.table = table_of(self.asked, meant if stages == 1 else stages)
+        self.table = self.meant = table_of(self.asked, meant if stages == 1 else stages)
         if stages != self.table.stages:  # the one device that verify compares with has all chunks
             kind = "zero_bubble" if self.table.splits_weights else "1f1b"
             self.table = generate(kind, 1, self.table.microbatches, self.table.virtual_stages)
@@ -101,14 +104,55 @@ class Pipelined(Scheduled):
         self.cut = _Cut(program, program.stage, self.of_data)
         for v in self.cut.left:
             check_smooth(v, f"jshard.pipeline ({self.asked.place})")
-        self.layers, left = divmod(self.cut.loop.params["length"], self.table.virtual_stages)
-        if left:
-            every, count = self.cut.loop.params["length"], self.table.virtual_stages
+        every, counts, self.layers_words = self.cut.loop.params["length"], (), ""
+        match program.stage.signal.stage:
+            case "equal":
+                counts = self._equal(every)
+            case "balance":
+                counts, self.layers_words = balanced(program.stage.signal, self.costs, self.meant)
+            case ranges:
+                counts = in_ranges(ranges, every, program.stage.signal, self.meant, self.asked.place)
+                self.layers_words = f"{program.stage.signal.name}: {spelled(counts, self.meant)}, as written"
+        self.counts = Counts(counts, self.table.stages)
+        self.layers = self.counts.longest
+        if not self.counts.are_equal:
+            self._check_no_prefetch()
+        whole = sum(self._axis_of_stages(n) is None for n in self.cut.staged)
+        if whole and self.layers_words:
+            of = f"{whole} of {counted(len(self.cut.staged), 'parameter')}"
+            self.layers_words += f"; {of} rest whole on every stage, as no axis divides by {self.table.stages} more"
+
+    def _equal(self, every: int) -> tuple[int, ...]:
+        count, stage = self.table.virtual_stages, self.program.stage
+        assert stage is not None
+        if every % count:
             raise JShardError(
                 f"jshard.pipeline ({self.asked.place}) has {self.table.stages} stages of {count // self.table.stages} chunks, "
-                f"and {program.stage.signal} splits {every} layers among them",
-                hint=f"use {every // count * count or count} or {-(-every // count) * count} layers",
+                f"and {stage.signal} splits {every} layers among them",
+                hint=f"use {every // count * count or count} or {-(-every // count) * count} layers, or write stage: balance",
             )
+        return (every // count,) * count
+
+    @property
+    def costs(self) -> Costs:
+        """What one microbatch costs all devices, and what a layer weighs."""
+        cut, types = self.cut, self.program.types
+        first, layer, last = (
+            arithmetic_of(each).total for each in (cut.first.jaxpr, cut.loop.params["jaxpr"], cut.last.jaxpr)
+        )
+        bytes_each = sum(math.prod(types[n].shape[1:]) * types[n].dtype.itemsize for n in cut.staged)
+        return Costs(cut.loop.params["length"], first, layer, last, bytes_each)
+
+    def _check_no_prefetch(self) -> None:
+        for n in self.cut.staged:
+            claim, stage = self.program.inputs[n].claim, self.program.stage
+            if claim is not None and stage is not None and claim.signal.store_prefetch:
+                says = claim.signal
+                raise JShardError(
+                    f"{says} says store.prefetch ({says.at('store.prefetch')}), and {stage.signal} has stages of unequal "
+                    f"layers ({stage.signal.at('stage')})",
+                    hint="remove prefetch, or write stage: equal",
+                )
 
     def _made_of_data(self) -> list[int]:
         """The variables that a call makes of its data, and of nothing that it left before: those of the last microbatch stay,
@@ -126,7 +170,7 @@ class Pipelined(Scheduled):
         staged, chunks = frozenset({mesh_axis}), self.table.virtual_stages // self.table.stages
         parameters = {n: vary(xs[n], names | staged) for n, names in zip(self.parameters, marked, strict=True)}
         with scope(**by):
-            own = {n: to_chunks(parameters[n], chunks, mesh_axis) for n in cut.staged}
+            own = {n: self._own(n, parameters[n], chunks) for n in cut.staged}
         edges = {n: x for n, x in parameters.items() if n not in own}
         stored = {n: self._stored(n, x) for n, x in edges.items() if mesh_axis in names_of(program.in_axes[n])}
         edges |= {n: full for n, (full, _) in stored.items()}
@@ -154,12 +198,16 @@ class Pipelined(Scheduled):
             some, rest = made[: cut.consts], iter(made[cut.consts :])
             over = [self._layers_of(n, own[n]) if n in own else self._some(how, next(rest), number) for n in cut.over]
             count = len(cut.carried)
-            parts = how.equation(cut.of_length(self.layers), [*some, *between(x)[:count], *over])
+            loop, counts = cut.of_length(self.layers), self.counts
+            if not counts.are_equal:
+                times = " ".join(map(str, counts.by_stage))
+                how.some_layers = SomeLayers(loop, jnp.array(counts.layers)[number], times)
+            parts = how.equation(loop, [*some, *between(x)[:count], *over])
             after = [how.place(part, lie[v]).x for v, part in zip(cut.carried, parts, strict=False)]
             for v, room in zip(cut.left, x[count:], strict=True):
                 part = parts[cut.loop.outvars.index(v)]
                 part = how.place(Part((self.layers, *part.shape[1:]), part.axes, part.x), lie[v])
-                after.append(lax.dynamic_update_slice_in_dim(room, part.x, number * self.layers, 0))
+                after.append(self._written(room, part.x, number))
             return after
 
         def last(edges: Any, x: Any, given: Any) -> tuple[Array, list[Array]]:
@@ -169,27 +217,50 @@ class Pipelined(Scheduled):
                 how.place(p, program.in_axes[n]).x for n, p in zip(numbers, left, strict=True)
             ]
 
-        model = Model(first, chunk, last, shares=any(n in edges for n in cut.each.inputs))
+        shares = any(n in edges for n in cut.each.inputs)
+        model = Model(first, chunk, last, shares, self.layers_words)
         value, of_own, of_edges, left = run_table(self.table, model, own, edges, inputs, mesh_axis=mesh_axis, **by)
         for at, x in zip(self.of_data, left, strict=True):
             variables.insert(at, x)
         with scope(**by, phase="backward"):
-            gradients = of_edges | {n: from_chunks(x, mesh_axis) for n, x in of_own.items()}
+            gradients = of_edges | {n: self._at_rest(n, x) for n, x in of_own.items()}
             gradients |= {n: scattered(gradients[n])[0] for n, (_, scattered) in stored.items()}
         value = value.astype(program.jaxpr.outvars[0].aval.dtype)
         return value, [self._summed(n, gradients[n]) for n in self.parameters], variables
 
-    def _stored(self, number: int, x: Array) -> tuple[Array, Any]:
-        """Gather over stages what rests split over them, once: a stage by itself can't. And what scatters its gradient."""
+    def _own(self, number: int, x: Array, chunks: int) -> Array:
+        """The layers of this stage, of a parameter as it rests."""
+        stage = self.program.stage
+        assert stage is not None
+        if stage.is_equal:
+            return to_chunks(x, chunks, stage.mesh_axis)
+        return to_stages(x, self._axis_of_stages(number), self.counts, stage.mesh_axis)
+
+    def _at_rest(self, number: int, gradient: Array) -> Array:
+        """The gradient of this stage's layers, as the parameter rests."""
+        stage = self.program.stage
+        assert stage is not None
+        if stage.is_equal:
+            return from_chunks(gradient, stage.mesh_axis)
+        return from_stages(gradient, self._axis_of_stages(number), self.counts, stage.mesh_axis)
+
+    def _axis_of_stages(self, number: int) -> int | None:
+        """The axis along which a parameter rests split over stages; None where it is whole on each."""
         claim, axes, stage = self.program.inputs[number].claim, self.program.in_axes[number], self.program.stage
         assert claim is not None and stage is not None
-        axis = next(axis for axis, names in enumerate(axes) if stage.mesh_axis in names)
-        if axes[axis][-1] != stage.mesh_axis:
+        axis = next((axis for axis, names in enumerate(axes) if stage.mesh_axis in names), None)
+        if axis is not None and axes[axis][-1] != stage.mesh_axis:
             says, names = claim.signal, [*(name for name in axes[axis] if name != stage.mesh_axis), stage.mesh_axis]
             raise JShardError(
                 f'{says} names mesh axis "{stage.mesh_axis}", that of the stages, not last in store ({says.at("store")})',
                 hint=f"write store: [{', '.join(names)}]",
             )
+        return axis
+
+    def _stored(self, number: int, x: Array) -> tuple[Array, Any]:
+        """Gather over stages what rests split over them, once: a stage by itself can't. And what scatters its gradient."""
+        claim, axis, stage = self.program.inputs[number].claim, self._axis_of_stages(number), self.program.stage
+        assert claim is not None and stage is not None and axis is not None
         with scope(claim=claim.signal.name):
             return jax.vjp(lambda x: self.program.part(number, x).gather(((axis, stage.mesh_axis, True),)), x)
 
@@ -203,15 +274,27 @@ class Pipelined(Scheduled):
 
     def _layers_of(self, number: int, x: Array) -> Part:
         """The layers of one chunk, as a parameter whose layers are all here."""
-        part = self.program.part(number, x)
-        rest = None if part.rest is None else ((), *part.rest[1:])
-        return Part((self.layers, *part.shape[1:]), ((), *part.axes[1:]), x, rest=rest, signal=part.signal)
+        part = self._part(number, x)
+        axes, rest = ((), *part.axes[1:]), None if part.rest is None else ((), *part.rest[1:])
+        return Part((self.layers, *part.shape[1:]), axes, x, rest=None if rest == axes else rest, signal=part.signal)
 
     def _some(self, run: Partition, part: Part, number: Array) -> Part:
         """Of what each layer has its own of, that of the layers of one chunk."""
         part = run.place(part, ((), *part.axes[1:]))
-        x = lax.dynamic_slice_in_dim(part.x, number * self.layers, self.layers)
+        x = self._read(part.x, number)
         return Part((self.layers, *part.shape[1:]), part.axes, x)
+
+    def _read(self, x: Array, number: Array) -> Array:
+        """The layers of a chunk, and of a shorter one any more."""
+        if self.counts.are_equal:
+            return lax.dynamic_slice_in_dim(x, number * self.layers, self.layers)
+        return x[jnp.minimum(jnp.array(self.counts.starts)[number] + jnp.arange(self.layers), len(x) - 1)]
+
+    def _written(self, room: Array, x: Array, number: Array) -> Array:
+        """Room for what all layers leave, with that of one chunk; what a shorter one has too many of, later ones write over."""
+        if self.counts.are_equal:
+            return lax.dynamic_update_slice_in_dim(room, x, number * self.layers, 0)
+        return room.at[jnp.array(self.counts.starts)[number] + jnp.arange(self.layers)].set(x, mode="drop")
 
 
 class PipelinedPieces(Scheduled):

@@ -57,7 +57,7 @@ def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "", 
     """Lay a parameter out by the words of its signal: of each role the first axis is split. A `shard` places it whatever its
     roles; layers of a pipeline are on their stages."""
     layout = _by_words(signal, roles, label)
-    is_split = stage is not None and stage.number is None and "scan" in roles
+    is_split = stage is not None and stage.is_equal and "scan" in roles
     return layout.with_axis(roles.index("scan"), (stage.mesh_axis,)) if stage and is_split else layout
 
 
@@ -119,7 +119,7 @@ def _layout(use: Use, more: int) -> Rest:
     for axis in range(len(use.shape)):
         _check(use, more, at_rest, axis, "store")
     stage = use.claim.stage
-    if stage is not None and stage.number is not None and stage.mesh_axis not in at_rest.mesh_axes:
+    if stage is not None and not stage.is_equal and stage.mesh_axis not in at_rest.mesh_axes:
         spread = at_rest.also_over(stage.mesh_axis, use.shape, scanned)
         at_rest = spread if all(size % spread.ways(axis) == 0 for axis, size in enumerate(use.shape)) else at_rest
     return Rest(in_use, at_rest)

@@ -13,6 +13,7 @@ from jshard.schedules.table import SLOTS, Key, Op, Table, counted, needs
 
 OP = re.compile(r"([FBW])([0-9]{1,6})(?:\.([0-9]{1,3}))?")
 TICK = re.compile(rf"\.|(?:{OP.pattern})+")
+ELSEWHERE = re.compile(r"(W[0-9]+(?:\.[0-9]+)?)@([0-9]+)")
 
 
 class Word(NamedTuple):
@@ -73,6 +74,13 @@ Found = tuple[int, "re.Match[str]"]  # a line's number, and a word in it
 def _row(line: str, number: int, source: str) -> list[Found]:
     row = [(number, found) for found in re.finditer(r"\S+", line.partition("#")[0])]
     for _, found in row:
+        if apart := ELSEWHERE.search(found[0]):
+            op, stage = apart.groups()
+            place = f"{source}:{number}:{found.start() + apart.start() + 1}"
+            raise JShardError(
+                f'"{apart[0]}" ({place}) makes weight gradients on stage {stage}, and they are made where their row says',
+                hint=f"write {op}: elsewhere it would send more, and make no step shorter (docs/pipelines.md)",
+            )
         if not TICK.fullmatch(found[0]):
             raise JShardError(
                 f"{quoted(found[0])} ({source}:{number}:{found.start() + 1}) is no tick",

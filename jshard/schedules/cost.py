@@ -101,13 +101,32 @@ def _kept(table: Table, slot: str, begins: int, step: int) -> list[list[int]]:
 def sends(table: Table) -> dict[str, list[int]]:
     """Count by slot and stage what it sends to another in a step: outputs (F) and gradients of inputs (B), one for each
     microbatch and hop."""
+    sent = Counter((key.slot, key.virtual % table.stages) for key in _sending(table))
+    return {slot: [sent[slot, stage] for stage in range(table.stages)] for slot in "FB"}
+
+
+def _sending(table: Table) -> list[Key]:
+    """The operations that make something for another stage."""
     ends = {"F": table.virtual_stages - 1, "B": 0}
-    sent = Counter(
-        (key.slot, key.virtual % table.stages)
-        for key in table.when
-        if table.stages > 1 and key.virtual != ends.get(key.slot, key.virtual)
-    )
-    return {slot: [sent[slot, stage] for stage in range(table.stages)] for slot in ends}
+    return [key for key in table.when if table.stages > 1 and key.virtual != ends.get(key.slot, key.virtual)]
+
+
+def sends_in_idle_ticks(table: Table) -> list[int]:
+    """Count by stage what it sends in a step though the table has nothing for it to send: a stage that
+    sends does so in every tick."""
+    return [
+        sum(table.ticks - counts[stage] for counts in sends(table).values() if counts[stage])
+        for stage in range(table.stages)
+    ]
+
+
+def sends_alone(table: Table) -> float:
+    """The share of sends in a step beside which no stage has work. What slot F sends goes beside B and W of its tick, what B
+    sends beside the next tick's F."""
+    busy = {slot: {tick for key, tick in table.when.items() if key.slot == slot} for slot in SLOTS}
+    of = [(key.slot, table.when[key]) for key in _sending(table)]
+    alone = sum(tick + 1 not in busy["F"] if slot == "B" else tick not in busy["B"] | busy["W"] for slot, tick in of)
+    return alone / (len(of) or 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +159,17 @@ class Cost:
             ("inputs kept, by stage", _spaced(inputs)),
             ("gradients kept, by stage", _spaced(gradients)),
             ("sends, by stage", _spaced(sent_by)),
+            ("sends with no work beside them", percent(sends_alone(self.table))),
         ]
         if self.bytes_each is not None:
             kept = [self.bytes_each * (both[0] + both[1]) for both in zip(inputs, gradients, strict=True)]
-            sent = [self.bytes_each * count for count in sent_by]
+            sent, idle = (
+                [self.bytes_each * n for n in counts] for counts in (sent_by, sends_in_idle_ticks(self.table))
+            )
             found += [
                 ("kept, by stage", ", ".join(map(size, kept))),
                 ("sent in a step, by stage", ", ".join(map(size, sent))),
+                ("sent besides in idle ticks", ", ".join(map(size, idle))),
             ]
         return found
 

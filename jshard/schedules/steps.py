@@ -15,9 +15,10 @@ NONE = -1
 class Steps:
     """Columns of ticks, each a number for every stage, NONE where it has nothing to do there.
 
-    Of slot F, as of others: `F_microbatch`, `F_chunk`, the place `F_input` of its input, NONE where that is the batch, and
-    `F_arrives`, where what comes in behind the slot is put as the tick ends. B and W have `_gradient`, the place of the
-    gradient of their output, NONE where B makes it of the loss: it is put at `B_loss` before slot W, which needs it.
+    Of slot F, as of others: `F_microbatch`, `F_chunk`, the place `F_input` of its input, NONE where that is the batch. What
+    slot F sends is put at `F_arrives` as the tick ends, what slot B has sent in the tick before at `B_arrives`, before slot B.
+    B and W have `_gradient`, the place of the gradient of their output, NONE where B makes it of the loss: it is put at
+    `B_loss` before slot W, which needs it.
     """
 
     columns: Mapping[str, list[list[int]]]
@@ -54,11 +55,13 @@ def steps(table: Table) -> Steps:
             found |= {"gradient": NONE, "loss": at_gradient.get(back, NONE)}
         for what, number in found.items():
             columns[f"{key.slot}_{what}"][tick][stage] = number
-        # what goes out of this stage arrives at another
+        # what goes out of this stage arrives at another: of F beside slot B, of B beside the next slot F
         if key.slot == "F" and key.virtual < last:
             columns["F_arrives"][tick][(stage + 1) % table.stages] = at_input[key._replace(virtual=key.virtual + 1)]
         if key.slot == "B" and key.virtual:
-            columns["B_arrives"][tick][(stage - 1) % table.stages] = at_gradient[key._replace(virtual=key.virtual - 1)]
+            columns["B_arrives"][tick + 1][(stage - 1) % table.stages] = at_gradient[
+                key._replace(virtual=key.virtual - 1)
+            ]
     return Steps(columns, most_inputs, most_gradients)
 
 

@@ -83,6 +83,12 @@ class Table:
             for op in ops
         }
 
+    def where(self, key: Key) -> str:
+        """Name an operation by its place, as in stage 1, tick 2, microbatch 0 (W0 of zero_bubble)."""
+        chunk, stage = divmod(key.virtual, self.stages)
+        op = Op(key.slot, key.microbatch, chunk)
+        return f"stage {stage}, tick {self.when[key]}, microbatch {key.microbatch} ({op} of {self.name})"
+
     def words(self) -> list[list[str]]:
         """The word of each tick, by stage."""
         return [["".join(map(str, ops)) or WAITS for ops in row] for row in self.rows]

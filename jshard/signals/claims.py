@@ -22,6 +22,11 @@ class Stage:
     signal: Signal
     number: int | None = None
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether each stage has as many of the layers, so that they rest where they run."""
+        return self.signal.stage == "equal"
+
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
@@ -91,7 +96,7 @@ def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, C
             (each for each in says if each.name == claim.signal.name or path.startswith(f"{each.name}/")), None
         )
         if signal is not None:
-            number = None if signal.stage == "equal" else int(signal.stage)
+            number = int(signal.stage) if signal.stage.isdecimal() else None
             after[path] = dataclasses.replace(claim, stage=Stage(mesh_axis, signal, number))
             configuration.placed.add(tuple(signal.name.split("/")))
     return after

@@ -137,7 +137,7 @@ def _at(node: Node | None, *path: str) -> Node | None:
 
 def overlay(base: Node, top: Node, levels: int = 2) -> Node:
     """`top` over `base`, key by key: a signal's keys, the keys of what is under `jshard`, and the arguments of a model and of
-    data where both name the same."""
+    data where both name the same. Where `top` has all keys of `base`, their order is that of `top`: the devices' in a mesh."""
     if not levels or not isinstance(base.value, dict) or not isinstance(top.value, dict):
         return top
     both = dict(base.value)
@@ -145,6 +145,8 @@ def overlay(base: Node, top: Node, levels: int = 2) -> Node:
         further = levels == 1 and key in ("model", "data") and _names_no_other(both.get(key), node)
         deeper = levels if key == "jshard" or further else levels - 1
         both[key] = overlay(both[key], node, deeper) if key in both else node
+    if both.keys() == top.value.keys():
+        both = {key: both[key] for key in top.value}
     return collection(both, top.place, {**base.keys, **top.keys})
 
 

@@ -17,6 +17,7 @@ from jshard.signals.value_types import (
     Names,
     Reading,
     Single,
+    Stages,
     Table,
     choice,
     flag,
@@ -26,7 +27,6 @@ from jshard.signals.value_types import (
     part_or,
     size,
     text,
-    word_or_number,
 )
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -263,9 +263,11 @@ SIGNAL: dict[str, Key] = {
         "A promise about collectives that `jshard check` holds.",
     ),
     "stage": Key(
-        word_or_number("equal"),
+        Stages(),
         "equal: the layers of the jshard.stack that is called as this signal, or that it claims, are split over the stages "
-        "of jshard.pipeline, as many for each. A number: what it claims is on that stage, counted from 0.",
+        "of jshard.pipeline, as many for each; balance: so that each has about as many FLOP, what is before and behind the "
+        "layers counted; {0..5: 0, 6..11: 1}: those on stage 0, and those on 1. A number: what it claims is on that stage, "
+        "counted from 0.",
     ),
     "kernel": Key(_KERNEL, "Which algorithm each op takes here; xla unless said, auto is what kernels.choose says."),
     "match": Key(

@@ -64,9 +64,7 @@ class Signal:
     kernel: tuple[tuple[str, str], ...] = ()  # op -> algorithm, jshard.kernel included
     expect: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False)
     match: tuple[str, ...] = ()  # globs of the parameters that it claims
-    stage: str = (
-        ""  # equal: the layers of a stack are divided among the stages of jshard.pipeline; "1": all is on that one
-    )
+    stage: str = ""  # layers of a stack on stages: equal, balance, "0..5: 0, 6..11: 1"; "1": all is on that one
     allow: tuple[str, ...] = ()  # primitives without a rule that may gather
 
     def at(self, key: str) -> Place:

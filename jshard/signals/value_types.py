@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from jshard.errors import Place, did_you_mean, nearest, quoted
-from jshard.signals.faults import Faults, Path, dotted, listed, value_words
+from jshard.signals.faults import Faults, Path, dotted, listed, shown, value_words
 from jshard.signals.nodes import Node
 from jshard.units import BYTES
 
@@ -92,15 +92,50 @@ def choice(words: tuple[str, ...]) -> Single:
     return Single(listed(words), words[0], parse, {"enum": list(words)}, words)
 
 
-def word_or_number(word: str) -> Single:
-    """One word, or a whole number, which is read as a word too."""
+LAYERS = re.compile(r"([0-9]{1,6})(?:\.\.([0-9]{1,6}))?")
 
-    def parse(value: object) -> str | None:
-        number = whole_number(value)
-        return value if value == word else str(number) if number is not None and 0 <= number < 2**31 else None  # type: ignore[return-value]  # the word
 
-    numbers = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-    return Single(f"{word} or a number", word, parse, {"anyOf": [{"enum": [word]}, numbers]}, (word,))
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A word, the number of a stage, or a mapping of ranges of layers to those; a word once read, as "0..5: 0, 6..11: 1"."""
+
+    words: tuple[str, ...] = ("equal", "balance")
+    wants: str = "equal, balance, a number, or ranges of layers with the stage of each"
+    example: str = "equal"
+
+    def read(self, node: Node, path: Path, reading: Reading) -> str | None:
+        if isinstance(node.value, dict):
+            return self._ranges(node, path, reading)
+        number = whole_number(node.value)
+        if node.value in self.words or (number is not None and 0 <= number < 2**31):
+            return str(node.value if number is None else number)
+        word = node.value if isinstance(node.value, str) else ""
+        return reading.wrong(self, node, path, did_you_mean(word, self.words, ""))
+
+    def _ranges(self, node: Node, path: Path, reading: Reading) -> str | None:
+        """Every layer once, in order, from 0 on."""
+        assert isinstance(node.value, dict)
+        found, after = [], 0
+        for words, inside in node.value.items():
+            place, number, written = node.keys[words], whole_number(inside.value), LAYERS.fullmatch(words)
+            if written is None:
+                hint = "write {0..5: 0, 6..11: 1}, with the first and the last layer of each range"
+                return reading.faults.add(path, place, f"has stage {quoted(words)}, which is no range of layers", hint)
+            first, last = int(written[1]), int(written[2] or written[1])
+            if first != after or last < first:
+                return reading.faults.add(
+                    path, place, f"has layers {words} where layer {after} is next", f"write {after}..{max(after, last)}"
+                )
+            if number is None or not 0 <= number < 2**31:
+                fault = f"has layers {words} on stage {shown(inside.value)}, which is no number"
+                return reading.faults.add(path, inside.place, fault, f"write {words}: 0")
+            found, after = [*found, f"{first}..{last}: {number}"], last + 1
+        return ", ".join(found) or reading.wrong(self, node, path)
+
+    def json(self) -> dict[str, Any]:
+        number = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+        ranges = {"type": "object", "patternProperties": {f"^{LAYERS.pattern}$": number}, "additionalProperties": False}
+        return {"anyOf": [{"enum": [*self.words]}, number, {**ranges, "minProperties": 1}]}
 
 
 BOOLEAN = {"type": "boolean"}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.inspect.plan.flops import Arithmetic, arithmetic_of
+from jshard.flops import Arithmetic, arithmetic_of
 from jshard.jaxprs import equations
 from jshard.kernels.chip import chip_called
 from jshard.layers.partition.ticks import slot_p
@@ -16,9 +16,7 @@ from jshard.schedules.cost import percent
 from jshard.training.experiment import Experiment
 from jshard.training.log import memory
 from jshard.training.loop import Step
-from jshard.units import perplexity, three_digits
-
-OPERATIONS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
+from jshard.units import operations, perplexity
 
 
 class Figures:
@@ -34,11 +32,13 @@ class Figures:
         self.chip, self.devices = chip_called(device.device_kind, device.platform), 1 if mesh is None else mesh.size
         self.arithmetic: Arithmetic | None = None
         self.table: Table | None = None  # of the stages that a step runs by
+        self.layers = ""  # of each of them, in words
         if (self.tokens or self.chip.flops) and experiment.apart is None:
             traced = step.program.trace(step.state, *experiment.first_batch())  # kept for the first step
             self.arithmetic = arithmetic_of(traced.jaxpr, remat=False)
             slots = (eqn.params["slot"] for eqn in equations(traced.jaxpr) if eqn.primitive is slot_p)
-            self.table = next((slot.table for slot in slots), None)
+            if (slot := next(slots, None)) is not None:
+                self.table, self.layers = slot.table, slot.layers
 
     def __call__(self, number: int, loss: float, steps_per_second: float) -> dict[str, float]:
         found = {"loss": loss}
@@ -75,7 +75,7 @@ class Figures:
         """Say what a step is, where it is of tokens."""
         if not self.tokens or self.arithmetic is None:
             return None
-        count = three_digits(sum(self.flops.values()), 1000, OPERATIONS)
+        count = operations(sum(self.flops.values()))
         on = f"on each of {self.devices} devices" if self.devices > 1 else "on one device"
         peak = f"no peak of {self.chip.name} is known"
         if self.chip.flops:
@@ -89,7 +89,8 @@ class Figures:
         """Say how much of a step a stage waits, which the share of the peak counts: it is of the whole step's time."""
         assert self.table is not None
         idle = Cost(self.table).lock_step.idle
-        return f"each stage waits {percent(idle)} of it by {self.table.name}: at most {percent(1 - idle)} of the peak"
+        waits = f"each stage waits {percent(idle)} of it by {self.table.name}: at most {percent(1 - idle)} of the peak"
+        return f"{waits}; {self.layers}" if self.layers else waits
 
 
 def tokens_in(targets: Any) -> int:

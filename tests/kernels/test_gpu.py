@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
 from jshard.errors import JShardError
-from jshard.inspect.plan.flops import arithmetic_of
+from jshard.flops import arithmetic_of
 from jshard.kernels.chip import CHIPS
 from jshard.kernels.gpu import blackwell, hopper
 from jshard.kernels.gpu.matmul import EPILOGUES

@@ -186,6 +186,62 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     assert (status, end) == (2, f"all were stopped: rank {nan[1]} says why, above")
 
 
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+STANDS = "permute of blocks over stage (tests/launch/staged.yaml:14)"
+
+
+@pytest.mark.slow
+def test_killed_stage_is_named_and_stages_go_on_bitwise_also_on_another_number_of_them(tmp_path):
+    def on(stages: int, *words: str, kills: str = "", into: str) -> list[str]:
+        more = ["--restarts", "1"] if kills else []
+        said = [f"jshard.mesh={{stage: {stages}}}", f"output={tmp_path}/{into}"]
+        variables = {"STAGED": f"kill {kills}"} if kills else {}
+        status, _, err = finished(start("-n", str(stages), *more, *words, *said, **variables), timeout=240)
+        assert status == 0, err
+        return err
+
+    train, resume = ("train", "tests/launch/staged.yaml"), ("resume", f"{tmp_path}/two", "--from", "4", "steps=8")
+    assert on(2, *train, into="two") == []
+    killed, again = on(2, *train, kills='5 "stage 1, tick 2, microbatch 1"', into="two-killed")
+    where = r"stage 1, tick 2, microbatch 1 \([FB]1 of 1f1b\)"
+    assert re.fullmatch(
+        rf"rank 1 was ended by SIGKILL in step 5, and had last begun {where}, and the others waited for it in "
+        rf"{re.escape(STANDS)}; all were stopped; if nobody killed it, memory may have run out: type dmesg",
+        killed,
+    )
+    assert again == "starting all again: restart 1 of 1"
+    assert losses(tmp_path / "two-killed") == losses(tmp_path / "two") and len(losses(tmp_path / "two")) == 6
+    assert on(4, *resume, into="four") == []
+    killed, _ = on(4, *resume, kills='7 "stage 2, tick 5"', into="four-killed")
+    assert "rank 2 was ended by SIGKILL in step 7, and had last begun stage 2, tick 5, microbatch " in killed
+    assert losses(tmp_path / "four-killed") == losses(tmp_path / "four")
+    assert {step: losses(tmp_path / "four")[step] for step in (5, 6)} == pytest.approx(
+        {step: losses(tmp_path / "two")[step] for step in (5, 6)}, rel=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_launch_names_the_stage_that_hangs_in_an_operation(tmp_path):
+    words = ["train", "tests/launch/staged.yaml", f"output={tmp_path}/run", "watchdog.step_timeout=4"]
+    status, _, err = finished(start("-n", "4", *words, STAGED='hang 5 "stage 2, tick 5"'))
+    rows = [line for line in err if re.match(r"\[\d\] \d ", line)]
+    assert (status, [line.endswith("<--") for line in rows]) == (1, [False, False, True, False]), err
+    assert all(("began" if "<--" in line else "ended") in line for line in rows)
+    assert re.search(
+        r"rank 2 keeps the others waiting for \d+ s: it was in step 5, and had last begun stage 2, tick 5, microbatch \d "
+        rf"\([FB]\d of 1f1b\), and the others wait for it in {re.escape(STANDS)}; ",
+        err[-2],
+    )
+    # Whichever looks first says so: another rank, or rank 2 itself, whose watchdog stands beside its devices.
+    assert err[-1].startswith(
+        ("rank 2 was at fault, as rank ", "rank 2 ended with status 1 in step 5, and had last begun ")
+    )
+
+
 def test_launched_verify_joins_two_processes_of_which_the_first_speaks_and_tells_where_only_one_is_wrong():
     words = ["--config", "tests/launch/verified.yaml", "--args", "float32[8,4]@data"]
     right, torn = (start("-n", "2", "verify", f"tests.launch.verified:{name}", *words) for name in ("right", "torn"))

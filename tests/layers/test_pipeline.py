@@ -51,7 +51,7 @@ def arrays(virtual_stages: int):
 @functools.cache
 def on_one_device(virtual_stages: int):
     parameters, edges, (inputs, targets) = arrays(virtual_stages)
-    first, chunk, last, _ = model()
+    first, chunk, last, *_ = model()
 
     def loss(parameters, edges):
         def of_one(words, target):

@@ -14,8 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.errors import JShardError
+from jshard.inspect.compiled.hlo_text import Program
+from jshard.inspect.compiled.schedule import Done, Loop, Start, schedule_of
+from jshard.inspect.compiled.traffic import collectives_in
 from jshard.jaxprs import equations, scanned
 from jshard.layers.abstract import created
+from jshard.provenance import op_name
 
 WIDTH, HIDDEN = 16, 32
 
@@ -233,10 +237,10 @@ def test_remat_says_what_is_kept():
 
 @pytest.mark.parametrize("remat", ["", "products", "full", "keep", "prefetch"])
 def test_no_layer_keeps_what_it_gathered(remat):
-    """What a loop leaves for each layer has a leading axis of the depth, or of the turns between the first and the last: a device's
-    kernels, whole and at rest."""
+    """What a loop leaves for each layer, or writes into what it carries, has a leading axis of the depth, or of the turns between the
+    first and the last: a device's kernels, whole and at rest."""
     loops = [each for each in backward_of(remat, depth=5) if each.primitive.name == "scan"]
-    left = {var.aval.shape[1:] for loop in loops for var in loop.outvars[scanned(loop)[1] :]}
+    left = {var.aval.shape[1:] for loop in loops for var in loop.outvars if var.aval.ndim}
     assert {(WIDTH // 2, HIDDEN // 4), (HIDDEN // 4, WIDTH // 2)} <= left  # gradients
     assert len(left & {(WIDTH, HIDDEN // 4), (HIDDEN // 4, WIDTH)}) == (2 if remat == "keep" else 0)
 
@@ -292,6 +296,29 @@ def test_a_layer_is_gathered_while_the_one_before_it_computes(depth):
         gathers = [eqn for eqn in body.eqns if eqn.primitive.name.startswith("all_gather")]
         assert sum(eqn.outvars[0] in behind for eqn in gathers) >= 2, loop
     assert len(loops) == 2
+
+
+def test_sums_of_data_parallel_leave_with_each_turn_of_the_backward_loop():
+    """In what XLA for CPU made, a layer's sums stand behind its own products, in the loop; those of the head and the loss do not."""
+    depth = 5
+    jshard.load(claimed({"data": 8, "tensor": 1}))
+    model = jshard.shard(built(depth), X)
+    text = nnx.jit(nnx.value_and_grad(jshard.shard(loss))).lower(model, X).compile().as_text()
+    bytes_of = collections.Counter()
+    for each in collectives_in(text):
+        bytes_of[each.collective, each.count] += sum(each.payloads)
+    kernels = 4 * 2 * WIDTH * HIDDEN
+    assert kernels <= bytes_of["all_reduce", depth] < 1.2 * kernels  # a norm's scale, a bias and means besides
+    assert 4 * WIDTH * 8 <= bytes_of["all_reduce", 1] < kernels
+    program = Program(text)
+    loops = [each for each in schedule_of(program) if isinstance(each, Loop) and each.trips == depth]
+    turn = [
+        "sum" if isinstance(e, Start) else op_name(e.instruction.rest)
+        for e in loops[-1].body
+        if not isinstance(e, Done)
+    ]
+    products = [at for at, name in enumerate(turn) if name.endswith("dot_general")]
+    assert turn.count("sum") == 1 and len(products) == 4 and products[0] < turn.index("sum"), turn
 
 
 @pytest.mark.parametrize("store", ["data", PREFETCH], ids=["store", "prefetch"])

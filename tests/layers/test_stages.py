@@ -13,15 +13,17 @@ import pytest
 from flax import nnx
 
 import jshard
+from jshard import events
 from jshard.errors import JShardError
+from jshard.flops import arithmetic_of
 from jshard.inspect.compiled.traffic import collectives_in
 from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.ledger.diff import compare
-from jshard.inspect.plan.flops import arithmetic_of
+from jshard.inspect.plan.comparison import compare as against
 from jshard.inspect.timeline import capture
 from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
-from jshard.layers.partition import ticks
+from jshard.layers.partition import ticks, watched
 from jshard.layers.sharding import objective_of
 from jshard.provenance import said
 from jshard.schedules import KINDS, generate
@@ -92,7 +94,17 @@ def built(Model=Model, **how):
     return Model(rngs=nnx.Rngs(0), **how)
 
 
-def configured(stages, tensor=1, data=1, schedule="1f1b", chunks=None, microbatches=MICROBATCHES, edges=None, **words):
+def configured(
+    stages,
+    tensor=1,
+    data=1,
+    schedule="1f1b",
+    chunks=None,
+    microbatches=MICROBATCHES,
+    edges=None,
+    layers="equal",
+    **words,
+):
     split = {"row": "data", **words}
     asked = {"axis": "stage", "microbatches": microbatches, "schedule": schedule}
     return {
@@ -100,7 +112,7 @@ def configured(stages, tensor=1, data=1, schedule="1f1b", chunks=None, microbatc
             "mesh": {"stage": stages, "data": data, "tensor": tensor},
             "pipeline": asked if chunks is None else {**asked, "chunks": chunks},
         },
-        "blocks": {"stage": "equal"},
+        "blocks": {"stage": layers},
         "up": {**split, "column": "tensor", "match": ["blocks/up/**"]},
         "down": {**split, "reduction": "tensor", "match": ["blocks/down/**"]},
         **({} if edges is None else {"edges": {"row": "data", "store": edges, "match": ["embed/**", "norm/**"]}}),
@@ -127,6 +139,12 @@ def close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-6), found, expected)
 
 
+def in_ranges(*counts, stages):
+    """Layers of chunks one behind the other, as they are written."""
+    firsts = [sum(counts[:n]) for n in range(len(counts))]
+    return {f"{first}..{first + n - 1}": at % stages for at, (first, n) in enumerate(zip(firsts, counts, strict=True))}
+
+
 CASES = {
     "1f1b, rows and tensor": (Model, {"stages": 2, "tensor": 2, "data": 2}),
     "gpipe, tensor, 4": (Model, {"stages": 4, "tensor": 2, "schedule": "gpipe"}),
@@ -138,6 +156,29 @@ CASES = {
     "interleaved of 4 chunks": (Model, {"stages": 2, "schedule": "interleaved", "chunks": 4}),
     "interleaved of 3 chunks, rows": (Six, {"stages": 2, "data": 2, "schedule": "interleaved", "chunks": 3}),
     "1f1b, remat, a parameter of all": (Scaled, {"stages": 2, "tensor": 2, "remat": "full"}),
+    "1f1b, ranges, rows and tensor": (
+        Model,
+        {"stages": 2, "tensor": 2, "data": 2, "layers": in_ranges(3, 5, stages=2)},
+    ),
+    "gpipe, ranges, 4": (
+        Model,
+        {"stages": 4, "tensor": 2, "schedule": "gpipe", "layers": in_ranges(3, 2, 2, 1, stages=4)},
+    ),
+    "interleaved, ranges, sequence": (
+        Model,
+        {
+            "stages": 2,
+            "tensor": 2,
+            "schedule": "interleaved",
+            "sequence": "tensor",
+            "layers": in_ranges(1, 3, 2, 2, stages=2),
+        },
+    ),
+    "zero_bubble, ranges of six, store": (
+        Six,
+        {"stages": 4, "data": 2, "schedule": "zero_bubble", "store": "data", "layers": in_ranges(1, 2, 2, 1, stages=4)},
+    ),
+    "1f1b, balance, remat, a parameter of all": (Scaled, {"stages": 4, "remat": "full", "layers": "balance"}),
     "zero_bubble of 2 chunks, a parameter of all": (Scaled, {"stages": 2, "schedule": "zero_bubble", "chunks": 2}),
 }
 
@@ -149,8 +190,10 @@ def test_a_schedule_computes_what_one_device_does(case, one_device):
     model = jshard.shard(built(kind), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
     at_rest = jax.tree.map(operator.attrgetter("sharding"), nnx.state(model, nnx.Param))
     kernel = model.blocks.up.kernel[...]
-    assert kernel.sharding.spec[0] == "stage"
-    assert {shard.data.shape[0] for shard in kernel.addressable_shards} == {len(kernel) // how["stages"]}
+    is_equal = "layers" not in how
+    assert kernel.sharding.spec[0] == ("stage" if is_equal else None)
+    assert is_equal or "stage" in jax.tree.leaves(tuple(kernel.sharding.spec))
+    assert {shard.data.shape[0] for shard in kernel.addressable_shards} == {len(kernel) // how["stages"] ** is_equal}
     embedding, edges = model.embed.embedding[...], how.get("edges", ())
     assert (embedding.sharding.spec[1] or ()) == (tuple(edges) or how.get("store", ()))
     value, gradients = nnx.jit(accumulated(loss))(model, X, Y)
@@ -192,6 +235,55 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case):
     assert {line.count for line in whole} == {1}
 
 
+@pytest.mark.parametrize(("schedule", "counts", "most", "flops_of"), [
+    ("1f1b", (3, 2, 2, 1), 3, 3),  # the first stage has most layers, and no head
+    ("1f1b", (2, 2, 1, 3), 3, "head"),
+    ("interleaved", (2, 1, 1, 1, 1, 1), 3, 3),  # of 3 stages: layers 0, 1 and 5, 2 and 6, 3 and 7, 4
+], ids=str)  # fmt: skip
+def test_the_ledger_counts_the_layers_of_the_stage_that_has_most(schedule, counts, most, flops_of):
+    """And arithmetic that of the stage that has most of it: the head is on the last alone."""
+    stages = len(counts) // (2 if schedule == "interleaved" else 1)
+    depth = sum(counts)
+    jshard.load(configured(stages, tensor=2, schedule=schedule, layers=in_ranges(*counts, stages=stages)))
+    model = jshard.shard(built(depth=depth, dropout=0.0))
+    traced = Traced(accumulated(loss), (model, X, Y), {})
+    lines = ledger_of(traced, traced.nodes)
+    assert not any(line.branches for line in lines)
+    found = [line for line in lines if line.axis == "tensor" and line.collective == "all_reduce"]
+    found = [line for line in found if line.payload == 4 * 6 * WIDTH * 4]
+    assert {line.count for line in found} == {MICROBATCHES * most} and len(found) == 3
+    a_layer, head = 2 * WIDTH * HIDDEN // 2, WIDTH * WORDS
+    assert arithmetic_of(traced.forward(), remat=False).total == 3 * 2 * MICROBATCHES * 4 * 6 * (
+        3 * a_layer + head * (flops_of == "head")
+    )
+    moved = [line for line in lines if (line.axis, line.collective) == ("stage", "all_to_all")]
+    of_stages = str(jshard.explain(accumulated(loss), model, X, Y)).splitlines()
+    whole = "; 4 of 4 parameters rest whole on every stage, as no axis divides by 3 more" * (stages == 3)
+    (told,) = (line for line in of_stages if line.startswith("blocks: "))
+    kind = "chunks, one of each stage in turn," if stages == 3 else "stages"
+    assert told == f"blocks: {kind} of {', '.join(map(str, counts))} layers, as written{whole}"
+    assert {line.phase for line in moved} == (set() if whole else {"forward", "backward"})
+    assert {line.count for line in moved} <= {1}
+
+
+def test_balance_places_layers_by_flop_and_says_why():
+    """Behind the layers is the product with the table of words: as much as six layers."""
+    words = 6 * 2 * HIDDEN
+    jshard.load(configured(4, schedule="1f1b", layers="balance"))
+    model = built(depth=11, dropout=0.0)
+    model.embed = nnx.Embed(words, WIDTH, rngs=nnx.Rngs(0))
+    model = jshard.shard(model, jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+    found = jshard.explain(accumulated(loss), model, X, Y)
+    (told,) = (each.layers for each in found.stages)
+    assert told == (
+        "blocks: stages of 4, 3, 3, 1 layers, 49.2 kFLOP, 36.9 kFLOP, 36.9 kFLOP, 86.0 kFLOP of a microbatch forward: a layer has "
+        "12.3 kFLOP, before them are 0 FLOP, behind them 73.7 kFLOP; in use a device has room for 4 layers, 4.25 KiB of parameters, "
+        "in each chunk"
+    )
+    assert told in str(found).splitlines()
+    assert Ledger.from_json(found.to_json()).stages == found.stages
+
+
 def test_ledger_report_difference_and_timeline_tell_the_schedule():
     """With what each stage holds, keeps and sends; a table of one is a picture of the others too."""
     ledgers = {}
@@ -224,38 +316,74 @@ def test_ledger_report_difference_and_timeline_tell_the_schedule():
     }
 
 
-@pytest.mark.parametrize("case", ["1f1b", "zero_bubble"])
-def test_the_compiled_text_costs_what_the_table_says(case):
-    """What a stage does counts in the ticks in which it does it; a send in those in which any stage sends."""
-    jshard.load(configured(2, tensor=2, schedule=case))
+@pytest.mark.parametrize(("case", "counts"), [("1f1b", (4, 4)), ("zero_bubble", (4, 4)), ("1f1b", (3, 5))], ids=str)
+def test_the_compiled_text_costs_what_the_table_says(case, counts):
+    """What a stage does counts in the ticks in which it does it; a send in every tick, and what of that the table does not
+    ask for is told apart, in bytes."""
+    is_equal = len({*counts}) == 1
+    jshard.load(configured(2, tensor=2, schedule=case, layers="equal" if is_equal else in_ranges(*counts, stages=2)))
     model = jshard.shard(built(dropout=0.0))
     table = generate(case, 2, MICROBATCHES)
     compiled = nnx.jit(accumulated(loss)).lower(model, X, Y).compile()
     found = collections.Counter()
     for each in collectives_in(compiled):
-        if len(each.payloads) == 1:
+        if len(each.payloads) == 1 and each.collective != "all_to_all":
             found[each.collective, each.causes[0].signal, each.causes[0].phase] += each.count
-    layers = MICROBATCHES * LAYERS // 2
+    layers = MICROBATCHES * max(counts)
     again = 2 if case == "zero_bubble" else 1  # W computes its chunk again too
     assert found == {
         ("all_reduce", "down", "forward"): layers,
         ("all_reduce", "up", "backward"): layers * again,
         ("all_reduce", "down", "backward"): layers * again,
-        ("permute", "blocks", "forward"): MICROBATCHES,
-        ("permute", "blocks", "backward"): MICROBATCHES,
+        ("permute", "blocks", "forward"): table.ticks,
+        ("permute", "blocks", "backward"): table.ticks,
     }
-    assert table.ticks > MICROBATCHES
+    traced = Traced(accumulated(loss), (model, X, Y), {})
+    got = collectives_in(compiled)
+    rows = against(ledger_of(traced, traced.nodes), got, {"stage": 2, "data": 1, "tensor": 2}).rows
+    idle, x = table.ticks - MICROBATCHES, 4 * 6 * WIDTH * 4
+    for row in (row for row in rows if row.collective == "permute"):
+        assert (row.asked, row.got, row.wire_asked) == (MICROBATCHES, table.ticks, MICROBATCHES * x)
+        assert row.wire_got == table.ticks * x
+        assert [str(each) for each in row.differences] == [
+            f"{idle} in ticks in which a stage has none to send ({size(idle * x)})"
+        ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
-@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
 def test_a_schedule_is_verified_bitwise(schedule, stages, tensor):
     jshard.load(configured(stages, tensor=tensor, schedule=schedule, microbatches=2))
+    model = jshard.shard(built(depth=16 if (stages, schedule) == (8, "interleaved") else LAYERS, block=Plain))
+    found = jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False)
+    assert found, str(found)
+    assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "layers", "stages", "tensor"), [
+    ("1f1b", in_ranges(1, 3, 2, 2, stages=4), 4, 2), ("interleaved", in_ranges(1, 3, 3, 1, stages=2), 2, 1),
+    ("zero_bubble", "balance", 4, 1), ("gpipe", "balance", 2, 2),
+], ids=str)  # fmt: skip
+def test_unequal_stages_are_verified_bitwise(schedule, layers, stages, tensor):
+    jshard.load(configured(stages, tensor=tensor, schedule=schedule, microbatches=2, layers=layers))
     model = jshard.shard(built(block=Plain))
     found = jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False)
     assert found, str(found)
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
+
+
+def test_without_microbatches_every_stage_runs_layers_that_no_stage_has_equally():
+    """Each gathered as it is used."""
+    jshard.load(configured(2, tensor=2, data=2, layers=in_ranges(3, 5, stages=2)))
+    model, x, y = jshard.shard(built(dropout=0.0)), X[0], Y[0]
+    found = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, x, y)
+    logits = nnx.jit(lambda model, x: model(x))(model, x)
+    unload()
+    alone = built(dropout=0.0)
+    close(found, nnx.value_and_grad(loss)(alone, x, y))
+    close(logits, alone(x))
 
 
 def test_without_microbatches_the_stages_run_one_after_the_other():
@@ -322,11 +450,15 @@ class Whole(nnx.Module):
         return self.blocks(self.embed(x))
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "interleaved"), (4, "zero_bubble")])
-def test_dropout_is_that_of_no_pipeline_bitwise(stages, schedule):
+@pytest.mark.parametrize(
+    ("stages", "schedule", "layers"),
+    [(2, "interleaved", "equal"), (4, "zero_bubble", "equal"), (2, "1f1b", in_ranges(1, 3, stages=2))],
+    ids=str,
+)
+def test_dropout_is_that_of_no_pipeline_bitwise(stages, schedule, layers):
     """In a model whose numbers are exact in any order, so that one dropped otherwise would show."""
     weighed = lambda model, x, y: jnp.sum(model(x) * (y % 3 - 1)[..., None]) / 64
-    said = configured(stages, data=2, schedule=schedule)
+    said = configured(stages, data=2, schedule=schedule, layers=layers)
     jshard.load({key: words for key, words in said.items() if key not in ("up", "down")})
     found = nnx.jit(accumulated(weighed))(jshard.shard(Whole(rngs=nnx.Rngs(0))), X, Y)
     unload()
@@ -366,17 +498,39 @@ class Experts(nnx.Module):
         return x + self.moe(self.norm(x)) * scale
 
 
-@pytest.mark.parametrize(("schedule", "tensor", "split"), [
-    ("1f1b", 1, {"expert": "data"}), ("interleaved", 2, {"column": "tensor"}),
-])  # fmt: skip
-def test_experts_inside_stages_leave_their_losses_of_balance(schedule, tensor, split):
-    """Which go to the loss with what goes from stage to stage; those of the last microbatch stay in the model."""
-    how = configured(2, data=2, tensor=tensor, schedule=schedule)
-    how = {key: words for key, words in how.items() if key not in ("up", "down")}
-    paths = ["blocks/moe/gate/**", "blocks/moe/up/**"] + ["blocks/moe/down/**"] * ("expert" in split)
-    rest = {"rest": {"row": "data", "match": ["**"]}}
+def with_experts(stages, schedule, split, **sizes):
+    """Experts by their places, or their kernels, split over mesh axes inside stages."""
+    how = configured(stages, schedule=schedule, **sizes)
+    paths = ["blocks/moe/gate/**", "blocks/moe/up/**"] + ["blocks/moe/down/**"] * ("column" not in split)
     experts = {"experts": {"row": "data", **split, "match": paths}}
-    jshard.load({key: words for key, words in how.items() if key != "rest"} | experts | rest)
+    stored = {word: axes for word, axes in split.items() if word == "store"}
+    rest = {"rest": {"row": "data", **stored, "match": ["**"]}}
+    return {"jshard": how["jshard"], "blocks": how["blocks"], **experts, **rest}
+
+
+EXPERTS = {
+    "1f1b, by places": (2, "1f1b", {"expert": "data"}, {"data": 2}),
+    "interleaved, tensor": (2, "interleaved", {"column": "tensor"}, {"data": 2, "tensor": 2}),
+    "1f1b, by places and tensor": (2, "1f1b", {"expert": "data", "column": "tensor"}, {"data": 2, "tensor": 2}),
+    "interleaved, by places": (2, "interleaved", {"expert": "data"}, {"data": 2}),
+    "zero_bubble, 4, by places": (4, "zero_bubble", {"expert": "data"}, {"data": 2}),
+    "gpipe, 4, tensor": (4, "gpipe", {"column": "tensor"}, {"tensor": 2}),
+    "1f1b, ranges, by places": (2, "1f1b", {"expert": "data"}, {"data": 2, "layers": in_ranges(1, 3, stages=2)}),
+    "1f1b, 4, stored": (4, "1f1b", {"store": "data"}, {"data": 2}),
+    "zero_bubble, by places, stored": (
+        2,
+        "zero_bubble",
+        {"expert": "tensor", "store": "data"},
+        {"data": 2, "tensor": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_inside_stages_leave_their_losses_of_balance(case):
+    """Which go to the loss with what goes from stage to stage; those of the last microbatch stay in the model."""
+    stages, schedule, split, sizes = EXPERTS[case]
+    jshard.load(with_experts(stages, schedule, split, **sizes))
     found = []
     for model in (jshard.shard(built(depth=4, block=Experts)), built(depth=4, block=Experts)):
         value, gradients = nnx.jit(accumulated(objective_of(loss)))(model, X, Y)
@@ -385,6 +539,16 @@ def test_experts_inside_stages_leave_their_losses_of_balance(schedule, tensor, s
     close(*found)
     assert np.all(np.asarray(found[0][2]) > 0.5)
     assert np.any(found[0][1]["blocks"]["moe"]["router"]["kernel"][...])
+
+
+@pytest.mark.parametrize("case", ["1f1b, by places", "zero_bubble, 4, by places", "1f1b, 4, stored"])
+def test_experts_inside_stages_are_verified_bitwise(case):
+    stages, schedule, split, sizes = EXPERTS[case]
+    jshard.load(with_experts(stages, schedule, split, **sizes))
+    model = jshard.shard(built(depth=4, block=Experts))
+    found = jshard.verify(accumulated(objective_of(loss)), model, X, Y, backward=False)
+    assert found, str(found)
+    assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
 
 
 def test_a_table_of_mine_is_run(tmp_path, one_device):
@@ -433,7 +597,7 @@ WRONG = {
     "chunks that do not divide": (
         {}, {"stages": 2, "chunks": 3}, loss,
         'jshard.pipeline (<dict>) has 2 stages of 3 chunks, and signal "blocks" (<dict>) splits 8 layers among them; use 6 or 12 '
-        "layers",
+        "layers, or write stage: balance",
     ),
     "statistics": (
         {"block": Statistics}, {"stages": 2}, loss,
@@ -482,6 +646,30 @@ def test_what_is_stored_over_stages_wrongly_is_one_sentence(how, sentence):
     with pytest.raises(JShardError) as error:
         accumulated(loss)(jshard.shard(built()), X, Y)
     assert str(error.value).splitlines()[0] == sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            {"store": {"parameters": "data", "prefetch": True}},
+            'signal "up" (<dict>) says store.prefetch (<dict>), and signal "blocks" (<dict>) has stages of unequal layers (<dict>); '
+            "remove prefetch, or write stage: equal",
+        ),
+        (
+            {"store": ["stage", "data"]},
+            'signal "up" (<dict>) names mesh axis "stage", that of the stages, not last in store (<dict>); write store: [data, stage]',
+        ),
+    ],
+    ids=str,
+)
+def test_what_unequal_stages_do_not_run_is_one_sentence(words, sentence):
+    how = configured(2, data=2, layers=in_ranges(3, 5, stages=2))
+    how["up"] |= words
+    jshard.load(how)
+    with pytest.raises(JShardError) as error:
+        accumulated(loss)(jshard.shard(built()), X, Y)
+    assert str(error.value) == sentence
 
 
 def test_a_stage_that_no_parameter_is_on_is_one_sentence():
@@ -572,3 +760,48 @@ def test_a_program_is_as_long_for_more_microbatches(schedule):
         made = jax.make_jaxpr(lambda state, x: accumulated(loss)(nnx.merge(graph, state), x, x))(state, x)  # noqa: B023
         lengths.add(sum(1 for _ in equations(made)))
     assert len(lengths) == 1, lengths
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_who_watches_hears_each_operation_begin_and_end_and_nothing_else_changes(schedule, monkeypatch):
+    """On each device of a stage, once and in the order of the table; unwatched, nothing of it is in the program."""
+    jshard.load(configured(2, tensor=2, schedule=schedule))
+
+    def run():
+        model = built()
+        traced = Traced(accumulated(loss), (model, X, Y), {})
+        lines, arithmetic = str(ledger_of(traced, traced.nodes)), arithmetic_of(traced.forward(), remat=False)
+        run = nnx.jit(lambda model, x, y: accumulated(loss)(model, x, y))
+        found = jax.tree.map(np.asarray, run(model, X, Y))
+        return "callback" in run.lower(model, X, Y).as_text(), found, lines, arithmetic
+
+    is_called, *alone = run()
+    assert not is_called
+    heard = []
+    monkeypatch.setattr(events, "operation", lambda where, ended: heard.append((where, ended)))
+    is_called, *watched = run()
+    jax.tree.map(np.testing.assert_array_equal, alone[0], watched[0])
+    assert is_called and alone[1:] == watched[1:]
+    table = generate(schedule, 2, MICROBATCHES)
+    assert collections.Counter(heard) == {(table.where(key), ended): 2 for key in table.when for ended in (False, True)}
+    first = {each: heard.index(each) for each in heard}
+    for key, tick in table.when.items():
+        assert first[table.where(key), False] < first[table.where(key), True]
+        for other, later in table.when.items():
+            if later > tick and (key.virtual - other.virtual) % 2 == 0:
+                assert first[table.where(key), True] < first[table.where(other), False]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3], ids=["microbatch", "chunk", "input"])
+def test_nothing_of_an_operation_begins_before_it_is_told(number, monkeypatch):
+    """What it works on is what comes back from who hears of it: there another number is another result."""
+    jshard.load(configured(2, schedule="interleaved"))
+    monkeypatch.setattr(events, "operation", lambda where, ended: None)
+
+    def value(change):
+        changed = lambda hear, same, **how: lambda numbers, *made: numbers.at[number].add(change)
+        monkeypatch.setattr(watched, "buffer_callback", changed)
+        return nnx.jit(lambda *args: accumulated(loss)(*args))(built(dropout=0.0), X, Y)
+
+    first, other = (jax.tree.leaves(value(change)[1]) for change in (0, 1))
+    assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(first, other, strict=True))

@@ -51,8 +51,10 @@ idle at each one's own pace, as in textbooks  25.0 %              25.0 %
 inputs kept, by stage                         3 3                 3 1
 gradients kept, by stage                      1 1                 1 1
 sends, by stage                               3 3                 3 3
+sends with no work beside them                100.0 %             33.3 %
 kept, by stage                                16.0 MiB, 16.0 MiB  16.0 MiB, 8.00 MiB
 sent in a step, by stage                      12.0 MiB, 12.0 MiB  12.0 MiB, 12.0 MiB
+sent besides in idle ticks                    20.0 MiB, 20.0 MiB  8.00 MiB, 8.00 MiB
 """
     )
 

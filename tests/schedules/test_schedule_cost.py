@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+from pathlib import Path
+
 import pytest
 
 from jshard.schedules import KINDS, Cost, Key, Times, generate, read
-from jshard.schedules.cost import gradients_kept, inputs_kept, sends
+from jshard.schedules.cost import gradients_kept, inputs_kept, sends, sends_alone, sends_in_idle_ticks
 from jshard.schedules.table import needs
 
+PAGE = (Path(__file__).parents[2] / "docs/pipelines.md").read_text()
 SIZES = [(2, 4), (4, 8), (4, 16), (8, 32)]
 
 
@@ -67,3 +71,45 @@ def test_cost_sends_each_microbatch_once_over_each_hop(kind):
     assert [sum(counts) for counts in sends(generate(kind, 4, 6, 1)).values()] == [(4 - 1) * 6] * 2
     assert [sum(counts) for counts in sends(generate(kind, 4, 6, 2)).values()] == [(8 - 1) * 6] * 2
     assert sends(generate(kind, 1, 6, 4)) == {"F": [0], "B": [0]}  # chunks of one stage are on one device
+
+
+def test_cost_of_sends_with_no_work_beside_them_and_in_idle_ticks():
+    """By hand: of two stages and three microbatches 1f1b makes F0 to F2 in ticks 0 to 2, with no B in 0, and B0 to B2 in ticks
+    1 to 3, with no F behind 3."""
+    assert sends_alone(generate("1f1b", 2, 3)) == (1 + 1) / 6
+    assert sends_alone(generate("gpipe", 2, 3)) == 1.0
+    assert sends_alone(generate("1f1b", 4, 16)) == sends_alone(generate("zero_bubble", 4, 16)) == 12 / 96
+    assert sends_alone(generate("interleaved", 1, 4, 2)) == 0.0
+    assert sends_in_idle_ticks(generate("1f1b", 2, 3)) == [5 - 3] * 2
+    assert sends_in_idle_ticks(generate("gpipe", 4, 8)) == [22 - 8, 2 * (22 - 8), 2 * (22 - 8), 22 - 8]
+    assert sends_in_idle_ticks(generate("interleaved", 1, 4, 2)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks"), [(1, 3, 1), (2, 4, 1), (4, 3, 1), (4, 16, 1), (4, 8, 2), (8, 32, 1)]
+)
+def test_no_other_place_of_weight_gradients_makes_a_step_of_equal_stages_shorter(stages, microbatches, chunks):
+    """As many of them as there are take as many ticks if all stages are busy in each; and in those of zero_bubble they are."""
+    table = generate("zero_bubble", stages, microbatches, chunks)
+    busy = collections.Counter(tick for key, tick in table.when.items() if key.slot == "W")
+    assert len(busy) == microbatches * chunks and set(busy.values()) == {stages}
+
+
+def test_a_head_pays_for_weight_gradients_elsewhere_where_it_is_as_large_as_the_page_says():
+    """A slot takes as long as the longest operation in it. What the page reckons with: a chunk is computed again in B and in W, and
+    a head, with the loss, in the last stage's B; its weight gradients in W's shared out over all stages, computed again there."""
+    stages, microbatches = 8, 16
+
+    def length(kind: str, of_b: float, head_in_b: float, of_w: float, head_in_w: float) -> float:
+        when = generate(kind, stages, microbatches).when.items()
+        ticks = {slot: {tick for key, tick in when if key.slot == slot} for slot in "FBW"}
+        last = sum(key.slot == "B" and key.virtual == stages - 1 for key, _ in when)
+        shared = microbatches / stages * head_in_w
+        return len(ticks["F"]) + len(ticks["B"]) * of_b + last * head_in_b + len(ticks["W"]) * of_w + shared
+
+    pays = {
+        head: length("zero_bubble", 2, 2 * head, 2, 2 * head) < length("1f1b", 3, 3 * head, 0, 0)
+        for head in (0.17, 0.74, 0.76)
+    }
+    assert pays == {0.17: False, 0.74: False, 0.76: True}
+    assert "0.75 of what a stage's layers take" in " ".join(PAGE.split())

@@ -16,12 +16,19 @@ def test_steps_read_what_belongs_to_each_operation(kind, stages, microbatches, c
     plan, last = steps(table), stages * chunks - 1
     inputs = [[None] * plan.inputs for _ in range(stages)]
     gradients = [[None] * plan.gradients for _ in range(stages)]
-    done = []
+    done, made, hops = [], {"F": {}, "B": {}, "W": {}}, {"F": 1, "B": -1, "W": 0}
     for tick in range(table.ticks):
         at = lambda name, stage: plan.columns[name][tick][stage]  # noqa: B023
-        arrived = []
-        for slot, buffer, hop in (("F", inputs, 1), ("B", gradients, -1), ("W", None, 0)):
-            made = {}
+
+        def arrive(slot, buffer):
+            for stage in range(stages):
+                if (place := at(f"{slot}_arrives", stage)) != NONE:  # noqa: B023
+                    buffer[stage][place] = made[slot][(stage - hops[slot]) % stages]
+
+        for slot, hop in hops.items():
+            if slot == "B":  # of the tick before
+                arrive("B", gradients)
+            made[slot] = {}
             for stage in range(stages):
                 microbatch, chunk = at(f"{slot}_microbatch", stage), at(f"{slot}_chunk", stage)
                 if microbatch == NONE:
@@ -37,14 +44,9 @@ def test_steps_read_what_belongs_to_each_operation(kind, stages, microbatches, c
                         gradients[stage][at("B_loss", stage)] = microbatch, virtual
                 elif slot != "F":
                     assert gradients[stage][place] == (microbatch, virtual)
-                made[stage] = (microbatch, virtual + hop)
+                made[slot][stage] = (microbatch, virtual + hop)
                 done.append((slot, microbatch, virtual))
-            for stage in range(stages):
-                place = at(f"{slot}_arrives", stage)
-                if place != NONE:
-                    arrived.append((buffer, stage, place, made[(stage - hop) % stages]))
-        for buffer, stage, place, what in arrived:
-            buffer[stage][place] = what
+        arrive("F", inputs)
     assert len(done) == len({*done}) == len(table.when)
 
 

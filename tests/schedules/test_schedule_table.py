@@ -136,7 +136,7 @@ def edited(text: str, draw: random.Random) -> str:
             words[where] = words[where][:place] + draw.choice(["", *"FBW0123.fX-"]) + words[where][place + 1 :]
         case 5:  # one more letter
             place = draw.randrange(len(words[where]) + 1)
-            words[where] = words[where][:place] + draw.choice("FBW0123.f #") + words[where][place:]
+            words[where] = words[where][:place] + draw.choice("FBW0123.f #@") + words[where][place:]
         case 6:  # an operation goes to another tick, which may have none of its kind
             ops = re.findall(r"[FBW][\d.]+", words[where])
             if ops:
@@ -203,6 +203,8 @@ def test_schedules_10_000_random_edits_are_accepted_rightly_or_refused_in_a_sent
 
 FAULTS = {
     "": "the table (mine.txt:1:1) has no row; write one for each stage, as F0 F1 B0 B1",
+    "F0 B0W0@2": '"W0@2" (mine.txt:1:6) makes weight gradients on stage 2, and they are made where their row says; write W0: elsewhere it '
+    "would send more, and make no step shorter (docs/pipelines.md)",
     "F0 B0x": '"B0x" (mine.txt:1:4) is no tick; write F3, B3 or W3 for microbatch 3, F3.1 for its chunk 1, F4B3 for both, or . to wait',
     "F0F1 B0": '"F1" (mine.txt:1:3) is the second F in tick 0 of stage 0; put it in another tick',
     "# mine\nF0 B0F1": '"F1" (mine.txt:2:6) stands behind a B, and a tick runs F, then B, then W; write it before the B',

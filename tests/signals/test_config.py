@@ -290,6 +290,19 @@ def test_include_composes_files_and_keeps_their_places(folder: Path):
     assert load_configuration({"jshard": {"include": "configs/parts/b.yaml"}}).signals["layer2"].row == ("data",)
 
 
+@pytest.mark.parametrize(
+    ("top", "names"),
+    [
+        ("{stage: 2, tensor: 4, data: 1}", ("stage", "tensor", "data")),
+        ("{stage: 2, tensor: 4}", ("data", "tensor", "stage")),
+    ],
+)
+def test_a_mesh_is_in_the_order_of_the_file_that_has_all_its_axes(folder: Path, top: str, names: tuple[str, ...]):
+    (folder / "base.yaml").write_text("jshard: {mesh: {data: 8, tensor: 1}}\n")
+    mesh = loaded(f"jshard: {{include: base.yaml, mesh: {top}}}\n").mesh
+    assert mesh is not None and mesh.names == names
+
+
 def test_include_is_laid_under_a_signal_key_by_key_and_no_deeper(folder: Path):
     (folder / "base.yaml").write_text(
         "attn: {dtype: {param: float32}, remat: true}\nlayer1: {dtype: {param: float32}, remat: true}\nlayer2: 3\n"

@@ -10,6 +10,7 @@ import pytest
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
 
+PIPE = "jshard: {mesh: {stage: 2}, pipeline: {axis: stage, microbatches: 4}}\nblocks: {stage: {0..5: 0, 6..7: 1}}\n"
 MESH = "jshard:\n  mesh: {data: 2, tensor: 4}\n"
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
@@ -161,6 +162,29 @@ IN_A_FILE = {
         "layer1: {row: data}\n",
         'signal "layer1" (FILE:1) names mesh axis "data", but there is no jshard.mesh; write jshard: '
         "{mesh: {data: -1}}",
+    ),
+    "layers left out": (
+        PIPE + "layer1: {stage: {0..5: 0, 7..11: 1}}\n",
+        'signal "layer1" (FILE:3) has layers 7..11 where layer 6 is next; write 6..11',
+    ),
+    "no range of layers": (
+        PIPE + "layer1: {stage: {0-5: 0}}\n",
+        'signal "layer1" (FILE:3) has stage "0-5", which is no range of layers; write {0..5: 0, 6..11: 1}, with the first and the '
+        "last layer of each range",
+    ),
+    "layers on no number": (
+        PIPE + "layer1: {stage: {0..5: first}}\n",
+        'signal "layer1" (FILE:3) has layers 0..5 on stage "first", which is no number; write 0..5: 0',
+    ),
+    "no layers": (
+        PIPE + "layer1: {stage: {}}\n",
+        'signal "layer1" (FILE:3) has stage: a mapping, which is not equal, balance, a number, or ranges of layers with the stage of '
+        "each; write stage: equal",
+    ),
+    "balance misspelled": (
+        PIPE + "layer1: {stage: balanced}\n",
+        'signal "layer1" (FILE:3) has stage: "balanced", which is not equal, balance, a number, or ranges of layers with the stage of '
+        'each; did you mean "balance"?',
     ),
     "axis listed twice": (
         MESH + "layer1: {row: [data, data]}\n",
@@ -436,7 +460,7 @@ IN_A_FILE = {
         MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {stage: data}\nd: {store: {}}\n",
         'signal "a" (FILE:3) has row: 3, which is not a mesh axis or a list of them; write row: data',
         'signal "b" (FILE:4) has an unknown key "colum"; did you mean "column"?',
-        'signal "c" (FILE:5) has stage: "data", which is not equal or a number; write stage: equal',
+        'signal "c" (FILE:5) has stage: "data", which is not equal, balance, a number, or ranges of layers with the stage of each; write stage: equal',
         'signal "d" (FILE:6) has store without parameters; write parameters: data',
     ),
     "expert": (

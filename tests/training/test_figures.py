@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jshard.chips import CHIPS
-from jshard.inspect.plan.flops import Arithmetic, arithmetic_of
+from jshard.flops import Arithmetic, arithmetic_of
 from jshard.schedules import generate
 from jshard.signals import active_config as current
 from jshard.training.figures import Figures, tokens_in
@@ -41,7 +41,7 @@ def figures(tokens: int, **more) -> Figures:
     made = object.__new__(Figures)
     known = {"steps": 100, "examples": 8, "tokens": tokens, "is_likelihood": bool(tokens), "devices": 1}
     known["learning_rate"] = lambda done: None
-    vars(made).update(known | {"arithmetic": None, "table": None, "chip": CHIPS["cpu"]} | more)
+    vars(made).update(known | {"arithmetic": None, "table": None, "layers": "", "chip": CHIPS["cpu"]} | more)
     return made
 
 
@@ -64,6 +64,8 @@ def test_a_pipeline_says_how_much_of_a_step_its_stages_wait():
         "v5e does 197 TFLOP/s in bfloat16; each stage waits 11.1 % of it by zero_bubble: at most 88.9 % of the peak"
     )
     assert made(50, 1.0, 2.0)["share_of_peak"] == 0.5
+    made.layers = "blocks: stages of 5, 4, 4, 3 layers"
+    assert (made.opening() or "").endswith("at most 88.9 % of the peak; blocks: stages of 5, 4, 4, 3 layers")
 
 
 def test_no_peak_is_known_of_a_cpu_so_no_share_is_told():

@@ -155,6 +155,20 @@ def test_a_pipeline_goes_on_with_another_number_of_stages():
     } == {1}
 
 
+@pytest.mark.slow
+def test_unequal_stages_train_as_microbatches_do_and_go_on_with_another_number_of_them(capsys):
+    """Five layers, on two stages by balance, which train says, and then on four as ranges say."""
+    alone = trained("five", "model.depth=5", "accumulate=4")
+    file = FILE.parents[1] / "pipe-1f1b.yaml"
+    capsys.readouterr()
+    found = trained("balance", "model.depth=5", "blocks.stage=balance", file=file)
+    assert "; blocks: stages of 3, 2 layers, " in "".join(capsys.readouterr())
+    alike(found, alone)
+    more = ["jshard.mesh={stage: 4, data: 1, tensor: 2}", "blocks.stage={0..1: 0, 2..2: 1, 3..3: 2, 4..4: 3}"]
+    assert main(["resume", "balance", "--from", "2", *more, "output=ranges"]) == 0
+    alike(written("ranges"), found[2:])
+
+
 def raw(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 

@@ -40,7 +40,7 @@ class CompiledCollective:
 
     def mesh_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh of these sizes that it runs over; () when its group is not made of whole axes."""
-        return axes_of(self.members, sizes)
+        return axes_of(self.collective, self.members, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +62,11 @@ def itemsize(dtype: str) -> int:
     return max(1, int(digits[1]) // 8) if digits else 1
 
 
-def axes_of(members: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh of these sizes that a group of its devices lies along; () when it is not made of whole axes."""
+def axes_of(collective: str, members: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh of these sizes that a group of its devices lies along; () when it is not made of whole axes. Permutes
+    go along a part of an axis too: around one row of a torus whose rows are one axis of the mesh."""
     if not members or max(members) >= math.prod(sizes.values()):
         return ()
     places = [np.unravel_index(member, tuple(sizes.values())) for member in members]
     axes = tuple(name for axis, name in enumerate(sizes) if len({place[axis] for place in places}) > 1)
-    return axes if math.prod(sizes[name] for name in axes) == len(members) else ()
+    return axes if collective == "permute" or math.prod(sizes[name] for name in axes) == len(members) else ()

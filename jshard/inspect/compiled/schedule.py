@@ -118,7 +118,7 @@ class _Reader:
             elif each.opcode in ("call", "conditional"):
                 inside = dataclasses.replace(site, around=each.rest)
                 if each.opcode == "conditional" and (often := taken(op_name(each.rest))) is not None:
-                    count, turns = (site.before * each for each in often)
+                    count, turns = (int(site.before * each) for each in often)
                     inside = dataclasses.replace(inside, count=count, turns=turns)
                 branches = tuple(tuple(self.events(called, inside)) for called in each.called)
                 shares = inside.count / site.count, inside.turns / site.turns

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from jshard.inspect.ledger.entries import Left, Line, joined, once
+from jshard.inspect.ledger.entries import Left, Line, joined
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.ledger.serialize import caused_document, line_document
@@ -271,7 +271,7 @@ def _unplaced(entry: Any) -> Any:
 
 
 def _unplaced_once(entry: Any) -> Any:
-    return once(_unplaced(entry))
+    return _unplaced(entry).once()
 
 
 def _cells_of_left(kind: Kind, left: Left) -> tuple[str, ...]:

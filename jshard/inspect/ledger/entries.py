@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from jshard.errors import Place
 from jshard.kernels.collectives import COLLECTIVES
@@ -19,6 +19,17 @@ class Caused:
     cause: Cause
     mesh_axes: tuple[str, ...]
     branches: tuple[str, ...]
+    count: int
+
+    def once(self) -> Self:
+        """The entry without its count."""
+        entry: Any = self
+        return dataclasses.replace(entry, count=1)
+
+    def plus(self, other: Any) -> Self:
+        """The entry with the count of another that is alike."""
+        entry: Any = self
+        return dataclasses.replace(entry, count=self.count + other.count)
 
     @property
     def axis(self) -> str:
@@ -87,6 +98,13 @@ class Line(Caused):
         """How often one device runs it."""
         return self.count if self.each is None else self.each
 
+    def once(self) -> Self:
+        return dataclasses.replace(super().once(), each=None if self.each is None else 1)
+
+    def plus(self, other: Any) -> Self:
+        each = None if self.each is None or other.each is None else self.each + other.each
+        return dataclasses.replace(super().plus(other), each=each)
+
     @property
     def asked(self) -> bool:
         """Whether a signal asked for it, as far as that is known."""
@@ -125,17 +143,19 @@ class Line(Caused):
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A table of stages that the program runs by."""
+    """A table of stages that the program runs by, and how many layers each has, in words, where they are not equal."""
 
     mesh_axis: str
     table: Table
+    layers: str = ""
 
     def document(self) -> dict[str, str]:
-        return {"mesh_axis": self.mesh_axis, "name": self.table.name, "table": self.table.text()}
+        found = {"mesh_axis": self.mesh_axis, "name": self.table.name, "table": self.table.text()}
+        return {**found, "layers": self.layers} if self.layers else found
 
     @classmethod
     def of(cls, document: Mapping[str, str]) -> Staged:
-        return cls(document["mesh_axis"], read(document["table"], document["name"]))
+        return cls(document["mesh_axis"], read(document["table"], document["name"]), document.get("layers", ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,23 +185,14 @@ class Left(Caused):
 Counted = TypeVar("Counted", Line, Left)
 
 
-def once(entry: Any) -> Any:
-    """The entry without its count."""
-    return dataclasses.replace(entry, count=1, **({} if getattr(entry, "each", None) is None else {"each": 1}))
-
-
-def joined(entries: Iterable[Counted], key: Callable[[Counted], Hashable] = once) -> list[Counted]:
+def joined(
+    entries: Iterable[Counted], key: Callable[[Counted], Hashable] = lambda entry: entry.once()
+) -> list[Counted]:
     """Add up the counts of entries of one `key`; each stands where the first of them does."""
     found: dict[Hashable, Counted] = {}
-    for each in entries:
-        same = key(each)
-        before = found.get(same)
-        if before is None:
-            found[same] = each
-            continue
-        found[same] = dataclasses.replace(before, count=before.count + each.count)
-        if getattr(before, "each", None) is not None:
-            found[same] = dataclasses.replace(found[same], each=before.each + each.each)  # type: ignore  # of lines
+    for entry in entries:
+        same = key(entry)
+        found[same] = found[same].plus(entry) if same in found else entry
     return list(found.values())
 
 

@@ -18,7 +18,7 @@ from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
 from jshard.kernels.lint import is_remote
 from jshard.layers.partition.ticks import slot_p
-from jshard.provenance import Cause, said, source_of
+from jshard.provenance import Cause, often, said, source_of
 from jshard.signals.keys import blamed
 
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}
@@ -100,9 +100,10 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice | Staged
             cause = around.blamed(eqn, mesh_axes)
             yield Left(cause, name, mesh_axes, around.count, around.count_known, around.branches)
         if name == slot_p.name:
-            yield Staged(eqn.params["slot"].mesh_axis, eqn.params["slot"].table)
+            slot = eqn.params["slot"]
+            yield Staged(slot.mesh_axis, slot.table, slot.layers)
         elif name in KIND_OF:
-            yield from _collective(eqn, around)
+            yield from _collective(eqn, _by_a_table(eqn, around) or around)
         elif name == "shard_map":
             sizes = {**around.sizes, **eqn.params["mesh"].shape}
             yield from _walk(bare(eqn.params["jaxpr"]), around.within(sizes=sizes))
@@ -115,12 +116,10 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice | Staged
             for each in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]):
                 yield from _walk(bare(each), around.within(count_known=False))
         elif name == "cond":
-            branches, stack = eqn.params["branches"], eqn.source_info.name_stack.stack
-            if times := said(stack, "times"):
-                each = said(stack, "each")
-                counted = {"count": around.before * int(times), "each": around.before * int(each) if each else None}
-                for branch in branches if int(times) else ():
-                    yield from _walk(bare(branch), around.within(**counted))
+            branches = eqn.params["branches"]
+            if inside := _by_a_table(eqn, around):
+                for branch in branches if inside.count else ():
+                    yield from _walk(bare(branch), inside.within())
                 continue
             for number, branch in enumerate(branches, 1):
                 nested = (*around.branches, f"branch {number} of {len(branches)}")
@@ -139,6 +138,16 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice | Staged
                 yield from _walk(each, around.within(checkpoint=name in CHECKPOINTS))
 
 
+def _by_a_table(eqn: Any, around: Around) -> Around | None:
+    """How often an equation of a loop over ticks runs for what its table has, where its scope says so."""
+    stack = eqn.source_info.name_stack.stack
+    if not (times := often(said(stack, "times"))):
+        return None
+    each = said(stack, "each")
+    count = int(around.before * max(times))
+    return dataclasses.replace(around, count=count, each=around.before * int(each) if each else None)
+
+
 def _mesh_axes(eqn: Any) -> tuple[str, ...]:
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(name for name in (names if isinstance(names, (tuple, list)) else (names,)) if isinstance(name, str))
@@ -147,7 +156,7 @@ def _mesh_axes(eqn: Any) -> tuple[str, ...]:
 def _collective(eqn: Any, around: Around) -> Iterator[Line]:
     kind = KIND_OF[eqn.primitive.name]
     mesh_axes = _mesh_axes(eqn)
-    if not mesh_axes:
+    if not (mesh_axes and around.count):
         return
     groups = eqn.params.get("axis_index_groups")
     group = len(groups[0]) if groups else math.prod(around.sizes[name] for name in mesh_axes)

@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.claimed import Claimed
-from jshard.inspect.ledger.entries import Choice, Left, Line, Staged, Unused, joined, once
+from jshard.inspect.ledger.entries import Choice, Left, Line, Staged, Unused, joined
 from jshard.inspect.ledger.jaxpr_walk import walk
 from jshard.inspect.ledger.memory import KINDS, Rest
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
@@ -95,7 +95,9 @@ class Ledger(Shown):
         if idle:
             names = ", ".join(dict.fromkeys(line.axis for line in idle))
             yield f"{_counted(sum(line.count for line in idle))} over {names}, of one device: nothing on the wire"
-        yield from (f"{Cost(each.table)}" for each in self.stages)
+        for each in self.stages:
+            yield f"{Cost(each.table)}"
+            yield from [each.layers] * bool(each.layers)
         yield from map(str, (*self.left, *self.choices, *self.unused, *self.unsplit))
         if self.claims:
             yield Rows([claim.cells() for claim in self.claims])
@@ -204,8 +206,8 @@ def read(jaxpr: Any) -> Ledger:
     live, _ = partial_eval.dce_jaxpr(full, [True] * len(full.outvars), instantiate=True)
     found = list(walk(live))
     # equal neighbours are one line; what is left to the compiler is one for each line of the program, wherever it stands
-    runs = itertools.groupby((each for each in found if isinstance(each, Line)), once)
-    left = joined((each for each in found if isinstance(each, Left)), lambda each: (once(each), each.source))
+    runs = itertools.groupby((each for each in found if isinstance(each, Line)), Line.once)
+    left = joined((each for each in found if isinstance(each, Left)), lambda each: (each.once(), each.source))
     return Ledger(
         tuple(line for _, run in runs for line in joined(run)),
         tuple(dict.fromkeys(each for each in found if isinstance(each, Choice))),

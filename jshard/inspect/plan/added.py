@@ -10,7 +10,7 @@ from jax._src.config import compilation_cache_include_metadata_in_key
 from jax.sharding import Mesh
 
 from jshard.inspect.compiled.traffic import collectives_in
-from jshard.inspect.ledger.entries import Line, joined, once
+from jshard.inspect.ledger.entries import Line, joined
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.tracing import Traced, ledger_of
 from jshard.inspect.plan.aot import compile_absent, exported, flattened
@@ -52,7 +52,7 @@ def with_added(ledger: Ledger, traced: Traced, backward: bool | None = None) -> 
         else:
             text, platform = _compiled_elsewhere(traced, backward, mesh), "cpu"
     compiler = f"XLA for {platform.upper()}"
-    added = joined(_added(ledger, text, mesh.shape, compiler), lambda line: (once(line), line.source))
+    added = joined(_added(ledger, text, mesh.shape, compiler), lambda line: (line.once(), line.source))
     return dataclasses.replace(ledger, lines=(*ledger.lines, *added), compiler=compiler)
 
 

@@ -12,6 +12,7 @@ from jshard.inspect.compiled.collective import CompiledCollective, itemsize
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.match import Ask, Pair, Pairs, Run, paired
+from jshard.units import size
 
 DTYPES = {
     "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "pred": "bool", "s32": "int32", "u32": "uint32",
@@ -145,7 +146,9 @@ def _differences(asked: list[Ask], pairs: list[Pair], chip: Chip) -> list[Differ
     found += [("rewritten", f"run as {pair.run.got.collective}", pair.times) for pair in rewritten]
     found += [("rewritten", f"run {pair.how}", pair.times) for pair in pairs if pair.how.startswith("by")]
     found += [("recast", f"in {dtypes}", pair.times) for pair in pairs if (dtypes := _recast(pair))]
-    found += [("lock-step", "while only other stages send", pair.times) for pair in pairs if pair.how == "lock-step"]
+    besides = [pair for pair in pairs if pair.how == "lock-step"]
+    moved = size(sum(pair.times * pair.wire for pair in besides))
+    found += [("lock-step", f"in ticks in which a stage has none to send ({moved})", pair.times) for pair in besides]
     joined = [pair for pair in pairs if pair.run.is_joined or pair.how == "merged"]
     times = sum(pair.times for pair in joined)
     into = sum({id(pair.run.got): pair.run.got.count for pair in joined}.values())  # runs of their instructions

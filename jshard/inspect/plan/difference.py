@@ -80,7 +80,7 @@ class Outcome:
             runs=tuple(runs.values()),
             wire=document["wire"]["got"] or 0,
             parts=memory["parts"],
-            memory=memory["total"],
+            memory=memory["needed"],
             capacity=memory["capacity"],
             seconds=document["time"] and document["time"]["seconds"],
             program=document["program"],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+from jshard.flops import Arithmetic
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.comparison import hidden_in_kernel
-from jshard.inspect.plan.flops import Arithmetic
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked, link_rate

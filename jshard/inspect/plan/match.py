@@ -74,7 +74,10 @@ Same = Callable[[Ask, Run], bool]
 
 
 def _axes(ask: Ask, run: Run) -> bool:
-    return set(ask.axes) == set(run.axes) if run.axes else ask.line.group == run.got.group
+    if not run.axes:
+        return ask.line.group == run.got.group
+    is_along = set(run.axes) < set(ask.axes) and run.got.collective == "permute"  # a ring may go along some of them
+    return is_along or set(ask.axes) == set(run.axes)
 
 
 def _kind(ask: Ask, run: Run) -> bool:

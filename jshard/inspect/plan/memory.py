@@ -28,32 +28,38 @@ class Memory:
     largest: tuple[Large, ...]
     budget: int | None = None  # what the configuration allows, and where it says so
     budget_place: Place | None = None
-    peak: int | None = None  # of arguments, results and temporaries, as the compiler placed them; None of an older plan
+    peak: int | None = None  # of arguments, results and temporaries, as they were placed; None where nobody says
+
+    @property
+    def needed(self) -> int:
+        """Bytes that are held at once: the peak and the program. What one loop leaves for another the sum of the parts counts
+        twice; a TPU's peak counts what it keeps in its own VMEM too, so the smaller counts."""
+        return self.total if self.peak is None else min(self.total, self.peak + self.parts["program"])
 
     def over_budget(self) -> str | None:
         """The sentence when the program needs more than `jshard.budget` allows."""
-        if self.budget is None or self.total <= self.budget:
+        if self.budget is None or self.needed <= self.budget:
             return None
         biggest = max(self.parts, key=lambda name: self.parts[name]) if self.parts else None
         most = f", {size(self.parts[biggest])} of it {biggest}" if biggest else ""
         return (
-            f"jshard.budget ({self.budget_place}) is {size(self.budget)}, and the program needs {size(self.total)} on each "
-            f"device{most}; write budget: {self.total}, or split more of it: store: data"
+            f"jshard.budget ({self.budget_place}) is {size(self.budget)}, and the program needs {size(self.needed)} on each "
+            f"device{most}; write budget: {self.needed}, or split more of it: store: data"
         )
 
     @property
     def fits(self) -> bool | None:
         """Whether it fits; None when nobody knows what the device has."""
-        return None if self.capacity is None else self.total <= self.capacity
+        return None if self.capacity is None else self.needed <= self.capacity
 
     def verdict(self) -> str:
         if self.capacity is None:
-            return f"needs {size(self.total)} per device"
-        share = f"{100 * self.total / self.capacity:.0f} %"
+            return f"needs {size(self.needed)} per device"
+        share = f"{100 * self.needed / self.capacity:.0f} %"
         if self.fits:
-            return f"fits: {size(self.total)} of {size(self.capacity)} per device ({share})"
-        more = size(self.total - self.capacity)
-        return f"does not fit: {size(self.total)} of {size(self.capacity)} per device ({share}), {more} too much"
+            return f"fits: {size(self.needed)} of {size(self.capacity)} per device ({share})"
+        more = size(self.needed - self.capacity)
+        return f"does not fit: {size(self.needed)} of {size(self.capacity)} per device ({share}), {more} too much"
 
 
 def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], present: Configuration | None) -> Memory:
@@ -69,5 +75,6 @@ def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], pr
         "program": sizes["generated_code"],
     }
     largest = largest_results(compiled.text)[:SHOWN]
-    capacity, peak = topology.chip.device_memory or None, sizes.get("peak")
+    capacity, is_cpu = topology.chip.device_memory or None, topology.chip.platform == "cpu"
+    peak = None if is_cpu else sizes.get("peak")  # XLA for CPU leaves temporaries out of it
     return Memory(parts, sum(parts.values()), capacity, rest, largest, **budget, peak=peak)

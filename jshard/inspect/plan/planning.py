@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
+from jshard.flops import arithmetic_of
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan import aot as deviceless
@@ -18,7 +19,6 @@ from jshard.inspect.plan import cache as plans
 from jshard.inspect.plan.aot import LIMIT, exported, flattened
 from jshard.inspect.plan.comparison import compare
 from jshard.inspect.plan.estimate import estimate
-from jshard.inspect.plan.flops import arithmetic_of
 from jshard.inspect.plan.memory import memory_of
 from jshard.inspect.plan.result import Result
 from jshard.inspect.plan.serialize import document

@@ -39,6 +39,7 @@ def document(plan: Result) -> str:
         },
         "memory": {
             "total": memory.total,
+            "needed": memory.needed,
             "capacity": memory.capacity,
             "fits": memory.fits,
             "budget": memory.budget,

@@ -194,7 +194,7 @@ def _line(cause: Cause, operation: Operation) -> str:
     if present is None:
         return ""
     sizes = {} if present.mesh is None else mesh().shape
-    mesh_axes = axes_of(operation.members, sizes) if operation.collective else ()
+    mesh_axes = axes_of(operation.collective, operation.members, sizes) if operation.collective else ()
     try:
         return str(blamed(cause, mesh_axes).place or "")
     except JShardError:  # a signal of another configuration, or a scope that only holds others

@@ -10,7 +10,7 @@ import numpy as np
 
 from jshard.inspect.verify.first_divergence import FirstDivergence, likeness_of
 from jshard.inspect.verify.records import Note
-from jshard.schedules import Key, Op
+from jshard.schedules import Key
 from jshard.schedules.table import SLOTS
 
 MAKES = {
@@ -31,22 +31,22 @@ def first_slot(
         return None
     sizes = {name: size for name, size in mesh.items() if name != here.mesh_axis}
     order = sorted(here.table.when.items(), key=lambda each: (each[1], SLOTS.index(each[0].slot), each[0].virtual))
-    for key, tick in order:
+    for key, _ in order:
         expected = alone.made(key)
         for number, (made, found) in enumerate(here.made(key)):
             likeness = likeness_of(expected[number][1], found, sizes, tolerance, modulus)
             if likeness.kind != "differs":
                 continue
-            looks, (chunk, stage) = likeness.cause, divmod(key.virtual, here.table.stages)
+            looks = likeness.cause
             if not np.any(found.value):
                 looks = "nothing"
             for microbatch in range(here.table.microbatches):
                 _, swapped = alone.made(key._replace(microbatch=microbatch))[number]
                 if likeness_of(swapped, found, sizes, tolerance, modulus).kind == "equal":
                     looks = f"that of microbatch {microbatch}"
-            op = Op(key.slot, key.microbatch, chunk)
-            slot = f"stage {stage}, tick {tick}, microbatch {key.microbatch} ({op} of {here.table.name})"
-            return FirstDivergence(mesh, found.where.cause, likeness.off, f"{MAKES[made]}: {looks}", slot)
+            return FirstDivergence(
+                mesh, found.where.cause, likeness.off, f"{MAKES[made]}: {looks}", here.table.where(key)
+            )
     return None
 
 

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,14 @@ STAYS = CASTS | frozenset("expand_dims reshape slice split squeeze transpose uns
 PUT_OFF = ELEMENTWISE | STAYS | frozenset("concatenate pad rev stack tile".split())
 
 
+class SomeLayers(NamedTuple):
+    """That the first layers of a loop run, fewer than it is long: how many here, and by stage, in words."""
+
+    loop: Any
+    number: Array
+    times: str
+
+
 class Partition:
     """One run over one jaxpr. `unruled` counts the primitives that no rule was known for. One that finds `only_axes` traces the
     body of a loop no more often than that takes; one that only looks for where parameters lie makes zeros for the results of
@@ -60,6 +68,7 @@ class Partition:
         self.mesh, self.sizes, self.rules = mesh, dict(mesh.shape), rules
         self.only_axes, self.only_looks = only_axes or only_looks, only_looks
         self.stage = stage  # that layers of its parameters are on
+        self.some_layers: SomeLayers | None = None
         self.unruled: dict[str, int] = {}
         self.nearest: Signal | None = None  # the claim of the parameter used last
         self.eqn: Any = None

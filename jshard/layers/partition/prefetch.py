@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jshard.kernels.collectives import pvary
+
 Arrays = list[Any]
 Layer = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]  # carry, gathered, each -> carry, ys
 
@@ -32,9 +34,14 @@ def scan_ahead(
     `length` gathers forward, one less backward.
     """
 
+    place = lambda turn: length - 1 - turn if reverse else turn
+
     def at(arrays: Sequence[Any], turn: Any) -> Arrays:
-        turn = length - 1 - turn if reverse else turn
-        return [lax.dynamic_index_in_dim(x, turn, keepdims=False) for x in arrays]
+        return [lax.dynamic_index_in_dim(x, place(turn), keepdims=False) for x in arrays]
+
+    def put(arrays: Sequence[Any], some: Sequence[Any], turn: Any) -> Arrays:
+        write = lax.dynamic_update_index_in_dim
+        return [write(x, one, place(turn), 0) for x, one in zip(arrays, some, strict=True)]
 
     def stacked(*pieces: Sequence[Any]) -> Arrays:
         """The layers' arrays, given in the order of turns: one turn or several in a piece."""
@@ -78,24 +85,24 @@ def scan_ahead(
             return jax.vjp(gather, at(shards, number))[1](of_full)[0]
 
         def turn(state: Any, number: Any) -> Any:
-            of_carry, full, behind, sums = state
-            before, done = again(number - 1), scattered(behind, number + 1)
+            of_carry, full, behind, sums, done = state
+            before, done = again(number - 1), put(done, scattered(behind, number + 1), number + 1)
             of_carry, behind, of_each, of_consts = pull(number, inputs_at(number), full, of_carry)
-            return (of_carry, before, behind, list(map(jnp.add, sums, of_consts))), (done, of_each)
+            return (of_carry, before, behind, list(map(jnp.add, sums, of_consts)), done), of_each
 
         before = again(length - 2) if length > 1 else []
         of_carry, behind, of_last, sums = pull(length - 1, last, full, of_carry)
-        if length == 1:
-            of_shards, of_each = stacked(one(scattered(behind, 0))), stacked(one(of_last))
-        else:
-            state, (done, between) = lax.scan(turn, (of_carry, before, behind, sums), jnp.arange(length - 2, 0, -1))
-            of_carry, full, behind, sums = state
-            second = scattered(behind, 1)
+        of_shards = [pvary(lax.empty(x.shape, x.dtype), tuple(jax.typeof(x).mat.varying)) for x in shards]
+        of_each = stacked(one(of_last))
+        if length > 1:
+            state = of_carry, before, behind, sums, of_shards
+            state, between = lax.scan(turn, state, jnp.arange(1, length - 1), reverse=True)
+            of_carry, full, behind, sums, of_shards = state
+            of_shards = put(of_shards, scattered(behind, 1), 1)
             of_carry, behind, of_first, of_consts = pull(0, inputs_at(0), full, of_carry)
             sums = list(map(jnp.add, sums, of_consts))
-            back_to_front = lambda arrays: [x[::-1] for x in arrays]
-            of_shards = stacked(one(scattered(behind, 0)), one(second), back_to_front(done))
-            of_each = stacked(one(of_first), back_to_front(between), one(of_last))
+            of_each = stacked(one(of_first), between, one(of_last))
+        of_shards = put(of_shards, scattered(behind, 0), 0)
         return (
             _padded(of_carry, last), of_shards, _padded(of_each, each), _padded(sums, consts),
         )  # fmt: skip

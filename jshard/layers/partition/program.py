@@ -49,6 +49,7 @@ class Program:
     def __init__(self, mesh: Mesh, jaxpr: Any, inputs: Sequence[Input]):
         self.mesh, self.jaxpr, self.inputs = mesh, jaxpr, inputs
         self.types = [v.aval for v in bare(jaxpr).invars]
+        self.only_looked_up = lookup.only_looked_up(bare(jaxpr))
         self.use = [tuple(each.axes) for each in inputs]
         self.rest: list[Axes | None] = [None] * len(inputs)
         self.placed: dict[str, Placed] = {}
@@ -137,7 +138,10 @@ class Program:
     def part(self, number: int, x: Any) -> Part:
         use, rest, claim = self.use[number], self.rest[number], self.inputs[number].claim
         signal = None if claim is None else claim.signal
-        return Part(self.types[number].shape, use, x, rest=None if rest == use else rest, signal=signal)
+        return Part(
+            self.types[number].shape, use, x, rest=None if rest == use else rest, signal=signal,
+            is_only_looked_up=self.only_looked_up[number],
+        )  # fmt: skip
 
     def __call__(self, *xs: Any) -> list[Any]:
         """Run on arrays that lie as `in_axes` say."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jshard.layers.partition.ticks import zeros_like_result
@@ -75,3 +77,69 @@ def _exchanged(pieces: Array, rounds: Sequence[Round], mesh_axis: str) -> Array:
         piece = lax.ppermute(piece, mesh_axis, [(here, there) for here, _, there, _ in each])
         result = lax.dynamic_update_index_in_dim(result, piece, place, 0)
     return result
+
+
+class Counts(NamedTuple):
+    """How many layers each chunk of each stage has, in the order in which a microbatch goes through them."""
+
+    layers: tuple[int, ...]
+    stages: int
+
+    @property
+    def longest(self) -> int:
+        return max(self.layers)
+
+    @property
+    def are_equal(self) -> bool:
+        return min(self.layers) == self.longest
+
+    @property
+    def starts(self) -> list[int]:
+        return [sum(self.layers[:number]) for number in range(len(self.layers))]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """`[stage, chunk, place]`: the layer that lies there; in places that a chunk has no layer for, the last."""
+        places = np.add.outer(self.starts, np.arange(self.longest)).clip(max=sum(self.layers) - 1)
+        return places.reshape(-1, self.stages, self.longest).swapaxes(0, 1)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where each layer lies in `rows`, flat."""
+        chunks = len(self.layers) // self.stages
+        firsts = [(n % self.stages * chunks + n // self.stages) * self.longest for n in range(len(self.layers))]
+        return np.concatenate([first + np.arange(n) for first, n in zip(firsts, self.layers, strict=True)])
+
+    @property
+    def by_stage(self) -> list[Fraction]:
+        """How many layers each stage runs in a chunk, in the mean."""
+        chunks = len(self.layers) // self.stages
+        return [Fraction(sum(self.layers[stage :: self.stages]), chunks) for stage in range(self.stages)]
+
+
+def to_stages(x: Array, axis: int | None, counts: Counts, mesh_axis: str) -> Array:
+    """Move layers that rest split over stages along `axis`, another than that of the layers, to `[chunk, layer]` of the stages
+    that run them, all as long as the longest: by one all-to-all. None: each stage has all of them."""
+    rows = counts.rows
+    if axis is None:
+        return x[jnp.array(rows)[lax.axis_index(mesh_axis)]]
+    parts = x[rows]
+    if counts.stages > 1:
+        parts = lax.all_to_all(parts, mesh_axis, 0, 0)
+    joined = jnp.moveaxis(parts, 0, axis + 1)
+    return joined.reshape(*joined.shape[: axis + 1], -1, *joined.shape[axis + 3 :])
+
+
+def from_stages(x: Array, axis: int | None, counts: Counts, mesh_axis: str) -> Array:
+    """Move `[chunk, layer]` back to where the layers rest; where each stage has all of them, zeros for others' layers."""
+    if axis is None:
+        stage = lax.axis_index(mesh_axis)
+        rows, layers = jnp.array(counts.rows)[stage], jnp.array(counts.layers).reshape(-1, counts.stages)[:, stage]
+        here = jnp.arange(counts.longest) < layers[:, None]
+        x = jnp.where(here.reshape(*here.shape, *[1] * (x.ndim - 2)), x, 0)
+        return jnp.zeros((sum(counts.layers), *x.shape[2:]), x.dtype).at[rows].add(x)
+    parts = x.reshape(*x.shape[: axis + 1], counts.stages, -1, *x.shape[axis + 2 :])
+    parts = jnp.moveaxis(parts, axis + 1, 0)
+    if counts.stages > 1:
+        parts = lax.all_to_all(parts, mesh_axis, 0, 0)
+    return parts.reshape(-1, *parts.shape[3:])[counts.places]

@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 
 from jshard.jaxprs import bare
 from jshard.layers.partition.part import vary
+from jshard.layers.partition.watched import begins, ended
 from jshard.provenance import scope
 from jshard.schedules import Table, sends
 from jshard.schedules.steps import NONE, steps
@@ -21,11 +22,13 @@ Tree = Any
 
 
 class Slot(NamedTuple):
-    """What is made in each tick of a table: the output of slot F or B, or the sums of weight gradients behind it ("sums")."""
+    """What is made in each tick of a table: the output of slot F or B, or the sums of weight gradients behind it ("sums").
+    `layers` says how many layers each stage has, where that was asked for."""
 
     made: str
     table: Table
     mesh_axis: str
+    layers: str = ""
 
 
 # Marks that, so that verify can tell which operation of a table is wrong. It compiles to nothing.
@@ -48,6 +51,7 @@ class Model(NamedTuple):
     chunk: Callable[[Tree, Tree, Tree, Tree, Array], Tree]
     last: Callable[[Tree, Tree, Tree], tuple[Array, Tree]]
     shares: bool = False
+    layers: str = ""  # of each stage, in words
 
 
 def run_table(
@@ -58,9 +62,9 @@ def run_table(
 
     A leaf of `parameters` has the chunks of this stage along its first axis; `edges` are on all stages, and so are `inputs`,
     which have the microbatches along theirs. A stage keeps the inputs of its chunks, as many as the table says, and computes a
-    chunk again for its backward. What goes on to the next stage is one permute a tick and direction, in the ticks in which any
-    stage has something to send; `by` says who asks for it. Gradients of what does not vary over `mesh_axis` are summed over
-    it, once.
+    chunk again for its backward. What goes on to the next stage is one permute a tick and direction, in every tick, beside
+    a slot that does not need it: F's beside slot B, B's beside the next tick's F. `by` says who asks for it. Gradients of what
+    does not vary over `mesh_axis` are summed over it, once.
     """
     plan, stage = steps(table), lax.axis_index(mesh_axis)
     assert lax.axis_size(mesh_axis) == table.stages, (mesh_axis, table)
@@ -75,18 +79,24 @@ def run_table(
     right = [(n, (n + 1) % table.stages) for n in range(table.stages - (chunks == 1))]
     left = [(there, here) for here, there in right]
 
-    def sent(x: Tree, slot: str, pairs: list[tuple[int, int]], arrives: Array) -> Tree:
-        """Pass on to a neighbour, in ticks in which any stage has something for one: all devices know."""
-        counts, ticks = slots[slot], sum(any(n != NONE for n in row) for row in plan.columns[f"{slot}_arrives"])
-        with scope(**by, times=str(sum(counts)), each=str(max(counts)), turns=str(ticks)):
-            return lax.cond((arrives != NONE).any(), lambda x: lax.ppermute(x, mesh_axis, pairs), _zeros, x)
+    def sent(x: Tree, slot: str, pairs: list[tuple[int, int]]) -> Tree:
+        """Pass on to a neighbour. It stands in no branch, where XLA would wait for it before it leaves, so that ticks in which
+        no stage has something to send move zeros, or what nobody puts anywhere."""
+        with scope(**by, times=str(sum(slots[slot])), each=str(max(slots[slot]))):
+            return lax.ppermute(x, mesh_axis, pairs)
 
-    def only(is_here: Array, slot: str, here: Callable[[], Tree], elsewhere: Callable[[], Tree]) -> Tree:
-        """Run `here` in the ticks, and on the stages, in which it is due: in `slot`, or for the batch or the loss (""), each
-        microbatch of which one stage has."""
-        ticks = {tick for key, tick in table.when.items() if key.slot == slot}
-        times, turns = (chunks * table.microbatches, len(ticks)) if slot else (table.microbatches,) * 2
-        with scope(times=str(times), turns=str(turns)):
+    def only(is_here: Array, due: str | int, here: Callable[[], Tree], elsewhere: Callable[[], Tree]) -> Tree:
+        """Run `here` in the ticks, and on the stages, in which it is due: in a slot, or for the batch or the loss, which the
+        stage of this number has."""
+        if isinstance(due, str):
+            times, turns = (
+                str(chunks * table.microbatches),
+                len({t for key, t in table.when.items() if key.slot == due}),
+            )
+        else:
+            turns = table.microbatches
+            times = " ".join(str(turns if number == due else 0) for number in range(table.stages))
+        with scope(times=times, turns=str(turns)):
             return lax.cond(is_here, here, elsewhere)
 
     def first(edges: Tree, given: Tree) -> Tree:
@@ -94,16 +104,17 @@ def run_table(
 
     def called(now: dict[str, Array], slot: str, kept: Tree) -> tuple[Tree, Tree, Tree, Callable[..., Tree]]:
         """What a slot works on: its chunk's parameters, its input, its microbatch, and the chunk as a function."""
+        now = begins(table, slot, stage, now)
         given = _at(inputs, now[f"{slot}_microbatch"])
         number = now[f"{slot}_chunk"] * table.stages + stage
         batch, there = now[f"{slot}_input"] == NONE, _at(kept, now[f"{slot}_input"])
-        x = only(batch, "", lambda: first(edges, given), lambda: there)
+        x = only(batch, 0, lambda: first(edges, given), lambda: there)
         run = lambda own, edges, x: model.chunk(own, edges, x, given, number)
         return _at(parameters, now[f"{slot}_chunk"]), x, given, run
 
     def forward(now: dict[str, Array], kept: Tree) -> Tree:
         own, x, _, run = called(now, "F", kept)
-        return run(own, edges, x)
+        return ended(table, "F", stage, now, run(own, edges, x))
 
     def backward(now: dict[str, Array], kept: Tree, gradients: Tree, sums: Any) -> Any:
         own, x, given, run = called(now, "B", kept)
@@ -125,7 +136,7 @@ def run_table(
         def of_gradient() -> Any:
             return _at(gradients, now["B_gradient"]), (total, behind), of_edges
 
-        by_y, total, of_edges = only(now["B_gradient"] == NONE, "", of_loss, of_gradient)
+        by_y, total, of_edges = only(now["B_gradient"] == NONE, table.stages - 1, of_loss, of_gradient)
         *by_parameters, by_x = pull(by_y)
         if by_parameters:
             sums = _added(sums, now["B_chunk"], by_parameters[0])
@@ -135,8 +146,8 @@ def run_table(
         def of_first() -> Tree:
             return _plus(of_edges, jax.vjp(lambda edges: first(edges, given), edges)[1](by_x)[0])
 
-        of_edges = only(now["B_input"] == NONE, "", of_first, lambda: of_edges)
-        return by_x, by_y, (total, sums, of_edges)
+        of_edges = only(now["B_input"] == NONE, 0, of_first, lambda: of_edges)
+        return ended(table, "B", stage, now, by_x), by_y, (total, sums, of_edges)
 
     def weights(now: dict[str, Array], kept: Tree, gradients: Tree, sums: Any) -> Any:
         own, x, _, run = called(now, "W", kept)
@@ -146,32 +157,35 @@ def run_table(
                 _, pull = jax.vjp(lambda own, edges: run(own, edges, x), own, edges)
             else:
                 _, pull = jax.vjp(lambda own: run(own, edges, x), own)
-        by_own, *by_edges = pull(_at(gradients, now["W_gradient"]))
+        by_own, *by_edges = ended(table, "W", stage, now, pull(_at(gradients, now["W_gradient"])))
         return total, _added(sums, now["W_chunk"], by_own), _plus(of_edges, by_edges[0]) if by_edges else of_edges
 
     def marked(made: str, x: Tree) -> Tree:
         leaves, tree = jax.tree.flatten(x)
         with scope(**by):
-            return jax.tree.unflatten(tree, slot_p.bind(*leaves, slot=Slot(made, table, mesh_axis)))
+            return jax.tree.unflatten(tree, slot_p.bind(*leaves, slot=Slot(made, table, mesh_axis, model.layers)))
 
     def tick(carry: Any, columns: dict[str, Array]) -> tuple[Any, None]:
-        kept, gradients, sums = carry
+        kept, gradients, by_x, sums = carry
         now = {name: column[stage] for name, column in columns.items()}
-        y = only(now["F_microbatch"] != NONE, "F", lambda: forward(now, kept), lambda: _zeros(x))
-        arrives = sent(marked("F", y), "F", right, columns["F_arrives"])
         with scope(phase="backward"):
+            comes_back = sent(by_x, "B", left)
+        y = only(now["F_microbatch"] != NONE, "F", lambda: forward(now, kept), lambda: _zeros(x))
+        arrives = sent(marked("F", y), "F", right)
+        with scope(phase="backward"):
+            gradients = _put(gradients, now["B_arrives"], comes_back)
             by_x, by_y, sums = only(
                 now["B_microbatch"] != NONE,
                 "B",
                 lambda: backward(now, kept, gradients, sums),
                 lambda: (_zeros(x), _zeros(x), sums),
             )
-            comes_back = sent(marked("B", by_x), "B", left, columns["B_arrives"])
+            by_x = marked("B", by_x)
             if separate:
                 gradients = _put(gradients, now["B_loss"], by_y)
                 sums = only(now["W_microbatch"] != NONE, "W", lambda: weights(now, kept, gradients, sums), lambda: sums)
             sums = sums[0], marked("sums", sums[1]), sums[2]
-        return (_put(kept, now["F_arrives"], arrives), _put(gradients, now["B_arrives"], comes_back), sums), None
+        return (_put(kept, now["F_arrives"], arrives), gradients, by_x, sums), None
 
     def buffer(places: int) -> Tree:
         """One place more than is needed, for what arrives where nothing is due."""
@@ -181,8 +195,8 @@ def run_table(
     behind = jax.tree.map(lambda x: vary(x, staged), behind)
     zero = (vary(jnp.zeros(()), staged), behind), *_zeros((parameters, edges))
     columns = {name: jnp.array(column, jnp.int32) for name, column in plan.columns.items()}
-    (_, _, ((total, behind), of_chunks, of_edges)), _ = lax.scan(
-        tick, (buffer(plan.inputs), buffer(plan.gradients), zero), columns
+    (*_, ((total, behind), of_chunks, of_edges)), _ = lax.scan(
+        tick, (buffer(plan.inputs), buffer(plan.gradients), _zeros(x), zero), columns
     )
     with scope(phase="backward"):
         of_edges = jax.tree.map(lambda x, equal: lax.psum(x, mesh_axis) if equal else x, of_edges, equal)

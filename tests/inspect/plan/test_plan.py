@@ -20,8 +20,9 @@ from jshard.inspect.compiled.collective import Large
 from jshard.inspect.plan import aot as deviceless
 from jshard.inspect.plan import cache, plan
 from jshard.inspect.plan.aot import Compiled, Exported
+from jshard.inspect.plan.memory import memory_of
 from jshard.inspect.plan.topology import Topology
-from jshard.signals.active_config import unload
+from jshard.signals.active_config import configuration, unload
 from jshard.units import size
 
 YAML = """jshard:
@@ -240,6 +241,26 @@ def test_program_that_is_too_large_is_a_verdict(monkeypatch, tmp_path):
         "memory: does not fit: 18.3 GiB of 15.8 GiB per device (116 %), 2.52 GiB too much",
         "time: no estimate for v5e:4x4, nothing was compiled",
     ]
+
+
+@pytest.mark.parametrize(
+    ("topology", "peak", "needed", "fits"),
+    [
+        ("v5e:4x4", 14 * 2**30, 14 * 2**30 + 5, True),  # by the sum it would be 16 GiB and 5 bytes
+        ("v5e:4x4", 17 * 2**30, 16 * 2**30 + 5, False),  # VMEM is in it
+        ("cpu:8", 2**30, 16 * 2**30 + 5, None),  # temporaries are not in it
+    ],
+)
+def test_memory_that_is_needed_is_the_peak_where_the_compilers_sum_is_larger(topology, peak, needed, fits):
+    sizes = {"argument": 2**30, "output": 2**30, "alias": 2**30, "temp": 15 * 2**30, "generated_code": 5}
+    jshard.load({"jshard": {"mesh": {"data": 8}, "budget": 15 * 2**30}})
+    for peaks, expected in (({"peak": peak}, needed), ({}, 16 * 2**30 + 5)):
+        compiled = Compiled("ENTRY main () -> f32[] {\n  ROOT c = f32[] constant(0)\n}", sizes | peaks, 1.0)
+        found = memory_of(compiled, Topology.of(topology), (), configuration())
+        assert (found.total, found.needed) == (16 * 2**30 + 5, expected)
+        assert found.fits is (fits if peaks or fits is None else False)
+        assert (found.over_budget() is None) == (expected < 15 * 2**30)
+        assert size(expected) in found.verdict()
 
 
 # -- the cache --

@@ -178,6 +178,25 @@ def test_ring_of_permutes_for_a_gather_is_named():
     assert words([line("all_gather")], [run("permute", elements=(2,), count=3)]) == [("up", 1, 1, "1 run by permute")]
 
 
+def test_permutes_around_each_row_of_a_torus_are_those_of_the_axis_that_has_all_rows():
+    torus = {"data": 16, "tensor": 2}
+    asked = line("permute", count=6, mesh_axes=("data",), group=16)
+    rows, columns = (0, 2, 4, 6), (0, 8, 16, 24)
+    found = [run("permute", count=3, members=members) for members in (rows, columns)]
+    (row,) = compare(Ledger((asked,)), found, torus).rows
+    assert (row.asked, row.got, row.wire_asked, row.differences) == (6, 6, row.wire_got, ())
+    over_tensor, *_ = compare(Ledger((asked,)), [run("permute", members=(0, 1))], torus).rows
+    assert over_tensor.got == 0
+    gathered, *_ = compare(Ledger((line("all_gather", group=16),)), [run("all_gather", members=rows)], torus).rows
+    assert gathered.got == 0  # of some of an axis a gather is another
+
+
+def test_permutes_along_one_of_two_axes_are_those_asked_over_both():
+    asked = line("permute", count=2, mesh_axes=("data", "tensor"), group=8)
+    assert words([asked], [run("permute", count=2, members=(0, 4))]) == [("up", 2, 2, "")]
+    assert words([line("permute")], [run("permute", members=tuple(range(8)))])[0][2] == 0
+
+
 def test_one_array_behind_the_other_is_merged():
     asked = [line(elements=8), line(elements=24, signal="down")]
     assert words(asked, [run(elements=(32,), signal="")]) == [

@@ -127,7 +127,7 @@ def test_diff_of_two_plans_is_what_runs_on_either():
     told = jshard.diff(one, other)
     kinds = {(each.kind, (each.new or each.old).signal, (each.new or each.old).collective) for each in told.changes}
     assert {("gone", "down", "all_reduce"), ("added", "down", "all_gather")} <= kinds
-    assert told.new.wire == other.comparison.got and told.old.memory == one.memory.total
+    assert told.new.wire == other.comparison.got and told.old.memory == one.memory.needed
     with pytest.raises(JShardError) as mixed:
         jshard.diff(one, "mlp.yaml")
     assert str(mixed.value) == "jshard.diff is given a plan and a path; give two of a kind"

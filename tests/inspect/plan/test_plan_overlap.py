@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from benchmarks import overlap
 from jshard.chips import CHIPS
+from jshard.flops import arithmetic_of
 from jshard.inspect.ledger import Ledger
 from jshard.inspect.plan import compare, explain
 from jshard.inspect.plan.estimate import estimate
-from jshard.inspect.plan.flops import arithmetic_of
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked

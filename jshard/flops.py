@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AxisType
 
 from jshard.jaxprs import bare, inner
-from jshard.provenance import Cause, said
+from jshard.provenance import Cause, often, said
 
 
 @dataclasses.dataclass
@@ -22,6 +22,8 @@ class Arithmetic:
     at_most: bool = False
     unknown: bool = False
     remat: bool = True  # whether what jax.checkpoint computes again counts
+    stage: int = 0  # of a pipeline: the one that is counted
+    stages: int = 1  # as many as differ in what they compute
 
     @property
     def total(self) -> float:
@@ -35,8 +37,13 @@ class Arithmetic:
 
 def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Arithmetic:
     """Count the FLOPs of products and convolutions, and what kernels declare; without what `jax.checkpoint` computes again
-    unless `remat`."""
-    found = Arithmetic(remat=remat)
+    unless `remat`. Of a pipeline's stages it counts the one with most."""
+    found = _counted(jaxpr, Arithmetic(remat=remat))
+    others = (_counted(jaxpr, Arithmetic(remat=remat, stage=stage)) for stage in range(1, found.stages))
+    return max((found, *others), key=lambda each: each.total)
+
+
+def _counted(jaxpr: Any, found: Arithmetic) -> Arithmetic:
     _walk(bare(jaxpr), 1, found, manual=False)
     return found
 
@@ -70,9 +77,9 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool, before: in
             found.unknown = True
             _walk(bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
         elif name == "cond":
-            branches = [Arithmetic(remat=found.remat) for _ in eqn.params["branches"]]
-            taken = said(stack.stack, "times")
-            count = before * int(taken) if taken else times
+            branches = [Arithmetic(remat=found.remat, stage=found.stage) for _ in eqn.params["branches"]]
+            counts = often(said(stack.stack, "times"))
+            count = int(before * counts[found.stage if len(counts) > 1 else 0]) if counts else times
             for each, branch in zip(branches, eqn.params["branches"], strict=True):
                 _walk(bare(branch), count, each, manual=manual, before=before)
             longest = max(branches, key=lambda each: each.total)
@@ -80,6 +87,7 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool, before: in
                 found.add(dtype, flops - longest.in_kernels.get(dtype, 0.0))
             for dtype, flops in longest.in_kernels.items():
                 found.add(dtype, flops, in_kernel=True)
+            found.stages = max(found.stages, len(counts), *(each.stages for each in branches))
             found.at_most |= any(each.at_most for each in branches)
             found.unknown |= any(each.unknown for each in branches)
         else:

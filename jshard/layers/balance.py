@@ -1,0 +1,80 @@
+"""How many layers of a stack each stage of a pipeline has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jshard.errors import JShardError, Place
+from jshard.schedules import Table
+from jshard.signals.signal import Signal
+from jshard.units import operations, size
+
+
+class Costs(NamedTuple):
+    """The FLOP of a microbatch going forward: before the layers, in one of them, and behind them with the loss; and the bytes
+    of a layer's parameters."""
+
+    depth: int
+    first: float
+    layer: float
+    last: float
+    bytes_each: int
+
+
+def balanced(signal: Signal, costs: Costs, table: Table) -> tuple[tuple[int, ...], str]:
+    """Place layers so that the chunk with most FLOP has as few as can be, and of such places so that the longest, which all
+    devices have room for, is short. Return how many layers each chunk has, and why."""
+    chunks = table.virtual_stages
+    if costs.depth < chunks:
+        raise JShardError(
+            f"{signal} says stage: balance ({signal.at('stage')}), and {costs.depth} layers are too few for "
+            f"{chunks} chunks on {table.stages} stages",
+            hint=f"use {chunks} layers or more",
+        )
+    beside = [costs.first if n == 0 else 0.0 for n in range(chunks)]
+    beside[-1] += costs.last
+    counts = [1] * chunks
+    for _ in range(costs.depth - chunks):
+        least = min(range(chunks), key=lambda n: (beside[n] + (counts[n] + 1) * costs.layer, counts[n]))
+        counts[least] += 1
+    flops = [count * costs.layer + more for count, more in zip(counts, beside, strict=True)]
+    room = size(max(counts) * costs.bytes_each)
+    words = (
+        f"{signal.name}: {spelled(counts, table)}, {', '.join(map(operations, flops))} of a microbatch forward: a layer has "
+        f"{operations(costs.layer)}, before them are {operations(costs.first)}, behind them {operations(costs.last)}; in use a "
+        f"device has room for {max(counts)} layers, {room} of parameters, in each chunk"
+    )
+    if min(counts) == max(counts):
+        words += "; stage: equal has as many, and sends no parameters"
+    return tuple(counts), words
+
+
+def spelled(counts: tuple[int, ...] | list[int], table: Table) -> str:
+    """The layers of stages, those of each chunk behind one another."""
+    what = "stages" if table.virtual_stages == table.stages else "chunks, one of each stage in turn,"
+    return f"{what} of {', '.join(map(str, counts))} layers"
+
+
+def in_ranges(ranges: str, depth: int, signal: Signal, table: Table, pipeline: Place) -> tuple[int, ...]:
+    """Read "0..5: 0, 6..11: 1" for a stack of `depth` layers."""
+    about = f"{signal} says stage ({signal.at('stage')})"
+    counts, stages = [], []
+    for each in ranges.split(", "):
+        layers, _, stage = each.partition(": ")
+        first, _, last = layers.partition("..")
+        counts.append(int(last) - int(first) + 1)
+        stages.append(int(stage))
+    if sum(counts) != depth:
+        raise JShardError(
+            f"{about} for layers 0 to {sum(counts) - 1}, and the stack has {depth}",
+            hint=f"end with layer {depth - 1}",
+        )
+    chunks = table.virtual_stages
+    expected = [n % table.stages for n in range(chunks)]
+    if stages != expected:
+        raise JShardError(
+            f"{about} for layers on stages {', '.join(map(str, stages))}, one after the other, and jshard.pipeline "
+            f"({pipeline}) goes through stages {', '.join(map(str, expected))}",
+            hint=f"write {chunks} ranges, on these stages in order",
+        )
+    return tuple(counts)
