@@ -25,6 +25,7 @@ PLANS: dict[str, dict[str, int]] = {
     "tensor": {"data": 1, "tensor": 4},
     "tensor, sequence": {"data": 1, "tensor": 4},
     "fsdp": {"data": 4, "tensor": 1},
+    "fsdp, kept": {"data": 4, "tensor": 1},  # what is gathered is kept for the backward pass
     "tensor + fsdp": {"data": 2, "tensor": 2},
 }
 PLAIN = "plain Flax"
@@ -50,7 +51,8 @@ class Variant:
 
 
 def configured(plan: str, devices: int = 4) -> dict[str, Any]:
-    split = {"row": "data", **({"store": "data"} if "fsdp" in plan else {})}
+    store = {"parameters": "data", "keep": True} if "kept" in plan else "data"
+    split = {"row": "data", **({"store": store} if "fsdp" in plan else {})}
     between = {"sequence": "tensor"} if "sequence" in plan else {}
     return {
         "jshard": {"mesh": {axis: devices if size == 4 else size for axis, size in PLANS[plan].items()}},

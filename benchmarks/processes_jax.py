@@ -24,6 +24,8 @@ def join(rank: int, processes: int, address: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
     os.environ["NPROC"] = "1"  # a thread for operations, as torchrun has it
+    # Of unrolled layers XLA of jax 0.10.2 would join the backward pass's gathers with the forward's, and keep all weights.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=cse_barrier_expander"
     os.environ.update(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES=str(processes), JAX_PROCESS_ID=str(rank))
     jshard.init(devices=processes, step_timeout=3600)
 
@@ -46,6 +48,8 @@ def decoder_steps(plan: str, sizes: Mapping[str, Any], rows: int, length: int) -
     steps = decoder.variants(plan, sizes, rows, length, jax.device_count(), again=False)
     if plan == "tensor":  # as torchtitan has it
         steps["jshard, sequence too"] = decoder.by_jshard("tensor, sequence", sizes, rows, length, jax.device_count())
+    if plan == "fsdp":
+        steps["jshard, kept"] = decoder.by_jshard("fsdp, kept", sizes, rows, length, jax.device_count())
     return {name: each.step for name, each in steps.items()}
 
 

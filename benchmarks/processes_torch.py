@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.processes import FSDP2, RATE, SEQUENCE, TENSOR, Step
+from benchmarks.processes import FSDP2, KEPT, RATE, SEQUENCE, TENSOR, Step
 
 
 def join(rank: int, processes: int, address: str) -> None:
@@ -120,10 +120,15 @@ def decoder_steps(plan: str, sizes: Mapping[str, Any], rows: int, length: int) -
             _parallelize(model, mesh, sequence=name == SEQUENCE)
             found[name] = trained(model, slice(None))
         return found
-    model = _decoder(sizes, drawn)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return {FSDP2: trained(fully_shard(model, mesh=mesh), slice(rank * rows // ranks, (rank + 1) * rows // ranks))}
+
+    def stored(again: bool) -> Step:
+        model = _decoder(sizes, drawn)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=again)
+        model = fully_shard(model, mesh=mesh, reshard_after_forward=again)
+        return trained(model, slice(rank * rows // ranks, (rank + 1) * rows // ranks))
+
+    return {FSDP2: stored(again=True), KEPT: stored(again=False)}
 
 
 def _in_stages(sizes: Mapping[str, Any], rows: int, length: int) -> dict[str, Step]:

@@ -41,6 +41,7 @@ class DecoderConfig:
     top_k: int = 2
     capacity: float | None = None
     implementation: str | None = None  # of jax.nn.dot_product_attention
+    unroll: int = 1  # layers that are compiled as one turn of the loop over all: see jshard.stack
     dtype: str | None = None
     param_dtype: str = "float32"
 
@@ -106,7 +107,7 @@ class Decoder(nnx.Module):
         self.config = c = DecoderConfig.of(config, sizes)
         dtypes = _dtypes(c)
         self.embed = nnx.Embed(c.vocabulary, c.width, rngs=rngs, **dtypes)
-        self.blocks = stack(Block, c.depth, c, rngs=rngs)
+        self.blocks = stack(Block, c.depth, c, rngs=rngs, unroll=c.unroll)
         self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, rngs=rngs, **dtypes)
         self.head = None if c.tied else nnx.Linear(c.width, c.vocabulary, use_bias=False, rngs=rngs, **dtypes)
 

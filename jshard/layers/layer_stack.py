@@ -23,7 +23,7 @@ B = TypeVar("B", bound=nnx.Module)
 M = TypeVar("M", bound=nnx.Module)
 
 
-def stack(Block: Callable[..., B], depth: int, *args: Any, rngs: nnx.Rngs, **kwargs: Any) -> B:
+def stack(Block: Callable[..., B], depth: int, *args: Any, rngs: nnx.Rngs, unroll: int = 1, **kwargs: Any) -> B:
     """Build `depth` layers `Block(*args, rngs=rngs, **kwargs)` as one module of that class, whose arrays have the layers along
     their first axis, and whose call runs all of them: `x` goes through, what else is given is given to each.
 
@@ -34,17 +34,19 @@ def stack(Block: Callable[..., B], depth: int, *args: Any, rngs: nnx.Rngs, **kwa
     layer changes of itself (a cache, statistics, the count of a Dropout) is kept for each; a `KVCache` of all is carried, and
     written in place. The backward pass keeps what the
     signals of its parameters say by `remat`, or the signal that it is built under. Where globs name layers, `blocks[0:12]/**`,
-    each range of them lies as it is claimed, and is a scan of its own.
+    each range of them lies as it is claimed, and is a scan of its own. `unroll` layers are compiled as one turn of it, which
+    takes longer to compile and is faster where a turn's own cost shows, as on CPUs.
     """
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise JShardError(f"jshard.stack of {depth!r} layers", hint="give it 1 or more")
+    for count, of in ((depth, "layers"), (unroll, "layers unrolled")):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise JShardError(f"jshard.stack of {count!r} {of}", hint="give it 1 or more")
     layers = nnx.vmap(lambda rngs: Block(*args, rngs=rngs, **kwargs))(rngs.split(depth))
-    layers.__class__ = _stacked(type(layers), depth, active_path())
+    layers.__class__ = _stacked(type(layers), depth, unroll, active_path())
     return layers
 
 
 @functools.cache
-def _stacked(cls: type, depth: int, path: tuple[str, ...]) -> type:
+def _stacked(cls: type, depth: int, unroll: int, path: tuple[str, ...]) -> type:
     """A subclass whose call goes through all layers: instances of it are instances of `cls`."""
 
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,16 +60,17 @@ def _stacked(cls: type, depth: int, path: tuple[str, ...]) -> type:
             return (x, of_all(caches)), state
 
         signal, _ = resolve(path)  # not entered: layers see the signals that they were built under
-        layer = recomputed(layer, signal.remat if signal is not None else "", in_scan=True)
+        layer = recomputed(layer, signal.remat if signal is not None else "", in_scan=unroll < depth)
         numbers = jnp.arange(depth) if jax.tree.leaves(caches) else None
-        (x, caches), state = jax.lax.scan(layer, (x, caches), (numbers, parameters, state), length=depth)
+        each = (numbers, parameters, state)
+        (x, caches), state = jax.lax.scan(layer, (x, caches), each, length=depth, unroll=min(unroll, depth))
         nnx.update(self, caches, state)
         return x
 
     functools.update_wrapper(call, cls.__call__)
     names = {
         "__call__": call,
-        "_jshard_stack": (cls, depth, path),
+        "_jshard_stack": (cls, depth, unroll, path),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
     }
@@ -86,7 +89,7 @@ def _take_apart(root: nnx.Module, place: tuple[Any, ...], axis: int, present: Co
     """The stacks inside `root`, which stands at `place` inside `axis` other stacks; those inside a stack after it."""
     modules = dict(nnx.iter_modules(root))
     for path in sorted(filter(None, modules), key=len):
-        cls, depth, _ = getattr(type(modules[path]), "_jshard_stack", (None, 0, ()))
+        cls, depth, *_ = getattr(type(modules[path]), "_jshard_stack", (None, 0))
         found = ranges(present, slashed((*place, *path)), depth) if cls is not None else []
         if len(found) > 1:
             inside = axis + sum(hasattr(type(modules.get(path[:end])), "_jshard_stack") for end in range(len(path)))
@@ -100,13 +103,13 @@ class _Ranges(nnx.Module):
     """The layers of a stack, which are its `axis`, in ranges that lie each in its own way: they run one after the other."""
 
     def __init__(self, layers: nnx.Module, ranges: Sequence[tuple[int, int]], axis: int):
-        cls, _, path = getattr(type(layers), "_jshard_stack")  # noqa: B009
+        cls, _, unroll, path = getattr(type(layers), "_jshard_stack")  # noqa: B009
         graphdef, state = nnx.split(layers)
         self.names = tuple(f"[{first}:{last}]" for first, last in ranges)
         for name, (first, last) in zip(self.names, ranges, strict=True):
             at = (*[slice(None)] * axis, slice(first, last))
             some = nnx.merge(graphdef, jax.tree.map(functools.partial(_some, at=at), state))
-            some.__class__ = _stacked(cls, last - first, path)
+            some.__class__ = _stacked(cls, last - first, unroll, path)
             setattr(self, name, some)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:

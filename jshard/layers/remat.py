@@ -30,7 +30,7 @@ def recomputed(f: F, remat: str | tuple[str, ...], *, regather: bool = False, in
     gathered, and computes nothing: every word implies it. Where neither is said `f` stays as it is."""
     if not remat and not regather:
         return f
-    # A loop can't be merged with its backward, so nothing has to keep XLA from that.
+    # A loop can't be merged with its backward, so nothing has to keep XLA from that; one of a single turn is no loop.
     return jax.checkpoint(f, policy=_policy(remat), prevent_cse=not in_scan)  # type: ignore[return-value]  # it keeps the signature
 
 

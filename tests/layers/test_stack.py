@@ -41,8 +41,8 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    def __init__(self, depth, dropout=0.0, *, rngs):
-        self.blocks = jshard.stack(Block, depth, dropout, rngs=rngs)
+    def __init__(self, depth, dropout=0.0, unroll=1, *, rngs):
+        self.blocks = jshard.stack(Block, depth, dropout, rngs=rngs, unroll=unroll)
         self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
 
     def __call__(self, x):
@@ -67,8 +67,8 @@ def claimed(mesh, **words):
 X = np.random.default_rng(0).normal(size=(8, 4, WIDTH)).astype(np.float32)
 
 
-def built(depth=3, dropout=0.0):
-    return Model(depth, dropout, rngs=nnx.Rngs(0))
+def built(depth=3, dropout=0.0, unroll=1):
+    return Model(depth, dropout, unroll, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,49 @@ def test_it_equals_one_device_and_its_layers_lie_as_claimed(plan, one_device):
     shard = (3, WIDTH // ways["data"] if split else WIDTH, HIDDEN // ways["tensor"])
     assert kernel.sharding.shard_shape(kernel.shape) == shard
     assert gradients["blocks"]["up"]["kernel"][...].sharding == kernel.sharding
+
+
+def differentiated(unroll):
+    """Value and gradients of layers of which so many are one turn of their loop, and the function they are of."""
+    jshard.load(PLANS["tensor sequence store"])
+    model, step = jshard.shard(built(unroll=unroll), X), nnx.value_and_grad(jshard.shard(loss))
+    return model, step
+
+
+@pytest.mark.parametrize("unroll", [2, 3])
+def test_unrolled_layers_are_the_same_and_ask_for_the_same(unroll, one_device):
+    model, step = differentiated(unroll)
+    value, gradients = nnx.jit(step)(model, X)
+    np.testing.assert_allclose(value, one_device[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, one_device[1])
+    asked = lambda model, step: [
+        (each.cause.signal, each.collective, each.count, each.payload) for each in jshard.explain(step, model, X).lines
+    ]
+    assert asked(model, step) == asked(*differentiated(1))
+
+
+@pytest.mark.parametrize(("unroll", "guarded"), [(1, False), (2, False), (3, True), (5, True)])
+def test_gathers_of_layers_that_are_no_loop_are_kept_from_being_merged(unroll, guarded):
+    """A loop can't be merged with its backward; where no loop is left XLA is told."""
+    model, step = differentiated(unroll)
+    graph, state = nnx.split(model)
+    traced = jax.make_jaxpr(lambda state: step(nnx.merge(graph, state), X))(state)
+    inside = [eqn for eqn in equations(traced) if eqn.primitive.name == "scan"]
+    found = {
+        eqn.params["prevent_cse"]
+        for loop in inside
+        for eqn in equations(loop.params["jaxpr"])
+        if "prevent_cse" in eqn.params
+    }
+    assert found == {guarded}
+
+
+def test_gathering_ahead_of_unrolled_layers_is_refused_in_a_sentence():
+    jshard.load(PLANS["prefetch"])
+    with pytest.raises(
+        JShardError, match="for layers of which 2 are one turn of their loop .*; remove `unroll`, or store"
+    ):
+        nnx.value_and_grad(jshard.shard(loss))(jshard.shard(built(unroll=2), X), X)
 
 
 def step_of(mesh, **words):
@@ -414,6 +457,9 @@ def test_no_layers_are_a_sentence(depth):
     with pytest.raises(JShardError) as told:
         jshard.stack(Block, depth, rngs=nnx.Rngs(0))
     assert str(told.value) == f"jshard.stack of {depth!r} layers; give it 1 or more"
+    with pytest.raises(JShardError) as told:
+        jshard.stack(Block, 2, rngs=nnx.Rngs(0), unroll=depth)
+    assert str(told.value) == f"jshard.stack of {depth!r} layers unrolled; give it 1 or more"
 
 
 class Explicit(nnx.Module):

@@ -141,7 +141,7 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         if any(part.prefetches for part in over):
             return _ahead(eqn, length, over, inner[count + carried :], layer, carries)
         remat, regather = _remat_of(over), not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)
-        one = recomputed(layer, remat, regather=regather, in_scan=True)
+        one = recomputed(layer, remat, regather=regather, in_scan=asked["unroll"] < length)
         how = {"length": length, "reverse": asked["reverse"], "unroll": asked["unroll"]}
         xs = [part.x for part in over]
         if run.some_layers is None or run.some_layers.loop is not eqn:
@@ -191,6 +191,12 @@ def _ahead(
     others = [at for at in range(len(over)) if at not in ahead]
     signal = over[next(iter(ahead))].signal
     says = holds(eqn.params["jaxpr"], CHECKPOINTS) or _remat_of(over) not in ("", "full")
+    if eqn.params["unroll"] > 1 and signal is not None:
+        raise JShardError(
+            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers of which {eqn.params['unroll']} are one "
+            f"turn of their loop ({source_of(eqn)})",
+            hint="remove `unroll`, or store.prefetch: one layer is gathered ahead",
+        )
     if says and signal is not None:
         raise JShardError(
             f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers that say themselves what is computed "
