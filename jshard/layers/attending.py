@@ -12,7 +12,7 @@ from jshard.errors import JShardError
 from jshard.layers.ring_attention import Form, ring_attention
 from jshard.signals.active_config import configuration
 
-BLOCK = 512  # queries
+BLOCK, LEAST = 512, 64  # queries of a block, at most and in rows that have no more than four
 
 
 def attend(
@@ -26,7 +26,7 @@ def attend(
     its own segment only (`segments[rows, places]`, whole numbers), and where `mask[rows or 1, heads or 1, queries, keys]` is
     true. `scale` is 1 / sqrt(size) unless said. Positions (RoPE) are the caller's, before. `implementation` is that of
     `jax.nn.dot_product_attention`: "cudnn" asks for NVIDIA's. "blocks" is plain JAX for causal attention: 512 queries at a
-    time over the keys up to theirs, so that nearly half of the scores are never made.
+    time, of rows under 2,048 a quarter, over the keys up to theirs, so that nearly half of the scores are never made.
 
     Where a signal of the configuration says `ring: axis`, `jshard.shard` has rows split by places over that mesh axis, and no
     device ever has all keys: they go around a ring, or, with `attention: ulysses`, heads are split instead while devices
@@ -56,9 +56,10 @@ def attend(
 
 def _in_blocks(q: Array, k: Array, v: Array, window: int | None, segments: Array | None, scale: float | None) -> Array:
     found, places = [], jnp.arange(q.shape[1])
-    for first in range(0, q.shape[1], BLOCK):
+    block = min(BLOCK, max(LEAST, -(-q.shape[1] // 4)))
+    for first in range(0, q.shape[1], block):
         begin = 0 if window is None else max(0, first - window + 1)
-        asks, seen = slice(first, first + BLOCK), slice(begin, first + BLOCK)
+        asks, seen = slice(first, first + block), slice(begin, first + block)
         away = places[asks, None] - places[None, seen]
         mask = (away >= 0 if window is None else (away >= 0) & (away < window))[None, None]
         if segments is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 
 import cases
@@ -95,10 +96,18 @@ def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     cases.alike(run(how), want)
 
 
-@pytest.mark.parametrize("how", ["causal", "segments", "window"])
-def test_queries_in_blocks_attend_as_all_at_once_and_make_fewer_scores(monkeypatch, how):
-    """Blocks of twelve queries, the last of eight."""
-    monkeypatch.setattr(attending, "BLOCK", 12)
+@pytest.mark.parametrize(
+    ("how", "most", "least", "blocks"),
+    [
+        ("causal", 12, 64, (12, 12, 8)),
+        ("segments", 12, 64, (12, 12, 8)),
+        ("window", 12, 64, (12, 12, 8)),
+        ("causal", 512, 4, (8, 8, 8, 8)),  # a quarter
+    ],
+)
+def test_queries_in_blocks_attend_as_all_at_once_and_make_fewer_scores(monkeypatch, how, most, least, blocks):
+    monkeypatch.setattr(attending, "BLOCK", most)
+    monkeypatch.setattr(attending, "LEAST", least)
     want = reference(how)
     model = lambda: Attention(nnx.Rngs(0), **HOW[how], implementation="blocks")
     step = nnx.jit(nnx.value_and_grad(loss))
@@ -106,10 +115,12 @@ def test_queries_in_blocks_attend_as_all_at_once_and_make_fewer_scores(monkeypat
     scores = [
         math.prod(eqn.outvars[0].aval.shape)
         for eqn in equations(jax.make_jaxpr(lambda x: model()(x, SEGMENTS))(X))
-        if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape[-1] != SIZE
+        if eqn.primitive.name == "dot_general"
+        and eqn.outvars[0].aval.shape[-1] != SIZE
+        and eqn.outvars[0].aval.ndim > 3
     ]
-    keys = {"window": (12, 16, 12)}.get(how, (12, 24, 32))
-    seen = [ROWS * HEADS * queries * many for queries, many in zip((12, 12, 8), keys, strict=True)]
+    keys = (12, 16, 12) if how == "window" else itertools.accumulate(blocks)
+    seen = [ROWS * HEADS * queries * many for queries, many in zip(blocks, keys, strict=True)]
     assert [each for each in scores if each in seen] == seen, scores
     jshard.load(plan({"data": 2, "tensor": 4}))
     cases.alike(nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(jshard.shard(model(), X, SEGMENTS), X, SEGMENTS), want)
