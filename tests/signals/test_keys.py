@@ -16,6 +16,7 @@ CONFIG = {
     "gt": {"shard": {"axis": 0, "workers": None}},
     "gt rows": {"shard": {"axis": 0, "mesh": "data"}},
     "mlp/up": {"row": "data"},
+    "stored": {"shard": {"axis": 1, "mesh": "tensor"}, "store": "data"},
 }
 
 
@@ -40,6 +41,9 @@ def loaded():
         (Cause(("gt",)), "workers", "shard", True),
         (Cause(("gt rows",)), "data", "shard", True),
         (Cause(("gt rows",)), "tensor", "shard", False),
+        (Cause(("gt rows",), key="store"), "data", "shard", True),  # a layer's word for what `shard` says
+        (Cause(("stored",), key="store"), "data", "store", True),
+        (Cause(("stored",), key="column"), "tensor", "shard", True),
         (Cause(), "data", "", False),
         (Cause(chosen="columns"), "data", "", True),
     ],
@@ -52,6 +56,6 @@ def test_a_collective_is_asked_for_by_a_key_or_by_who_names_its_mesh_axis(cause,
 def test_signals_that_no_scope_means_are_unused():
     strangers = [(f"stranger {number}", "rows") for number in range(9)]
     names = lambda scopes: [signal.name for signal in unused(scopes)]
-    assert names([]) == ["rows", "sums", "there", "gt", "gt rows", "mlp/up"]
-    assert names([("mlp", "up"), *strangers]) == ["sums", "there", "gt", "gt rows"]
-    assert names([("there",)]) == ["rows", "gt", "gt rows", "mlp/up"]
+    assert names([]) == ["rows", "sums", "there", "gt", "gt rows", "mlp/up", "stored"]
+    assert names([("mlp", "up"), *strangers]) == ["sums", "there", "gt", "gt rows", "stored"]
+    assert names([("there",)]) == ["rows", "gt", "gt rows", "mlp/up", "stored"]
