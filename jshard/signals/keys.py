@@ -26,9 +26,10 @@ def blamed(cause: Cause, mesh_axes: Sequence[str]) -> Cause:
 
 
 def _key(signal: Signal, cause: Cause, mesh_axes: Sequence[str]) -> str:
-    """Of the signal: `remat` for what runs again because of it, the key that the layer wrote around the collective (of `shard`,
-    which layers call by other keys, only if it is the signal's own), else the first key that names a mesh axis. JAX adds sums of gradients where a value starts to vary, which no layer writes. But x
-    is brought to where `reduction` splits it, as the sequence is scattered to later."""
+    """Of the signal: `remat` for what runs again because of it, the key that the layer wrote around the collective, else the
+    first key that names a mesh axis. Layers have other keys for `shard`: under one, what they wrote counts if the signal has
+    it too. JAX adds sums of gradients where a value starts to vary, which no layer writes. But x is brought to where
+    `reduction` splits it, as the sequence is scattered to later."""
     if cause.remat and signal.remat:
         return "remat"
     is_own = cause.key not in AXIS_KEYS or not {*mesh_axes}.isdisjoint(signal.axes(cause.key))
