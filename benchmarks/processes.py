@@ -39,7 +39,7 @@ DEEP = {
     "8 layers of 1024, batch 256": ((1024,) * 9, 256)
 }  # under data parallel, where sums may leave before the last is there
 QUICK = {"16-32-8, batch 32": ((16, 32, 8), 32)}
-DECODER = {**decoder.SIZES, "qk_norm": False, "implementation": "blocks", "unroll": decoder.SIZES["depth"]}
+DECODER = {**decoder.SIZES, "qk_norm": False, "unroll": decoder.SIZES["depth"]}
 ROWS, LENGTH = 4, 256
 HAND, JSHARD, TOGETHER = "shard_map by hand", "jshard by layers", "jshard.value_and_grad"
 TENSOR, SEQUENCE, FSDP2, KEPT = "DTensor", "DTensor, sequence too", "FSDP2", "FSDP2, kept"
