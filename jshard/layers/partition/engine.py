@@ -74,6 +74,7 @@ class Partition:
         self.eqn: Any = None
         self.jaxpr: Any = None  # that `eqn` is in
         self.path: tuple[int, ...] | None = ()  # the calls around it; None in what holds a program of its own
+        self.gathered_behind: dict[int, Signal] = {}  # additions of a bias, by the `id`: their results are gathered
         self.marks: Marks = {}
         self.steps: list[Step] | None = None  # kept where somebody wants to read them
         self.moves: list[tuple[Part, Axes, Names]] = []

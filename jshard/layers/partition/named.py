@@ -48,7 +48,7 @@ class _Naming:
         return made if opened is jaxpr else jaxpr.replace(jaxpr=made)
 
     def _constrained(self, eqn: Any, claim: Signal | None) -> list[Any]:
-        if claim is None or eqn.primitive.name not in product.RULES:
+        if claim is None or eqn.primitive.name not in product.PRODUCTS:
             return [eqn]
         (out,), scatters = eqn.outvars, set(claim.sequence) & set(claim.reduction)
         free = PartitionSpec.UNCONSTRAINED

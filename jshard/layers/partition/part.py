@@ -244,10 +244,10 @@ class Part:
 
 
 @contextlib.contextmanager
-def moving_as(**fields: str) -> Iterator[Kernels]:
-    """Say who asks for the moves of a rule that is written by hand; by whatever algorithm."""
+def moving_as(kernels: Kernels = (), **fields: str) -> Iterator[Kernels]:
+    """Say who asks for the moves of a rule that is written by hand; by whatever algorithm, where it names none."""
     with scope(**fields):
-        yield ()
+        yield kernels
 
 
 def _step(x: Any, step: Move, names: Names, kernels: Kernels) -> Array:

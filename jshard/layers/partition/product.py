@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import Array
 from jshard.kernels.gather_scatter import reduce_scatter
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.local_sizes import Choice, axes_of
-from jshard.layers.partition.part import Part
+from jshard.layers.partition.part import Part, moving_as
 from jshard.layouts.axes import KEPT, LOOKUP, Factors
 from jshard.provenance import scope
 from jshard.signals.signal import Signal
@@ -43,10 +44,33 @@ def _dot_general(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         if kind == "sum" and factor in choice:
             out = sum_or_scatter(run, out, axes, choice[factor], claim)
     result = Part(shape_of(eqn), tuple(axes), out.astype(eqn.outvars[0].aval.dtype))
-    if claim is not None and claim.output == "gather":
-        with scope(key="output"):
-            return [run.place(result, tuple(tuple(n for n in names if n not in claim.column) for names in axes))]
-    return [result]
+    if claim is None or claim.output != "gather":
+        return [result]
+    if (addition := _of_bias(run.jaxpr, eqn.outvars[0])) is not None:
+        run.gathered_behind[id(addition)] = claim
+        return [result]
+    return [_gathered(result, claim)]
+
+
+def _of_bias(jaxpr: Any, product: Any) -> Any:
+    """Return the addition of a vector to a product that nothing else reads."""
+    readers = [eqn for eqn in jaxpr.eqns if product in eqn.invars]
+    if len(readers) != 1 or readers[0].primitive.name != "add" or product in jaxpr.outvars:
+        return None
+    shapes = [atom.aval.shape for atom in readers[0].invars if atom is not product]
+    return readers[0] if any(shape and math.prod(shape) == shape[-1] for shape in shapes) else None
+
+
+def _add(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """Add a bias to a product before its columns are gathered: so it is split as they are."""
+    results, claim = run.by_table(eqn, parts), run.gathered_behind.pop(id(eqn), None)
+    return results if claim is None else [_gathered(each, claim) for each in results]
+
+
+def _gathered(part: Part, claim: Signal) -> Part:
+    """Gather columns, as `output: gather` asks."""
+    axes = tuple(tuple(name for name in names if name not in claim.column) for names in part.axes)
+    return Part(part.shape, axes, part.local(axes, frozenset(), lambda _: moving_as(claim.kernel, key="output")))
 
 
 def _product(
@@ -98,4 +122,5 @@ def _convolution(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     return [result]
 
 
-RULES: dict[str, Rule] = {"dot_general": _dot_general, "conv_general_dilated": _convolution}
+PRODUCTS: dict[str, Rule] = {"dot_general": _dot_general, "conv_general_dilated": _convolution}
+RULES: dict[str, Rule] = {**PRODUCTS, "add": _add}
