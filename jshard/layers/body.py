@@ -137,8 +137,7 @@ class Body:
             arrays = _pvary_summed(arrays, [over for _, over, *_ in placed], s.algorithm("all_reduce"))
         found, kernels = [], tuple((op, s.algorithm(op)) for op in ("all_gather", "reduce_scatter"))
         for array, (_, over, names, axis, key) in zip(arrays, placed, strict=True):
-            if names or wide is not None:
-                array = pvary(array, over)
+            array = pvary(array, over)
             steps = tuple((axis, name, name in s.batch) for name in names)
             with scope(key=key):
                 full = gather(array, steps, dtype=compute if wide else None, kernels=kernels)

@@ -45,7 +45,7 @@ class Layer(nnx.Module):
 
     def parameter_layouts(self) -> dict[str, Layout]:
         """Say where each parameter rests between steps. Empty outside every signal: parameters lie where Flax puts them."""
-        signal = _signal_at(self.signal_path)
+        signal = signal_at(self.signal_path)
         if signal is None:
             return {}
         strategy = strategy_of(signal)
@@ -55,7 +55,7 @@ class Layer(nnx.Module):
         self, name: str, initializer: Any, shape: tuple[int, ...], rngs: nnx.Rngs, dtype: Any = jnp.float32
     ) -> nnx.Param[Any]:
         """Draw a parameter where it rests, each device its part: the numbers that Flax draws, on every mesh."""
-        signal, layouts = _signal_at(self.signal_path), self.parameter_layouts()
+        signal, layouts = signal_at(self.signal_path), self.parameter_layouts()
         if signal is None:
             return nnx.Param(initializer(rngs.params(), shape, dtype))
         kind = type(self).__name__
@@ -130,7 +130,7 @@ def built_arrays(model: Any) -> ModelArrays:
             continue
         under, name = layers[around].signal_path, path[len(around) :]
         layout = layouts[around].get(str(name[0])) if len(name) == 1 else None
-        found[path] = ModelArray(under, _signal_at(under), layout)
+        found[path] = ModelArray(under, signal_at(under), layout)
     return found
 
 
@@ -166,6 +166,6 @@ def parameter_of(path: Path, parameters: Iterable[Path]) -> Path | None:
     return next((path[start:] for start in range(len(path)) if path[start:] in parameters), None)
 
 
-def _signal_at(path: tuple[str, ...]) -> Signal | None:
+def signal_at(path: tuple[str, ...]) -> Signal | None:
     present = configuration()
     return present.lookup(path) if present is not None and path else None

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jshard.errors import JShardError
 from jshard.layers.body import Arithmetic
-from jshard.layers.layer import Layer
+from jshard.layers.layer import Layer, signal_at
 from jshard.layers.sharded_matmul import multiply
 from jshard.layers.strategy import check_parameters, strategy_of
 from jshard.layouts.creation import create
@@ -56,7 +56,10 @@ class Linear(nnx.Linear, Layer):
         """`inputs[..., in_features]` to `[..., out_features]`, lying as the signal says."""
         signal, scope = resolve(self.signal_path)
         if signal is None:
+            claim = signal_at(self.signal_path)  # of `jshard.shard`, which traces as for one device
             with scope:
+                if claim is not None and claim.dtype.compute is not None:
+                    return self._computing_in(claim.dtype.compute, inputs)
                 return super().__call__(inputs) if out_sharding is None else super().__call__(inputs, out_sharding)
         if out_sharding is not None:
             raise JShardError(
@@ -80,3 +83,15 @@ class Linear(nnx.Linear, Layer):
             return multiply(
                 as_array(inputs, label=str(signal)), self.kernel[...], bias, signal, arithmetic, features=features
             )
+
+    def _computing_in(self, dtype: str, inputs: jax.Array) -> jax.Array:
+        """Compute in `dtype`, and return it. Operands of the product keep theirs: `jshard.shard` casts them where it sums their
+        gradients."""
+        bias = None if self.bias is None else self.bias[...]
+        x, w, b = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        y = self.dot_general(
+            x, w, (((x.ndim - 1,), (0,)), ((), ())), precision=self.precision,
+            preferred_element_type=self.preferred_element_type or jnp.dtype(dtype),
+        )  # fmt: skip
+        with jax.numpy_rank_promotion("allow"):
+            return y if b is None else y + b.astype(dtype)

@@ -39,6 +39,12 @@ def differs(x, *names):
     return lax.pcast(x, names, to="varying")
 
 
+def plus(y, b):
+    """`y + b`, where b differs as y does before it gets y's rank: its gradient is summed as it lies, by every JAX."""
+    missing = jax.typeof(y).mat.varying - jax.typeof(b).mat.varying
+    return y + differs(b, *sorted(missing)) if missing else y + b
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def stored(w, scattered, sliced):
     """Gathered in bfloat16; its gradient in float32, scattered where devices used it on other rows, else this device's part."""
@@ -71,18 +77,18 @@ sequence.defvjp(lambda x, name: (sequence(x, name), None), lambda name, _, g: (s
 
 
 def plain(x, w, b):
-    return x @ w + b
+    return plus(x @ w, b)
 
 
 def row_reduce_float32(x, w, b):
     w, b = differs(w, "data"), differs(b, "data")
-    return differs(x, "tensor").astype(bf16) @ w.astype(bf16) + b.astype(bf16)
+    return plus(differs(x, "tensor").astype(bf16) @ w.astype(bf16), b.astype(bf16))
 
 
 def reduction_reduce_float32(x, w, b):
     w, b = differs(w, "data").astype(bf16), differs(b, "data").astype(bf16)
     y = lax.psum(jnp.matmul(x.astype(bf16), w, preferred_element_type=f32), "tensor")
-    return y.astype(bf16) + b
+    return plus(y.astype(bf16), b)
 
 
 def with_stored(x, w, b, *names):
@@ -95,27 +101,27 @@ HAND = {
     "row over two": plain,
     "column": plain,
     "column over two": plain,
-    "column gather": lambda x, w, b: gather(x @ w + b, "tensor", axis=1, to="invarying"),
-    "column gather over two": lambda x, w, b: gather(x @ w + b, "data", "tensor", axis=1, to="invarying"),
-    "reduction": lambda x, w, b: lax.psum(x @ w, "tensor") + b,
-    "reduction over two": lambda x, w, b: lax.psum(x @ w, ("data", "tensor")) + b,
-    "reduction scatter": lambda x, w, b: scatter(x @ w, "tensor") + b,
-    "reduction scatter over two": lambda x, w, b: scatter(x @ w, "data", "tensor") + b,
+    "column gather": lambda x, w, b: gather(plus(x @ w, b), "tensor", axis=1, to="invarying"),
+    "column gather over two": lambda x, w, b: gather(plus(x @ w, b), "data", "tensor", axis=1, to="invarying"),
+    "reduction": lambda x, w, b: plus(lax.psum(x @ w, "tensor"), b),
+    "reduction over two": lambda x, w, b: plus(lax.psum(x @ w, ("data", "tensor")), b),
+    "reduction scatter": lambda x, w, b: plus(scatter(x @ w, "tensor"), b),
+    "reduction scatter over two": lambda x, w, b: plus(scatter(x @ w, "data", "tensor"), b),
     "row column": plain,
-    "row column gather": lambda x, w, b: gather(x @ w + b, "tensor", axis=1, to="invarying"),
-    "row reduction": lambda x, w, b: lax.psum(x @ w, "tensor") + b,
-    "row reduction scatter": lambda x, w, b: scatter(x @ w, "tensor") + b,
-    "column reduction": lambda x, w, b: lax.psum(x @ w, "tensor") + b,
-    "row column reduction": lambda x, w, b: lax.psum(x @ w, "pipe") + b,
+    "row column gather": lambda x, w, b: gather(plus(x @ w, b), "tensor", axis=1, to="invarying"),
+    "row reduction": lambda x, w, b: plus(lax.psum(x @ w, "tensor"), b),
+    "row reduction scatter": lambda x, w, b: plus(scatter(x @ w, "tensor"), b),
+    "column reduction": lambda x, w, b: plus(lax.psum(x @ w, "tensor"), b),
+    "row column reduction": lambda x, w, b: plus(lax.psum(x @ w, "pipe"), b),
     "row column over two": plain,
     "sequence": plain,
-    "sequence column": lambda x, w, b: gather(x, "tensor", axis=1) @ w + b,
-    "sequence reduction": lambda x, w, b: scatter(x @ w, "tensor", axis=1) + b,
-    "sequence column, two axes": lambda x, w, b: gather(x, "tensor") @ w + b,
-    "sequence reduction, two axes": lambda x, w, b: scatter(x @ w, "tensor") + b,
-    "row sequence column": lambda x, w, b: gather(x, "tensor", axis=1) @ w + b,
-    "row sequence reduction": lambda x, w, b: scatter(x @ w, "tensor", axis=1) + b,
-    "row sequence column, two axes": lambda x, w, b: gather(x, "tensor") @ w + b,
+    "sequence column": lambda x, w, b: plus(gather(x, "tensor", axis=1) @ w, b),
+    "sequence reduction": lambda x, w, b: plus(scatter(x @ w, "tensor", axis=1), b),
+    "sequence column, two axes": lambda x, w, b: plus(gather(x, "tensor") @ w, b),
+    "sequence reduction, two axes": lambda x, w, b: plus(scatter(x @ w, "tensor"), b),
+    "row sequence column": lambda x, w, b: plus(gather(x, "tensor", axis=1) @ w, b),
+    "row sequence reduction": lambda x, w, b: plus(scatter(x @ w, "tensor", axis=1), b),
+    "row sequence column, two axes": lambda x, w, b: plus(gather(x, "tensor") @ w, b),
     "store": lambda x, w, b: x @ gather(w, "data") + gather(b, "data"),
     "store keep": lambda x, w, b: x @ gather(w, "data") + gather(b, "data"),
     "store without rows": lambda x, w, b: x @ gather(w, "data", to="invarying") + gather(b, "data", to="invarying"),
@@ -126,16 +132,16 @@ HAND = {
     "store column": lambda x, w, b: x @ gather(w, "data") + gather(b, "data"),
     "store reduction": lambda x, w, b: lax.psum(x @ gather(w, "data", axis=1), "tensor") + gather(b, "data"),
     "store optimizer": plain,
-    "compute bfloat16": lambda x, w, b: x.astype(bf16) @ w.astype(bf16) + b.astype(bf16),
+    "compute bfloat16": lambda x, w, b: plus(x.astype(bf16) @ w.astype(bf16), b.astype(bf16)),
     "reduce float32": row_reduce_float32,
     "reduction reduce float32": reduction_reduce_float32,
     "store reduce float32": lambda x, w, b: with_stored(x, w, b, ("data",), ()),
     "store without rows reduce float32": lambda x, w, b: with_stored(x, w, b, (), ("data",)),
     "store beyond rows reduce float32": lambda x, w, b: with_stored(x, w, b, ("data",), ("tensor",)),
-    "sequence reduce float32": lambda x, w, b: sequence(x, "tensor") @ w.astype(bf16) + b.astype(bf16),
-    "param bfloat16": lambda x, w, b: lax.psum(x @ w.astype(f32), "tensor") + b.astype(f32),
+    "sequence reduce float32": lambda x, w, b: plus(sequence(x, "tensor") @ w.astype(bf16), b.astype(bf16)),
+    "param bfloat16": lambda x, w, b: plus(lax.psum(x @ w.astype(f32), "tensor"), b.astype(f32)),
     "remat column": jax.checkpoint(plain),
-    "remat sequence column": jax.checkpoint(lambda x, w, b: gather(x, "tensor", axis=1) @ w + b),
+    "remat sequence column": jax.checkpoint(lambda x, w, b: plus(gather(x, "tensor", axis=1) @ w, b)),
     "remat store": jax.checkpoint(lambda x, w, b: x @ gather(w, "data") + gather(b, "data")),
 }
 NOT_KEPT = ("all_gather", "all_gather_invariant", "custom_vjp_call", "pvary")
@@ -167,7 +173,7 @@ def backward_elsewhere(mesh):
     def pull(x, w, b, g):
         g = lax.all_to_all(g, "tensor", 0, 1, tiled=True)
         w, b = (gather(p, "tensor", axis=p.ndim - 1, to="invarying") for p in (w, b))
-        _, pull = jax.vjp(lambda x, w, b: x @ w + b, part(x, "tensor", 0), w, b)
+        _, pull = jax.vjp(lambda x, w, b: plus(x @ w, b), part(x, "tensor", 0), w, b)
         gx, gw, gb = pull(g)  # with gw and gb summed over data and tensor
         return gather(gx, "tensor", to="invarying"), part(gw, "tensor", 1), part(gb, "tensor", 0)
 
@@ -251,21 +257,30 @@ def test_linear_compiles_to_what_is_written_by_hand(case, mesh, axis_types):
     assert normal(ours) == normal(hand)
 
 
-# Under `shard` the program's own dtypes stay, and the others are refused.
-NOT_YET = ("scatter", "remat", "backward", "compute", "reduce float32")
+REFUSED = ("scatter", "remat", "backward")  # by `jshard.shard`
+UNDER_SHARD = [case for case in cases.on("2x4") if not any(word in str(case) for word in REFUSED)]
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in cases.on("2x4") if not any(word in str(case) for word in NOT_YET)], ids=str
-)
+@pytest.mark.parametrize("case", UNDER_SHARD, ids=str)
 def test_linear_compiles_to_the_same_under_shard_as_by_itself(case):
     with cases.loaded(case.configuration("2x4", "explicit")) as grid:
-        alone, other = (nnx.eval_shape(lambda: cases.layer_of(case)) for _ in range(2))  # `shard` changes what it is given
-        args = shapes_of(case, grid)
-        texts = [compiled_text(through_the_layer(each), *args) for each in (alone, jshard.shard(other))]
-        asked = [cases.collectives_asked(jshard.explain(through_the_layer(each), *args)) for each in (alone, other)]
+        alone, other = (
+            nnx.eval_shape(lambda: cases.layer_of(case)) for _ in range(2)
+        )  # `shard` changes what it is given
+        args, layers = shapes_of(case, grid), (alone, jshard.shard(other))
+        asked = [cases.collectives_asked(jshard.explain(through_the_layer(each), *args)) for each in layers]
+        texts = [compiled_text(through_the_layer(each), *args) for each in layers]
     assert asked[0] == asked[1]
     assert normal(texts[0]) == normal(texts[1])
+
+
+@pytest.mark.parametrize("case", [case for case in UNDER_SHARD if {"dtype", "output"} & case.keys.keys()], ids=str)
+def test_linear_under_shard_returns_what_it_returns_by_itself(case):
+    with cases.loaded(case.configuration("2x4")):
+        layer = jshard.shard(cases.layer_of(case))
+        cases.assert_results(
+            case, jax.jit(functools.partial(cases.forward_and_gradients, layer))(*cases.operands(case))
+        )
 
 
 def test_texts_that_differ_are_told_apart():
@@ -302,10 +317,10 @@ SIGNALS = {
     "store": {name: {"row": "data", "store": "data"} for name in ("up", "down")},
 }
 BODIES = {
-    "tensor": (plain, lambda x, w, b: lax.psum(x @ w, "tensor") + b),
+    "tensor": (plain, lambda x, w, b: plus(lax.psum(x @ w, "tensor"), b)),
     "sequence": (
-        lambda x, w, b: gather(x, "tensor", axis=1) @ w + b,
-        lambda x, w, b: scatter(x @ w, "tensor", axis=1) + b,
+        lambda x, w, b: plus(gather(x, "tensor", axis=1) @ w, b),
+        lambda x, w, b: plus(scatter(x @ w, "tensor", axis=1), b),
     ),
     "store": (HAND["store"], HAND["store"]),
     "kept": (HAND["store keep"], HAND["store keep"]),

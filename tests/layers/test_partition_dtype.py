@@ -160,6 +160,26 @@ def test_parameters_rest_in_their_dtype():
         assert variables["params"]["kernel"].dtype == jnp.bfloat16
 
 
+WORDS = {
+    "sequence": {"reduction": "tensor", "sequence": "tensor"},
+    "gather": {"column": "tensor", "output": "gather"},
+    "reduce": {"reduction": "tensor", "dtype": {"reduce": "float32"}},
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_parameter_that_the_model_casts_is_claimed_still(words):
+    """A model in bfloat16 asks for the same collectives as one in float32, of half the bytes where no `reduce` says more."""
+    x, moved = cases.numbers((8, 8, 16)), {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        with loaded({"all": {"row": "data", **WORDS[words], "match": ["**"]}}):
+            model = jshard.shard(nnx.Linear(16, 32, dtype=dtype, rngs=nnx.Rngs(0)), x)
+            ledger = jshard.explain(lambda model: nnx.grad(lambda model: model(x).sum())(model), model)
+            moved[dtype] = [(line.collective, line.phase, line.count, line.payload) for line in ledger]
+    halved = [(*line, payload if words == "reduce" else payload // 2) for *line, payload in moved[jnp.float32]]
+    assert moved[jnp.bfloat16] == halved
+
+
 @pytest.mark.parametrize(
     ("key", "word"),
     [("dtype.compute", "bfloat16"), ("kernel.reduce_scatter", "permute"), ("kernel.all_reduce", "ring")],

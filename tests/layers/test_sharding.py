@@ -323,6 +323,32 @@ def test_a_scatter_of_parts_that_are_no_whole_tiles_is_an_all_to_all_on_tpus(den
     }
 
 
+GATHERED = {
+    "a bias": lambda params, x: x @ params["w"] + params["b"],
+    "nothing": lambda params, x: jnp.sin(x @ params["w"]),
+    "rows": lambda params, x: x @ params["w"] + jnp.cos(x),
+    "itself": lambda params, x: (lambda y: y + y)(x @ params["w"]),
+    "a bias, and it is read again": lambda params, x: (lambda y: y * (y + params["b"]))(x @ params["w"]),
+}
+
+
+@pytest.mark.parametrize("added", GATHERED)
+def test_columns_are_gathered_once_whatever_is_added(added):
+    """A bias before, split as it rests; all else behind."""
+    params, x = {"w": rng.normal(size=(8, 8)).astype(np.float32), "b": np.arange(8, dtype=np.float32)}, np.ones((4, 8))
+    f, x = GATHERED[added], x.astype(np.float32)
+    words = {"column": "tensor", "output": "gather", "match": ["**"]}
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "all": words})
+    found = jshard.shard(f)(params, x)
+    np.testing.assert_allclose(found, f(params, x), rtol=1e-5, atol=1e-6)
+    assert found.sharding.is_fully_replicated
+    placed = jshard.shard(f).place(params, x)
+    assert placed["b"].sharding.is_fully_replicated == (added != "a bias")
+    ledger = jshard.explain(jshard.shard(f), placed, x)
+    (line,) = ledger.only(phase="forward")
+    assert (line.collective, line.payload, line.cause.key) == ("all_gather", 4 * 8 * 4, "output")
+
+
 class SideBySide(nnx.Module):
     def __init__(self, rngs):
         with jshard.signal("heads"):

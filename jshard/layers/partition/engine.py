@@ -183,16 +183,16 @@ class Partition:
 
     def _parameter(self, eqn: Any, part: Part, found: Factors) -> list[Part] | None:
         """Return a parameter that is cast, which stays at rest, or shaped anew: put off, so that it is gathered and marked once
-        for all its uses. None where it is no parameter, or need not be told from another array."""
+        for all its uses. None where it is no parameter."""
         name = eqn.primitive.name
         if part.is_undecided:
             return self._still_undecided(eqn, part, found)
-        is_followed = part.rest is not None or part.asked is not None
-        if is_followed and part.make is None and name == "convert_element_type":
-            return [part.cast(eqn.params["new_dtype"])]
-        if is_followed and part.make is None and name in CASTS:
+        is_parameter = part.make is None and (part.signal is not None or part.asked is not None)
+        if is_parameter and name == "convert_element_type":
+            return [part.cast_by_program(eqn.params["new_dtype"])]
+        if is_parameter and name in CASTS:
             return [part.at_rest(self.bind(eqn, [part.x])[0], part.shape, range(len(part.shape)))]
-        if name in CASTS or part.signal is None or (not is_followed and name in ("reshape", "expand_dims")):
+        if name in CASTS or part.signal is None:
             return None
         return self.later(eqn, [part], found)
 

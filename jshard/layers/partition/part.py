@@ -78,7 +78,8 @@ class Part:
     within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
     casts: dict[Any, Part] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
     is_only_looked_up: bool = False  # of a stored parameter: nothing else reads it, so that it need not be whole
-    wire: Any = None  # the dtype that a stored parameter is gathered in; its gradient is scattered in its own
+    wire: Any = None  # the dtype that it is gathered in; its gradient is scattered in its own
+    uncast: Part | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
     asked: set[Names] | None = None  # of a parameter that is followed: the mesh axes that each use makes it vary over
 
     def __post_init__(self) -> None:
@@ -131,6 +132,10 @@ class Part:
     def local(self, axes: Axes, names: Names, moving: Moving) -> Array:
         """Return this device's part when split by `axes`, varying over `names` too. What two uses need alike is made once, and
         its gradient summed once."""
+        if self.uncast is not None and self.signal is not None:
+            return (
+                self.summed_in(self.signal.dtype.reduce, self.x.dtype).local(axes, names, moving).astype(self.x.dtype)
+            )
         names = names | names_of(axes)
         if self.asked is not None:  # a use that takes its slice of it leaves it equal everywhere
             self.asked.add(names - (names_of(axes) - names_of(self.axes)))
@@ -138,6 +143,12 @@ class Part:
         if key not in self.cache:
             self.cache[key] = self._local(axes, names, moving)
         return self.cache[key]
+
+    def summed_in(self, wide: Any, compute: Any) -> Part:
+        """The same array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
+        source = self if self.uncast is None or self.x.dtype != compute else self.uncast
+        is_gathered = self.rest is not None or self.signal is None
+        return source.cast(wide, compute if is_gathered else None)
 
     def _local(self, axes: Axes, names: Names, moving: Moving) -> Array:
         if self.make is not None:
@@ -154,9 +165,11 @@ class Part:
         x = self._in_use(names) if self.rest is not None else self.x
         steps = plan_moves(self.axes, axes)
         travels = any(step.kind != "slice" for step in steps)
+        if travels and self.wire is not None and self.rest is None:
+            x = vary(x, names)  # its gradient is summed before it is cast
         with moving(steps) if travels else contextlib.nullcontext(()) as kernels:
             for step in steps:
-                x = _step(x, step, names, kernels)
+                x = _step(x, step, names, kernels, self.wire)
         return vary(x, names, dict(() if self.signal is None else self.signal.kernel).get("all_reduce", "auto"))
 
     def _in_use(self, names: Names) -> Array:
@@ -212,15 +225,25 @@ class Part:
             if (make := self.make) is not None:
                 cast: Any = lambda axes, names: make(axes, names).astype(dtype)
                 self.casts[key] = Part(self.shape, self.axes, make=cast, signal=self.signal)
-            elif self.x.dtype == dtype and (wire is None or self.rest is None):
+            elif self.x.dtype == dtype and (wire is None or dtype == wire):
                 return self
             else:
-                self.casts[key] = self.renewed(self.x.astype(dtype), wire=wire)
+                is_shape = isinstance(self.x, jax.ShapeDtypeStruct)
+                self.casts[key] = self.renewed(
+                    self.x.update(dtype=dtype) if is_shape else self.x.astype(dtype), wire=wire
+                )
         return self.casts[key]
+
+    def cast_by_program(self, dtype: Any) -> Part:
+        """The same parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
+        found, wide = self.cast(dtype), None if self.signal is None else self.signal.dtype.reduce
+        if found is not self and wide is not None and jnp.result_type(wide, self.x, found.x) == wide:
+            found.uncast = self
+        return found
 
     def renewed(self, x: Any, **changes: Any) -> Part:
         """The same place for another array, of which nothing is remembered."""
-        return dataclasses.replace(self, x=x, cache={}, gathered={}, within=[], casts={}, **changes)
+        return dataclasses.replace(self, x=x, cache={}, gathered={}, within=[], casts={}, uncast=None, **changes)
 
     def at_rest(self, x: Array, shape: tuple[int, ...], order: Sequence[int | None]) -> Part:
         """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
@@ -250,7 +273,7 @@ def moving_as(kernels: Kernels = (), **fields: str) -> Iterator[Kernels]:
         yield kernels
 
 
-def _step(x: Any, step: Move, names: Names, kernels: Kernels) -> Array:
+def _step(x: Any, step: Move, names: Names, kernels: Kernels, wire: Any) -> Array:
     if step.kind == "slice" and step.mesh_axis in jax.typeof(x).mat.varying:
         size = x.shape[step.axis] // lax.axis_size(step.mesh_axis)  # it was made to vary, or gathered at its use
         return lax.dynamic_slice_in_dim(x, lax.axis_index(step.mesh_axis) * size, size, step.axis)
@@ -260,7 +283,7 @@ def _step(x: Any, step: Move, names: Names, kernels: Kernels) -> Array:
         varies = step.mesh_axis in names
         if lax.axis_size(step.mesh_axis) == 1:
             return over_one_device(x, (step.mesh_axis,), varies=varies)
-        return activation(gather(x, ((step.axis, step.mesh_axis, varies),), kernels=kernels))
+        return activation(gather(x, ((step.axis, step.mesh_axis, varies),), dtype=wire, kernels=kernels))
     return move(x, [step])
 
 

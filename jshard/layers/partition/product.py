@@ -85,7 +85,7 @@ def _product(
     compute = jnp.dtype(dtypes.compute or jnp.result_type(*(each.aval for each in eqn.invars)))
     wide = dtypes.reduce or compute
     sums = any(kind == "sum" and factor in choice for factor, kind in enumerate(found.kinds))
-    operands = [part.cast(wide, compute if part.rest is not None else None) for part in parts]
+    operands = [part.summed_in(wide, compute) for part in parts]
     xs = [x.astype(compute) for x in run.placed(operands, found, choice)]
     out_dtype = jnp.dtype(wide if sums else compute)
     accumulates = (
