@@ -26,6 +26,7 @@ from benchmarks import (
     processes,
     stages,
     step,
+    verify,
     watchdog,
     weights,
 )
@@ -239,3 +240,9 @@ def test_benchmark_of_the_loader_prints_a_line_with_and_without_reading_ahead(ca
     loader.main(["--make", "1", "--step", "1", "--count", "3"])
     of = r"[\d.]+ ms a step, [\d.]+x the slower of 1 and 1 ms"
     assert re.fullmatch(f"ahead 0: {of}\nahead 2: {of}\n", capsys.readouterr().out)
+
+
+def test_verify_tells_what_it_took_and_that_all_is_bitwise():
+    assert re.fullmatch(
+        r"decoder +24 of 24 arrays bitwise +[\d.]+ s +[\d.]+ s of the processor", verify.verified("decoder")
+    )

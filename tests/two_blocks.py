@@ -100,7 +100,15 @@ def cross_entropy(model, x, targets):
     return -jnp.take_along_axis(logs, targets[..., None], -1).mean()
 
 
+def of_qwen3(model, tokens, targets):
+    """The loss of tunix's Qwen3, which asks for positions and a mask."""
+    positions = jnp.tile(jnp.arange(8), (4, 1))
+    mask = jnp.tile(jnp.tril(jnp.ones((8, 8), bool)), (4, 1, 1))
+    return cross_entropy(lambda tokens: model(tokens, positions, None, mask)[0], tokens, targets)
+
+
 rng = np.random.default_rng(0)
+TOKENS = tuple(np.random.default_rng(1).integers(0, 64, (2, 4, 8)).astype(np.int32))
 TEXT = tuple(rng.integers(0, WORDS, (2, 4, 4)).astype(np.int32))
 IMAGES = rng.normal(size=(4, 8, 8, 3)).astype(np.float32), rng.integers(0, CLASSES, 4).astype(np.int32)
 DECODER = """\
@@ -123,3 +131,11 @@ rest: {row: data, match: ["**"]}
 def also(text, key, value):
     """The same with one more word in every signal."""
     return text.replace("{row: data,", f"{{row: data, {key}: {value},")
+
+
+QWEN3 = """\
+jshard: {mesh: {data: 2, tensor: 4}}
+columns: {row: data, store: data, column: tensor, sequence: tensor, match: ["layers/*/attn/{q,k,v}_proj/**", "layers/*/mlp/{gate,up}_proj/**", "lm_head/**"]}
+sums: {row: data, store: data, reduction: tensor, sequence: tensor, match: ["layers/*/attn/o_proj/**", "layers/*/mlp/down_proj/**", "embedder/**"]}
+rest: {row: data, store: data, match: ["**"]}
+"""

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from qwen3 import qwen3
-from two_blocks import DECODER, IMAGES, TEXT, VIT, Decoder, ViT, also, cross_entropy
+from two_blocks import DECODER, IMAGES, QWEN3, TEXT, TOKENS, VIT, Decoder, ViT, also, cross_entropy, of_qwen3
 
 import jshard
 from jshard.kernels.all_reduction import all_reduce
@@ -65,24 +65,9 @@ def test_two_blocks_of_a_vision_transformer_are_bitwise(text):
     assert all_bitwise(verified(text, ViT, *IMAGES), 1 + 1 + 2 * 16 + 8, zero)
 
 
-QWEN3 = """\
-jshard: {mesh: {data: 2, tensor: 4}}
-columns: {row: data, store: data, column: tensor, sequence: tensor, match: ["layers/*/attn/{q,k,v}_proj/**", "layers/*/mlp/{gate,up}_proj/**", "lm_head/**"]}
-sums: {row: data, store: data, reduction: tensor, sequence: tensor, match: ["layers/*/attn/o_proj/**", "layers/*/mlp/down_proj/**", "embedder/**"]}
-rest: {row: data, store: data, match: ["**"]}
-"""
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # it takes names that JAX is going to remove
 def test_two_blocks_of_qwen3_are_bitwise(extra):
-    positions = jnp.tile(jnp.arange(8), (4, 1))
-    mask = jnp.tile(jnp.tril(jnp.ones((8, 8), bool)), (4, 1, 1))
-    tokens = jax.random.randint(jax.random.key(0), (2, 4, 8), 0, 64)
-
-    def loss(model, tokens, targets):
-        return cross_entropy(lambda tokens: model(tokens, positions, None, mask)[0], tokens, targets)
-
-    assert all_bitwise(verified(QWEN3, lambda rngs: qwen3(extra, 4), *tokens, f=loss), 26)
+    assert all_bitwise(verified(QWEN3, lambda rngs: qwen3(extra, 4), *TOKENS, f=of_qwen3), 26)
 
 
 # -- claims that do not fit --
