@@ -204,7 +204,8 @@ def test_quick_benchmark_over_processes_prints_a_line_for_each_variant(capsys):
     assert names == [
         "shard_map by hand", "the same, again", "jshard by layers", "jshard.step", "jit with NamedShardings",
         "jshard.value_and_grad", "by hand, one sum of all", *["DDP", "DDP, loss of all rows"] * torch,
-        *decoders, "jshard, sequence too", *["DTensor", "DTensor, sequence too"] * torch, *decoders, *["FSDP2"] * torch,
+        *decoders, "jshard, sequence too", *["DTensor", "DTensor, sequence too"] * torch,
+        *decoders, "jshard, kept", *["FSDP2", "FSDP2, kept"] * torch,
         stages.ONE, stages.TENSOR, *KINDS, *["torch's GPipe", "torch's 1F1B"] * torch,
     ]  # fmt: skip
     losses = re.findall(rf"^(?:{'|'.join((stages.TENSOR, *KINDS))}) .* (same|\d+e-\d+)$", told, re.MULTILINE)
