@@ -12,7 +12,7 @@ from jshard.errors import JShardError
 from jshard.layers.ring_attention import Form, ring_attention
 from jshard.signals.active_config import configuration
 
-BLOCK, LEAST = 512, 64  # queries of a block, at most and in rows that have no more than four
+BLOCK, LEAST = 512, 64  # queries of a block, at most and at least
 
 
 def attend(
@@ -25,8 +25,8 @@ def attend(
     that share one are neighbours. A query sees the keys at its own place and before (`causal`), of those the last `window`, of
     its own segment only (`segments[rows, places]`, whole numbers), and where `mask[rows or 1, heads or 1, queries, keys]` is
     true. `scale` is 1 / sqrt(size) unless said. Positions (RoPE) are the caller's, before. `implementation` is that of
-    `jax.nn.dot_product_attention`: "cudnn" asks for NVIDIA's. "blocks" is plain JAX for causal attention: 512 queries at a
-    time, of rows under 2,048 a quarter, over the keys up to theirs, so that nearly half of the scores are never made.
+    `jax.nn.dot_product_attention`: "cudnn" asks for NVIDIA's. "blocks" is plain JAX for causal attention: a quarter of
+    the queries at a time, 64 to 512, over the keys up to theirs, so that nearly half of the scores are never made.
 
     Where a signal of the configuration says `ring: axis`, `jshard.shard` has rows split by places over that mesh axis, and no
     device ever has all keys: they go around a ring, or, with `attention: ulysses`, heads are split instead while devices
