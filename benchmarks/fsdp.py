@@ -34,6 +34,8 @@ STORES: dict[str, Any] = {
     "prefetch": {"parameters": "data", "prefetch": True},
 }
 WAYS = ("partitioner", *STORES)
+# Parameters whole on every chip: by XLA's partitioner, by jshard, and with gradient sums one layer late.
+WHOLE: dict[str, Any] = {"replicated": {}, "data": {}, "late": {"store": {"prefetch": True}}}
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -61,8 +63,9 @@ def by_partitioner(params: Any, x: jax.Array) -> jax.Array:
 
 
 def planned(way: str, topology: Topology, layers: int, rows: int, width: int) -> Any:
-    auto = {"axis_types": "auto"} if way == "partitioner" else {}
-    stored = {} if way == "data" else {"store": STORES.get(way, "data")}
+    is_auto = way in ("partitioner", "replicated")
+    auto = {"axis_types": "auto"} if is_auto else {}
+    stored = WHOLE.get(way, {"store": STORES.get(way, "data")})
     signal = {"row": "data", **stored, "match": ["**"]}
     jshard.load({"jshard": {"mesh": {"data": topology.devices}, **auto}, "all": signal})
     present = configuration()
@@ -72,13 +75,13 @@ def planned(way: str, topology: Topology, layers: int, rows: int, width: int) ->
         def shape(sizes: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=jax.NamedSharding(jshard.mesh(), jax.P(*spec)))
 
-        rest = () if way == "data" else (None, "data")
+        rest = () if way in WHOLE else (None, "data")
         params = {
             "up": shape((layers, width, 4 * width), jnp.float32, *rest),
             "down": shape((layers, 4 * width, width), jnp.float32, *rest),
         }
         x = shape((rows * topology.devices, width), jnp.bfloat16, "data")
-        f = by_partitioner if way == "partitioner" else jshard.shard(loss)
+        f = by_partitioner if is_auto else jshard.shard(loss)
         run = jax.jit(lambda params, x: step(f, params, x), donate_argnums=0)
         return plan(run, params, x, topology=topology.name, backward=False)
 
@@ -196,7 +199,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", default="512,1024,4096", help="of x on each chip")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument(
-        "--ways", default=",".join(WAYS), help="some of them, with commas between; data keeps all on each"
+        "--ways",
+        default=",".join(WAYS),
+        help=f"some of them, with commas between; or {', '.join(WHOLE)}, which keep all on each",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs; a small one of --pod")
     parser.add_argument("--pod", metavar="DEPTHS", help="plan configs/pod-fsdp.yaml with so many layers")

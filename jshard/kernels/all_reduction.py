@@ -21,7 +21,7 @@ from jshard.kernels.select_algorithm import adds_in_order, resolve_algorithm, vm
 from jshard.kernels.tiles import pack, unpack
 from jshard.kernels.vmap import call_batched
 
-Algorithm = Literal["auto", "hierarchical", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"]
+Algorithm = Literal["auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"]
 
 
 def all_reduce(
@@ -32,9 +32,10 @@ def all_reduce(
     Several mesh axes are reduced by one collective. "auto" is what `kernels.choose` says. "in_order" adds in device order and
     costs an all-to-all, of large arrays an all-gather besides. "hierarchical", which is auto's over mesh axes of which some
     cross slices and some do not, is a reduce-scatter inside each slice, an all-reduce of the parts between them, and an
-    all-gather. A kernel takes any shape, adds bfloat16 in float32 and rounds once. The gradient of a sum is psum's; that of a
-    max or min is shared equally among the devices that have it, at the cost of one more all-reduce. An algorithm that is
-    named and can't run here is an error.
+    all-gather. "permute" is a reduce-scatter and an all-gather by XLA's permutes, on any backend, and rounds where it adds. A
+    kernel takes any shape, adds bfloat16 in float32 and rounds once. The gradient of a sum is psum's; that of a max or min is
+    shared equally among the devices that have it, at the cost of one more all-reduce. An algorithm that is named and can't
+    run here is an error.
     """
     collectives.check_choice("all_reduce", "op", op, ("sum", "max", "min", "mean"))
     mesh_axes = collectives.canonicalize_mesh_axes("all_reduce", mesh_axis)
@@ -99,6 +100,8 @@ def _buckets(arrays: Sequence[Array]) -> Iterator[list[int]]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _all_reduce(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
+    if algorithm == "permute":  # JAX batches its own permutes
+        return _kernel(x, mesh_axes, algorithm)
     return call_batched(lambda x, _: _kernel(x, mesh_axes, algorithm), x, 0)  # a batch is summed like any array
 
 
@@ -119,6 +122,8 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
         return ordered_psum(x, mesh_axes)
     if algorithm == "hierarchical":
         return _by_slices(x, mesh_axes)
+    if algorithm == "permute":
+        return _by_parts(x, mesh_axes, "permute", lambda part: part)
     from jshard.kernels.tpu import all_reduce as tpu
     from jshard.kernels.tpu.dma import Group
 
@@ -135,13 +140,18 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
 def _by_slices(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     """Sum inside each slice, where every device is left with a part, sum the parts between slices, and gather them."""
     between, inside = slices.between_and_inside(mesh_axes)
-    n = collectives.axis_size(inside)
+    return _by_parts(x, inside, "auto", lambda part: all_reduce(part, between))
+
+
+def _by_parts(x: Array, mesh_axes: tuple[str, ...], algorithm: Any, use: Callable[[Array], Array]) -> Array:
+    """Sum by a reduce-scatter, after which every device has a part, and a gather of what `use` makes of the parts."""
+    n = collectives.axis_size(mesh_axes)
     axis = next((axis for axis, size in enumerate(x.shape) if size % n == 0), None)
     if axis is None:
         flat = x.reshape(-1)
-        return _by_slices(jnp.pad(flat, (0, -x.size % n)), mesh_axes)[: x.size].reshape(x.shape)
-    part = reduce_scatter(x, inside, axis=axis)
-    return all_gather(all_reduce(part, between), inside, axis=axis, result="invariant")
+        return _by_parts(jnp.pad(flat, (0, -x.size % n)), mesh_axes, algorithm, use)[: x.size].reshape(x.shape)
+    part = reduce_scatter(x, mesh_axes, axis=axis, algorithm=algorithm)
+    return all_gather(use(part), mesh_axes, axis=axis, result="invariant", algorithm=algorithm)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

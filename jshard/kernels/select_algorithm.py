@@ -18,7 +18,7 @@ from jshard.kernels.chip import Chip
 from jshard.kernels.deterministic_sum import between_processes
 
 ALGORITHMS = {
-    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
+    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"),
     "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
     "all_gather": ("auto", "in_order", "permute", "ring", "xla"),
     "matmul": ("auto", "pallas", "xla"),
@@ -83,6 +83,7 @@ _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
 _WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
 _TILES = "HLO compiled for an absent v5e:2x4, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
 _SCATTERS = "docs/measurements/kernels.md: scatters compiled for absent v5e, v5p, v6e"
+_SUMS = "docs/speed.md: python -m benchmarks.fsdp --ways replicated,data,late, compiled for absent v5e, v5p, v6e"
 _PROCESSES = "docs/design/0015-processes.md: python -m benchmarks.processes"
 _MODEL = "jshard/chips.py: the maker's peak and link, as a plan counts them"
 
@@ -164,6 +165,13 @@ TABLE = (  # the first row that applies counts
         Choice("fused", "the wire runs under the product, which XLA does not do inside a shard_map", _WIRE),
         2,
         LONGEST_RING,
+    ),
+    Row(
+        "all_reduce",
+        "tpu",
+        Choice("permute", "XLA computes nothing while it sums, and while permutes travel it does", _SUMS),
+        when=lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= MiB,  # fewer only wait for neighbours
+        beside_work=True,
     ),
     Row(
         "reduce_scatter",

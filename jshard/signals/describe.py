@@ -43,6 +43,8 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
         kept = ", and what is gathered of them is kept for backward" if signal.store_keep else ""
         kept = ", gathered one layer ahead" if signal.store_prefetch else kept
         yield f"parameters and optimizer state rest split over {' x '.join(signal.store)}{kept}"
+    elif signal.store_prefetch:
+        yield "gradients of layers summed one layer late"
     if signal.store_optimizer:
         yield f"optimizer state rests split over {' x '.join(signal.store_optimizer)}"
     if signal.backward is not None:

@@ -247,7 +247,7 @@ def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str
     elif values.get("prefetch") and written.values.get("remat", "full") not in ("full", ""):
         place = written.at("store.prefetch")
         fault, hint = f"has store.prefetch beside remat ({written.at('remat')}), which keeps more", "write remat: full"
-    elif not values.keys() & {"parameters", "optimizer"} and "store" not in written.broken:
+    elif not (values.keys() & {"parameters", "optimizer"} or values.get("prefetch")) and "store" not in written.broken:
         fault = "has store without parameters"
     if fault:
         faults.add((written.name,), place, fault, hint)

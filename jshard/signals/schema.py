@@ -40,7 +40,7 @@ COLLECTIVES = {
 
 # The algorithms of each kernel, as in jshard.kernels.select_algorithm, which imports JAX; a test holds them equal.
 KERNELS = {
-    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"),
+    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"),
     "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
     "all_gather": ("auto", "in_order", "permute", "ring", "xla"),
     "matmul": ("auto", "pallas", "xla"),
@@ -228,7 +228,9 @@ SIGNAL: dict[str, Key] = {
                 "parameters": Key(_AXES, "Parameters and the optimizer's state (FSDP)."),
                 "keep": Key(flag(), "Gathered parameters are kept for the backward pass, which else gathers them again."),
                 "prefetch": Key(
-                    flag(), "A layer of a loop is gathered while the one before it computes; of each only its input is kept."
+                    flag(),
+                    "A layer of a loop is gathered while the one before it computes, and its gradients sent while the next one "
+                    "does; of each only its input is kept. Without parameters: gradient sums alone.",
                 ),
                 "optimizer": Key(_AXES, "The optimizer's state alone (ZeRO-1)."),
             },

@@ -214,6 +214,19 @@ class TestTorus(Kernel):
         self.check_value(mesh, case)
 
 
+class TestPermute(Contract):
+    algorithm = "permute"
+    gradient_mesh = {"d": 2, "t": 4}, ("d", "t")
+    test_gradient_is_that_of_psum_inside_and_outside = Kernel.test_gradient_is_that_of_psum_inside_and_outside
+    test_bits_are_the_same_on_all_devices_where_order_matters = (
+        Kernel.test_bits_are_the_same_on_all_devices_where_order_matters
+    )
+
+    @parametrize(CASES, 1, 2, 4, 6, 7)
+    def test_sum_is_exact_and_the_same_everywhere(self, mesh, case):
+        self.check_value(mesh, case)
+
+
 # -- where a kernel stands in a program --
 
 X = np.arange(8 * 35, dtype=np.float32).reshape(8, 5, 7) % 5

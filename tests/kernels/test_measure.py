@@ -32,7 +32,7 @@ def test_bench_times_xla_only_where_kernels_could_but_be_interpreted(capsys, tmp
     assert [(row["op"], row["algorithm"], row["payload"]) for row in read] == [
         (op, algorithm, size)
         for op, algorithms in (
-            ("all_reduce", ["xla"]),
+            ("all_reduce", ["permute", "xla"]),
             ("reduce_scatter", ["permute", "xla"]),
             ("all_gather", ["permute", "xla"]),
         )
@@ -40,14 +40,14 @@ def test_bench_times_xla_only_where_kernels_could_but_be_interpreted(capsys, tmp
         for algorithm in algorithms
     ]
     assert all(float(row["low_us"]) <= float(row["median_us"]) <= float(row["high_us"]) for row in read)
-    assert drawn.read_text().count("<polyline") == 5
+    assert drawn.read_text().count("<polyline") == 6
 
 
 def test_interpreted_kernels_are_never_timed():
-    assert measure.algorithms_at_hand("all_reduce", 8, "cpu") == ["xla"]
+    assert measure.algorithms_at_hand("all_reduce", 8, "cpu") == ["permute", "xla"]
     assert measure.algorithms_at_hand("all_gather", 8, "cpu") == ["permute", "xla"]
-    assert measure.algorithms_at_hand("all_reduce", 8, "tpu") == ["one_shot", "two_shot", "ring", "xla"]
-    assert measure.algorithms_at_hand("all_reduce", 128, "tpu") == ["one_shot", "two_shot", "xla"]
+    assert measure.algorithms_at_hand("all_reduce", 8, "tpu") == ["one_shot", "permute", "two_shot", "ring", "xla"]
+    assert measure.algorithms_at_hand("all_reduce", 128, "tpu") == ["one_shot", "permute", "two_shot", "xla"]
 
 
 def test_product_is_timed_by_xla_only_where_its_kernel_could_but_be_interpreted(capsys, tmp_path):
@@ -109,8 +109,8 @@ def test_self_test_tries_every_kernel(interpreted, capsys):
     assert bench.bench(mesh={"t": 2}, self_test=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "all_reduce by one_shot of float32[2, 7]: exact on every device (interpreted)"
-    assert sum(" by permute " in line for line in lines) == 4
-    assert len(lines) == 14 and lines[-1].startswith("all right on 2 x cpu, jax ")
+    assert sum(" by permute " in line for line in lines) == 5
+    assert len(lines) == 15 and lines[-1].startswith("all right on 2 x cpu, jax ")
 
 
 def test_self_test_finds_a_kernel_that_is_wrong(monkeypatch, capsys):
@@ -133,7 +133,7 @@ def test_launched_self_test_joins_two_processes_of_which_the_first_speaks():
         [
             *(
                 f"[0] {op} by permute of float32[4, 7]: exact on every device"
-                for op in ("reduce_scatter", "all_gather")
+                for op in ("all_reduce", "reduce_scatter", "all_gather")
             ),
             "[0] all_gather_matmul by permute of float32[8, 5]: exact on every device",
             "[0] matmul_reduce_scatter by permute of float32[8, 5]: exact on every device",

@@ -205,7 +205,7 @@ def test_forced_choice_that_can_not_run_says_why(mesh):
     )
     assert refused(mesh, by("rign")) == 'all_reduce has no algorithm "rign"; did you mean "ring"?'
     assert refused(mesh, by("nccl")) == (
-        'all_reduce has no algorithm "nccl"; use one of "auto", "hierarchical", "in_order", "one_shot", "two_shot", "ring", "torus", "xla"'
+        'all_reduce has no algorithm "nccl"; use one of "auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"'
     )
 
 

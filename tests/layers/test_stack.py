@@ -139,6 +139,8 @@ PLANS = {
     "prefetch slices": claimed(
         {"slice": {"size": 2, "over": "dcn"}, "data": 2, "tensor": 2}, row=["slice", "data"], store=PREFETCH
     ),
+    "late sums": claimed({"data": 4, "tensor": 2}, store={"prefetch": True}, kernel={"all_reduce": "permute"}),
+    "late sums of psum": claimed({"data": 2, "tensor": 4}, store={"prefetch": True}, dtype={"reduce": "float32"}),
     "prefetch permutes": claimed({"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", kernel=PERMUTES),
 }
 
@@ -150,7 +152,7 @@ def test_it_equals_one_device_and_its_layers_lie_as_claimed(plan, one_device):
     value, gradients = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, X)
     np.testing.assert_allclose(value, one_device[0], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, one_device[1])
-    kernel, split = model.blocks.up.kernel[...], "store" in PLANS[plan]["up"]
+    kernel, split = model.blocks.up.kernel[...], PLANS[plan]["up"].get("store", {}) not in ({}, {"prefetch": True})
     ways = dict(PLANS[plan]["jshard"]["mesh"])
     shard = (3, WIDTH // ways["data"] if split else WIDTH, HIDDEN // ways["tensor"])
     assert kernel.sharding.shard_shape(kernel.shape) == shard
@@ -364,6 +366,33 @@ def test_sums_of_data_parallel_leave_with_each_turn_of_the_backward_loop():
     assert turn.count("sum") == 1 and len(products) == 4 and products[0] < turn.index("sum"), turn
 
 
+@pytest.mark.parametrize("algorithm", ["xla", "permute"])
+def test_sums_of_data_parallel_leave_one_layer_late(algorithm):
+    """Of each layer once, its first permute or its sum before the products of the layer before: it waits for nothing of this turn."""
+    depth, n = 5, 8
+    jshard.load(claimed({"data": n, "tensor": 1}, store={"prefetch": True}, kernel={"all_reduce": algorithm}))
+    model, step = jshard.shard(built(depth), X), nnx.value_and_grad(jshard.shard(loss))
+    found = collections.Counter()
+    for line in jshard.explain(step, model, X):
+        if line.signal in ("up", "down") and line.phase == "backward":
+            assert (line.cause.key, line.collective) == ("row", "permute" if algorithm == "permute" else "all_reduce")
+            found["count"] += line.count
+            found["wire"] += line.total
+    arrays, size = 3 * depth, depth * (2 * WIDTH * HIDDEN + WIDTH)  # two kernels and a bias
+    hops = 2 * (n - 1) if algorithm == "permute" else 1
+    assert found == {"count": arrays * hops, "wire": 4 * size * 2 * (n - 1) // n}
+    if algorithm == "permute":  # what XLA for CPUs does with many is its own
+        return
+    text = nnx.jit(step).lower(model, X).compile().as_text()
+    loops = [each for each in schedule_of(Program(text)) if isinstance(each, Loop) and each.trips == depth - 2]
+    turn = [
+        "sum" if isinstance(each, Start) else op_name(each.instruction.rest).rpartition("/")[2]
+        for each in loops[-1].body
+        if not isinstance(each, Done)
+    ]
+    assert [name for name in turn if name in ("sum", "dot_general")] == ["sum"] + 5 * ["dot_general"]
+
+
 @pytest.mark.parametrize("store", ["data", PREFETCH], ids=["store", "prefetch"])
 def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     """Each is n - 1 permutes of as many bytes, for the same reason: of weights and their gradients, and of the sequence."""
@@ -386,7 +415,7 @@ def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     assert "collective-permute" in text and not {"all-gather(", "reduce-scatter("} & set(text.split())
 
 
-@pytest.mark.parametrize("plan", ["prefetch", "prefetch permutes"])
+@pytest.mark.parametrize("plan", ["prefetch", "prefetch permutes", "late sums", "late sums of psum"])
 def test_layers_that_are_gathered_ahead_are_proven(plan):
     jshard.load(PLANS[plan])
     proof = jshard.verify(jshard.shard(loss), built(3), X)

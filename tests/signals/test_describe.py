@@ -27,6 +27,7 @@ WORDS = [
      ["replicated", "parameters and optimizer state rest split over d, and what is gathered of them is kept for backward"]),
     ({"store": ("d",), "store_prefetch": True},
      ["replicated", "parameters and optimizer state rest split over d, gathered one layer ahead"]),
+    ({"store_prefetch": True}, ["replicated", "gradients of layers summed one layer late"]),
     ({"store_optimizer": ("d", "t")}, ["replicated", "optimizer state rests split over d x t"]),
     ({"dtype": DTypes("float16", "bfloat16", "float32")},
      ["replicated", "kept in float16", "computed in bfloat16", "summed over devices in float32"]),

@@ -46,7 +46,7 @@ def quickly(device: Any) -> dict[str, Any] | None:
 # A NaN that comes out of these has gone in.
 BEARS_NO_NAN = frozenset(
     "abs broadcast_in_dim clamp concatenate convert_element_type copy copy_p dynamic_slice expand_dims gather max min neg "
-    "one_device_cast one_device_sum "
+    "invariant_cast one_device_cast one_device_sum "
     "optimization_barrier pad pcast pvary reduce_max reduce_min reshape reshard rev select_n sharding_constraint sign slice "
     "split squeeze stop_gradient tanh transpose".split()
 )

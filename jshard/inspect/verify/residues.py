@@ -47,7 +47,7 @@ ORDERED = frozenset(
 MOVED = frozenset(
     "copy copy_p name stop_gradient broadcast_in_dim reshape squeeze expand_dims transpose rev concatenate pad slice split "
     "dynamic_slice dynamic_update_slice gather scatter iota tile empty empty2 reshard mesh_cast sharding_constraint pvary "
-    "one_device_cast one_device_sum pipeline_slot "
+    "invariant_cast one_device_cast one_device_sum pipeline_slot "
     "pcast preduced vary_unreduced_cast optimization_barrier all_gather all_gather_invariant all_gather_reduced ppermute "
     "pbroadcast pbroadcast_dynamic all_to_all ragged_all_to_all device_put bitcast_convert_type is_finite".split()
 )

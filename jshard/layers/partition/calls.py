@@ -224,7 +224,8 @@ def _ahead(
 
     shards, each = [over[at].x for at in ahead], [over[at].x for at in others]
     return scan_ahead(
-        one, gather, carry, shards, each, length=length, reverse=eqn.params["reverse"]
+        one, gather, carry, shards, each, length=length, reverse=eqn.params["reverse"],
+        travels=any(over[at].rest is not None for at in ahead),
     )  # fmt: skip
 
 
@@ -279,7 +280,8 @@ def _led_by(run: Partition, part: Part, lead: tuple[str, ...]) -> Part:
 
 def _one_of(part: Part, x: Any) -> Part:
     """One of those that a scan goes along: a layer of stacked parameters is a parameter."""
-    rest = None if part.rest is None else part.rest[1:]
+    rest = part.axes if part.rest is None and part.prefetches else part.rest
+    rest = None if rest is None else rest[1:]
     return Part(
         part.shape[1:], part.axes[1:], x, rest=rest, signal=part.signal, parameter=part.parameter, of=part.of[1:],
         asked=part.asked,

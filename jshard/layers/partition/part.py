@@ -91,14 +91,18 @@ class Part:
 
     @property
     def prefetches(self) -> bool:
-        """Whether it is gathered while the layer before computes."""
-        smooth = jnp.issubdtype(self.x.dtype, jnp.inexact)
-        return self.rest is not None and self.signal is not None and self.signal.store_prefetch and smooth
+        """Whether it is gathered while another layer computes, and its gradient scattered, or that of a whole one summed."""
+        smooth, signal = jnp.issubdtype(self.x.dtype, jnp.inexact), self.signal
+        if signal is None or not signal.store_prefetch or not smooth:
+            return False
+        return self.rest is not None or (self.parameter is None and not signal.store)
 
     @property
     def regathers(self) -> bool:
         """Whether it is gathered for its use, and again for the backward pass."""
-        return self.rest is not None and self.signal is not None and not self.signal.store_keep
+        return (
+            self.rest is not None and self.signal is not None and bool(self.signal.store) and not self.signal.store_keep
+        )
 
     def settle(self) -> None:
         """Take the place that another use of the parameter has decided meanwhile."""
@@ -180,11 +184,15 @@ class Part:
         own = {name for _, name in missing}
         rows = () if self.signal is None else self.signal.row
         beside = dict.fromkeys((*slices.loaded_across(), *rows))
-        between = [(ALL, name, True) for name in beside if missing and name in names - own]
+        between = [(ALL, name, True) for name in beside if name in names - own - names_of(self.axes)]
         return self.gather((*((axis, name, name in names) for axis, name in missing), *between))
 
     def gather(self, steps: Gathers) -> Array:
         if steps not in self.gathered:
+            if self.rest == self.axes:
+                with scope(key="row"):
+                    self.gathered[steps] = self._summed_late(frozenset(name for _, name, _ in steps))
+                return self.gathered[steps]
             with scope(key="store"):
                 several = tuple(step for step in steps if lax.axis_size(step[1]) > 1 and step[0] != ALL)
                 x = self.x
@@ -199,6 +207,20 @@ class Part:
                             kernels = (*kernels, (op, choose(op, **of).algorithm))
                 self.gathered[steps] = gather(x, several, dtype=self.wire, kernels=kernels)
         return self.gathered[steps]
+
+    def _summed_late(self, names: Names) -> Array:
+        """Mark a parameter that is whole as varying. Its gradient is summed beside the work of another layer."""
+        x, kernels = self.x, dict(() if self.signal is None else self.signal.kernel)
+        x, algorithm = over_one_device(x, names, varies=True), kernels.get("all_reduce", "auto")
+        several = tuple(sorted(names - jax.typeof(x).mat.varying))
+        if algorithm == "auto" and not slices.is_hierarchy(several):
+            group = math.prod(map(lax.axis_size, several))
+            chosen = choose("all_reduce", shape=x.shape, dtype=x.dtype, group=group, beside_work=True).algorithm
+            algorithm = chosen if chosen == "permute" else algorithm
+        if algorithm == "permute" and several:
+            marked: Any = pvary_summed((x,), several, algorithm)
+            x = marked[0]
+        return vary(x, names, algorithm).astype(x.dtype if self.wire is None else self.wire)
 
     def gathers(self) -> Iterator[tuple[tuple[Any, ...], Gathers]]:
         """What was gathered of it, and of it in other dtypes: the casts that lead there, and the gathers."""

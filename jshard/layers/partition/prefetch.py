@@ -27,11 +27,13 @@ def scan_ahead(
     *,
     length: int,
     reverse: bool,
+    travels: bool = True,
 ) -> tuple[Arrays, Arrays]:
     """Scan `layer` over `gather` of `shards` and over `each`, arrays that are led by the axis of layers.
 
     The first and the last turn stand before and behind the loops, so that nothing is gathered or scattered for nothing:
-    `length` gathers forward, one less backward.
+    `length` gathers forward, one less backward. Where nothing `travels`, as all is whole, nothing is carried ahead: only the
+    gradients are a layer late.
     """
 
     place = lambda turn: length - 1 - turn if reverse else turn
@@ -49,6 +51,8 @@ def scan_ahead(
         return [x[::-1] for x in found] if reverse else found
 
     one = lambda arrays: [x[None] for x in arrays]
+    ahead = lambda shards, turn: gather(at(shards, turn)) if travels else []
+    in_use = lambda full, shards, turn: full if travels else gather(at(shards, turn))
     # What the layer closes over is an operand, as a custom derivative may close over nothing that is differentiated.
     program = jax.make_jaxpr(layer)(carry, gather(at(shards, 0)), at(each, 0))
 
@@ -59,12 +63,12 @@ def scan_ahead(
     def forward(carry: Arrays, shards: Arrays, each: Arrays, consts: Arrays) -> Any:
         def turn(state: Any, number: Any) -> Any:
             carry, full = state
-            after = gather(at(shards, number + 1))
-            out, ys = run(carry, full, at(each, number), consts)
+            after = ahead(shards, number + 1)
+            out, ys = run(carry, in_use(full, shards, number), at(each, number), consts)
             return (out, after), (carry, ys)
 
-        (last, full), (inputs, ys) = lax.scan(turn, (carry, gather(at(shards, 0))), jnp.arange(length - 1))
-        out, y = run(last, full, at(each, length - 1), consts)
+        (last, full), (inputs, ys) = lax.scan(turn, (carry, ahead(shards, 0)), jnp.arange(length - 1))
+        out, y = run(last, in_use(full, shards, length - 1), at(each, length - 1), consts)
         return (out, stacked(ys, one(y))), (inputs, last, full, shards, each, consts)
 
     def backward(kept: Any, cotangents: Any) -> Any:
@@ -74,12 +78,12 @@ def scan_ahead(
 
         def pull(number: Any, carry: Arrays, full: Arrays, of_out: Arrays) -> list[Arrays]:
             again = jax.checkpoint(run, prevent_cse=False)
-            (out, ys), back = jax.vjp(again, carry, full, at(each, number), consts)
+            (out, ys), back = jax.vjp(again, carry, in_use(full, shards, number), at(each, number), consts)
             return [*map(_smooth, back((_padded(of_out, out), _padded(at(of_ys, number), ys))))]
 
         def again(number: Any) -> Arrays:
             with jax.named_scope("checkpoint"), jax.named_scope("rematted_computation"):  # so that it is told as such
-                return gather(at(shards, number))
+                return ahead(shards, number)
 
         def scattered(of_full: Arrays, number: Any) -> Arrays:
             return jax.vjp(gather, at(shards, number))[1](of_full)[0]
