@@ -366,6 +366,30 @@ def test_a_broadcast_of_parameters_is_split_as_it_will_be_needed(mesh):
     )  # one number for each token of a device
 
 
+def scaled(scale, variance, x):
+    return x * (lax.rsqrt(jnp.expand_dims(variance, 0) + 1e-6) * scale.reshape(1, 8))
+
+
+@pytest.mark.parametrize(("words", "sums"), [({}, [8]), ({"store": "data"}, [8, 8])])
+def test_what_all_devices_have_meets_before_it_varies(mesh, words, sums):
+    """So that one gradient is summed, that of the product: a BatchNorm would have one sum more. What is stored is scattered."""
+    loaded = jshard.load({"jshard": {"mesh": {"data": 8}}, "a": {"row": "data", **words, "match": ["**"]}})
+    claim, on = Claim(loaded.signals["a"], "**"), mesh(data=8)
+    args = normal(8), below(9, 8) + 1.0, normal(8, 8)
+    program = partition.Program(
+        on,
+        jax.make_jaxpr(scaled)(*args),
+        [partition.Input(claim=claim, path="scale"), partition.Input(((),)), partition.Input((("data",), ()))],
+    )
+    given = [jax.device_put(x, Layout(on, *at).sharding) for x, at in zip(args, program.in_axes, strict=True)]
+    step = lambda f: jax.grad(lambda *args: jnp.sin(jax.tree.leaves(f(*args))[0]).sum(), argnums=(0, 1))
+    traced = jax.make_jaxpr(step(program))(*given)
+    found = [e for e in equations(traced) if "psum" in e.primitive.name or e.primitive.name == "reduce_scatter"]
+    assert [math.prod(e.invars[0].aval.shape) for e in found if e.invars[0].aval.shape] == sums
+    for one, other in zip(jax.jit(step(program))(*given), step(scaled)(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 def householder(x):
     return jnp.sin(lax.linalg.householder_product(x, jnp.ones(8)))
 

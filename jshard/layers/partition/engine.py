@@ -372,8 +372,11 @@ class Partition:
         return self.later(eqn, parts, found)
 
     def later(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part]:
-        """Put an operation off: it is done where a result of it is needed, as that needs it split."""
+        """Put an operation off: it is done where a result of it is needed, as that needs it split. Of several arrays that all
+        devices have, which are no more together than the result, the gradient of the result is summed, not that of each."""
         choice = self.choose(found, parts)
+        signal = next((part.signal for part in parts if part.signal is not None), None)
+        sizes = [math.prod(part.shape) for part in parts if part.shape]
 
         def result(number: int, of: Factored) -> Part:
             shape = tuple(eqn.outvars[number].aval.shape)
@@ -382,10 +385,11 @@ class Partition:
                 asked = {f: some for at, n in zip(of, axes, strict=True) for f, some in self._spread(at, n, found)}
                 choice = {f: some for f, some in asked.items() if found.kinds[f] != FIXED}
                 choice = self._contiguous(found, choice)
-                out = self.bind(eqn, self.placed(parts, found, choice, names), found, choice)[number]
+                early = names if len(sizes) == 1 or math.prod(shape) > sum(sizes) or (signal and signal.store) else ()
+                out = self.bind(eqn, self.placed(parts, found, choice, frozenset(early)), found, choice)[number]
                 return self.local(Part(shape, axes_of(of, choice), out), axes, names)
 
-            return Part(shape, axes_of(of, choice), make=make, signal=parts[0].signal)
+            return Part(shape, axes_of(of, choice), make=make, signal=signal)
 
         return [result(number, of) for number, of in enumerate(found.results)]
 
