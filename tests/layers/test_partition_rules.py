@@ -370,9 +370,16 @@ def scaled(scale, variance, x):
     return x * (lax.rsqrt(jnp.expand_dims(variance, 0) + 1e-6) * scale.reshape(1, 8))
 
 
-@pytest.mark.parametrize(("words", "sums"), [({}, [8]), ({"store": "data"}, [8, 8])])
-def test_what_all_devices_have_meets_before_it_varies(mesh, words, sums):
-    """So that one gradient is summed, that of the product: a BatchNorm would have one sum more. What is stored is scattered."""
+def spread(scale, variance, x):
+    return x[:, None] * (jnp.broadcast_to(variance, (4, 8)) * jnp.broadcast_to(scale, (4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("scaled", "words", "sums"), [(scaled, {}, [8]), (scaled, {"store": "data"}, [8, 8]), (spread, {}, [8, 8])]
+)
+def test_what_all_devices_have_meets_before_it_varies(mesh, scaled, words, sums):
+    """So that one gradient is summed, that of the product: a BatchNorm would have one sum more. What is stored is scattered, and
+    what is larger than all that it is made of is not summed."""
     loaded = jshard.load({"jshard": {"mesh": {"data": 8}}, "a": {"row": "data", **words, "match": ["**"]}})
     claim, on = Claim(loaded.signals["a"], "**"), mesh(data=8)
     args = normal(8), below(9, 8) + 1.0, normal(8, 8)

@@ -373,23 +373,26 @@ class Partition:
 
     def later(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part]:
         """Put an operation off: it is done where a result of it is needed, as that needs it split. Of several arrays that all
-        devices have, which are no more together than the result, the gradient of the result is summed, not that of each."""
+        devices have, and no fewer numbers than the result, the gradient of the result is summed, not that of each."""
         choice = self.choose(found, parts)
         signal = next((part.signal for part in parts if part.signal is not None), None)
-        sizes = [math.prod(part.shape) for part in parts if part.shape]
+        sources = [part.made_of if part.make else math.prod(part.shape) for part in parts if part.shape]
+        is_stored = signal is not None and bool(signal.store)
 
         def result(number: int, of: Factored) -> Part:
             shape = tuple(eqn.outvars[number].aval.shape)
+            is_early = is_stored or len(sources) < 2 or math.prod(shape) > sum(sources)
+            made_of = sum(sources) if is_early else math.prod(shape)
 
             def make(axes: Axes, names: Names) -> Array:
                 asked = {f: some for at, n in zip(of, axes, strict=True) for f, some in self._spread(at, n, found)}
                 choice = {f: some for f, some in asked.items() if found.kinds[f] != FIXED}
                 choice = self._contiguous(found, choice)
-                early = names if len(sizes) == 1 or math.prod(shape) > sum(sizes) or (signal and signal.store) else ()
-                out = self.bind(eqn, self.placed(parts, found, choice, frozenset(early)), found, choice)[number]
+                early = names if is_early else frozenset()
+                out = self.bind(eqn, self.placed(parts, found, choice, early), found, choice)[number]
                 return self.local(Part(shape, axes_of(of, choice), out), axes, names)
 
-            return Part(shape, axes_of(of, choice), make=make, signal=signal)
+            return Part(shape, axes_of(of, choice), make=make, signal=signal, made_of=made_of)
 
         return [result(number, of) for number, of in enumerate(found.results)]
 

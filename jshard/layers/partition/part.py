@@ -69,6 +69,7 @@ class Part:
     axes: Axes  # the mesh axes that split each axis, in use
     x: Any = None  # the array, unless `make` makes it
     make: Callable[[Axes, Names], Array] | None = None
+    made_of: int = 0  # of one that is put off: how many numbers, whose gradients are summed where they begin to vary
     rest: Axes | None = None  # of a stored parameter: how it rests, and `x` is
     signal: Signal | None = None  # which claims it: a parameter, or what is only cast or transposed from one
     parameter: Parameter | None = None
@@ -246,7 +247,7 @@ class Part:
         if key not in self.casts:
             if (make := self.make) is not None:
                 cast: Any = lambda axes, names: make(axes, names).astype(dtype)
-                self.casts[key] = Part(self.shape, self.axes, make=cast, signal=self.signal)
+                self.casts[key] = Part(self.shape, self.axes, make=cast, signal=self.signal, made_of=self.made_of)
             elif self.x.dtype == dtype and (wire is None or dtype == wire):
                 return self
             else:
