@@ -93,9 +93,9 @@ def check(table, sizes):
     by_parameters = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), by_parameters)
     want, gradients = on_one_device(table.virtual_stages)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), (by_parameters, by_edges), gradients
-    )
+    # as exactly as the largest number allows: eight chunks' gradients reach 13, and processors round each their own way
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * max(1, np.abs(b).max()))
+    jax.tree.map(near, (by_parameters, by_edges), gradients)
     return f, given
 
 
