@@ -35,8 +35,8 @@ def all_gather(
     The gradient of a "varying" result is a reduce-scatter. "invariant" says that all devices do the same with the result;
     its gradient is a slice and moves nothing. "ring" sends half of each shard each way round, from HBM to HBM, and so does
     the reduce-scatter of its gradient. "permute" sends whole shards both ways by XLA's permutes, on any backend. "in_order" is
-    XLA's gather with a gradient that is summed in device order. Several mesh axes take one gather each, the minor (last) one
-    first.
+    an all-to-all of copies, with a gradient that is summed in device order. Several mesh axes take one gather each, the minor
+    (last) one first.
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather", x, mesh_axis, axis, result)
     chosen = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
@@ -54,10 +54,8 @@ def _by_xla(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str) -> Arr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _all_gather(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str, algorithm: str) -> Array:
-    if algorithm == "in_order":
-        return _by_xla(x, mesh_axes, axis, result)
     run = lambda x, axis: gather_kernel(x, mesh_axes, axis, algorithm)
-    full = run(x, axis) if algorithm == "permute" else call_batched(run, x, axis)  # JAX batches its own permutes
+    full = call_batched(run, x, axis) if algorithm == "ring" else run(x, axis)  # JAX batches its own collectives
     if result == "varying":
         return collectives.pvary(full, mesh_axes)
     return set_varying(full, jax.typeof(full).mat.varying - {*mesh_axes})  # to JAX what a permute gives varies
@@ -79,6 +77,8 @@ _all_gather.defvjp(lambda x, *static: (_all_gather(x, *static), None), _all_gath
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
     names = [name for name in reversed(mesh_axes) if lax.axis_size(name) > 1]
+    if algorithm == "in_order":
+        return functools.reduce(lambda full, name: _by_all_to_all(full, name, axis), names, x)
     if algorithm == "permute":
         along = [ring for name in names for ring in reversed(permute_ring.rings(name))]
         return functools.reduce(lambda full, ring: permute_ring.all_gather(full, ring, axis), along, x)
@@ -91,6 +91,12 @@ def gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: st
         parts = unpack_each(ring.all_gather(pack(full, 2), group, payload), full.shape)
         full = parts.reshape(-1, *full.shape[1:])
     return jnp.moveaxis(full, 0, axis)
+
+
+def _by_all_to_all(x: Array, name: str, axis: int) -> Array:
+    n = lax.axis_size(name)
+    parts = lax.all_to_all(jnp.broadcast_to(x, (n, *x.shape)), name, 0, 0, tiled=True)
+    return jnp.moveaxis(parts, 0, axis).reshape(*x.shape[:axis], n * x.shape[axis], *x.shape[axis + 1 :])
 
 
 def reduce_scatter(

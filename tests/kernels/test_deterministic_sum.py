@@ -154,7 +154,8 @@ def test_sums_between_processes_are_taken_in_order(monkeypatch):
         lines = jshard.explain(
             learn_stored, jshard.MLP(16, 32, 8, rngs=nnx.Rngs(0)), np.ones((8, 16), np.float32)
         ).lines
-        assert {"all_to_all", "all_gather"} <= {line.collective for line in lines}
+        # a gather, too, is one all-to-all of copies: gloo takes less of the processor for it
+        assert {line.collective for line in lines if line.cause.key == "store"} == {"all_to_all"}
         assert "reduce_scatter" not in {line.collective for line in lines}
 
 
