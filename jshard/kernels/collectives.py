@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from jshard.errors import JShardError, did_you_mean
+from jshard.kernels.slices import size_along
 
 MeshAxis = str | Sequence[str]
 
@@ -135,7 +136,7 @@ def broadcast(x: Array, mesh_axis: MeshAxis, *, root: int = 0) -> Array:
 
 def axis_size(mesh_axis: MeshAxis) -> int:
     """Return the number of devices along `mesh_axis`; along several, their product."""
-    return math.prod(lax.axis_size(name) for name in canonicalize_mesh_axes("axis_size", mesh_axis))
+    return math.prod(size_along(name) for name in canonicalize_mesh_axes("axis_size", mesh_axis))
 
 
 def axis_index(mesh_axis: MeshAxis) -> Array:
@@ -193,7 +194,7 @@ def canonicalize_mesh_axes(op_name: str, mesh_axis: MeshAxis) -> tuple[str, ...]
     mesh_axes = (mesh_axis,) if isinstance(mesh_axis, str) else tuple(mesh_axis)
     for name in mesh_axes:
         try:
-            lax.axis_size(name)
+            size_along(name)
         except NameError:  # JAX has no other public way to ask; this one knows the axis names of vmap too
             raise _unbound(op_name, name) from None
         if mesh_axes.count(name) > 1:

@@ -18,6 +18,7 @@ from jshard.kernels.collectives import MeshAxis
 from jshard.kernels.deterministic_sum import ordered_psum_scatter
 from jshard.kernels.invariant_cast import set_varying
 from jshard.kernels.select_algorithm import resolve_algorithm, vmem_budget
+from jshard.kernels.slices import size_along
 from jshard.kernels.tiles import pack, pack_each, pad_to, unpack, unpack_each
 from jshard.kernels.vmap import call_batched
 
@@ -76,7 +77,7 @@ _all_gather.defvjp(lambda x, *static: (_all_gather(x, *static), None), _all_gath
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
-    names = [name for name in reversed(mesh_axes) if lax.axis_size(name) > 1]
+    names = [name for name in reversed(mesh_axes) if size_along(name) > 1]
     if algorithm == "in_order":
         return functools.reduce(lambda full, name: _by_all_to_all(full, name, axis), names, x)
     if algorithm == "permute":
@@ -140,7 +141,7 @@ _reduce_scatter.defvjp(lambda x, *static: (_reduce_scatter(x, *static), None), _
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: str) -> Array:
-    names = [name for name in mesh_axes if lax.axis_size(name) > 1]
+    names = [name for name in mesh_axes if size_along(name) > 1]
     if algorithm == "permute":
         for ring in (ring for name in names for ring in permute_ring.rings(name)):
             part_for = functools.partial(permute_ring.part, x, ring.size, axis)
@@ -150,7 +151,7 @@ def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: 
 
     part = jnp.moveaxis(x, axis, 0)
     for name in names:
-        n = lax.axis_size(name)
+        n = size_along(name)
         parts = part.reshape(n, part.shape[0] // n, *part.shape[1:])
         # Between two mesh axes a ring's sums stay in the accumulator's dtype: they are rounded once, at the end.
         dtype = x.dtype if name == names[-1] else accumulator_dtype(x.dtype)

@@ -11,6 +11,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType
 
+from jshard.kernels.slices import size_along
+
 invariant_cast_p = Primitive("invariant_cast")
 invariant_cast_p.def_abstract_eval(lambda x: x.update_manual_axis_type(ManualAxisType()))
 invariant_cast_p.def_impl(lambda x: x)
@@ -42,7 +44,7 @@ def over_one_device(x: Array, mesh_axes: Iterable[str], *, varies: bool, is_sum:
     are."""
     have = jax.typeof(x).mat.varying
     asked = frozenset(mesh_axes) - have if varies else have.intersection(mesh_axes)
-    alone = frozenset(name for name in asked if lax.axis_size(name) == 1)
+    alone = frozenset(name for name in asked if size_along(name) == 1)
     names = have | alone if varies else have - alone
     return (one_device_sum_p if is_sum else one_device_cast_p).bind(x, varying=names) if alone else x
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jshard.errors import JShardError, did_you_mean
 from jshard.kernels import chip as chips
@@ -243,7 +242,7 @@ def is_psum(algorithm: str, mesh_axes: tuple[str, ...]) -> bool:
     if algorithm in ("auto", "hierarchical") and slices.is_hierarchy(mesh_axes):
         return False
     # two numbers have one sum, in any order
-    return not adds_in_order(algorithm) or math.prod(lax.axis_size(name) for name in mesh_axes) < 3
+    return not adds_in_order(algorithm) or math.prod(slices.size_along(name) for name in mesh_axes) < 3
 
 
 def resolve_algorithm(
@@ -261,7 +260,7 @@ def resolve_algorithm(
         algorithm = "in_order" if between_processes() else "xla"
     if algorithm == "xla":
         return "xla"
-    group = math.prod(lax.axis_size(name) for name in mesh_axes)
+    group = math.prod(slices.size_along(name) for name in mesh_axes)
     if (op, algorithm) == ("all_reduce", "in_order") and group == 2 and unsupported is None:
         return "xla"  # a + b is b + a: both orders give the same bits
     if algorithm == "auto":
@@ -316,7 +315,7 @@ def _refusal(
             f'mesh axis "{left}" is left to the partitioner, and a kernel reaches devices by all mesh axes',
             f"{use_auto}, or a shard_map over every mesh axis",
         )
-    longest = max((lax.axis_size(name) for name in mesh_axes), default=1) if algorithm == "torus" else group
+    longest = max((slices.size_along(name) for name in mesh_axes), default=1) if algorithm == "torus" else group
     if algorithm in ("ring", "torus", "fused") and longest > LONGEST_RING:
         several = 'use algorithm="torus" over several mesh axes' if op == "all_reduce" else 'use algorithm="xla"'
         return f"a ring of {longest} needs more semaphores than a TPU has, which is enough for {LONGEST_RING}", several

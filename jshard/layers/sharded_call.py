@@ -144,10 +144,12 @@ class Call:
 
     def run(self) -> Any:
         leaves = self.placed(every=True)
+        operands = self.operands(leaves)
+        self.program.find_out_axes(self.out.compiled, operands)
         numbers = jax.tree.leaves(jax.tree.unflatten(self.tree, leaves)[_PARAMETERS])
         if not any(isinstance(x, Tracer) for x in numbers):  # a gradient would lie as the parameter did before
             self.keep(leaves)
-        return self.ended(self.out.compiled(*self.operands(leaves)))
+        return self.ended(self.out.compiled(*operands))
 
     def operands(self, placed: list[Any]) -> list[Any]:
         """What the program takes: the arrays among these leaves, and those that the function closes over."""
@@ -184,6 +186,7 @@ class Call:
                 hint=f"write jshard: {{pipeline: {{axis: {stage.mesh_axis}, microbatches: 4}}}}",
             )
         by_pieces = _pipelined_pieces if self.program.pieces is not None else _pipelined
+        self.program.find_out_axes()
         run = (by_pieces if by_schedule else _microbatches)(self.program, *of_kind[1:]).run
         xs = self.operands(self.placed(every=True))
         given = [x for x in self.leaves if _is_array(x)]
@@ -214,6 +217,7 @@ def described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         calls.append(Call(f, *replaced(rest, kept)))
 
     jax.eval_shape(call, shapes)
+    calls[0].program.find_out_axes()
     return calls[0]
 
 
@@ -309,7 +313,7 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
         for each in s.arrays
     ]  # fmt: skip
     jaxpr, out.consts = closed_over(jaxpr)
-    program = Program(s.mesh, jaxpr, [*inputs, *(Input(whole(np.ndim(x))) for x in out.consts)])
+    program = Program(s.mesh, jaxpr, [*inputs, *(Input(whole(np.ndim(x))) for x in out.consts)], is_called=True)
     out.compiled = jax.jit(program)
     _placements.setdefault((s.fingerprint, s.mesh), {}).update(program.placed)
     while len(_placements) > 16:

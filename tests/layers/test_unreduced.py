@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from jshard.layers.partition.engine import Partition
 
 MOVES = ("all_gather", "all_to_all", "permute", "reduce_scatter")
 ROWS = np.random.default_rng(0).normal(size=(8, 16, 16)).astype(np.float32)
@@ -146,3 +147,45 @@ def test_what_is_handed_on_whole_as_well_is_the_same_everywhere():
     jshard.load(CLAIMS)
     for one, other in zip(alone, nnx.jit(jshard.shard(both))(made, rows), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+
+
+class Sum(nnx.Module):
+    """A layer that no signal splits, and one whose columns are split, which what the first makes is added to."""
+
+    def __init__(self, rngs):
+        self.embed, self.up = nnx.Linear(4, 16, rngs=rngs), nnx.Linear(4, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.sin(self.embed(x)) + self.up(x)
+
+
+@pytest.mark.parametrize(("words", "traces"), [
+    ({}, 2),  # where parameters lie, and the program itself
+    ({"column": "tensor"}, 3),  # what that finds to vary makes it another program
+    ({"column": "tensor", "sequence": "tensor"}, 3),  # it is looked for before, where `sequence` makes it likely
+])  # fmt: skip
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_program_is_traced_no_more_often_than_it_takes(words, traces, is_placed, monkeypatch):
+    seen, rule = [], Partition.rule
+
+    def counted(run, eqn, parts):
+        seen.extend(["sin"] * (eqn.primitive.name == "sin"))
+        return rule(run, eqn, parts)
+
+    monkeypatch.setattr(Partition, "rule", counted)
+    made, rows = Sum(nnx.Rngs(0)), ROWS[..., :4]
+    loss = lambda model, x: jnp.square(model(x)).mean()
+    jshard.unload()
+    alone = loss(made, rows), nnx.value_and_grad(loss)(made, rows)
+    jshard.load(
+        {"jshard": CLAIMS["jshard"], "up": {"row": "data", **words, "match": ["up/**"]}, "rest": CLAIMS["rest"]}
+    )
+    sharded = jshard.shard(loss)
+    step = nnx.value_and_grad(sharded)
+    value = sharded(made, rows) if is_placed else alone[0]
+    got = value, nnx.jit(step)(made, rows)
+    assert len(seen) == traces
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-4 * float(np.abs(one).max()))
+    sharded(made, rows)  # the parameters are where they rest
+    assert not moved(step, made, rows)

@@ -195,13 +195,13 @@ class Part:
                     self.gathered[steps] = self._summed_late(frozenset(name for _, name, _ in steps))
                 return self.gathered[steps]
             with scope(key="store"):
-                several = tuple(step for step in steps if lax.axis_size(step[1]) > 1 and step[0] != ALL)
+                several = tuple(step for step in steps if slices.size_along(step[1]) > 1 and step[0] != ALL)
                 x = self.x
                 for axis, name, varies in steps:
                     x = vary(x, frozenset({name})) if axis == ALL else over_one_device(x, (name,), varies=varies)
                 kernels = () if self.signal is None else self.signal.kernel
                 if self.prefetches and several:
-                    group = math.prod(lax.axis_size(name) for _, name, _ in several)
+                    group = math.prod(slices.size_along(name) for _, name, _ in several)
                     of = {"shape": x.shape, "dtype": x.dtype, "group": group, "beside_work": True}
                     for op in ("all_gather", "reduce_scatter"):
                         if dict(kernels).get(op, "auto") == "auto":
@@ -215,7 +215,7 @@ class Part:
         x, algorithm = over_one_device(x, names, varies=True), kernels.get("all_reduce", "auto")
         several = tuple(sorted(names - jax.typeof(x).mat.varying))
         if algorithm == "auto" and not slices.is_hierarchy(several):
-            group = math.prod(map(lax.axis_size, several))
+            group = math.prod(map(slices.size_along, several))
             chosen = choose("all_reduce", shape=x.shape, dtype=x.dtype, group=group, beside_work=True).algorithm
             algorithm = chosen if chosen == "permute" else algorithm
         if algorithm == "permute" and several:
@@ -298,13 +298,13 @@ def moving_as(kernels: Kernels = (), **fields: str) -> Iterator[Kernels]:
 
 def _step(x: Any, step: Move, names: Names, kernels: Kernels, wire: Any) -> Array:
     if step.kind == "slice" and step.mesh_axis in jax.typeof(x).mat.varying:
-        size = x.shape[step.axis] // lax.axis_size(step.mesh_axis)  # it was made to vary, or gathered at its use
+        size = x.shape[step.axis] // slices.size_along(step.mesh_axis)  # it was made to vary, or gathered at its use
         return lax.dynamic_slice_in_dim(x, lax.axis_index(step.mesh_axis) * size, size, step.axis)
     if step.kind == "slice":
         return take_slice(x, step.mesh_axis, step.axis)
     if step.kind == "all_gather":
         varies = step.mesh_axis in names
-        if lax.axis_size(step.mesh_axis) == 1:
+        if slices.size_along(step.mesh_axis) == 1:
             return over_one_device(x, (step.mesh_axis,), varies=varies)
         return activation(gather(x, ((step.axis, step.mesh_axis, varies),), dtype=wire, kernels=kernels))
     return move(x, [step])

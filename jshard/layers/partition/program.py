@@ -4,7 +4,6 @@ left to XLA."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,9 +43,10 @@ class Input:
 
 class Program:
     """Where everything lies is found by a first trace, in which parameters are whole; `in_axes` is how they have to rest. On
-    `axis_types: auto` that is all that is asked."""
+    `axis_types: auto` that is all that is asked. The second trace comes with it, but for a program that is called at once:
+    `find_out_axes` makes one of both."""
 
-    def __init__(self, mesh: Mesh, jaxpr: Any, inputs: Sequence[Input]):
+    def __init__(self, mesh: Mesh, jaxpr: Any, inputs: Sequence[Input], *, is_called: bool = False):
         self.mesh, self.jaxpr, self.inputs = mesh, jaxpr, inputs
         self.types = [v.aval for v in bare(jaxpr).invars]
         self.only_looked_up = lookup.only_looked_up(bare(jaxpr))
@@ -65,9 +65,9 @@ class Program:
         if self.stage is not None and self.stage.number is not None:
             stages = mesh.shape[self.stage.mesh_axis]
             self.pieces = Pieces(self, stages if stages > 1 else mesh_to_choose_for().shape[self.stage.mesh_axis])
-        present = configuration()
-        if present is None or present.axis_types != "auto":
-            self.out_axes  # noqa: B018  # what no rule takes is told before anything runs
+        self.out_axes: list[Axes] | None = None  # how results are split
+        if not is_called:
+            self.find_out_axes()
 
     @property
     def in_axes(self) -> list[Axes]:
@@ -98,24 +98,35 @@ class Program:
                 self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by)
         _check_remat([each.use for each in self.placed.values()], is_explicit(self.mesh))
 
-    @functools.cached_property
-    def out_axes(self) -> list[Axes]:
-        """How results are split: found by a second trace, in which parameters lie where they rest."""
-        run, found = self.partition(only_axes=True), list[Axes]()
+    def find_out_axes(self, compiled: Any = None, xs: Sequence[Any] = ()) -> None:
+        """Find how results are split, and what varies, by a second trace, in which parameters lie where they rest; what no rule
+        takes is told here. Where this program, compiled, is called on `xs` next, that trace is the one of the call."""
+        present = configuration()
+        if self.out_axes is not None or (present is not None and present.axis_types == "auto"):
+            return
+        is_sequence = any(each.claim is not None and each.claim.signal.sequence for each in self.inputs)
+        if compiled is not None and is_explicit(self.mesh) and self.stage is None and not is_sequence:
+            compiled.trace(*xs)
+            if self.marks:  # it was traced without
+                compiled.clear_cache()
+            return
+        run = self.partition(only_axes=True)
 
         def second(*xs: Any) -> Any:
-            run.steps, parts = [], self.parts(xs)
-            ends = run.run(self.jaxpr, parts)
-            found[:] = [run.force(part).axes for part in ends]
-            rows = [part for part, each in zip(parts, self.inputs, strict=True) if each.claim is None]
-            if self.stage is None:
-                marks.update(unreduced(run.steps, rows, ends, run.sizes))
+            self._found_by(run, xs)
             return jnp.zeros(())
 
-        marks: dict[Any, Any] = {}
         self._traced(second, self.in_axes)
+
+    def _found_by(self, run: Partition, xs: Sequence[Any]) -> list[Part]:
+        """Run the program, keep what that finds, and return its results."""
+        run.steps, parts = [], self.parts(xs)
+        ends = list(map(run.force, run.run(self.jaxpr, parts)))
+        rows = [part for part, each in zip(parts, self.inputs, strict=True) if each.claim is None]
+        marks = unreduced(run.steps, rows, ends, run.sizes) if self.stage is None else {}
         self.unruled, self.found, self.marks = run.unruled, run.found, marks
-        return found
+        self.out_axes = [part.axes for part in ends]
+        return ends
 
     def _traced(self, f: Any, in_axes: Sequence[Axes]) -> None:
         placed = [Layout(self.mesh, *axes) for axes in in_axes]
@@ -149,12 +160,17 @@ class Program:
             claims = [each.claim.signal if each.claim else None for each in self.inputs]
             return jax_core.eval_jaxpr(named(self.jaxpr, claims, self.mesh, self.found), [], *xs)
         specs = tuple(Layout(self.mesh, *axes).spec for axes in self.in_axes)
-        out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
+        out_specs: list[PartitionSpec] = []  # the body tells them
 
         def body(*xs: Any) -> list[Any]:
             run = self.partition()
-            results = run.run(self.jaxpr, self.parts(xs)) if self.pieces is None else self.pieces.run(xs)
-            return [run.place(part, axes).x for part, axes in zip(results, self.out_axes, strict=True)]
+            if self.out_axes is None:
+                ends = self._found_by(run, xs)
+            else:
+                ends = run.run(self.jaxpr, self.parts(xs)) if self.pieces is None else self.pieces.run(xs)
+            assert self.out_axes is not None
+            out_specs[:] = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
+            return [run.place(part, axes).x for part, axes in zip(ends, self.out_axes, strict=True)]
 
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
 
