@@ -7,6 +7,7 @@ Split over devices, a factor that goes on needs nothing, one that is summed a su
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -73,9 +74,11 @@ def factors(eqn: Any) -> Factors | None:
     rule = RULES.get(name) or (_scatter if name.startswith("scatter") else None)
     if rule is None:
         return None
-    new = _New()
     given = [tuple(v.aval.shape) for v in eqn.invars]
     made = [tuple(v.aval.shape) for v in eqn.outvars]
+    if rule is _elementwise:
+        return _of_shapes(tuple(given), tuple(made))
+    new = _New()
     found = new.done(*rule(eqn.params, new, given, made))
     return dataclasses.replace(found, sums=SUMS.get(name, ()))
 
@@ -102,6 +105,13 @@ def _elementwise(params: Any, new: _New, given: Any, made: Any) -> Any:
     out = new.all(made[0])
     alike = [tuple(f if n == m else () for f, n, m in zip(out, shape, made[0], strict=False)) for shape in given]
     return alike, [out] * len(made)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_shapes(given: tuple[tuple[int, ...], ...], made: tuple[tuple[int, ...], ...]) -> Factors:
+    """The factors of what is elementwise: most equations, each looked at in every trace."""
+    new = _New()
+    return new.done(*_elementwise({}, new, given, made))
 
 
 def _broadcast(params: Any, new: _New, given: Any, made: Any) -> Any:

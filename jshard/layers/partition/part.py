@@ -111,7 +111,9 @@ class Part:
         if parameter is not None and parameter.axes is not None and self.make is None:
             axes = tuple(() if at is None else parameter.axes[at] for at in self.of)
             if axes != self.axes and self.rest is None:
-                self.x, self.axes = move(self.x, plan_moves(self.axes, axes)), axes
+                for step in plan_moves(self.axes, axes):
+                    self.x = _moved_by_type(self.x, step)
+                self.axes = axes
                 self.cache.clear()
 
     def has_been(self, axes: Axes) -> bool:
@@ -308,6 +310,14 @@ def _step(x: Any, step: Move, names: Names, kernels: Kernels, wire: Any) -> Arra
             return over_one_device(x, (step.mesh_axis,), varies=varies)
         return activation(gather(x, ((step.axis, step.mesh_axis, varies),), dtype=wire, kernels=kernels))
     return move(x, [step])
+
+
+def _moved_by_type(x: Array, step: Move) -> Array:
+    """Any slice has the type of the right one, and no number of a trace that looks for where parameters lie is used."""
+    if step.kind != "slice":
+        return move(x, [step])
+    size = x.shape[step.axis] // slices.size_along(step.mesh_axis)
+    return vary(lax.slice_in_dim(x, 0, size, axis=step.axis), frozenset({step.mesh_axis}))
 
 
 def vary(x: Any, names: Names, algorithm: str = "auto") -> Array:
