@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from jshard.kernels import collectives, permute_ring
 from jshard.kernels.collectives import MeshAxis
-from jshard.kernels.deterministic_sum import ordered_psum_scatter
+from jshard.kernels.deterministic_sum import between_processes, ordered_psum_scatter
 from jshard.kernels.invariant_cast import set_varying
 from jshard.kernels.select_algorithm import resolve_algorithm, vmem_budget
 from jshard.kernels.slices import size_along
@@ -36,8 +36,8 @@ def all_gather(
     The gradient of a "varying" result is a reduce-scatter. "invariant" says that all devices do the same with the result;
     its gradient is a slice and moves nothing. "ring" sends half of each shard each way round, from HBM to HBM, and so does
     the reduce-scatter of its gradient. "permute" sends whole shards both ways by XLA's permutes, on any backend. "in_order" is
-    an all-to-all of copies, with a gradient that is summed in device order. Several mesh axes take one gather each, the minor
-    (last) one first.
+    XLA's gather, and between CPU processes an all-to-all of copies, with a gradient that is summed in device order. Several
+    mesh axes take one gather each, the minor (last) one first.
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather", x, mesh_axis, axis, result)
     chosen = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
@@ -55,6 +55,8 @@ def _by_xla(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str) -> Arr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _all_gather(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str, algorithm: str) -> Array:
+    if algorithm == "in_order" and not between_processes():
+        return _by_xla(x, mesh_axes, axis, result)
     run = lambda x, axis: gather_kernel(x, mesh_axes, axis, algorithm)
     full = call_batched(run, x, axis) if algorithm == "ring" else run(x, axis)  # JAX batches its own collectives
     if result == "varying":
