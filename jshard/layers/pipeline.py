@@ -25,6 +25,7 @@ from jshard.layers.partition.part import Names, Part, names_of, vary
 from jshard.layers.partition.pieces import Group, Piece, check_smooth, piece
 from jshard.layers.partition.stages import Counts, from_chunks, from_stages, to_chunks, to_stages
 from jshard.layers.partition.ticks import Model, run_table
+from jshard.layers.remat import CHUNK
 from jshard.layouts.layout import Layout
 from jshard.provenance import scope, source_of
 from jshard.schedules import KINDS, Table, generate, load
@@ -218,7 +219,7 @@ class Pipelined(Scheduled):
             ]
 
         shares = any(n in edges for n in cut.each.inputs)
-        model = Model(first, chunk, last, shares, self.layers_words)
+        model = Model(first, chunk, last, shares, self.layers_words, self._recomputes())
         value, of_own, of_edges, left = run_table(self.table, model, own, edges, inputs, mesh_axis=mesh_axis, **by)
         for at, x in zip(self.of_data, left, strict=True):
             variables.insert(at, x)
@@ -227,6 +228,10 @@ class Pipelined(Scheduled):
             gradients |= {n: scattered(gradients[n])[0] for n, (_, scattered) in stored.items()}
         value = value.astype(program.jaxpr.outvars[0].aval.dtype)
         return value, [self._summed(n, gradients[n]) for n in self.parameters], variables
+
+    def _recomputes(self) -> bool:
+        claims = (self.program.inputs[n].claim for n in self.cut.staged)
+        return any(claim is not None and claim.signal.remat == CHUNK for claim in claims)
 
     def _own(self, number: int, x: Array, chunks: int) -> Array:
         """The layers of this stage, of a parameter as it rests."""
@@ -394,7 +399,9 @@ class PipelinedPieces(Scheduled):
         def last(edges: Any, x: Any, given: Any) -> tuple[Array, tuple[()]]:
             return self._unpacked(pieces.stages - 1, x)[0], ()
 
-        model = Model(first, chunk, last, shares=any(n in edges for each in pieces.pieces for n in each.inputs))
+        # all stages run all pieces' branches: what each of them keeps would have its place on every device
+        shares = any(n in edges for each in pieces.pieces for n in each.inputs)
+        model = Model(first, chunk, last, shares, recomputes=True)
         value, of_own, of_edges, _ = run_table(
             self.table, model, own, edges, inputs, mesh_axis=pieces.mesh_axis, **pieces.by
         )

@@ -14,6 +14,8 @@ from jshard.kernels.kernel_traffic import declared
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+CHUNK = "chunk"  # the chunks of layers that stages run are computed anew: their inputs alone are kept
+
 # A product is kept as the sum over devices leaves it: it would have to be summed again.
 PRODUCTS = frozenset(
     "conv_general_dilated dot_general psum psum_invariant ragged_dot_general reduce_scatter".split()
@@ -27,7 +29,9 @@ GATHERED = frozenset(
 
 def recomputed(f: F, remat: str | tuple[str, ...], *, regather: bool = False, in_scan: bool = False) -> F:
     """Let the backward pass of `f` compute anew what this word does not keep. With `regather` it gathers again what was
-    gathered, and computes nothing: every word implies it. Where neither is said `f` stays as it is."""
+    gathered, and computes nothing: every word implies it. Where neither is said `f` stays as it is. What CHUNK says is done
+    around the chunks of a pipeline, and not here."""
+    remat = "" if remat == CHUNK else remat
     if not remat and not regather:
         return f
     # A loop can't be merged with its backward, so nothing has to keep XLA from that; one of a single turn is no loop.

@@ -18,39 +18,61 @@ class Steps:
     Of slot F, as of others: `F_microbatch`, `F_chunk`, the place `F_input` of its input, NONE where that is the batch. What
     slot F sends is put at `F_arrives` as the tick ends, what slot B has sent in the tick before at `B_arrives`, before slot B.
     B and W have `_gradient`, the place of the gradient of their output, NONE where B makes it of the loss: it is put at
-    `B_loss` before slot W, which needs it.
+    `B_loss` before slot W, which needs it. What F keeps for both lies at `_kept`, what B leaves for W at `_left`, and what the
+    last F of a microbatch makes at `_output`, until the loss is computed of it.
     """
 
     columns: Mapping[str, list[list[int]]]
     inputs: int  # places in the buffer of inputs
     gradients: int
+    kept: int
+    left: int
+    outputs: int
 
 
-def steps(table: Table) -> Steps:
-    """Number what each stage does, and give what it keeps places that are free then: as few as it ever keeps at once."""
+def steps(table: Table, *, recomputes: bool = False) -> Steps:
+    """Number what each stage does, and give what it keeps places that are free then: as few as it ever keeps at once. An input
+    is kept until slot F has used it, and where a table `recomputes` its chunks, as long as what F keeps is otherwise."""
     last, end = table.virtual_stages - 1, "W" if table.splits_weights else "B"
-    inputs, gradients = {}, {}
+    inputs, gradients, kept, left, outputs = {}, {}, {}, {}, {}
     for key, tick in table.when.items():
+        if key.slot == "F":
+            kept[key] = tick, table.when[key._replace(slot=end)]
+        if key.slot == "F" and key.virtual == last:
+            outputs[key] = tick, table.when[key._replace(slot="B")]
+        if key.slot == "B" and end == "W":
+            left[key] = tick, table.when[key._replace(slot="W")]
         if key.slot == "F" and key.virtual < last:  # its output is the input of the next
             further = key._replace(virtual=key.virtual + 1)
-            inputs[further] = tick + 1, table.when[further._replace(slot=end)]
+            inputs[further] = tick + 1, table.when[further._replace(slot=end if recomputes else "F")]
         if key.slot == "B" and key.virtual:
             back = key._replace(virtual=key.virtual - 1)
             gradients[back] = tick + 1, table.when[back._replace(slot=end)]
         if key.slot == "B" and key.virtual == last and end == "W":
             gradients[key] = tick, table.when[key._replace(slot=end)]  # W may be in the same tick
-    at_input, most_inputs = _places(inputs, table.stages)
-    at_gradient, most_gradients = _places(gradients, table.stages)
-    names = [
-        f"{slot}_{what}" for slot in "FBW" for what in ("microbatch", "chunk", "input", "gradient", "arrives", "loss")
-    ]
+    places = [_places(each, table.stages) for each in (inputs, gradients, kept, left, outputs)]
+    (at_input, *_), (at_gradient, *_), (at_kept, *_), (at_left, *_), (at_output, *_) = places
+    every = ("microbatch", "chunk", "input", "kept")
+    also = {
+        "F": ("arrives", "output"),
+        "B": ("arrives", "output", "gradient", "loss", "left"),
+        "W": ("gradient", "left"),
+    }
+    names = [f"{slot}_{what}" for slot in "FBW" for what in (*every, *also[slot])]
     columns = {name: [[NONE] * table.stages for _ in range(table.ticks)] for name in names}
     for key, tick in table.when.items():
         chunk, stage = divmod(key.virtual, table.stages)
         forward, back = key._replace(slot="F"), key._replace(slot="B")
-        found = {"microbatch": key.microbatch, "chunk": chunk, "input": at_input.get(forward, NONE)}
+        found = {
+            "microbatch": key.microbatch,
+            "chunk": chunk,
+            "input": at_input.get(forward, NONE),
+            "kept": at_kept[forward],
+        }
         if key.slot != "F":
-            found["gradient"] = at_gradient.get(back, NONE)
+            found |= {"gradient": at_gradient.get(back, NONE), "left": at_left.get(back, NONE)}
+        if key.slot != "W":
+            found["output"] = at_output.get(forward, NONE)
         if key.slot == "B" and key.virtual == last:
             found |= {"gradient": NONE, "loss": at_gradient.get(back, NONE)}
         for what, number in found.items():
@@ -62,7 +84,7 @@ def steps(table: Table) -> Steps:
             columns["B_arrives"][tick + 1][(stage - 1) % table.stages] = at_gradient[
                 key._replace(virtual=key.virtual - 1)
             ]
-    return Steps(columns, most_inputs, most_gradients)
+    return Steps(columns, *(count for _, count in places))
 
 
 def _places(kept: Mapping[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, int], int]:

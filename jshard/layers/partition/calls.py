@@ -22,7 +22,7 @@ from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.prefetch import scan_ahead
 from jshard.layers.partition.stages import in_turn
 from jshard.layers.partition.ticks import zeros_like_result
-from jshard.layers.remat import recomputed
+from jshard.layers.remat import CHUNK, recomputed
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import scope, source_of
 
@@ -190,7 +190,7 @@ def _ahead(
     ahead = {at: list(seen[at].gathers()) for at, part in enumerate(over) if part.prefetches}
     others = [at for at in range(len(over)) if at not in ahead]
     signal = over[next(iter(ahead))].signal
-    says = holds(eqn.params["jaxpr"], CHECKPOINTS) or _remat_of(over) not in ("", "full")
+    says = holds(eqn.params["jaxpr"], CHECKPOINTS) or _remat_of(over) not in ("", CHUNK, "full")
     if eqn.params["unroll"] > 1 and signal is not None:
         raise JShardError(
             f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers of which {eqn.params['unroll']} are one "

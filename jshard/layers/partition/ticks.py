@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jshard.jaxprs import bare
 from jshard.layers.partition.part import vary
+from jshard.layers.partition.residuals import Chunk, Kept, traced
 from jshard.layers.partition.watched import begins, ended
 from jshard.provenance import scope
 from jshard.schedules import Table, sends
@@ -38,6 +38,16 @@ slot_p.def_abstract_eval(lambda *xs, slot: xs)
 mlir.register_lowering(slot_p, lambda _, *xs, slot: xs)
 
 
+class Buffers(NamedTuple):
+    """What a stage holds from one slot to another, each with an axis of places."""
+
+    inputs: Tree
+    gradients: Tree  # of outputs
+    kept: Tree = None  # what F keeps for the backward
+    left: Tree = None  # what B leaves for W
+    outputs: Tree = None  # of the last chunk
+
+
 class Model(NamedTuple):
     """A model in three parts, each a function of this device's arrays, which vary over the mesh axis of stages.
 
@@ -52,6 +62,7 @@ class Model(NamedTuple):
     last: Callable[[Tree, Tree, Tree], tuple[Array, Tree]]
     shares: bool = False
     layers: str = ""  # of each stage, in words
+    recomputes: bool = False  # each chunk for its backward, of which its input alone is kept
 
 
 def run_table(
@@ -61,12 +72,12 @@ def run_table(
     leaves behind, inside a shard_map.
 
     A leaf of `parameters` has the chunks of this stage along its first axis; `edges` are on all stages, and so are `inputs`,
-    which have the microbatches along theirs. A stage keeps the inputs of its chunks, as many as the table says, and computes a
-    chunk again for its backward. What goes on to the next stage is one permute a tick and direction, in every tick, beside
-    a slot that does not need it: F's beside slot B, B's beside the next tick's F. `by` says who asks for it. Gradients of what
-    does not vary over `mesh_axis` are summed over it, once.
+    which have the microbatches along theirs. A stage keeps what its chunks' backwards need, of as many microbatches as the
+    table says; or the inputs of its chunks, and computes a chunk again for its backward. What goes on to the next stage is one
+    permute a tick and direction, in every tick, beside a slot that does not need it: F's beside slot B, B's beside the next
+    tick's F. `by` says who asks for it. Gradients of what does not vary over `mesh_axis` are summed over it, once.
     """
-    plan, stage = steps(table), lax.axis_index(mesh_axis)
+    plan, stage = steps(table, recomputes=model.recomputes), lax.axis_index(mesh_axis)
     assert lax.axis_size(mesh_axis) == table.stages, (mesh_axis, table)
     chunks, separate = table.virtual_stages // table.stages, table.splits_weights
     assert all(leaf.shape[0] == chunks for leaf in jax.tree.leaves(parameters)), chunks
@@ -102,63 +113,78 @@ def run_table(
     def first(edges: Tree, given: Tree) -> Tree:
         return jax.tree.map(vary, model.first(edges, given), varying)
 
-    def called(now: dict[str, Array], slot: str, kept: Tree) -> tuple[Tree, Tree, Tree, Callable[..., Tree]]:
-        """What a slot works on: its chunk's parameters, its input, its microbatch, and the chunk as a function."""
+    run = lambda own, edges, given, number, x: model.chunk(own, edges, x, given, number)
+    of_chunk = _at(parameters, 0), edges, _at(inputs, 0), stage, x
+    program = Chunk(run, of_chunk, shares=model.shares, splits=separate, recomputes=model.recomputes)
+
+    def called(now: dict[str, Array], slot: str) -> tuple[dict[str, Array], tuple[Tree, ...]]:
+        """The numbers of what a slot works on, and that, but for the input: parameters, microbatch, number of the chunk."""
         now = begins(table, slot, stage, now)
-        given = _at(inputs, now[f"{slot}_microbatch"])
         number = now[f"{slot}_chunk"] * table.stages + stage
-        batch, there = now[f"{slot}_input"] == NONE, _at(kept, now[f"{slot}_input"])
-        x = only(batch, 0, lambda: first(edges, given), lambda: there)
-        run = lambda own, edges, x: model.chunk(own, edges, x, given, number)
-        return _at(parameters, now[f"{slot}_chunk"]), x, given, run
+        return now, (_at(parameters, now[f"{slot}_chunk"]), edges, _at(inputs, now[f"{slot}_microbatch"]), number)
 
-    def forward(now: dict[str, Array], kept: Tree) -> Tree:
-        own, x, _, run = called(now, "F", kept)
-        return ended(table, "F", stage, now, run(own, edges, x))
+    def input_of(now: dict[str, Array], slot: str, given: Tree, held: Buffers) -> Tree:
+        place = now[f"{slot}_input"]
+        there = _at(held.inputs, place)
+        return only(place == NONE, 0, lambda: first(edges, given), lambda: there)
 
-    def backward(now: dict[str, Array], kept: Tree, gradients: Tree, sums: Any) -> Any:
-        own, x, given, run = called(now, "B", kept)
-        with scope(again="remat"):
-            if separate:
-                y, pull = jax.vjp(lambda x: run(own, edges, x), x)
-            elif model.shares:
-                y, pull = jax.vjp(run, own, edges, x)
-            else:
-                y, pull = jax.vjp(lambda own, x: run(own, edges, x), own, x)
+    def forward(now: dict[str, Array], held: Buffers) -> tuple[Tree, Tree, Tree]:
+        now, args = called(now, "F")
+        x = input_of(now, "F", args[2], held)
+        if model.recomputes:
+            return ended(table, "F", stage, now, run(*args, x)), held.kept, held.outputs
+        y, kept = program.forward(*args, x)
+        kept, outputs = _put(held.kept, now["F_kept"], kept), _put(held.outputs, now["F_output"], y)
+        return ended(table, "F", stage, now, y), kept, outputs
+
+    def kept_of(now: dict[str, Array], slot: str, args: tuple[Tree, ...], held: Buffers) -> tuple[Tree, Kept]:
+        """The output of a chunk, and what is kept of it for this slot, or made again."""
+        if model.recomputes:
+            x = input_of(now, slot, args[2], held)
+            with scope(again="remat"):
+                y, kept = program.forward(*args, x, half="BW".index(slot))
+            return y, kept.__getitem__
+        return None, lambda n: _at(held.kept[n], now[f"{slot}_kept"])
+
+    def backward(now: dict[str, Array], held: Buffers, sums: Any) -> Any:
+        now, args = called(now, "B")
+        y, kept = kept_of(now, "B", args, held)
         (total, behind), sums, of_edges = sums
+        given = args[2]
 
         def of_loss() -> Any:
-            (value, after), (by_edges, by_y) = jax.value_and_grad(model.last, (0, 1), has_aux=True)(edges, y, given)
+            out = y if model.recomputes else _at(held.outputs, now["B_output"])
+            (value, after), (by_edges, by_y) = jax.value_and_grad(model.last, (0, 1), has_aux=True)(edges, out, given)
             is_last = now["B_microbatch"] == table.microbatches - 1
             after = jax.tree.map(lambda new, old: jnp.where(is_last, new, old), after, behind)
             return by_y, (total + value.astype(jnp.float32), after), _plus(of_edges, by_edges)
 
         def of_gradient() -> Any:
-            return _at(gradients, now["B_gradient"]), (total, behind), of_edges
+            return _at(held.gradients, now["B_gradient"]), (total, behind), of_edges
 
         by_y, total, of_edges = only(now["B_gradient"] == NONE, table.stages - 1, of_loss, of_gradient)
-        *by_parameters, by_x = pull(by_y)
-        if by_parameters:
-            sums = _added(sums, now["B_chunk"], by_parameters[0])
-        if len(by_parameters) > 1:
-            of_edges = _plus(of_edges, by_parameters[1])
+        (by_x, *by_parameters), of_weights = program.backward(0, args, kept, by_y)
+        if not separate:
+            sums, of_edges = added(sums, of_edges, now["B_chunk"], *by_parameters)
 
         def of_first() -> Tree:
             return _plus(of_edges, jax.vjp(lambda edges: first(edges, given), edges)[1](by_x)[0])
 
         of_edges = only(now["B_input"] == NONE, 0, of_first, lambda: of_edges)
-        return ended(table, "B", stage, now, by_x), by_y, (total, sums, of_edges)
+        of_weights = _put(held.left, now["B_left"], of_weights)
+        return ended(table, "B", stage, now, by_x), by_y, (total, sums, of_edges), of_weights
 
-    def weights(now: dict[str, Array], kept: Tree, gradients: Tree, sums: Any) -> Any:
-        own, x, _, run = called(now, "W", kept)
+    def weights(now: dict[str, Array], held: Buffers, sums: Any) -> Any:
+        now, args = called(now, "W")
+        _, kept = kept_of(now, "W", args, held)
+        by_y, of_weights = _at(held.gradients, now["W_gradient"]), _at(held.left, now["W_left"])
+        (_, *by_parameters), _ = program.backward(1, args, kept, by_y, of_weights)
         total, sums, of_edges = sums
-        with scope(again="remat"):
-            if model.shares:
-                _, pull = jax.vjp(lambda own, edges: run(own, edges, x), own, edges)
-            else:
-                _, pull = jax.vjp(lambda own: run(own, edges, x), own)
-        by_own, *by_edges = ended(table, "W", stage, now, pull(_at(gradients, now["W_gradient"])))
-        return total, _added(sums, now["W_chunk"], by_own), _plus(of_edges, by_edges[0]) if by_edges else of_edges
+        return total, *added(sums, of_edges, now["W_chunk"], *ended(table, "W", stage, now, by_parameters))
+
+    def added(sums: Tree, of_edges: Tree, chunk: Array, by_own: Tree, by_edges: Tree = None) -> tuple[Tree, Tree]:
+        sums = jax.tree.map(lambda all_chunks, own: all_chunks.at[chunk].add(own), sums, by_own)
+        return sums, of_edges if by_edges is None else _plus(of_edges, by_edges)
 
     def marked(made: str, x: Tree) -> Tree:
         leaves, tree = jax.tree.flatten(x)
@@ -166,38 +192,41 @@ def run_table(
             return jax.tree.unflatten(tree, slot_p.bind(*leaves, slot=Slot(made, table, mesh_axis, model.layers)))
 
     def tick(carry: Any, columns: dict[str, Array]) -> tuple[Any, None]:
-        kept, gradients, by_x, sums = carry
+        held, by_x, sums = carry
         now = {name: column[stage] for name, column in columns.items()}
         with scope(phase="backward"):
             comes_back = sent(by_x, "B", left)
-        y = only(now["F_microbatch"] != NONE, "F", lambda: forward(now, kept), lambda: _zeros(x))
+        idle = _zeros(x), held.kept, held.outputs
+        y, kept, outputs = only(now["F_microbatch"] != NONE, "F", lambda: forward(now, held), lambda: idle)
+        held = held._replace(kept=kept, outputs=outputs)
         arrives = sent(marked("F", y), "F", right)
         with scope(phase="backward"):
-            gradients = _put(gradients, now["B_arrives"], comes_back)
-            by_x, by_y, sums = only(
-                now["B_microbatch"] != NONE,
-                "B",
-                lambda: backward(now, kept, gradients, sums),
-                lambda: (_zeros(x), _zeros(x), sums),
+            held = held._replace(gradients=_put(held.gradients, now["B_arrives"], comes_back))
+            idle = _zeros(x), _zeros(x), sums, held.left
+            by_x, by_y, sums, of_weights = only(
+                now["B_microbatch"] != NONE, "B", lambda: backward(now, held, sums), lambda: idle
             )
+            held = held._replace(left=of_weights)
             by_x = marked("B", by_x)
             if separate:
-                gradients = _put(gradients, now["B_loss"], by_y)
-                sums = only(now["W_microbatch"] != NONE, "W", lambda: weights(now, kept, gradients, sums), lambda: sums)
+                held = held._replace(gradients=_put(held.gradients, now["B_loss"], by_y))
+                sums = only(now["W_microbatch"] != NONE, "W", lambda: weights(now, held, sums), lambda: sums)
             sums = sums[0], marked("sums", sums[1]), sums[2]
-        return (_put(kept, now["F_arrives"], arrives), gradients, by_x, sums), None
+        return (held._replace(inputs=_put(held.inputs, now["F_arrives"], arrives)), by_x, sums), None
 
-    def buffer(places: int) -> Tree:
-        """One place more than is needed, for what arrives where nothing is due."""
-        return jax.tree.map(lambda x, names: vary(jnp.zeros((places + 1, *x.shape), x.dtype), names), x, varying)
+    def buffer(places: int, zeros: Tree) -> Tree:
+        return jax.tree.map(lambda x: vary(jnp.zeros((places, *x.shape), x.dtype), jax.typeof(x).mat.varying), zeros)
 
     _, behind = zeros_like_result(model.last, edges, x, _at(inputs, 0))
     behind = jax.tree.map(lambda x: vary(x, staged), behind)
     zero = (vary(jnp.zeros(()), staged), behind), *_zeros((parameters, edges))
     columns = {name: jnp.array(column, jnp.int32) for name, column in plan.columns.items()}
-    (*_, ((total, behind), of_chunks, of_edges)), _ = lax.scan(
-        tick, (buffer(plan.inputs), buffer(plan.gradients), _zeros(x), zero), columns
-    )
+    # one place more than is needed, for what comes where nothing is due
+    held = Buffers(buffer(plan.inputs + 1, x), buffer(plan.gradients + 1, x))
+    if not model.recomputes:
+        kept, of_weights = buffer(plan.kept, program.kept), buffer(plan.left, program.left)
+        held = held._replace(kept=kept, left=of_weights, outputs=buffer(plan.outputs + 1, x))
+    (*_, ((total, behind), of_chunks, of_edges)), _ = lax.scan(tick, (held, _zeros(x), zero), columns)
     with scope(phase="backward"):
         of_edges = jax.tree.map(lambda x, equal: lax.psum(x, mesh_axis) if equal else x, of_edges, equal)
     of_chunks, of_edges = jax.tree.map(lambda x: x / table.microbatches, (of_chunks, of_edges))
@@ -216,10 +245,6 @@ def _at(tree: Tree, number: Array | int) -> Tree:
 def _put(buffer: Tree, place: Array, x: Tree) -> Tree:
     at = lambda buffer: jnp.where(place == NONE, len(buffer) - 1, place)
     return jax.tree.map(lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, at(buffer), 0), buffer, x)
-
-
-def _added(sums: Tree, chunk: Array, gradients: Tree) -> Tree:
-    return jax.tree.map(lambda all_chunks, own: all_chunks.at[chunk].add(own), sums, gradients)
 
 
 def _plus(sums: Tree, more: Tree) -> Tree:
@@ -244,8 +269,4 @@ def _type(x: Array) -> tuple[tuple[int, ...], str]:
 
 def zeros_like_result(f: Callable[..., Tree], *args: Any) -> Tree:
     """Make zeros of the types that `f(*args)` has, inside a shard_map."""
-    made, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-    avals = [v.aval for v in bare(made).outvars]
-    return jax.tree.unflatten(
-        jax.tree.structure(shapes), [vary(lax.full(a.shape, 0, a.dtype), a.mat.varying) for a in avals]
-    )
+    return traced(f, *args)[1]

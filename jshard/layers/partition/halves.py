@@ -1,0 +1,241 @@
+"""A backward program in two halves: the gradients that others wait for, and those that nobody does, of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.core as jax_core
+from jax import lax
+from jax._src import source_info_util
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+from jshard.jaxprs import CHECKPOINTS, bare, called, scanned
+
+Some = tuple[bool, ...]  # of the inputs or results of a jaxpr
+
+
+class Halves:
+    """`first(xs)` gives the results that `soon` says, None for others, and what the second half needs of it; `second(xs, left)`
+    gives those that `late` says.
+
+    `made` says which inputs depend on the cotangent. What does is computed once, but in a branch; what does not, as what is
+    computed again of the forward pass, is computed where it is needed, and not kept from one half to the other. Of the inputs
+    numbered `own` only the first half is given a value. A loop is two loops: what is left by a turn goes to the same turn.
+    """
+
+    def __init__(self, jaxpr: Any, soon: Some, late: Some, made: Some, own: Sequence[int] = ()):
+        self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
+        self.soon, self.late = soon, late
+        dependent = _dependent(self.jaxpr, made)
+        given = {v for n, v in enumerate(self.jaxpr.invars) if n not in own}
+        needed = set(_chosen(self.jaxpr.outvars, soon))
+        for eqn in reversed(self.jaxpr.eqns):
+            needed.update(_chosen(eqn.invars, _alone(self.jaxpr, eqn, tuple(v in needed for v in eqn.outvars))[1]))
+        here = (needed & dependent) - given  # the second half has them from the first
+        wanted, steps = set(_chosen(self.jaxpr.outvars, late)), []
+        for eqn in reversed(self.jaxpr.eqns):
+            of_first = tuple(v in needed for v in eqn.outvars)
+            of_second = tuple(v in wanted and v not in here for v in eqn.outvars)
+            step = _halved(self.jaxpr, eqn, of_first, of_second, tuple(_is_in(v, dependent) for v in eqn.invars))
+            wanted.update(_chosen(eqn.invars, step.reads[1]))
+            steps.append((eqn, step))
+        self.steps = steps[::-1]
+        made_here = (*self.jaxpr.invars, *(v for eqn in self.jaxpr.eqns for v in eqn.outvars))
+        self.left = [v for v in made_here if v in wanted & here]
+        self.reads = (
+            tuple(v in needed for v in self.jaxpr.invars),
+            tuple(v in wanted and v not in here for v in self.jaxpr.invars),
+        )
+
+    def first(self, xs: Sequence[Any]) -> tuple[list[Any], Any]:
+        known, inside = self._known(xs), []
+        for eqn, step in self.steps:
+            outs, left = step.first([_value(known, v) for v in eqn.invars])
+            known |= zip(eqn.outvars, outs, strict=True)
+            inside.append(left)
+        return self._results(known, self.soon), ([known[v] for v in self.left], inside)
+
+    def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
+        own, inside = left
+        known = self._known(xs) | dict(zip(self.left, own, strict=True))
+        for (eqn, step), each in zip(self.steps, inside, strict=True):
+            outs = step.second([_value(known, v) for v in eqn.invars], each)
+            known |= {v: x for v, x in zip(eqn.outvars, outs, strict=True) if x is not None}
+        return self._results(known, self.late)
+
+    def _known(self, xs: Sequence[Any]) -> dict[Any, Any]:
+        return dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), (*self.consts, *xs), strict=True))
+
+    def _results(self, known: dict[Any, Any], some: Some) -> list[Any]:
+        return [_value(known, v) if is_some else None for v, is_some in zip(self.jaxpr.outvars, some, strict=True)]
+
+
+class _Whole:
+    """An equation that runs in one half, or in both where it holds branches."""
+
+    def __init__(self, jaxpr: Any, eqn: Any, soon: Some, late: Some):
+        self.eqn, self.some = eqn, (soon, late)
+        self.programs, self.reads = zip(*(_alone(jaxpr, eqn, some) for some in self.some), strict=True)
+
+    def first(self, xs: Sequence[Any]) -> tuple[list[Any], None]:
+        return self._run(0, xs), None
+
+    def second(self, xs: Sequence[Any], left: None) -> list[Any]:
+        return self._run(1, xs)
+
+    def _run(self, half: int, xs: Sequence[Any]) -> list[Any]:
+        program = self.programs[half]
+        given = {v: x for v, x in zip(self.eqn.invars, xs, strict=True) if not isinstance(v, Literal)}
+        outs = iter(() if program is None else jax_core.eval_jaxpr(program, [], *map(given.get, program.invars)))
+        return [next(outs) if is_some else None for is_some in self.some[half]]
+
+
+class _Call:
+    """A call is run as what it calls."""
+
+    def __init__(self, eqn: Any, soon: Some, late: Some, made: Some):
+        self.eqn, self.halves = eqn, Halves(called(eqn), soon, late, made)
+        self.reads = self.halves.reads
+
+    def first(self, xs: Sequence[Any]) -> tuple[list[Any], Any]:
+        with _at(self.eqn):
+            return self.halves.first(xs)
+
+    def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
+        with _at(self.eqn):
+            return self.halves.second(xs, left)
+
+
+class _Loop:
+    """A scan, of which each half carries what it needs."""
+
+    def __init__(self, eqn: Any, soon: Some, late: Some, made: Some):
+        self.eqn, body = eqn, eqn.params["jaxpr"]
+        self.count, self.carried = scanned(eqn)
+        carry = slice(self.count, self.count + self.carried)
+        made = _settled(made, carry, lambda made: _dependent_results(body, made))
+        soon = _settled(soon, slice(self.carried), lambda soon: _used(body, soon)[carry])
+        own = [n for n in range(self.carried) if soon[n] and made[self.count + n]]
+        self.finals = [n for n in own if late[n]]  # of what the first half carries, what the second hands on
+        late = tuple(is_late and n not in own for n, is_late in enumerate(late))
+        halved = lambda late: Halves(body, soon, late, made, [self.count + n for n in own])
+        late = _settled(late, slice(self.carried), lambda late: halved(late).reads[1][carry])
+        self.soon, self.late, self.halves = soon, late, halved(late)
+        self.reads = tuple(
+            tuple(
+                carries[n - self.count] if n in range(*carry.indices(len(reads))) else is_read
+                for n, is_read in enumerate(reads)
+            )
+            for reads, carries in zip(self.halves.reads, (soon, late), strict=True)
+        )
+
+    def first(self, xs: Sequence[Any]) -> tuple[list[Any], Any]:
+        outs, left = self._scanned(xs, self.soon, self.reads[0], None, lambda xs, _: self.halves.first(xs))
+        return outs, (left, [outs[n] for n in self.finals])
+
+    def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
+        left, finals = left
+        outs, _ = self._scanned(
+            xs, self.late, self.reads[1], left, lambda xs, left: (self.halves.second(xs, left), None)
+        )
+        for n, x in zip(self.finals, finals, strict=True):
+            outs[n] = x
+        return outs
+
+    def _scanned(self, xs: Sequence[Any], wanted: Some, reads: Some, left: Any, run: Callable[..., Any]) -> Any:
+        """Run one half of each turn; of operands that are not read, and results that are not wanted, there is None."""
+        if not any(wanted):
+            return [None] * len(wanted), None
+        xs = [x if is_read else None for x, is_read in zip(xs, reads, strict=True)]
+        consts, over = xs[: self.count], xs[self.count + self.carried :]
+        how = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+        def turn(carry: Any, each: Any) -> Any:
+            over, left = each
+            outs, left = run([*consts, *carry, *over], left)
+            return outs[: self.carried], (outs[self.carried :], left)
+
+        with _at(self.eqn):
+            carry, (ys, left) = lax.scan(turn, xs[self.count : self.count + self.carried], (over, left), **how)
+        return [*carry, *ys], left
+
+
+def _halved(jaxpr: Any, eqn: Any, soon: Some, late: Some, made: Some) -> Any:
+    if any(soon) and any(late):
+        if called(eqn) is not None:
+            return _Call(eqn, soon, late, made)
+        if eqn.primitive.name == "scan":
+            return _Loop(eqn, soon, late, made)
+    return _Whole(jaxpr, eqn, soon, late)
+
+
+def _alone(jaxpr: Any, eqn: Any, some: Some) -> tuple[Any, Some]:
+    """A program of one equation, for some of its results, and which operands it reads."""
+    if not any(some):
+        return None, (False,) * len(eqn.invars)
+    names, invars = jaxpr.debug_info.with_unknown_names(), list(dict.fromkeys(_variables(eqn.invars)))
+    one = jaxpr.replace(constvars=[], invars=invars, outvars=list(eqn.outvars), eqns=[eqn], debug_info=names)
+    live, _ = partial_eval.dce_jaxpr(one, list(some))
+    return live, tuple(_is_in(v, set(live.invars)) for v in eqn.invars)
+
+
+def _used(jaxpr: Any, outs: Some) -> Some:
+    """Which inputs some results need."""
+    return tuple(partial_eval.dce_jaxpr(bare(jaxpr), list(outs))[1])
+
+
+def _dependent(jaxpr: Any, made: Some) -> set[Any]:
+    """The variables that depend on some of the inputs."""
+    found = set(_chosen(jaxpr.invars, made))
+    for eqn in jaxpr.eqns:
+        found.update(_chosen(eqn.outvars, _dependent_outs(eqn, tuple(_is_in(v, found) for v in eqn.invars))))
+    return found
+
+
+def _dependent_outs(eqn: Any, made: Some) -> Some:
+    if called(eqn) is not None:
+        return _dependent_results(called(eqn), made)
+    if eqn.primitive.name != "scan":
+        return (any(made),) * len(eqn.outvars)
+    (count, carried), body = scanned(eqn), eqn.params["jaxpr"]
+    made = _settled(made, slice(count, count + carried), lambda made: _dependent_results(body, made)[:carried])
+    return _dependent_results(body, made)
+
+
+def _dependent_results(jaxpr: Any, made: Some) -> Some:
+    found = _dependent(bare(jaxpr), made)
+    return tuple(_is_in(v, found) for v in bare(jaxpr).outvars)
+
+
+def _settled(some: Some, carry: slice, step: Callable[[Some], Some]) -> Some:
+    """Add to `some` what a turn adds to what is carried, until nothing is new."""
+    while True:
+        carried = tuple(old or new for old, new in zip(some[carry], step(some)[: len(some[carry])], strict=True))
+        if carried == some[carry]:
+            return some
+        some = (*some[: carry.start or 0], *carried, *some[carry.stop :])
+
+
+def _chosen(atoms: Iterable[Any], some: Some) -> Iterable[Any]:
+    return (v for v, is_some in zip(atoms, some, strict=True) if is_some and not isinstance(v, Literal))
+
+
+def _variables(atoms: Iterable[Any]) -> Iterable[Any]:
+    return (v for v in atoms if not isinstance(v, Literal))
+
+
+def _is_in(v: Any, some: set[Any]) -> bool:
+    return not isinstance(v, Literal) and v in some
+
+
+def _value(known: dict[Any, Any], v: Any) -> Any:
+    return v.val if isinstance(v, Literal) else known.get(v)
+
+
+def _at(eqn: Any) -> Any:
+    """The line and scopes of an equation; that of a checkpoint JAX adds only when it lowers one."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    stack = stack.extend("checkpoint") if eqn.primitive.name in CHECKPOINTS else stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)

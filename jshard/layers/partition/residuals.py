@@ -1,0 +1,134 @@
+"""A chunk of layers as programs, each traced once: its forward, what that leaves for the backward, and the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core as jax_core
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+from jshard.layers.partition.halves import Halves
+from jshard.layers.partition.part import vary
+from jshard.provenance import scope
+
+Tree = Any
+Kept = Callable[[int], Array]  # one of what is kept of a microbatch
+
+
+class Chunk:
+    """`run(own, edges, given, number, x)` of some layers, inside a shard_map, and its gradients by `x`, `own` and, where it
+    `shares` them, `edges`.
+
+    Of what JAX keeps for a backward, `kept` is what is made of the microbatch, `given` and `x`. Parameters, what is made of
+    them alone (casts, gathers), and what stands in `given` are read, or made again, by the backward. Where it `splits`, the
+    gradients of parameters are made later, of what the backward has `left` for that; where it `recomputes`, of what it began
+    with.
+    """
+
+    def __init__(self, run: Callable[..., Tree], args: Sequence[Tree], *, shares: bool, splits: bool, recomputes: bool):
+        leaves, tree = jax.tree.flatten(tuple(args))
+        own, edges, given, _, x = (len(jax.tree.leaves(each)) for each in args)
+        self.microbatch = {*range(own + edges, own + edges + given), *range(len(leaves) - x, len(leaves))}
+        self.of_x = range(len(leaves) - x, len(leaves))
+        pulled: Any = None
+        keys: list[Any] = []
+
+        def forward(*leaves: Any) -> tuple[Tree, list[Any]]:
+            nonlocal pulled
+            own, edges, given, number, x = jax.tree.unflatten(tree, leaves)
+            y, pull = jax.vjp(lambda x, own, edges=edges: run(own, edges, given, number, x), x, own, *[edges] * shares)
+            residuals, pulled = jax.tree.flatten(pull)
+            keys[:] = [jax.random.key_impl(x) if _is_key(x) else None for x in residuals]
+            return y, [jax.random.key_data(x) if _is_key(x) else x for x in residuals]
+
+        def backward(residuals: list[Any], by_y: Tree) -> Tree:
+            pairs = zip(residuals, keys, strict=True)
+            back = [x if key is None else jax.random.wrap_key_data(x, impl=key) for x, key in pairs]
+            return jax.tree.unflatten(pulled, back)(by_y)
+
+        self.program, (self.y, residuals) = traced(forward, *leaves)
+        self.outputs, self.recomputes = len(jax.tree.leaves(self.y)), recomputes
+        program, gradients = traced(backward, residuals, self.y)
+        self.tree, count = jax.tree.structure(gradients), len(jax.tree.leaves(gradients))
+        made = tuple(n >= len(residuals) for n in range(len(program.jaxpr.invars)))
+        late = tuple(splits and n >= x for n in range(count))
+        soon, none = tuple(not each for each in late), (False,) * count
+        halves = [(soon, none), (late, none)] if recomputes else [(soon, late)]
+        self.halves = [Halves(program, *each, made) for each in halves]
+        reads = [each.reads[0] for each in self.halves] if recomputes else self.halves[0].reads
+        self.reads = [[n for n in range(len(residuals)) if each[n]] for each in reads]  # by slot B, and by W
+        self.places: dict[Any, int] = {}
+        for n in sorted({*self.reads[0], *self.reads[1]}):
+            if self._is_of_microbatch(n):
+                self.places.setdefault(self._residual(n), len(self.places))
+        zeros = {id(self._residual(n)): x for n, x in enumerate(residuals)}
+        self.kept = [zeros[id(v)] for v in self.places]
+        first = lambda *xs: self.halves[0].first(xs)[1]
+        self.left = traced(first, *residuals, *jax.tree.leaves(self.y))[1] if splits and not recomputes else None
+
+    def forward(self, *args: Tree, half: int | None = None) -> tuple[Tree, list[Any]]:
+        """The output, and what is kept: of a half of the backward what that reads, None for the rest."""
+        wanted = {n for each in (self.reads if half is None else [self.reads[half]]) for n in each}
+        numbers = {place: self.outputs + n for n in wanted if (place := self._place(n)) is not None}
+        outs = range(0 if half == 1 else self.outputs)
+        made = self._made([*outs, *numbers.values()], jax.tree.leaves(args))
+        y = jax.tree.unflatten(jax.tree.structure(self.y), [made.get(n) for n in range(self.outputs)])
+        return y, [made[numbers[n]] if n in numbers else None for n in range(len(self.kept))]
+
+    def backward(self, half: int, args: Tree, kept: Kept, by_y: Tree, left: Any = None) -> tuple[Tree, Any]:
+        """The gradients, those of the other half None, and what is left for the second half; `args` are those before x."""
+        numbers = [n for n in self.reads[half] if self._place(n) is None]
+        with scope(again="remat"):
+            again = self._made([self.outputs + n for n in numbers], [*jax.tree.leaves(args), *[None] * len(self.of_x)])
+        residuals: list[Any] = [None] * (len(self.program.jaxpr.outvars) - self.outputs)
+        for n in self.reads[half]:
+            place = self._place(n)
+            residuals[n] = again[self.outputs + n] if place is None else kept(place)
+        xs = [*residuals, *jax.tree.leaves(by_y)]
+        if half and not self.recomputes:
+            outs = self.halves[0].second(xs, left)
+        else:
+            outs, left = self.halves[half].first(xs)
+        return jax.tree.unflatten(self.tree, outs), None if self.left is None else left
+
+    def _residual(self, number: int) -> Any:
+        return self.program.jaxpr.outvars[self.outputs + number]
+
+    def _place(self, number: int) -> int | None:
+        v = self._residual(number)
+        return None if isinstance(v, Literal) else self.places.get(v)
+
+    def _is_of_microbatch(self, number: int) -> bool:
+        v, invars = self._residual(number), self.program.jaxpr.invars
+        if isinstance(v, Literal) or v in self.program.jaxpr.constvars:
+            return False
+        if v in invars:
+            return invars.index(v) in self.of_x
+        _, used = self._live([self.outputs + number])
+        return any(is_used and n in self.microbatch for n, is_used in enumerate(used))
+
+    def _live(self, outs: Sequence[int]) -> tuple[Any, list[bool]]:
+        wanted = [n in outs for n in range(len(self.program.jaxpr.outvars))]
+        return partial_eval.dce_jaxpr(self.program.jaxpr, wanted)
+
+    def _made(self, outs: Sequence[int], leaves: Sequence[Any]) -> dict[int, Array]:
+        """Some results of the forward program."""
+        live, used = self._live(outs)
+        given = [x for x, is_used in zip(leaves, used, strict=True) if is_used]
+        return dict(zip(sorted(outs), jax_core.eval_jaxpr(live, self.program.consts, *given), strict=True))
+
+
+def traced(f: Callable[..., Tree], *args: Any) -> tuple[Any, Tree]:
+    """The program of `f(*args)`, inside a shard_map, and zeros of the types that it returns."""
+    made, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    zeros = [vary(lax.full(a.shape, 0, a.dtype), a.mat.varying) for a in (v.aval for v in made.jaxpr.outvars)]
+    return made, jax.tree.unflatten(jax.tree.structure(shapes), zeros)
+
+
+def _is_key(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
