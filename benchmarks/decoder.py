@@ -186,7 +186,7 @@ def table(
 ) -> str:
     """Medians by the clock and of processor time, each with its ratio to those of the first, and what comes before."""
     head = ("", "clock", over, "processor", over, "trace", "first step")
-    lines = ["{:15}{:>12}{:>21}{:>12}{:>21}{:>9}{:>12}".format(*head)]
+    lines = ["{:18}{:>12}{:>21}{:>12}{:>21}{:>9}{:>12}".format(*head)]
     for name, each in found.items():
         cells = []
         for which in range(2):
@@ -194,7 +194,7 @@ def table(
             low, middle, high = statistics.quantiles(ratios, n=4)
             spread = f"{middle:.3f} ({low:.2f} - {high:.2f})"
             cells.append(f"{1e3 * statistics.median(one[which] for one in each):>9.1f} ms{spread:>21}")
-        lines.append(f"{name:15}{''.join(cells)}{steps[name].traced:>7.2f} s{steps[name].first:>10.1f} s")
+        lines.append(f"{name:18}{''.join(cells)}{steps[name].traced:>7.2f} s{steps[name].first:>10.1f} s")
     return "\n".join(lines)
 
 

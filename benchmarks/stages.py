@@ -1,7 +1,8 @@
 """What a training step of a decoder costs in a pipeline, by each schedule, against tensor parallel and one device: eight
 layers in four stages, the same weights and batch, losses compared. Forward, backward and update, one step of each in turn.
+A stage keeps what F made for the backward; with "again" behind the schedule it computes that again (`remat: chunk`).
 
-python -m benchmarks.stages [--quick] [--rounds 10] [--microbatches 8 16 32]
+python -m benchmarks.stages [--quick] [--rounds 10] [--microbatches 8 16 32] [--schedules 1f1b,gpipe]
 
 Pretend devices share the cores of this machine, so a stage that waits costs nothing here: how long a step takes says what is
 computed, and what the machinery adds, and `idle` which share of it stages of their own devices would wait. The first number
@@ -28,8 +29,10 @@ DEVICES, LENGTH = 4, 128
 def configured(kind: str, devices: int, microbatches: int) -> dict[str, Any]:
     if kind == TENSOR:
         return decoder.configured("tensor", devices)
-    asked = {"axis": "stage", "microbatches": microbatches, "schedule": kind}
-    placed = {"blocks": {"stage": "equal"}, "rest": {"match": ["**"]}}
+    schedule, _, again = kind.partition(" ")
+    asked = {"axis": "stage", "microbatches": microbatches, "schedule": schedule}
+    remat = {"remat": "chunk"} if again else {}
+    placed = {"blocks": {"stage": "equal", "match": ["blocks/**"], **remat}, "rest": {"match": ["**"]}}
     return {"jshard": {"mesh": {"stage": devices}, "pipeline": asked}, **placed}
 
 
@@ -65,6 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all variants run and agree")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--schedules", default=",".join(KINDS), help="some of them, with commas between")
     asked = parser.parse_args(arguments)
 
     jshard.pretend(DEVICES)
@@ -73,16 +77,17 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"a decoder of {sizes}, {count} microbatches of {each} x {length} tokens, {DEVICES} stages, on pretend devices"
     )
-    steps = {kind: variant(kind, sizes, count * each, length, count) for kind in (ONE, TENSOR, *KINDS)}
+    kinds = [each for kind in asked.schedules.split(",") for each in (kind, f"{kind} again")]
+    steps = {kind: variant(kind, sizes, count * each, length, count) for kind in (ONE, TENSOR, *kinds)}
     decoder.agree(steps, ONE)
     found = decoder.measure(steps, rounds)
     print(f"all variants agree on the losses\n{decoder.table(steps, found, ONE, 'over one device')}")
     print("\ntrace, and first step with compiling, in processor time, by microbatches; and how much stages wait then")
-    for kind in KINDS:
+    for kind in kinds:
         for count in asked.microbatches:
             made = steps[kind] if count == asked.microbatches[0] else variant(kind, sizes, count * each, length, count)
-            idle = Cost(generate(kind, DEVICES, count)).lock_step.idle
-            print(f"{kind:12}{count:>4}{made.traced:>9.2f} s{made.first:>7.1f} s{idle:>9.1%} idle", flush=True)
+            idle = Cost(generate(kind.partition(" ")[0], DEVICES, count)).lock_step.idle
+            print(f"{kind:18}{count:>4}{made.traced:>9.2f} s{made.first:>7.1f} s{idle:>9.1%} idle", flush=True)
 
 
 if __name__ == "__main__":

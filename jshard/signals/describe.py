@@ -53,9 +53,8 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
         if (name := getattr(signal.dtype, dtype)) is not None:
             yield f"{what} in {name}"
     if signal.remat:
-        kept = {"full": "", "products": ", but for products"}.get(
-            str(signal.remat), f", but for {', '.join(signal.remat)}"
-        )
+        words = {"full": "", "products": ", but for products", "chunk": " of each chunk of layers"}
+        kept = words.get(str(signal.remat), f", but for {', '.join(signal.remat)}")
         yield f"activations computed anew in backward{kept}"
     if signal.compile:
         elsewhere = (backward.shard and backward.shard.workers) != (signal.shard and signal.shard.workers)

@@ -268,6 +268,10 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
             fault = "says stage, and there is no jshard.pipeline"
             hint = "write jshard: {pipeline: {axis: stage, microbatches: 8}}"
             faults.add((signal.name,), signal.at("stage"), fault, hint)
+        for signal in signals.values():
+            if signal.remat == "chunk":
+                fault = "says remat: chunk, of layers on the stages of a pipeline, and there is no jshard.pipeline"
+                faults.add((signal.name,), signal.at("remat"), fault, "write remat: full")
         return
     if asked is None or "jshard.pipeline" in reading.broken:
         return

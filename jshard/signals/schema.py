@@ -252,9 +252,10 @@ SIGNAL: dict[str, Key] = {
     "remat": Key(
         Table(
             {"save": Key(Names("a name or a list of names", "[attention]"), "Results that checkpoint_name (JAX) names so.")},
-            bare=flag_or(("full", "products")), required="save",
+            bare=flag_or(("full", "products", "chunk")), required="save",
         ),
-        "Compute activations anew in the backward pass: all (full, true), all but products, or all but those saved.",
+        "Compute activations anew in the backward pass: all (full, true), all but products, or all but those saved; chunk: "
+        "all that the layers between two stages of a pipeline compute, of their input.",
     ),
     "extends": Key(Names("the name of a signal or a list of names", "_template"), "Start from the keys of these."),
     "expect": Key(

@@ -33,6 +33,7 @@ WORDS = [
      ["replicated", "kept in float16", "computed in bfloat16", "summed over devices in float32"]),
     ({"remat": "full"}, ["replicated", "activations computed anew in backward"]),
     ({"remat": "products"}, ["replicated", "activations computed anew in backward, but for products"]),
+    ({"remat": "chunk"}, ["replicated", "activations computed anew in backward of each chunk of layers"]),
     ({"remat": ("q", "k")}, ["replicated", "activations computed anew in backward, but for q, k"]),
     ({"stage": "equal"}, ["replicated", "layers split over the stages of the pipeline"]),
     ({"stage": "balance"}, ["replicated", "layers on stages of about as many FLOP"]),

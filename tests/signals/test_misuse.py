@@ -105,7 +105,12 @@ IN_A_FILE = {
     ),
     "remat number": (
         MESH + "layer1: {remat: 1}\n",
-        'signal "layer1" (FILE:3) has remat: 1, which is not full, products, true or false; write remat: full',
+        'signal "layer1" (FILE:3) has remat: 1, which is not full, products, chunk, true or false; write remat: full',
+    ),
+    "remat of chunks of no pipeline": (
+        MESH + "layer1: {remat: chunk}\n",
+        'signal "layer1" (FILE:3) says remat: chunk, of layers on the stages of a pipeline, and there is no jshard.pipeline; write '
+        "remat: full",
     ),
     "remat of nothing": (
         MESH + "layer1: {remat: {keep: [a]}}\n",

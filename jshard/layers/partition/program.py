@@ -22,6 +22,7 @@ from jshard.layers.partition.pieces import Pieces
 from jshard.layers.partition.regather import regathering
 from jshard.layers.partition.unreduced import Marks, unreduced
 from jshard.layers.partition.wanted import wanted
+from jshard.layers.remat import CHUNK
 from jshard.layers.roles import Placed, Use, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
@@ -179,8 +180,15 @@ def _check_remat(uses: Sequence[Use], is_explicit: bool) -> None:
     """Raise an error for a signal whose `remat` or `store.prefetch` would do nothing: they are for the layers of a loop."""
     signals = {use.claim.signal.name: use.claim.signal for use in uses}
     in_loops = {use.claim.signal.name for use in uses if "scan" in use.roles and is_explicit}
+    staged = {use.claim.signal.name for use in uses if use.claim.stage and use.claim.stage.number is None}
     for name in [name for name, signal in signals.items() if signal.remat or signal.store_prefetch]:
         signal = signals[name]
+        if signal.remat == CHUNK and name not in staged:
+            raise JShardError(
+                f'signal "{name}" ({signal.at("remat")}) says remat: chunk, of layers of a jshard.stack on the stages of a '
+                "pipeline, and claims none of them",
+                hint="write remat: full",
+            )
         if name in in_loops:
             continue
         key = "remat" if signal.remat else "store.prefetch"
