@@ -11,11 +11,12 @@ from jshard.schedules.steps import NONE, steps
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(1, 2, 1), (1, 3, 3), (2, 4, 1), (3, 5, 2), (4, 8, 2)])
-def test_steps_read_what_belongs_to_each_operation(kind, stages, microbatches, chunks):
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_steps_read_what_belongs_to_each_operation(kind, stages, microbatches, chunks, recomputes):
     table = generate(kind, stages, microbatches, chunks)
-    plan, last = steps(table), stages * chunks - 1
-    inputs = [[None] * plan.inputs for _ in range(stages)]
-    gradients = [[None] * plan.gradients for _ in range(stages)]
+    plan, last = steps(table, recomputes=recomputes), stages * chunks - 1
+    places = (plan.inputs, plan.gradients, plan.kept, plan.left, plan.outputs)
+    inputs, gradients, kept, left, outputs = ([[None] * count for _ in range(stages)] for count in places)
     done, made, hops = [], {"F": {}, "B": {}, "W": {}}, {"F": 1, "B": -1, "W": 0}
     for tick in range(table.ticks):
         at = lambda name, stage: plan.columns[name][tick][stage]  # noqa: B023
@@ -36,8 +37,19 @@ def test_steps_read_what_belongs_to_each_operation(kind, stages, microbatches, c
                 virtual = chunk * stages + stage
                 place = at(f"{slot}_input", stage)
                 assert (place == NONE) == (virtual == 0)
-                assert place == NONE or inputs[stage][place] == (microbatch, virtual)
-                place = at(f"{slot}_gradient", stage)
+                if slot == "F" or recomputes:
+                    assert place == NONE or inputs[stage][place] == (microbatch, virtual)
+                for ends, buffer, there in (("BW", kept, "kept"), ("W", left, "left"), ("B", outputs, "output")):
+                    if slot in ends and (there != "output" or virtual == last):
+                        assert buffer[stage][at(f"{slot}_{there}", stage)] == (microbatch, virtual)
+                if slot == "F":
+                    kept[stage][at("F_kept", stage)] = microbatch, virtual
+                    assert (at("F_output", stage) == NONE) == (virtual != last)
+                    if virtual == last:
+                        outputs[stage][at("F_output", stage)] = microbatch, virtual
+                if slot == "B" and table.splits_weights:
+                    left[stage][at("B_left", stage)] = microbatch, virtual
+                place = NONE if slot == "F" else at(f"{slot}_gradient", stage)
                 if slot == "B" and virtual == last:
                     assert place == NONE
                     if table.splits_weights:
@@ -53,7 +65,10 @@ def test_steps_read_what_belongs_to_each_operation(kind, stages, microbatches, c
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_have_as_many_places_as_are_ever_needed_at_once(kind):
     table = generate(kind, 4, 16)
-    plan = steps(table)
+    plan = steps(table, recomputes=True)
     inputs = [max(ticks) for ticks in inputs_kept(table)]
     assert plan.inputs == (max(inputs[1:]) if table.virtual_stages == 4 else plan.inputs)  # stage 0 reads the batch
     assert plan.inputs <= max(inputs) and plan.gradients <= max(map(max, gradients_kept(table)))
+    plan = steps(table)
+    assert plan.kept == max(inputs) and (plan.inputs, plan.outputs) == (1, 16 if kind == "gpipe" else 1)
+    assert plan.left == (4 if kind == "zero_bubble" else 0)
