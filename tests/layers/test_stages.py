@@ -204,14 +204,15 @@ def test_a_schedule_computes_what_one_device_does(case, one_device):
     jax.tree.map(np.testing.assert_array_equal, counts(model), left)
 
 
-@pytest.mark.parametrize("case", ["1f1b", "interleaved"])
-def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case):
+@pytest.mark.parametrize("remat", [False, "chunk"])
+@pytest.mark.parametrize("case", ["1f1b", "interleaved", "zero_bubble"])
+def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
     """And what a stage does as often as it does it: no idle tick, and what is computed again says so."""
-    jshard.load(configured(4, tensor=2, schedule=case))
+    jshard.load(configured(4, tensor=2, schedule=case, remat=remat))
     model = jshard.shard(built(dropout=0.0))
     traced = Traced(accumulated(loss), (model, X, Y), {})
     lines = ledger_of(traced, traced.nodes)
-    hops, of_x = {"1f1b": (3, 1), "interleaved": (7, 2)}[case]
+    hops, of_x = (7, 2) if case == "interleaved" else (3, 1)
     found = {(line.phase, "remat" in line.via, line.axis, line.collective): line for line in lines}
     assert not any(line.branches for line in lines)
     for phase in ("forward", "backward"):
@@ -221,13 +222,15 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case):
         assert sent.signal == "blocks" and f"{of_x * MICROBATCHES} by a stage" in sent.via
     times = MICROBATCHES * LAYERS // 4
     assert found["forward", False, "tensor", "all_reduce"].count == times
-    assert found["backward", True, "tensor", "all_reduce"].count == times
-    assert found["backward", False, "tensor", "all_reduce"].count == times
-    per_row = (
-        2 * LAYERS // 4 * WIDTH * HIDDEN // 2 + WIDTH * WORDS
-    )  # numbers in the kernels that a row meets on a device
+    again = [line.count for line in lines if line.axis == "tensor" and "remat" in line.via]
+    twice = remat and case == "zero_bubble"  # W computes its chunk again too, and the gradients between its layers
+    assert again == ([times] * (1 + twice) if remat else [])
+    by_inputs = [line for line in lines if line.axis == "tensor" and line.phase == "backward" and "remat" not in line.via]
+    assert [line.count for line in by_inputs] == [times] * (1 + twice)
+    of_layers, of_head = 2 * LAYERS // 4 * WIDTH * HIDDEN // 2, WIDTH * WORDS  # numbers that a row meets on a device
     flops = arithmetic_of(traced.forward(), remat=False).total
-    assert flops == 3 * 2 * MICROBATCHES * 4 * 6 * per_row  # forward, and by inputs and weights: without idle ticks
+    # forward, and by inputs and weights: without idle ticks
+    assert flops == 2 * MICROBATCHES * 4 * 6 * ((3 + twice) * of_layers + 3 * of_head)
     whole = [
         line for line in lines if line.axis == "stage" and line.phase == "backward" and line.collective == "all_reduce"
     ]
@@ -316,12 +319,17 @@ def test_ledger_report_difference_and_timeline_tell_the_schedule():
     }
 
 
-@pytest.mark.parametrize(("case", "counts"), [("1f1b", (4, 4)), ("zero_bubble", (4, 4)), ("1f1b", (3, 5))], ids=str)
-def test_the_compiled_text_costs_what_the_table_says(case, counts):
+@pytest.mark.parametrize(
+    ("case", "counts", "remat"),
+    [("1f1b", (4, 4), False), ("zero_bubble", (4, 4), False), ("1f1b", (3, 5), False), ("zero_bubble", (4, 4), "chunk")],
+    ids=str,
+)
+def test_the_compiled_text_costs_what_the_table_says(case, counts, remat):
     """What a stage does counts in the ticks in which it does it; a send in every tick, and what of that the table does not
     ask for is told apart, in bytes."""
     is_equal = len({*counts}) == 1
-    jshard.load(configured(2, tensor=2, schedule=case, layers="equal" if is_equal else in_ranges(*counts, stages=2)))
+    placed = "equal" if is_equal else in_ranges(*counts, stages=2)
+    jshard.load(configured(2, tensor=2, schedule=case, layers=placed, remat=remat))
     model = jshard.shard(built(dropout=0.0))
     table = generate(case, 2, MICROBATCHES)
     compiled = nnx.jit(accumulated(loss)).lower(model, X, Y).compile()
@@ -330,11 +338,10 @@ def test_the_compiled_text_costs_what_the_table_says(case, counts):
         if len(each.payloads) == 1 and each.collective != "all_to_all":
             found[each.collective, each.causes[0].signal, each.causes[0].phase] += each.count
     layers = MICROBATCHES * max(counts)
-    again = 2 if case == "zero_bubble" else 1  # W computes its chunk again too
-    assert found == {
+    again = {("all_reduce", "down", "backward"): layers * 2} if remat else {}  # in B, and in W
+    assert found == again | {
         ("all_reduce", "down", "forward"): layers,
-        ("all_reduce", "up", "backward"): layers * again,
-        ("all_reduce", "down", "backward"): layers * again,
+        ("all_reduce", "up", "backward"): layers * (2 if remat else 1),
         ("permute", "blocks", "forward"): table.ticks,
         ("permute", "blocks", "backward"): table.ticks,
     }
@@ -707,8 +714,8 @@ def other(columns):
 
 
 def stale(columns):
-    """Stage 1 differentiates the second time at the first microbatch's input."""
-    second = [tick for tick in columns["B_input"] if tick[1] >= 0][1]
+    """Stage 1 differentiates the second time by what is kept of the first microbatch."""
+    second = [tick for tick in columns["B_kept"] if tick[1] >= 0][1]
     second[1] = 1 - second[1]
 
 
@@ -732,8 +739,8 @@ PLANTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_table_that_is_run_wrongly_is_told_by_stage_tick_and_microbatch(fault, monkeypatch):
-    def planted(table):
-        found = steps(table)
+    def planted(table, **how):
+        found = steps(table, **how)
         if table.stages > 1:
             fault(found.columns)
         return found
@@ -792,7 +799,7 @@ def test_who_watches_hears_each_operation_begin_and_end_and_nothing_else_changes
                 assert first[table.where(key), True] < first[table.where(other), False]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3], ids=["microbatch", "chunk", "input"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["microbatch", "chunk", "input", "kept"])
 def test_nothing_of_an_operation_begins_before_it_is_told(number, monkeypatch):
     """What it works on is what comes back from who hears of it: there another number is another result."""
     jshard.load(configured(2, schedule="interleaved"))

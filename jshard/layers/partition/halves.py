@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.core as jax_core
-from jax import lax
+import jax.numpy as jnp
+from jax import Array, lax
 from jax._src import source_info_util
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
@@ -16,6 +20,31 @@ from jshard.jaxprs import CHECKPOINTS, bare, called, scanned
 Some = tuple[bool, ...]  # of the inputs or results of a jaxpr
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One place of a buffer `[place, ...]`. A loop that goes along the axis behind reads and writes what each turn needs there:
+    to take all of it out before, or to put it in behind, would be one more copy."""
+
+    buffer: Array
+    number: Array
+
+    def read(self) -> Array:
+        return lax.dynamic_index_in_dim(self.buffer, self.number, keepdims=False)
+
+    def write(self, x: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(self.buffer, x, self.number, 0)
+
+    def read_turn(self, turn: Array) -> Array:
+        x = lax.dynamic_slice(self.buffer, self._at(turn), (1, 1, *self.buffer.shape[2:]))
+        return x.reshape(x.shape[2:])
+
+    def write_turn(self, turn: Array, x: Array) -> Array:
+        return lax.dynamic_update_slice(self.buffer, x[None, None], self._at(turn))
+
+    def _at(self, turn: Array) -> list[Any]:
+        return [self.number, turn, *[0] * (self.buffer.ndim - 2)]
+
+
 class Halves:
     """`first(xs)` gives the results that `soon` says, None for others, and what the second half needs of it; `second(xs, left)`
     gives those that `late` says.
@@ -23,11 +52,14 @@ class Halves:
     `made` says which inputs depend on the cotangent. What does is computed once, but in a branch; what does not, as what is
     computed again of the forward pass, is computed where it is needed, and not kept from one half to the other. Of the inputs
     numbered `own` only the first half is given a value. A loop is two loops: what is left by a turn goes to the same turn.
+    Inputs, and what is left, may be a Place each. With `into`, the places of what is left, and `results`, those of some
+    results, it is written there, and the buffer is returned.
     """
 
     def __init__(self, jaxpr: Any, soon: Some, late: Some, made: Some, own: Sequence[int] = ()):
         self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
         self.soon, self.late = soon, late
+        self.read = {v for eqn in self.jaxpr.eqns for v in _variables(eqn.invars)}
         dependent = _dependent(self.jaxpr, made)
         given = {v for n, v in enumerate(self.jaxpr.invars) if n not in own}
         needed = set(_chosen(self.jaxpr.outvars, soon))
@@ -49,13 +81,21 @@ class Halves:
             tuple(v in wanted and v not in here for v in self.jaxpr.invars),
         )
 
-    def first(self, xs: Sequence[Any]) -> tuple[list[Any], Any]:
-        known, inside = self._known(xs), []
-        for eqn, step in self.steps:
-            outs, left = step.first([_value(known, v) for v in eqn.invars])
+    def first(
+        self, xs: Sequence[Any], into: Any = None, results: Mapping[int, Place] = MappingProxyType({})
+    ) -> tuple[list[Any], Any]:
+        known, inside, written = self._known(xs), [], set[Any]()
+        places = {self.jaxpr.outvars[n]: place for n, place in results.items()}
+        for number, (eqn, step) in enumerate(self.steps):
+            there = {n: places[v] for n, v in enumerate(eqn.outvars) if v in places and v not in self.read}
+            there = step.writes(there)
+            outs, left = step.first([_value(known, v) for v in eqn.invars], into and into[1][number], there)
             known |= zip(eqn.outvars, outs, strict=True)
+            written |= {eqn.outvars[n] for n in there}
             inside.append(left)
-        return self._results(known, self.soon), ([known[v] for v in self.left], inside)
+        known |= {v: place.write(_read(known[v])) for v, place in places.items() if v not in written}
+        left = [_read(known[v]) for v in self.left]
+        return self._results(known, self.soon), (_written(into and into[0], left), inside)
 
     def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
         own, inside = left
@@ -69,7 +109,9 @@ class Halves:
         return dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), (*self.consts, *xs), strict=True))
 
     def _results(self, known: dict[Any, Any], some: Some) -> list[Any]:
-        return [_value(known, v) if is_some else None for v, is_some in zip(self.jaxpr.outvars, some, strict=True)]
+        return [
+            _read(_value(known, v)) if is_some else None for v, is_some in zip(self.jaxpr.outvars, some, strict=True)
+        ]
 
 
 class _Whole:
@@ -79,7 +121,10 @@ class _Whole:
         self.eqn, self.some = eqn, (soon, late)
         self.programs, self.reads = zip(*(_alone(jaxpr, eqn, some) for some in self.some), strict=True)
 
-    def first(self, xs: Sequence[Any]) -> tuple[list[Any], None]:
+    def writes(self, places: Mapping[int, Place]) -> Mapping[int, Place]:
+        return {}
+
+    def first(self, xs: Sequence[Any], into: None, results: Any) -> tuple[list[Any], None]:
         return self._run(0, xs), None
 
     def second(self, xs: Sequence[Any], left: None) -> list[Any]:
@@ -88,7 +133,8 @@ class _Whole:
     def _run(self, half: int, xs: Sequence[Any]) -> list[Any]:
         program = self.programs[half]
         given = {v: x for v, x in zip(self.eqn.invars, xs, strict=True) if not isinstance(v, Literal)}
-        outs = iter(() if program is None else jax_core.eval_jaxpr(program, [], *map(given.get, program.invars)))
+        operands = [] if program is None else [_read(given[v]) for v in program.invars]
+        outs = iter(() if program is None else jax_core.eval_jaxpr(program, [], *operands))
         return [next(outs) if is_some else None for is_some in self.some[half]]
 
 
@@ -99,9 +145,12 @@ class _Call:
         self.eqn, self.halves = eqn, Halves(called(eqn), soon, late, made)
         self.reads = self.halves.reads
 
-    def first(self, xs: Sequence[Any]) -> tuple[list[Any], Any]:
+    def writes(self, places: Mapping[int, Place]) -> Mapping[int, Place]:
+        return {}
+
+    def first(self, xs: Sequence[Any], into: Any, results: Any) -> tuple[list[Any], Any]:
         with _at(self.eqn):
-            return self.halves.first(xs)
+            return self.halves.first(xs, into)
 
     def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
         with _at(self.eqn):
@@ -124,50 +173,71 @@ class _Loop:
         late = _settled(late, slice(self.carried), lambda late: halved(late).reads[1][carry])
         self.soon, self.late, self.halves = soon, late, halved(late)
         self.reads = tuple(
-            tuple(
-                carries[n - self.count] if n in range(*carry.indices(len(reads))) else is_read
-                for n, is_read in enumerate(reads)
-            )
-            for reads, carries in zip(self.halves.reads, (soon, late), strict=True)
+            (*reads[: carry.start], *wanted[: self.carried], *reads[carry.stop :])
+            for reads, wanted in zip(self.halves.reads, (soon, late), strict=True)
         )
 
-    def first(self, xs: Sequence[Any]) -> tuple[list[Any], Any]:
-        outs, left = self._scanned(xs, self.soon, self.reads[0], None, lambda xs, _: self.halves.first(xs))
-        return outs, (left, [outs[n] for n in self.finals])
+    def writes(self, places: Mapping[int, Place]) -> Mapping[int, Place]:
+        return {n: place for n, place in places.items() if n >= self.carried}
+
+    def first(self, xs: Sequence[Any], into: Any, results: Mapping[int, Place]) -> tuple[list[Any], Any]:
+        run = lambda xs, _: self.halves.first(xs)
+        outs, left = self._scanned(xs, self.soon, self.reads[0], None, run, into and into[0], results)
+        return outs, (left, _written(into and into[1], [outs[n] for n in self.finals]))
 
     def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
         left, finals = left
-        outs, _ = self._scanned(
-            xs, self.late, self.reads[1], left, lambda xs, left: (self.halves.second(xs, left), None)
-        )
+        run = lambda xs, left: (self.halves.second(xs, left), None)
+        outs, _ = self._scanned(xs, self.late, self.reads[1], left, run)
         for n, x in zip(self.finals, finals, strict=True):
-            outs[n] = x
+            outs[n] = _read(x)
         return outs
 
-    def _scanned(self, xs: Sequence[Any], wanted: Some, reads: Some, left: Any, run: Callable[..., Any]) -> Any:
+    def _scanned(
+        self, xs: Sequence[Any], wanted: Some, reads: Some, given: Any, run: Callable[..., Any], into: Any = None,
+        results: Mapping[int, Place] = MappingProxyType({}),
+    ) -> tuple[list[Any], Any]:  # fmt: skip
         """Run one half of each turn; of operands that are not read, and results that are not wanted, there is None."""
         if not any(wanted):
             return [None] * len(wanted), None
         xs = [x if is_read else None for x, is_read in zip(xs, reads, strict=True)]
-        consts, over = xs[: self.count], xs[self.count + self.carried :]
-        how = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
+        consts, start, over = xs[: self.count], xs[self.count :][: self.carried], xs[self.count + self.carried :]
+        given, tree = jax.tree.flatten((over, given))
+        length = self.eqn.params["length"]
+        stacked = [None if isinstance(x, Place) else x for x in given]
+        places, inside = jax.tree.flatten(into)
+        places = [*results.values(), *places]
 
         def turn(carry: Any, each: Any) -> Any:
-            over, left = each
+            (carry, buffers), (number, stacked) = carry, each
+            now = [x.read_turn(number) if isinstance(x, Place) else one for x, one in zip(given, stacked, strict=True)]
+            over, left = jax.tree.unflatten(tree, now)
             outs, left = run([*consts, *carry, *over], left)
-            return outs[: self.carried], (outs[self.carried :], left)
+            made = [outs[n] for n in results] + (jax.tree.leaves(left) if into is not None else [])
+            buffers = [
+                Place(buffer, place.number).write_turn(number, x)
+                for buffer, place, x in zip(buffers, places, made, strict=True)
+            ]
+            ys = [None if n in results else y for n, y in enumerate(outs)][self.carried :]
+            return (outs[: self.carried], buffers), (ys, left if into is None else None)
 
         with _at(self.eqn):
-            carry, (ys, left) = lax.scan(turn, xs[self.count : self.count + self.carried], (over, left), **how)
-        return [*carry, *ys], left
+            how = {name: self.eqn.params[name] for name in ("reverse", "unroll")}
+            start = [_read(x) for x in start], [place.buffer for place in places]
+            consts = [_read(x) for x in consts]
+            (carry, buffers), (ys, left) = lax.scan(turn, start, (jnp.arange(length), stacked), **how)
+        outs = [*carry, *ys]
+        for n, buffer in zip(results, buffers, strict=False):
+            outs[n] = buffer
+        return outs, left if into is None else jax.tree.unflatten(inside, buffers[len(results) :])
 
 
 def _halved(jaxpr: Any, eqn: Any, soon: Some, late: Some, made: Some) -> Any:
     if any(soon) and any(late):
         if called(eqn) is not None:
             return _Call(eqn, soon, late, made)
-        if eqn.primitive.name == "scan":
-            return _Loop(eqn, soon, late, made)
+    if eqn.primitive.name == "scan":
+        return _Loop(eqn, soon, late, made)
     return _Whole(jaxpr, eqn, soon, late)
 
 
@@ -232,6 +302,14 @@ def _is_in(v: Any, some: set[Any]) -> bool:
 
 def _value(known: dict[Any, Any], v: Any) -> Any:
     return v.val if isinstance(v, Literal) else known.get(v)
+
+
+def _read(x: Any) -> Any:
+    return x.read() if isinstance(x, Place) else x
+
+
+def _written(places: Sequence[Place] | None, xs: Sequence[Any]) -> list[Any]:
+    return list(xs) if places is None else [place.write(x) for place, x in zip(places, xs, strict=True)]
 
 
 def _at(eqn: Any) -> Any:

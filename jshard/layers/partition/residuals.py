@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,12 @@ from jax import Array, lax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from jshard.layers.partition.halves import Halves
+from jshard.layers.partition.halves import Halves, Place
 from jshard.layers.partition.part import vary
 from jshard.provenance import scope
 
 Tree = Any
-Kept = Callable[[int], Array]  # one of what is kept of a microbatch
+Kept = Sequence[Any]  # of a microbatch: arrays, or the places of them
 
 
 class Chunk:
@@ -70,31 +70,46 @@ class Chunk:
         self.kept = [zeros[id(v)] for v in self.places]
         first = lambda *xs: self.halves[0].first(xs)[1]
         self.left = traced(first, *residuals, *jax.tree.leaves(self.y))[1] if splits and not recomputes else None
+        numbers = self._numbers(range(len(residuals)))
+        stored = tuple(n < self.outputs or n in numbers.values() for n in range(len(self.program.jaxpr.outvars)))
+        idle = (False,) * len(stored)
+        self.stores = Halves(self.program, stored, idle, (False,) * len(leaves)), numbers
 
-    def forward(self, *args: Tree, half: int | None = None) -> tuple[Tree, list[Any]]:
-        """The output, and what is kept: of a half of the backward what that reads, None for the rest."""
-        wanted = {n for each in (self.reads if half is None else [self.reads[half]]) for n in each}
-        numbers = {place: self.outputs + n for n in wanted if (place := self._place(n)) is not None}
-        outs = range(0 if half == 1 else self.outputs)
+    def forward(self, args: Tree, kept: Sequence[Place]) -> tuple[Tree, list[Array]]:
+        """The output, and the buffers of what is kept."""
+        halves, numbers = self.stores
+        outs, _ = halves.first(jax.tree.leaves(args), results={numbers[n]: place for n, place in enumerate(kept)})
+        return self._output(outs), [outs[numbers[n]] for n in range(len(kept))]
+
+    def again(self, half: int, args: Tree) -> tuple[Tree, Kept]:
+        """The output, and what one half of the backward reads of what is kept."""
+        numbers, outs = self._numbers(self.reads[half]), range(0 if half else self.outputs)
         made = self._made([*outs, *numbers.values()], jax.tree.leaves(args))
-        y = jax.tree.unflatten(jax.tree.structure(self.y), [made.get(n) for n in range(self.outputs)])
-        return y, [made[numbers[n]] if n in numbers else None for n in range(len(self.kept))]
+        return self._output(made) if outs else None, [made.get(numbers.get(n, -1)) for n in range(len(self.kept))]
 
     def backward(self, half: int, args: Tree, kept: Kept, by_y: Tree, left: Any = None) -> tuple[Tree, Any]:
-        """The gradients, those of the other half None, and what is left for the second half; `args` are those before x."""
+        """The gradients, those of the other half None, and what is left for the second half, in its places, or the buffers of
+        that; `args` are those before x."""
         numbers = [n for n in self.reads[half] if self._place(n) is None]
         with scope(again="remat"):
             again = self._made([self.outputs + n for n in numbers], [*jax.tree.leaves(args), *[None] * len(self.of_x)])
         residuals: list[Any] = [None] * (len(self.program.jaxpr.outvars) - self.outputs)
         for n in self.reads[half]:
             place = self._place(n)
-            residuals[n] = again[self.outputs + n] if place is None else kept(place)
+            residuals[n] = again[self.outputs + n] if place is None else kept[place]
         xs = [*residuals, *jax.tree.leaves(by_y)]
         if half and not self.recomputes:
             outs = self.halves[0].second(xs, left)
         else:
-            outs, left = self.halves[half].first(xs)
+            outs, left = self.halves[half].first(xs, left)
         return jax.tree.unflatten(self.tree, outs), None if self.left is None else left
+
+    def _output(self, outs: Any) -> Tree:
+        return jax.tree.unflatten(jax.tree.structure(self.y), [outs[n] for n in range(self.outputs)])
+
+    def _numbers(self, residuals: Iterable[int]) -> dict[int, int]:
+        """By their place, which results of the forward program some residuals are."""
+        return {place: self.outputs + n for n in residuals if (place := self._place(n)) is not None}
 
     def _residual(self, number: int) -> Any:
         return self.program.jaxpr.outvars[self.outputs + number]

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jshard.layers.partition.halves import Place
 from jshard.layers.partition.part import vary
 from jshard.layers.partition.residuals import Chunk, Kept, traced
 from jshard.layers.partition.watched import begins, ended
@@ -87,8 +88,8 @@ def run_table(
     x = _types_between(model, _at(parameters, 0), edges, _at(inputs, 0), stage)
     varying = jax.tree.map(lambda x: jax.typeof(x).mat.varying, x)
     slots = sends(table)
-    right = [(n, (n + 1) % table.stages) for n in range(table.stages - (chunks == 1))]
-    left = [(there, here) for here, there in right]
+    onwards = [(n, (n + 1) % table.stages) for n in range(table.stages - (chunks == 1))]
+    backwards = [(there, here) for here, there in onwards]
 
     def sent(x: Tree, slot: str, pairs: list[tuple[int, int]]) -> Tree:
         """Pass on to a neighbour. It stands in no branch, where XLA would wait for it before it leaves, so that ticks in which
@@ -133,18 +134,16 @@ def run_table(
         x = input_of(now, "F", args[2], held)
         if model.recomputes:
             return ended(table, "F", stage, now, run(*args, x)), held.kept, held.outputs
-        y, kept = program.forward(*args, x)
-        kept, outputs = _put(held.kept, now["F_kept"], kept), _put(held.outputs, now["F_output"], y)
-        return ended(table, "F", stage, now, y), kept, outputs
+        y, kept = program.forward((*args, x), _places(held.kept, now["F_kept"]))
+        return ended(table, "F", stage, now, y), kept, _put(held.outputs, now["F_output"], y)
 
     def kept_of(now: dict[str, Array], slot: str, args: tuple[Tree, ...], held: Buffers) -> tuple[Tree, Kept]:
         """The output of a chunk, and what is kept of it for this slot, or made again."""
         if model.recomputes:
             x = input_of(now, slot, args[2], held)
             with scope(again="remat"):
-                y, kept = program.forward(*args, x, half="BW".index(slot))
-            return y, kept.__getitem__
-        return None, lambda n: _at(held.kept[n], now[f"{slot}_kept"])
+                return program.again("BW".index(slot), (*args, x))
+        return None, _places(held.kept, now[f"{slot}_kept"])
 
     def backward(now: dict[str, Array], held: Buffers, sums: Any) -> Any:
         now, args = called(now, "B")
@@ -163,7 +162,8 @@ def run_table(
             return _at(held.gradients, now["B_gradient"]), (total, behind), of_edges
 
         by_y, total, of_edges = only(now["B_gradient"] == NONE, table.stages - 1, of_loss, of_gradient)
-        (by_x, *by_parameters), of_weights = program.backward(0, args, kept, by_y)
+        left = _places(held.left, now["B_left"])
+        (by_x, *by_parameters), left = program.backward(0, args, kept, by_y, left)
         if not separate:
             sums, of_edges = added(sums, of_edges, now["B_chunk"], *by_parameters)
 
@@ -171,14 +171,13 @@ def run_table(
             return _plus(of_edges, jax.vjp(lambda edges: first(edges, given), edges)[1](by_x)[0])
 
         of_edges = only(now["B_input"] == NONE, 0, of_first, lambda: of_edges)
-        of_weights = _put(held.left, now["B_left"], of_weights)
-        return ended(table, "B", stage, now, by_x), by_y, (total, sums, of_edges), of_weights
+        return ended(table, "B", stage, now, by_x), by_y, (total, sums, of_edges), left
 
     def weights(now: dict[str, Array], held: Buffers, sums: Any) -> Any:
         now, args = called(now, "W")
         _, kept = kept_of(now, "W", args, held)
-        by_y, of_weights = _at(held.gradients, now["W_gradient"]), _at(held.left, now["W_left"])
-        (_, *by_parameters), _ = program.backward(1, args, kept, by_y, of_weights)
+        by_y, left = _at(held.gradients, now["W_gradient"]), _places(held.left, now["W_left"])
+        (_, *by_parameters), _ = program.backward(1, args, kept, by_y, left)
         total, sums, of_edges = sums
         return total, *added(sums, of_edges, now["W_chunk"], *ended(table, "W", stage, now, by_parameters))
 
@@ -195,18 +194,18 @@ def run_table(
         held, by_x, sums = carry
         now = {name: column[stage] for name, column in columns.items()}
         with scope(phase="backward"):
-            comes_back = sent(by_x, "B", left)
+            comes_back = sent(by_x, "B", backwards)
         idle = _zeros(x), held.kept, held.outputs
         y, kept, outputs = only(now["F_microbatch"] != NONE, "F", lambda: forward(now, held), lambda: idle)
         held = held._replace(kept=kept, outputs=outputs)
-        arrives = sent(marked("F", y), "F", right)
+        arrives = sent(marked("F", y), "F", onwards)
         with scope(phase="backward"):
             held = held._replace(gradients=_put(held.gradients, now["B_arrives"], comes_back))
             idle = _zeros(x), _zeros(x), sums, held.left
-            by_x, by_y, sums, of_weights = only(
+            by_x, by_y, sums, left = only(
                 now["B_microbatch"] != NONE, "B", lambda: backward(now, held, sums), lambda: idle
             )
-            held = held._replace(left=of_weights)
+            held = held._replace(left=left)
             by_x = marked("B", by_x)
             if separate:
                 held = held._replace(gradients=_put(held.gradients, now["B_loss"], by_y))
@@ -224,8 +223,8 @@ def run_table(
     # one place more than is needed, for what comes where nothing is due
     held = Buffers(buffer(plan.inputs + 1, x), buffer(plan.gradients + 1, x))
     if not model.recomputes:
-        kept, of_weights = buffer(plan.kept, program.kept), buffer(plan.left, program.left)
-        held = held._replace(kept=kept, left=of_weights, outputs=buffer(plan.outputs + 1, x))
+        kept, left = buffer(plan.kept, program.kept), buffer(plan.left, program.left)
+        held = held._replace(kept=kept, left=left, outputs=buffer(plan.outputs + 1, x))
     (*_, ((total, behind), of_chunks, of_edges)), _ = lax.scan(tick, (held, _zeros(x), zero), columns)
     with scope(phase="backward"):
         of_edges = jax.tree.map(lambda x, equal: lax.psum(x, mesh_axis) if equal else x, of_edges, equal)
@@ -245,6 +244,10 @@ def _at(tree: Tree, number: Array | int) -> Tree:
 def _put(buffer: Tree, place: Array, x: Tree) -> Tree:
     at = lambda buffer: jnp.where(place == NONE, len(buffer) - 1, place)
     return jax.tree.map(lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, at(buffer), 0), buffer, x)
+
+
+def _places(buffers: Tree, number: Array) -> Tree:
+    return jax.tree.map(lambda buffer: Place(buffer, number), buffers)
 
 
 def _plus(sums: Tree, more: Tree) -> Tree:

@@ -15,7 +15,7 @@ from jshard import events
 from jshard.layers.partition.part import vary
 from jshard.schedules import Key, Table
 
-PASSED = ("microbatch", "chunk", "input")  # what an operation works on, none of which it has before it is told
+PASSED = ("microbatch", "chunk", "input", "kept")  # what an operation works on, none of which it has before it is told
 
 
 def begins(table: Table, slot: str, stage: Array, now: dict[str, Array]) -> dict[str, Array]:
