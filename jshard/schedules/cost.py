@@ -86,6 +86,16 @@ def gradients_kept(table: Table) -> list[list[int]]:
     return _kept(table, "B", table.virtual_stages - 1, 1)
 
 
+def left_kept(table: Table) -> list[list[int]]:
+    """Count by stage and tick the microbatches between their B and their W."""
+    left = [[0] * table.ticks for _ in range(table.stages)]
+    for key, tick in table.when.items():
+        if key.slot == "B" and table.splits_weights:
+            for each in range(tick, table.when[key._replace(slot="W")] + 1):
+                left[key.virtual % table.stages][each] += 1
+    return left
+
+
 def _kept(table: Table, slot: str, begins: int, step: int) -> list[list[int]]:
     """Count what arrives from the virtual stage `step` away, for operations `slot`, and is kept; `begins` makes its own."""
     last = "W" if table.splits_weights else "B"
@@ -156,7 +166,7 @@ class Cost:
             ("ticks", f"{self.table.ticks:,}"),
             ("idle in lock-step, as it runs", percent(self.lock_step.idle)),
             ("idle at each one's own pace, as in textbooks", percent(self.own_pace.idle)),
-            ("inputs kept, by stage", _spaced(inputs)),
+            ("microbatches kept, by stage", _spaced(inputs)),
             ("gradients kept, by stage", _spaced(gradients)),
             ("sends, by stage", _spaced(sent_by)),
             ("sends with no work beside them", percent(sends_alone(self.table))),
@@ -167,7 +177,7 @@ class Cost:
                 [self.bytes_each * n for n in counts] for counts in (sent_by, sends_in_idle_ticks(self.table))
             )
             found += [
-                ("kept, by stage", ", ".join(map(size, kept))),
+                ("kept under remat: chunk, by stage", ", ".join(map(size, kept))),
                 ("sent in a step, by stage", ", ".join(map(size, sent))),
                 ("sent besides in idle ticks", ", ".join(map(size, idle))),
             ]

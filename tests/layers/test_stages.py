@@ -290,17 +290,19 @@ def test_balance_places_layers_by_flop_and_says_why():
 def test_ledger_report_difference_and_timeline_tell_the_schedule():
     """With what each stage holds, keeps and sends; a table of one is a picture of the others too."""
     ledgers = {}
-    for schedule in ("gpipe", "1f1b"):
-        jshard.load(configured(2, tensor=2, schedule=schedule))
+    for schedule, remat in (("zero_bubble", False), ("1f1b", False), ("gpipe", "chunk"), ("1f1b", "chunk")):
+        jshard.load(configured(2, tensor=2, schedule=schedule, remat=remat))
         model = jshard.shard(built(dropout=0.0), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
-        ledgers[schedule] = jshard.explain(accumulated(loss), model, X, Y)
+        ledgers[schedule if remat else f"{schedule}, kept"] = jshard.explain(accumulated(loss), model, X, Y)
     says = "1f1b: 2 stages, 4 microbatches, 6 ticks, 20.0 % idle in lock-step"
     assert str(ledgers["1f1b"]).splitlines().count(says) == 1
     assert Ledger.from_json(ledgers["1f1b"].to_json()) == ledgers["1f1b"]
     found = compare(ledgers["gpipe"], Ledger.from_json(ledgers["1f1b"].to_json()))
     assert not found.same and found.summary() == "differs: another schedule"
     cells = [line.split() for line in found.text().splitlines()]
-    assert ["ticks", "10", "6"] in cells and ["inputs", "kept,", "by", "stage", "4", "4", "3", "1"] in cells
+    assert ["ticks", "10", "6"] in cells and ["microbatches", "kept,", "by", "stage", "4", "4", "3", "1"] in cells
+    found = compare(ledgers["1f1b, kept"], ledgers["1f1b"])
+    assert found.summary().startswith("differs: ") and "other activations kept" in found.summary()
     html = jshard.report(accumulated(loss), model, X, Y).html
     rows = re.findall(r"<tr>(.*?)</tr>", html[html.index('id="stages"') :], re.DOTALL)[1:3]
     numbers = [re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", row)).split() for row in rows]

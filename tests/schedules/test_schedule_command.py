@@ -48,11 +48,11 @@ stage 1  .   F0B0  F1B1  F2B2  .
 ticks                                         8                   5
 idle in lock-step, as it runs                 25.0 %              25.0 %
 idle at each one's own pace, as in textbooks  25.0 %              25.0 %
-inputs kept, by stage                         3 3                 3 1
+microbatches kept, by stage                   3 3                 3 1
 gradients kept, by stage                      1 1                 1 1
 sends, by stage                               3 3                 3 3
 sends with no work beside them                100.0 %             33.3 %
-kept, by stage                                16.0 MiB, 16.0 MiB  16.0 MiB, 8.00 MiB
+kept under remat: chunk, by stage             16.0 MiB, 16.0 MiB  16.0 MiB, 8.00 MiB
 sent in a step, by stage                      12.0 MiB, 12.0 MiB  12.0 MiB, 12.0 MiB
 sent besides in idle ticks                    20.0 MiB, 20.0 MiB  8.00 MiB, 8.00 MiB
 """

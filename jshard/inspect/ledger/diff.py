@@ -12,10 +12,10 @@ from jshard.inspect.ledger.entries import Left, Line, joined
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.ledger.serialize import caused_document, line_document
-from jshard.schedules import Cost
+from jshard.schedules import Cost, Table
 from jshard.schedules.cost import compared
 from jshard.table import Block, Rows, Shown
-from jshard.units import exact_size, in_large_units
+from jshard.units import exact_size, in_large_units, size
 
 SCHEMA = "jshard.diff/1"
 Kind = Literal["added", "gone", "moved", "grown", "shrunk"]
@@ -108,7 +108,8 @@ class Difference(Shown):
         left = collections.Counter((left.primitive, kind) for kind, left in self.left)
         parts += [f"{times} {primitive} {kind} that the compiler decides" for (primitive, kind), times in left.items()]
         parts += ["memory changed"] if self.memory else []
-        parts += ["another schedule"] if self.before.stages != self.after.stages else []
+        if self.before.stages != self.after.stages:
+            parts += ["another schedule" if _tables(self.before) != _tables(self.after) else "other activations kept"]
         return "the same collectives and memory" if self.same else f"differs: {', '.join(parts) or self.program}"
 
     def to_json(self) -> str:
@@ -207,13 +208,18 @@ def _in_sum(lines: Sequence[Line]) -> tuple[str, str]:
     return (f"{sum(line.count for line in lines):,} {' and '.join(by)}", total) if lines else ("none", "")
 
 
+def _tables(ledger: Ledger) -> list[Table]:
+    return [each.table for each in ledger.stages]
+
+
 def _schedules(before: Ledger, after: Ledger) -> list[tuple[str, ...]]:
     """The figures in which two schedules differ, side by side; a schedule that one side alone has, in a line."""
-    old, new = ([Cost(each.table) for each in ledger.stages] for ledger in (before, after))
+    old, new = ([Cost(table) for table in _tables(ledger)] for ledger in (before, after))
     if before.stages == after.stages:
         return []
     if len(old) == len(new) == 1:
         head, *figures = compared((*old, *new))
+        figures.append(["kept of a microbatch", *(size(ledger.stages[0].kept) for ledger in (before, after))])
         return [("schedule", *head[1:]), *(tuple(row) for row in figures if row[1] != row[2])]
     return [*((f"- {cost}",) for cost in old), *((f"+ {cost}",) for cost in new)]
 

@@ -11,6 +11,8 @@ from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule
 from jshard.provenance import Cause
 from jshard.schedules import Table, read
+from jshard.schedules.steps import steps
+from jshard.units import size
 
 
 class Caused:
@@ -143,19 +145,33 @@ class Line(Caused):
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A table of stages that the program runs by, and how many layers each has, in words, where they are not equal."""
+    """A table of stages that the program runs by, and how many layers each has, in words, where they are not equal. `kept` is
+    in bytes what a device keeps of a microbatch for the backward of a chunk, 0 where of that only the input; `left` what B
+    leaves W."""
 
     mesh_axis: str
     table: Table
     layers: str = ""
+    kept: int = 0
+    left: int = 0
 
-    def document(self) -> dict[str, str]:
+    @property
+    def keeps(self) -> str:
+        """What of microbatches a device has room for, in words; "" where each chunk is computed again."""
+        plan = steps(self.table)
+        room = [(plan.kept, self.kept, "that F made"), (plan.left, self.left, "that B leaves W")]
+        parts = [f"{count} x {size(each)} {what}" for count, each, what in room if each]
+        total = size(sum(count * each for count, each, _ in room))
+        return f"kept for backwards on each device: {', '.join(parts)}: {total}" if parts else ""
+
+    def document(self) -> dict[str, Any]:
         found = {"mesh_axis": self.mesh_axis, "name": self.table.name, "table": self.table.text()}
-        return {**found, "layers": self.layers} if self.layers else found
+        return found | {name: value for name in ("layers", "kept", "left") if (value := getattr(self, name))}
 
     @classmethod
-    def of(cls, document: Mapping[str, str]) -> Staged:
-        return cls(document["mesh_axis"], read(document["table"], document["name"]), document.get("layers", ""))
+    def of(cls, document: Mapping[str, Any]) -> Staged:
+        more = {name: document[name] for name in ("layers", "kept", "left") if name in document}
+        return cls(document["mesh_axis"], read(document["table"], document["name"]), **more)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice | Staged
             yield Left(cause, name, mesh_axes, around.count, around.count_known, around.branches)
         if name == slot_p.name:
             slot = eqn.params["slot"]
-            yield Staged(slot.mesh_axis, slot.table, slot.layers)
+            yield Staged(slot.mesh_axis, slot.table, slot.layers, slot.kept, slot.left)
         elif name in KIND_OF:
             yield from _collective(eqn, _by_a_table(eqn, around) or around)
         elif name == "shard_map":

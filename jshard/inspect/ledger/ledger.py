@@ -97,7 +97,7 @@ class Ledger(Shown):
             yield f"{_counted(sum(line.count for line in idle))} over {names}, of one device: nothing on the wire"
         for each in self.stages:
             yield f"{Cost(each.table)}"
-            yield from [each.layers] * bool(each.layers)
+            yield from filter(None, (each.layers, each.keeps))
         yield from map(str, (*self.left, *self.choices, *self.unused, *self.unsplit))
         if self.claims:
             yield Rows([claim.cells() for claim in self.claims])

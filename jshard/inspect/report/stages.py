@@ -13,11 +13,11 @@ from jshard.markup import Child, Markup, element
 from jshard.pages.shell import table
 from jshard.pages.words import measured
 from jshard.schedules import Cost, sends
-from jshard.schedules.cost import gradients_kept, inputs_kept
+from jshard.schedules.cost import gradients_kept, inputs_kept, left_kept
 from jshard.schedules.drawing import drawn
 
 HEAD = (
-    "Stage", "Parameters", "At rest", "Inputs kept", "Gradients kept", "Kept", "Sends forward", "Sends backward", "Sent",
+    "Stage", "Parameters", "At rest", "Microbatches kept", "Gradients kept", "Kept", "Sends forward", "Sends backward", "Sent",
 )  # fmt: skip
 
 
@@ -40,8 +40,11 @@ def _rows(facts: Facts, staged: Staged) -> Iterator[list[Child]]:
     axis, table = facts.mesh_axes.index(staged.mesh_axis), staged.table
     sent = [line for line in facts.ledger if line.each is not None and line.mesh_axes == (staged.mesh_axis,)]
     bytes_of = {phase: sum(line.payload for line in sent if line.phase == phase) for phase in ("forward", "backward")}
-    kept = [[max(ticks) for ticks in each(table)] for each in (inputs_kept, gradients_kept)]
-    for stage, (inputs, gradients, forward, backward) in enumerate(zip(*kept, *sends(table).values(), strict=True)):
+    kept = [[max(ticks) for ticks in each(table)] for each in (inputs_kept, gradients_kept, left_kept)]
+    each = staged.kept or bytes_of["forward"]
+    for stage, (inputs, gradients, left, forward, backward) in enumerate(
+        zip(*kept, *sends(table).values(), strict=True)
+    ):
         devices = [facts.memory[n] for n in np.take(grid, stage, axis).flat]
         yield [
             f"{stage}",
@@ -49,7 +52,7 @@ def _rows(facts: Facts, staged: Staged) -> Iterator[list[Child]]:
             measured(max(sum(device.values()) for device in devices)),
             f"{inputs:,}",
             f"{gradients:,}",
-            measured(inputs * bytes_of["forward"] + gradients * bytes_of["backward"]),
+            measured(inputs * each + gradients * bytes_of["backward"] + left * staged.left),
             f"{forward:,}",
             f"{backward:,}",
             measured(forward * bytes_of["forward"] + backward * bytes_of["backward"]),

@@ -24,12 +24,15 @@ Tree = Any
 
 class Slot(NamedTuple):
     """What is made in each tick of a table: the output of slot F or B, or the sums of weight gradients behind it ("sums").
-    `layers` says how many layers each stage has, where that was asked for."""
+    `layers` says how many layers each stage has, where that was asked for; `kept` how many bytes of a microbatch a device keeps
+    for the backward of a chunk beside its input, `left` how many B leaves for W."""
 
     made: str
     table: Table
     mesh_axis: str
     layers: str = ""
+    kept: int = 0
+    left: int = 0
 
 
 # Marks that, so that verify can tell which operation of a table is wrong. It compiles to nothing.
@@ -118,7 +121,7 @@ def run_table(
     of_chunk = _at(parameters, 0), edges, _at(inputs, 0), stage, x
     program = Chunk(run, of_chunk, shares=model.shares, splits=separate, recomputes=model.recomputes)
 
-    def called(now: dict[str, Array], slot: str) -> tuple[dict[str, Array], tuple[Tree, ...]]:
+    def called(now: dict[str, Array], slot: str) -> tuple[dict[str, Array], tuple[Tree, Tree, Tree, Array]]:
         """The numbers of what a slot works on, and that, but for the input: parameters, microbatch, number of the chunk."""
         now = begins(table, slot, stage, now)
         number = now[f"{slot}_chunk"] * table.stages + stage
@@ -185,10 +188,14 @@ def run_table(
         sums = jax.tree.map(lambda all_chunks, own: all_chunks.at[chunk].add(own), sums, by_own)
         return sums, of_edges if by_edges is None else _plus(of_edges, by_edges)
 
+    stored = () if model.recomputes else (program.kept, program.left)
+    each = [sum(x.nbytes for x in jax.tree.leaves(zeros)) for zeros in stored]
+
     def marked(made: str, x: Tree) -> Tree:
         leaves, tree = jax.tree.flatten(x)
         with scope(**by):
-            return jax.tree.unflatten(tree, slot_p.bind(*leaves, slot=Slot(made, table, mesh_axis, model.layers)))
+            slot = Slot(made, table, mesh_axis, model.layers, *each)
+            return jax.tree.unflatten(tree, slot_p.bind(*leaves, slot=slot))
 
     def tick(carry: Any, columns: dict[str, Array]) -> tuple[Any, None]:
         held, by_x, sums = carry
