@@ -3,7 +3,7 @@ how much of what stages send each other no work hides, by a walk through the com
 their mean; beside it the share that the table has nothing to run beside.
 
     python -m benchmarks.pipeline [--topology v5e:2x2] [--schedules gpipe,1f1b] [--microbatches 8,16,32] [--layers 8]
-        [--counts 3,2,2,1] [--rows 1024] [--width 1024] [--quick]
+        [--counts 3,2,2,1] [--rows 1024] [--width 1024] [--remat chunk] [--quick]
 
 Layers x + gelu(x up) down in float32, `rows` of x a microbatch, a stage for each chip. It asks for `pip install "jshard[tpu]"`.
 """
@@ -49,8 +49,9 @@ def loss(model: Model, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def planned(
-    schedule: str, microbatches: int, topology: Topology, counts: list[int] | None, layers: int, rows: int, width: int
-) -> Any:
+    schedule: str, microbatches: int, topology: Topology, counts: list[int] | None, layers: int, rows: int, width: int,
+    remat: str | bool,
+) -> Any:  # fmt: skip
     each = counts or []
     firsts = [sum(each[:stage]) for stage in range(len(each))]
     ranges = {f"{first}..{first + count - 1}": n for n, (first, count) in enumerate(zip(firsts, each, strict=True))}
@@ -59,7 +60,7 @@ def planned(
             "mesh": {"stage": topology.devices},
             "pipeline": {"axis": "stage", "microbatches": microbatches, "schedule": schedule},
         },
-        "blocks": {"stage": ranges or "equal", "match": ["**"]},
+        "blocks": {"stage": ranges or "equal", "match": ["**"], "remat": remat},
     })  # fmt: skip
     present = configuration()
     assert present is not None
@@ -87,6 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--counts", help="of layers, by stage, as 3,2,2,1; as many on each unless said")
     parser.add_argument("--rows", type=int, default=1024, help="of x in a microbatch")
     parser.add_argument("--width", type=int, default=1024)
+    words = "what backwards compute again: chunk, full or products; nothing unless said"
+    parser.add_argument("--remat", default=False, help=words)
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     asked = parser.parse_args(arguments)
     rows, width = (64, 64) if asked.quick else (asked.rows, asked.width)
@@ -97,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     counts = [int(word) for word in asked.microbatches.split(",")]
     print("".join(f"{count:>14,}" for count in counts) + "  microbatches")
     for schedule in asked.schedules.split(","):
-        made = [planned(schedule, count, topology, by_stage, layers, rows, width) for count in counts]
+        made = [planned(schedule, count, topology, by_stage, layers, rows, width, asked.remat) for count in counts]
         held = (each.memory.parts["temporaries"] / 2**20 for each in made)
         print(f"{schedule}\n" + "".join(f"{each:10,.1f} MiB" for each in held) + "  temporaries", flush=True)
         alone = [sends_alone(generate(schedule, topology.devices, count)) for count in counts]
