@@ -144,6 +144,8 @@ def test_pipeline_asks_for_a_permute_a_direction_and_keeps_what_the_table_says(k
     buffers = [v.aval.shape[0] for v in loop.outvars if v.aval.shape[1:2] == (ROWS,)]
     # the first chunk of the first stage reads the batch; gradients wait for the next tick at least
     assert buffers == PLACES[kind, recomputes]
+    # beside them what B sends, the loss, and the sums of four gradients: no parameter lies there
+    assert len(loop.outvars) == len(buffers) + 1 + 1 + 4
     head, of_chunk = 3, 3 * 2
     again = (
         {"zero_bubble": 2 + 2 + 1}.get(kind, 2) if recomputes else 0

@@ -172,6 +172,8 @@ class _Loop:
         halved = lambda late: Halves(body, soon, late, made, [self.count + n for n in own])
         late = _settled(late, slice(self.carried), lambda late: halved(late).reads[1][carry])
         self.soon, self.late, self.halves = soon, late, halved(late)
+        reads_carry, has_more = any(_used(body, soon)[carry]), any((*soon[self.carried :], *late))
+        self.is_last_turn = any(soon) and not reads_carry and not has_more  # that makes what is handed on
         self.reads = tuple(
             (*reads[: carry.start], *wanted[: self.carried], *reads[carry.stop :])
             for reads, wanted in zip(self.halves.reads, (soon, late), strict=True)
@@ -181,6 +183,13 @@ class _Loop:
         return {n: place for n, place in places.items() if n >= self.carried}
 
     def first(self, xs: Sequence[Any], into: Any, results: Mapping[int, Place]) -> tuple[list[Any], Any]:
+        if self.is_last_turn:
+            turn = 0 if self.eqn.params["reverse"] else self.eqn.params["length"] - 1
+            one = lambda x: x.read_turn(jnp.int32(turn)) if isinstance(x, Place) else x[turn]
+            now = [x if n < self.count or not self.reads[0][n] else one(x) for n, x in enumerate(xs)]
+            with _at(self.eqn):
+                outs, left = self.halves.first(now)
+            return outs, (left, [])
         run = lambda xs, _: self.halves.first(xs)
         outs, left = self._scanned(xs, self.soon, self.reads[0], None, run, into and into[0], results)
         return outs, (left, _written(into and into[1], [outs[n] for n in self.finals]))

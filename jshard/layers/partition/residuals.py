@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.core as jax_core
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
@@ -64,16 +63,14 @@ class Chunk:
         self.reads = [[n for n in range(len(residuals)) if each[n]] for each in reads]  # by slot B, and by W
         self.places: dict[Any, int] = {}
         for n in sorted({*self.reads[0], *self.reads[1]}):
-            if self._is_of_microbatch(n):
+            if self._is_kept(n):
                 self.places.setdefault(self._residual(n), len(self.places))
         zeros = {id(self._residual(n)): x for n, x in enumerate(residuals)}
         self.kept = [zeros[id(v)] for v in self.places]
         first = lambda *xs: self.halves[0].first(xs)[1]
         self.left = traced(first, *residuals, *jax.tree.leaves(self.y))[1] if splits and not recomputes else None
         numbers = self._numbers(range(len(residuals)))
-        stored = tuple(n < self.outputs or n in numbers.values() for n in range(len(self.program.jaxpr.outvars)))
-        idle = (False,) * len(stored)
-        self.stores = Halves(self.program, stored, idle, (False,) * len(leaves)), numbers
+        self.stores = self._halves({*range(self.outputs), *numbers.values()}), numbers
 
     def forward(self, args: Tree, kept: Sequence[Place]) -> tuple[Tree, list[Array]]:
         """The output, and the buffers of what is kept."""
@@ -118,24 +115,27 @@ class Chunk:
         v = self._residual(number)
         return None if isinstance(v, Literal) else self.places.get(v)
 
-    def _is_of_microbatch(self, number: int) -> bool:
+    def _is_kept(self, number: int) -> bool:
         v, invars = self._residual(number), self.program.jaxpr.invars
         if isinstance(v, Literal) or v in self.program.jaxpr.constvars:
             return False
         if v in invars:
             return invars.index(v) in self.of_x
-        _, used = self._live([self.outputs + number])
+        if self.recomputes:  # all of it, by the same program
+            return True
+        wanted = [n == self.outputs + number for n in range(len(self.program.jaxpr.outvars))]
+        _, used = partial_eval.dce_jaxpr(self.program.jaxpr, wanted)
         return any(is_used and n in self.microbatch for n, is_used in enumerate(used))
 
-    def _live(self, outs: Sequence[int]) -> tuple[Any, list[bool]]:
-        wanted = [n in outs for n in range(len(self.program.jaxpr.outvars))]
-        return partial_eval.dce_jaxpr(self.program.jaxpr, wanted)
+    def _halves(self, outs: Collection[int]) -> Halves:
+        """Some results of the forward program, with nothing left for later."""
+        every, leaves = range(len(self.program.jaxpr.outvars)), len(self.program.jaxpr.invars)
+        return Halves(self.program, tuple(n in outs for n in every), (False,) * len(every), (False,) * leaves)
 
     def _made(self, outs: Sequence[int], leaves: Sequence[Any]) -> dict[int, Array]:
         """Some results of the forward program."""
-        live, used = self._live(outs)
-        given = [x for x, is_used in zip(leaves, used, strict=True) if is_used]
-        return dict(zip(sorted(outs), jax_core.eval_jaxpr(live, self.program.consts, *given), strict=True))
+        made, _ = self._halves(outs).first(leaves)
+        return {n: made[n] for n in outs}
 
 
 def traced(f: Callable[..., Tree], *args: Any) -> tuple[Any, Tree]:
