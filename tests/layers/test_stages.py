@@ -237,7 +237,9 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
     again = [line.count for line in lines if line.axis == "tensor" and "remat" in line.via]
     twice = remat and case == "zero_bubble"  # W computes its chunk again too, and the gradients between its layers
     assert again == ([times] * (1 + twice) if remat else [])
-    by_inputs = [line for line in lines if line.axis == "tensor" and line.phase == "backward" and "remat" not in line.via]
+    by_inputs = [
+        line for line in lines if line.axis == "tensor" and line.phase == "backward" and "remat" not in line.via
+    ]
     assert [line.count for line in by_inputs] == [times] * (1 + twice)
     of_layers, of_head = 2 * LAYERS // 4 * WIDTH * HIDDEN // 2, WIDTH * WORDS  # numbers that a row meets on a device
     flops = arithmetic_of(traced.forward(), remat=False).total
@@ -266,7 +268,10 @@ def test_the_ledger_counts_the_layers_of_the_stage_that_has_most(schedule, count
     assert not any(line.branches for line in lines)
     found = [line for line in lines if line.axis == "tensor" and line.collective == "all_reduce"]
     found = [line for line in found if line.payload == 4 * 6 * WIDTH * 4]
-    assert {line.count for line in found} == {MICROBATCHES * most} and [line.phase for line in found] == ["forward", "backward"]
+    assert {line.count for line in found} == {MICROBATCHES * most} and [line.phase for line in found] == [
+        "forward",
+        "backward",
+    ]
     a_layer, head = 2 * WIDTH * HIDDEN // 2, WIDTH * WORDS
     assert arithmetic_of(traced.forward(), remat=False).total == 3 * 2 * MICROBATCHES * 4 * 6 * (
         3 * a_layer + head * (flops_of == "head")
@@ -335,7 +340,12 @@ def test_ledger_report_difference_and_timeline_tell_the_schedule():
 
 @pytest.mark.parametrize(
     ("case", "counts", "remat"),
-    [("1f1b", (4, 4), False), ("zero_bubble", (4, 4), False), ("1f1b", (3, 5), False), ("zero_bubble", (4, 4), "chunk")],
+    [
+        ("1f1b", (4, 4), False),
+        ("zero_bubble", (4, 4), False),
+        ("1f1b", (3, 5), False),
+        ("zero_bubble", (4, 4), "chunk"),
+    ],
     ids=str,
 )
 def test_the_compiled_text_costs_what_the_table_says(case, counts, remat):
