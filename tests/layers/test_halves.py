@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import jax
@@ -14,6 +15,8 @@ from jshard.jaxprs import equations
 from jshard.layers.partition.halves import Halves, Place
 
 LAYERS, WIDTH = 3, 4
+
+near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)  # fused otherwise, sums round otherwise
 
 
 def layer(x, weights):
@@ -65,21 +68,21 @@ def test_halves_are_the_whole_and_multiply_no_more_than_it(name):
     halves = Halves(program, (True, False, False), (False, True, True), (*(False for _ in residuals), True))
     (by_x, *nothing), left = halves.first([*residuals, ct])
     assert nothing == [None, None]
-    np.testing.assert_array_equal(by_x, expected[0])
+    near(by_x, expected[0])
     # the same, of inputs that lie in the second of three places, and with what is left written there
     there = lambda x: Place(jnp.zeros((3, *np.shape(x)), jnp.asarray(x).dtype).at[1].set(x), jnp.int32(1))
     empty = jax.tree.map(lambda x: Place(jnp.zeros((3, *x.shape), x.dtype), jnp.int32(1)), left)
     placed = [there(each) for each in residuals]
     (again, *_), buffers = halves.first([*placed, ct], empty)
-    np.testing.assert_array_equal(again, by_x)
-    jax.tree.map(lambda buffer, x: np.testing.assert_array_equal(buffer[1], x), buffers, left)
+    near(again, by_x)
+    jax.tree.map(lambda buffer, x: near(buffer[1], x), buffers, left)
     for xs, given in (
         ([*residuals, ct], left),
         ([*placed, ct], jax.tree.map(lambda b: Place(b, jnp.int32(1)), buffers)),
     ):
         nothing, *by_weights = halves.second(xs, given)
         assert nothing is None
-        jax.tree.map(np.testing.assert_array_equal, by_weights, expected[1:])
+        jax.tree.map(near, by_weights, expected[1:])
     both = jax.make_jaxpr(lambda xs: halves.second(xs, halves.first(xs)[1]))([*residuals, ct])
     assert Counter(eqn.primitive.name for eqn in equations(both))["dot_general"] == products
 
