@@ -703,6 +703,18 @@ def test_what_unequal_stages_do_not_run_is_one_sentence(words, sentence):
     assert str(error.value) == sentence
 
 
+def test_remat_of_chunks_of_what_is_no_layer_of_a_stage_is_one_sentence():
+    said = configured(2)
+    said["edges"] = {"remat": "chunk", "match": ["embed/**", "norm/**"]}
+    jshard.load(said)
+    with pytest.raises(JShardError) as error:
+        accumulated(loss)(jshard.shard(built()), X, Y)
+    assert str(error.value) == (
+        'signal "edges" (<dict>) says remat: chunk, of layers of a jshard.stack on the stages of a pipeline, and claims none of '
+        "them; write remat: full"
+    )
+
+
 def test_a_stage_that_no_parameter_is_on_is_one_sentence():
     said = configured(2)
     said["layers"] = said.pop("blocks")
