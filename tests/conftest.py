@@ -113,6 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled_before.write_in_one_move()
     compiled_before.reuse_contexts()
     compiled_before.remember_what_is_never_written()
+    compiled_before.share_what_asks_for_no_configuration()
     if sys.platform == "linux":
         subprocess.Popen = forked.Popen
     if not hasattr(config, "workerinput"):  # once, not in each worker
