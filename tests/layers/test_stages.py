@@ -253,6 +253,7 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
 
 
 @pytest.mark.parametrize(("schedule", "counts", "most", "flops_of"), [
+    ("zero_bubble", (3, 2, 2, 1), 3, 3),
     ("1f1b", (3, 2, 2, 1), 3, 3),  # the first stage has most layers, and no head
     ("1f1b", (2, 2, 1, 3), 3, "head"),
     ("interleaved", (2, 1, 1, 1, 1, 1), 3, 3),  # of 3 stages: layers 0, 1 and 5, 2 and 6, 3 and 7, 4

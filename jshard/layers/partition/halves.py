@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,9 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from jshard.jaxprs import CHECKPOINTS, bare, called, scanned
+from jshard.layers.partition.part import vary
 
+Tree = Any
 Some = tuple[bool, ...]  # of the inputs or results of a jaxpr
 
 
@@ -49,8 +52,8 @@ class Halves:
     """`first(xs)` gives the results that `soon` says, None for others, and what the second half needs of it; `second(xs, left)`
     gives those that `late` says.
 
-    `made` says which inputs depend on the cotangent. What does is computed once, but in a branch; what does not, as what is
-    computed again of the forward pass, is computed where it is needed, and not kept from one half to the other. Of the inputs
+    `made` says which inputs depend on the cotangent. What does is computed once; what does not, as what is computed again
+    of the forward pass, is computed where it is needed, and not kept from one half to the other. Of the inputs
     numbered `own` only the first half is given a value. A loop is two loops: what is left by a turn goes to the same turn.
     Inputs, and what is left, may be a Place each. With `into`, the places of what is left, and `results`, those of some
     results, it is written there, and the buffer is returned.
@@ -115,7 +118,7 @@ class Halves:
 
 
 class _Whole:
-    """An equation that runs in one half, or in both where it holds branches."""
+    """An equation that runs in one half, or in both where it makes something for each."""
 
     def __init__(self, jaxpr: Any, eqn: Any, soon: Some, late: Some):
         self.eqn, self.some = eqn, (soon, late)
@@ -155,6 +158,38 @@ class _Call:
     def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
         with _at(self.eqn):
             return self.halves.second(xs, left)
+
+
+class _Branches:
+    """A choice, each branch of which is two halves: what it leaves, and zeros for what the others would."""
+
+    def __init__(self, eqn: Any, soon: Some, late: Some, made: Some):
+        self.eqn = eqn
+        self.branches = [Halves(each, soon, late, made) for each in eqn.params["branches"]]
+        reads = ([each.reads[half] for each in self.branches] for half in range(2))
+        self.reads = tuple((True, *map(any, zip(*each, strict=True))) for each in reads)
+
+    def writes(self, places: Mapping[int, Place]) -> Mapping[int, Place]:
+        return {}
+
+    def first(self, xs: Sequence[Any], into: Any, results: Any) -> tuple[list[Any], Any]:
+        index, *operands = (_read(x) if is_read else None for x, is_read in zip(xs, self.reads[0], strict=True))
+        none = [traced(lambda *xs, each=each: each.first(xs)[1], *operands)[1] for each in self.branches]
+
+        def branch(number: int, *xs: Any) -> tuple[list[Any], list[Any]]:
+            outs, left = self.branches[number].first(xs)
+            return outs, [*none[:number], left, *none[number + 1 :]]
+
+        with _at(self.eqn):
+            outs, left = lax.switch(index, [functools.partial(branch, n) for n in range(len(self.branches))], *operands)
+        return outs, left if into is None else jax.tree.map(Place.write, into, left)
+
+    def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
+        index, *operands = (_read(x) if is_read else None for x, is_read in zip(xs, self.reads[1], strict=True))
+        branch = lambda number, left, *xs: self.branches[number].second(xs, left[number])
+        branches = [functools.partial(branch, n) for n in range(len(self.branches))]
+        with _at(self.eqn):
+            return lax.switch(index, branches, jax.tree.map(_read, left), *operands)
 
 
 class _Loop:
@@ -245,6 +280,8 @@ def _halved(jaxpr: Any, eqn: Any, soon: Some, late: Some, made: Some) -> Any:
     if any(soon) and any(late):
         if called(eqn) is not None:
             return _Call(eqn, soon, late, made)
+        if eqn.primitive.name == "cond" and not made[0]:
+            return _Branches(eqn, soon, late, made[1:])
     if eqn.primitive.name == "scan":
         return _Loop(eqn, soon, late, made)
     return _Whole(jaxpr, eqn, soon, late)
@@ -311,6 +348,13 @@ def _is_in(v: Any, some: set[Any]) -> bool:
 
 def _value(known: dict[Any, Any], v: Any) -> Any:
     return v.val if isinstance(v, Literal) else known.get(v)
+
+
+def traced(f: Callable[..., Tree], *args: Any) -> tuple[Any, Tree]:
+    """The program of `f(*args)`, inside a shard_map, and zeros of the types that it returns."""
+    made, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    zeros = [vary(lax.full(a.shape, 0, a.dtype), a.mat.varying) for a in (v.aval for v in made.jaxpr.outvars)]
+    return made, jax.tree.unflatten(jax.tree.structure(shapes), zeros)
 
 
 def _read(x: Any) -> Any:

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from jshard.layers.partition.halves import Halves, Place
-from jshard.layers.partition.part import vary
+from jshard.layers.partition.halves import Halves, Place, traced
 from jshard.provenance import scope
 
 Tree = Any
@@ -136,13 +135,6 @@ class Chunk:
         """Some results of the forward program."""
         made, _ = self._halves(outs).first(leaves)
         return {n: made[n] for n in outs}
-
-
-def traced(f: Callable[..., Tree], *args: Any) -> tuple[Any, Tree]:
-    """The program of `f(*args)`, inside a shard_map, and zeros of the types that it returns."""
-    made, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-    zeros = [vary(lax.full(a.shape, 0, a.dtype), a.mat.varying) for a in (v.aval for v in made.jaxpr.outvars)]
-    return made, jax.tree.unflatten(jax.tree.structure(shapes), zeros)
 
 
 def _is_key(x: Array) -> bool:

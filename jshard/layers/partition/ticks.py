@@ -11,9 +11,9 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jshard.layers.partition.halves import Place
+from jshard.layers.partition.halves import Place, traced
 from jshard.layers.partition.part import vary
-from jshard.layers.partition.residuals import Chunk, Kept, traced
+from jshard.layers.partition.residuals import Chunk, Kept
 from jshard.layers.partition.watched import begins, ended
 from jshard.provenance import scope
 from jshard.schedules import Table, sends
