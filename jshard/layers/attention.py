@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jshard.errors import JShardError
 from jshard.layers.attending import attend
@@ -55,7 +56,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
     ) -> jax.Array:
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (checkpoint_name(project(x), name) for name, project in (("q", self.q), ("k", self.k), ("v", self.v)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
@@ -72,7 +73,7 @@ class Attention(nnx.Module):
             if positions is not None:
                 return self.o(self._from_cache(q, self.cached_key.read(), self.cached_value.read(), positions))
         how = {"causal": self.causal, "window": self.window, "implementation": self.implementation}
-        return self.o(attend(q, k, v, segments=segments, **how))
+        return self.o(checkpoint_name(attend(q, k, v, segments=segments, **how), "attention"))
 
     def _from_cache(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
         slots, at = jnp.arange(k.shape[1]), positions[:, None, :, None]

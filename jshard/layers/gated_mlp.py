@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 
 class GatedMLP(nnx.Module):
@@ -24,4 +25,5 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        gate = self.activation(checkpoint_name(self.gate(x), "gate"))
+        return self.down(gate * checkpoint_name(self.up(x), "up"))

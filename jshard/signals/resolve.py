@@ -244,9 +244,6 @@ def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str
             "has store.keep beside store.prefetch, which keeps nothing",
             "remove one",
         )
-    elif values.get("prefetch") and written.values.get("remat", "full") not in ("full", "chunk", ""):
-        place = written.at("store.prefetch")
-        fault, hint = f"has store.prefetch beside remat ({written.at('remat')}), which keeps more", "write remat: full"
     elif not (values.keys() & {"parameters", "optimizer"} or values.get("prefetch")) and "store" not in written.broken:
         fault = "has store without parameters"
     if fault:

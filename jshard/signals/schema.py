@@ -230,7 +230,7 @@ SIGNAL: dict[str, Key] = {
                 "prefetch": Key(
                     flag(),
                     "A layer of a loop is gathered while the one before it computes, and its gradients sent while the next one "
-                    "does; of each only its input is kept. Without parameters: gradient sums alone.",
+                    "does; of each its input is kept, and what remat says. Without parameters: gradient sums alone.",
                 ),
                 "optimizer": Key(_AXES, "The optimizer's state alone (ZeRO-1)."),
             },

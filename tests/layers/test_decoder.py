@@ -18,6 +18,7 @@ from jshard.cli import main
 from jshard.cli.experiment import sketched
 from jshard.cli.target import Target
 from jshard.errors import JShardError
+from jshard.jaxprs import equations
 from jshard.layers.abstract import abstract
 from jshard.signals.config import load_configuration
 
@@ -106,6 +107,24 @@ def test_a_decoder_asks_for_what_the_formula_says(alone, plan):
         if line.mesh_axes == ("tensor",) and line.payload == ACTIVATIONS // 2:  # rows are over two
             counts[line.collective, line.phase] += line.count
     assert counts == FORMULA[plan]
+
+
+def products(store, remat, batch):
+    """How many products the program of a decoder's gradients has."""
+    layers = {"row": "data", "store": store, "remat": remat, "match": ["blocks/**"]}
+    jshard.load({"jshard": {"mesh": {"data": 4}}, "layers": layers, "rest": {"row": "data", "match": ["**"]}})
+    graph, parameters = nnx.split(jshard.shard(decoder()))
+    loss = jshard.shard(lambda state, *batch: cross_entropy(nnx.merge(graph, state), *batch))
+    program = jax.make_jaxpr(jax.grad(loss))(parameters, *batch)
+    return [eqn.primitive.name for eqn in equations(program)].count("dot_general")
+
+
+@pytest.mark.parametrize("store, less", [("data", 6), ({"parameters": "data", "prefetch": True}, 3 * (6 + 9))])
+def test_what_a_decoder_names_is_kept_where_remat_says_so(alone, store, less):
+    """Of a layer's seven products and two of attention the scores and attention's last are computed anew. Of layers that are
+    gathered ahead three stand in the backward pass, which of their input alone runs them forward first."""
+    saved = {"save": ["q", "k", "v", "attention", "gate", "up"]}
+    assert products(store, "full", alone[0]) - products(store, saved, alone[0]) == less
 
 
 def test_a_decoder_of_experts_equals_one_device(alone):

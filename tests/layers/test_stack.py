@@ -132,6 +132,8 @@ PLANS = {
     "store": claimed({"data": 8, "tensor": 1}, store="data"),
     "remat": claimed({"data": 2, "tensor": 4}, store="data", remat="full"),
     "prefetch": claimed({"data": 2, "tensor": 4}, store=PREFETCH),
+    "prefetch products": claimed({"data": 2, "tensor": 4}, store=PREFETCH, remat="products"),
+    "prefetch saved": claimed({"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", remat={"save": ["hidden"]}),
     "prefetch sequence": claimed(
         {"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", dtype={"reduce": "float32"}
     ),
@@ -253,8 +255,9 @@ def test_it_is_proven(depth):
 
 def backward_of(remat, depth=2):
     """The program of the gradients of a stack, for each word."""
-    store = {"parameters": "data", remat: True} if remat in ("keep", "prefetch") else "data"
-    words = {"remat": remat} if remat not in ("", "keep", "prefetch") else {}
+    first, _, last = remat.partition(" ") if isinstance(remat, str) else ("", "", remat)
+    store = {"parameters": "data", first: True} if first in ("keep", "prefetch") else "data"
+    words = {"remat": last or first} if last or first not in ("", "keep", "prefetch") else {}
     jshard.load(claimed({"data": 2, "tensor": 4}, store=store, **words))
     model = jshard.shard(built(depth), X)
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
@@ -263,9 +266,9 @@ def backward_of(remat, depth=2):
     return list(equations(jax.make_jaxpr(gradient)(parameters, rest)))
 
 
-def products(remat):
+def products(remat, depth=2):
     """How many products, gathers and activations the program has for each word."""
-    names = [each.primitive.name for each in backward_of(remat)]
+    names = [each.primitive.name for each in backward_of(remat, depth)]
     return names.count("dot_general"), sum(name.startswith("all_gather") for name in names), names.count("tanh")
 
 
@@ -280,7 +283,13 @@ def test_remat_says_what_is_kept():
     assert products({"save": ["another"]}) == products("full")
 
 
-@pytest.mark.parametrize("remat", ["", "products", "full", "keep", "prefetch"])
+def test_remat_says_what_is_kept_of_layers_that_are_gathered_ahead():
+    """Of five layers three stand in the backward pass: the first, the last and the loop's. It computes less of each."""
+    full, gathers, tanh = products("prefetch", depth=5)
+    assert products("prefetch products", depth=5) == (full - 3 * 3, gathers, tanh - 3)
+
+
+@pytest.mark.parametrize("remat", ["", "products", "full", "keep", "prefetch", "prefetch products"])
 def test_no_layer_keeps_what_it_gathered(remat):
     """What a loop leaves for each layer, or writes into what it carries, has a leading axis of the depth, or of the turns between the
     first and the last: a device's kernels, whole and at rest."""
@@ -417,7 +426,9 @@ def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     assert "collective-permute" in text and not {"all-gather(", "reduce-scatter("} & set(text.split())
 
 
-@pytest.mark.parametrize("plan", ["prefetch", "prefetch permutes", "late sums", "late sums of psum"])
+@pytest.mark.parametrize(
+    "plan", ["prefetch", "prefetch products", "prefetch permutes", "late sums", "late sums of psum"]
+)
 def test_layers_that_are_gathered_ahead_are_proven(plan):
     jshard.load(PLANS[plan])
     proof = jshard.verify(jshard.shard(loss), built(3), X)
@@ -457,7 +468,7 @@ def test_layers_that_say_what_is_computed_anew_are_not_gathered_ahead():
     line = layer.__wrapped__.__code__.co_firstlineno + 2
     assert str(told.value) == (
         f'signal "all" (<dict>) says store.prefetch (<dict>) for layers that say themselves what is computed anew '
-        f"(test_stack.py:{line}); remove one: of layers that are gathered ahead only their input is kept"
+        f"(test_stack.py:{line}); remove one: of layers that are gathered ahead their input is kept, and what `remat` says"
     )
 
 

@@ -238,10 +238,6 @@ IN_A_FILE = {
         MESH + "layer1: {store: {parameters: data, keep: true, prefetch: true}}\n",
         'signal "layer1" (FILE:3) has store.keep beside store.prefetch, which keeps nothing; remove one',
     ),
-    "store prefetch and remat": (
-        MESH + "layer1:\n  store: {parameters: data, prefetch: true}\n  remat: products\n",
-        'signal "layer1" (FILE:4) has store.prefetch beside remat (FILE:5), which keeps more; write remat: full',
-    ),
     "store keep of nothing": (
         MESH + "layer1: {store: {parameters: data, keep: 1}}\n",
         'signal "layer1" (FILE:3) has store.keep: 1, which is not true or false; write keep: true',

@@ -190,18 +190,18 @@ def _ahead(
     ahead = {at: list(seen[at].gathers()) for at, part in enumerate(over) if part.prefetches}
     others = [at for at in range(len(over)) if at not in ahead]
     signal = over[next(iter(ahead))].signal
-    says = holds(eqn.params["jaxpr"], CHECKPOINTS) or _remat_of(over) not in ("", CHUNK, "full")
+    remat = _remat_of(over)
     if eqn.params["unroll"] > 1 and signal is not None:
         raise JShardError(
             f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers of which {eqn.params['unroll']} are one "
             f"turn of their loop ({source_of(eqn)})",
             hint="remove `unroll`, or store.prefetch: one layer is gathered ahead",
         )
-    if says and signal is not None:
+    if holds(eqn.params["jaxpr"], CHECKPOINTS) and signal is not None:
         raise JShardError(
             f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers that say themselves what is computed "
             f"anew ({source_of(eqn)})",
-            hint="remove one: of layers that are gathered ahead only their input is kept",
+            hint="remove one: of layers that are gathered ahead their input is kept, and what `remat` says",
         )
 
     def gather(xs: list[Any]) -> list[Any]:
@@ -225,7 +225,7 @@ def _ahead(
     shards, each = [over[at].x for at in ahead], [over[at].x for at in others]
     return scan_ahead(
         one, gather, carry, shards, each, length=length, reverse=eqn.params["reverse"],
-        travels=any(over[at].rest is not None for at in ahead),
+        travels=any(over[at].rest is not None for at in ahead), remat="full" if remat in ("", CHUNK) else remat,
     )  # fmt: skip
 
 
