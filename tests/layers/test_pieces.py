@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 
 import jax
@@ -290,6 +291,79 @@ def test_jshard_train_trains_a_file_of_gt():
     expected = jshard.train(Small(rngs=nnx.Rngs(0)), optax.sgd(0.1), {"train": (x, y)}, **how)
     jshard.load("examples/gt/pipeline.yaml", ["jshard.pipeline={axis: stage, microbatches: 4}", *CLAIMED])
     assert jshard.train(Small(rngs=nnx.Rngs(0)), optax.sgd(0.1), {"train": (x, y)}, **how) == pytest.approx(expected)
+
+
+
+class Spelled(nnx.Module):
+    """A block of GT's demo of eight workers as GT spells it: arrays, `@`, a scope in a scope."""
+
+    def __init__(self, stage, *, rngs):
+        self.stage = stage
+        self.weight = nnx.Param(jnp.ones(8))
+        self.up_weight = nnx.Param(jax.random.normal(rngs.params(), (8, 16)))
+        self.down_weight = nnx.Param(jax.random.normal(rngs.params(), (16, 8)))
+
+    def __call__(self, x):
+        with jshard.signal.context(self.stage):
+            normed = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * self.weight[...]
+            with jshard.signal.context(f"{self.stage}_colpar"):
+                hidden = jax.nn.relu(normed @ self.up_weight[...])
+            with jshard.signal.context(f"{self.stage}_rowpar"):
+                return x + hidden @ self.down_weight[...]
+
+
+class Demo(nnx.Module):
+    def __init__(self, *, rngs):
+        blocks = []
+        for stage in range(4):
+            with jshard.signal.context(f"pp_stage{stage}"):
+                if stage == 0:
+                    self.embed_weight = nnx.Param(jax.random.normal(rngs.params(), (16, 8)))
+                blocks.append(Spelled(f"pp_stage{stage}", rngs=rngs))
+                if stage == 3:
+                    self.output_weight = nnx.Param(jax.random.normal(rngs.params(), (8, 16)))
+        self.blocks = nnx.List(blocks)
+
+    def __call__(self, x):
+        with jshard.signal.context("pp_stage0"):
+            x = self.embed_weight[...][x]
+        for number, block in enumerate(self.blocks):
+            with jshard.signal.context(f"stage{number - 1}_to_stage{number}") if number else contextlib.nullcontext():
+                x = x + 0
+            x = block(x)
+        with jshard.signal.context("pp_stage3_colpar"):
+            return x @ self.output_weight[...]
+
+
+def of_demo():
+    """GT's file for it: each signal has a backward, on the same workers."""
+    shard = lambda axis, stage: {"shard": {"axis": axis, "workers": [2 * stage, 2 * stage + 1]}}
+    found = {f"stage{stage}_to_stage{stage + 1}": shard(0, stage + 1) for stage in range(3)}
+    for stage in range(4):
+        for name, axis in (("", 0), ("_colpar", 1), ("_rowpar", 0)):
+            found |= {
+                f"pp_stage{stage}{name}": {**shard(axis, stage), "backward": f"pp_stage{stage}{name}_bwd"},
+                f"pp_stage{stage}{name}_bwd": shard(axis, stage),
+            }
+    return found
+
+
+def test_the_demo_of_gt_runs_as_gt_spells_it():
+    x, y = np.random.default_rng(2).integers(0, 16, (2, 16, 6), np.int32)
+    expected = nnx.jit(nnx.value_and_grad(entropy))(Demo(rngs=nnx.Rngs(0)), x, y)
+    jshard.load(of_demo())
+    model = jshard.shard(Demo(rngs=nnx.Rngs(0)), x)
+    assert dict(jshard.mesh().shape) == {"stage": 4, "workers": 2}
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    for number in range(8):
+        here = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards if s.device.id == number)
+        assert here == sum(leaf.nbytes for leaf in leaves) / 8  # of four stages 1/2 of one's
+    value, gradients = nnx.jit(nnx.value_and_grad(jshard.shard(entropy)))(model, x, y)
+    close(value, expected[0])
+    close(gradients, expected[1])
+    ledger = jshard.explain(jshard.shard(entropy), model, x, y)
+    sums = [line.signal for line in ledger if line.mesh_axes == ("workers",) and line.collective == "all_reduce"]
+    assert {f"pp_stage{stage}/pp_stage{stage}_rowpar" for stage in range(4)} <= set(sums)
 
 
 # -- what does not run is a sentence --
