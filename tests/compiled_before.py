@@ -149,7 +149,7 @@ def remember_what_is_never_written() -> None:
     from jshard.layouts import compilation_cache
 
     compile_, read, key_of = compiler.compile_or_get_cached, compiler._cache_read, compiler._get_cache_key
-    loses_order, lost = compilation_cache.loses_order, []
+    loses_order, lost, asked = compilation_cache.loses_order, [], []
 
     def losing(hlo: str) -> bool:
         lost.append(loses_order(hlo))
@@ -157,14 +157,18 @@ def remember_what_is_never_written() -> None:
 
     def compiled(backend: Any, computation: Any, devices: Any, options: Any, *rest: Any, **more: Any) -> Any:
         lost.clear()
+        asked.clear()
+        unnamed = []
+        if compilation_cache_include_metadata_in_key.value:
+            with compilation_cache_include_metadata_in_key(False):  # before jshard changes it
+                unnamed.append(key_of(options, backend, computation, devices))
         executable = compile_(backend, computation, devices, options, *rest, **more)
         if any(lost):
-            for named in {False, compilation_cache_include_metadata_in_key.value}:
-                with compilation_cache_include_metadata_in_key(named):
-                    NEVER_WRITTEN[key_of(options, backend, computation, devices)] = executable
+            NEVER_WRITTEN.update(dict.fromkeys([*asked, *unnamed], executable))
         return executable
 
     def found(name: str, key: str, *rest: Any) -> tuple[Any, Any]:
+        asked.append(key)
         return (NEVER_WRITTEN[key], 0) if key in NEVER_WRITTEN else read(name, key, *rest)
 
     compilation_cache.loses_order = losing

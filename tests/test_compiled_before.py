@@ -39,10 +39,10 @@ def test_programs_of_another_checkout_and_of_another_run_have_the_same_names(tmp
 
 @pytest.mark.parametrize(("read", "count"), [(False, 1), (True, 2)])
 def test_programs_that_differ_by_a_scope_are_one_unless_they_can_be_read(read, count, monkeypatch):
-    from jax._src import compilation_cache
+    from jax._src import compiler
 
-    keys, key_of = set(), compilation_cache.get_cache_key
-    monkeypatch.setattr(compilation_cache, "get_cache_key", lambda *of: keys.add(key_of(*of)) or key_of(*of))
+    keys, found = set(), compiler._cache_read
+    monkeypatch.setattr(compiler, "_cache_read", lambda name, key, *of: keys.add(key) or found(name, key, *of))
     x = jax.device_put(np.ones(7))
     for name in ("first", "second"):
         program = jax.jit(jax.named_scope(name)(lambda x: jnp.sin(x) * 3.25))
@@ -85,10 +85,10 @@ def test_program_that_is_never_written_is_compiled_once_in_a_file(monkeypatch):
     x = jax.device_put(np.arange(8.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("x")))
 
     def again(name):
-        """With a collective in a loop and one before."""
+        """With a collective in a loop and one before, and a slice, the name of which jshard changes before XLA compiles it."""
         jax.clear_caches()
-        body = lambda carried, _: (jax.lax.pmax(carried, "x") / 9, None)
-        program = jax.named_scope(name)(lambda x: jax.lax.scan(body, x + jax.lax.pmax(x, "x") * 2, length=3)[0])
+        body = lambda carried, at: (jax.lax.pmax(carried, "x") / 9 + jax.lax.dynamic_slice(carried, [at], [1]), None)
+        program = jax.named_scope(name)(lambda x: jax.lax.scan(body, x + jax.lax.pmax(x, "x") * 2, jnp.arange(3))[0])
         return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P(), check_vma=False))
 
     want = again("first")(x)
