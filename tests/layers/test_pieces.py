@@ -293,7 +293,6 @@ def test_jshard_train_trains_a_file_of_gt():
     assert jshard.train(Small(rngs=nnx.Rngs(0)), optax.sgd(0.1), {"train": (x, y)}, **how) == pytest.approx(expected)
 
 
-
 class Spelled(nnx.Module):
     """A block of GT's demo of eight workers as GT spells it: arrays, `@`, a scope in a scope."""
 
