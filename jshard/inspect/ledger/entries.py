@@ -23,10 +23,10 @@ class Caused:
     branches: tuple[str, ...]
     count: int
 
-    def once(self) -> Self:
-        """The entry without its count."""
+    def once(self, **more: Any) -> Hashable:
+        """The entry without its count, to compare by."""
         entry: Any = self
-        return dataclasses.replace(entry, count=1)
+        return dataclasses.replace(entry, count=None, **more)
 
     def plus(self, other: Any) -> Self:
         """The entry with the count of another that is alike."""
@@ -100,11 +100,11 @@ class Line(Caused):
         """How often one device runs it."""
         return self.count if self.each is None else self.each
 
-    def once(self) -> Self:
-        return dataclasses.replace(super().once(), each=None if self.each is None else 1)
+    def once(self, **more: Any) -> Hashable:
+        return super().once(each=type(self.each), **more)
 
     def plus(self, other: Any) -> Self:
-        each = None if self.each is None or other.each is None else self.each + other.each
+        each = None if self.each is None and other.each is None else self.runs + other.runs
         return dataclasses.replace(super().plus(other), each=each)
 
     @property
@@ -189,7 +189,7 @@ class Left(Caused):
     @property
     def words(self) -> str:
         """`2 x concatenate over data (model.py:12)`"""
-        times = f"{self.count:,} x " if self.count > 1 else ""
+        times = f"{self.count:,} x " if self.count >= 2 else ""
         times = times if self.count_known else f"? x {times}"
         around = ", ".join(filter(None, (self.source, self.via)))
         return f"{times}{self.primitive} over {self.axis}" + (f" ({around})" if around else "")

@@ -25,7 +25,7 @@ def check_promises(ledger: Ledger, configuration: Configuration) -> int:
                 continue
             for what, promised in signal.expect:
                 found = _found(what, lines)
-                if found == promised or (what == "bytes" and found < promised):
+                if found <= promised if what == "bytes" else found == promised:
                     kept += 1
                 else:
                     broken.append(_broken(signal, name, what, promised, found))
@@ -38,7 +38,10 @@ def _places(signal: Signal, ledger: Ledger, configuration: Configuration) -> dic
     """The lines of the ledger that a signal asked for, by the place in the program; none where the compiler decides."""
     found: dict[str, list[Line]] = {}
     for line in (*ledger.lines, *ledger.left):
-        if line.signal != "-" and configuration.lookup(tuple(line.signal.split("/"))).place == signal.place:
+        if line.signal == "-":
+            continue
+        asked = configuration.lookup(tuple(line.signal.split("/")))
+        if asked.places is signal.places:  # the same one, under the name of its place
             found.setdefault(line.signal, []).extend([line] if isinstance(line, Line) else [])
     return found or {signal.name: []}
 
@@ -52,7 +55,7 @@ def _found(what: str, lines: list[Line]) -> int:
 def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
     """Make the error of a promise about collectives that only the compiler decides."""
     first = left[0]
-    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    more = f" and {len(left) - 1} more" if len(left) >= 2 else ""
     return JShardError(
         f'signal "{name}" ({signal.at("expect")}) expects, and only the compiler decides what {first.words}{more} moves',
         hint="do it inside jax.shard_map, or place its array by jshard.redistribute first",
