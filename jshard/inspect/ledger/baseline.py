@@ -115,9 +115,9 @@ def added(was: Baseline, ledger: Ledger, mesh: str, *, name: str, command: str) 
 def removed(was: Baseline, ledger: Ledger, mesh: str) -> bool:
     """Whether something of the baseline is not asked for or held any more."""
     now = Baseline.of(ledger, mesh)
-    return any(now.collectives.get(key, (0, 0)) < each for key, each in was.collectives.items()) or any(
-        now.memory.get(signal, 0) < bytes_ for signal, bytes_ in was.memory.items()
-    )
+    return any(
+        key not in now.collectives or now.collectives[key] < each for key, each in was.collectives.items()
+    ) or any(signal not in now.memory or now.memory[signal] < bytes_ for signal, bytes_ in was.memory.items())
 
 
 def _key(entry: Line | Left) -> Key:

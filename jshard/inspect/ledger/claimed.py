@@ -46,7 +46,7 @@ class Claimed:
 
     def cells(self) -> tuple[str, ...]:
         """The row of a table."""
-        times = f"{self.parameter} x {self.count}" if self.count > 1 else self.parameter
+        times = f"{self.parameter} x {self.count}" if self.count >= 2 else self.parameter
         rest = "" if self.at_rest == self.in_use else f"at rest {_in_brackets(self.at_rest)}"
         part = f"{list(self.part)} each" if any(self.at_rest) else ""
         in_use = _in_brackets(self.in_use)
@@ -71,10 +71,10 @@ def claimed(models: Iterable[nnx.Module]) -> tuple[Claimed, ...]:
                 signal = present.signals[claim.signal.name]  # its lines may be others than when the program was traced
                 alike.setdefault(_entry(placed, signal, numberless(path), leaf), []).append(path)
     rows = [
-        dataclasses.replace(each, count=len(paths), parameter=each.parameter if len(paths) > 1 else paths[0])
+        dataclasses.replace(each, count=len(paths), parameter=each.parameter if len(paths) >= 2 else paths[0])
         for each, paths in alike.items()
     ]
-    return tuple(sorted(rows, key=lambda row: (row.place.source, row.place.line or 0) if row.place else ("", 0)))
+    return tuple(sorted(rows, key=lambda row: (row.place.source, row.place.line or 0) if row.place else ("",)))
 
 
 def _entry(placed: Placed, signal: Signal, path: str, leaf: Any) -> Claimed:

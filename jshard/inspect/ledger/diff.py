@@ -92,7 +92,7 @@ class Difference(Shown):
             yield self.program or "the same collectives and memory"
             return
         if is_left:
-            yield Rows(list(_side_by_side(self.before, self.after)), range(5, 9))
+            yield Rows(list(_side_by_side(self.before, self.after)), (5, 6, 7, 8))
         else:
             yield Rows([change.cells() for change in self.changes], (6,))
         yield Rows(_schedules(self.before, self.after), (1, 2))

@@ -90,8 +90,8 @@ class Ledger(Shown):
         return len(self.lines)
 
     def blocks(self) -> Iterator[Block]:
-        idle = [line for line in self.lines if line.group == 1]
-        yield Rows([line.cells() for line in self.lines if line.group != 1], NUMBERS)
+        idle = [line for line in self.lines if line.group < 2]
+        yield Rows([line.cells() for line in self.lines if line.group >= 2], NUMBERS)
         if idle:
             names = ", ".join(dict.fromkeys(line.axis for line in idle))
             yield f"{_counted(sum(line.count for line in idle))} over {names}, of one device: nothing on the wire"
@@ -102,7 +102,7 @@ class Ledger(Shown):
         if self.claims:
             yield Rows([claim.cells() for claim in self.claims])
         if self.memory:
-            yield Rows([_memory_cells(rest) for rest in self.memory], range(3, 8))
+            yield Rows([_memory_cells(rest) for rest in self.memory], (3, 4, 5, 6, 7))
             yield self.memory_summary()
         yield self.summary()
 
@@ -203,7 +203,7 @@ def _memory_cells(rest: Rest) -> tuple[str, ...]:
 def read(jaxpr: Any) -> Ledger:
     """The ledger of a (closed) jaxpr. What no result depends on is left out, as the compiler leaves it out."""
     full = bare(jaxpr)
-    live, _ = partial_eval.dce_jaxpr(full, [True] * len(full.outvars), instantiate=True)
+    live, _ = partial_eval.dce_jaxpr(full, [True] * len(full.outvars))
     found = list(walk(live))
     # equal neighbours are one line; what is left to the compiler is one for each line of the program, wherever it stands
     runs = itertools.groupby((each for each in found if isinstance(each, Line)), Line.once)

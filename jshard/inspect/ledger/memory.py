@@ -77,9 +77,9 @@ def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
     return tuple(sorted(found, key=_in_the_file))
 
 
-def _in_the_file(rest: Rest) -> tuple[bool, str, int]:
+def _in_the_file(rest: Rest) -> tuple[Any, ...]:
     place = rest.place
-    return (True, "", 0) if place is None else (False, place.source, place.line or 0)
+    return (True,) if place is None else (False, place.source, place.line or 0)
 
 
 def on_a_device(array: Any) -> int:

@@ -13,6 +13,7 @@ from jshard.cli import main
 from jshard.errors import JShardError, Place
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.baseline import Baseline, added, removed
+from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.memory import Rest
 from jshard.provenance import Cause
 from jshard.signals.active_config import unload
@@ -173,6 +174,15 @@ def line(signal="mlp", count=1, payload=1024, place=7, phase="forward") -> Line:
     )  # fmt: skip
 
 
+def left(count=1, primitive="rev") -> Left:
+    cause = Cause(("mlp",), place=Place("a.yaml", 7), source="model.py:3")
+    return Left(cause, primitive, ("data",), count, True)
+
+
+def held(**bytes_: int) -> Ledger:
+    return Ledger((), memory=tuple(Rest(Place("a.yaml", 7), signal, each) for signal, each in bytes_.items()))
+
+
 def sentences(was: Ledger, now: Ledger) -> list[str]:
     return list(added(Baseline.of(was, "x"), now, "x", name="b", command="c"))
 
@@ -200,14 +210,75 @@ def test_baseline_tells_more_bytes_more_times_and_what_stands_under_no_signal():
     ]
 
 
-def test_baseline_of_less_is_told_as_less():
-    was, now = Ledger((line(count=2),)), Ledger((line(),))
+def test_baseline_is_a_text_of_columns():
+    ledger = Ledger((line(), line("decoder", 10, 4000)), left=(left(),), memory=held(mlp=3, decoder=4000).memory)
+    assert Baseline.of(ledger, "data: 16").text("c").splitlines()[2:] == [
+        "baseline 1",
+        "mesh data: 16",
+        "decoder  forward  all_reduce            over tensor  x 10  60,000 B",
+        "mlp      forward  all_reduce            over tensor   x 1   1,536 B",
+        "mlp      forward  compiler_decides_rev  over data     x 1       0 B",
+        "decoder  at rest  4,000 B",
+        "mlp      at rest      3 B",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        (
+            Ledger((), left=(left(2),)),
+            Ledger((), left=(left(5),)),
+            'signal "mlp" (a.yaml:7) leaves 3 rev more over data in forward to the compiler than b, bytes unknown',
+        ),
+        (
+            Ledger(()),
+            Ledger((line("+a"),)),
+            'signal "+a" (a.yaml:7) asks for 1 all_reduce more over tensor in forward than b, 1,536 B on the wire',
+        ),
+        (held(), held(mlp=10), 'signal "mlp" (a.yaml:7) holds 10 B more at rest than b'),
+        (held(), held(**{"-": 10}), "what no signal places holds 10 B more at rest than b"),
+        (held(), held(**{"+a": 10}), 'signal "+a" (a.yaml:7) holds 10 B more at rest than b'),
+    ],
+    ids=["left", "a name before -", "memory", "memory of no signal", "memory of a name before -"],
+)
+def test_baseline_tells_what_is_more(was, now, told):
+    assert sentences(was, now) == [f"{told}; accept it: c --update"]
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (Ledger((line(count=2),)), Ledger((line(),))),
+        (Ledger((line(payload=2048),)), Ledger((line(),))),
+        (Ledger((), left=(left(2),)), Ledger((), left=(left(),))),
+        (Ledger((), left=(left(),)), Ledger(())),
+        (held(mlp=10), held(mlp=9)),
+        (held(mlp=1), held()),
+    ],
+    ids=["times", "bytes", "left", "left no more", "memory", "memory no more"],
+)
+def test_baseline_of_less_is_told_as_less(was, now):
     assert sentences(was, now) == []
     assert removed(Baseline.of(was, "x"), now, "x")
+    assert not removed(Baseline.of(now, "x"), was, "x")
     assert not removed(Baseline.of(now, "x"), now, "x")
 
 
-def test_baseline_that_is_no_baseline_is_refused():
+@pytest.mark.parametrize(("was", "now"), [("x", "y"), ("y", "x")])
+def test_baseline_of_another_mesh_is_told_alone(was, now):
+    told = list(added(Baseline.of(Ledger(()), was), Ledger((line(),)), now, name="b", command="c"))
+    assert told == [f"b is of mesh {was}, and this is mesh {now}; accept it: c --update"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("hello", "b is not a baseline of jshard"),
+        ("baseline 2", "b is a baseline of version 2, and this jshard reads version 1"),
+    ],
+)
+def test_baseline_that_is_no_baseline_is_refused(text, sentence):
     with pytest.raises(JShardError) as told:
-        Baseline.read("hello", "b", "jshard check a.yaml")
-    assert str(told.value) == "b is not a baseline of jshard; type: jshard check a.yaml --update"
+        Baseline.read(text, "b", "jshard check a.yaml")
+    assert str(told.value) == f"{sentence}; type: jshard check a.yaml --update"

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard
 from jshard.inspect.ledger import Ledger
-from jshard.inspect.ledger.claimed import declared
+from jshard.inspect.ledger.claimed import Claimed, claimed, declared
 from jshard.inspect.ledger.whole import _words, whole
 from jshard.signals.signal import Shard, Signal
 
@@ -80,11 +80,25 @@ def test_a_shard_is_told_by_its_axis_and_what_it_is_over(mesh, over):
 
 
 def test_a_parameter_that_lies_elsewhere_is_told(model):
-    kernel = model.blocks[0].up.kernel
-    kernel.set_value(jshard.redistribute(kernel.get_value(), jax.P()))
+    for number, spec in enumerate([jax.P(), jax.P("tensor", "data")]):
+        kernel = model.blocks[number].up.kernel
+        kernel.set_value(jshard.redistribute(kernel.get_value(), spec))
     differs = {each.parameter: each.differs for each in jshard.explain(model, X).claims}
-    assert differs["blocks/0/up/kernel"] == "not there yet: its next call moves it"
-    assert differs["blocks/1/up/kernel"] == ""
+    assert differs["blocks/*/up/kernel"] == "not there yet: its next call moves it"
+    assert differs["blocks/*/up/bias"] == ""
+    assert [each.count for each in claimed([Other(8), Other(16), Other(32)])] == [1]
+
+
+class Other(nnx.Module):
+    """Its parameter has the name of one of the model's."""
+
+    def __init__(self, size):
+        self.unused = nnx.Param(jnp.ones(size))
+
+
+def test_a_claim_says_how_parameters_lie_at_rest_where_that_differs():
+    claim = Claimed(None, "a", "column: t", "w", 1, "float32[8]", ("t",), ("d",), (2,), "", "")
+    assert claim.cells() == ("-", "a", "column: t", "w", "float32[8]", "[t]", "at rest [d]", "[2] each", "", "")
 
 
 def test_what_lies_whole_and_need_not_is_told_with_the_word_that_would_split_it(model):

@@ -18,11 +18,12 @@ from jshard.errors import JShardError, Place
 from jshard.inspect.compiled.program_text import first_difference, normalised
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.diff import compare, might_be_one_program
-from jshard.inspect.ledger.entries import Left
+from jshard.inspect.ledger.entries import Left, Staged
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.plan import explain
 from jshard.layouts.mesh import absent_mesh
 from jshard.provenance import Cause, scope
+from jshard.schedules import Cost, generate
 from jshard.signals.active_config import on_mesh, unload
 from jshard.training.diff import _documents, _Side
 
@@ -101,6 +102,115 @@ def test_diff_is_a_table_of_changes_and_totals():
     assert difference.text(50).split() == str(difference).split()
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ([line(count=2)], [line(payload=2048)], [("grown", 1024, 2048)]),
+        (
+            [line(payload=4), line(payload=8)],
+            [line(payload=16), line(payload=32)],
+            [("grown", 4, 16), ("grown", 8, 32)],
+        ),
+    ],
+    ids=["as many bytes", "in their order"],
+)
+def test_diff_pairs_what_is_alike_but_for_its_size(before, after, told):
+    changes = compare(Ledger(tuple(before)), Ledger(tuple(after))).changes
+    assert [(each.kind, each.old and each.old.payload, each.new and each.new.payload) for each in changes] == told
+
+
+ONE, TWO = (Staged("stage", generate(kind, 2, 4)) for kind in ("gpipe", "1f1b"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Ledger((line(),)), Ledger((line(count=2),))),
+        (Ledger((), memory=(Rest(None, "a", 1),)), Ledger((), memory=(Rest(None, "a", 2),))),
+        (Ledger((), stages=(ONE,)), Ledger(())),
+        (Ledger((), stages=(ONE,)), Ledger((), stages=(TWO,))),
+    ],
+    ids=["times", "memory", "stages of one", "stages"],
+)
+def test_diff_of_what_differs_can_be_no_one_program(before, after):
+    for one, other in ((before, after), (after, before)):
+        assert not might_be_one_program(one, other) and not compare(one, other).same
+        assert might_be_one_program(one, one) and compare(one, one).same
+
+
+def test_diff_of_schedules_is_a_table_of_the_figures_that_differ():
+    difference = compare(Ledger((), stages=(ONE,)), Ledger((), stages=(TWO,)))
+    assert str(difference).splitlines() == [
+        "schedule                          gpipe    1f1b",
+        "ticks                                10       6",
+        "microbatches kept, by stage         4 4     3 1",
+        "sends with no work beside them  100.0 %  25.0 %",
+        "wire: 0 B -> 0 B (+0 B) per device",
+        "differs: another schedule",
+    ]
+
+
+def test_diff_of_what_stages_keep_says_how_much():
+    kept = dataclasses.replace(ONE, kept=2048)
+    assert str(compare(Ledger((), stages=(ONE,)), Ledger((), stages=(kept,)))).splitlines() == [
+        "schedule              gpipe     gpipe",
+        "kept of a microbatch    0 B  2.00 KiB",
+        "wire: 0 B -> 0 B (+0 B) per device",
+        "differs: other activations kept",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((ONE,), ()), ((), (ONE,)), ((ONE,), (TWO, ONE)), ((ONE, TWO), (TWO, ONE))]
+)
+def test_diff_of_schedules_that_one_side_alone_has_is_a_line_of_each(before, after):
+    lines = str(compare(Ledger((), stages=before), Ledger((), stages=after))).splitlines()
+    assert lines[:-2] == [*(f"- {Cost(each.table)}" for each in before), *(f"+ {Cost(each.table)}" for each in after)]
+    assert lines[-1] == "differs: another schedule"
+
+
+def test_diff_of_one_program_says_what_was_compared():
+    same = compare(Ledger((line(),)), Ledger((line(),)))
+    assert str(same) == "the same collectives and memory"
+    assert str(dataclasses.replace(same, program="the same program", proven_same=True)) == "the same program"
+
+
+def test_diff_of_memory_that_one_side_alone_holds():
+    before, after = Ledger((), memory=(Rest(None, "mlp", 1000), Rest(None, "x", 9))), Ledger(())
+    assert str(compare(before, after)).splitlines() == [
+        "- -  mlp  at rest  -1,000 B  (1,000 B -> 0 B)",
+        "- -  x    at rest      -9 B  (9 B -> 0 B)",
+        "wire: 0 B -> 0 B (+0 B) per device",
+        "memory: 1,009 B -> 0 B (-1,009 B) at rest per device",
+        "differs: memory changed",
+    ]
+    assert "memory: 0 B -> 1,009 B (+1,009 B) at rest per device" in str(compare(after, before)).splitlines()
+
+
+def test_diff_beside_what_a_compiler_added_is_side_by_side():
+    added = dataclasses.replace(line("head", count=30, place=8), compiler="XLA for CPU")
+    asked = Ledger((line(), line(place=9)))
+    compiled = Ledger((line(count=2), added, line("head", place=8)), compiler="XLA for CPU")
+    assert str(compare(asked, compiled)).splitlines() == [
+        "  a.yaml:7 -> a.yaml:9  mlp   forward  all_reduce  over tensor (4)  2 asked  3,072 B on the wire"
+        "                            2 asked   3,072 B on the wire",
+        "  a.yaml:8              head  forward  all_reduce  over tensor (4)     none                     "
+        "  31 added by XLA for CPU and asked  47,616 B on the wire",
+        "wire: 3,072 B -> 50,688 B (+47,616 B) per device",
+        "differs: 1 all_reduce added",
+    ]
+    assert str(compare(compiled, asked)).splitlines() == [
+        "  a.yaml:7 -> a.yaml:9  mlp   forward  all_reduce  over tensor (4)                            2 asked   3,072 B on the wire"
+        "  2 asked  3,072 B on the wire",
+        "  a.yaml:8              head  forward  all_reduce  over tensor (4)  31 added by XLA for CPU and asked  47,616 B on the wire"
+        "     none",
+        "wire: 50,688 B -> 3,072 B (-47,616 B) per device",
+        "differs: 1 all_reduce gone",
+    ]
+    as_many = Ledger((dataclasses.replace(line(), primitive="other"),), compiler="XLA for CPU")
+    assert compare(Ledger((line(),)), as_many).changes == compare(as_many, Ledger((line(),))).changes == ()
+
+
 def left(count=1, place=7, primitive="concatenate") -> Left:
     cause = Cause(("mlp",), place=Place("a.yaml", place), source="model.py:3")
     return Left(cause, primitive, ("data",), count, True)
@@ -131,6 +241,7 @@ def test_diff_of_a_revision_names_it_in_front_of_every_place(monkeypatch):
 
 def test_diff_document_has_a_version():
     document = json.loads(compare(Ledger((line(),)), Ledger(())).to_json())
+    assert compare(Ledger((line(),)), Ledger(())).to_json().splitlines()[1] == '  "schema": "jshard.diff/1",'
     keys = ["changes", "left", "memory", "new", "old", "program", "same", "schema", "stages", "wire"]
     assert sorted(document) == keys
     assert (document["schema"], document["same"], document["wire"]) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -17,10 +18,14 @@ from jax.sharding import PartitionSpec as P
 from jshard.errors import JShardError, Place
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger, Line, read
+from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.ledger.memory import Rest, _in_the_file, at_rest
 from jshard.kernels import all_gather, all_reduce, all_to_all, permute, reduce_scatter
+from jshard.layers import Linear
 from jshard.provenance import Cause, scope
+from jshard.schedules import generate
 from jshard.signals.active_config import load, unload
+from jshard.signals.scope import signal
 
 DATA_TENSOR = {"data": 2, "tensor": 4}
 
@@ -501,3 +506,108 @@ def test_gradients_are_held_where_one_of_the_optimizers_trains():
 def test_memory_is_told_in_the_order_of_the_file():
     rests = [Rest(None, "-"), Rest(Place("f", 3), "b"), Rest(Place("f", 2), "a"), Rest(Place("e", 9), "c")]
     assert [rest.signal for rest in sorted(rests, key=_in_the_file)] == ["c", "a", "b", "-"]
+
+
+PLACE = Place("a.yaml", 7)
+MEMORY = "memory: 2,128 B at rest per device (parameters 1,005 B, gradients 1,000 B, optimizer state 20 B, other 103 B)"
+TOTAL = "total: 13 collectives, 1,696 B on the wire per device (forward 1,696 B)"
+
+
+def hand_written() -> Ledger:
+    """A line of each kind, and what is held."""
+    line = Line(Cause(("mlp",), place=PLACE), AR, "psum", ("tensor",), 4, 1, True, 1024, "float32", (256,))
+    return Ledger(
+        (
+            line,
+            dataclasses.replace(line, count=10, payload=4),
+            dataclasses.replace(line, mesh_axes=("one",), group=1),
+            dataclasses.replace(line, cause=Cause(), mesh_axes=("data",), group=2, payload=100),
+        ),
+        memory=(
+            Rest(PLACE, "mlp", 1000, 1000, 20, 3),
+            Rest(PLACE, "head", 5),
+            Rest(None, "-", other=100),
+        ),
+        stages=(Staged("stage", generate("gpipe", 2, 4), kept=10),),
+    )
+
+
+def test_ledger_is_tables_and_sentences():
+    assert str(hand_written()).splitlines() == [
+        "a.yaml:7  mlp  forward  all_reduce  over tensor (4)  1 x 1,024 B  float32  1,536 B on the wire",
+        "a.yaml:7  mlp  forward  all_reduce  over tensor (4)     10 x 4 B  float32     60 B on the wire",
+        "-         -    forward  all_reduce  over data (2)      1 x 100 B  float32    100 B on the wire",
+        "1 collective over one, of one device: nothing on the wire",
+        "gpipe: 2 stages, 4 microbatches, 10 ticks, 20.0 % idle in lock-step",
+        "kept for backwards on each device: 4 x 10 B that F made: 40 B",
+        "a.yaml:7  mlp   at rest  parameters 1,000 B  gradients 1,000 B  optimizer state 20 B    other 3 B  2,023 B",
+        "a.yaml:7  head  at rest      parameters 5 B                                                            5 B",
+        "-         -     at rest                                                               other 100 B    100 B",
+        MEMORY,
+        TOTAL,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        (
+            "signal",
+            [
+                "mlp   12 collectives  1,596 B on the wire  2,023 B at rest",
+                "-       1 collective    100 B on the wire    100 B at rest",
+                "head   0 collectives      0 B on the wire      5 B at rest",
+                MEMORY,
+            ],
+        ),
+        (
+            "axis",
+            [
+                "tensor  11 collectives  1,596 B on the wire",
+                "one       1 collective      0 B on the wire",
+                "data      1 collective    100 B on the wire",
+            ],
+        ),
+        (
+            "line",
+            [
+                "a.yaml:7  12 collectives  1,596 B on the wire  2,028 B at rest",
+                "-           1 collective    100 B on the wire    100 B at rest",
+                MEMORY,
+            ],
+        ),
+    ],
+)
+def test_ledger_is_summed_by_a_column_beside_what_is_held(key, told):
+    assert hand_written().text_by(key).splitlines() == [*told, TOTAL]
+
+
+def test_ledger_of_another_version_or_before_some_fields_were_there():
+    text = hand_written().to_json()
+    assert text.splitlines()[1] == '  "schema": "jshard.explain/1",'
+    with pytest.raises(
+        JShardError, match='has the schema "jshard.explain/2", and this jshard reads "jshard.explain/1"'
+    ):
+        Ledger.from_json(text.replace("jshard.explain/1", "jshard.explain/2"))
+    document = {key: each for key, each in json.loads(text).items() if key in ("schema", "lines", "memory")}
+    assert Ledger.from_json(json.dumps(document)) == dataclasses.replace(hand_written(), stages=())
+
+
+@pytest.mark.parametrize("place", [None, Place("<dict>"), PLACE], ids=str)
+def test_places_and_names_come_back_from_a_document(place):
+    line = dataclasses.replace(hand_written().lines[0], cause=Cause(("+a",), place=place))
+    (found,) = Ledger.from_json(Ledger((line,)).to_json())
+    assert (found.place, found.cause.path) == (place, ("+a",))
+
+
+def test_memory_of_a_step_is_added_up_by_signal():
+    assert Rest(None, "a").total == 0
+    load({"jshard": {"mesh": {"data": 2}}, "a": {"store": "data"}})
+    try:
+        with signal("a"):
+            model = Linear(4, 6, use_bias=False, rngs=nnx.Rngs(0))
+        rests = at_rest([model, nnx.Optimizer(model, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param)])
+    finally:
+        unload()
+    found = [(rest.signal, rest.parameters, rest.gradients, rest.optimizer, rest.other) for rest in rests]
+    assert found == [("a", 48, 48, 48, 0), ("-", 0, 0, 4, 0)]
