@@ -51,10 +51,10 @@ def unsplit(
     found: dict[Any, list[tuple[str, int]]] = {}
     uses = _first_uses(jaxpr, {})
     for number, (array, name) in enumerate(zip(arrays, names, strict=True)):
-        path, rank = uses.get(number, ((), 0))
-        if name is None or not path or is_split(array):
+        if name is None or number not in uses or is_split(array):
             continue
-        signal = present.lookup(path)
+        path, rank = uses[number]
+        signal = present.lookup(path) if path else Signal("-")
         if keys := _splitting(signal, rank, mesh().shape):
             words = ", ".join(f"{key}: {' x '.join(axes)}" for key, axes in keys)
             hint = _hint(modules.get(name[:-1]))
@@ -82,7 +82,7 @@ def _splitting(signal: Signal, rank: int, sizes: Mapping[str, int]) -> list[tupl
     found = [(key, getattr(signal, key)) for key in keys]
     if signal.shard is not None and signal.shard.axis is not None and -rank <= signal.shard.axis < rank:
         found = [("shard", signal.shard.mesh or ("workers",))]
-    return [(key, axes) for key, axes in found if any(sizes.get(name, 2) > 1 for name in axes)]
+    return [(key, axes) for key, axes in found if any(sizes.get(name) != 1 for name in axes)]
 
 
 def _hint(module: Any) -> str:
@@ -103,9 +103,10 @@ def _first_uses(jaxpr: Any, known: dict[int, dict[int, Use]]) -> dict[int, Use]:
         return known[id(jaxpr)]
     numbers = {variable: number for number, variable in enumerate(jaxpr.invars)}
     found: dict[int, Use] = {}
+    named: set[int] = set()  # those that are found under a signal
     for eqn in jaxpr.eqns:
         taken = {at: each for at, each in enumerate(eqn.invars) if not isinstance(each, Literal) and each in numbers}
-        if all(found.get(numbers[each], ((), 0))[0] for each in taken.values()):
+        if named.issuperset(numbers[each] for each in taken.values()):
             continue
         path = Cause().inside(eqn.source_info.name_stack.stack).path
         inner = eqn.params["jaxpr"] if eqn.primitive.name in ("shard_map", "scan") else called(eqn)
@@ -114,7 +115,10 @@ def _first_uses(jaxpr: Any, known: dict[int, dict[int, Use]]) -> dict[int, Use]:
             uses = _first_uses(bare(inner), known)
         for at, (below, rank) in ((at, use) for at, use in uses.items() if at in taken):
             number = numbers[taken[at]]
-            if not found.get(number, ((), 0))[0] and (path or below or number not in found):
-                found[number] = (*path, *below), rank
+            if number in named or (number in found and not (path or below)):
+                continue
+            found[number] = (*path, *below), rank
+            if path or below:
+                named.add(number)
     known[id(jaxpr)] = found
     return found

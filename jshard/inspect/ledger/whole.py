@@ -48,7 +48,7 @@ def whole(model: nnx.Module) -> list[str]:
             found.append(f"others lie whole and need not, {left:,} B on each device")
             break
         (place, name, path, kind, words), paths = key, alike[key]
-        what = f"{path} x {len(paths)}" if len(paths) > 1 else paths[0]
+        what = f"{path} x {len(paths)}" if len(paths) >= 2 else paths[0]
         found.append(f"{place}  {name}  whole: {what} {kind}, {size:,} B on each device; would be split by {words}")
         left -= size
     return found
@@ -70,11 +70,11 @@ def _words(signal: Signal, shape: tuple[int, ...], roles: Roles, sizes: Mapping[
     """For each mesh axis that the signal says nothing of a word that would split this parameter over it, and what it would."""
     busy = {*signal.column, *signal.reduction, *signal.store, *signal.sequence}
     for name, ways in sizes.items():
-        if ways == 1 or name in busy or signal.shard is not None:
+        if ways < 2 or name in busy or signal.shard is not None:
             continue
         words = [] if name in signal.row else [word for word in ("column", "reduction") if word in roles]
         axes = [(word, roles.index(word)) for word in words]
         axes += [("store", axis) for axis, role in enumerate(roles) if role != "scan"]
-        word, axis = next(((word, axis) for word, axis in axes if shape[axis] % ways == 0), ("", 0))
-        if word:
+        if found := [(word, axis) for word, axis in axes if not shape[axis] % ways]:
+            word, axis = found[0]
             yield f"{word}: {name} ({shape[axis]} in {ways})"

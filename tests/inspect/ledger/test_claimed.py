@@ -144,6 +144,22 @@ def test_layers_of_jshard_are_told_by_their_own_axes():
     ]
 
 
+@pytest.mark.parametrize(("beside", "told"), [(197, 1), (198, 0)])
+def test_what_is_a_hundredth_to_the_byte_is_not_told(beside, told):
+    jshard.load({"jshard": {"mesh": {"data": 2}}})
+    model = Other(2)
+    model.unused.set_value(jnp.ones(2, jnp.int8))
+    model.split = nnx.Param(jshard.redistribute(jnp.ones(2 * beside, jnp.int8), jax.P("data")))
+    assert len(whole(model)) == told
+
+
+def test_nothing_could_be_split_without_a_mesh():
+    jshard.unload()
+    assert whole(Other(2)) == []
+    jshard.load({"a": {}})
+    assert whole(Other(2)) == []
+
+
 class Many(nnx.Module):
     def __init__(self):
         self.parts = nnx.List([nnx.Param(jnp.ones(2 * size)) for size in range(20, 34)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from flax import nnx
 
 import jshard
 from jshard.inspect.ledger import Ledger
-from jshard.inspect.ledger.unsplit import _splitting
+from jshard.inspect.ledger.unsplit import _listed, _splitting
 from jshard.signals.signal import Shard, Signal
 
 AUTO = {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}
@@ -113,6 +115,34 @@ def test_a_layer_built_under_another_signal_and_an_array_cut_by_workers():
         assert found == [("cut", "kernel", 512, "shard: tensor", LINEAR)]
 
 
+def test_the_first_use_under_a_signal_counts_and_its_key_is_the_place(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "jshard: {mesh: {data: 2, tensor: 4}, axis_types: auto}\nup:\n  row: data\n  column: tensor\ndown: {store: data}\n"
+    )
+
+    def f(layer, x):
+        x = x @ layer.kernel[...]
+        with jshard.signal("up"):
+            x = x @ layer.kernel[...]
+        with jshard.signal("down"):
+            return x @ layer.kernel[...]
+
+    with cases.loaded(str(tmp_path / "c.yaml")):
+        (found,) = jshard.explain(f, nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)), X, backward=False).unsplit
+    told = (
+        f"{tmp_path}/c.yaml:4  up  unsplit: kernel whole on each device (256 B), not split by column: tensor; {LINEAR}"
+    )
+    assert str(found) == told
+    assert str(dataclasses.replace(found, place=None)) == told.replace(f"{tmp_path}/c.yaml:4", "-")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [("a", "a"), ("ab", "a, b"), ("abc", "a and 2 more"), ("abcd", "a and 3 more")]
+)
+def test_many_parameters_are_counted(names, told):
+    assert _listed(names) == told
+
+
 def test_the_last_line_says_what_the_compiler_adds_on_an_auto_mesh():
     added = "none added by XLA for CPU; what another chip's adds: jshard plan"
     for axis_types, told in (("auto", f"; {added}"), ("explicit", "")):
@@ -132,6 +162,8 @@ def test_the_last_line_says_what_the_compiler_adds_on_an_auto_mesh():
         (Signal("a", column=("one",), store=("d",)), 2, ["store"]),
         (Signal("a", shard=Shard(-2, (0, 1))), 2, ["shard"]),
         (Signal("a", shard=Shard(2, (0, 1))), 2, []),
+        (Signal("a", shard=Shard(3, (0, 1))), 2, []),
+        (Signal("a", shard=Shard(0, mesh=("one",))), 2, []),
     ],
 )
 def test_keys_that_split_a_parameter(signal, rank, keys):
