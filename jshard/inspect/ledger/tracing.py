@@ -88,7 +88,7 @@ class Traced:
     def meshes(self) -> set[Any]:
         """The meshes of more than one device that its arrays lie on."""
         shardings = (getattr(array, "sharding", None) for array in self.arrays)
-        return {each.mesh for each in shardings if isinstance(each, NamedSharding) and each.mesh.size > 1}
+        return {each.mesh for each in shardings if isinstance(each, NamedSharding) and each.mesh.size >= 2}
 
     @property
     def parameters(self) -> list[tuple[str, ...] | None]:

@@ -80,12 +80,12 @@ def test_a_shard_is_told_by_its_axis_and_what_it_is_over(mesh, over):
 
 
 def test_a_parameter_that_lies_elsewhere_is_told(model):
-    for number, spec in enumerate([jax.P(), jax.P("tensor", "data")]):
-        kernel = model.blocks[number].up.kernel
+    for kernel, spec in [(model.blocks[0].up.kernel, jax.P()), (model.blocks[1].down.kernel, jax.P("tensor", "data"))]:
         kernel.set_value(jshard.redistribute(kernel.get_value(), spec))
     differs = {each.parameter: each.differs for each in jshard.explain(model, X).claims}
-    assert differs["blocks/*/up/kernel"] == "not there yet: its next call moves it"
-    assert differs["blocks/*/up/bias"] == ""
+    moved = "not there yet: its next call moves it"
+    assert differs["blocks/0/up/kernel"] == differs["blocks/1/down/kernel"] == moved
+    assert differs["blocks/1/up/kernel"] == differs["blocks/*/up/bias"] == ""
     assert [each.count for each in claimed([Other(8), Other(16), Other(32)])] == [1]
 
 

@@ -1,0 +1,63 @@
+"""A function and its arguments as they are traced: which arrays, under which names, and whether a backward pass is added."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jshard.inspect.ledger.tracing import Traced, _lying_on, is_array
+
+MODEL = nnx.eval_shape(lambda: nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0)))
+X = np.ones((4, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "names"),
+    [
+        ((MODEL, X), {}, [("kernel",), None]),
+        ((X, (MODEL,)), {}, [("kernel",), None]),
+        (({"a": MODEL},), {}, [("a", "kernel")]),
+        ((X,), {"model": MODEL}, [("kernel",), None]),
+    ],
+    ids=["an argument", "in a tuple", "in a dict", "a keyword"],
+)
+def test_parameters_are_named_by_their_path_in_the_model(args, kwargs, names):
+    assert Traced(len, args, kwargs).parameters == names
+
+
+@pytest.mark.parametrize(("sizes", "found"), [((1,), []), ((2,), [2]), ((1, 2, 8), [2, 8])])
+def test_meshes_are_those_of_several_devices(sizes, found, mesh):
+    spread = [jax.NamedSharding(mesh(data=size), jax.P()) for size in sizes]
+    shapes = [jax.ShapeDtypeStruct((8,), jnp.float32, sharding=each) for each in spread]
+    assert sorted(each.size for each in Traced(len, (X, *shapes), {}).meshes) == found
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "lacks"),
+    [
+        (jnp.sin, X, True),
+        (jax.grad(lambda x: x.sum()), X, False),
+        (lambda x: x.astype(int), X, False),
+        (lambda x: x * 1.0, np.ones(3, np.int32), False),
+    ],
+    ids=["smooth", "a gradient", "to whole numbers", "of whole numbers"],
+)
+def test_a_backward_pass_is_added_where_there_can_be_one_and_is_none(f, x, lacks):
+    assert Traced(f, (x,), {}).lacks_backward(None) is lacks
+
+
+def test_an_array_has_a_shape_and_a_dtype():
+    has = types.SimpleNamespace
+    assert is_array(X) and not is_array(has(shape=())) and not is_array(has(dtype=X.dtype))
+
+
+def test_arrays_lie_on_the_twin_of_their_mesh_alone(mesh):
+    one, twin = mesh(data=8, axis_types="auto"), mesh(data=8, axis_types="explicit")
+    there = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(one, jax.P("data")))
+    assert _lying_on(twin, there).sharding == jax.NamedSharding(twin, jax.P("data"))
+    assert _lying_on(twin, X) is X
