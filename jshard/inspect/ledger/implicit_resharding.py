@@ -81,7 +81,7 @@ def _by_factor(
 
 def _split(aval: Any) -> Split:
     """Mesh axes of one device split nothing."""
-    return [tuple(name for name in names if aval.sharding.mesh.shape[name] > 1) for names in split_of(aval)]
+    return [tuple(name for name in names if aval.sharding.mesh.shape[name] >= 2) for names in split_of(aval)]
 
 
 def _wanted_elsewhere(eqn: Any) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def _wanted_elsewhere(eqn: Any) -> tuple[str, ...]:
         source = _split(variable.aval)
         if hasattr(wanted, "spec") and any(source):
             axes = Layout.from_sharding(wanted, len(source)).axes
-            target = [tuple(name for name in names if wanted.mesh.shape[name] > 1) for names in axes]
+            target = [tuple(name for name in names if wanted.mesh.shape[name] >= 2) for names in axes]
             found += [name for one, two in zip(source, target, strict=True) if one != two for name in (*one, *two)]
     return tuple(dict.fromkeys(found))
 
@@ -106,7 +106,7 @@ def _reshard(given: list[Split], made: list[Split]) -> list[str]:
             turned += [*have, *wanted]
     moved = [name for have, wanted in zip(source, target, strict=True) for name in have if name not in wanted]
     moved = [name for name in moved if any(name in names for names in target)]
-    return [*turned, *(moved if len(moved) > 1 else [])]
+    return [*turned, *(moved if len(moved) >= 2 else [])]
 
 
 def _placed(given: list[Split], made: list[Split]) -> list[str]:

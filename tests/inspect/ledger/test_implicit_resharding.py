@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.ledger.baseline import Baseline, added
 from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.expect import check_promises
+from jshard.inspect.ledger.explicit_sharding import split_of
 from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.plan import explain
 from jshard.provenance import Cause
@@ -220,6 +222,20 @@ def test_a_mesh_axis_that_moves_alone_is_priced_and_not_told():
     with jax.set_mesh(jshard.mesh()):
         ledger = read(jax.make_jaxpr(lambda x: jax.sharding.reshard(x, sharding(None, "data")))(rows()))
     assert (ledger.left, [line.collective for line in ledger.lines]) == ((), ["all_to_all"])
+
+
+@pytest.mark.parametrize(("one", "other"), [("data", None), (None, "data")])
+def test_a_product_whose_operands_lie_differently_is_told_without_a_price(one, other):
+    with jax.set_mesh(jshard.mesh()):
+        ledger = read(jax.make_jaxpr(jnp.matmul)(put((8, 16), None, one), put((16, 8), other)))
+    assert (ledger.lines, [(left.primitive, left.mesh_axes) for left in ledger.left]) == (
+        (),
+        [("dot_general", ("data",))],
+    )
+
+
+def test_what_has_no_sharding_is_not_split():
+    assert split_of(types.SimpleNamespace(shape=(2, 3))) == [(), ()]
 
 
 def test_an_operation_that_is_not_known_counts_as_one_that_moves():
