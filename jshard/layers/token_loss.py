@@ -20,7 +20,8 @@ def cross_entropy(x: Any, head: Any, targets: Any, *, z: float = 0.0, chunk: int
 
     `x[rows, places, features]` are hidden states, `head[features, words]` a kernel (of a tied table its transpose), and
     `targets[rows, places]` words. The logits of at most `chunk` places of each row are made at a time, in float32, and made
-    again in the backward pass. `z` times the square of the log of the softmax's denominator is added for each target (z-loss).
+    again in the backward pass, unless one chunk is all. `z` times the square of the log of the softmax's denominator is added
+    for each target (z-loss).
 
     Plain JAX: under `jshard.shard` the head's words may be split (`column`), rows and places too. Then each place costs
     all-reduces of three numbers forward (the maximum, the sum, the logit of the target) and of two in the backward pass,
@@ -45,7 +46,7 @@ def cross_entropy(x: Any, head: Any, targets: Any, *, z: float = 0.0, chunk: int
 
 def by_places(f: Callable[[Array, Array], Any], x: Array, targets: Array, chunk: int = CHUNK) -> Any:
     """Return `f(x, targets)`, arrays[rows, places], from at most `chunk` places of each row at a time. What f makes of them is
-    made again in the backward pass."""
+    made again in the backward pass, where there is more than one chunk."""
     length = targets.shape[1]
     count = next(n for n in range(-(-length // chunk), length + 1) if length % n == 0)
 
@@ -53,7 +54,7 @@ def by_places(f: Callable[[Array, Array], Any], x: Array, targets: Array, chunk:
         """The places of a chunk are `count` apart: where devices hold parts of a row, each holds a part of every chunk."""
         return jnp.moveaxis(x.reshape(x.shape[0], length // count, count, *x.shape[2:]), 2, 0)
 
-    one = jax.checkpoint(f)
+    one = jax.checkpoint(f) if count > 1 else f
     _, each = lax.scan(lambda _, some: (None, one(*some)), None, (chunks(x), chunks(targets)))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(targets.shape), each)
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
+from jshard.jaxprs import equations
 from jshard.layers.token_loss import by_places, losses_of
 
 ROWS, PLACES, WIDTH, WORDS, CHUNK = 8, 16, 8, 32, 4
@@ -145,6 +146,16 @@ def test_a_loss_in_chunks_holds_an_eighth_of_the_logits():
     jshard.unload()
     chunked = temporaries(lambda *given: jshard.cross_entropy(*given, chunk=places // 16))
     assert chunked < temporaries(all_logits) / 8
+
+
+@pytest.mark.parametrize("chunk, products", [(256, 3), (128, 4)])
+def test_logits_of_one_chunk_are_made_once(chunk, products):
+    """And those of several again, behind which there is the gradient of x and that of the head."""
+    jshard.unload()
+    given = [np.zeros(s, t) for s, t in (((4, 256, 8), "f"), ((8, 16), "f"), ((4, 256), "i"))]
+    gradient = jax.grad(lambda *given: jshard.cross_entropy(*given, chunk=chunk), (0, 1))
+    program = equations(jax.make_jaxpr(gradient)(*given))
+    assert [eqn.primitive.name for eqn in program].count("dot_general") == products
 
 
 def test_no_target_is_no_loss():
