@@ -131,6 +131,11 @@ class Pod:
         """Bytes of its part of the weights as they are gathered, in bfloat16, and of the gradients."""
         return 2 * self.width * self.hidden // self.devices * (2 + 4)
 
+    @property
+    def whole(self) -> int:
+        """Bytes of a weight that is gathered, in bfloat16, and of the gradient of one before it is scattered."""
+        return self.width * self.hidden * (2 + 4)
+
     def temporaries(self, depth: int) -> tuple[int, int]:
         sizes = f"features: {self.width}"
         words = [
@@ -157,12 +162,15 @@ def pods(depths: list[int], pod: Pod) -> None:
     mib = 2**20
     at_rest = f"{pod.at_rest / mib:.2f} MiB of weights and gradients at rest"
     print(f"a layer: {pod.kept / mib:.2f} MiB kept for its gradients, {at_rest}")
+    print(f"beside them, whatever the depth, {pod.whole / mib:,.0f} MiB: a weight, gathered, and the gradient of one")
     before: tuple[int, int] | None = None
     for depth in depths:
         peak, temporaries = pod.temporaries(depth)
+        account = pod.whole + depth * (pod.kept + pod.at_rest)
         told = f", {(peak - before[1]) / (depth - before[0]) / mib:.2f} MiB for each more" if before else ""
         before = depth, peak
-        sizes = f"{peak / mib:,.0f} MiB of temporaries at the peak{told}; the compiler's sum {temporaries / mib:,.0f}"
+        sizes = f"{peak / mib:,.0f} MiB of temporaries at the peak, {account / mib:,.0f} of them these{told}"
+        sizes += f"; the compiler's sum {temporaries / mib:,.0f}"
         print(f"pod-fsdp on {pod.topology}, {depth:3} layers: {sizes}", flush=True)
 
 

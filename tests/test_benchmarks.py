@@ -111,7 +111,7 @@ def test_a_layer_of_a_pod_adds_what_its_gradients_need_and_what_rests_and_no_gat
     compiler likes: half a MiB a layer between these depths."""
     extra("v5e:2x4")
     fsdp.main(["--quick", "--pod", "48,96"])
-    first, _, last = capsys.readouterr().out.splitlines()
+    first, _, _, last = capsys.readouterr().out.splitlines()
     kept, at_rest = map(float, re.findall(r"([\d.]+) MiB", first))
     (more,) = map(float, re.findall(r"([\d.]+) MiB for each more", last))
     assert (kept, at_rest) == (3.5, 6.0)
