@@ -127,6 +127,49 @@ def test_what_a_decoder_names_is_kept_where_remat_says_so(alone, store, less):
     assert products(store, "full", alone[0]) - products(store, saved, alone[0]) == less
 
 
+def by_permutes(remat="full", mesh={"data": 4, "tensor": 2}):  # noqa: B006
+    """A decoder under `configs/decoder/fsdp.yaml`, whose gradients leave by permutes as on a TPU."""
+    store = {"parameters": "data", "prefetch": True}
+    kernel = {"reduce_scatter": "permute"}
+    words = {"jshard": {"include": str(FOLDER / "fsdp.yaml"), "mesh": mesh}}
+    layer = {"extends": "_split", "store": store, "kernel": kernel, "remat": remat}
+    jshard.load({**words, "_layer": layer})
+    return decoder(hidden=128)
+
+
+@pytest.mark.parametrize("remat", ["full", "products", {"save": ["attention"]}])
+def test_gradients_that_leave_a_part_at_a_time_are_those_of_one_device(alone, remat):
+    batch = alone[0]
+    jshard.unload()
+    wanted = nnx.jit(nnx.value_and_grad(cross_entropy))(decoder(hidden=128), *batch)
+    model = jshard.shard(by_permutes(remat), batch[0])
+    got = nnx.jit(nnx.value_and_grad(jshard.shard(cross_entropy)))(model, *batch)
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-6)
+    gradients = by_path(wanted[1])
+    for path, gradient in by_path(got[1]).items():
+        near = {"rtol": 1e-4, "atol": 1e-5 * np.abs(gradients[path]).max(), "err_msg": path}
+        np.testing.assert_allclose(gradient, gradients[path], **near)
+        assert gradient.sharding == by_path(model)[path].sharding, path
+
+
+def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone):
+    """Of seven kernels, for each of four devices, in the three turns that stand in the program; whole for XLA's scatter."""
+    model = jshard.shard(by_permutes(), alone[0][0])
+    graph, parameters = nnx.split(model)
+    loss = jshard.shard(lambda state, *batch: cross_entropy(nnx.merge(graph, state), *batch))
+    shapes = collections.Counter()
+    for eqn in equations(jax.make_jaxpr(jax.grad(loss))(parameters, *alone[0])):
+        if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.ndim == 2:
+            shapes[tuple(sorted(eqn.outvars[0].aval.shape))] += 1
+    whole, part = (SMALL["width"], 64), (SMALL["width"] // 4, 64)
+    assert (shapes[whole], shapes[part]) == (0, 3 * 4 * 3)
+
+
+def test_a_decoder_whose_gradients_leave_a_part_at_a_time_is_proven(alone):
+    proof = jshard.verify(jshard.shard(cross_entropy), by_permutes(), *alone[0])
+    assert proof.ok, proof
+
+
 def test_a_decoder_of_experts_equals_one_device(alone):
     (tokens, _), experts = alone[0], {"experts": 4, "hidden": 16}
     jshard.unload()

@@ -143,6 +143,7 @@ PLANS = {
     ),
     "late sums": claimed({"data": 4, "tensor": 2}, store={"prefetch": True}, kernel={"all_reduce": "permute"}),
     "late sums of psum": claimed({"data": 2, "tensor": 4}, store={"prefetch": True}, dtype={"reduce": "float32"}),
+    "prefetch parts": claimed({"data": 4, "tensor": 2}, store=PREFETCH, kernel={"reduce_scatter": "permute"}),
     "prefetch permutes": claimed({"data": 4, "tensor": 2}, store=PREFETCH, sequence="tensor", kernel=PERMUTES),
 }
 
@@ -289,6 +290,26 @@ def test_remat_says_what_is_kept_of_layers_that_are_gathered_ahead():
     assert products("prefetch products", depth=5) == (full - 3 * 3, gathers, tanh - 3)
 
 
+def test_gradients_of_layers_of_two_equal_kernels_stand_whole_and_leave_a_layer_late():
+    """Half of such a layer is multiplied first: behind the last of its gradients nothing would hide a scatter."""
+
+    def sizes(**words):
+        jshard.load(claimed({"data": 4, "tensor": 2}, store=PREFETCH, **words))
+        graph, parameters, rest = nnx.split(jshard.shard(built(5), X), nnx.Param, ...)
+        run = jshard.shard(loss)
+        gradient = jax.grad(lambda parameters: run(nnx.merge(graph, parameters, rest, copy=True), X))
+        program = equations(jax.make_jaxpr(gradient)(parameters))
+        shapes = collections.Counter(
+            eqn.outvars[0].aval.shape for eqn in program if eqn.primitive.name == "dot_general"
+        )
+        half = HIDDEN // 2
+        return [sum(shapes[shape] for shape in {(rows, half), (half, rows)}) for rows in (WIDTH, WIDTH // 4)]
+
+    turns = 3  # that stand in the program: the first, the last and the loop's
+    assert sizes() == [2 * turns, 0]
+    assert sizes(kernel={"reduce_scatter": "permute"}) == [2 * turns, 0]
+
+
 @pytest.mark.parametrize("remat", ["", "products", "full", "keep", "prefetch", "prefetch products"])
 def test_no_layer_keeps_what_it_gathered(remat):
     """What a loop leaves for each layer, or writes into what it carries, has a leading axis of the depth, or of the turns between the
@@ -427,7 +448,8 @@ def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
 
 
 @pytest.mark.parametrize(
-    "plan", ["prefetch", "prefetch products", "prefetch permutes", "late sums", "late sums of psum"]
+    "plan",
+    ["prefetch", "prefetch products", "prefetch parts", "prefetch permutes", "late sums", "late sums of psum"],
 )
 def test_layers_that_are_gathered_ahead_are_proven(plan):
     jshard.load(PLANS[plan])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -204,13 +205,14 @@ def _ahead(
             hint="remove one: of layers that are gathered ahead their input is kept, and what `remat` says",
         )
 
-    def gather(xs: list[Any]) -> list[Any]:
-        found: list[Any] = []
-        for (at, uses), x in zip(ahead.items(), xs, strict=True):
-            part = _one_of(over[at], x)
-            with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
-                found += [part.follow(path).gather(steps) for path, steps in uses]
-        return found
+    def gather(at: int, path: Any, steps: Any, x: Any) -> Any:
+        part = _one_of(over[at], x)
+        with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
+            return part.follow(path).gather(steps)
+
+    gathers = [
+        (number, functools.partial(gather, at, *use)) for number, (at, uses) in enumerate(ahead.items()) for use in uses
+    ]
 
     def one(carries: list[Any], full: list[Any], each: list[Any]) -> Any:
         parts: dict[int, Any] = dict(zip(others, each, strict=True))
@@ -224,7 +226,7 @@ def _ahead(
 
     shards, each = [over[at].x for at in ahead], [over[at].x for at in others]
     return scan_ahead(
-        one, gather, carry, shards, each, length=length, reverse=eqn.params["reverse"],
+        one, gathers, carry, shards, each, length=length, reverse=eqn.params["reverse"],
         travels=any(over[at].rest is not None for at in ahead), remat="full" if remat in ("", CHUNK) else remat,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@ scattered one layer behind. Of a layer its input is kept, and no more, unless it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,15 +15,27 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from jshard.kernels.collectives import pvary
+from jshard.layers.partition.lazy_product import (
+    Multiply,
+    Product,
+    after,
+    first_of,
+    is_sliced,
+    multiplied_once,
+    product_scattered,
+    token_of,
+    with_products,
+)
 from jshard.layers.remat import recomputed
 
 Arrays = list[Any]
+Gathers = Sequence[tuple[int, Callable[[Any], Any]]]  # of which shard, and how
 Layer = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]  # carry, gathered, each -> carry, ys
 
 
 def scan_ahead(
     layer: Layer,
-    gather: Callable[[Arrays], Arrays],
+    gathers: Gathers,
     carry: Arrays,
     shards: Arrays,
     each: Arrays,
@@ -33,7 +45,11 @@ def scan_ahead(
     travels: bool = True,
     remat: str | tuple[str, ...] = "full",
 ) -> tuple[Arrays, Arrays]:
-    """Scan `layer` over `gather` of `shards` and over `each`, arrays that are led by the axis of layers.
+    """Scan `layer` over what `gathers` give, each of the shard of that number, and over `each`, arrays that are led by the axis
+    of layers.
+
+    Of kernels that one product reads, and that leave by permutes, a part of the gradient is multiplied at a time and sent while
+    the layer goes on; other gradients are scattered beside the backward of the layer before.
 
     The first and the last turn stand before and behind the loops, so that nothing is gathered or scattered for nothing:
     `length` gathers forward, one less backward. Where nothing `travels`, as all is whole, nothing is carried ahead: only the
@@ -45,9 +61,9 @@ def scan_ahead(
     def at(arrays: Sequence[Any], turn: Any) -> Arrays:
         return [lax.dynamic_index_in_dim(x, place(turn), keepdims=False) for x in arrays]
 
-    def put(arrays: Sequence[Any], some: Sequence[Any], turn: Any) -> Arrays:
+    def put(arrays: Sequence[Any], some: Mapping[int, Any], turn: Any) -> Arrays:
         write = lax.dynamic_update_index_in_dim
-        return [write(x, one, place(turn), 0) for x, one in zip(arrays, some, strict=True)]
+        return [write(x, some[n], place(turn), 0) if n in some else x for n, x in enumerate(arrays)]
 
     def stacked(*pieces: Sequence[Any]) -> Arrays:
         """The layers' arrays, given in the order of turns: one turn or several in a piece."""
@@ -55,29 +71,72 @@ def scan_ahead(
         return [x[::-1] for x in found] if reverse else found
 
     one = lambda arrays: [x[None] for x in arrays]
-    ahead = lambda shards, turn: gather(at(shards, turn)) if travels else []
+
+    def taken(shards: Sequence[Any], turn: Any) -> Arrays:
+        """A layer's shards. XLA for TPU would cast those of all layers in front of the loop, and keep both."""
+        some = [lax.dynamic_index_in_dim(x, turn, keepdims=False) for x in shards]
+        for (number, _), dtype in zip(gathers if soon else [], dtypes, strict=False):
+            if some[number].dtype == jnp.float32 and dtype == jnp.bfloat16:
+                some[number] = lax.reduce_precision(some[number], 8, 7)
+        return some
+
+    def gathered(shards: Sequence[Any], turn: Any, token: Any, *, in_turn: bool) -> tuple[Arrays, Any]:
+        """Gather when `token` is there, and `in_turn` one after another."""
+        full: Arrays = []
+        for number, f in gathers:
+            full.append(f(taken(shards, after(token, place(turn)))[number]))
+            # what else is gathered may be read by nothing
+            token = token_of(full[-1]) if in_turn and number in soon else token
+        return full, token
+
+    start = lambda: jnp.zeros(())  # of a chain: nothing is before it
+    gather = lambda shards: [f(shards[number]) for number, f in gathers]
+    ahead = lambda shards, turn: gather(taken(shards, place(turn))) if travels else []
     in_use = lambda full, shards, turn: full if travels else gather(at(shards, turn))
     # What the layer closes over is an operand, as a custom derivative may close over nothing that is differentiated.
-    operands = carry, gather(at(shards, 0)), at(each, 0)
+    shard_of_one = at(shards, 0)
+    operands = carry, gather(shard_of_one), at(each, 0)
+    dtypes = [x.dtype for x in operands[1]]
     program = jax.make_jaxpr(layer)(*operands)
+    kernels = program.jaxpr.invars[len(carry) :][: len(gathers)]
+    late = _late(gathers, program.jaxpr, kernels, shard_of_one, operands[1]) if travels else set(range(len(shards)))
+    soon, later = ([n for n in range(len(shards)) if (n in late) is each] for each in (False, True))
 
-    def run(carry: Arrays, full: Arrays, each: Arrays, consts: Arrays) -> tuple[Arrays, Arrays]:
-        outs = jax_core.eval_jaxpr(program.jaxpr, consts, *carry, *full, *each)
-        return outs[: len(carry)], outs[len(carry) :]
+    def run(carry: Arrays, full: Arrays, own: Arrays, each: Arrays, consts: Arrays) -> tuple[Arrays, Arrays]:
+        *own, token = own
+        shard = dict(zip(soon, own, strict=True))
 
+        def product(n: int, gather: Callable[[Any], Any]) -> Product:
+            def scattered(product: Multiply, x: Any, kernel: Any) -> Any:
+                nonlocal token
+                y, token = product_scattered(product, x, kernel, shard[n], token, gather)
+                return y
+
+            return scattered
+
+        products = {v: product(*each) for v, each in zip(kernels, gathers, strict=True) if each[0] in shard}
+        outs = with_products(program.jaxpr, [*consts, *carry, *full, *each], products)
+        return [*outs[: len(carry)], token], outs[len(carry) :]
+
+    some = lambda arrays, numbers: [arrays[n] for n in numbers]
     one_layer = (_Again if remat == "full" else _Kept)(
-        recomputed(run, remat, in_scan=True), (*operands, program.consts)
+        recomputed(run, remat, in_scan=True),
+        (operands[0], operands[1], [*at(some(shards, soon), 0), start()], operands[2], program.consts),
     )
+
+    def given(full: Arrays, shards: Arrays, each: Arrays, consts: Arrays, turn: Any) -> tuple[Arrays, ...]:
+        """What a layer is given beside what is carried."""
+        return in_use(full, shards, turn), [*at(some(shards, soon), turn), start()], at(each, turn), consts
 
     def forward(carry: Arrays, shards: Arrays, each: Arrays, consts: Arrays) -> Any:
         def turn(state: Any, number: Any) -> Any:
             carry, full = state
             after = ahead(shards, number + 1)
-            out, ys, kept = one_layer.forward(carry, in_use(full, shards, number), at(each, number), consts)
+            (*out, _), ys, kept = one_layer.forward(carry, *given(full, shards, each, consts, number))
             return (out, after), (kept, ys)
 
         (last, full), (kept, ys) = lax.scan(turn, (carry, ahead(shards, 0)), jnp.arange(length - 1))
-        out, y, of_last = one_layer.forward(last, in_use(full, shards, length - 1), at(each, length - 1), consts)
+        (*out, _), y, of_last = one_layer.forward(last, *given(full, shards, each, consts, length - 1))
         return (out, stacked(ys, one(y))), (kept, of_last, full, shards, each, consts)
 
     def backward(kept: Any, cotangents: Any) -> Any:
@@ -85,36 +144,48 @@ def scan_ahead(
         of_carry, of_ys = map(_smooth, cotangents)
         kept_at = lambda number: [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in every]
 
-        def pull(number: Any, kept: Arrays, full: Arrays, of_out: Arrays) -> list[Arrays]:
-            given = in_use(full, shards, number), at(each, number), consts
-            return [*map(_smooth, one_layer.backward(kept, *given, of_out, at(of_ys, number)))]
+        def pull(number: Any, kept: Arrays, full: Arrays, of_out: Arrays, done: Arrays, token: Any) -> list[Arrays]:
+            """The cotangents of a layer: of what is carried, of what is scattered later, of each and of consts; and
+            `done`, with those that were scattered at once."""
+            operands = given(full, shards, each, consts, number)
+            found = one_layer.backward(kept, *operands, [*of_out, token], at(of_ys, number))
+            of_carry, of_full, (*own, _), of_each, of_consts = map(_smooth, found)
+            behind = [x for x, (n, _) in zip(of_full, gathers, strict=True) if n in late]
+            return [of_carry, behind, of_each, of_consts, put(done, dict(zip(soon, own, strict=True)), number)]
 
-        def again(number: Any) -> Arrays:
+        def again(number: Any, token: Any, *, in_turn: bool = True) -> tuple[Arrays, Any]:
             with jax.named_scope("checkpoint"), jax.named_scope("rematted_computation"):  # so that it is told as such
-                return ahead(shards, number)
+                return gathered(shards, number, token, in_turn=in_turn) if soon else (ahead(shards, number), token)
 
-        def scattered(of_full: Arrays, number: Any) -> Arrays:
-            return jax.vjp(gather, at(shards, number))[1](of_full)[0]
+        def scattered(of_full: Arrays, number: Any, done: Arrays) -> Arrays:
+            gather = lambda shards: [f(shards[later.index(n)]) for n, f in gathers if n in late]
+            own = jax.vjp(gather, at(some(shards, later), number))[1](of_full)[0]
+            return put(done, dict(zip(later, own, strict=True)), number)
 
         def turn(state: Any, number: Any) -> Any:
             of_carry, full, behind, sums, done = state
-            before, done = again(number - 1), put(done, scattered(behind, number + 1), number + 1)
-            of_carry, behind, of_each, of_consts = pull(number, kept_at(number), full, of_carry)
+            before, last = again(number - 1, start())
+            done = scattered(behind, number + 1, done)
+            of_carry, behind, of_each, of_consts, done = pull(number, kept_at(number), full, of_carry, done, last)
             return (of_carry, before, behind, list(map(jnp.add, sums, of_consts)), done), of_each
 
-        before = again(length - 2) if length > 1 else []
-        of_carry, behind, of_last, sums = pull(length - 1, last, full, of_carry)
+        before, _ = (
+            again(length - 2, token_of(of_carry[0]) if of_carry else start(), in_turn=False)
+            if length > 1
+            else ([], None)
+        )
         of_shards = [pvary(lax.empty(x.shape, x.dtype), tuple(jax.typeof(x).mat.varying)) for x in shards]
+        of_carry, behind, of_last, sums, of_shards = pull(length - 1, last, full, of_carry, of_shards, start())
         of_each = stacked(one(of_last))
         if length > 1:
             state = of_carry, before, behind, sums, of_shards
             state, between = lax.scan(turn, state, jnp.arange(1, length - 1), reverse=True)
             of_carry, full, behind, sums, of_shards = state
-            of_shards = put(of_shards, scattered(behind, 1), 1)
-            of_carry, behind, of_first, of_consts = pull(0, kept_at(0), full, of_carry)
+            of_shards = scattered(behind, 1, of_shards)
+            of_carry, behind, of_first, of_consts, of_shards = pull(0, kept_at(0), full, of_carry, of_shards, start())
             sums = list(map(jnp.add, sums, of_consts))
             of_each = stacked(one(of_first), between, one(of_last))
-        of_shards = put(of_shards, scattered(behind, 0), 0)
+        of_shards = scattered(behind, 0, of_shards)
         return (
             _padded(of_carry, carry), of_shards, _padded(of_each, each), _padded(sums, consts),
         )  # fmt: skip
@@ -124,14 +195,29 @@ def scan_ahead(
     return call(carry, shards, each, program.consts)
 
 
+def _late(gathers: Gathers, jaxpr: Any, kernels: Sequence[Any], shards: Arrays, full: Arrays) -> set[int]:
+    """Which shards have their gradients scattered a layer late: all of which a part can't leave while the next is multiplied.
+
+    Behind the gradients that a layer makes last it has no work to hide them. Where these are more than a third, all are late.
+    """
+    once, found = multiplied_once(jaxpr, kernels), set[int]()
+    for v, (n, f), x in zip(kernels, gathers, full, strict=True):
+        pull = lambda shard, of_x, f=f: jax.vjp(f, shard)[1](of_x)
+        if v not in once or not is_sliced(jax.make_jaxpr(pull)(shards[n], x), 1):
+            found.add(n)
+    soon = [v for v, (n, _) in zip(kernels, gathers, strict=True) if n not in found]
+    size = lambda some: sum(v.aval.size for v in some)
+    return found if 3 * size(first_of(jaxpr, soon)) <= size(soon) else {n for n, _ in gathers}
+
+
 class _Again:
     """A layer of which its input is kept."""
 
     def __init__(self, run: Callable[..., Any], operands: Sequence[Arrays]):
         self.run = run
 
-    def forward(self, carry: Arrays, full: Arrays, each: Arrays, consts: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        return *self.run(carry, full, each, consts), carry
+    def forward(self, carry: Arrays, *given: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        return *self.run(carry, *given), carry
 
     def backward(self, kept: Arrays, *given: Any) -> Any:
         *operands, of_out, of_ys = given
@@ -146,9 +232,9 @@ class _Kept:
         self.outputs = jax.eval_shape(run, *operands)
         pulled: Any = None
 
-        def forward(carry: Arrays, full: Arrays, each: Arrays, consts: Arrays) -> list[Any]:
+        def forward(*operands: Arrays) -> list[Any]:
             nonlocal pulled
-            outs, pull = jax.vjp(run, carry, full, each, consts)
+            outs, pull = jax.vjp(run, *operands)
             residuals, pulled = jax.tree.flatten(pull)
             return [*jax.tree.leaves(outs), *residuals]
 

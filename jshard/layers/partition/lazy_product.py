@@ -1,0 +1,220 @@
+"""A gradient of a kernel that is made a slice at a time, where slices of it are all that is read: as the parts of a scatter by
+permutes, each sent while the next is multiplied. The whole of it never stands in memory, and no pass over it cuts it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax._src import source_info_util
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+from jshard.jaxprs import bare, called
+from jshard.kernels.invariant_cast import set_varying
+
+Multiply = Callable[[Array, Array], Array]  # by a kernel
+Product = Callable[[Multiply, Array, Array], Array]
+
+OF_EACH = frozenset(("convert_element_type", "pcast", "pvary"))  # done with each number, so with those of a slice too
+SAME = OF_EACH | {"transpose"}
+
+
+@dataclasses.dataclass(eq=False)
+class LazyProduct:
+    """`x` times `y` by a dot_general, its axes in another order, and what is done then with each number of it."""
+
+    eqn: Any
+    x: Array
+    y: Array
+    order: tuple[int, ...]  # which axis of the product each is
+    then: tuple[Any, ...] = ()
+    shift: Any = 0  # of every slice: a zero that is there when slices may be made
+
+    @functools.cached_property
+    def whole(self) -> Array:
+        return self._made(self.x, self.y)
+
+    def slice(self, starts: Sequence[Any], sizes: Sequence[int]) -> Array:
+        """Multiply slices of the operands."""
+        (of_x, of_y), (batch_x, batch_y) = self.eqn.params["dimension_numbers"]
+        free = lambda rank, *others: [axis for axis in range(rank) if not any(axis in each for each in others)]
+        free_x, free_y = free(self.x.ndim, of_x, batch_x), free(self.y.ndim, of_y, batch_y)
+        axes = [
+            *zip(batch_x, batch_y, strict=True),
+            *((axis, None) for axis in free_x),
+            *((None, axis) for axis in free_y),
+        ]
+        operands = [self.x, self.y]
+        for at, start, size in zip(self.order, starts, sizes, strict=True):
+            for number, axis in enumerate(axes[at]):
+                if axis is not None and size != operands[number].shape[axis]:
+                    operands[number] = lax.dynamic_slice_in_dim(operands[number], start + self.shift, size, axis)
+        return self._made(*operands)
+
+    def transposed(self, order: Sequence[int]) -> LazyProduct:
+        return dataclasses.replace(self, order=tuple(self.order[at] for at in order))
+
+    def _made(self, x: Array, y: Array) -> Array:
+        made = lax.transpose(_bound(self.eqn, [x, y])[0], self.order)
+        return functools.reduce(lambda made, eqn: _bound(eqn, [made])[0], self.then, made)
+
+
+def evaluate(program: Any, xs: Sequence[Any], shift: Any) -> list[Any]:
+    """Run a traced program. Products are not made before their numbers are read, and only slices of them where that is all."""
+    jaxpr = bare(program)
+    known = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
+    known |= dict(zip(jaxpr.invars, xs, strict=True))
+    for eqn in jaxpr.eqns:
+        given = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+        known |= dict(zip(eqn.outvars, _evaluated(eqn, given, shift), strict=True))
+    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+
+
+def _evaluated(eqn: Any, given: Sequence[Any], shift: Any) -> list[Any]:
+    lazy = next((x for x in given if isinstance(x, LazyProduct)), None)
+    if lazy is None:
+        if eqn.primitive.name != "dot_general":
+            return _bound(eqn, given)
+        x, y = given
+        return [LazyProduct(eqn, x, y, tuple(range(len(eqn.outvars[0].aval.shape))), shift=shift)]
+    if (program := called(eqn)) is not None:
+        with _at(eqn):
+            return evaluate(program, given, shift)
+    match eqn.primitive.name:
+        case "transpose":
+            return [lazy.transposed(eqn.params["permutation"])]
+        case name if name in OF_EACH:
+            return [dataclasses.replace(lazy, then=(*lazy.then, eqn))]
+        case "dynamic_slice" if given[0] is lazy:
+            with _at(eqn):
+                return [lazy.slice(given[1:], eqn.params["slice_sizes"])]
+        case _:
+            return _bound(eqn, list(map(whole, given)))
+
+
+def whole(x: Any) -> Any:
+    """All of an array, though it be a product that was not made yet."""
+    return x.whole if isinstance(x, LazyProduct) else x
+
+
+def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Product]) -> list[Any]:
+    """Run a traced program whose products by these variables are made by others."""
+    jaxpr = bare(program)
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), xs, strict=True))
+    for eqn in jaxpr.eqns:
+        given = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+        at = next((n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in products), None)
+        if at is None:
+            outs = _bound(eqn, given)
+        else:
+            product = lambda x, w, eqn=eqn, at=at: _bound(eqn, [x, w] if at else [w, x])[0]
+            outs = [products[eqn.invars[at]](product, given[1 - at], given[at])]
+        known |= dict(zip(eqn.outvars, outs, strict=True))
+    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+
+
+def multiplied_once(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
+    """Which of these variables one product reads, and nothing else does."""
+    reads = collections.Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
+    products: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        read = [v for v in eqn.invars if not isinstance(v, Literal)]
+        reads.update(read)
+        products.update(read if eqn.primitive.name == "dot_general" else ())
+    return {v for v in variables if v in products and reads[v] == 1}
+
+
+def first_of(jaxpr: Any, kernels: Collection[Any]) -> set[Any]:
+    """Which of these kernels are multiplied by what no product by another has made: their gradients are made last."""
+    first: set[Any] = set()
+    behind: set[Any] = set()  # products by them, and what is made of these
+    for eqn in jaxpr.eqns:
+        read = {v for v in eqn.invars if not isinstance(v, Literal)}
+        by = read.intersection(kernels)
+        if not read.isdisjoint(behind):
+            behind.update(eqn.outvars)
+        elif by:
+            first |= by
+            behind.update(eqn.outvars)
+    return first
+
+
+def is_sliced(program: Any, number: int) -> bool:
+    """Whether nothing of an operand is read but slices."""
+    jaxpr = bare(program)
+    same = {jaxpr.invars[number]}
+    for eqn in jaxpr.eqns:
+        places = [at for at, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in same]
+        if not places or (eqn.primitive.name == "dynamic_slice" and places == [0]):
+            continue
+        if eqn.primitive.name in SAME:
+            same.update(eqn.outvars)
+        elif called(eqn) is None or not all(is_sliced(called(eqn), at) for at in places):
+            return False
+    return not any(v in same for v in jaxpr.outvars if not isinstance(v, Literal))
+
+
+def product_scattered(
+    product: Multiply, x: Array, kernel: Array, shard: Array, token: Array, gather: Callable[[Any], Any]
+) -> tuple[Array, Array]:
+    """Return `product(x, kernel)` of a kernel that was gathered from `shard`, to which its gradient goes, and `token`.
+
+    The gradient of `token` says nothing but when: it is there when this gradient has been scattered, and that of the product
+    before this one is scattered behind it.
+    """
+
+    def forward(x: Array, kernel: Array, shard: Array, token: Array) -> tuple[tuple[Array, Array], Any]:
+        return (product(x, kernel), token), (x, kernel, shard)
+
+    def backward(kept: Any, cotangents: tuple[Array, Array]) -> tuple[Array, None, Array, Array]:
+        (x, kernel, shard), (of_y, token) = kept, cotangents
+        (of_x,) = jax.vjp(lambda x: product(x, kernel), x)[1](of_y)
+
+        def pull(shard: Array, x: Array, kernel: Array, of_y: Array) -> Array:
+            (of_kernel,) = jax.vjp(lambda kernel: product(x, kernel), kernel)[1](of_y)
+            return jax.vjp(gather, shard)[1](of_kernel)[0]
+
+        operands = shard, x, kernel, of_y
+        program = jax.make_jaxpr(pull)(*operands)
+        live, used = partial_eval.dce_jaxpr(program.jaxpr, [True])  # without the gather
+        read = [x for x, is_used in zip(operands, used, strict=True) if is_used]
+        of_shard = whole(evaluate(program.replace(jaxpr=live), read, after(token, 0))[0])
+        return of_x, None, of_shard, token_of(of_shard)
+
+    call = jax.custom_vjp(lambda *operands: forward(*operands)[0])
+    call.defvjp(forward, backward)
+    return call(x, kernel, shard, token)
+
+
+def after(token: Any, number: Any) -> Array:
+    """The same number, which no compiler knows before `token` is there.
+
+    What is sliced there waits for the token. XLA for TPU removes barriers before it makes its schedule, and takes each
+    collective of that to have links of its own: those that are ready together it puts together, and their wire shows.
+    """
+    number = jnp.asarray(number, jnp.int32)
+    return lax.min(number, number + (token != token).astype(jnp.int32))
+
+
+def token_of(x: Array) -> Array:
+    """A number that is there when `x` is."""
+    one = lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(()).astype(jnp.float32)
+    return set_varying(one, frozenset())
+
+
+def _bound(eqn: Any, xs: Sequence[Any]) -> list[Any]:
+    with _at(eqn), eqn.ctx.manager:
+        outs = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _at(eqn: Any) -> Any:
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
