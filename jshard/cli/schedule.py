@@ -9,7 +9,7 @@ from pathlib import Path
 from jshard.cli.bench import parsed
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError, did_you_mean, quoted
-from jshard.schedules import KINDS, Cost, Table, Times, generate, load, read
+from jshard.schedules import KINDS, Cost, Table, Times, generate, load, read, shared
 from jshard.table import table
 
 SUFFIXES = (".html", ".svg", ".txt")
@@ -34,6 +34,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--times", metavar="F=1,B=1,W=1", help="how long each takes; a B that makes weight gradients too takes B + W"
     )
     parser.add_argument(
+        "--layers", metavar="2,1,1,1", help="of each stage, where they are unequal: the times are those of one"
+    )
+    parser.add_argument(
+        "--share", action="store_true", help="have stages make each other's weight gradients, where that is shorter"
+    )
+    parser.add_argument(
         "--size", metavar="16MiB", help="bytes of a microbatch between stages: what is kept and sent in bytes"
     )
     parser.add_argument(
@@ -49,8 +55,8 @@ def run(chosen: argparse.Namespace) -> int:
     for name in chosen.output:
         if Path(name).suffix not in SUFFIXES:
             raise JShardError(f"-o {name} has no ending that is known", hint=f"name a file in {', '.join(SUFFIXES)}")
-    times, size = _times(chosen.times), parsed(chosen.size) if chosen.size else None
-    costs = [Cost(_table(name, chosen), times, size) for name in chosen.schedules]
+    times, size = _times(chosen.times, chosen.layers), parsed(chosen.size) if chosen.size else None
+    costs = [Cost(_with_layers(_table(name, chosen), times, chosen), times, size) for name in chosen.schedules]
     from jshard.schedules.drawing import grid, page, picture
 
     for cost in costs:
@@ -105,7 +111,22 @@ def _table(name: str, chosen: argparse.Namespace) -> Table:
     return made if chosen.most_inputs is None else read(made.text(), name, most_inputs=chosen.most_inputs)
 
 
-def _times(text: str | None) -> Times:
+def _with_layers(table: Table, times: Times, chosen: argparse.Namespace) -> Table:
+    if times.layers and len(times.layers) != table.stages:
+        raise JShardError(
+            f"--layers {chosen.layers} are of {len(times.layers)} stages, and {table.name} has {table.stages}",
+            hint=f"write one number for each, as --layers 2{',1' * (table.stages - 1)}",
+        )
+    if not chosen.share:
+        return table
+    if not times.layers:
+        raise JShardError("--share needs the layers of each stage", hint=f"add --layers 2{',1' * (table.stages - 1)}")
+    return shared(table, times.layers) if table.splits_weights else table
+
+
+def _times(text: str | None, layers: str | None) -> Times:
+    if layers is not None and not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", layers):
+        raise JShardError(f"--layers {quoted(layers)} is no list of whole numbers", hint="write --layers 2,1,1,1")
     words = dict(re.findall(r"([FBW])=([0-9]+(?:\.[0-9]+)?)", text or ""))
     if ",".join(f"{slot}={time}" for slot, time in words.items()) != (text or "") or not all(
         map(float, words.values())
@@ -113,4 +134,5 @@ def _times(text: str | None) -> Times:
         raise JShardError(
             f"--times {quoted(text or '')} is no list of times above 0", hint="write --times F=1,B=1.2,W=0.8"
         )
-    return Times(**{slot: float(time) for slot, time in words.items()})
+    of_stages = tuple(map(float, layers.split(","))) if layers else ()
+    return Times(**{slot: float(time) for slot, time in words.items()}, layers=of_stages)

@@ -18,9 +18,12 @@ class Times:
     F: float = 1.0
     B: float = 1.0
     W: float = 1.0
+    layers: tuple[float, ...] = ()  # of each stage, where they are unequal: the times are those of one
 
-    def of(self, slot: str, table: Table) -> float:
-        return self.B + self.W if slot == "B" and not table.splits_weights else getattr(self, slot)
+    def of(self, slot: str, table: Table, stage: int) -> float:
+        """How long an operation of this slot takes that is of `stage`, wherever it runs."""
+        one = self.B + self.W if slot == "B" and not table.splits_weights else getattr(self, slot)
+        return one * (self.layers[stage] if self.layers else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +59,9 @@ def lock_step(table: Table, times: Times) -> Run:
     for tick in range(table.ticks):
         for slot in SLOTS:
             ops = [(stage, op) for stage, row in enumerate(table.rows) for op in row[tick] if op.slot == slot]
-            end = now + times.of(slot, table) if ops else now
-            bars += [Bar(stage, op, now, end) for stage, op in ops]
-            now = end
+            takes = [times.of(slot, table, stage if op.of is None else op.of) for stage, op in ops]
+            bars += [Bar(stage, op, now, now + each) for (stage, op), each in zip(ops, takes, strict=True)]
+            now += max(takes, default=0)
     return Run(table.stages, tuple(bars))
 
 
@@ -68,10 +71,10 @@ def own_pace(table: Table, times: Times) -> Run:
     free = [0.0] * table.stages
     bars = []
     for key, _ in sorted(table.when.items(), key=lambda each: (each[1], SLOTS.index(each[0].slot))):
-        chunk, stage = divmod(key.virtual, table.stages)
+        stage, op = table.op(key)
         start = max([free[stage], *(ends[needed] for needed, _ in needs(key, table.virtual_stages))])
-        ends[key] = free[stage] = start + times.of(key.slot, table)
-        bars.append(Bar(stage, Op(key.slot, key.microbatch, chunk), start, free[stage]))
+        ends[key] = free[stage] = start + times.of(key.slot, table, key.virtual % table.stages)
+        bars.append(Bar(stage, op, start, free[stage]))
     return Run(table.stages, tuple(bars))
 
 
@@ -121,6 +124,11 @@ def _sending(table: Table) -> list[Key]:
     return [key for key in table.when if table.stages > 1 and key.virtual != ends.get(key.slot, key.virtual)]
 
 
+def handed_over(table: Table) -> list[int]:
+    """Count by stage the weight gradients of its layers that another stage makes: for each it sends what it has kept."""
+    return [sum(key.virtual % table.stages == stage for key in table.elsewhere) for stage in range(table.stages)]
+
+
 def sends_in_idle_ticks(table: Table) -> list[int]:
     """Count by stage what it sends in a step though the table has nothing for it to send: a stage that
     sends does so in every tick."""
@@ -164,6 +172,7 @@ class Cost:
         inputs, gradients = ([max(ticks) for ticks in kept(self.table)] for kept in (inputs_kept, gradients_kept))
         found = [
             ("ticks", f"{self.table.ticks:,}"),
+            *[("as long as, in lock-step", f"{self.lock_step.length:g}")] * bool(self.times.layers),
             ("idle in lock-step, as it runs", percent(self.lock_step.idle)),
             ("idle at each one's own pace, as in textbooks", percent(self.own_pace.idle)),
             ("microbatches kept, by stage", _spaced(inputs)),
@@ -171,6 +180,8 @@ class Cost:
             ("sends, by stage", _spaced(sent_by)),
             ("sends with no work beside them", percent(sends_alone(self.table))),
         ]
+        if self.table.elsewhere:
+            found.append(("weight gradients made elsewhere, by stage", _spaced(handed_over(self.table))))
         if self.bytes_each is not None:
             kept = [self.bytes_each * (both[0] + both[1]) for both in zip(inputs, gradients, strict=True)]
             sent, idle = (
@@ -188,7 +199,8 @@ def compared(costs: Sequence[Cost]) -> list[list[str]]:
     """The figures of tables side by side: a row of names, a row for each figure."""
     by_table = [dict(cost.figures()) for cost in costs]
     head = ["", *(cost.table.name for cost in costs)]
-    return [head, *([name, *(figures[name] for figures in by_table)] for name in by_table[0])]
+    names = dict.fromkeys(name for figures in by_table for name in figures)
+    return [head, *([name, *(figures.get(name, "none") for figures in by_table)] for name in names)]
 
 
 def percent(share: float) -> str:

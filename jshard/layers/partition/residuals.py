@@ -68,6 +68,11 @@ class Chunk:
         self.kept = [zeros[id(v)] for v in self.places]
         first = lambda *xs: self.halves[0].first(xs)[1]
         self.left = traced(first, *residuals, *jax.tree.leaves(self.y))[1] if splits and not recomputes else None
+        # for the gradients of parameters: what is needed of what is kept, and whether parameters are
+        self.late = {*self._numbers(self.reads[1])}
+        again = {self.outputs + n for n in self.reads[1] if self._place(n) is None}
+        some = [n in again for n in range(len(self.program.jaxpr.outvars))]
+        self.late_reads_parameters = any(partial_eval.dce_jaxpr(self.program.jaxpr, some)[1][:own])
         numbers = self._numbers(range(len(residuals)))
         self.stores = self._halves({*range(self.outputs), *numbers.values()}), numbers
 
