@@ -39,7 +39,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_slices_of_a_product_are_products_of_slices(name):
     program = jax.make_jaxpr(lambda x, y: scattered(*PRODUCTS[name], x, y))(X, Y)
-    run = lambda x, y: whole(evaluate(program, [x, y], 0)[0])
+    run = lambda x, y: whole(evaluate(program, [x, y], jnp.zeros(()))[0])
     np.testing.assert_array_equal(run(X, Y), scattered(*PRODUCTS[name], X, Y))
     flops = lambda f: [
         eqn.outvars[0].aval.size for eqn in equations(jax.make_jaxpr(f)(X, Y)) if "dot" in eqn.primitive.name
@@ -52,7 +52,7 @@ def test_what_reads_all_of_a_product_is_given_all_of_it_once():
     product = lambda x, y: jnp.einsum("bti,btj->ij", x, y).T
     f = lambda x, y: (lambda made: made.sum() + made.max())(product(x, y))
     program = jax.make_jaxpr(f)(X, Y)
-    run = lambda x, y: whole(evaluate(program, [x, y], 0)[0])
+    run = lambda x, y: whole(evaluate(program, [x, y], jnp.zeros(()))[0])
     assert run(X, Y) == f(X, Y)
     counts = collections.Counter(eqn.primitive.name for eqn in equations(jax.make_jaxpr(run)(X, Y)))
     assert counts["dot_general"] == 1

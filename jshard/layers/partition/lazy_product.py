@@ -35,7 +35,7 @@ class LazyProduct:
     y: Array
     order: tuple[int, ...]  # which axis of the product each is
     then: tuple[Any, ...] = ()
-    shift: Any = 0  # of every slice: a zero that is there when slices may be made
+    token: Any = 0.0  # slices are made when it is there
 
     @functools.cached_property
     def whole(self) -> Array:
@@ -55,7 +55,7 @@ class LazyProduct:
         for at, start, size in zip(self.order, starts, sizes, strict=True):
             for number, axis in enumerate(axes[at]):
                 if axis is not None and size != operands[number].shape[axis]:
-                    operands[number] = lax.dynamic_slice_in_dim(operands[number], start + self.shift, size, axis)
+                    operands[number] = lax.dynamic_slice_in_dim(operands[number], after(self.token, start), size, axis)
         return self._made(*operands)
 
     def transposed(self, order: Sequence[int]) -> LazyProduct:
@@ -66,27 +66,27 @@ class LazyProduct:
         return functools.reduce(lambda made, eqn: _bound(eqn, [made])[0], self.then, made)
 
 
-def evaluate(program: Any, xs: Sequence[Any], shift: Any) -> list[Any]:
+def evaluate(program: Any, xs: Sequence[Any], token: Any) -> list[Any]:
     """Run a traced program. Products are not made before their numbers are read, and only slices of them where that is all."""
     jaxpr = bare(program)
     known = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
     known |= dict(zip(jaxpr.invars, xs, strict=True))
     for eqn in jaxpr.eqns:
         given = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
-        known |= dict(zip(eqn.outvars, _evaluated(eqn, given, shift), strict=True))
+        known |= dict(zip(eqn.outvars, _evaluated(eqn, given, token), strict=True))
     return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
 
 
-def _evaluated(eqn: Any, given: Sequence[Any], shift: Any) -> list[Any]:
+def _evaluated(eqn: Any, given: Sequence[Any], token: Any) -> list[Any]:
     lazy = next((x for x in given if isinstance(x, LazyProduct)), None)
     if lazy is None:
         if eqn.primitive.name != "dot_general":
             return _bound(eqn, given)
         x, y = given
-        return [LazyProduct(eqn, x, y, tuple(range(len(eqn.outvars[0].aval.shape))), shift=shift)]
+        return [LazyProduct(eqn, x, y, tuple(range(len(eqn.outvars[0].aval.shape))), token=token)]
     if (program := called(eqn)) is not None:
         with _at(eqn):
-            return evaluate(program, given, shift)
+            return evaluate(program, given, token)
     match eqn.primitive.name:
         case "transpose":
             return [lazy.transposed(eqn.params["permutation"])]
@@ -185,7 +185,7 @@ def product_scattered(
         program = jax.make_jaxpr(pull)(*operands)
         live, used = partial_eval.dce_jaxpr(program.jaxpr, [True])  # without the gather
         read = [x for x, is_used in zip(operands, used, strict=True) if is_used]
-        of_shard = whole(evaluate(program.replace(jaxpr=live), read, after(token, 0))[0])
+        of_shard = whole(evaluate(program.replace(jaxpr=live), read, token)[0])
         return of_x, None, of_shard, token_of(of_shard)
 
     call = jax.custom_vjp(lambda *operands: forward(*operands)[0])
