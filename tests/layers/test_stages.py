@@ -26,7 +26,7 @@ from jshard.layers.accumulation import accumulated
 from jshard.layers.partition import ticks, watched
 from jshard.layers.sharding import objective_of
 from jshard.provenance import said
-from jshard.schedules import KINDS, generate, shared
+from jshard.schedules import KINDS, generate, read, shared
 from jshard.schedules.steps import steps
 from jshard.signals.active_config import unload
 from jshard.units import size
@@ -915,3 +915,14 @@ def test_weight_gradients_elsewhere_of_layers_that_are_computed_again_are_refuse
         f"the table {tmp_path}/shared.txt has weight gradients made on another stage than theirs, and these layers are computed "
         "again for theirs, by parameters that are not there; leave remat away, or write each W in the row of its stage"
     )
+
+
+@pytest.mark.slow
+def test_who_watches_hears_weight_gradients_under_the_stage_that_makes_them(tmp_path, monkeypatch):
+    table, said = of_shared(tmp_path)
+    jshard.load(said)
+    heard = []
+    monkeypatch.setattr(events, "operation", lambda where, ended: heard.append((where, ended)))
+    jax.block_until_ready(nnx.jit(accumulated(loss))(built(depth=5), X, Y))
+    told = read(table.text(), f"{tmp_path}/shared.txt")
+    assert collections.Counter(heard) == {(told.where(key), ended): 1 for key in told.when for ended in (False, True)}

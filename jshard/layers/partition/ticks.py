@@ -210,12 +210,13 @@ def run_table(
 
     def weights_of(hops: int, now: dict[str, Array], parcel: Tree, sums: Tree) -> Tree:
         """Add the weight gradients of the stage so many hops before this one, made of what it has sent."""
-        now = begins(table, "W", stage, now)
-        number = now["W_chunk"] * table.stages + (stage - hops) % table.stages
+        whose = (stage - hops) % table.stages
+        now = begins(table, "W", whose, now)
+        number = now["W_chunk"] * table.stages + whose
         args = _at(parameters, now["W_chunk"]), edges, _at(inputs, now["W_microbatch"]), number
         kept, left, by_y = parcel
         (_, by_own, *by_edges), _ = program.backward(1, args, kept, by_y, left)
-        by_own, by_edges = ended(table, "W", stage, now, (by_own, by_edges))
+        by_own, by_edges = ended(table, "W", whose, now, (by_own, by_edges))
         of_own, of_edges = sums
         return added(of_own, of_edges, now["W_chunk"], by_own, *by_edges)
 
