@@ -161,7 +161,8 @@ def test_diff_of_what_stages_keep_says_how_much():
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((ONE,), ()), ((), (ONE,)), ((ONE,), (TWO, ONE)), ((ONE, TWO), (TWO, ONE))]
+    ("before", "after"),
+    [((ONE,), ()), ((), (ONE,)), ((ONE,), (TWO, ONE)), ((ONE, TWO), (TWO,)), ((ONE, TWO), (TWO, ONE))],
 )
 def test_diff_of_schedules_that_one_side_alone_has_is_a_line_of_each(before, after):
     lines = str(compare(Ledger((), stages=before), Ledger((), stages=after))).splitlines()
@@ -207,6 +208,9 @@ def test_diff_beside_what_a_compiler_added_is_side_by_side():
         "wire: 50,688 B -> 3,072 B (-47,616 B) per device",
         "differs: 1 all_reduce gone",
     ]
+    assert str(compare(Ledger((line(),)), Ledger((), compiler="XLA for CPU"))).splitlines()[0] == (
+        "  a.yaml:7  mlp  forward  all_reduce  over tensor (4)  1 asked  1,536 B on the wire  none"
+    )
     as_many = Ledger((dataclasses.replace(line(), primitive="other"),), compiler="XLA for CPU")
     assert compare(Ledger((line(),)), as_many).changes == compare(as_many, Ledger((line(),))).changes == ()
 

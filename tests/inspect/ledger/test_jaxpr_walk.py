@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jshard.inspect.ledger.jaxpr_walk import Around, _collective, has_transposed, scopes_in, walk
 from jshard.provenance import scope
@@ -52,7 +53,30 @@ def test_operations_of_any_name_hold_no_collectives():
     assert list(walk(jax.make_jaxpr(lambda x: x ^ x)(X > 0).jaxpr)) == []
 
 
+def test_a_loop_over_ticks_counts_what_its_table_says(mesh):
+    """And as often as the loop itself runs: here twice."""
+
+    def taken(x, times):
+        with scope(times=times, turns="5"):
+            return lax.cond(x.sum() > 0, lambda x: x * lax.psum(x, "data"), jnp.sin, x)
+
+    def tick(x, _):
+        x = taken(taken(x, "3 2"), "0")
+        with scope(times="6", each="4"):
+            return x + lax.psum(x, "data"), None
+
+    def loop(x, _):
+        return lax.scan(tick, x, None, length=5)
+
+    body = lambda x: lax.scan(loop, x, None, length=2)[0]
+    spread = jax.shard_map(
+        body, mesh=mesh(data=8, axis_types="auto"), in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False
+    )
+    lines = list(walk(jax.make_jaxpr(spread)(np.ones(8, np.float32)).jaxpr))
+    assert [(line.count, line.each, line.branches) for line in lines] == [(6, None, ()), (12, 8, ())]
+
+
 def test_a_sum_over_axes_of_an_array_is_no_collective():
     x = types.SimpleNamespace(aval=jax.core.ShapedArray((3,), X.dtype))
-    eqn = types.SimpleNamespace(primitive=jax.lax.psum_p, params={"axes": (0,)}, invars=[x], outvars=[x])
+    eqn = types.SimpleNamespace(primitive=lax.psum_p, params={"axes": (0,)}, invars=[x], outvars=[x])
     assert list(_collective(eqn, Around())) == []
