@@ -50,8 +50,8 @@ def told(ledger: Ledger, **expected) -> list[str] | int:
     [
         ([line()], {"all_reduce": 1}),
         (
-            [line(signal="-"), line(), line(count=2), line("all_gather"), line(signal="b")],
-            {"all_reduce": 3, "bytes": 1536 * 3 + 768},
+            [line(signal="-"), line(), line(count=2), line("all_gather"), line("permute"), line(signal="b")],
+            {"all_reduce": 3, "bytes": 1536 * 3 + 768 + 1024},
         ),
         ([line()], {"bytes": 1537, "permute": 0}),
         ([], {"all_reduce": 0, "bytes": 0}),
@@ -88,12 +88,13 @@ def test_a_promise_that_is_broken_is_told_with_what_is_asked_for(lines, expected
 @pytest.mark.parametrize(("many", "more"), [(1, ""), (2, " and 1 more"), (3, " and 2 more")])
 def test_what_is_left_to_the_compiler_breaks_the_promise_of_its_place_alone(many, more):
     assert told(Ledger((), left=(left("b"), left("-"), left("+a"))), a={"all_reduce": 0}, b={}, **{"+a": {}}) == 1
-    ledger = Ledger((line(signal="a1"), line(signal="a3")), left=(left("a2"),) * many)
+    ledger = Ledger((line(signal="a1"), line(signal="a3")), left=(*[left("a2")] * many, left("a4")))
     faults = told(ledger, a_any={"all_reduce": 2})
     assert isinstance(faults, list)
     promise = "expects 2 all_reduce, and 1 is asked for; write all_reduce: 1, or see jshard explain"
     found = "\n".join(faults)
     assert f'signal "a1" {promise}' in found and f'signal "a3" {promise}' in found
+    assert 'signal "a4" expects, and only the compiler decides what rev over data moves' in found
     assert f'signal "a2" expects, and only the compiler decides what rev over data{more} moves; do it inside ' in found
 
 
