@@ -107,10 +107,10 @@ class Ledger(Shown):
         yield self.summary()
 
     def text_by(self, key: str, width: int | None = None) -> str:
-        """One row for each `signal`, mesh `axis` or YAML `line`: collectives, wire and, but by axis, memory."""
+        """One row for each `signal`, mesh `axis` or YAML `line`: collectives, wire and, by signal or line, memory."""
         wire, counts, memory = self.by(key), self.counts(key), dict[str, int]()
-        for rest in self.memory if key != "axis" else ():
-            word = rest.signal if key == "signal" else str(rest.place or "-")
+        for rest in self.memory if key in ("signal", "line") else ():
+            word = {"signal": rest.signal, "line": str(rest.place or "-")}[key]
             memory[word] = memory.get(word, 0) + rest.total
         rows = [
             (

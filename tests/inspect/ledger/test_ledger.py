@@ -509,7 +509,7 @@ def test_memory_is_told_in_the_order_of_the_file():
 
 
 PLACE = Place("a.yaml", 7)
-MEMORY = "memory: 2,128 B at rest per device (parameters 1,005 B, gradients 1,000 B, optimizer state 20 B, other 103 B)"
+MEMORY = "memory: 2,138 B at rest per device (parameters 1,005 B, gradients 1,005 B, optimizer state 25 B, other 103 B)"
 TOTAL = "total: 13 collectives, 1,696 B on the wire per device (forward 1,696 B)"
 
 
@@ -525,7 +525,7 @@ def hand_written() -> Ledger:
         ),
         memory=(
             Rest(PLACE, "mlp", 1000, 1000, 20, 3),
-            Rest(PLACE, "head", 5),
+            Rest(PLACE, "head", 5, 5, 5),
             Rest(None, "-", other=100),
         ),
         stages=(Staged("stage", generate("gpipe", 2, 4), kept=10),),
@@ -541,7 +541,7 @@ def test_ledger_is_tables_and_sentences():
         "gpipe: 2 stages, 4 microbatches, 10 ticks, 20.0 % idle in lock-step",
         "kept for backwards on each device: 4 x 10 B that F made: 40 B",
         "a.yaml:7  mlp   at rest  parameters 1,000 B  gradients 1,000 B  optimizer state 20 B    other 3 B  2,023 B",
-        "a.yaml:7  head  at rest      parameters 5 B                                                            5 B",
+        "a.yaml:7  head  at rest      parameters 5 B      gradients 5 B   optimizer state 5 B                  15 B",
         "-         -     at rest                                                               other 100 B    100 B",
         MEMORY,
         TOTAL,
@@ -556,7 +556,7 @@ def test_ledger_is_tables_and_sentences():
             [
                 "mlp   12 collectives  1,596 B on the wire  2,023 B at rest",
                 "-       1 collective    100 B on the wire    100 B at rest",
-                "head   0 collectives      0 B on the wire      5 B at rest",
+                "head   0 collectives      0 B on the wire     15 B at rest",
                 MEMORY,
             ],
         ),
@@ -568,10 +568,11 @@ def test_ledger_is_tables_and_sentences():
                 "data      1 collective    100 B on the wire",
             ],
         ),
+        ("phase", ["forward  13 collectives  1,696 B on the wire"]),
         (
             "line",
             [
-                "a.yaml:7  12 collectives  1,596 B on the wire  2,028 B at rest",
+                "a.yaml:7  12 collectives  1,596 B on the wire  2,038 B at rest",
                 "-           1 collective    100 B on the wire    100 B at rest",
                 MEMORY,
             ],
@@ -582,13 +583,22 @@ def test_ledger_is_summed_by_a_column_beside_what_is_held(key, told):
     assert hand_written().text_by(key).splitlines() == [*told, TOTAL]
 
 
+def test_ledger_tells_how_much_of_it_the_compiler_added():
+    asked = hand_written().lines[0]
+    by = {"compiler": "XLA for CPU"}
+    summary = "total: 2 collectives, 3,072 B on the wire per device (forward 3,072 B); "
+    end = "added by XLA for CPU; what another chip's adds: jshard plan"
+    added = dataclasses.replace(asked, **by)
+    assert Ledger((asked, added), **by).summary() == f"{summary}1 of them, 1,536 B, {end}"
+    assert Ledger((asked, asked), **by).summary() == f"{summary}none {end}"
+
+
 def test_ledger_of_another_version_or_before_some_fields_were_there():
     text = hand_written().to_json()
     assert text.splitlines()[1] == '  "schema": "jshard.explain/1",'
-    with pytest.raises(
-        JShardError, match='has the schema "jshard.explain/2", and this jshard reads "jshard.explain/1"'
-    ):
-        Ledger.from_json(text.replace("jshard.explain/1", "jshard.explain/2"))
+    for other in ("jshard.explain/0", "jshard.explain/2"):
+        with pytest.raises(JShardError, match=f'has the schema "{other}", and this jshard reads "jshard.explain/1"'):
+            Ledger.from_json(text.replace("jshard.explain/1", other))
     document = {key: each for key, each in json.loads(text).items() if key in ("schema", "lines", "memory")}
     assert Ledger.from_json(json.dumps(document)) == dataclasses.replace(hand_written(), stages=())
 
