@@ -19,7 +19,7 @@ from jshard.errors import JShardError, Place
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger, Line, read
 from jshard.inspect.ledger.entries import Staged
-from jshard.inspect.ledger.memory import Rest, _in_the_file, at_rest
+from jshard.inspect.ledger.memory import Rest, _in_the_file, at_rest, place_of
 from jshard.kernels import all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from jshard.layers import Linear
 from jshard.provenance import Cause, scope
@@ -621,3 +621,13 @@ def test_memory_of_a_step_is_added_up_by_signal():
         unload()
     found = [(rest.signal, rest.parameters, rest.gradients, rest.optimizer, rest.other) for rest in rests]
     assert found == [("a", 48, 48, 48, 0), ("-", 0, 0, 4, 0)]
+
+
+def test_what_stands_under_no_signal_or_without_a_configuration_has_no_place():
+    unload()
+    assert place_of(("a",)) is None
+    load({"a": {}, "b": {}})
+    try:
+        assert (place_of(()), place_of(("a",))) == (None, Place("<dict>"))
+    finally:
+        unload()
