@@ -14,7 +14,8 @@ from flax import nnx
 
 import jshard
 from jshard.inspect.ledger import Ledger
-from jshard.inspect.ledger.unsplit import _listed, _splitting
+from jshard.inspect.ledger.unsplit import _first_uses, _listed, _splitting
+from jshard.provenance import scope
 from jshard.signals.signal import Shard, Signal
 
 AUTO = {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}
@@ -134,6 +135,17 @@ def test_the_first_use_under_a_signal_counts_and_its_key_is_the_place(tmp_path):
     )
     assert str(found) == told
     assert str(dataclasses.replace(found, place=None)) == told.replace(f"{tmp_path}/c.yaml:4", "-")
+
+
+def test_operands_of_one_equation_may_have_been_used_before():
+    def f(a, b, x):
+        with scope(signal="up"):
+            x = x @ a
+        with scope(signal="down"):
+            return x @ (a + b)
+
+    uses = _first_uses(jax.make_jaxpr(f)(X, X, X).jaxpr, {})
+    assert uses == {0: (("up",), 2), 1: (("down",), 2), 2: (("up",), 2)}
 
 
 @pytest.mark.parametrize(
