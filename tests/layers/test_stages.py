@@ -863,6 +863,7 @@ def of_shared(tmp_path, microbatches=MICROBATCHES, **words):
 
 @pytest.mark.parametrize("words", [{"tensor": 2}, {"data": 2, "store": "data"}], ids=str)
 def test_weight_gradients_that_another_stage_makes_are_those_of_one_device(words, tmp_path):
+    unload()
     expected = nnx.jit(accumulated(loss))(built(depth=5), X, Y)
     table, said = of_shared(tmp_path, **words)
     jshard.load(said)
