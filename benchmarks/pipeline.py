@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -64,9 +65,10 @@ def planned(
     each = counts or []
     firsts = [sum(each[:stage]) for stage in range(len(each))]
     ranges = {f"{first}..{first + count - 1}": n for n, (first, count) in enumerate(zip(firsts, each, strict=True))}
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
-        file.write(table.text())
-    schedule = table.name if table.name in KINDS else file.name
+    schedule = table.name
+    if schedule not in KINDS:
+        schedule = f"{tempfile.gettempdir()}/jshard-shared.txt"
+        Path(schedule).write_text(table.text())
     jshard.load({
         "jshard": {
             "mesh": {"stage": topology.devices},

@@ -120,7 +120,7 @@ def _check_whose(word: Word, stages: int) -> None:
     if word.op.of == word.stage:
         raise JShardError(f"{word.subject} stands in the row of stage {word.stage}", hint=f"write {own}")
     if word.op.of >= stages:
-        fault = f"{word.subject} is of stage {word.op.of}, and there are {counted(stages, 'stage')}"
+        fault = f"{word.subject} is of stage {word.op.of}, and the table has {counted(stages, 'stage')}"
         raise JShardError(fault, hint=f"name one of 0 to {stages - 1}")
 
 

@@ -232,7 +232,7 @@ def test_schedules_10_000_random_edits_are_accepted_rightly_or_refused_in_a_sent
 
 FAULTS = {
     "": "the table (mine.txt:1:1) has no row; write one for each stage, as F0 F1 B0 B1",
-    "F0 B0W0@2": '"W0@2" (mine.txt:1:6) is of stage 2, and there are 1 stage; name one of 0 to 0',
+    "F0 B0W0@2": '"W0@2" (mine.txt:1:6) is of stage 2, and the table has 1 stage; name one of 0 to 0',
     "F0 B0 W0@0": '"W0@0" (mine.txt:1:7) stands in the row of stage 0; write W0',
     "F0 B0@1 W0\n. F0B0W0": '"B0@1" (mine.txt:1:4) says of which stage it is, and weight gradients alone are made elsewhere; write B0 in the row of stage 1',
     "F0 . B0 W0\n. F0B0W0 . W0@0": '"W0@0" (mine.txt:2:12) runs a second time on stage 1, after tick 3 of stage 0; remove one of them',

@@ -193,7 +193,7 @@ def run_table(
         total, sums, of_edges = sums
         return total, *added(sums, of_edges, now["W_chunk"], *ended(table, "W", stage, now, by_parameters))
 
-    if table.elsewhere and (model.recomputes or program.late_reads_parameters):
+    if table.elsewhere and (model.recomputes or program.late_reads_parameters()):
         raise JShardError(
             f"the table {table.name} has weight gradients made on another stage than theirs, and these layers are computed "
             "again for theirs, by parameters that are not there",
