@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -81,6 +82,14 @@ def present_mesh() -> Any:
         return jax.sharding.get_mesh()
     except ValueError:  # while something is traced, where a mesh without its devices does; JAX's only way to say so
         return here
+
+
+def in_place_of_set(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+    """`mesh` as the mesh of `jax.set_mesh`, where one is set and nothing is being traced."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty or present_mesh() is here or not isinstance(mesh, Mesh):
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
 
 
 def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, label: str) -> tuple[Mesh, tuple[str, ...]]:

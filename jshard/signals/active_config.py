@@ -143,13 +143,15 @@ def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
 @contextlib.contextmanager
 def on_mesh(replacement: Mesh, stands_for: Mesh | None = None) -> Iterator[None]:
     """The loaded configuration on another mesh of the same axes. Where that stands for one of other sizes (verify's mesh of
-    ones), what is chosen by size is chosen as on that one, so that it is the same program."""
+    ones), what is chosen by size is chosen as on that one, so that it is the same program. It takes the place of the mesh of
+    `jax.set_mesh` too."""
     present = configuration()
     with _loaded.lock:
         before = _loaded.mesh
         _become(present, replacement, stands_for)
     try:
-        yield
+        with meshes.in_place_of_set(replacement):
+            yield
     finally:
         with _loaded.lock:
             _become(present)

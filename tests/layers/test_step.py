@@ -208,3 +208,11 @@ def test_step_inside_jit_on_an_auto_mesh_tells_that_nothing_says_how_arrays_lie(
             "<lambda>, a jshard.step, is traced on an auto mesh, where nothing tells how its arrays lie; "
             "call it outside jax.jit, or write axis_types: explicit"
         )
+
+
+def test_step_finds_where_results_lie_where_an_auto_mesh_is_set():
+    with cases.loaded({"jshard": {"mesh": {"data": 2}, "axis_types": "auto"}}):
+        x = cases.placed(np.ones((8, 8), np.float32), P("data"))
+        with jax.set_mesh(jshard.mesh()):
+            doubled, total = jshard.step(lambda x: (2 * x, jshard.sum(x)))(x)
+        assert (doubled.sharding.spec, total.sharding.spec, float(total)) == (P("data"), P(), 64.0)

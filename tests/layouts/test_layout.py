@@ -20,6 +20,7 @@ from jshard.layouts.mesh import (
     absent_mesh,
     check_slices,
     homes_of,
+    in_place_of_set,
     is_explicit,
     present_mesh,
     with_axis_types,
@@ -152,6 +153,27 @@ def test_the_mesh_that_is_set_is_present(grid):
     with jax.set_mesh(grid):
         assert present_mesh() == grid
         assert jax.eval_shape(lambda: jnp.ones(present_mesh().size)).shape == (8,)
+
+
+def test_another_mesh_takes_the_place_of_one_that_is_set(grid):
+    other, set_now = auto(grid), jax.sharding.get_mesh
+    with in_place_of_set(other):
+        assert set_now().empty
+    with jax.set_mesh(grid):
+        with in_place_of_set(other):
+            assert set_now() == other
+        with in_place_of_set(absent_mesh({"data": 2})):
+            assert set_now() == grid
+        assert set_now() == grid
+        seen = []
+
+        def traced(x):
+            with in_place_of_set(other):
+                seen.append(jax.sharding.get_abstract_mesh())
+            return x
+
+        jax.jit(traced)(1.0)
+        assert seen == [grid.abstract_mesh]
 
 
 def test_mesh_takes_what_is_left_for_an_open_size():

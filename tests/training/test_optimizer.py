@@ -321,3 +321,15 @@ def test_optimizer_that_multiplies_whole_parameters_runs_where_they_are_whole():
         before = np.asarray(model.up.kernel[...])
         nnx.jit(train)(model, optimizer, *batch())
         assert np.abs(np.asarray(model.up.kernel[...]) - before).max() > 0
+
+
+def test_state_lies_as_the_signal_says_where_an_auto_mesh_is_set():
+    with cases.loaded(
+        {"jshard": {"mesh": {"data": 2}, "axis_types": "auto"}, "layer": {"store": {"optimizer": "data"}}}
+    ):
+        with jax.set_mesh(jshard.mesh()), jshard.signal("layer"):
+            model = jshard.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+            optimizer = jshard.Optimizer(model, optax.adam(0.1))
+            optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((4, 4))).sum())(model))
+        state = [leaf.sharding.spec for leaf in jax.tree.leaves(nnx.state(optimizer)) if leaf.ndim == 2]
+        assert state == [P("data")] * 2

@@ -185,14 +185,8 @@ class _Side:
                 self.traced = self.program.trace(arrays)
         return self.traced
 
-    @contextlib.contextmanager
-    def here(self) -> Any:
-        is_set = not jax.sharding.get_abstract_mesh().empty  # by the caller's jax.set_mesh
-        with (
-            on_mesh(self.mesh, stands_for=self.configured),
-            jax.set_mesh(self.mesh) if is_set else contextlib.nullcontext(),
-        ):
-            yield
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return on_mesh(self.mesh, stands_for=self.configured)
 
     def run(self, how: Evaluation, numbers: list[Any]) -> tuple[list[np.ndarray], list[Note]]:
         """The results that are made, and the notes, as numpy arrays."""
