@@ -9,7 +9,7 @@ from typing import Any
 
 from jshard.inspect.ledger.explicit_sharding import PRICED, split_of
 from jshard.jaxprs import CALLS, bare
-from jshard.layouts.axes import FIXED, KEPT, LOOKUP, Factors, factors, spread
+from jshard.layouts.axes import KEPT, Factors, factors, spread
 from jshard.layouts.layout import Layout
 
 # Others look into these, and into what a shard_map asks for.
@@ -48,20 +48,23 @@ def decided_by_compiler(eqn: Any) -> tuple[str, ...]:
 
 
 def _moved(eqn: Any, found: Factors, given: list[Split], made: list[Split]) -> list[str]:
-    """Read from the table: a fixed factor is not split, all operands split one alike, and results at least as they do."""
+    """Read from the table: all operands split a factor that goes on alike, and results at least as they do; a product splits
+    what it sums alike; no other factor is split."""
     sizes = next(v.aval.sharding.mesh.shape for v in (*eqn.invars, *eqn.outvars) if not v.aval.sharding.mesh.empty)
     moved: list[str] = []
     have = _by_factor(given, found.operands, found, sizes, moved)
     wanted = _by_factor(made, found.results, found, sizes, moved)
+    priced = "sum" if eqn.primitive.name == "dot_general" else None  # its type tells how much
     for factor, kind in enumerate(found.kinds):
         mine, theirs = have.get(factor, []), wanted.get(factor, [])
-        if kind in (FIXED, LOOKUP) or (kind != KEPT and eqn.primitive.name != "dot_general"):
+        one = max(mine, key=len, default=())
+        local = {KEPT: ((), one), priced: (one,)}.get(kind)
+        if local is None:
             moved += [name for names in (*mine, *theirs) for name in names]
             continue
-        one = max(mine, key=len, default=())
-        if any(names != one and (names or kind != KEPT) for names in mine):
+        if any(names not in local for names in mine):
             moved += [name for names in mine for name in names]
-        if kind == KEPT and any(names[: len(one)] != one for names in theirs):
+        if any(names[: len(one)] != one for names in theirs):
             moved += one
     return moved
 
@@ -80,8 +83,12 @@ def _by_factor(
 
 
 def _split(aval: Any) -> Split:
+    return _over_several(split_of(aval), aval.sharding.mesh)
+
+
+def _over_several(axes: Any, mesh: Any) -> Split:
     """Mesh axes of one device split nothing."""
-    return [tuple(name for name in names if aval.sharding.mesh.shape[name] >= 2) for names in split_of(aval)]
+    return [tuple(name for name in names if mesh.shape[name] >= 2) for names in axes]
 
 
 def _wanted_elsewhere(eqn: Any) -> tuple[str, ...]:
@@ -90,8 +97,7 @@ def _wanted_elsewhere(eqn: Any) -> tuple[str, ...]:
     for wanted, variable in zip(eqn.params["out_shardings"], bare(eqn.params["jaxpr"]).outvars, strict=True):
         source = _split(variable.aval)
         if hasattr(wanted, "spec") and any(source):
-            axes = Layout.from_sharding(wanted, len(source)).axes
-            target = [tuple(name for name in names if wanted.mesh.shape[name] >= 2) for names in axes]
+            target = _over_several(Layout.from_sharding(wanted, len(source)).axes, wanted.mesh)
             found += [name for one, two in zip(source, target, strict=True) if one != two for name in (*one, *two)]
     return tuple(dict.fromkeys(found))
 

@@ -125,6 +125,14 @@ def test_a_kernel_of_data_parallel_training_is_told_with_every_word():
     ]
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+def test_of_a_model_of_other_shapes_only_what_any_array_can_be_is_told(rows):
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "all": {"row": "data", "match": ["**"]}})
+    jshard.shard(nnx.Linear(16, 6, use_bias=False, rngs=nnx.Rngs(0)), X)
+    (found,) = whole(nnx.Linear(rows, 6, use_bias=False, rngs=nnx.Rngs(0)))
+    assert found.endswith(f"would be split by store: data ({rows} in 2), store: tensor ({rows} in 4)")
+
+
 def test_no_word_is_told_for_a_mesh_axis_that_the_signal_names():
     def words(**said):
         return [*_words(Signal("a", **said), (16, 8), ("reduction", "column"), {"data": 2, "one": 1, "tensor": 4})]

@@ -24,8 +24,10 @@ from jshard.inspect.ledger.baseline import Baseline, added
 from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.expect import check_promises
 from jshard.inspect.ledger.explicit_sharding import split_of
+from jshard.inspect.ledger.implicit_resharding import _moved
 from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.plan import explain
+from jshard.layouts.axes import Factors
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, unload
 
@@ -105,13 +107,22 @@ MOVES: dict[str, Case] = {
         lambda x, w: jnp.einsum("bd,de->be", x, w, out_sharding=sharding()),
         lambda: (rows(), put((16, 12))),
     ),
+    "product, result elsewhere": (
+        lambda x, w: jnp.einsum("bd,de->be", x, w, out_sharding=sharding("tensor")),
+        lambda: (rows(), put((16, 12))),
+    ),
     "convolution": (convolved, lambda: (images(), put((3, 3, 3, 5)))),
     "top_k": (lambda x: lax.top_k(x, 4)[0], lambda: (rows(),)),
     "fft": (lambda x: jnp.fft.fft(x, axis=0).real, lambda: (rows(),)),
     "reduction by hand": (lambda x: lax.reduce(x, np.float32(0), lambda a, b: a + 1.0 * b, (0,)), lambda: (rows(),)),
     "callback": (lambda x: (jax.debug.callback(lambda x: None, x), jnp.sin(x))[1], lambda: (rows(),)),
     "device_put": (lambda x: jax.device_put(x, sharding()), lambda: (rows(),)),
+    "device_put, other mesh axis": (lambda x: jax.device_put(x, sharding("tensor")), lambda: (rows(),)),
     "out_shardings": (lambda x: jax.jit(jnp.sin, out_shardings=sharding(None, "data"))(x), lambda: (rows(),)),
+    "out_shardings, whole": (lambda x: jax.jit(jnp.sin, out_shardings=sharding())(x), lambda: (rows(),)),
+    "out_shardings, other mesh axis": (
+        lambda x: jax.jit(jnp.sin, out_shardings=sharding("tensor"))(x), lambda: (rows(),)
+    ),
     "order of mesh axes": (
         lambda x: jax.sharding.reshard(x, sharding(("tensor", "data"))),
         lambda: (put((8, 16), ("data", "tensor")),),
@@ -120,6 +131,14 @@ MOVES: dict[str, Case] = {
     "major mesh axis away": (
         lambda x: jax.sharding.reshard(x, sharding("tensor")),
         lambda: (put((8, 16), ("data", "tensor")),),
+    ),
+    "major mesh axis away, the other order": (
+        lambda x: jax.sharding.reshard(x, sharding("data")),
+        lambda: (put((8, 16), ("tensor", "data")),),
+    ),
+    "major mesh axis added": (
+        lambda x: jax.sharding.reshard(x, sharding(("data", "tensor"))),
+        lambda: (put((8, 16), "tensor"),),
     ),
     "in a branch": (
         lambda x, which: lax.cond(which, lambda x: x[::-1], lambda x: x, x),
@@ -168,6 +187,7 @@ LOCAL: dict[str, Case] = {
         lambda: (tiles(),),
     ),
     "split further": (lambda x: jax.sharding.reshard(x, sharding("data", "tensor")), lambda: (rows(),)),
+    "out_shardings as it lies": (lambda x: jax.jit(jnp.sin, out_shardings=sharding("data"))(x), lambda: (rows(),)),
     "device_put of what is whole": (lambda x: jax.device_put(x, sharding("data")), lambda: (put((8, 16)),)),
 }  # fmt: skip
 
@@ -232,6 +252,16 @@ def test_a_product_whose_operands_lie_differently_is_told_without_a_price(one, o
         (),
         [("dot_general", ("data",))],
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"), [("conv_general_dilated", ["data"] * 2), ("dot_general", []), ("scatter-add", ["data"] * 2)]
+)
+def test_only_a_product_sums_what_its_type_prices(name, moved):
+    x = types.SimpleNamespace(aval=jax.typeof(rows()))
+    eqn = types.SimpleNamespace(primitive=types.SimpleNamespace(name=name), invars=[x, x], outvars=[])
+    both_sum = Factors((((0,),), ((0,),)), (), (8,), ("sum",))
+    assert _moved(eqn, both_sum, [[("data",)]] * 2, []) == moved
 
 
 def test_what_has_no_sharding_is_not_split():

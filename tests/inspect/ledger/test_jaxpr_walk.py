@@ -76,6 +76,65 @@ def test_a_loop_over_ticks_counts_what_its_table_says(mesh):
     assert [(line.count, line.each, line.branches) for line in lines] == [(6, None, ()), (12, 8, ())]
 
 
+@pytest.fixture
+def lines(mesh):
+    """The collectives of `body` on each device, or of what `f` makes of that."""
+
+    def found(body, f=lambda spread, x: spread(x)):
+        spread = jax.shard_map(
+            body, mesh=mesh(data=8, axis_types="auto"), in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False
+        )
+        return list(walk(jax.make_jaxpr(lambda x: f(spread, x))(np.ones(8, np.float32)).jaxpr))
+
+    return found
+
+
+def summed(x):
+    return lax.psum(x, "data")
+
+
+def test_a_table_outside_of_loops_counts_once(lines):
+    (line,) = lines(scope(times="3", each="2")(summed))
+    assert (line.count, line.each) == (3, 2)
+
+
+def test_the_larger_side_of_a_collective_is_told(lines):
+    found = lines(lambda x: lax.psum_scatter(lax.all_gather(x, "data", tiled=True), "data", tiled=True))
+    assert [(line.collective, line.shape, line.payload) for line in found] == [
+        ("all_gather", (8,), 32),
+        ("reduce_scatter", (8,), 32),
+    ]
+
+
+def test_branches_are_counted_from_one(lines):
+    found = lines(lambda x: lax.cond(x.sum() > 0, summed, lambda x: summed(-x), x))
+    assert [line.branches for line in found] == [("branch 1 of 2",), ("branch 2 of 2",)]
+
+
+def test_a_name_that_a_checkpoint_gives_says_nothing_elsewhere(lines):
+    named = jax.named_scope("rematted_computation")
+    for line in (*lines(named(summed)), *lines(summed, named(lambda spread, x: spread(x)))):
+        assert not line.cause.remat
+
+
+def test_the_line_is_the_outermost_in_a_signal(lines):
+    def called(spread, x):
+        with scope(signal="b"):
+            return spread(x)
+
+    def f(spread, x):
+        with jax.named_scope("no signal"):
+            return jax.jit(called, static_argnums=0)(spread, x)
+
+    def g(spread, x):
+        with scope(signal="a"):
+            return jax.jit(called, static_argnums=0)(spread, x)
+
+    for each, found in ((f, called), (g, g)):
+        (line,) = lines(summed, each)
+        assert line.cause.source == f"test_jaxpr_walk.py:{found.__code__.co_firstlineno + 2}"
+
+
 def test_a_sum_over_axes_of_an_array_is_no_collective():
     x = types.SimpleNamespace(aval=jax.core.ShapedArray((3,), X.dtype))
     eqn = types.SimpleNamespace(primitive=lax.psum_p, params={"axes": (0,)}, invars=[x], outvars=[x])
