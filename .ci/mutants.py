@@ -286,7 +286,8 @@ class Server:
         """Yield, each in a process of its own, what is asked for; end in the first process."""
         for text in self.asked:
             command = json.loads(text)
-            reading, self.running = os.pipe()
+            running = tempfile.TemporaryFile()  # a pipe would be full after some hundred names
+            self.running = running.fileno()
             child = os.fork()
             if not child:
                 self.within = command["within"]
@@ -294,15 +295,15 @@ class Server:
                 os.dup2(os.open(os.devnull, os.O_RDWR), 2)
                 yield command
                 os._exit(1)
-            os.close(self.running)
             until = time.monotonic() + command["limit"]
             while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
                 time.sleep(0.005)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             status = ended[1] if ended[0] else os.waitpid(child, 0)[1]
-            self.tell([os.waitstatus_to_exitcode(status), os.read(reading, 1 << 20).decode().split("\n")[-1]])
-            os.close(reading)
+            running.seek(0)
+            self.tell([os.waitstatus_to_exitcode(status), running.read().decode().split("\n")[-1]])
+            running.close()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.began = sum(os.times()[:4])
