@@ -59,7 +59,7 @@ def unused(scopes: Iterable[tuple[str, ...]]) -> tuple[Signal, ...]:
     if present is None:
         return ()
     used: set[int] = set()  # a name that a glob matches gets a signal of its own, which keeps the glob's places
-    for path in {scope[:end] for scope in (*scopes, *present.placed) for end, _ in enumerate(scope, 1)}:
+    for path in dict.fromkeys(scope[:end] for scope in (*scopes, *present.placed) for end, _ in enumerate(scope, 1)):
         try:
             signal = present.lookup(path)
         except JShardError:  # the scope "mlp/up" is entered at once, and there need be no signal "mlp"

@@ -17,7 +17,7 @@ from jshard.signals.value_types import Reading
 
 # Two keys that may not name one mesh axis: keys, and the array that would be split over it twice.
 _ARRAYS = [
-    *((*reversed(words), array) for array, words in PRODUCT.items() if len(words) > 1),
+    *((*reversed(words), array) for array, words in PRODUCT.items() if words[1:]),
     ("row", "sequence", "x"),
     *((word, "ring", "x") for word in ("row", "sequence", "column", "reduction")),
     *((word, "store", "w") for word in PRODUCT["w"]),
@@ -231,8 +231,9 @@ def _signal(written: Written, head: dict[str, Any], faults: Faults) -> Signal:
 def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str, Any]:
     """Of parameters, whose state lies as they do, or of the state alone."""
     place, fault, hint = written.at("store"), "", "write parameters: data"
-    if "optimizer" in values and len(values) > 1:
-        other = next(key for key in values if key != "optimizer")
+    others = [key for key in values if key != "optimizer"]
+    if others and "optimizer" in values:
+        other = others[0]
         place, fault, hint = (
             written.at(f"store.{other}"),
             f"has store.{other} beside store.optimizer",

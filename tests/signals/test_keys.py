@@ -58,4 +58,5 @@ def test_signals_that_no_scope_means_are_unused():
     names = lambda scopes: [signal.name for signal in unused(scopes)]
     assert names([]) == ["rows", "sums", "there", "gt", "gt rows", "mlp/up", "stored"]
     assert names([("mlp", "up"), *strangers]) == ["sums", "there", "gt", "gt rows", "stored"]
+    assert names([("rows", "sums")]) == ["there", "gt", "gt rows", "mlp/up", "stored"]
     assert names([("there",)]) == ["rows", "gt", "gt rows", "mlp/up", "stored"]

@@ -1,4 +1,5 @@
-"""Every way that a configuration can be wrong, each with the whole sentence that tells it."""
+"""Every way that a configuration can be wrong, each with the whole sentence that tells it, which signals/source.py,
+signals/nodes.py, signals/value_types.py, signals/axes.py, signals/globs.py, signals/compose.py and signals/resolve.py write."""
 
 from __future__ import annotations
 
@@ -233,6 +234,10 @@ IN_A_FILE = {
     "store of both": (
         MESH + "layer1:\n  store:\n    parameters: data\n    optimizer: tensor\n",
         'signal "layer1" (FILE:5) has store.parameters beside store.optimizer; remove parameters',
+    ),
+    "store of the state, and keep": (
+        MESH + "layer1: {store: {optimizer: tensor, keep: true}}\n",
+        'signal "layer1" (FILE:3) has store.keep beside store.optimizer; remove keep',
     ),
     "store prefetch and keep": (
         MESH + "layer1: {store: {parameters: data, keep: true, prefetch: true}}\n",
@@ -471,6 +476,11 @@ IN_A_FILE = {
         'signal "layer2" (FILE:4) names mesh axis "data" for expert, which stands not last in row (FILE:4); write row: [tensor, '
         "data]",
     ),
+    "expert before a later name": (
+        MESH + "layer1: {expert: tensor, row: [tensor, data]}\n",
+        'signal "layer1" (FILE:3) names mesh axis "tensor" for expert, which stands not last in row (FILE:3); write row: [data, '
+        "tensor]",
+    ),
     "stage": (
         MESH + "layer1: {stage: equal}\n",
         'signal "layer1" (FILE:3) says stage, and there is no jshard.pipeline; write jshard: {pipeline: {axis: stage, '
@@ -580,6 +590,16 @@ IN_A_FILE = {
         "jshard.pipeline (FILE:3) has no axis; write axis: stage",
         "jshard.pipeline (FILE:3) has no microbatches; write microbatches: 8",
         "jshard.pipeline (FILE:3) has no layers: no signal says stage; write blocks: {stage: equal}, with the path of a "
+        "jshard.stack for blocks",
+    ),
+    "pipeline without layers, beside workers and a mesh": (
+        MESH + "  pipeline: {axis: data, microbatches: 2}\na: {shard: {axis: 0, workers: [0, 1]}}\n",
+        "jshard.pipeline (FILE:3) has no layers: no signal says stage; write blocks: {stage: equal}, with the path of a "
+        "jshard.stack for blocks",
+    ),
+    "pipeline without layers, beside no workers": (
+        "jshard: {pipeline: {axis: stage, microbatches: 2}}\na: {shard: {axis: 0}}\n",
+        "jshard.pipeline (FILE:1) has no layers: no signal says stage; write blocks: {stage: equal}, with the path of a "
         "jshard.stack for blocks",
     ),
     "pipeline beside": (
