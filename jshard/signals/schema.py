@@ -58,10 +58,10 @@ def _component(what: str, example: str, further: dict[str, Key] | None = None, i
 @dataclasses.dataclass(frozen=True)
 class _Paths(Names):
     def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
-        if IMPORT_PATH.parse(name) is not None:
-            return True
-        reading.wrong(self, Node(name, place), path)
-        return False
+        means_something = IMPORT_PATH.parse(name) is not None
+        if not means_something:
+            reading.wrong(self, Node(name, place), path)
+        return means_something
 
 
 def _schedule() -> Single:

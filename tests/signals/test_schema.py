@@ -120,6 +120,24 @@ def test_schema_takes_all_that_the_loader_takes(key: str):
     assert taken or key.split(".")[-1] in {"include", "output"}
 
 
+@pytest.mark.parametrize(
+    ("key", "written", "found"),
+    [
+        ("metrics", "m:f", ("m:f",)),
+        ("metrics", ["m:f", "m:g"], ("m:f", "m:g")),
+        ("loss", {"path": "m:f", "smoothing": 0.1}, {"path": "m:f", "smoothing": 0.1}),
+    ],
+)
+def test_words_of_an_experiment_are_kept(key, written, found):
+    assert load_configuration({"jshard": {"mesh": {"a": 2}, "train": {key: written}}}).train[key] == found
+
+
+@pytest.mark.parametrize("file", ["table.txt", "tables/mine", "tables/mine.txt"])
+def test_a_schedule_may_be_a_file(file):
+    written = {"jshard": {"mesh": {"a": 2}, "pipeline": {**PIPELINE, "schedule": file}}, "a": {"stage": "equal"}}
+    assert load_configuration(written).pipeline.schedule == file
+
+
 def test_schema_refuses_wrong_types_and_unknown_keys():
     schema = json_schema()
     for wrong in (
