@@ -202,8 +202,6 @@ _PROBLEMS = [
     ("expected ',' or '}'", 'has a "{" that is not closed', 'write "}" at its end, and commas between'),
     ("or ']', but got '{'", _INSIDE[0] % "{", _INSIDE[1]),
     ("or ']', but got '?'", _INSIDE[0] % "?", _INSIDE[1]),
-    ("or ']', but got '{'", _INSIDE[0] % "{", _INSIDE[1]),
-    ("or ']', but got '?'", _INSIDE[0] % "?", _INSIDE[1]),
     ("expected ',' or ']'", 'has a "[" that is not closed', 'write "]" at its end, and commas between'),
     ("could not find expected ':'", 'has a line without ":"', "write it as key: value"),
     ("found unexpected end of stream", "opens a quote that is never closed", "close it"),

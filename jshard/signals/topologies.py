@@ -64,7 +64,7 @@ def fitted(
     is_open = -1 in sizes.values()
     if (devices // fixed * fixed if is_open else fixed) != devices:
         has = f"{'fixes' if is_open else 'has'} {fixed:,} devices"
-        there = f"{slices} x {name}" if slices > 1 else name
+        there = f"{slices} x {name}" if slices >= 2 else name
         there = there if place is None else f"jshard.topology ({place}), {there},"
         raise JShardError(
             f"jshard.mesh ({mesh_place}) {has}, and {there} has {devices:,}",

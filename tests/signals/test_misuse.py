@@ -626,6 +626,10 @@ IN_A_FILE = {
         MESH + "  topology: V5E:4x4\n",
         'jshard.topology (FILE:3) is "V5E:4x4", which is no topology; write topology: v5e:4x4',
     ),
+    "topology with a blank": (
+        MESH + "  topology: 'v5e:4x4 '\n",
+        'jshard.topology (FILE:3) is "v5e:4x4 ", which is no topology; write topology: v5e:4x4',
+    ),
     "topology that is a number": (
         MESH + "  topology: 8\n",
         "jshard.topology (FILE:3) is 8, which is not a topology; write topology: v5e:4x4",
