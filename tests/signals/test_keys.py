@@ -16,6 +16,8 @@ CONFIG = {
     "gt": {"shard": {"axis": 0, "workers": None}},
     "gt rows": {"shard": {"axis": 0, "mesh": "data"}},
     "mlp/up": {"row": "data"},
+    "again": {"row": "data", "remat": "full"},
+    "places": {"sequence": "tensor", "reduction": "tensor"},
     "stored": {"shard": {"axis": 1, "mesh": "tensor"}, "store": "data"},
 }
 
@@ -44,6 +46,11 @@ def loaded():
         (Cause(("gt rows",), key="store"), "data", "shard", True),  # a layer's word for what `shard` says
         (Cause(("stored",), key="store"), "data", "store", True),
         (Cause(("stored",), key="column"), "tensor", "shard", True),
+        (Cause(("again",), remat=True), "data", "remat", True),
+        (Cause(("again",)), "data", "row", True),
+        (Cause(("rows",), remat=True), "data", "row", True),
+        (Cause(("places",), redistributed=True), "tensor", "reduction", True),
+        (Cause(("places",)), "tensor", "sequence", True),
         (Cause(), "data", "", False),
         (Cause(chosen="columns"), "data", "", True),
     ],
@@ -54,9 +61,10 @@ def test_a_collective_is_asked_for_by_a_key_or_by_who_names_its_mesh_axis(cause,
 
 
 def test_signals_that_no_scope_means_are_unused():
+    others = ["again", "places", "stored"]
     strangers = [(f"stranger {number}", "rows") for number in range(9)]
     names = lambda scopes: [signal.name for signal in unused(scopes)]
-    assert names([]) == ["rows", "sums", "there", "gt", "gt rows", "mlp/up", "stored"]
-    assert names([("mlp", "up"), *strangers]) == ["sums", "there", "gt", "gt rows", "stored"]
-    assert names([("rows", "sums")]) == ["there", "gt", "gt rows", "mlp/up", "stored"]
-    assert names([("there",)]) == ["rows", "gt", "gt rows", "mlp/up", "stored"]
+    assert names([]) == ["rows", "sums", "there", "gt", "gt rows", "mlp/up", *others]
+    assert names([("mlp", "up"), *strangers]) == ["sums", "there", "gt", "gt rows", *others]
+    assert names([("rows", "sums")]) == ["there", "gt", "gt rows", "mlp/up", *others]
+    assert names([("there",)]) == ["rows", "gt", "gt rows", "mlp/up", *others]
