@@ -333,21 +333,19 @@ def _cudnn_attention(params: Any, new: _New, given: Any, made: Any) -> Any:
     q, k, _, bias, *lengths = given[:10]
     if params["dropout_rate"] or any(math.prod(shape) for shape in lengths[2:]):
         return _fixed(given, new), _fixed(made, new)
-    heads, places = (2, 1) if params["layout"] == 0 else (1, 2)
+    heads, places = (1, 2) if params["layout"] else (2, 1)
     rows, groups = new(q[0]), new(k[heads])
     all_heads = groups + new(q[heads] // k[heads])
-    queries, keys = (list(new.all(shape, range(4))) for shape in (q, k))
+    queries, keys, biased = (list(each) for each in _fixed([q, k, bias], new))
     queries[0] = keys[0] = rows
     queries[heads], keys[heads] = all_heads, groups
-    biased = list(new.all(bias, range(len(bias))))
     for axis, of in enumerate((rows, all_heads)) if len(bias) == 4 else ():
-        biased[axis] = of if bias[axis] > 1 else ()
+        biased[axis] = of if bias[axis] >= 2 else ()
     of_rows = [(rows,) if shape == q[:1] else _fixed([shape], new)[0] for shape in lengths]
     kept = (rows, all_heads, queries[places])
-    operands = [tuple(queries), tuple(keys), tuple(keys), tuple(biased), *of_rows]
-    if len(given) > 10:
-        return [*operands, kept, tuple(queries), tuple(queries)], operands[: len(made)]
-    return operands, [tuple(queries), kept][: len(made)]
+    of_forward = [of for _, of in zip(given[10:], (kept, tuple(queries), tuple(queries)), strict=False)]
+    operands = [tuple(queries), tuple(keys), tuple(keys), tuple(biased), *of_rows, *of_forward]
+    return operands, (operands if of_forward else [tuple(queries), kept])[: len(made)]
 
 
 def _fixed(shapes: Sequence[Sequence[int]], new: _New) -> list[Factored]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+import types
 
 import jax
 import jax.numpy as jnp
@@ -173,3 +174,47 @@ def test_mesh_axes_go_to_factors_major_first_as_far_as_they_divide():
     assert over("", 4) == {}
     assert over("xy", 0, 4) == {0: ("x", "y")}
     assert over("x", 0, 1) == {0: ("x",)}
+
+
+def attention(given, made, *, layout=0, dropout_rate=0.0, name="dot_product_attention_fwd_wrapper"):
+    """NVIDIA's attention, which can't be traced here: of q, k, v, a bias, two lengths, two offsets and two tables of pages."""
+    arrays = lambda shapes: [types.SimpleNamespace(aval=jax.ShapeDtypeStruct(each, jnp.float32)) for each in shapes]
+    return types.SimpleNamespace(
+        primitive=types.SimpleNamespace(name=name),
+        params={"layout": layout, "dropout_rate": dropout_rate},
+        invars=arrays(given), outvars=arrays(made),
+    )  # fmt: skip
+
+
+Q, K, BIAS, KEPT, NONE = (2, 16, 6, 8), (2, 32, 3, 8), (2, 6, 16, 32), (2, 6, 16), (0,)
+HEADS_FIRST = [(2, 6, 16, 8), *[(2, 3, 32, 8)] * 2]
+BACKWARD = "dot_product_attention_bwd_wrapper"
+
+
+@pytest.mark.parametrize(
+    ("eqn", "arrays", "kept"),
+    [
+        (attention([Q, K, K, BIAS, (2,), (2,), *[NONE] * 4], [Q, KEPT]),
+         "a b cd e, a f c g, a f c g, a cd h i, a, a, j, k, l, m -> a b cd e, a cd b", "a2 c3 d2"),
+        (attention([*HEADS_FIRST, (1, 1, 16, 32), (1,), (3,), *[NONE] * 4], [HEADS_FIRST[0], KEPT], layout=1),
+         "a bc d e, a b f g, a b f g, 1 1 h i, j, k, l, m, n, o -> a bc d e, a bc d", "a2 b3 c2"),
+        (attention([Q, K, K, *[NONE] * 7], [Q]), "a b cd e, a f c g, a f c g, h, i, j, k, l, m, n -> a b cd e", "a2 c3 d2"),
+        (attention([Q, K, K, (*BIAS, 1), *[NONE] * 6], [Q]),
+         "a b cd e, a f c g, a f c g, h i j k l, m, n, o, p, q, r -> a b cd e", "a2 c3 d2"),
+        (attention([Q, K, K, BIAS, *[NONE] * 6, KEPT, Q, Q], [Q, K, K, BIAS], name=BACKWARD),
+         "a b cd e, a f c g, a f c g, a cd h i, j, k, l, m, n, o, a cd b, a b cd e, a b cd e -> a b cd e, a f c g, a f c g, a cd h i",
+         "a2 c3 d2"),
+        (attention([Q, K, K, *[NONE] * 7, KEPT, Q, Q], [Q, K, K], name=BACKWARD),
+         "a b cd e, a f c g, a f c g, h, i, j, k, l, m, n, a cd b, a b cd e, a b cd e -> a b cd e, a f c g, a f c g", "a2 c3 d2"),
+        (attention([Q, K, K, *[NONE] * 7], [Q], dropout_rate=0.5),
+         "a b c d, e f g h, i j k l, m, n, o, p, q, r, s -> t u v w", ""),
+        (attention([Q, K, K, *[NONE] * 3, (3,), *[NONE] * 3], [Q]),
+         "a b c d, e f g h, i j k l, m, n, o, p, q, r, s -> t u v w", ""),
+    ],
+    ids=["places first", "heads first, shared bias", "no bias", "a bias of five axes", "backward", "backward, no bias", "dropout",
+         "documents"],
+)  # fmt: skip
+def test_attention_by_nvidia_keeps_rows_and_heads(eqn, arrays, kept):
+    found, _, sizes = written(eqn).partition(" where ")
+    assert (found, " ".join(size for size in sizes.split() if ":" not in size)) == (arrays, kept)
+    assert factors(eqn).sums == ((3,) if eqn.primitive.name == BACKWARD else ())
