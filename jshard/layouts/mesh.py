@@ -29,12 +29,17 @@ def build_mesh(
     """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `label` opens the errors. `across`
     are the mesh axes that cross slices: the first ones, as the devices of a slice come before those of the next."""
     present = jax.devices()
-    if across and present[0].platform != "cpu":
-        present = sorted(present, key=lambda device: device.slice_index)
-    given = {name: size for name, size in sizes.items() if size >= 1}
-    open_axis = next((name for name in sizes if name not in given), None)
+    if across:  # pretended devices have no slice
+        present = sorted(present, key=lambda device: getattr(device, "slice_index", 0))
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise JShardError(
+                f'{label} has {size} devices along mesh axis "{name}"',
+                hint="use 1 or more, or -1 for all that are left",
+            )
+    open_axis = {size: name for name, size in sizes.items()}.get(-1)
     if open_axis is not None:
-        known = math.prod(given.values())
+        known = abs(math.prod(sizes.values()))
         if len(present) % known:
             raise JShardError(
                 f'{label} leaves mesh axis "{open_axis}" open, but {len(present)} devices do not divide by {known}',
@@ -61,14 +66,14 @@ def check_slices(devices: Sequence[Any], sizes: Mapping[str, int], across: Seque
     number = [device.slice_index for device in devices]
     slices, asked = len(set(number)), math.prod(sizes[name] for name in across)
     each = len(devices) // asked
-    if slices == asked and all(number[at] == number[at // each * each] for at in range(len(devices))):
+    if number == [one for one in dict.fromkeys(number) for _ in range(each)]:
         return
     names = f"{' and '.join(map(repr, across))} over dcn for {asked} slices" if across else "no mesh axis over dcn"
-    there = f"{slices} slices" if slices > 1 else "one slice"
+    there = f"{slices} slices" if slices >= 2 else "one slice"
     raise JShardError(
         f"{label} has {names.replace(chr(39), chr(34))}, and its {len(devices)} devices are in {there}",
         hint=f"write slice: {{size: {slices}, over: dcn}}, and make the other sizes multiply to {len(devices) // slices}"
-        if slices > 1
+        if slices >= 2
         else f"write {across[0]}: {sizes[across[0]]}",
     )
 

@@ -184,6 +184,20 @@ def test_mesh_takes_what_is_left_for_an_open_size():
     assert [device.id for device in build_mesh({"data": 2, "tensor": 4}).devices.flat] == list(range(8))
 
 
+@pytest.mark.parametrize(
+    ("platform", "sizes", "across", "slices"),
+    [
+        ("tpu", {"slice": 2, "data": 2}, ["slice"], [0, 0, 1, 1]),
+        ("gpu", {"slice": 2, "data": 2}, ["slice"], [0, 0, 1, 1]),
+        ("gpu", {"data": 4}, [], [0, 1, 0, 1]),
+    ],
+)
+def test_devices_of_a_slice_stand_together_where_the_mesh_knows_of_slices(monkeypatch, platform, sizes, across, slices):
+    monkeypatch.setattr(jax, "devices", lambda: [Chip(number, platform) for number in (0, 1, 0, 1)])
+    monkeypatch.setattr(jshard.layouts.mesh, "Mesh", lambda grid, names, axis_types: grid)
+    assert [chip.slice_index for chip in build_mesh(sizes, across=across).ravel()] == slices
+
+
 # -- what does not fit --
 
 
@@ -230,6 +244,13 @@ def test_a_mesh_that_does_not_fit_the_machine():
     )
 
 
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_size_that_no_mesh_axis_has(size):
+    assert sentence(build_mesh, {"tensor": 1, "data": size}) == (
+        f'the mesh has {size} devices along mesh axis "data"; use 1 or more, or -1 for all that are left'
+    )
+
+
 @pytest.mark.parametrize(("count", "are"), [(1, "1 is"), (2, "2 are")])
 def test_a_mesh_that_does_not_fit_one_device_or_two(monkeypatch, count, are):
     some = jax.devices()[:count]
@@ -265,6 +286,13 @@ class Chip:
         ([0, 0, 1, 1], {"data": 4}, [],
          "the mesh has no mesh axis over dcn, and its 4 devices are in 2 slices; "
          "write slice: {size: 2, over: dcn}, and make the other sizes multiply to 2"),
+        ([0] * 4 + [1] * 4, {"data": 8}, [],
+         "the mesh has no mesh axis over dcn, and its 8 devices are in 2 slices; "
+         "write slice: {size: 2, over: dcn}, and make the other sizes multiply to 4"),
+        ([0, 1, 0, 1], {"slice": 2, "data": 2}, ["slice"],
+         'the mesh has "slice" over dcn for 2 slices, and its 4 devices are in 2 slices; '
+         "write slice: {size: 2, over: dcn}, and make the other sizes multiply to 2"),
+        ([0], {"data": 1}, [], None),
         ([0, 0, 1, 1], {"a": 2, "b": 2}, ["a", "b"],
          'the mesh has "a" and "b" over dcn for 4 slices, and its 4 devices are in 2 slices; '
          "write slice: {size: 2, over: dcn}, and make the other sizes multiply to 2"),
@@ -278,7 +306,10 @@ def test_mesh_axes_over_dcn_are_those_that_cross_slices(slices, sizes, across, f
 
 
 def test_slices_of_gpus_may_go_unsaid_and_pretended_devices_are_in_none():
-    check_slices([Chip(0, "gpu"), Chip(1, "gpu")], {"data": 2}, [], "the mesh")
+    for platform in ("METAL", "gpu", "xpu"):
+        chips = [Chip(0, platform), Chip(1, platform)]
+        check_slices(chips, {"data": 2}, [], "the mesh")
+        assert "in 2 slices" in sentence(check_slices, chips, {"slice": 1, "data": 2}, ["slice"], "the mesh")
     check_slices(jax.devices(), {"slice": 2, "data": 4}, ["slice"], "the mesh")
     jshard.load({"jshard": {"mesh": {"slice": {"size": 2, "over": "dcn"}, "data": 4}}})
     assert [device.id for device in jshard.mesh().devices[1]] == [4, 5, 6, 7]
