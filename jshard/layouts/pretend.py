@@ -24,7 +24,8 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
     """
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
-    count = max(count, int(asked) if asked.isdecimal() else 0)
+    if asked.isdecimal():
+        count = max(count, int(asked))
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     if platforms is None and computes_on_cpus():
         platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
@@ -34,18 +35,19 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
     if "jax" not in sys.modules:
         return
     import jax
+    from jax._src.xla_bridge import backends_are_initialized
 
-    try:  # an imported JAX has read the environment already, but takes this until its first computation
+    if not backends_are_initialized():  # an imported JAX has read the environment already, but takes these
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as started:
-        there = len(jax.devices("cpu"))
-        if there < count or (platforms == "cpu" and jax.default_backend() != "cpu"):
-            raise JShardError(
-                f"{count} devices can't be pretended: JAX has already started with {there} CPU "
-                f"{'device' if there < 2 else 'devices'}",
-                hint=f"call jshard.pretend({count}) before anything that makes an array, or start Python with "
-                f"JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={THREADS_PER_DEVICE * count}",
-            ) from started
-    else:
         if platforms is not None:
             jax.config.update("jax_platforms", platforms)
+        return
+    there, backend = len(jax.devices("cpu")), jax.default_backend()
+    if there < count or (platforms == "cpu" and backend != "cpu"):
+        found = f"with {there} CPU {'device' if there < 2 else 'devices'}" if there < count else f"on {backend}"
+        raise JShardError(
+            f"{count} devices can't be pretended: JAX has already started {found}",
+            hint=f"call jshard.pretend({count}) before anything that makes an array, or start Python with "
+            f"JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={THREADS_PER_DEVICE * count}"
+            f"{f' JAX_PLATFORMS={platforms}' if platforms else ''}",
+        )

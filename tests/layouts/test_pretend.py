@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+import jshard
 from jshard.host import free_port
+from jshard.layouts.pretend import pretend
 from tests.outside import users_environment
 
 ROOT = Path(__file__).parents[2]
@@ -63,8 +66,68 @@ except jshard.JShardError as error:
 """
     assert run(program, JAX_PLATFORMS="cpu") == (
         "8 devices can't be pretended: JAX has already started with 1 CPU device; call jshard.pretend(8) before "
-        "anything that makes an array, or start Python with JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32"
+        "anything that makes an array, or start Python with JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32 JAX_PLATFORMS=cpu"
     )
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """`pretend` in this process, where JAX has started: what it leaves in the environment."""
+
+    devices = jax.devices("cpu")
+
+    def called(*arguments, on_cpus=True, cpus=8, backend="cpu", **environment):
+        monkeypatch.setattr(jax, "devices", lambda platform: devices[:cpus])
+        monkeypatch.setattr(os, "environ", environment)
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        monkeypatch.setattr(jshard.layouts.pretend, "computes_on_cpus", lambda: on_cpus)
+        monkeypatch.setattr(jshard.layouts.pretend, "keep_freed", lambda: None)
+        pretend(*arguments)
+        return [environment.get(name) for name in ("PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")]
+
+    return called
+
+
+def test_pretend_says_in_the_environment_what_the_user_has_not(here):
+    assert here(4) == ["16", "4", "cpu"]
+    assert here(4, JAX_NUM_CPU_DEVICES="x", JAX_PLATFORMS="tpu,cpu") == ["16", "4", "cpu"]
+    assert here(4, JAX_NUM_CPU_DEVICES="2", PJRT_NPROC="3") == ["3", "4", "cpu"]
+    assert here(4, JAX_NUM_CPU_DEVICES="6") == ["16", "6", "cpu"]
+
+
+def test_pretend_keeps_accelerators_where_it_may(here):
+    assert here(4, None) == ["16", "4", "cpu"]
+    assert here(4, None, JAX_PLATFORMS="cpu,other") == ["16", "4", "cpu,other"]
+    assert here(4, None, on_cpus=False) == ["16", "4", None]
+    assert here(8, None, on_cpus=False, backend="gpu") == ["32", "8", None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cpus", "backend", "found"),
+    [
+        ((8,), 8, "gpu", "on gpu"),
+        ((4,), 8, "METAL", "on METAL"),
+        ((9,), 8, "cpu", "with 8 CPU devices"),
+        ((9, None), 8, "cpu", "with 8 CPU devices"),
+        ((4,), 2, "cpu", "with 2 CPU devices"),
+        ((4,), 2, "gpu", "with 2 CPU devices"),
+        ((2,), 1, "cpu", "with 1 CPU device"),
+    ],
+)
+def test_pretend_says_when_jax_has_started_on_an_accelerator_or_with_fewer(here, arguments, cpus, backend, found):
+    with pytest.raises(jshard.JShardError) as told:
+        here(*arguments, cpus=cpus, backend=backend)
+    count = arguments[0]
+    assert str(told.value) == (
+        f"{count} devices can't be pretended: JAX has already started {found}; call jshard.pretend({count}) before "
+        f"anything that makes an array, or start Python with JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={4 * count} JAX_PLATFORMS=cpu"
+    )
+
+
+def test_pretend_leaves_accelerators_in_what_it_says(here):
+    with pytest.raises(jshard.JShardError) as told:
+        here(9, None, on_cpus=False, backend="gpu")
+    assert str(told.value).endswith(", or start Python with JAX_NUM_CPU_DEVICES=9 PJRT_NPROC=36")
 
 
 PLUGIN = """
