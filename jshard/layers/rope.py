@@ -41,25 +41,29 @@ class Rope:
     def frequencies(self, size: int) -> np.ndarray:
         """Return the angle by which each pair of a head of this size turns from one position to the next."""
         turns = self.theta ** -(np.arange(0, size, 2) / size)
-        if self.scaling == "none":
-            return turns
-        kept = np.zeros(size // 2)  # how far each frequency stays as it is: slow ones are divided by the factor
-        if self.scaling == "llama3":
-            rounds = self.original_max_position_embeddings * turns / (2 * math.pi)
-            kept = (rounds - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        elif self.scaling == "yarn":
-            first, last = math.floor(self._pair(size, self.beta_fast)), math.ceil(self._pair(size, self.beta_slow))
-            first, last = max(first, 0), min(last, size - 1)
-            kept = 1 - (np.arange(size // 2) - first) / max(last - first, 1e-3)
+        match self.scaling:  # how far each frequency stays as it is: slow ones are divided by the factor
+            case "none":
+                return turns
+            case "llama3":
+                rounds = self.original_max_position_embeddings * turns / (2 * math.pi)
+                kept = (rounds - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            case "yarn":
+                first, last = math.floor(self._pair(size, self.beta_fast)), math.ceil(self._pair(size, self.beta_slow))
+                first, last = max(first, 0), min(last, size - 1)
+                kept = 1 - (np.arange(size // 2) - first) / max(last - first, 1e-3)
+            case _:
+                kept = np.zeros(size // 2)
         kept = np.clip(kept, 0, 1)
         return turns * (kept + (1 - kept) / self.factor)
 
     @property
     def amplitude(self) -> float:
         """What rotated queries and keys are multiplied by."""
-        if self.scaling != "yarn":
-            return 1.0
-        return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1
+        match self.scaling:
+            case "yarn":
+                return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1
+            case _:
+                return 1.0
 
     def _pair(self, size: int, rounds: float) -> float:
         """Which pair turns so many rounds within the original context."""

@@ -46,6 +46,32 @@ def test_yarn_ramps_between_32_rounds_and_1_and_grows_what_it_rotates():
     assert Rope(THETA, "yarn", FACTOR, attention_factor=2.0).amplitude == 2.0
 
 
+@pytest.mark.parametrize(
+    ("rope", "kept"),
+    [
+        (Rope(100.0, "yarn", 2.0, 63), [1, 2 / 3, 1 / 3, 0]),
+        (Rope(100.0, "yarn", 2.0, 63, beta_fast=1.0), [1, 1, 1, 0]),
+        (Rope(100.0, "yarn", 2.0, 10**7), [1, 1, 1, 1]),
+        (Rope(100.0, "yarn", 2.0, 10**4, beta_fast=300.0, beta_slow=0.5), [1, 1, 5 / 6, 2 / 3]),
+    ],
+)
+def test_yarn_ramps_within_the_pairs_that_there_are(rope, kept):
+    np.testing.assert_allclose(rope.frequencies(8), Rope(100.0).frequencies(8) * (1 + np.array(kept)) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rope", "amplitude"),
+    [
+        (Rope(), 1.0),
+        (Rope(scaling="linear", factor=4.0), 1.0),
+        (Rope(scaling="yarn", factor=0.5), 1.0),
+        (Rope(scaling="yarn", factor=math.e), 1.1),
+    ],
+)
+def test_only_yarn_grows_what_it_rotates(rope, amplitude):
+    assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
 @pytest.mark.parametrize("rope", [Rope(100.0), Rope(100.0, "yarn", 4.0, 16)], ids=["plain", "yarn"])
 def test_products_of_rotated_heads_depend_on_distance_alone(rope):
     q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
