@@ -183,7 +183,13 @@ DECODERS: dict[str, tuple[tuple[str, ...], str, float, int]] = {
     "fsdp 16, 1,024 tokens": ((_SHORT,), "v5e:4x4", 68.4, 662),
     "the same, products kept": ((_SHORT, "_layer.remat={save: [q, k, v, gate, up, attention]}"), "v5e:4x4", 68.4, 662),
     "tensor, sequence 4 x fsdp 4": (_TENSOR, "v5e:4x4", 131.5, 2254),
-    "fsdp 256": (("jshard.mesh.data=256", "jshard.train.batch=256"), "v5e:16x16", 133.2, 941),
+    "the same, remat: full": (("_layer.remat=full",), "v5e:4x4", 121.7, 2184),
+    "fsdp 256, remat: full": (
+        ("jshard.mesh.data=256", "jshard.train.batch=256", "_layer.remat=full"),
+        "v5e:16x16",
+        133.2,
+        941,
+    ),
 }
 
 

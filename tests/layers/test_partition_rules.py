@@ -141,6 +141,7 @@ CASES = {
     "reversed": (lambda x: x[:, ::-1], X),
     "rms norm": (lambda x, scale: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale, X, normal(8)),
     "scan": (lambda x, w: lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w), X, normal(3, 8, 8)),
+    "scan, one turn": (lambda x, u, w: lax.scan(lambda c, w: (jnp.tanh(c @ w) @ u, jnp.sin(c)), x, w), X, normal(8, 8), normal(1, 8, 8)),
     "scan, from zero": (lambda x: lax.scan(lambda c, x: (c + x, c * 2), jnp.zeros(8), x), X),
     "scatter": (lambda x, u: x.at[jnp.array([0, 2])].set(u), normal(8, 4), normal(2, 4)),
     "scatter-add": (lambda x, at, u: x.at[at].add(u), normal(8, 4), below(8, 8), normal(8, 4)),

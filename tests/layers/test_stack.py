@@ -290,6 +290,17 @@ def test_remat_says_what_is_kept_of_layers_that_are_gathered_ahead():
     assert products("prefetch products", depth=5) == (full - 3 * 3, gathers, tanh - 3)
 
 
+def test_remat_full_computes_the_last_of_layers_that_are_gathered_ahead_again():
+    """Its forward and backward stand beside each other: XLA for TPU merges what both compute, where no barrier is between."""
+
+    def barriers(**words):
+        jshard.load(claimed({"data": 2, "tensor": 4}, store=PREFETCH, **words))
+        model = jshard.shard(built(), X)
+        return nnx.jit(nnx.value_and_grad(jshard.shard(loss))).lower(model, X).as_text().count("optimization_barrier")
+
+    assert barriers(remat="full") == barriers(remat="products") + 1 == barriers() + 1
+
+
 def test_gradients_of_layers_of_two_equal_kernels_stand_whole_and_leave_a_layer_late():
     """Half of such a layer is multiplied first: behind the last of its gradients nothing would hide a scatter."""
 

@@ -125,6 +125,38 @@ def test_a_stored_head_that_is_cast_in_each_chunk_is_gathered_once_in_that_dtype
         ("all_gather", "forward", 1, KERNEL // 8), ("reduce_scatter", "backward", 1, KERNEL // 8)]  # fmt: skip
 
 
+def test_the_gradient_of_a_stored_head_is_multiplied_a_part_at_a_time_where_it_leaves_by_permutes(whole):
+    """Of one chunk. Each part is sent once, and where another use reads the head too the whole gradient is cut."""
+    jshard.load(plan({"column": "tensor", "store": "data", "kernel": {"reduce_scatter": "permute"}}, data=4, tensor=2))
+    model = jshard.shard(Model(nnx.Rngs(0)))
+
+    def f(model, x, targets):
+        return jshard.cross_entropy(model.up(x), model.head.kernel[...], targets, z=1e-2, chunk=PLACES)
+
+    step = nnx.value_and_grad(jshard.shard(f))
+    got, gradients = nnx.jit(step)(model, X, TARGETS)
+    np.testing.assert_allclose(got, whole[0], rtol=1e-6)
+    gradients_are_alike(gradients, whole[1])
+    assert gradients.head.kernel[...].sharding == model.head.kernel[...].sharding
+    sent = [line for line in jshard.explain(step, model, X, TARGETS) if line.collective == "permute"]
+    assert [(line.signal, line.phase, line.count, line.total) for line in sent] == [
+        ("head", "backward", 3, 3 * KERNEL // 2 // 4)
+    ]
+
+    def products(f):
+        program = jax.make_jaxpr(
+            lambda *state: nnx.value_and_grad(jshard.shard(f))(nnx.merge(graph, *state), X, TARGETS)
+        )
+        found = (eqn for eqn in equations(program(state)) if eqn.primitive.name == "dot_general")
+        return collections.Counter(eqn.outvars[0].aval.size for eqn in found if eqn.outvars[0].aval.ndim == 2)
+
+    graph, state = nnx.split(model)
+    part = WIDTH * WORDS // 2 // 4
+    assert products(f)[part] == 4 and not products(f)[4 * part]
+    more = lambda *given: f(*given) + (given[0].head.kernel[...] ** 2).sum()
+    assert not products(more)[part] and products(more)[4 * part] == 1
+
+
 def test_verify_finds_no_deviation():
     jshard.load(PLANS["columns, stored"][0])
     found = jshard.verify(jshard.shard(loss), Model(nnx.Rngs(0)), X, TARGETS)

@@ -21,6 +21,7 @@ from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.engine import Partition, Rule, SomeLayers, traced_whole
 from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.prefetch import scan_ahead
+from jshard.layers.partition.readers import is_one_turn
 from jshard.layers.partition.stages import in_turn
 from jshard.layers.partition.ticks import zeros_like_result
 from jshard.layers.remat import CHUNK, recomputed
@@ -106,6 +107,8 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     count, carried = scanned(eqn)
     parts = [_made(run, part) for part in parts]
     consts, carry, over = parts[:count], parts[count : count + carried], parts[count + carried :]
+    if is_one_turn(eqn) and not any(part.signal for part in over):
+        return _one_turn(run, eqn, [*consts, *carry], over)
     lead = () if run.stage is None or asked["reverse"] else (run.stage.mesh_axis,)
     lead = lead if any(part.axes[0] == lead for part in over) else ()
     over = [_led_by(run, part, lead) for part in over]
@@ -160,6 +163,15 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
     return results + [Part(s, (lead, *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
+
+
+def _one_turn(run: Partition, eqn: Any, given: Sequence[Part], over: Sequence[Part]) -> list[Part]:
+    """Run a loop of one turn: what it closes over is read as anywhere else."""
+    each = [_one_of(part, part.x[0]) for part in (_led_by(run, part, ()) for part in over)]
+    made = run.run(eqn.params["jaxpr"], [*given, *each])
+    _, carried = scanned(eqn)
+    stacked = lambda part: Part((1, *part.shape), ((), *part.axes), part.x[None])
+    return [*made[:carried], *(stacked(run.force(part)) for part in made[carried:])]
 
 
 def _first_of(
@@ -227,7 +239,7 @@ def _ahead(
     shards, each = [over[at].x for at in ahead], [over[at].x for at in others]
     return scan_ahead(
         one, gathers, carry, shards, each, length=length, reverse=eqn.params["reverse"],
-        travels=any(over[at].rest is not None for at in ahead), remat="full" if remat in ("", CHUNK) else remat,
+        travels=any(over[at].rest is not None for at in ahead), remat="" if remat == CHUNK else remat,
     )  # fmt: skip
 
 

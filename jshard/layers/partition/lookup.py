@@ -8,11 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
-from jshard.jaxprs import bare, called
-from jshard.layers.partition.engine import CASTS, Partition, Rule, known, shape_of, traced_whole
+from jshard.layers.partition.engine import Partition, Rule, known, shape_of, traced_whole
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
 from jshard.layers.partition.part import Moving, Part, moving_as
 from jshard.layers.partition.product import settle, sum_or_scatter
@@ -83,26 +81,6 @@ def _where_it_rests(run: Partition, eqn: Any, parts: list[Part], found: Factors,
     others = without(found_here.axes)
     target = tuple((*want, *(n for n in have if n not in want)) for want, have in zip(answers, others, strict=True))
     return Part(found_here.shape, target, found_here.local(target, frozenset(), by_store))
-
-
-def only_looked_up(jaxpr: Any) -> list[bool]:
-    """Return of each input whether all that reads it, or a cast of it, looks up rows in it."""
-    of = {variable: variable for variable in jaxpr.invars}
-    read, looked_up = set[Any](), set[Any]()
-    for eqn in jaxpr.eqns:
-        body = called(eqn)
-        inside = [False] * len(eqn.invars) if body is None else only_looked_up(bare(body))
-        for at, (atom, is_inside) in enumerate(zip(eqn.invars, inside, strict=True)):
-            if isinstance(atom, Literal) or atom not in of:
-                continue
-            if eqn.primitive.name in CASTS:
-                of[eqn.outvars[0]] = of[atom]
-            elif is_inside or (eqn.primitive.name == "gather" and at == 0):
-                looked_up.add(of[atom])
-            else:
-                read.add(of[atom])
-    read.update(of[atom] for atom in jaxpr.outvars if not isinstance(atom, Literal) and atom in of)
-    return [v in looked_up and v not in read for v in jaxpr.invars]
 
 
 def _moved_over(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Choice:

@@ -79,6 +79,7 @@ class Part:
     within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
     casts: dict[Any, Part] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
     is_only_looked_up: bool = False  # of a stored parameter: nothing else reads it, so that it need not be whole
+    is_multiplied_once: bool = False  # of a stored parameter: one product reads it, and nothing else
     wire: Any = None  # the dtype that it is gathered in; its gradient is scattered in its own
     uncast: Part | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
     asked: set[Names] | None = None  # of a parameter that is followed: the mesh axes that each use makes it vary over
@@ -288,6 +289,7 @@ class Part:
             parameter=self.parameter,
             of=of,
             asked=self.asked,
+            is_multiplied_once=self.is_multiplied_once,
         )
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.core as jax_core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
@@ -43,7 +43,7 @@ def scan_ahead(
     length: int,
     reverse: bool,
     travels: bool = True,
-    remat: str | tuple[str, ...] = "full",
+    remat: str | tuple[str, ...] = "",
 ) -> tuple[Arrays, Arrays]:
     """Scan `layer` over what `gathers` give, each of the shard of that number, and over `each`, arrays that are led by the axis
     of layers.
@@ -54,16 +54,18 @@ def scan_ahead(
     The first and the last turn stand before and behind the loops, so that nothing is gathered or scattered for nothing:
     `length` gathers forward, one less backward. Where nothing `travels`, as all is whole, nothing is carried ahead: only the
     gradients are a layer late.
+
+    Of the last turn, whose forward and backward stand beside each other, XLA keeps what the forward made, unless `remat` is
+    "full".
     """
 
     place = lambda turn: length - 1 - turn if reverse else turn
 
     def at(arrays: Sequence[Any], turn: Any) -> Arrays:
-        return [lax.dynamic_index_in_dim(x, place(turn), keepdims=False) for x in arrays]
+        return [_layer_of(x, place(turn)) for x in arrays]
 
     def put(arrays: Sequence[Any], some: Mapping[int, Any], turn: Any) -> Arrays:
-        write = lax.dynamic_update_index_in_dim
-        return [write(x, some[n], place(turn), 0) if n in some else x for n, x in enumerate(arrays)]
+        return [_put_layer(x, some[n], place(turn)) if n in some else x for n, x in enumerate(arrays)]
 
     def stacked(*pieces: Sequence[Any]) -> Arrays:
         """The layers' arrays, given in the order of turns: one turn or several in a piece."""
@@ -74,7 +76,7 @@ def scan_ahead(
 
     def taken(shards: Sequence[Any], turn: Any) -> Arrays:
         """A layer's shards. XLA for TPU would cast those of all layers in front of the loop, and keep both."""
-        some = [lax.dynamic_index_in_dim(x, turn, keepdims=False) for x in shards]
+        some = [_layer_of(x, turn) for x in shards]
         for (number, _), dtype in zip(gathers if soon else [], dtypes, strict=False):
             if some[number].dtype == jnp.float32 and dtype == jnp.bfloat16:
                 some[number] = lax.reduce_precision(some[number], 8, 7)
@@ -119,10 +121,9 @@ def scan_ahead(
         return [*outs[: len(carry)], token], outs[len(carry) :]
 
     some = lambda arrays, numbers: [arrays[n] for n in numbers]
-    one_layer = (_Again if remat == "full" else _Kept)(
-        recomputed(run, remat, in_scan=True),
-        (operands[0], operands[1], [*at(some(shards, soon), 0), start()], operands[2], program.consts),
-    )
+    given_once = operands[0], operands[1], [*at(some(shards, soon), 0), start()], operands[2], program.consts
+    one_layer = (_Again if remat in ("", "full") else _Kept)(recomputed(run, remat or "full", in_scan=True), given_once)
+    last_layer = _Again(recomputed(run, remat), given_once) if remat == "full" else one_layer
 
     def given(full: Arrays, shards: Arrays, each: Arrays, consts: Arrays, turn: Any) -> tuple[Arrays, ...]:
         """What a layer is given beside what is carried."""
@@ -136,19 +137,21 @@ def scan_ahead(
             return (out, after), (kept, ys)
 
         (last, full), (kept, ys) = lax.scan(turn, (carry, ahead(shards, 0)), jnp.arange(length - 1))
-        (*out, _), y, of_last = one_layer.forward(last, *given(full, shards, each, consts, length - 1))
+        (*out, _), y, of_last = last_layer.forward(last, *given(full, shards, each, consts, length - 1))
         return (out, stacked(ys, one(y))), (kept, of_last, full, shards, each, consts)
 
     def backward(kept: Any, cotangents: Any) -> Any:
         every, last, full, shards, each, consts = kept
         of_carry, of_ys = map(_smooth, cotangents)
-        kept_at = lambda number: [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in every]
+        kept_at = lambda number: [_layer_of(x, number) for x in every]
 
-        def pull(number: Any, kept: Arrays, full: Arrays, of_out: Arrays, done: Arrays, token: Any) -> list[Arrays]:
+        def pull(
+            layer: _Again | _Kept, number: Any, kept: Arrays, full: Arrays, of_out: Arrays, done: Arrays, token: Any
+        ) -> list[Arrays]:
             """The cotangents of a layer: of what is carried, of what is scattered later, of each and of consts; and
             `done`, with those that were scattered at once."""
             operands = given(full, shards, each, consts, number)
-            found = one_layer.backward(kept, *operands, [*of_out, token], at(of_ys, number))
+            found = layer.backward(kept, *operands, [*of_out, token], at(of_ys, number))
             of_carry, of_full, (*own, _), of_each, of_consts = map(_smooth, found)
             behind = [x for x, (n, _) in zip(of_full, gathers, strict=True) if n in late]
             return [of_carry, behind, of_each, of_consts, put(done, dict(zip(soon, own, strict=True)), number)]
@@ -166,7 +169,9 @@ def scan_ahead(
             of_carry, full, behind, sums, done = state
             before, last = again(number - 1, start())
             done = scattered(behind, number + 1, done)
-            of_carry, behind, of_each, of_consts, done = pull(number, kept_at(number), full, of_carry, done, last)
+            of_carry, behind, of_each, of_consts, done = pull(
+                one_layer, number, kept_at(number), full, of_carry, done, last
+            )
             return (of_carry, before, behind, list(map(jnp.add, sums, of_consts)), done), of_each
 
         before, _ = (
@@ -174,15 +179,18 @@ def scan_ahead(
             if length > 1
             else ([], None)
         )
-        of_shards = [pvary(lax.empty(x.shape, x.dtype), tuple(jax.typeof(x).mat.varying)) for x in shards]
-        of_carry, behind, of_last, sums, of_shards = pull(length - 1, last, full, of_carry, of_shards, start())
+        done = [pvary(lax.empty(x.shape, x.dtype), tuple(jax.typeof(x).mat.varying)) for x in shards]
+        found = pull(last_layer, length - 1, last, full, of_carry, done, start())
+        of_carry, behind, of_last, sums, of_shards = found
         of_each = stacked(one(of_last))
         if length > 1:
             state = of_carry, before, behind, sums, of_shards
             state, between = lax.scan(turn, state, jnp.arange(1, length - 1), reverse=True)
             of_carry, full, behind, sums, of_shards = state
             of_shards = scattered(behind, 1, of_shards)
-            of_carry, behind, of_first, of_consts, of_shards = pull(0, kept_at(0), full, of_carry, of_shards, start())
+            of_carry, behind, of_first, of_consts, of_shards = pull(
+                one_layer, 0, kept_at(0), full, of_carry, of_shards, start()
+            )
             sums = list(map(jnp.add, sums, of_consts))
             of_each = stacked(one(of_first), between, one(of_last))
         of_shards = scattered(behind, 0, of_shards)
@@ -193,6 +201,23 @@ def scan_ahead(
     call = jax.custom_vjp(lambda *operands: forward(*operands)[0])
     call.defvjp(forward, backward)
     return call(carry, shards, each, program.consts)
+
+
+def _layer_of(x: Array, number: Any) -> Array:
+    """One of stacked arrays, as rows of all. XLA for TPU may want an axis of layers to be elsewhere, and then copies all."""
+    if x.ndim == 1:
+        return lax.dynamic_index_in_dim(x, number, keepdims=False)
+    return lax.dynamic_slice_in_dim(_rows(x), number * x.shape[1], x.shape[1])
+
+
+def _put_layer(x: Array, one: Array, number: Any) -> Array:
+    if x.ndim == 1:
+        return lax.dynamic_update_index_in_dim(x, one, number, 0)
+    return lax.dynamic_update_slice_in_dim(_rows(x), one, number * x.shape[1], 0).reshape(x.shape)
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _late(gathers: Gathers, jaxpr: Any, kernels: Sequence[Any], shards: Arrays, full: Arrays) -> set[int]:

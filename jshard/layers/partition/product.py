@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jshard.kernels.gather_scatter import reduce_scatter
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of
+from jshard.layers.partition.lazy_product import is_sliced, product_scattered
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.part import Part, moving_as
 from jshard.layouts.axes import KEPT, LOOKUP, Factors
@@ -80,8 +82,7 @@ def _product(
     Where an operand starts to vary its gradient is summed, in the reduce dtype; so is what is summed over devices."""
     dtypes = None if claim is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else claim.dtype
     if dtypes is None or not (dtypes.compute or dtypes.reduce):
-        (out,) = run.bind(eqn, run.placed(parts, found, choice), found, choice)
-        return out
+        return _multiplied(run, eqn, parts, found, choice)
     compute = jnp.dtype(dtypes.compute or jnp.result_type(*(each.aval for each in eqn.invars)))
     wide = dtypes.reduce or compute
     sums = any(kind == "sum" and factor in choice for factor, kind in enumerate(found.kinds))
@@ -93,6 +94,29 @@ def _product(
     )  # a convolution of another dtype than its operands has no gradient
     (out,) = run.bind(eqn, xs, found, choice, preferred_element_type=out_dtype if accumulates else compute)
     return out.astype(out_dtype)
+
+
+def _multiplied(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Array:
+    """Multiply as the operands are. Of a stored kernel a part of the gradient is made at a time, where parts are sent."""
+
+    def product(*xs: Array) -> Array:
+        return run.bind(eqn, xs, found, choice)[0]
+
+    xs = run.placed(parts, found, choice)
+    at = next((n for n, part in enumerate(parts) if part.is_multiplied_once and part.regathers), None)
+    if at is None or run.only_axes:
+        return product(*xs)
+    part, x, kernel = parts[at], xs[1 - at], lax.stop_gradient(xs[at])
+
+    def gather(shard: Array) -> Array:
+        axes = axes_of(found.operands[at], choice)
+        return part.renewed(shard).local(axes, frozenset(jax.typeof(kernel).mat.varying), run.moving)
+
+    pull = jax.make_jaxpr(lambda shard, of_kernel: jax.vjp(gather, shard)[1](of_kernel))(part.x, kernel)
+    if not is_sliced(pull, 1):
+        return product(*xs)
+    multiply = lambda x, kernel: product(x, kernel) if at else product(kernel, x)
+    return product_scattered(multiply, x, kernel, part.x, jnp.zeros(()), gather)[0]
 
 
 def sum_or_scatter(

@@ -19,6 +19,7 @@ from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
 from jshard.layers.partition.pieces import Pieces
+from jshard.layers.partition.readers import readers
 from jshard.layers.partition.regather import regathering
 from jshard.layers.partition.unreduced import Marks, unreduced
 from jshard.layers.partition.wanted import wanted
@@ -50,7 +51,8 @@ class Program:
     def __init__(self, mesh: Mesh, jaxpr: Any, inputs: Sequence[Input], *, is_called: bool = False):
         self.mesh, self.jaxpr, self.inputs = mesh, jaxpr, inputs
         self.types = [v.aval for v in bare(jaxpr).invars]
-        self.only_looked_up = lookup.only_looked_up(bare(jaxpr))
+        self.only_looked_up = [{*each} == {"gather"} for each in readers(jaxpr)]
+        self.multiplied_once = [False] * len(inputs)  # and not gathered again
         self.use = [tuple(each.axes) for each in inputs]
         self.rest: list[Axes | None] = [None] * len(inputs)
         self.placed: dict[str, Placed] = {}
@@ -62,6 +64,7 @@ class Program:
         self._place()
         if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
             self.jaxpr = regathering(jaxpr, [part.regathers for part in self.parts(self.types)])
+            self.multiplied_once = [each == ["dot_general"] for each in readers(self.jaxpr)]
         self.pieces = None
         if self.stage is not None and self.stage.number is not None:
             stages = mesh.shape[self.stage.mesh_axis]
@@ -152,7 +155,7 @@ class Program:
         signal = None if claim is None else claim.signal
         return Part(
             self.types[number].shape, use, x, rest=None if rest == use else rest, signal=signal,
-            is_only_looked_up=self.only_looked_up[number],
+            is_only_looked_up=self.only_looked_up[number], is_multiplied_once=self.multiplied_once[number],
         )  # fmt: skip
 
     def __call__(self, *xs: Any) -> list[Any]:

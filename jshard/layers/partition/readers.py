@@ -1,0 +1,48 @@
+"""What reads the inputs of a program: where that is one lookup or one product, less is gathered, or sent, than for all uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jshard.jaxprs import bare, called, scanned
+from jshard.layers.partition.engine import CASTS
+
+OTHER = "other"
+
+
+def readers(program: Any) -> list[list[str]]:
+    """Return of each input what reads it, or a cast of it: "gather" for rows that are looked up in it, "dot_general", OTHER."""
+    jaxpr = bare(program)
+    of = {variable: variable for variable in jaxpr.invars}
+    found: dict[Any, list[str]] = {variable: [] for variable in jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        for at, (atom, inside) in enumerate(zip(eqn.invars, _inside(eqn), strict=True)):
+            if isinstance(atom, Literal) or atom not in of:
+                continue
+            name = eqn.primitive.name
+            if name in CASTS:
+                of[eqn.outvars[0]] = of[atom]
+            elif inside is not None:
+                found[of[atom]] += inside
+            else:
+                found[of[atom]].append(name if name == "dot_general" or (name == "gather" and at == 0) else OTHER)
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, Literal) and atom in of:
+            found[of[atom]].append(OTHER)
+    return [found[variable] for variable in jaxpr.invars]
+
+
+def _inside(eqn: Any) -> list[list[str] | None]:
+    """What reads each operand in the program that an equation calls, or in a loop of one turn that closes over it."""
+    if (body := called(eqn)) is not None:
+        return [*readers(body)]
+    if is_one_turn(eqn):
+        consts, _ = scanned(eqn)
+        return [*readers(eqn.params["jaxpr"])[:consts], *[None] * (len(eqn.invars) - consts)]
+    return [None] * len(eqn.invars)
+
+
+def is_one_turn(eqn: Any) -> bool:
+    return eqn.primitive.name == "scan" and eqn.params["length"] == 1

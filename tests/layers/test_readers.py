@@ -1,0 +1,40 @@
+"""What reads the inputs of a program, through casts, calls and loops of one turn."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jshard.layers.partition.readers import OTHER, readers
+
+X, W = np.ones((4, 8), np.float32), np.ones((8, 8), np.float32)
+
+
+def loop(turns):
+    return lambda x, w: lax.scan(lambda carry, each: (carry, each @ w), None, jnp.stack([x] * turns))[1]
+
+
+@pytest.mark.parametrize(
+    ("f", "found"),
+    [
+        (lambda x, w: x @ w, ["dot_general"]),
+        (lambda x, w: x @ w.astype(jnp.bfloat16), ["dot_general"]),
+        (lambda x, w: jax.jit(jnp.matmul)(x, w), ["dot_general"]),
+        (lambda x, w: x @ w @ w, ["dot_general", "dot_general"]),
+        (lambda x, w: x @ (w + 1), [OTHER]),
+        (lambda x, w: (x @ w, w), ["dot_general", OTHER]),
+        (lambda x, w: w[jnp.arange(3)], ["gather"]),
+        (lambda x, w: x.at[w.astype(int)].get(mode="clip", wrap_negative_indices=False), [OTHER]),
+        (lambda x, w: jax.jit(lambda x, w: w[jnp.arange(3)] + (x @ w)[:3])(x, w), ["gather", "dot_general"]),
+        (loop(1), ["dot_general"]),
+        (loop(2), [OTHER]),
+        (lambda x, w: lax.scan(lambda w, _: (w + 1, w @ w), w, None, length=1)[1], [OTHER]),
+        (lambda x, w: lax.scan(lambda x, w: (x @ w, None), x, w[None])[0], [OTHER]),
+        (lambda x, w: x, []),
+    ],
+)  # fmt: skip
+def test_what_reads_an_input(f, found):
+    assert readers(jax.make_jaxpr(f)(X, W))[1] == found
