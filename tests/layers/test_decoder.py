@@ -127,13 +127,22 @@ def test_what_a_decoder_names_is_kept_where_remat_says_so(alone, store, less):
     assert products(store, "full", alone[0]) - products(store, saved, alone[0]) == less
 
 
-def by_permutes(remat="full", mesh={"data": 4, "tensor": 2}):  # noqa: B006
+def by_permutes(remat="full", mesh={"data": 4, "tensor": 2}, attention="permute"):  # noqa: B006
     """A decoder under `configs/decoder/fsdp.yaml`, whose gradients leave by permutes as on a TPU."""
     store = {"parameters": "data", "prefetch": True}
     kernel = {"reduce_scatter": "permute"}
     words = {"jshard": {"include": str(FOLDER / "fsdp.yaml"), "mesh": mesh}}
     layer = {"extends": "_split", "store": store, "kernel": kernel, "remat": remat}
-    jshard.load({**words, "_layer": layer})
+    attends = {"extends": "_layer", "kernel": {"reduce_scatter": attention}}
+    jshard.load({
+        **words,
+        "_layer": layer,
+        "columns": {"extends": "_layer", "column": "tensor", "match": ["blocks/mlp/{gate,up}/kernel"]},
+        "sums": {"extends": "_layer", "reduction": "tensor", "match": ["blocks/mlp/down/kernel"]},
+        "attends": {**attends, "column": "tensor", "match": ["blocks/attn/{q,k,v}/kernel"]},
+        "attended": {**attends, "reduction": "tensor", "match": ["blocks/attn/o/kernel"]},
+        "rest": {"extends": "_split", "match": ["**"]},
+    })  # fmt: skip
     return decoder(hidden=128)
 
 
@@ -152,9 +161,11 @@ def test_gradients_that_leave_a_part_at_a_time_are_those_of_one_device(alone, re
         assert gradient.sharding == by_path(model)[path].sharding, path
 
 
-def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone):
-    """Of seven kernels, for each of four devices, in the three turns that stand in the program; whole for XLA's scatter."""
-    model = jshard.shard(by_permutes(), alone[0][0])
+@pytest.mark.parametrize("attention", ["permute", "xla"])
+def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone, attention):
+    """For each of four devices, in the three turns that stand in the program. Behind those of the MLP attention is multiplied, by
+    whatever its own gradients leave."""
+    model = jshard.shard(by_permutes(attention=attention), alone[0][0])
     graph, parameters = nnx.split(model)
     loss = jshard.shard(lambda state, *batch: cross_entropy(nnx.merge(graph, state), *batch))
     shapes = collections.Counter()
