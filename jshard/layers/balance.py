@@ -31,7 +31,8 @@ def balanced(signal: Signal, costs: Costs, table: Table) -> tuple[tuple[int, ...
             f"{chunks} chunks on {table.stages} stages",
             hint=f"use {chunks} layers or more",
         )
-    beside = [costs.first if n == 0 else 0.0 for n in range(chunks)]
+    beside = [0.0] * chunks
+    beside[0] += costs.first
     beside[-1] += costs.last
     counts = [1] * chunks
     for _ in range(costs.depth - chunks):
@@ -44,14 +45,14 @@ def balanced(signal: Signal, costs: Costs, table: Table) -> tuple[tuple[int, ...
         f"{operations(costs.layer)}, before them are {operations(costs.first)}, behind them {operations(costs.last)}; in use a "
         f"device has room for {max(counts)} layers, {room} of parameters, in each chunk"
     )
-    if min(counts) == max(counts):
+    if min(counts) >= max(counts):
         words += "; stage: equal has as many, and sends no parameters"
     return tuple(counts), words
 
 
 def spelled(counts: tuple[int, ...] | list[int], table: Table) -> str:
     """The layers of stages, those of each chunk behind one another."""
-    what = "stages" if table.virtual_stages == table.stages else "chunks, one of each stage in turn,"
+    what = "stages" if table.virtual_stages <= table.stages else "chunks, one of each stage in turn,"
     return f"{what} of {', '.join(map(str, counts))} layers"
 
 
