@@ -29,8 +29,8 @@ def build_mesh(
     """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `label` opens the errors. `across`
     are the mesh axes that cross slices: the first ones, as the devices of a slice come before those of the next."""
     present = jax.devices()
-    if across:  # pretended devices have no slice
-        present = sorted(present, key=lambda device: getattr(device, "slice_index", 0))
+    if across and all(hasattr(device, "slice_index") for device in present):  # pretended ones are in no slice
+        present = sorted(present, key=lambda device: device.slice_index)
     for name, size in sizes.items():
         if size < 1 and size != -1:
             raise JShardError(
