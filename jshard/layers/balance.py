@@ -36,7 +36,7 @@ def balanced(signal: Signal, costs: Costs, table: Table) -> tuple[tuple[int, ...
     beside[-1] += costs.last
     counts = [1] * chunks
     for _ in range(costs.depth - chunks):
-        least = min(range(chunks), key=lambda n: (beside[n] + (counts[n] + 1) * costs.layer, counts[n]))
+        least = min(range(chunks), key=lambda n: (beside[n] + counts[n] * costs.layer, counts[n]))
         counts[least] += 1
     flops = [count * costs.layer + more for count, more in zip(counts, beside, strict=True)]
     room = size(max(counts) * costs.bytes_each)
