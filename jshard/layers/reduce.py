@@ -50,14 +50,19 @@ class Body:
     algorithm: Any = "xla"  # of the all-reduce
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.kind == "max":
-            top = _largest(self, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _top(self, x)
-            return top if self.keepdims else jnp.squeeze(top, self.axes)
-        total = all_reduce(jnp.sum(x, self.axes, keepdims=self.keepdims), self.mesh_axes, algorithm=self.algorithm)
-        if self.kind == "sum":
-            return total
-        count = math.prod(x.shape[axis] for axis in self.axes) * axis_size(self.mesh_axes)
-        return total / jnp.asarray(count, total.dtype)
+        match self.kind:
+            case "max":
+                top = _largest(self, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _top(self, x)
+                return top if self.keepdims else jnp.squeeze(top, self.axes)
+            case "sum":
+                return self._total(x)
+            case _:
+                count = math.prod(x.shape[axis] for axis in self.axes) * axis_size(self.mesh_axes)
+                total = self._total(x)
+                return total / jnp.asarray(count, total.dtype)
+
+    def _total(self, x: jax.Array) -> jax.Array:
+        return all_reduce(jnp.sum(x, self.axes, keepdims=self.keepdims), self.mesh_axes, algorithm=self.algorithm)
 
 
 def _top(body: Body, x: jax.Array) -> jax.Array:
@@ -149,7 +154,7 @@ def _algorithm(kind: str, on: Any, mesh_axes: tuple[str, ...]) -> str:
     """Return the algorithm that the signal names for an all-reduce. A kernel adds: it takes no max."""
     if not mesh_axes:
         return "xla"
-    return all_reduce_of(active(), on, f"adds, and jshard.{kind} does not" if kind == "max" else None)
+    return all_reduce_of(active(), on, {"max": "adds, and jshard.max does not"}.get(kind))
 
 
 def _axes(kind: str, axis: Axis, rank: int) -> tuple[int, ...]:
