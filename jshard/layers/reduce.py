@@ -77,7 +77,7 @@ def _largest_derivative(body: Body, primals: Any, tangents: Any) -> tuple[jax.Ar
     """Take the mean of the tangents of all elements that are equal to the maximum."""
     (x,), (moves,) = primals, tangents
     top = _largest(body, x)
-    attained = (x == top).astype(x.dtype)
+    attained = (x >= top).astype(x.dtype)
     total = lambda x: all_reduce(jnp.sum(x, body.axes, keepdims=True), body.mesh_axes, algorithm="xla")
     return top, total(attained * moves / total(attained))
 

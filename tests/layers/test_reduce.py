@@ -14,6 +14,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.plan import explain
+from jshard.layers.reduce import _program
 from jshard.signals.active_config import unload
 
 # Small integers with ties in every row and column: sums are exact, and a maximum is held by many.
@@ -29,6 +30,7 @@ def loaded():
         "columns": {"column": "w"},
         "inner": {"reduction": "w"},
         "both": {"row": "w", "column": "v"},
+        "rung": {"row": "w", "kernel": {"all_reduce": "ring"}},
     }
     jshard.load({"jshard": {"mesh": {"w": 4, "v": 2}}, **signals})
     yield
@@ -153,6 +155,44 @@ def test_reduction_takes_negative_and_several_axes_and_arrays_of_three():
         np.testing.assert_array_equal(compiled(x), cube.max(axis))
 
 
+def test_reduction_over_no_axis_moves_nothing():
+    with jshard.signal("inner"):
+        np.testing.assert_array_equal(jshard.sum(X, axis=()), X)
+
+
+def test_reductions_alike_are_one_program():
+    x, before = place(X[:, :5], SPLITS["rows"]), _program._cache_size()
+    assert jshard.sum(x, axis=(1, 0)) == jshard.sum(x, axis=(0, 1))
+    assert _program._cache_size() == before + 1
+
+
+def test_reduction_inside_a_shard_map_of_what_is_whole_or_without_a_configuration(mesh):
+    np.testing.assert_array_equal(local(lambda x: jshard.sum(x, axis=0), jax.P())(X), X.sum(0))
+    unload()
+    f = jax.shard_map(jshard.sum, mesh=mesh(axis_types="auto", data=8), in_specs=jax.P("data"), out_specs=jax.P())
+    assert f(X) == X.sum()
+
+
+def test_reduction_by_a_kernel_is_told_where_devices_are_asked():
+    x = place(X, SPLITS["rows"])
+    with jshard.signal("rung"):
+        assert jshard.max(x, axis=1).shape == (8,)
+        for f, why in (
+            (jshard.max, "which adds, and jshard.max does not"),
+            (jshard.sum, "a kernel for TPUs, and this is cpu"),
+        ):
+            with pytest.raises(JShardError) as error:
+                f(x)
+            assert str(error.value) == (
+                f'signal "rung" (<dict>) takes all_reduce by ring, {why}; write all_reduce: auto'
+            )
+
+
+def under_rows(x):
+    with jshard.signal("rows"):
+        return jshard.sum(x)
+
+
 def test_reduction_without_a_configuration_is_the_plain_one():
     unload()
     assert jshard.sum(X) == X.sum()
@@ -193,6 +233,11 @@ def test_what_all_devices_along_an_axis_have_is_not_summed_over_it():
     ("call", "sentence"),
     [
         (lambda: jshard.sum(X, axis=2), "jshard.sum over axis 2 of a rank-2 array; use an axis from 0 to 1"),
+        (lambda: jshard.sum(X, axis=3), "jshard.sum over axis 3 of a rank-2 array; use an axis from 0 to 1"),
+        (
+            lambda: under_rows(X[:3]),
+            'signal "rows" (<dict>) splits axis 0 of size 3 over mesh axis "w" of size 4; use 4, or pad',
+        ),
         (lambda: jshard.mean(2.0, axis=0), "jshard.mean over axis 0 of a rank-0 array; leave the axis out"),
         (lambda: jshard.max(X, axis=(0, -3)), "jshard.max over axis -3 of a rank-2 array; use an axis from 0 to 1"),
         (

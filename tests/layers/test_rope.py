@@ -16,6 +16,10 @@ PLAIN = Rope(THETA).frequencies(SIZE)
 ROUNDS = CONTEXT * PLAIN / (2 * math.pi)  # of each pair in the original context
 
 
+def test_what_is_not_said_is_as_most_models_have_it():
+    assert Rope() == Rope(10_000.0, "none", 1.0, 8192, 1.0, 4.0, 32.0, 1.0, None)
+
+
 def test_without_a_scaling_frequencies_fall_from_one_to_the_base():
     np.testing.assert_allclose(PLAIN, [1 / THETA ** (2 * pair / SIZE) for pair in range(SIZE // 2)])
 
