@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jshard.errors import JShardError
-from jshard.layers.rope import Rope
+from jshard.layers.rope import Rope, fields_of
 
 SIZE, THETA, CONTEXT, FACTOR = 64, 500_000.0, 8192, 8.0
 PLAIN = Rope(THETA).frequencies(SIZE)
@@ -84,6 +85,26 @@ def test_products_of_rotated_heads_depend_on_distance_alone(rope):
     np.testing.assert_allclose(near, far, rtol=1e-5)
     assert abs(near - other) > 1e-3
     np.testing.assert_allclose(jnp.square(rope.rotate(q, at[0][0])).sum(), (q**2).sum() * rope.amplitude**2, rtol=1e-5)
+
+
+def test_a_pair_turns_by_its_frequency_times_its_position():
+    x = np.zeros((1, 2, 1, 8), np.float32)
+    x[..., 1] = 1
+    (_, turned) = np.asarray(Rope(100.0).rotate(x, jnp.asarray([[0, 3]])))[0, :, 0]
+    angle = 3 * Rope(100.0).frequencies(8)[1]
+    np.testing.assert_allclose(turned, [0, math.cos(angle), 0, 0, 0, math.sin(angle), 0, 0], atol=1e-6)
+
+
+def test_a_field_that_is_not_given_is_told():
+    @dataclasses.dataclass
+    class Sized:
+        size: int
+        theta: float = 1.0
+
+    assert fields_of(Sized, {"size": 1}, "it") == {"size": 1}
+    with pytest.raises(JShardError) as error:
+        fields_of(Sized, {"theta": 2.0}, "it")
+    assert str(error.value) == "it says no size; write size: beside what it says"
 
 
 def test_a_scaling_that_there_is_not_is_told():
