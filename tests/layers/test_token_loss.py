@@ -13,7 +13,9 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
+from jshard.layers.token_loss import CHUNK as CHUNK_UNLESS_SAID
 from jshard.layers.token_loss import by_places, losses_of
+from jshard.signals.schema import json_schema
 
 ROWS, PLACES, WIDTH, WORDS, CHUNK = 8, 16, 8, 32, 4
 draw = np.random.default_rng(0)
@@ -80,6 +82,10 @@ def whole():
 def gradients_are_alike(got, want):
     for (path, one), (_, other) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
         np.testing.assert_allclose(one[...], other[...], rtol=1e-4, atol=1e-6, err_msg=str(path))
+
+
+def test_a_chunk_is_as_long_as_the_schema_says():
+    assert f"Places of a row whose logits there are at a time; {CHUNK_UNLESS_SAID} unless said." in str(json_schema())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 99])
@@ -195,10 +201,30 @@ def test_no_target_is_no_loss():
     assert jshard.cross_entropy(X, np.ones((WIDTH, WORDS), np.float32), np.full_like(TARGETS, -1)) == 0
 
 
-def test_arrays_that_do_not_fit_are_told():
+def test_one_target_is_the_loss_and_z_is_none_unless_said():
+    jshard.unload()
+    head, targets = draw.normal(size=(WIDTH, WORDS)).astype(np.float32), np.full_like(TARGETS, -1)
+    targets[2, 3] = 5
+    np.testing.assert_allclose(
+        jshard.cross_entropy(X, head, targets), -jax.nn.log_softmax(X[2, 3] @ head)[5], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "head", "targets"),
+    [
+        ((8, 16, 8), (32, 8), (8, 16)),
+        ((8, 16, 8), (4, 32), (8, 16)),
+        ((8, 16, 8), (8, 32), (8, 8)),
+        ((8, 16, 8), (8, 32), (8, 32)),
+        ((8, 16), (32,), (8, 16)),
+        ((8, 16, 8, 2), (8, 2, 32), (8, 16)),
+    ],
+)
+def test_arrays_that_do_not_fit_are_told(x, head, targets):
     with pytest.raises(JShardError) as told:
-        jshard.cross_entropy(X, np.ones((WORDS, WIDTH)), TARGETS)
+        jshard.cross_entropy(np.ones(x, np.float32), np.ones(head, np.float32), np.ones(targets, np.int32))
     assert str(told.value) == (
-        "jshard.cross_entropy was given x (8, 16, 8), head (32, 8) and targets (8, 16); give it x[rows, places, features], "
+        f"jshard.cross_entropy was given x {x}, head {head} and targets {targets}; give it x[rows, places, features], "
         "head[features, words] and targets[rows, places]"
     )
