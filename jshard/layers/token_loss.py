@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,13 +49,13 @@ def by_places(f: Callable[[Array, Array], Any], x: Array, targets: Array, chunk:
     """Return `f(x, targets)`, arrays[rows, places], from at most `chunk` places of each row at a time. What f makes of them is
     made again in the backward pass, where there is more than one chunk."""
     length = targets.shape[1]
-    count = next(n for n in range(-(-length // chunk), length + 1) if length % n == 0)
+    count = next(n for n in itertools.count(-(-length // chunk)) if not length % n)
 
     def chunks(x: Array) -> Array:
         """The places of a chunk are `count` apart: where devices hold parts of a row, each holds a part of every chunk."""
         return jnp.moveaxis(x.reshape(x.shape[0], length // count, count, *x.shape[2:]), 2, 0)
 
-    one = jax.checkpoint(f) if count > 1 else f
+    one = jax.checkpoint(f) if count >= 2 else f
     _, each = lax.scan(lambda _, some: (None, one(*some)), None, (chunks(x), chunks(targets)))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(targets.shape), each)
 
