@@ -67,7 +67,7 @@ def losses_of(logits: Array, targets: Array, z: float) -> Array:
     shifted = logits - largest
     total = jnp.log(reduce.sum(jnp.exp(shifted), axis=-1))
     losses = total - at_targets(shifted, targets)
-    return losses + z * (total + largest[..., 0]) ** 2 if z else losses
+    return losses + z * (total + largest.squeeze(-1)) ** 2 if z else losses
 
 
 def at_targets(logits: Array, targets: Array) -> Array:
