@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 
 from jshard.jaxprs import bare, inner
@@ -44,7 +45,11 @@ def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Arithmetic:
 
 
 def _counted(jaxpr: Any, found: Arithmetic) -> Arithmetic:
-    _walk(bare(jaxpr), 1, found, manual=False)
+    jaxpr = bare(jaxpr)
+    live, _ = partial_eval.dce_jaxpr(
+        jaxpr, [True] * len(jaxpr.outvars)
+    )  # a derivative may hold products that nothing reads
+    _walk(live, 1, found, manual=False)
     return found
 
 

@@ -78,8 +78,8 @@ def test_auto_on_a_gpu_is_the_plain_product():
 def test_plan_counts_what_the_kernel_multiplies():
     loss = lambda x: by_kernel(x, x.T, bias=x[:, 0], activation="gelu").astype(jnp.float32).sum()
     counted = arithmetic_of(traced(jax.grad(loss), "h200", shape=(6, 10)).jaxpr)
-    # the sum once more for the activation's derivative, and the gradients of both operands
-    assert counted.flops == {"bfloat16": 4 * 2.0 * 6 * 10 * 6}
+    # the sum for the activation's derivative, and the gradients of both operands; nothing reads the value
+    assert counted.flops == {"bfloat16": 3 * 2.0 * 6 * 10 * 6}
 
 
 @pytest.mark.parametrize(

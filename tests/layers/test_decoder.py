@@ -18,6 +18,7 @@ from jshard.cli import main
 from jshard.cli.experiment import sketched
 from jshard.cli.target import Target
 from jshard.errors import JShardError
+from jshard.flops import arithmetic_of
 from jshard.jaxprs import equations
 from jshard.layers.abstract import abstract
 from jshard.signals.config import load_configuration
@@ -127,22 +128,13 @@ def test_what_a_decoder_names_is_kept_where_remat_says_so(alone, store, less):
     assert products(store, "full", alone[0]) - products(store, saved, alone[0]) == less
 
 
-def by_permutes(remat="full", mesh={"data": 4, "tensor": 2}, attention="permute"):  # noqa: B006
+def by_permutes(remat="full", mesh={"data": 4, "tensor": 2}):  # noqa: B006
     """A decoder under `configs/decoder/fsdp.yaml`, whose gradients leave by permutes as on a TPU."""
     store = {"parameters": "data", "prefetch": True}
     kernel = {"reduce_scatter": "permute"}
     words = {"jshard": {"include": str(FOLDER / "fsdp.yaml"), "mesh": mesh}}
     layer = {"extends": "_split", "store": store, "kernel": kernel, "remat": remat}
-    attends = {"extends": "_layer", "kernel": {"reduce_scatter": attention}}
-    jshard.load({
-        **words,
-        "_layer": layer,
-        "columns": {"extends": "_layer", "column": "tensor", "match": ["blocks/mlp/{gate,up}/kernel"]},
-        "sums": {"extends": "_layer", "reduction": "tensor", "match": ["blocks/mlp/down/kernel"]},
-        "attends": {**attends, "column": "tensor", "match": ["blocks/attn/{q,k,v}/kernel"]},
-        "attended": {**attends, "reduction": "tensor", "match": ["blocks/attn/o/kernel"]},
-        "rest": {"extends": "_split", "match": ["**"]},
-    })  # fmt: skip
+    jshard.load({**words, "_layer": layer})
     return decoder(hidden=128)
 
 
@@ -161,11 +153,9 @@ def test_gradients_that_leave_a_part_at_a_time_are_those_of_one_device(alone, re
         assert gradient.sharding == by_path(model)[path].sharding, path
 
 
-@pytest.mark.parametrize("attention", ["permute", "xla"])
-def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone, attention):
-    """For each of four devices, in the three turns that stand in the program. Behind those of the MLP attention is multiplied, by
-    whatever its own gradients leave."""
-    model = jshard.shard(by_permutes(attention=attention), alone[0][0])
+def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone):
+    """Of seven kernels, for each of four devices, in the three turns that stand in the program; whole for XLA's scatter."""
+    model = jshard.shard(by_permutes(), alone[0][0])
     graph, parameters = nnx.split(model)
     loss = jshard.shard(lambda state, *batch: cross_entropy(nnx.merge(graph, state), *batch))
     shapes = collections.Counter()
@@ -174,6 +164,22 @@ def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone
             shapes[tuple(sorted(eqn.outvars[0].aval.shape))] += 1
     whole, part = (SMALL["width"], 64), (SMALL["width"] // 4, 64)
     assert (shapes[whole], shapes[part]) == (0, 3 * 4 * 3)
+
+
+def test_a_product_that_nothing_reads_is_not_counted(alone):
+    """Derivatives of layers that are gathered ahead are traced with what they are derivatives of, of which nothing is read."""
+
+    def flops(store, remat):
+        by_permutes()
+        layer = {"extends": "_split", "store": store, "remat": remat, "kernel": {"reduce_scatter": "permute"}}
+        mesh = {"mesh": {"data": 4, "tensor": 2}}
+        jshard.load({"jshard": {"include": str(FOLDER / "fsdp.yaml"), **mesh}, "_layer": layer})
+        graph, parameters = nnx.split(jshard.shard(decoder(hidden=128), alone[0][0]))
+        loss = jshard.shard(lambda state, *batch: cross_entropy(nnx.merge(graph, state), *batch))
+        return arithmetic_of(jax.make_jaxpr(jax.grad(loss))(parameters, *alone[0])).total
+
+    prefetch = {"parameters": "data", "prefetch": True}
+    assert flops(prefetch, "full") == flops("data", "full") > flops(prefetch, "products") == flops("data", "products")
 
 
 def test_a_decoder_whose_gradients_leave_a_part_at_a_time_is_proven(alone):

@@ -230,9 +230,9 @@ def _late(gathers: Gathers, jaxpr: Any, kernels: Sequence[Any], shards: Arrays, 
         pull = lambda shard, of_x, f=f: jax.vjp(f, shard)[1](of_x)
         if v not in once or not is_sliced(jax.make_jaxpr(pull)(shards[n], x), 1):
             found.add(n)
-    soon = {v for v, (n, _) in zip(kernels, gathers, strict=True) if n not in found}
+    soon = [v for v, (n, _) in zip(kernels, gathers, strict=True) if n not in found]
     size = lambda some: sum(v.aval.size for v in some)
-    return found if 3 * size(soon & first_of(jaxpr, once)) <= size(soon) else {n for n, _ in gathers}
+    return found if 3 * size(first_of(jaxpr, soon)) <= size(soon) else {n for n, _ in gathers}
 
 
 class _Again:
