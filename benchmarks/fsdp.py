@@ -180,10 +180,10 @@ _TENSOR = ("jshard.mesh.data=4", "jshard.mesh.tensor=4", "_split.sequence=tensor
 # minimal, XLA's windowed products on or off) by the same walk, in milliseconds, with its temporaries in MiB.
 DECODERS: dict[str, tuple[tuple[str, ...], str, float, int]] = {
     "fsdp 16": ((), "v5e:4x4", 121.7, 2184),
+    "fsdp 16, remat: full": (("_layer.remat=full",), "v5e:4x4", 121.7, 2184),
     "fsdp 16, 1,024 tokens": ((_SHORT,), "v5e:4x4", 68.4, 662),
     "the same, products kept": ((_SHORT, "_layer.remat={save: [q, k, v, gate, up, attention]}"), "v5e:4x4", 68.4, 662),
     "tensor, sequence 4 x fsdp 4": (_TENSOR, "v5e:4x4", 131.5, 2254),
-    "the same, remat: full": (("_layer.remat=full",), "v5e:4x4", 121.7, 2184),
     "fsdp 256, remat: full": (
         ("jshard.mesh.data=256", "jshard.train.batch=256", "_layer.remat=full"),
         "v5e:16x16",

@@ -46,9 +46,8 @@ def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Arithmetic:
 
 def _counted(jaxpr: Any, found: Arithmetic) -> Arithmetic:
     jaxpr = bare(jaxpr)
-    live, _ = partial_eval.dce_jaxpr(
-        jaxpr, [True] * len(jaxpr.outvars)
-    )  # a derivative may hold products that nothing reads
+    # A derivative may hold products that nothing reads.
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     _walk(live, 1, found, manual=False)
     return found
 
