@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jshard.jaxprs import equations
-from jshard.layers.partition.lazy_product import after, evaluate, is_sliced, multiplied_once, token_of, whole
+from jshard.layers.partition.lazy_product import after, evaluate, is_sliced, token_of, whole
 
 X, Y = (np.random.default_rng(seed).integers(-9, 9, (2, 6, 8)).astype(np.float32) for seed in (0, 1))
 
@@ -66,15 +66,6 @@ def test_what_reads_nothing_but_slices_is_seen_through_calls():
     assert not sliced(lambda x, y: (cut(x), x))
     assert not sliced(lambda x, y: cut(x * 2))
     assert not sliced(lambda x, y: jax.jit(lambda x: x + 1)(x))
-
-
-def test_a_kernel_that_anything_else_reads_is_not_multiplied_once():
-    def f(x, once, twice, added, given):
-        return x @ once @ twice @ twice @ (added + 1) @ given, given
-
-    square = np.ones((8, 8), np.float32)
-    jaxpr = jax.make_jaxpr(f)(X, *[square] * 4).jaxpr
-    assert multiplied_once(jaxpr, jaxpr.invars[1:]) == {jaxpr.invars[1]}
 
 
 def test_a_number_behind_something_is_the_same_number_whatever_that_is():

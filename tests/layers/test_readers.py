@@ -38,3 +38,13 @@ def loop(turns):
 )  # fmt: skip
 def test_what_reads_an_input(f, found):
     assert readers(jax.make_jaxpr(f)(X, W))[1] == found
+
+
+def test_without_a_look_through_casts_and_calls_they_read_it_themselves():
+    def f(x, once, twice, added, given, cast, called):
+        x = x @ once @ twice @ twice @ (added + 1) @ given @ cast.astype(jnp.bfloat16)
+        return jax.jit(jnp.matmul)(x, called), given
+
+    jaxpr = jax.make_jaxpr(f)(X, *[W] * 6).jaxpr
+    read = dict(zip(jaxpr.invars, readers(jaxpr, through=False), strict=True))
+    assert {v for v in jaxpr.invars[1:] if read[v] == ["dot_general"]} == {jaxpr.invars[1]}

@@ -3,7 +3,6 @@ permutes, each sent while the next is multiplied. The whole of it never stands i
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -120,17 +119,6 @@ def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Produc
     return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
 
 
-def multiplied_once(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
-    """Which of these variables one product reads, and nothing else does."""
-    reads = collections.Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
-    products: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        read = [v for v in eqn.invars if not isinstance(v, Literal)]
-        reads.update(read)
-        products.update(read if eqn.primitive.name == "dot_general" else ())
-    return {v for v in variables if v in products and reads[v] == 1}
-
-
 def first_of(jaxpr: Any, kernels: Collection[Any]) -> set[Any]:
     """Which of these kernels are multiplied by what no product by another has made: their gradients are made last."""
     first: set[Any] = set()
@@ -159,6 +147,11 @@ def is_sliced(program: Any, number: int) -> bool:
         elif called(eqn) is None or not all(is_sliced(called(eqn), at) for at in places):
             return False
     return not any(v in same for v in jaxpr.outvars if not isinstance(v, Literal))
+
+
+def leaves_in_slices(gather: Callable[[Any], Any], shard: Array, full: Array) -> bool:
+    """Whether of the gradient of what was gathered from `shard` nothing is sent but slices, as by permutes."""
+    return is_sliced(jax.make_jaxpr(lambda shard, of_full: jax.vjp(gather, shard)[1](of_full))(shard, full), 1)
 
 
 def product_scattered(

@@ -20,12 +20,12 @@ from jshard.layers.partition.lazy_product import (
     Product,
     after,
     first_of,
-    is_sliced,
-    multiplied_once,
+    leaves_in_slices,
     product_scattered,
     token_of,
     with_products,
 )
+from jshard.layers.partition.readers import readers
 from jshard.layers.remat import recomputed
 
 Arrays = list[Any]
@@ -225,10 +225,10 @@ def _late(gathers: Gathers, jaxpr: Any, kernels: Sequence[Any], shards: Arrays, 
 
     Behind the gradients that a layer makes last it has no work to hide them. Where these are more than a third, all are late.
     """
-    once, found = multiplied_once(jaxpr, kernels), set[int]()
+    once = {v for v, read in zip(jaxpr.invars, readers(jaxpr, through=False), strict=True) if read == ["dot_general"]}
+    found = set[int]()
     for v, (n, f), x in zip(kernels, gathers, full, strict=True):
-        pull = lambda shard, of_x, f=f: jax.vjp(f, shard)[1](of_x)
-        if v not in once or not is_sliced(jax.make_jaxpr(pull)(shards[n], x), 1):
+        if v not in once or not leaves_in_slices(f, shards[n], x):
             found.add(n)
     soon = [v for v, (n, _) in zip(kernels, gathers, strict=True) if n not in found]
     size = lambda some: sum(v.aval.size for v in some)

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jshard.kernels.gather_scatter import reduce_scatter
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of
-from jshard.layers.partition.lazy_product import is_sliced, product_scattered
+from jshard.layers.partition.lazy_product import leaves_in_slices, product_scattered
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.part import Part, moving_as
 from jshard.layouts.axes import KEPT, LOOKUP, Factors
@@ -112,8 +112,7 @@ def _multiplied(run: Partition, eqn: Any, parts: list[Part], found: Factors, cho
         axes = axes_of(found.operands[at], choice)
         return part.renewed(shard).local(axes, frozenset(jax.typeof(kernel).mat.varying), run.moving)
 
-    pull = jax.make_jaxpr(lambda shard, of_kernel: jax.vjp(gather, shard)[1](of_kernel))(part.x, kernel)
-    if not is_sliced(pull, 1):
+    if not leaves_in_slices(gather, part.x, kernel):
         return product(*xs)
     multiply = lambda x, kernel: product(x, kernel) if at else product(kernel, x)
     return product_scattered(multiply, x, kernel, part.x, jnp.zeros(()), gather)[0]

@@ -12,17 +12,19 @@ from jshard.layers.partition.engine import CASTS
 OTHER = "other"
 
 
-def readers(program: Any) -> list[list[str]]:
-    """Return of each input what reads it, or a cast of it: "gather" for rows that are looked up in it, "dot_general", OTHER."""
+def readers(program: Any, *, through: bool = True) -> list[list[str]]:
+    """Return of each input what reads it: "gather" for rows that are looked up in it, "dot_general", or OTHER. Casts and calls
+    are looked `through`, or else are OTHER themselves."""
     jaxpr = bare(program)
     of = {variable: variable for variable in jaxpr.invars}
     found: dict[Any, list[str]] = {variable: [] for variable in jaxpr.invars}
     for eqn in jaxpr.eqns:
-        for at, (atom, inside) in enumerate(zip(eqn.invars, _inside(eqn), strict=True)):
+        insides = _inside(eqn) if through else [None] * len(eqn.invars)
+        for at, (atom, inside) in enumerate(zip(eqn.invars, insides, strict=True)):
             if isinstance(atom, Literal) or atom not in of:
                 continue
             name = eqn.primitive.name
-            if name in CASTS:
+            if through and name in CASTS:
                 of[eqn.outvars[0]] = of[atom]
             elif inside is not None:
                 found[of[atom]] += inside
