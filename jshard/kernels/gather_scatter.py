@@ -29,15 +29,16 @@ def all_gather(
     *,
     axis: int = 0,
     result: Literal["varying", "invariant"] = "varying",
-    algorithm: Literal["auto", "in_order", "permute", "ring", "xla"] = "auto",
+    algorithm: Literal["auto", "in_order", "permute", "ring", "torus", "xla"] = "auto",
 ) -> Array:
     """Concatenate the shards of all devices along `mesh_axis`, along array axis `axis`.
 
     The gradient of a "varying" result is a reduce-scatter. "invariant" says that all devices do the same with the result;
     its gradient is a slice and moves nothing. "ring" sends half of each shard each way round, from HBM to HBM, and so does
     the reduce-scatter of its gradient. "permute" sends whole shards both ways by XLA's permutes, on any backend. "in_order" is
-    XLA's gather, and between CPU processes an all-to-all of copies, with a gradient that is summed in device order. Several
-    mesh axes take one gather each, the minor (last) one first.
+    XLA's gather, and between CPU processes an all-to-all of copies, with a gradient that is summed in device order. "torus" is
+    XLA's gather along each axis of a TPU slice's torus, one after another, where the mesh axis is all of it; what scatters its
+    gradient is "auto". Several mesh axes take one gather each, the minor (last) one first.
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather", x, mesh_axis, axis, result)
     chosen = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
@@ -69,6 +70,8 @@ def _all_gather_bwd(
 ) -> tuple[Array]:
     cotangent = collectives.pvary(cotangent, mesh_axes)
     if result == "varying" or not collectives.check_vma_enabled():
+        if algorithm == "torus":
+            return (reduce_scatter(cotangent, mesh_axes, axis=axis),)
         return (_reduce_scatter(cotangent, mesh_axes, axis, algorithm),)
     size = cotangent.shape[axis] // collectives.axis_size(mesh_axes)
     return (lax.dynamic_slice_in_dim(cotangent, collectives.axis_index(mesh_axes) * size, size, axis),)
@@ -82,9 +85,10 @@ def gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: st
     names = [name for name in reversed(mesh_axes) if size_along(name) > 1]
     if algorithm == "in_order":
         return functools.reduce(lambda full, name: _by_all_to_all(full, name, axis), names, x)
-    if algorithm == "permute":
+    if algorithm in ("permute", "torus"):
         along = [ring for name in names for ring in reversed(permute_ring.rings(name))]
-        return functools.reduce(lambda full, ring: permute_ring.all_gather(full, ring, axis), along, x)
+        gather = permute_ring.all_gather if algorithm == "permute" else _along_ring
+        return functools.reduce(lambda full, ring: gather(full, ring, axis), along, x)
     from jshard.kernels.tpu import dma, ring
 
     full = jnp.moveaxis(x, axis, 0)
@@ -94,6 +98,10 @@ def gather_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: st
         parts = unpack_each(ring.all_gather(pack(full, 2), group, payload), full.shape)
         full = parts.reshape(-1, *full.shape[1:])
     return jnp.moveaxis(full, 0, axis)
+
+
+def _along_ring(x: Array, ring: permute_ring.Ring, axis: int) -> Array:
+    return lax.all_gather(x, ring.names, axis=axis, tiled=True, axis_index_groups=ring.groups())
 
 
 def _by_all_to_all(x: Array, name: str, axis: int) -> Array:

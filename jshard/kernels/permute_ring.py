@@ -36,6 +36,13 @@ class Ring:
         here = axis_index(self.names) if self.stride == 1 else axis_index(self.names) // self.stride
         return lax.rem(here + away % self.size, self.size)
 
+    def groups(self) -> list[list[int]] | None:
+        """The devices of each ring along these mesh axes, in their order; None where all are one."""
+        n = axis_size(self.names)
+        firsts = [at for at in range(n) if at // self.stride % self.size == 0]
+        rings = [[first + place * self.stride for place in range(self.size)] for first in firsts]
+        return rings if len(rings) > 1 else None
+
     def send(self, x: Array, shift: int) -> Array:
         places = range(axis_size(self.names))
         moved = lambda at: (at // self.stride + shift) % self.size - at // self.stride % self.size

@@ -19,7 +19,7 @@ from jshard.kernels.deterministic_sum import between_processes
 ALGORITHMS = {
     "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"),
     "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
-    "all_gather": ("auto", "in_order", "permute", "ring", "xla"),
+    "all_gather": ("auto", "in_order", "permute", "ring", "torus", "xla"),
     "matmul": ("auto", "pallas", "xla"),
     "all_gather_matmul": ("auto", "fused", "permute", "xla"),
     "matmul_reduce_scatter": ("auto", "fused", "permute", "xla"),
@@ -81,6 +81,9 @@ _CUBLAS = "docs/measurements/kernels.md: not measured on a GPU"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
 _WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
 _TILES = "HLO compiled for an absent v5e:2x4, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
+_GATHERED = (
+    "HLO compiled for 64 to 256 absent v5e, v5p, v6e, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
+)
 _SCATTERS = "docs/measurements/kernels.md: scatters compiled for absent v5e, v5p, v6e"
 _SUMS = "docs/speed.md: python -m benchmarks.fsdp --ways replicated,data,late, compiled for absent v5e, v5p, v6e"
 _PROCESSES = "docs/design/0015-processes.md: python -m benchmarks.processes"
@@ -111,6 +114,14 @@ def _is_no_whole_tiles(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
     lanes, rows = 128, 32 // dtype.itemsize
     is_whole = len(shape) > 1 and shape[-1] >= lanes and shape[-2] % rows == 0
     return not is_whole or math.prod(shape) <= rows * lanes
+
+
+def _along_the_torus(chips: str, least: int, most: int = 1 << 30, up_to: int = 1 << 62) -> Row:
+    reason = "XLA runs such a gather over all of a slice as an all-reduce, of twice the bytes, and computes nothing meanwhile"
+    is_worth_it = lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= 4 * KiB  # fewer only wait for neighbours
+    return Row(
+        "all_gather", chips, Choice("torus", reason, _GATHERED), least, most, up_to, when=is_worth_it, of_all=True
+    )
 
 
 TABLE = (  # the first row that applies counts
@@ -179,6 +190,7 @@ TABLE = (  # the first row that applies counts
         when=lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= 64 * KiB,  # fewer only wait for neighbours
         beside_work=True,
     ),
+    *(_along_the_torus("v5e", group, group, 16 * MiB // group) for group in (64, 128, 256)),
     Row(
         "reduce_scatter all_gather",
         "tpu",
@@ -195,6 +207,8 @@ TABLE = (  # the first row that applies counts
         Choice("permute", "XLA computes nothing while it gathers there, and while permutes travel it does", _SCATTERS),
         beside_work=True,
     ),
+    *(_along_the_torus("v6e", group, group, 16 * MiB // group) for group in (64, 128, 256)),
+    _along_the_torus("v5p", 64),
     Row(
         "reduce_scatter",
         "tpu",
@@ -293,7 +307,7 @@ def _refusal(
     use_auto = 'use algorithm="auto"'
     if algorithm == "hierarchical":
         return "no mesh axis crosses slices", "write jshard: {mesh: {slice: {size: 2, over: dcn}, ...}}"
-    if algorithm in NO_KERNELS:
+    if algorithm in NO_KERNELS or (op, algorithm) == ("all_gather", "torus"):
         return None if unsupported is None else unsupported()
     chip = chips.present_chip()
     if chip.platform == "gpu" and op == "matmul":

@@ -96,6 +96,35 @@ def test_all_of_a_slice_of_tpus_is_gone_round_along_each_axis_of_its_torus(mesh,
         assert asked.total == explain(program("xla"), x).total
 
 
+@pytest.mark.parametrize(
+    ("sizes", "chip", "groups"),
+    [
+        ({"t": 8}, None, [8]), ({"t": 8}, "v5e", [4, 2]), ({"t": 8}, "v5p", [2, 2, 2]), ({"d": 2, "t": 4}, "v5e", [4]),
+    ],
+)  # fmt: skip
+def test_by_torus_xla_gathers_along_each_of_its_axes(mesh, sizes, chip, groups):
+    here = mesh(**sizes)
+    x = split(here, integers(here.size, 3, 5))
+
+    def program(how):
+        def body(x):
+            y, pull = jax.vjp(lambda x: kernels.all_gather(x, "t", axis=1, algorithm=how), x)
+            return y, *pull(y * (1 + lax.axis_index("t")))
+
+        return jax.jit(jax.shard_map(body, mesh=here, in_specs=P((*sizes,)), out_specs=P((*sizes,))))
+
+    with contextlib.nullcontext() if chip is None else kernels.interpret(chip=chip):
+        for ours, theirs in zip(program("torus")(x), program("xla")(x), strict=True):
+            assert ours.sharding == theirs.sharding
+            np.testing.assert_array_equal(ours, theirs)
+        asked = explain(program("torus"), x)
+        assert asked.total == explain(program("xla"), x).total
+        traced = equations(jax.make_jaxpr(program("torus"))(x))
+    found = [eqn.params for eqn in traced if eqn.primitive.name == "all_gather"]
+    assert [each["axis_size"] for each in found] == groups
+    assert sum(line.count for line in asked.lines if line.collective == "all_gather") == len(groups)
+
+
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("name", OPS)
 def test_half_of_the_hops_go_each_way(mesh, name, n):

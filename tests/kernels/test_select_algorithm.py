@@ -82,6 +82,26 @@ def test_a_scatter_on_tpus_goes_by_permutes_over_a_whole_slice_and_where_work_hi
     assert kernels.choose("reduce_scatter", **given | {"chip": "h100"}).algorithm == "xla"
 
 
+@pytest.mark.parametrize(
+    ("chip", "group", "shape", "how", "algorithm"),
+    [
+        ("v5e", 256, (8, 16, 128), {}, "torus"),
+        ("v5e", 256, (8, 8, 128), {"beside_work": True}, "torus"),  # half a tile
+        ("v5e", 256, (16, 2048), {}, "torus"), ("v5e", 256, (16, 2176), {}, "xla"),  # 16 MiB in all, and more
+        ("v5e", 64, (128, 1024), {}, "torus"), ("v5e", 64, (128, 1088), {}, "xla"),
+        ("v5e", 32, (8, 16, 128), {}, "xla"), ("v5e", 256, (8, 128), {}, "in_order"), ("v5e", 256, (16, 64), {}, "in_order"),
+        ("v5e", 256, (8, 16, 128), {"of_all": False}, "xla"),
+        ("v6e", 64, (8, 16, 128), {}, "torus"), ("v6e", 64, (8, 16, 128), {"beside_work": True}, "permute"),
+        ("v5p", 64, (4096, 8192), {}, "torus"), ("v5p", 32, (16, 2048), {}, "xla"),
+    ],
+)  # fmt: skip
+def test_a_gather_over_all_of_a_slice_that_xla_would_run_as_a_sum_goes_along_the_torus(
+    chip, group, shape, how, algorithm
+):
+    given = {"shape": shape, "dtype": "bfloat16", "group": group, "chip": chip, "of_all": True, **how}
+    assert kernels.choose("all_gather", **given).algorithm == algorithm
+
+
 def test_beside_work_a_scatter_goes_by_permutes_whatever_its_tiles_but_a_small_one():
     """Eight key heads of 128 in bfloat16 are half a tile, a norm's scale is 256 bytes."""
     found = [
@@ -98,7 +118,7 @@ def test_every_row_of_the_table_has_a_source_and_some_use(monkeypatch):
     reached = set()
     for op in ALGORITHMS:
         for chip in [*chips.CHIPS.values(), chips.Chip("other", "gpu"), chips.Chip("odd", "metal")]:
-            for group, how in itertools.product((1, 2, 4, 8, 1024), ({}, {"of_all": True}, {"beside_work": True})):
+            for group, how in itertools.product((1, 2, 4, 8, 64, 1024), ({}, {"of_all": True}, {"beside_work": True})):
                 for kib in (1, 300, 3000, 10_000, 1 << 20):
                     reached.add(kernels.choose(op, shape=(kib, 1024), dtype="int8", group=group, chip=chip, **how))
             reached.add(kernels.choose(op, shape=(8, 1 << 15), dtype="bfloat16", group=8, chip=chip))

@@ -116,6 +116,24 @@ def test_gathers_hide_behind_products_on_a_tpu(extra):
     assert not [each for _, each in made.comparison.differences if each.kind in ("added", "dropped", "split")]
 
 
+@pytest.mark.parametrize("name", ["v5e:8x8", "v5p:4x4x4"])
+def test_what_is_stored_over_all_of_a_slice_is_gathered_and_not_summed(extra, name):
+    """XLA would run these gathers as all-reduces of twice the bytes."""
+    extra(name)
+    wire = {}
+    for how in ("auto", "xla"):
+        kernel = {"all_gather": how, "reduce_scatter": "permute"}
+        jshard.load({"jshard": {"mesh": {"data": 64}}, "fc": {"row": "data", "store": "data", "kernel": kernel}})
+        with moved_to(mesh_on(Topology.of(name), configuration())):
+            with jshard.signal("fc"):
+                model = nnx.eval_shape(lambda: jshard.Linear(1024, 512, use_bias=False, rngs=nnx.Rngs(0)))
+            made = plan(nnx.value_and_grad(loss), model, jax.ShapeDtypeStruct((1024, 1024), jnp.float32), topology=name)
+        gathers = [got for got in made.got if got.collective != "permute" and got.total > 1024]  # the loss is summed
+        wire[how] = {got.collective for got in gathers}, sum(got.total for got in gathers)
+    assert wire["auto"] == ({"all_gather"}, wire["xla"][1] / 2)
+    assert wire["xla"][0] == {"all_reduce"}
+
+
 def test_gpu_joins_gathers_and_adds_up_before_it_reduces(extra):
     extra("h100:8")
     made = plan_decoder("h100:8", decoder.TINY, data=2, tensor=4)
