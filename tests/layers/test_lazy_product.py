@@ -68,7 +68,11 @@ def test_what_reads_nothing_but_slices_is_seen_through_calls():
     assert not sliced(lambda x, y: jax.jit(lambda x: x + 1)(x))
 
 
-def test_a_number_behind_something_is_the_same_number_whatever_that_is():
+def test_numbers_behind_something_are_the_same_numbers_whatever_that_is():
+    behind = jax.jit(lambda x, numbers: after(token_of(x), numbers))
+    some = np.array([-1.5, 0.0, np.inf, -np.inf, np.nan], np.float32)
     for value in (0.0, -1.5, np.inf, np.nan):
-        number = jax.jit(lambda x, number: after(token_of(x), number))(np.full((2, 2), value, np.float32), 3)
+        x = np.full((2, 2), value, np.float32)
+        number = behind(x, 3)
         assert number == 3 and number.dtype == jnp.int32
+        np.testing.assert_array_equal(behind(x, some), some)

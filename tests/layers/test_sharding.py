@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import weakref
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
+from jshard.jaxprs import equations
 from jshard.layouts.layout import Layout
 
 rng = np.random.default_rng(0)
@@ -321,6 +323,40 @@ def test_a_scatter_of_parts_that_are_no_whole_tiles_is_an_all_to_all_on_tpus(den
     assert found == {
         (each, phase, wire): 5 for each in ("all_gather", "all_to_all") for phase in ("forward", "backward")
     }
+
+
+@pytest.mark.parametrize("chip", ["v5e", None])
+def test_a_head_sends_its_gradient_before_the_rest_of_backward_on_tpus(chip):
+    """Of a loss of one chunk. XLA for TPU would send it last, and keep all of it until then. What has no gradient waits for
+    nothing."""
+    row = {"row": "data", "store": "data"}
+    signals = {name: {**row, "match": [name]} for name in ("layers", "head")}
+    jshard.load({"jshard": {"mesh": {"data": 4}}, **signals})
+    params = {
+        "layers": rng.normal(size=(2, 8, 8)).astype(np.float32),
+        "head": rng.normal(size=(8, 64)).astype(np.float32),
+    }
+    x, weights = rng.normal(size=(8, 8)).astype(np.float32), rng.normal(size=(8, 64)).astype(np.float32)
+
+    def loss(params, x, weights):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+        chunk = lambda total, some: (total + jnp.sum(some[0] @ params["head"] * some[1]), None)
+        return jax.lax.scan(chunk, 0.0, (x[None], weights[None]))[0]
+
+    def gradient_of(name, f, params):
+        return lambda own: jax.grad(lambda own: f({**params, name: own}, x, weights))(own)
+
+    placed = jshard.shard(loss).place(params, x, weights)
+    with contextlib.nullcontext() if chip is None else jshard.kernels.interpret(chip=chip):
+        programs = {}
+        for name, own in placed.items():
+            ours = gradient_of(name, jshard.shard(loss), placed)
+            programs[name], found = jax.make_jaxpr(ours)(own), jax.jit(ours)(own)
+            np.testing.assert_allclose(found, gradient_of(name, loss, params)(params[name]), rtol=1e-5, atol=1e-5)
+            assert found.sharding == own.sharding
+    count = lambda name, *ops: sum(eqn.primitive.name in ops for eqn in equations(programs[name]))
+    assert [count(name, "reduce_scatter", "all_to_all") for name in params] == [2 if chip else 1, 1]
+    assert [count(name, "min") for name in params] == [2 if chip else 0, 0]
 
 
 GATHERED = {

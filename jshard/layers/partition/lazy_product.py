@@ -169,16 +169,7 @@ def product_scattered(
     def backward(kept: Any, cotangents: tuple[Array, Array]) -> tuple[Array, None, Array, Array]:
         (x, kernel, shard), (of_y, token) = kept, cotangents
         (of_x,) = jax.vjp(lambda x: product(x, kernel), x)[1](of_y)
-
-        def pull(shard: Array, x: Array, kernel: Array, of_y: Array) -> Array:
-            (of_kernel,) = jax.vjp(lambda kernel: product(x, kernel), kernel)[1](of_y)
-            return jax.vjp(gather, shard)[1](of_kernel)[0]
-
-        operands = shard, x, kernel, of_y
-        program = jax.make_jaxpr(pull)(*operands)
-        live, used = partial_eval.dce_jaxpr(program.jaxpr, [True])  # without the gather
-        read = [x for x, is_used in zip(operands, used, strict=True) if is_used]
-        of_shard = whole(evaluate(program.replace(jaxpr=live), read, token)[0])
+        of_shard = _of_shard(product, x, kernel, shard, of_y, token, gather)
         return of_x, None, of_shard, token_of(of_shard)
 
     call = jax.custom_vjp(lambda *operands: forward(*operands)[0])
@@ -186,14 +177,54 @@ def product_scattered(
     return call(x, kernel, shard, token)
 
 
-def after(token: Any, number: Any) -> Array:
-    """The same number, which no compiler knows before `token` is there.
+def product_scattered_first(
+    product: Multiply, x: Array, kernel: Array, shard: Array, gather: Callable[[Any], Any]
+) -> Array:
+    """Return `product(x, kernel)`, of which the gradient of `x` goes on when that of the kernel has been scattered, and is made
+    before it, so that the kernel is gone by then. Where nobody wants the gradient of `x` nothing waits."""
+    goes_on = True
 
-    What is sliced there waits for the token. XLA for TPU removes barriers before it makes its schedule, and takes each
-    collective of that to have links of its own: those that are ready together it puts together, and their wire shows.
+    def forward(x: Any, kernel: Any, shard: Any) -> tuple[Array, Any]:
+        nonlocal goes_on
+        goes_on = x.perturbed
+        return product(x.value, kernel.value), (x.value, kernel.value, shard.value)
+
+    def backward(kept: Any, of_y: Array) -> tuple[Array, None, Array]:
+        x, kernel, shard = kept
+        (of_x,) = jax.vjp(lambda x: product(x, kernel), x)[1](of_y)
+        x = after(token_of(of_x), x) if goes_on else x
+        of_shard = _of_shard(product, x, kernel, shard, of_y, jnp.zeros(()), gather)
+        return after(token_of(of_shard), of_x) if goes_on else of_x, None, of_shard
+
+    call = jax.custom_vjp(lambda x, kernel, shard: product(x, kernel))
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call(x, kernel, shard)
+
+
+def _of_shard(
+    product: Multiply, x: Array, kernel: Array, shard: Array, of_y: Array, token: Any, gather: Callable[[Any], Any]
+) -> Array:
+    """The gradient of `shard`: that of the kernel that was gathered from it, multiplied as it is sent."""
+
+    def pull(shard: Array, x: Array, kernel: Array, of_y: Array) -> Array:
+        (of_kernel,) = jax.vjp(lambda kernel: product(x, kernel), kernel)[1](of_y)
+        return jax.vjp(gather, shard)[1](of_kernel)[0]
+
+    operands = shard, x, kernel, of_y
+    program = jax.make_jaxpr(pull)(*operands)
+    live, used = partial_eval.dce_jaxpr(program.jaxpr, [True])  # without the gather
+    read = [x for x, is_used in zip(operands, used, strict=True) if is_used]
+    return whole(evaluate(program.replace(jaxpr=live), read, token)[0])
+
+
+def after(token: Any, x: Any) -> Array:
+    """The same numbers, which no compiler knows before `token` is there, whatever it is.
+
+    What is sliced at such a number waits for the token. XLA for TPU removes barriers before it makes its schedule, and takes
+    each collective of that to have links of its own: those that are ready together it puts together, and their wire shows.
     """
-    number = jnp.asarray(number, jnp.int32)
-    return lax.min(number, number + (token != token).astype(jnp.int32))
+    x = jnp.asarray(x)
+    return lax.min(x, x + (token != token).astype(x.dtype))
 
 
 def token_of(x: Array) -> Array:

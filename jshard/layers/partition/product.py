@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jshard.kernels.chip import present_chip
 from jshard.kernels.gather_scatter import reduce_scatter
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of
-from jshard.layers.partition.lazy_product import leaves_in_slices, product_scattered
+from jshard.layers.partition.lazy_product import leaves_in_slices, product_scattered, product_scattered_first
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.part import Part, moving_as
 from jshard.layouts.axes import KEPT, LOOKUP, Factors
@@ -112,10 +113,13 @@ def _multiplied(run: Partition, eqn: Any, parts: list[Part], found: Factors, cho
         axes = axes_of(found.operands[at], choice)
         return part.renewed(shard).local(axes, frozenset(jax.typeof(kernel).mat.varying), run.moving)
 
-    if not leaves_in_slices(gather, part.x, kernel):
-        return product(*xs)
     multiply = lambda x, kernel: product(x, kernel) if at else product(kernel, x)
-    return product_scattered(multiply, x, kernel, part.x, jnp.zeros(()), gather)[0]
+    if leaves_in_slices(gather, part.x, kernel):
+        return product_scattered(multiply, x, kernel, part.x, jnp.zeros(()), gather)[0]
+    # XLA for TPU computes nothing while it scatters, so it does that last of all, and the whole gradient stands until then
+    if present_chip().platform == "tpu" and kernel.size > x.size:
+        return product_scattered_first(multiply, x, kernel, part.x, gather)
+    return product(*xs)
 
 
 def sum_or_scatter(
