@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -54,6 +55,17 @@ def _drawn(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     return [Part(shape, whole(len(shape)), make=make)]
 
 
+def _ordered(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """A barrier: each array as it lies, which one operation of the table would split over a mesh axis only once. What is equal
+    on all devices can't wait for what is not: those that vary over the same mesh axes wait for each other."""
+    parts = [run.force(part) for part in parts]
+    alike: dict[Names, list[Part]] = {}
+    for part in parts:
+        alike.setdefault(jax.typeof(part.x).mat.varying, []).append(part)
+    done = {id(p): x for some in alike.values() for p, x in zip(some, run.bind(eqn, [p.x for p in some]), strict=True)}
+    return [Part(part.shape, part.axes, done[id(part)]) for part in parts]
+
+
 RULES: dict[str, Rule] = {
-    "broadcast_in_dim": _broadcast, "iota": _iota, "random_bits": _drawn,
+    "broadcast_in_dim": _broadcast, "iota": _iota, "optimization_barrier": _ordered, "random_bits": _drawn,
 }  # fmt: skip
