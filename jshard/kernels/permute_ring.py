@@ -18,7 +18,7 @@ from jax import Array, lax
 from jshard.kernels.chip import present_chip
 from jshard.kernels.collectives import axis_index, axis_size, permute, pvary
 from jshard.kernels.local_matmul import matmul
-from jshard.kernels.slices import size_along
+from jshard.kernels.slices import devices_of_a_slice, size_along
 
 Names = tuple[str, ...]
 
@@ -53,7 +53,7 @@ def rings(name: str) -> list[Ring]:
     """The rings that a gather or scatter along a mesh axis goes round, major first. Where the axis is all of a TPU's slice
     each axis of its torus is one: 256 devices in 16 rows are 16 hops away from each other, and not 128."""
     n, chip = size_along(name), present_chip()
-    is_slice = chip.axes and n == jax.sharding.get_abstract_mesh().size
+    is_slice = chip.axes and n == devices_of_a_slice()
     found, stride = [], n
     for size in _torus(n, chip.axes) if is_slice else [n]:
         stride //= size

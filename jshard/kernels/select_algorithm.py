@@ -226,7 +226,7 @@ def choose(
     of_all: bool = False, beside_work: bool = False,
 ) -> Choice:  # fmt: skip
     """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for), which may
-    be all that the mesh has. `beside_work` says that the program has other work that can be done meanwhile.
+    be all of a slice. `beside_work` says that the program has other work that can be done meanwhile.
 
     Of a scatter or a gather `shape` is that of one device's part.
     """
@@ -278,7 +278,7 @@ def resolve_algorithm(
     if (op, algorithm) == ("all_reduce", "in_order") and group == 2 and unsupported is None:
         return "xla"  # a + b is b + a: both orders give the same bits
     if algorithm == "auto":
-        of_all = group == jax.sharding.get_abstract_mesh().size
+        of_all = group == slices.devices_of_a_slice()
         chosen = choose(op, shape=x.shape, dtype=x.dtype, group=group, of_all=of_all).algorithm
         return chosen if chosen == "xla" or _refusal(op, chosen, x, mesh_axes, group, unsupported) is None else "xla"
     if op != "matmul" and (group == 1 or x.size == 0):

@@ -18,6 +18,12 @@ def size_along(mesh_axis: str) -> int:
     return mesh.shape[mesh_axis] if mesh_axis in mesh.manual_axes else lax.axis_size(mesh_axis)
 
 
+def devices_of_a_slice() -> int:
+    """Return how many devices of each slice are in the mesh that is traced for."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size // math.prod(mesh.shape[name] for name in loaded_across() if name in mesh.axis_names)
+
+
 def between_and_inside(mesh_axes: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Part mesh axes into those that cross slices and those that stay in one, without those of one device."""
     across, names = loaded_across(), [name for name in mesh_axes if size_along(name) > 1]

@@ -100,10 +100,12 @@ def test_all_of_a_slice_of_tpus_is_gone_round_along_each_axis_of_its_torus(mesh,
     ("sizes", "chip", "groups"),
     [
         ({"t": 8}, None, [8]), ({"t": 8}, "v5e", [4, 2]), ({"t": 8}, "v5p", [2, 2, 2]), ({"d": 2, "t": 4}, "v5e", [4]),
+        ({"d": {"size": 2, "over": "dcn"}, "t": 4}, "v5e", [2, 2]),
     ],
 )  # fmt: skip
-def test_by_torus_xla_gathers_along_each_of_its_axes(mesh, sizes, chip, groups):
-    here = mesh(**sizes)
+def test_by_torus_xla_gathers_along_each_axis_of_a_slice(sizes, chip, groups):
+    jshard.load({"jshard": {"mesh": sizes}})
+    here = jshard.mesh()
     x = split(here, integers(here.size, 3, 5))
 
     def program(how):

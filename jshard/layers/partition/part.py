@@ -205,7 +205,7 @@ class Part:
                 kernels = () if self.signal is None else self.signal.kernel
                 if self.prefetches and several:
                     group = math.prod(slices.size_along(name) for _, name, _ in several)
-                    of_all = group == jax.sharding.get_abstract_mesh().size
+                    of_all = group == slices.devices_of_a_slice()
                     of = {"shape": x.shape, "dtype": x.dtype, "group": group, "of_all": of_all, "beside_work": True}
                     for op in ("all_gather", "reduce_scatter"):
                         if dict(kernels).get(op, "auto") == "auto":
