@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 # Primitives that call a jaxpr on their operands one by one, and the parameter that holds it.
@@ -46,6 +46,28 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for each in inner(eqn):
             yield from equations(each)
+
+
+def run(
+    program: Any,
+    xs: Sequence[Any],
+    step: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any] = lambda literal: literal.val,
+) -> list[Any]:
+    """Run a jaxpr on `xs`, before which stand the constants of an open one: `step` makes what each equation gives of its
+    operands."""
+    jaxpr, known = bare(program), dict[Any, Any]()
+    read = lambda atom: constant(atom) if hasattr(atom, "val") else known[atom]  # a literal, or a variable
+    known |= zip((*jaxpr.constvars, *jaxpr.invars), (*getattr(program, "consts", ()), *xs), strict=True)
+    for eqn in jaxpr.eqns:
+        known |= zip(eqn.outvars, step(eqn, list(map(read, eqn.invars))), strict=True)
+    return list(map(read, jaxpr.outvars))
+
+
+def bound(eqn: Any, xs: Sequence[Any]) -> Sequence[Any]:
+    """What an equation gives of its operands, in a list though it is one."""
+    outs = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+    return outs if eqn.primitive.multiple_results else [outs]
 
 
 def scanned(eqn: Any) -> tuple[int, int]:

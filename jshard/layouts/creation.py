@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jshard.jaxprs import bound, run
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit, with_axis_types
 
@@ -116,19 +116,10 @@ def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
 def _step_by_step(f: Callable[..., Any], *args: jax.Array) -> list[jax.Array]:
     """The arrays of `f(*args)`, each operation rounded as when it runs alone: compiled as a whole, XLA would fold constants
     together and draw numbers that differ in the last bit from what Flax draws."""
-    jaxpr = jax.make_jaxpr(f)(*args)
-    jaxpr, constants = jaxpr.jaxpr, jaxpr.consts
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
-
-    def value(variable: Any) -> Any:
-        if isinstance(variable, Literal):
-            aval: Any = variable.aval
-            return jax.lax.optimization_barrier(jax.numpy.asarray(variable.val, aval.dtype))
-        return values[variable]
-
-    for equation in jaxpr.eqns:
-        parameters = equation.primitive.get_bind_params(equation.params)
-        results = equation.primitive.bind(*map(value, equation.invars), **parameters)
-        results = results if equation.primitive.multiple_results else [results]
-        values |= zip(equation.outvars, jax.lax.optimization_barrier(tuple(results)), strict=True)
-    return list(map(value, jaxpr.outvars))
+    apart = jax.lax.optimization_barrier
+    return run(
+        jax.make_jaxpr(f)(*args),
+        args,
+        lambda eqn, given: apart(tuple(bound(eqn, given))),
+        lambda literal: apart(jax.numpy.asarray(literal.val, literal.aval.dtype)),
+    )

@@ -18,7 +18,7 @@ from jshard.inspect.ledger.tracing import is_array, is_inexact
 from jshard.inspect.verify.dataflow import Asked, narrowed_for_a_sum
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later
 from jshard.inspect.verify.residues import SUMS, coarse, embedded, is_float, results_of, touches_floats
-from jshard.jaxprs import bare, called, inner, scanned
+from jshard.jaxprs import bare, bound, called, inner, scanned
 from jshard.layers.partition.ticks import slot_p
 
 
@@ -113,8 +113,7 @@ class _Level:
             is_asked = str(eqn.outvars[0].aval.dtype) in self.how.asked(here.cause.path)
             narrowed = name == "convert_element_type" and eqn.outvars[0] in self.summed_narrow
             return [coarse(each, self.how.modulus) for each in results] if narrowed and not is_asked else results
-        results = eqn.primitive.bind(*x, **eqn.primitive.get_bind_params(eqn.params))
-        return results if eqn.primitive.multiple_results else [results]
+        return bound(eqn, x)
 
     def _ask(self, results: Sequence[Any], eqn: Any, here: Around) -> None:
         if eqn.primitive.name in BEARS_NO_NAN:

@@ -15,7 +15,7 @@ from jax._src import source_info_util
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from jshard.jaxprs import bare, called
+from jshard.jaxprs import bare, bound, called, run
 from jshard.kernels.invariant_cast import set_varying
 
 Multiply = Callable[[Array, Array], Array]  # by a kernel
@@ -67,16 +67,10 @@ class LazyProduct:
 
 def evaluate(program: Any, xs: Sequence[Any], token: Any) -> list[Any]:
     """Run a traced program. Products are not made before their numbers are read, and only slices of them where that is all."""
-    jaxpr = bare(program)
-    known = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
-    known |= dict(zip(jaxpr.invars, xs, strict=True))
-    for eqn in jaxpr.eqns:
-        given = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
-        known |= dict(zip(eqn.outvars, _evaluated(eqn, given, token), strict=True))
-    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+    return run(program, xs, lambda eqn, given: _evaluated(eqn, given, token))
 
 
-def _evaluated(eqn: Any, given: Sequence[Any], token: Any) -> list[Any]:
+def _evaluated(eqn: Any, given: Sequence[Any], token: Any) -> Sequence[Any]:
     lazy = next((x for x in given if isinstance(x, LazyProduct)), None)
     if lazy is None:
         if eqn.primitive.name != "dot_general":
@@ -105,18 +99,15 @@ def whole(x: Any) -> Any:
 
 def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Product]) -> list[Any]:
     """Run a traced program whose products by these variables are made by others."""
-    jaxpr = bare(program)
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), xs, strict=True))
-    for eqn in jaxpr.eqns:
-        given = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+
+    def step(eqn: Any, given: list[Any]) -> Sequence[Any]:
         at = next((n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in products), None)
         if at is None:
-            outs = _bound(eqn, given)
-        else:
-            product = lambda x, w, eqn=eqn, at=at: _bound(eqn, [x, w] if at else [w, x])[0]
-            outs = [products[eqn.invars[at]](product, given[1 - at], given[at])]
-        known |= dict(zip(eqn.outvars, outs, strict=True))
-    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+            return _bound(eqn, given)
+        product = lambda x, w: _bound(eqn, [x, w] if at else [w, x])[0]
+        return [products[eqn.invars[at]](product, given[1 - at], given[at])]
+
+    return run(program, xs, step)
 
 
 def first_of(jaxpr: Any, kernels: Collection[Any]) -> set[Any]:
@@ -233,10 +224,9 @@ def token_of(x: Array) -> Array:
     return set_varying(one, frozenset())
 
 
-def _bound(eqn: Any, xs: Sequence[Any]) -> list[Any]:
+def _bound(eqn: Any, xs: Sequence[Any]) -> Sequence[Any]:
     with _at(eqn), eqn.ctx.manager:
-        outs = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+        return bound(eqn, xs)
 
 
 def _at(eqn: Any) -> Any:
