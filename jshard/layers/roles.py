@@ -57,14 +57,15 @@ def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "", 
     """Lay a parameter out by the words of its signal: of each role the first axis is split. A `shard` places it whatever its
     roles; layers of a pipeline are on their stages."""
     layout = _by_words(signal, roles, label)
-    is_split = stage is not None and stage.is_equal and "scan" in roles
-    return layout.with_axis(roles.index("scan"), (stage.mesh_axis,)) if stage and is_split else layout
+    if stage is not None and stage.is_equal and "scan" in roles:
+        return layout.with_axis(roles.index("scan"), stage.mesh_axis)
+    return layout
 
 
 def _by_words(signal: Signal, roles: Sequence[str | None], label: str) -> Layout:
     if signal.shard is not None:
         return tensor_layout(signal, len(roles), label)
-    words = (role if role in PRODUCT["w"] and roles.index(role) == axis else None for axis, role in enumerate(roles))
+    words = (role if role in PRODUCT["w"] and role not in roles[:axis] else None for axis, role in enumerate(roles))
     layout = strategy_of(signal).in_use(*words)
     return layout.with_axis(roles.index("batch"), signal.expert) if signal.expert and "batch" in roles else layout
 
@@ -89,22 +90,27 @@ def parameter_layouts(uses: Iterable[Use]) -> dict[str, Rest]:
 
 
 def _layout(use: Use, more: int) -> Rest:
-    signal = use.claim.signal
-    in_use = layout_in_use(signal, use.roles, str(use), use.claim.stage)
-    if use.claim.stage is not None and use.claim.stage.number is None and "scan" not in use.roles:
-        stage = use.claim.stage.signal
+    signal, stage = use.claim.signal, use.claim.stage
+    in_use = layout_in_use(signal, use.roles, str(use), stage)
+    if stage is not None and stage.number is None and "scan" not in use.roles:
         raise JShardError(
-            f"{stage} says stage ({stage.at('stage')}), and {_several(use, more)}, is in no loop over layers",
+            f"{stage.signal} says stage ({stage.signal.at('stage')}), and {_several(use, more)}, is in no loop over layers",
             hint="build the layers with jshard.stack, or give stage to the stack alone",
         )
-    of_role = {"batch": "expert", "scan": "stage" if use.claim.stage else "scan"}
     for axis, role in enumerate(use.roles):
-        _check(
-            use, more, in_use, axis, "shard.axis" if signal.shard is not None else of_role.get(role or "", role or "")
-        )
+        key = "shard.axis" if signal.shard is not None else "expert" if role == "batch" else role or ""
+        if role == "scan" and stage is not None and stage.is_equal:
+            key = "stage"
+            if layout_in_use(signal, use.roles, str(use)).axes[axis]:
+                raise JShardError(
+                    f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {axis} of {_several(use, more)}, which '
+                    f"{stage.signal} splits over stages ({stage.signal.at('stage')})",
+                    hint="shard another axis",
+                )
+        _check(use, more, in_use, axis, key)
     for name in set(signal.store) & set(in_use.mesh_axes):  # a word and `store` that share one are a fault of the file
-        is_stage = use.claim.stage is not None and use.claim.stage.mesh_axis == name
-        whose = use.claim.stage.signal if is_stage and use.claim.stage else signal
+        is_stage = stage is not None and stage.mesh_axis == name
+        whose = stage.signal if is_stage and stage else signal
         key = "stage" if is_stage else "shard"
         raise JShardError(
             f'signal "{signal.name}" ({signal.at("store")}) names mesh axis "{name}" for store and '
@@ -118,10 +124,9 @@ def _layout(use: Use, more: int) -> Rest:
     at_rest = in_use.also_over(signal.store, use.shape, scanned)
     for axis in range(len(use.shape)):
         _check(use, more, at_rest, axis, "store")
-    stage = use.claim.stage
     if stage is not None and not stage.is_equal and stage.mesh_axis not in at_rest.mesh_axes:
         spread = at_rest.also_over(stage.mesh_axis, use.shape, scanned)
-        at_rest = spread if all(size % spread.ways(axis) == 0 for axis, size in enumerate(use.shape)) else at_rest
+        at_rest = at_rest if any(size % spread.ways(axis) for axis, size in enumerate(use.shape)) else spread
     return Rest(in_use, at_rest)
 
 
@@ -131,7 +136,7 @@ def _check(use: Use, more: int, layout: Layout, axis: int, key: str) -> None:
     signal = use.claim.stage.signal if key == "stage" and use.claim.stage else signal
     label, what = f'signal "{signal.name}" ({signal.at(key)})', f"axis {axis} of {_several(use, more)}"
     fit = math.gcd(size, ways)
-    if key == "column" and use.roles.count("column") > 1 and 1 < fit < ways and len(names) == 1:
+    if key == "column" and use.roles.count("column") >= 2 and fit >= 2 and size % ways and not names[1:]:
         raise JShardError(
             f'{label} splits {what} over mesh axis "{names[0]}" of size {ways}',
             hint=f"write {{kv: {fit}, group: {ways // fit}}} for {names[0]}: {ways} in jshard.mesh, column: kv here, and "

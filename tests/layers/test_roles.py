@@ -8,7 +8,7 @@ from jshard.errors import JShardError
 from jshard.layers import Linear
 from jshard.layers.roles import Use, layout_in_use, parameter_layouts
 from jshard.signals.active_config import configuration, load, unload
-from jshard.signals.claims import claims
+from jshard.signals.claims import claims, staged
 
 CONFIG = """\
 jshard:
@@ -157,9 +157,143 @@ def test_two_mesh_axes_are_what_few_heads_take():
     assert [rest.in_use.axes[1] for rest in parameter_layouts(uses).values()] == [("kv", "group"), ("kv",)]
 
 
+def test_few_heads_of_a_sum_or_over_two_mesh_axes_are_told_as_other_sizes_are():
+    load({
+        "jshard": {"mesh": {"data": 8}},
+        "q": {"column": "data", "match": "q/**"}, "o": {"reduction": "data", "match": "o/**"},
+    })  # fmt: skip
+    assert faults_of(("q/w", (4, 2, 16), (R, C, C)), ("o/w", (2, 8, 16), (R, C, C))) == (
+        'signal "q" (<dict>) splits axis 1 of "q/w" (4, 2, 16) claimed at <dict> over mesh axis "data" of size 8; write {kv: 2, '
+        "group: 4} for data: 8 in jshard.mesh, column: kv here, and column: [kv, group] where it divides",
+        'signal "o" (<dict>) splits axis 0 of "o/w" (2, 8, 16) claimed at <dict> over mesh axis "data" of size 8; use 8, or claim it '
+        "without reduction",
+    )
+    load({"jshard": {"mesh": {"kv": 2, "group": 4}}, "q": {"column": ["kv", "group"], "match": "q/**"}})
+    assert faults_of(("q/w", (4, 2, 16), (R, C, C))) == (
+        'signal "q" (<dict>) splits axis 1 of "q/w" (4, 2, 16) claimed at <dict> over mesh axes "kv" x "group" of size 8; use 8, or '
+        "claim it without column",
+    )
+
+
 def test_an_axis_that_is_not_there_and_a_mesh_axis_twice_are_one_sentence_each():
     assert faults_of(("axis/b", (8,), (C,)), ("twice/w", (8, 8), (R, C))) == (
         'signal "axis" (c.yaml:15) shards axis 1 of "axis/b" (8,); use 0',
         'signal "twice" (c.yaml:19) names mesh axis "data" for store and for shard (c.yaml:18), which would split "twice/w" (8, 8) '
         "claimed at c.yaml:20 over it twice; use another mesh axis for one of them",
+    )
+
+
+# -- layers of a pipeline --
+
+STAGES = {"mesh": {"data": 2, "stage": 2, "tensor": 2}, "pipeline": {"axis": "stage", "microbatches": 2}}
+ST, LAYERS = ("stage",), (S, R, C)
+
+
+def on_stages(stage, shape, roles, **keys):
+    """What lies in a stack whose layers one signal splits, claimed by another: how, or the sentence that says why not."""
+    load({"jshard": STAGES, "blocks": {"stage": stage}, "own": {"match": "blocks/**", **keys}})
+    present = configuration()
+    assert present is not None
+    use = Use("blocks/w", staged(present, claims(present, ["blocks/w"]))["blocks/w"], shape, roles)
+    try:
+        (rest,) = parameter_layouts([use]).values()
+    except JShardError as fault:
+        return str(fault)
+    return rest.in_use.axes, rest.at_rest.axes
+
+
+STAGED = {
+    "as many layers on each": (("equal", (4, 8, 6), LAYERS, {"column": "tensor"}), (ST, (), T), (ST, (), T)),
+    "stored beside": (("equal", (4, 8, 6), LAYERS, {"store": "data"}), (ST, (), ()), (ST, D, ())),
+    "sharded beside": (("equal", (4, 8, 6), LAYERS, {"shard": {"axis": 1, "mesh": "tensor"}}), (ST, T, ()), (ST, T, ())),
+    "about as much": (("balance", (3, 7, 6), LAYERS, {}), ((), (), ()), ((), (), ST)),
+    "beside what is split": (("balance", (3, 8, 6), LAYERS, {"reduction": "tensor"}), ((), T, ()), ((), T, ST)),
+    "where it does not divide": (("balance", (3, 7, 5), LAYERS, {}), ((), (), ()), ((), (), ())),
+    "stored over stages": (("balance", (4, 8, 6), LAYERS, {"store": "stage"}), ((), (), ()), ((), ST, ())),
+    "a number of each layer": (("balance", (4,), (S,), {}), ((),), ((),)),
+    "layers on stages by name": (({"0..1": 0, "2": 1}, (3, 8, 6), LAYERS, {}), ((), (), ()), ((), ST, ())),
+    "on one stage": ((1, (8, 6), (R, C), {"store": "data"}), ((), ()), (D, ST)),
+    "on one stage, whole": ((0, (7,), (C,), {}), ((),), ((),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STAGED)
+def test_layers_of_a_pipeline_lie_on_their_stages_or_rest_over_all(case):
+    (stage, shape, roles, keys), in_use, at_rest = STAGED[case]
+    assert on_stages(stage, shape, roles, **keys) == (in_use, at_rest)
+
+
+SHARD_LAYERS = {"shard": {"axis": 0, "mesh": "tensor"}}
+AT = 'of "blocks/w"'
+WRONG_STAGES = {
+    "no loop": (
+        ("equal", (8, 6), (R, C), {}),
+        'signal "blocks" (<dict>) says stage (<dict>), and "blocks/w" (8, 6) claimed at <dict>, is in no loop over layers; build '
+        "the layers with jshard.stack, or give stage to the stack alone",
+    ),
+    "layers": (
+        ("equal", (3, 8, 6), LAYERS, {}),
+        f'signal "blocks" (<dict>) splits axis 0 {AT} (3, 8, 6) claimed at <dict> over mesh axis "stage" of size 2; use 2 or 4, or '
+        "claim it without stage",
+    ),
+    "layers, sharded beside": (
+        ("equal", (3, 8, 6), LAYERS, {"shard": {"axis": 1, "mesh": "tensor"}}),
+        f'signal "blocks" (<dict>) splits axis 0 {AT} (3, 8, 6) claimed at <dict> over mesh axis "stage" of size 2; use 2 or 4, or '
+        "claim it without stage",
+    ),
+    "layers that a shard splits too": (
+        ("equal", (4, 8, 6), LAYERS, SHARD_LAYERS),
+        f'signal "own" (<dict>) shards axis 0 {AT} (4, 8, 6) claimed at <dict>, which signal "blocks" (<dict>) splits over stages '
+        "(<dict>); shard another axis",
+    ),
+    "a shard of layers that go where they are needed": (
+        ("balance", (3, 8, 6), LAYERS, SHARD_LAYERS),
+        f'signal "own" (<dict>) splits axis 0 {AT} (3, 8, 6) claimed at <dict> over mesh axis "tensor" of size 2; use 2 or 4, or '
+        "claim it without shard",
+    ),
+    "columns": (
+        ("equal", (4, 8, 5), LAYERS, {"column": "tensor"}),
+        f'signal "own" (<dict>) splits axis 2 {AT} (4, 8, 5) claimed at <dict> over mesh axis "tensor" of size 2; use 4 or 6, or '
+        "claim it without column",
+    ),
+    "stored": (
+        ("equal", (4, 7, 5), LAYERS, {"store": "data"}),
+        f'signal "own" (<dict>) splits axis 1 {AT} (4, 7, 5) claimed at <dict> over mesh axis "data" of size 2; use 6 or 8, or '
+        "claim it without store",
+    ),
+    "stored over stages": (
+        ("equal", (4, 8, 6), LAYERS, {"store": "stage"}),
+        'signal "own" (<dict>) names mesh axis "stage" for store and signal "blocks" (<dict>) for stage (<dict>), which would '
+        f"split {AT[3:]} (4, 8, 6) claimed at <dict> over it twice; claim the layers apart from what all stages have",
+    ),
+    **{
+        f"shard and store over {name}": (
+            ("equal", (4, 8, 6), LAYERS, {"shard": {"axis": 1, "mesh": name}, "store": name}),
+            f'signal "own" (<dict>) names mesh axis "{name}" for store and for shard (<dict>), which would split {AT[3:]} (4, 8, 6) '
+            "claimed at <dict> over it twice; use another mesh axis for one of them",
+        )
+        for name in ("data", "tensor")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG_STAGES)
+def test_what_can_not_lie_on_stages_is_one_sentence(fault):
+    (stage, shape, roles, keys), sentence = WRONG_STAGES[fault]
+    assert on_stages(stage, shape, roles, **keys) == sentence
+
+
+def test_stacked_experts_are_split_by_expert_and_say_so():
+    load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "e": {"expert": "tensor", "column": "data", "match": "e"}})
+    present = configuration()
+    assert present is not None
+    claim = claims(present, ["e"])["e"]
+    for shape, roles, axes in (((8, 6, 16), (B, R, C), (T, (), D)), ((6, 16), (R, C), ((), D))):
+        (rest,) = parameter_layouts([Use("e", claim, shape, roles)]).values()
+        assert rest.in_use.axes == rest.at_rest.axes == axes
+    with pytest.raises(JShardError) as told:
+        parameter_layouts([Use("e", claim, (6, 6, 16), (B, R, C))])
+    assert str(told.value) == (
+        'signal "e" (<dict>) splits axis 0 of "e" (6, 6, 16) claimed at <dict> over mesh axis "tensor" of size 4; use 4 or 8, or '
+        "claim it without expert"
     )
