@@ -108,7 +108,7 @@ class Strategy:
         if rank > 1:
             x, y = self.x(rank).axes, self.y(rank).axes
             rows: list[Split] = [("row", shape[0], x[0], "rows")]
-            if rank > 2:
+            if rank >= 3:
                 rows += [("sequence", shape[1], axes[1], "sequence positions") for axes in (x, y)]
             found = [*rows, *found, ("output", shape[0], y[0], "rows")]
         return found

@@ -99,6 +99,9 @@ CALLED = {
         "rows",
         (16,),
     ): 'signal "rows" (c.yaml:4) splits rows over mesh axis "data", but x has one axis; give x a batch axis: x[None]',
+    ("stored", (16,)): (
+        'signal "stored" (c.yaml:9) splits rows over mesh axis "data", but x has one axis; give x a batch axis: x[None]'
+    ),
     (
         "scattered",
         (6, 16),
@@ -212,6 +215,26 @@ def test_layouts_are_those_of_the_table_of_cases():
         assert {array: layout.spec for array, layout in found.items()} == {
             array: case.spec(array) for array in found
         }, case.name
+
+
+def test_what_a_product_divides_is_by_the_rank_of_its_input():
+    strategy = Strategy(mesh(), row=("data",), sequence=("tensor",), column=("tensor",))
+    sizes = [("reduction", 6, (), "inputs"), ("column", 16, ("tensor",), "columns")]
+    assert strategy.splits((), 6, 16) == strategy.splits((6,), 6, 16) == sizes
+    assert strategy.splits((4, 6), 6, 16) == [
+        ("row", 4, ("data", "tensor"), "rows"), *sizes, ("output", 4, ("data",), "rows"),
+    ]  # fmt: skip
+    assert strategy.splits((4, 8, 6), 6, 16) == [
+        ("row", 4, ("data",), "rows"),
+        ("sequence", 8, ("tensor",), "sequence positions"), ("sequence", 8, (), "sequence positions"),
+        *sizes, ("output", 4, ("data",), "rows"),
+    ]  # fmt: skip
+
+
+def test_an_output_that_is_gathered_leaves_its_input_as_it_is():
+    strategy = Strategy(mesh(), reduction=("data",), column=("tensor",), output="gather")
+    assert strategy.x(2).axes == ((), ("data",))
+    assert strategy.y(2).axes == ((), ())
 
 
 def test_gt_words_are_rows_columns_or_whole():
