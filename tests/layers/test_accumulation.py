@@ -1,0 +1,71 @@
+"""Gradients over microbatches: a mean of values and of gradients, and what the model keeps goes from one to the next."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.layers.accumulation import accumulated
+from jshard.signals.active_config import unload
+from jshard.signals.scope import unplaced
+
+X = np.arange(24, dtype=np.float32).reshape(3, 4, 2) / 8
+MESHES = {
+    "explicit": {"jshard": {"mesh": {"data": 2}}, "rest": {"row": "data", "match": ["**"]}},
+    "auto": {"jshard": {"mesh": {"data": 2}, "axis_types": "auto"}, "rest": {"row": "data", "match": ["**"]}},
+}
+
+
+class Counted(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.array([1.0, -2.0]))
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x @ self.w[...]
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded():
+    yield
+    unload()
+
+
+@pytest.mark.parametrize("mesh", [None, *MESHES])
+def test_values_and_gradients_are_means_and_variables_go_from_one_to_the_next(mesh):
+    model = Counted()
+    expected = jax.grad(lambda w: jnp.mean((X.reshape(12, 2) @ w) ** 2))(model.w[...])
+    if mesh:
+        jshard.load(MESHES[mesh])
+        model = jshard.shard(model)
+    value, gradients = nnx.jit(accumulated(loss))(model, X)
+    np.testing.assert_allclose(value, np.mean((X @ np.array([1.0, -2.0])) ** 2), rtol=1e-6)
+    assert jax.tree.structure(gradients) == jax.tree.structure(nnx.state(model, nnx.Param))
+    np.testing.assert_allclose(gradients["w"][...], expected, rtol=1e-6)
+    assert model.calls[...] == 3
+
+
+def test_on_an_explicit_mesh_a_gradient_is_summed_once_and_each_value_in_its_turn():
+    jshard.load(MESHES["explicit"])
+    ledger = jshard.explain(accumulated(loss), jshard.shard(Counted()), X)
+    assert sorted((line.collective, line.count, line.payload) for line in ledger) == [
+        ("all_reduce", 1, 8), ("all_reduce", 3, 4),
+    ]  # fmt: skip
+
+
+def test_what_is_traced_as_for_one_device_and_what_has_no_mesh_is_one_loop():
+    jshard.load(MESHES["explicit"])
+    with unplaced(True):
+        assert "psum" not in str(jax.make_jaxpr(lambda x: accumulated(loss)(jshard.shard(Counted()), x)[0])(X))
+    jshard.load({"jshard": {}})
+    value, _ = accumulated(loss)(Counted(), X)
+    np.testing.assert_allclose(value, np.mean((X @ np.array([1.0, -2.0])) ** 2), rtol=1e-6)
