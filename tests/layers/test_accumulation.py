@@ -54,6 +54,16 @@ def test_values_and_gradients_are_means_and_variables_go_from_one_to_the_next(me
     assert model.calls[...] == 3
 
 
+@pytest.mark.parametrize("mesh", [None, "explicit"])
+def test_one_microbatch_is_the_batch(mesh):
+    model = Counted()
+    if mesh:
+        jshard.load(MESHES[mesh])
+        model = jshard.shard(model)
+    value, _ = accumulated(loss)(model, X[:1])
+    np.testing.assert_allclose(value, np.mean((X[0] @ np.array([1.0, -2.0])) ** 2), rtol=1e-6)
+
+
 def test_on_an_explicit_mesh_a_gradient_is_summed_once_and_each_value_in_its_turn():
     jshard.load(MESHES["explicit"])
     ledger = jshard.explain(accumulated(loss), jshard.shard(Counted()), X)

@@ -270,3 +270,77 @@ def test_choice_on_an_auto_mesh_says_what_it_can_not_see():
         "row=w, 0 B on the wire per device forward, 2,304 B backward, if x and w are whole (an auto mesh does not tell)"
     )
     np.testing.assert_array_equal(jax.jit(jshard.matmul)(*placed), A @ B)
+
+
+def on(shape, *axes):
+    return Operand(jshard.Layout(jshard.mesh(), *axes), shape, 4)
+
+
+@pytest.mark.parametrize(
+    ("target", "price"),
+    [
+        (("w", "v"), (0, 0, 0)),
+        ((("w", "v"), None), (48, 48, 1)),
+        ((None, None), (64 + 384, 0, 2)),
+        (("v", None), (64 + 96, 96, 2)),
+        (("v", "w"), (64 + 96, 96 + 64, 3)),
+    ],
+)
+def test_moving_an_operand_costs_wire_forward_and_backward_and_steps(target, price):
+    """512 B, of which each device has 64."""
+    load({"w": 2, "v": 4})
+    assert on((8, 16), "w", "v").moved(jshard.Layout(jshard.mesh(), *target)) == price
+
+
+def priced(x, w, runs_on=None):
+    """Of each choice what it says, its steps and its multiplications."""
+    return [
+        (
+            str(choice).replace(" B on the wire per device forward", "").removesuffix(" B backward"),
+            choice.collectives,
+            choice.multiplications,
+        )
+        for choice in choices(x, w, 4, runs_on or jshard.mesh())
+    ]
+
+
+def test_choices_of_a_vector_have_no_rows_and_leave_out_mesh_axes_of_one_device():
+    load({"one": 1, "w": 2, "v": 4})
+    assert priced(on((8,), None), on((8, 8), None, None)) == [
+        ("replicated, 0, 0", 0, 64),
+        ("column=w, 0, 160", 1, 32),
+        ("reduction=w, 32, 144", 3, 32),
+        ("column=v, 0, 240", 1, 16),
+        ("reduction=v, 48, 216", 3, 16),
+        ("column=v reduction=w, 8, 264", 4, 8),
+        ("column=w+v, 0, 280", 2, 8),
+        ("column=w reduction=v, 24, 256", 4, 8),
+        ("reduction=w+v, 56, 252", 5, 8),
+    ]
+
+
+def test_choices_of_rows_that_are_split_leave_them_split():
+    load({"w": 2, "v": 4})
+    assert priced(on((8, 8), "w", None), on((8, 8), None, None)) == [
+        ("row=w, 0, 256", 0, 256),
+        ("row=w column=v, 0, 448", 1, 64),
+        ("row=w+v, 0, 544", 1, 64),
+        ("row=w reduction=v output=scatter, 96, 448", 3, 64),
+        ("row=w reduction=v, 192, 352", 3, 64),
+    ]
+
+
+def test_choices_of_three_axes_have_sequences_and_those_of_two_none():
+    load({"w": 2})
+    whole = on((8, 8), None, None)
+    loops = [said.partition(",")[0] for said, *_ in priced(on((4, 6, 8), None, None, None), whole)]
+    assert loops == ["replicated", "row=w", "sequence=w", "column=w", "reduction=w output=scatter", "reduction=w"]
+    loops = [said.partition(",")[0] for said, *_ in priced(on((8, 8), None, None), whole)]
+    assert loops == ["replicated", "row=w", "column=w", "reduction=w output=scatter", "reduction=w"]
+
+
+def test_choices_divide_on_the_mesh_that_runs_them_too():
+    load({"w": 2})
+    mesh = jax.make_mesh((4,), ("w",), axis_types=(jax.sharding.AxisType.Explicit,))
+    loops = [said.partition(",")[0] for said, *_ in priced(on((2, 8), None, None), on((8, 6), None, None), mesh)]
+    assert loops == ["replicated", "reduction=w"]
