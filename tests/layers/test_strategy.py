@@ -35,6 +35,7 @@ gt2: {shard: {axis: 2, workers: null}}
 zero1: {row: data, store: {optimizer: data}}
 between: {sequence: tensor}
 between sums: {reduction: tensor, sequence: tensor}
+stored sums: {reduction: tensor, store: data}
 """
 
 
@@ -80,6 +81,9 @@ BUILT = {
     ): 'signal "stored" (c.yaml:11) splits 15 inputs of the kernel over mesh axis "data" of size 2; use 14 or 16, or pad',
     ("stored", 16, 12): (
         'signal "stored" (c.yaml:11) splits 12 numbers of the bias over mesh axes "tensor" x "data" of size 8; use 8 or 16, or pad'
+    ),
+    ("stored sums", 16, 15): (
+        'signal "stored sums" (c.yaml:18) splits 15 columns of the kernel over mesh axis "data" of size 2; use 14 or 16, or pad'
     ),
     ("gt", 12, 16): (
         'signal "gt" (c.yaml:13) splits 12 inputs of the kernel over mesh axes "data" x "tensor" of size 8; use 8 or 16, or pad'
