@@ -35,16 +35,17 @@ class Operand:
             part = self.itemsize * math.prod(
                 size // _ways(mesh, names) for size, names in zip(self.shape, axes, strict=True)
             )
-            if step.kind == "slice":  # a slice that every device has is of a gradient that must be gathered
-                axes[step.axis].append(step.mesh_axis)
-                backward += COLLECTIVES["all_gather"].wire(part, group)
-            elif step.kind == "all_gather":  # and what all devices gather, of a gradient that is only sliced
-                axes[step.axis].pop()
-                forward += COLLECTIVES["all_gather"].wire(part * group, group)
-            else:
-                axes[step.axis].append(axes[step.source].pop())
-                forward += COLLECTIVES["all_to_all"].wire(part, group)
-                backward += COLLECTIVES["all_to_all"].wire(part, group)
+            match step.kind:
+                case "slice":  # a slice that every device has is of a gradient that must be gathered
+                    axes[step.axis].append(step.mesh_axis)
+                    backward += COLLECTIVES["all_gather"].wire(part, group)
+                case "all_gather":  # and what all devices gather, of a gradient that is only sliced
+                    axes[step.axis].pop()
+                    forward += COLLECTIVES["all_gather"].wire(part * group, group)
+                case _:
+                    axes[step.axis].append(axes[step.source].pop())
+                    forward += COLLECTIVES["all_to_all"].wire(part, group)
+                    backward += COLLECTIVES["all_to_all"].wire(part, group)
             collectives += 1
         return forward, backward, collectives
 

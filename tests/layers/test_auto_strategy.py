@@ -13,7 +13,8 @@ import jshard
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.plan import explain
 from jshard.layers import auto_strategy, choose
-from jshard.layers.auto_strategy import Operand, choices
+from jshard.layers.auto_strategy import Choice, Operand, choices
+from jshard.layers.strategy import Strategy
 from jshard.signals.active_config import unload
 
 WHOLE, ROWS, COLUMNS = (None, None), ("w", None), (None, "w")
@@ -304,6 +305,11 @@ def priced(x, w, runs_on=None):
     ]
 
 
+def test_a_choice_costs_its_bytes_and_three_products_at_500_multiplications_a_byte():
+    load({"w": 2})
+    assert Choice(Strategy(jshard.mesh()), wire=100, backward=50, collectives=9, multiplications=1000).cost == 156
+
+
 def test_choices_of_a_vector_have_no_rows_and_leave_out_mesh_axes_of_one_device():
     load({"one": 1, "w": 2, "v": 4})
     assert priced(on((8,), None), on((8, 8), None, None)) == [
@@ -316,6 +322,15 @@ def test_choices_of_a_vector_have_no_rows_and_leave_out_mesh_axes_of_one_device(
         ("column=w+v, 0, 280", 2, 8),
         ("column=w reduction=v, 24, 256", 4, 8),
         ("reduction=w+v, 56, 252", 5, 8),
+    ]
+
+
+def test_choices_of_a_vector_that_is_split_need_not_leave_it_so():
+    load({"w": 2})
+    assert priced(on((8,), "w"), on((8, 16), None, None)) == [
+        ("replicated, 16, 0", 1, 128),
+        ("column=w, 16, 288", 2, 64),
+        ("reduction=w, 64, 256", 2, 64),
     ]
 
 
