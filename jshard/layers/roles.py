@@ -109,15 +109,14 @@ def _layout(use: Use, more: int) -> Rest:
                 )
         _check(use, more, in_use, axis, key)
     for name in set(signal.store) & set(in_use.mesh_axes):  # a word and `store` that share one are a fault of the file
-        is_stage = stage is not None and stage.mesh_axis == name
-        whose = stage.signal if is_stage and stage else signal
-        key = "stage" if is_stage else "shard"
+        by_stage = stage if stage is not None and stage.mesh_axis == name else None
+        whose, key = (by_stage.signal, "stage") if by_stage else (signal, "shard")
         raise JShardError(
             f'signal "{signal.name}" ({signal.at("store")}) names mesh axis "{name}" for store and '
-            f"{f'{whose} for' if is_stage else 'for'} {key} ({whose.at(key)}), which would split {_several(use, more)} over it "
+            f"{f'{whose} for' if by_stage else 'for'} {key} ({whose.at(key)}), which would split {_several(use, more)} over it "
             "twice",
             hint="claim the layers apart from what all stages have"
-            if is_stage
+            if by_stage
             else "use another mesh axis for one of them",
         )
     scanned = [at for at, role in enumerate(use.roles) if role == "scan"]

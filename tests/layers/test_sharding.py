@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
+from jshard.layers.sharding import objective_of
 from jshard.layouts.layout import Layout
 
 rng = np.random.default_rng(0)
@@ -449,6 +450,69 @@ def test_without_a_configuration_everything_runs_as_it_is():
     x = np.ones((4, 8), np.float32)
     np.testing.assert_array_equal(model(x), Ours(nnx.Rngs(0))(x))
     assert jshard.shard(lambda x: x + 1)(1) == 2
+
+
+class ByName(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.balance = nnx.Linear(8, 16, rngs=rngs), jshard.AuxLoss(jnp.zeros(()))
+
+    def __call__(self, *, x):
+        self.balance[...] = 3 * jnp.ones(())
+        return self.up(x)
+
+
+def test_a_model_is_sharded_once_and_keeps_its_name_and_what_is_given_by_name_places_it():
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "rest": {"row": "data", "store": "data", "match": ["**"]}})
+    x = np.ones((8, 8), np.float32)
+    model = jshard.shard(jshard.shard(ByName(nnx.Rngs(0))), x=x)
+    assert model.up.kernel[...].sharding.spec == P("data", None)
+    assert isinstance(model, ByName) and type(model).__bases__ == (ByName,)
+    assert (type(model).__name__, type(model).__module__) == ("ByName", __name__)
+    assert type(model).__call__.__qualname__ == "ByName.__call__"
+    value = objective_of(lambda model, x: jnp.sum(model(x=x)))(model, x)
+    np.testing.assert_allclose(value, np.sum(ByName(nnx.Rngs(0))(x=x)) + 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_of_several_trees_of_parameters_all_are_placed(claimed):
+    def f(params, other):
+        return params["w"] @ other["params"]["w"]
+
+    jshard.unload()
+    if claimed:
+        jshard.load({"jshard": {"mesh": {"data": 8}}, "rest": {"store": "data", "match": ["**"]}})
+    w = np.ones((8, 8), np.float32)
+    given = {"w": w}, {"params": {"w": w}}
+    placed = jshard.shard(f).place(*given)
+    assert isinstance(placed, tuple) and jax.tree.structure(placed) == jax.tree.structure(given)
+    assert [isinstance(x, jax.Array) and x.sharding.spec == P("data", None) for x in jax.tree.leaves(placed)] == [
+        claimed
+    ] * 2
+
+
+class Callable:
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            lambda: jshard.shard(3),  # type: ignore[call-overload]
+            "jshard.shard was given a int; give it a Flax model, or a function that takes one",
+        ),
+        (
+            lambda: jshard.shard(Callable(), x=1),  # type: ignore[call-overload]
+            "jshard.shard was given arguments for Callable, which holds no parameters; write shard(Callable).place(...), which "
+            "returns them placed",
+        ),
+    ],
+)
+def test_what_is_no_program_and_arguments_by_name_are_a_sentence_each(given, sentence):
+    with pytest.raises(JShardError) as error:
+        given()
+    assert str(error.value) == sentence
 
 
 MISTAKES = {
