@@ -11,7 +11,18 @@ import pytest
 from jax import lax
 
 from jshard.jaxprs import equations
-from jshard.layers.partition.lazy_product import after, evaluate, is_sliced, token_of, whole
+from jshard.layers.partition.lazy_product import (
+    after,
+    evaluate,
+    first_of,
+    is_sliced,
+    leaves_in_slices,
+    product_scattered,
+    product_scattered_first,
+    token_of,
+    whole,
+    with_products,
+)  # fmt: skip
 
 X, Y = (np.random.default_rng(seed).integers(-9, 9, (2, 6, 8)).astype(np.float32) for seed in (0, 1))
 
@@ -76,3 +87,78 @@ def test_numbers_behind_something_are_the_same_numbers_whatever_that_is():
         number = behind(x, 3)
         assert number == 3 and number.dtype == jnp.int32
         np.testing.assert_array_equal(behind(x, some), some)
+
+
+def test_kernels_that_are_multiplied_first_are_those_behind_no_other():
+    def f(x, a, b, c, unread):
+        y = jnp.sin(x @ a)
+        return y @ b + x @ c
+
+    jaxpr = jax.make_jaxpr(f)(*[np.eye(4, dtype=np.float32)] * 5).jaxpr
+    _, a, b, c, unread = jaxpr.invars
+    assert first_of(jaxpr, [a, b, c, unread]) == {a, c}
+    assert first_of(jaxpr, [b]) == {b}
+
+
+def test_products_by_some_variables_are_made_by_others():
+    def f(x, w, u):
+        return jnp.sin(x) @ w, u @ x, x @ x
+
+    x, w, u = (X[0][:, :6] + at for at in range(3))
+    program = jax.make_jaxpr(f)(x, w, u)
+    of_w, of_u = program.jaxpr.invars[1:]
+    asked = []
+
+    def twice(product, x, kernel):
+        asked.append(kernel)
+        return 2 * product(x, kernel)
+
+    found = with_products(program, [x, w, u], {of_w: twice, of_u: twice})
+    for one, other in zip(found, (2 * (np.sin(x) @ w), 2 * (u @ x), x @ x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert [id(each) for each in asked] == [id(w), id(u)]
+
+
+def gathered(shard):
+    """Of a kernel of 8 rows some are here."""
+    return lax.dynamic_update_slice(jnp.ones((8, 6)), shard, (2, 0))
+
+
+def test_a_gradient_of_which_slices_are_read_leaves_in_slices():
+    shard, full = np.ones((4, 6), np.float32), np.ones((8, 6), np.float32)
+    assert leaves_in_slices(gathered, shard, full)
+    assert not leaves_in_slices(lambda shard: jnp.concatenate([shard, 2 * shard]), shard, full)
+
+
+SHARD = np.random.default_rng(2).integers(-9, 9, (4, 6)).astype(np.float32)
+
+
+def scattered_at_once(x, shard):
+    y, token = product_scattered(jnp.matmul, x, lax.stop_gradient(gathered(shard)), shard, jnp.zeros(()), gathered)
+    return y + 0 * token
+
+
+def scattered_first(x, shard):
+    return product_scattered_first(jnp.matmul, x, lax.stop_gradient(gathered(shard)), shard, gathered)
+
+
+@pytest.mark.parametrize("f", [scattered_at_once, scattered_first])
+@pytest.mark.parametrize("of", [(0, 1), (0,), (1,)])
+def test_a_product_whose_gradient_is_scattered_is_that_product(f, of):
+    asked = lambda f: jax.value_and_grad(lambda x, shard: jnp.sum(f(x, shard) * Y[0, :, :6]), argnums=of)(X[0], SHARD)
+    value, gradients = asked(f)
+    expected, wanted = asked(lambda x, shard: x @ gathered(shard))
+    assert value == expected
+    for one, other in zip(gradients, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def behind(f, *of):
+    """How many barriers a gradient has: what waits for another is a `min` with itself."""
+    grad = jax.grad(lambda x, shard: jnp.sum(f(x, shard)), argnums=of)
+    return sum(eqn.primitive.name == "min" for eqn in equations(jax.make_jaxpr(grad)(X[0], SHARD)))
+
+
+def test_where_nobody_wants_the_gradient_of_x_nothing_waits():
+    assert behind(scattered_first, 0, 1) == 3  # the slice, what is multiplied there, and the gradient of x
+    assert behind(scattered_first, 1) == behind(scattered_at_once, 0, 1) == 1
