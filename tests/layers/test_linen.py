@@ -17,6 +17,7 @@ from flax.core import freeze
 import jshard
 from jshard.errors import JShardError
 from jshard.layouts.paths import words_of
+from jshard.signals.scope import unplaced
 
 rng = np.random.default_rng(0)
 WIDTH, WORDS = 16, 32
@@ -166,6 +167,27 @@ def test_a_module_makes_its_variables_where_they_rest_and_is_partitioned(alone):
     np.testing.assert_allclose(module.apply(variables, IMAGES, train=False), want, rtol=1e-5, atol=1e-6)
     _, after = module.apply(freeze(variables), IMAGES, rngs={"dropout": jax.random.key(1)}, mutable=["batch_stats"])
     assert after["batch_stats"]["norm"]["mean"].sharding.spec == jax.P("tensor")
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
+
+
+def test_a_module_is_sharded_once_and_its_statistics_are_made_as_in_training():
+    jshard.load({"jshard": {"mesh": {"data": 4}}, "rest": {"row": "data", "store": "data", "match": ["**"]}})
+    module, x = jshard.shard(jshard.shard(Normed())), IMAGES[:, 0, :, 0]
+    assert type(module).__bases__ == (Normed,)
+    variables = module.init(jax.random.key(0), x)
+    assert variables["params"]["Dense_0"]["kernel"].sharding.spec == jax.P("data", None)
+    jax.tree.map(np.testing.assert_array_equal, variables, Normed().init(jax.random.key(0), x))
+    for f in (lambda: module.init(jax.random.key(0), x), lambda: module.apply(variables, x, mutable=["batch_stats"])):
+        names = jax.make_jaxpr(f)().pretty_print(name_stack=True)
+        assert "Normed/Dense_0" in names and "Normed." not in names  # Flax gives nn.nowrap's others a name
+    with unplaced(True):
+        alone = module.init(jax.random.key(0), x)
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(alone)} == {1}
 
 
 def test_a_cache_of_linen_is_split_as_what_is_written_to_it(alone):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
-from jshard.layers.sharding import objective_of
+from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 
 rng = np.random.default_rng(0)
@@ -471,6 +471,18 @@ def test_a_model_is_sharded_once_and_keeps_its_name_and_what_is_given_by_name_pl
     assert type(model).__call__.__qualname__ == "ByName.__call__"
     value = objective_of(lambda model, x: jnp.sum(model(x=x)))(model, x)
     np.testing.assert_allclose(value, np.sum(ByName(nnx.Rngs(0))(x=x)) + 3, rtol=1e-6)
+
+
+def test_a_function_keeps_its_name_and_one_of_the_model_is_partitioned_where_the_model_is():
+    def f(model, x):
+        return model(x)
+
+    jshard.unload()
+    assert jshard.shard(f).__name__ == "f"
+    assert jshard.shard(f).place(1, 2) == ()
+    model = Ours(nnx.Rngs(0))
+    assert partitioned(model, f) is f
+    assert partitioned(jshard.shard(model), f) is not f
 
 
 @pytest.mark.parametrize("claimed", [True, False])
