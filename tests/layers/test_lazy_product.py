@@ -69,6 +69,12 @@ def test_what_reads_all_of_a_product_is_given_all_of_it_once():
     assert counts["dot_general"] == 1
 
 
+def test_what_is_no_product_is_made_at_once():
+    f = lambda x, y: jnp.cos(x) @ jnp.sin(y).T + jnp.abs(x) @ jnp.tanh(y).T
+    (made,) = evaluate(jax.make_jaxpr(f)(X[0], Y[0]), [X[0], Y[0]], jnp.zeros(()))
+    np.testing.assert_allclose(whole(made), f(X[0], Y[0]), rtol=1e-5)
+
+
 def test_what_reads_nothing_but_slices_is_seen_through_calls():
     cut = jax.jit(lambda x: lax.dynamic_slice_in_dim(x, x.shape[0] // 2, 1, 0))
     sliced = lambda f: is_sliced(jax.make_jaxpr(f)(X[0], 1.0), 0)
@@ -77,6 +83,8 @@ def test_what_reads_nothing_but_slices_is_seen_through_calls():
     assert not sliced(lambda x, y: (cut(x), x))
     assert not sliced(lambda x, y: cut(x * 2))
     assert not sliced(lambda x, y: jax.jit(lambda x: x + 1)(x))
+    cut_at = lambda at: lax.dynamic_slice(X[0, 0], (at,), (1,), allow_negative_indices=False)
+    assert not is_sliced(jax.make_jaxpr(cut_at)(0), 0)
 
 
 def test_numbers_behind_something_are_the_same_numbers_whatever_that_is():
@@ -87,6 +95,13 @@ def test_numbers_behind_something_are_the_same_numbers_whatever_that_is():
         number = behind(x, 3)
         assert number == 3 and number.dtype == jnp.int32
         np.testing.assert_array_equal(behind(x, some), some)
+
+
+def test_a_compiler_does_not_know_numbers_before_what_they_are_behind_is_there():
+    numbers = np.array([0, np.iinfo(np.int32).max], np.int32)
+    compiled = jax.jit(after).lower(np.float32(1), numbers).compile()
+    assert "direction=NE" in compiled.as_text()
+    np.testing.assert_array_equal(compiled(np.float32(1), numbers), numbers)
 
 
 def test_kernels_that_are_multiplied_first_are_those_behind_no_other():
@@ -148,7 +163,7 @@ def test_a_product_whose_gradient_is_scattered_is_that_product(f, of):
     asked = lambda f: jax.value_and_grad(lambda x, shard: jnp.sum(f(x, shard) * Y[0, :, :6]), argnums=of)(X[0], SHARD)
     value, gradients = asked(f)
     expected, wanted = asked(lambda x, shard: x @ gathered(shard))
-    assert value == expected
+    assert value == expected == jnp.sum(f(X[0], SHARD) * Y[0, :, :6])
     for one, other in zip(gradients, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
 

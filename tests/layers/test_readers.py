@@ -48,3 +48,9 @@ def test_without_a_look_through_casts_and_calls_they_read_it_themselves():
     jaxpr = jax.make_jaxpr(f)(X, *[W] * 6).jaxpr
     read = dict(zip(jaxpr.invars, readers(jaxpr, through=False), strict=True))
     assert {v for v in jaxpr.invars[1:] if read[v] == ["dot_general"]} == {jaxpr.invars[1]}
+
+
+def test_the_places_of_a_lookup_are_not_what_is_looked_up():
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    f = lambda x, at: lax.gather(x, at, numbers, (1, 8), mode="promise_in_bounds")
+    assert readers(jax.make_jaxpr(f)(X, np.zeros((3, 1), np.int32))) == [["gather"], [OTHER]]

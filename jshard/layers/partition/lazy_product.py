@@ -33,8 +33,8 @@ class LazyProduct:
     x: Array
     y: Array
     order: tuple[int, ...]  # which axis of the product each is
+    token: Any  # slices are made when it is there
     then: tuple[Any, ...] = ()
-    token: Any = 0.0  # slices are made when it is there
 
     @functools.cached_property
     def whole(self) -> Array:
@@ -76,7 +76,7 @@ def _evaluated(eqn: Any, given: Sequence[Any], token: Any) -> Sequence[Any]:
         if eqn.primitive.name != "dot_general":
             return _bound(eqn, given)
         x, y = given
-        return [LazyProduct(eqn, x, y, tuple(range(len(eqn.outvars[0].aval.shape))), token=token)]
+        return [LazyProduct(eqn, x, y, tuple(range(len(eqn.outvars[0].aval.shape))), token)]
     if (program := called(eqn)) is not None:
         with _at(eqn):
             return evaluate(program, given, token)
@@ -173,7 +173,7 @@ def product_scattered_first(
 ) -> Array:
     """Return `product(x, kernel)`, of which the gradient of `x` goes on when that of the kernel has been scattered, and is made
     before it, so that the kernel is gone by then. Where nobody wants the gradient of `x` nothing waits."""
-    goes_on = True
+    goes_on: bool  # does the gradient of `x`, which `forward` is told
 
     def forward(x: Any, kernel: Any, shard: Any) -> tuple[Array, Any]:
         nonlocal goes_on

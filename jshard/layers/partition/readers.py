@@ -29,7 +29,7 @@ def readers(program: Any, *, through: bool = True) -> list[list[str]]:
             elif inside is not None:
                 found[of[atom]] += inside
             else:
-                found[of[atom]].append(name if name == "dot_general" or (name == "gather" and at == 0) else OTHER)
+                found[of[atom]].append(name if name == "dot_general" or (name == "gather" and not at) else OTHER)
     for atom in jaxpr.outvars:
         if not isinstance(atom, Literal) and atom in of:
             found[of[atom]].append(OTHER)
