@@ -31,6 +31,7 @@ def loop(turns):
         (lambda x, w: jax.jit(lambda x, w: w[jnp.arange(3)] + (x @ w)[:3])(x, w), ["gather", "dot_general"]),
         (loop(1), ["dot_general"]),
         (loop(2), [OTHER]),
+        (lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=0)[0], [OTHER]),
         (lambda x, w: lax.scan(lambda w, _: (w + 1, w @ w), w, None, length=1)[1], [OTHER]),
         (lambda x, w: lax.scan(lambda x, w: (x @ w, None), x, w[None])[0], [OTHER]),
         (lambda x, w: x, []),
