@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jshard.jaxprs import equations
 from jshard.layers.partition.cut import cut, sent
 from jshard.layouts.layout import Layout
 
@@ -74,3 +75,15 @@ def test_pieces_are_those_of_the_whole_array(mesh):
             wanted[some.start : some.stop] += np.cos(np.arange(1.0, 1 + 3 * len(some))).reshape(-1, 3)
             at += 1
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_are_put_together_in_as_much_room_as_they_need(mesh):
+    """Beside the pieces there is room for the longest run that is sent, at both ends."""
+    on = mesh(data=2, tensor=DEVICES)
+    spec = Layout(on, "tensor", None).spec
+    x = jax.device_put(np.zeros((48, 3), np.float32), Layout(on, "tensor", None).sharding)
+    for case, room in (("halves", 12 + 2 * 6), ("a few of the last", 2 + 2 * 2)):
+        f = lambda x, case=case: cut(x, 0, ("tensor",), CASES[case], DEVICES)
+        jaxpr = jax.make_jaxpr(jax.shard_map(f, mesh=on, in_specs=spec, out_specs=spec))(x)
+        made = [eqn.outvars[0].aval.shape for eqn in equations(jaxpr) if eqn.primitive.name == "broadcast_in_dim"]
+        assert (room, 3) in made
