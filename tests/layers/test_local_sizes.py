@@ -51,6 +51,7 @@ CASES = {  # a program of one operation, the axis of its first array that is spl
         lambda x, w: conv(x, w, batches=4), (IMAGE, kernel(8, 4)), 0, {"feature_group_count": 1, "batch_group_count": 1},
     ),
     "addition": (lambda x: lax.add(x, x), (X,), 0, {}),
+    "transposition": (lambda x: x.T, (X,), 0, {}),
 }  # fmt: skip
 
 
@@ -63,6 +64,15 @@ def test_sizes_are_those_of_one_devices_part(case):
     choice = {found.operands[0][axis][0]: ("tensor",)}
     assert axes_of(found.operands[0], choice)[axis] == ("tensor",)
     assert localized(eqn, found, choice, SIZES) == wanted
+
+
+@pytest.mark.parametrize(("groups", "number", "left"), [(2, 0, 1), (4, 0, 2), (2, 1, 2)])
+def test_groups_of_a_convolution_are_fewer_where_they_are_split_and_not_within_them(groups, number, left):
+    (eqn,) = jax.make_jaxpr(lambda x, w: conv(x, w, features=groups))(IMAGE, kernel(8 // groups, 16)).eqns
+    found = factors(eqn)
+    assert found is not None
+    choice = {found.operands[0][3][number]: ("data",)}
+    assert localized(eqn, found, choice, SIZES) == {"feature_group_count": left, "batch_group_count": 1}
 
 
 def test_a_part_is_as_long_as_the_mesh_axes_leave():
