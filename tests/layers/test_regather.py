@@ -48,6 +48,7 @@ CASES = {  # a program of w, u and x, of which w and u are stored, and its equat
         lambda w, u, x: lax.fori_loop(0, 2, lambda _, x: x @ w, x + u), "[add]21 scan",
     ),
     "what reads nothing that is stored": (lambda w, u, x: loop(jnp.cos(x)) @ u, "cos scan [dot_general]21"),
+    "what is not stored, turned": (lambda w, u, x: loop(x.T @ w) @ u, "[transpose dot_general]21 scan [dot_general]21"),
     "what several read": (
         lambda w, u, x: jnp.cos(loop(jnp.cos(x @ w)) @ w) @ u, "dot_general cos scan dot_general [cos dot_general]21",
     ),
@@ -73,6 +74,11 @@ def test_pieces_between_loops_are_one_equation_each(case):
     assert named(found).replace("checkpoint", "remat2") == wanted
     for one, other in zip(run(found, [W, U, X]), jax.tree.leaves(f(W, U, X)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_cast_of_all_that_is_stored_is_done_where_it_is_read():
+    program = jax.make_jaxpr(lambda w, u, x: loop(x @ w.T))(W, U, X)
+    assert named(bare(regathering(program, [True, False, False]))) == "transpose [transpose dot_general]21 scan"
 
 
 def test_a_program_of_nothing_stored_stays_as_it_is():
