@@ -52,6 +52,7 @@ CASES = {  # a program of w, u and x, of which w and u are stored, and its equat
     "what several read": (
         lambda w, u, x: jnp.cos(loop(jnp.cos(x @ w)) @ w) @ u, "dot_general cos scan dot_general [cos dot_general]21",
     ),
+    "what three read": (lambda w, u, x: loop(loop(x @ w) @ w) @ w, "dot_general scan dot_general scan dot_general"),
     "what is made of it, and handed back": (
         lambda w, u, x: (jnp.sin(x @ w), loop(x), x @ u), "[dot_general sin]21 scan [dot_general]21",
     ),
@@ -79,6 +80,12 @@ def test_pieces_between_loops_are_one_equation_each(case):
 def test_a_cast_of_all_that_is_stored_is_done_where_it_is_read():
     program = jax.make_jaxpr(lambda w, u, x: loop(x @ w.T))(W, U, X)
     assert named(bare(regathering(program, [True, False, False]))) == "transpose [transpose dot_general]21 scan"
+
+
+def test_a_piece_stands_where_its_last_equation_stood():
+    program = jax.make_jaxpr(CASES["before and behind a loop"][0])(W, U, X)
+    piece, *_ = regathering(program, [True, True, False]).eqns
+    assert [eqn.source_info.traceback is piece.source_info.traceback for eqn in program.eqns[:2]] == [False, True]
 
 
 def test_a_program_of_nothing_stored_stays_as_it_is():

@@ -37,12 +37,12 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
     while True:
         groups = _cut(eqns, is_border)
         readers = collections.Counter(root for group in groups for root in roots_of(group))
-        if shared.issuperset(several := {root for root, count in readers.items() if count > 1}):
+        if shared.issuperset(several := {root for root, count in readers.items() if count >= 2}):
             break
         shared.update(several)
     found = list(made)
     for number, group in enumerate(groups):
-        read = {*_reads([eqn for at, some in enumerate(groups) if at != number for eqn in some]), *jaxpr.outvars}
+        read = {*_reads([eqn for some in groups[number + 1 :] for eqn in some]), *jaxpr.outvars}
         found += group if number % 2 else _wrapped(jaxpr, made, group, read, roots.keys())
     cut = jaxpr.replace(eqns=found)
     return cut if program is jaxpr else program.replace(jaxpr=cut)
@@ -76,12 +76,10 @@ def _wrapped(jaxpr: Any, made: Sequence[Any], group: list[Any], read: Set[Any], 
         return group
     results = [variable for eqn in group for variable in eqn.outvars if variable in read]
     part = type(jaxpr)([], given, results, needed, debug_info=jaxpr.debug_info.with_unknown_names())
-    source = group[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # each equation has its own
-    return [
-        group[-1].replace(
-            primitive=regathered_p, invars=given, outvars=results, params={"jaxpr": part}, source_info=source
-        )
-    ]
+    last = group[-1]
+    source = last.source_info.replace(name_stack=source_info_util.new_name_stack())  # each equation has its own
+    params = {"jaxpr": part}
+    return [last.replace(primitive=regathered_p, invars=given, outvars=results, params=params, source_info=source)]
 
 
 def _reads(eqns: Sequence[Any]) -> set[Any]:
