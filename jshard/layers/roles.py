@@ -135,7 +135,7 @@ def _check(use: Use, more: int, layout: Layout, axis: int, key: str) -> None:
     signal = use.claim.stage.signal if key == "stage" and use.claim.stage else signal
     label, what = f'signal "{signal.name}" ({signal.at(key)})', f"axis {axis} of {_several(use, more)}"
     fit = math.gcd(size, ways)
-    if key == "column" and use.roles.count("column") >= 2 and fit >= 2 and size % ways and not names[1:]:
+    if key == "column" and use.roles.count("column") >= 2 and fit >= 2 and size % ways and len(names) == 1:
         raise JShardError(
             f'{label} splits {what} over mesh axis "{names[0]}" of size {ways}',
             hint=f"write {{kv: {fit}, group: {ways // fit}}} for {names[0]}: {ways} in jshard.mesh, column: kv here, and "
