@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Literal
 
-from jshard.jaxprs import bare
+from jshard.jaxprs import bare, bound, run
 from jshard.layers.partition.regather import regathering
 
 X, W, U = (np.random.default_rng(seed).normal(size=(4, 4)).astype(np.float32) for seed in range(3))
@@ -19,19 +18,8 @@ def loop(x):
     return lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x)
 
 
-def run(jaxpr, xs):
-    """The same numbers, by the equations as they stand."""
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), xs, strict=True))
-    for eqn in jaxpr.eqns:
-        given = [atom.val if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
-        if eqn.primitive.name == "regathered":
-            inside = eqn.params["jaxpr"]
-            outs = run(inside.replace(invars=[*inside.constvars, *inside.invars], constvars=[]), given)
-        else:
-            outs = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-            outs = outs if eqn.primitive.multiple_results else [outs]
-        known |= dict(zip(eqn.outvars, outs, strict=True))
-    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+def step(eqn, given):
+    return run(eqn.params["jaxpr"], given, step) if eqn.primitive.name == "regathered" else bound(eqn, given)
 
 
 def named(jaxpr):
@@ -73,7 +61,7 @@ def test_pieces_between_loops_are_one_equation_each(case):
     f, wanted = CASES[case]
     found = bare(regathering(jax.make_jaxpr(f)(W, U, X), [True, True, False]))
     assert named(found).replace("checkpoint", "remat2") == wanted
-    for one, other in zip(run(found, [W, U, X]), jax.tree.leaves(f(W, U, X)), strict=True):
+    for one, other in zip(run(found, [W, U, X], step), jax.tree.leaves(f(W, U, X)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
