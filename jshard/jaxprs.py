@@ -54,11 +54,12 @@ def run(
     step: Callable[[Any, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
-    """Run a jaxpr on `xs`, before which stand the constants of an open one: `step` makes what each equation gives of its
-    operands."""
-    jaxpr, known = bare(program), dict[Any, Any]()
+    """Run a jaxpr on `xs`, its constants before them or its own: `step` makes what each equation gives of its operands."""
+    jaxpr = bare(program)
+    variables = *jaxpr.constvars, *jaxpr.invars
+    own = program.consts if len(xs) < len(variables) else ()  # from JAX 0.12 on an open jaxpr has them too
+    known = dict(zip(variables, (*own, *xs), strict=True))
     read = lambda atom: constant(atom) if hasattr(atom, "val") else known[atom]  # a literal, or a variable
-    known |= zip((*jaxpr.constvars, *jaxpr.invars), (*getattr(program, "consts", ()), *xs), strict=True)
     for eqn in jaxpr.eqns:
         known |= zip(eqn.outvars, step(eqn, list(map(read, eqn.invars))), strict=True)
     return list(map(read, jaxpr.outvars))
