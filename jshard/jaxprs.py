@@ -54,7 +54,8 @@ def run(
     step: Callable[[Any, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
-    """Run a jaxpr on `xs`, its constants before them or its own: `step` makes what each equation gives of its operands."""
+    """Run a jaxpr, each equation by `step(eqn, operands)`, which returns its results. `xs` are the inputs; where the jaxpr is
+    to have other constants than its own, these stand before them."""
     jaxpr = bare(program)
     variables = *jaxpr.constvars, *jaxpr.invars
     own = program.consts if len(xs) < len(variables) else ()  # from JAX 0.12 on an open jaxpr has them too
@@ -66,7 +67,7 @@ def run(
 
 
 def bound(eqn: Any, xs: Sequence[Any]) -> Sequence[Any]:
-    """What an equation gives of its operands, in a list though it is one."""
+    """The results of an equation on these operands, in a list even where it has one."""
     outs = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
     return outs if eqn.primitive.multiple_results else [outs]
 

@@ -171,21 +171,21 @@ def product_scattered(
 def product_scattered_first(
     product: Multiply, x: Array, kernel: Array, shard: Array, gather: Callable[[Any], Any]
 ) -> Array:
-    """Return `product(x, kernel)`, of which the gradient of `x` goes on when that of the kernel has been scattered, and is made
-    before it, so that the kernel is gone by then. Where nobody wants the gradient of `x` nothing waits."""
-    goes_on: bool  # does the gradient of `x`, which `forward` is told
+    """Return `product(x, kernel)`. Backward makes the gradient of `x` first, so that the gathered kernel need not stay, then
+    makes and scatters that of the kernel, and only then goes on. Where nobody wants the gradient of `x` nothing waits."""
+    is_wanted: bool  # the gradient of `x`; `forward` is told
 
     def forward(x: Any, kernel: Any, shard: Any) -> tuple[Array, Any]:
-        nonlocal goes_on
-        goes_on = x.perturbed
+        nonlocal is_wanted
+        is_wanted = x.perturbed
         return product(x.value, kernel.value), (x.value, kernel.value, shard.value)
 
     def backward(kept: Any, of_y: Array) -> tuple[Array, None, Array]:
         x, kernel, shard = kept
         (of_x,) = jax.vjp(lambda x: product(x, kernel), x)[1](of_y)
-        x = after(token_of(of_x), x) if goes_on else x
+        x = after(token_of(of_x), x) if is_wanted else x
         of_shard = _of_shard(product, x, kernel, shard, of_y, jnp.zeros(()), gather)
-        return after(token_of(of_shard), of_x) if goes_on else of_x, None, of_shard
+        return after(token_of(of_shard), of_x) if is_wanted else of_x, None, of_shard
 
     call = jax.custom_vjp(lambda x, kernel, shard: product(x, kernel))
     call.defvjp(forward, backward, symbolic_zeros=True)

@@ -56,8 +56,9 @@ def _drawn(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
 
 def _ordered(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    """A barrier: each array as it lies, which one operation of the table would split over a mesh axis only once. What is equal
-    on all devices can't wait for what is not: those that vary over the same mesh axes wait for each other."""
+    """A barrier leaves each array split as it is: by the table they are operands of one operation, in which a mesh axis splits
+    one of them only. An array that is equal on all devices can't wait for one that is not, so only those that vary over the
+    same mesh axes wait for each other."""
     parts = [run.force(part) for part in parts]
     alike: dict[Names, list[Part]] = {}
     for part in parts:
