@@ -9,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jshard
 from jshard.jaxprs import equations
+from jshard.layers import partition
 from jshard.layers.partition.cut import cut, sent
 from jshard.layouts.layout import Layout
+from jshard.provenance import said
+from jshard.signals.claims import Claim
 
 DEVICES = 4
 CASES = {  # of 48 elements, 12 on a device
@@ -22,6 +26,7 @@ CASES = {  # of 48 elements, 12 on a device
     "a few of the last": [range(40, 48)],
     "several of several sizes": [range(4), range(4, 24), range(24, 36), range(36, 48)],
     "of the last, then of the first": [range(44, 48), range(20)],
+    "of the first, then of the last": [range(20), range(44, 48)],
     "twice the same": [range(8), range(8)],
     "two that overlap": [range(9, 37), range(11, 43)],
 }
@@ -87,3 +92,34 @@ def test_pieces_are_put_together_in_as_much_room_as_they_need(mesh):
         jaxpr = jax.make_jaxpr(jax.shard_map(f, mesh=on, in_specs=spec, out_specs=spec))(x)
         made = [eqn.outvars[0].aval.shape for eqn in equations(jaxpr) if eqn.primitive.name == "broadcast_in_dim"]
         assert (room, 3) in made
+
+
+def cut_twice(w, x):
+    return x @ w, x[:, :1] * w[:, :8], x[:, 1:2] * w[:, :8], w[:4] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "summed"),
+    [
+        ({"column": "tensor", "reduction": "data"}, ["column", "column", "reduction"], [(8, 6)]),
+        ({"column": "data", "reduction": "tensor"}, ["column", "reduction", "reduction"], [(8, 12)]),
+        ({"column": "tensor", "row": "data"}, ["column", "column"], [(8, 6)]),
+    ],
+)
+def test_a_parameter_is_cut_under_the_word_that_splits_it_and_once_for_all_its_uses(mesh, words, asked, summed):
+    on, (w, x) = mesh(data=2, tensor=4), (np.ones((8, 24), np.float32), np.ones((8, 8), np.float32))
+    signals = jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "a": {**words, "match": ["**"]}}).signals
+    inputs = [partition.Input(claim=Claim(signals["a"], "**"), path="w"), partition.Input((signals["a"].row, ()))]
+    program = partition.Program(on, jax.make_jaxpr(cut_twice)(w, x), inputs)
+    assert program.in_axes[0] == (signals["a"].reduction, signals["a"].column)
+    given = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=Layout(on, *axes).sharding)
+        for each, axes in zip((w, x), program.in_axes, strict=True)
+    ]
+    with jax.set_mesh(on):
+        there = jax.make_jaxpr(program)(*given)
+        back = jax.make_jaxpr(jax.grad(lambda *args: sum(jnp.sin(y).sum() for y in program(*args))))(*given)
+    sends = [eqn for eqn in equations(there) if eqn.primitive.name == "ppermute"]
+    assert [said(eqn.source_info.name_stack.stack, "key") for eqn in sends] == asked
+    sums = [eqn.invars[0].aval.shape for eqn in equations(back) if eqn.primitive.name.startswith("psum")]
+    assert [shape for shape in sums if shape] == summed

@@ -96,7 +96,7 @@ def _cut(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     ((axis, ranges),) = split.items()
     names = part.axes[axis]
     devices = run.ways(names)
-    if any(not some or len(some) % devices or some.step != 1 for some in ranges):
+    if any(not some or len(some) % devices or some.step >= 2 for some in ranges):
         moves = {name for some in run.choose(known(eqn), parts).values() for name in some}.issuperset(names)
         if 2 * max(map(len, ranges)) * (devices if moves else 1) > part.shape[axis]:  # a sum has more on the wire
             return run.by_table(eqn, parts)
