@@ -230,6 +230,27 @@ def test_operations_in_loops_branches_and_calls_are_named_by_the_parameter_they_
     )
 
 
+def test_a_cast_of_a_parameter_is_its_own_and_a_product_is_the_last_ones():
+    def f(up, down, x):
+        one, other = up.astype(np.float32), down.astype(np.float32)
+        y = one @ x
+        return jnp.cos(jnp.exp(other) + y)
+
+    half = jnp.ones((4, 4), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(f)(half, half, np.ones((4, 4), np.float32))
+    claims, on = [Signal("up"), Signal("down"), None], jshard.layouts.mesh.build_mesh({"data": 1})
+    told = named(jaxpr, claims, on, {eqn.outvars[0]: (("data",), ()) for eqn in bare(jaxpr).eqns})
+    paths = [Cause().inside(eqn.source_info.name_stack.stack).path for eqn in bare(told).eqns]
+    assert paths == [
+        ("up",),
+        ("down",),
+        ("up",),
+        ("down",),
+        ("down",),
+        ("down",),
+    ]  # casts, product, exp, add, cos; no claim has `sequence`
+
+
 def test_operations_under_a_signal_keep_it():
     def f(w, x):
         with jshard.signal("mine"):

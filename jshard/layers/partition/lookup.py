@@ -28,13 +28,13 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     if (answers := _where_it_rests(run, eqn, parts, found, choice)) is not None:
         return [answers]
     numbers, shape = eqn.params["dimension_numbers"], parts[0].shape
-    if parts[1].make is not None and not any(found.kinds[factor] == LOOKUP for factor in choice):
+    if parts[1].make is not None and _looked_up(found).isdisjoint(choice):
         return run.later(eqn, parts, found)  # positions, say: the places are made where the rows are needed
     choice = _moved_over(run, eqn, parts, found, choice)
     looked_up = {
         axis: choice[of[0]]
         for axis, of in enumerate(found.operands[0])
-        if found.kinds[of[0]] == LOOKUP and of[0] in choice
+        if of[0] in _looked_up(found) and of[0] in choice
     }
     table, indices = run.placed(parts, found, choice)
     if not looked_up:
@@ -47,7 +47,8 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     beside = jnp.zeros((), out.dtype)
     if mode == GatherScatterMode.FILL_OR_DROP:  # what is outside of the table the first device says
         is_first = sum(lax.axis_index(name) for name in names) == 0
-        beside = jnp.where(lax.broadcast_in_dim(is_first & ~valid, out.shape, at), _fill(eqn, out), beside)
+        fill = jnp.asarray(eqn.params["fill_value"], out.dtype)  # JAX's own where the program says none
+        beside = jnp.where(lax.broadcast_in_dim(is_first & ~valid, out.shape, at), fill, beside)
     out = jnp.where(lax.broadcast_in_dim(here, out.shape, at), out, beside)
     axes = list(axes_of(found.results[0], choice))
     out = sum_or_scatter(run, out, axes, names, parts[0].signal)
@@ -85,12 +86,17 @@ def _where_it_rests(run: Partition, eqn: Any, parts: list[Part], found: Factors,
 
 def _moved_over(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Choice:
     """Split another axis of an array that is no parameter, where to sum what is found in it would cost more."""
-    names = {name for factor, some in choice.items() if found.kinds[factor] == LOOKUP for name in some}
-    rest = {factor: some for factor, some in choice.items() if found.kinds[factor] != LOOKUP}
+    looked_up = _looked_up(found)
+    names = {name for factor, some in choice.items() if factor in looked_up for name in some}
+    rest = {factor: some for factor, some in choice.items() if factor not in looked_up}
     moved = run.moved_over(found, parts, rest)
     answers = math.prod(local_shape(shape_of(eqn), axes_of(found.results[0], choice), run.sizes))
     pays = names.issubset(name for some in moved.values() for name in some) and run.local_size(parts[0]) < 2 * answers
     return moved if pays else choice
+
+
+def _looked_up(found: Factors) -> set[int]:
+    return {factor for factor, kind in enumerate(found.kinds) if kind == LOOKUP}
 
 
 def _by_place(jaxpr: Any, eqn: Any) -> Any:
@@ -137,40 +143,19 @@ def _counts(jaxpr: Any, atom: Any) -> int | None:
     eqn = _made_by(jaxpr, atom)
     if eqn is None:
         return None
-    name = eqn.primitive.name
-    if name == "iota":
-        return eqn.params["dimension"]
-    if name == "select_n":  # `where(i < 0, i + n, i)`: places are never below zero
-        test = _made_by(jaxpr, eqn.invars[0])
-        if test is None or test.primitive.name != "lt" or getattr(test.invars[1], "val", None) != 0:
-            return None
-        return None if _counts(jaxpr, test.invars[0]) is None else _counts(jaxpr, eqn.invars[1])
-    if name not in ("broadcast_in_dim", "convert_element_type", "copy", "reshape"):
-        return None
-    at = _counts(jaxpr, eqn.invars[0])
-    found = known(eqn)
-    return (
-        None
-        if at is None
-        else next((to for to, of in enumerate(found.results[0]) if of == found.operands[0][at] != ()), None)
-    )
-
-
-def _fill(eqn: Any, out: Array) -> Any:
-    fill = eqn.params.get("fill_value")
-    if fill is None:
-        fill = (
-            jnp.nan
-            if jnp.issubdtype(out.dtype, jnp.inexact)
-            else (
-                jnp.iinfo(out.dtype).max
-                if jnp.issubdtype(out.dtype, jnp.unsignedinteger)
-                else jnp.iinfo(out.dtype).min
-                if jnp.issubdtype(out.dtype, jnp.integer)
-                else True
-            )
-        )
-    return jnp.asarray(fill, out.dtype)
+    match eqn.primitive.name:
+        case "iota":
+            return eqn.params["dimension"]
+        case "select_n":  # `where(i < 0, i + n, i)`: places are never below zero
+            test = _made_by(jaxpr, eqn.invars[0])
+            if test is None or test.primitive.name != "lt" or getattr(test.invars[1], "val", None) != 0:
+                return None
+            return None if _counts(jaxpr, test.invars[0]) is None else _counts(jaxpr, eqn.invars[1])
+        case "broadcast_in_dim" | "convert_element_type" | "copy" | "reshape":
+            at, found = _counts(jaxpr, eqn.invars[0]), known(eqn)
+            of, results = () if at is None else found.operands[0][at], found.results[0]
+            return results.index(of) if of and of in results else None
+    return None
 
 
 def _own(run: Partition, shape: Any, indices: Array, start: Any, looked_up: Any, mode: Any) -> Any:
@@ -197,11 +182,11 @@ def _scatter(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     adds = eqn.primitive.name in ("scatter-add", "scatter_add")
     choice = run.choose(found, parts)
     # a table written to by places that are split is written whole: only sums of what each device writes can be joined
-    for factor, kind in enumerate(found.kinds):
-        if kind == LOOKUP or (kind == "sum" and not adds):
-            choice.pop(factor, None)
+    sums = [factor for factor, kind in enumerate(found.kinds) if kind == "sum"]
+    for factor in (*_looked_up(found), *(() if adds else sums)):
+        choice.pop(factor, None)
     table, indices, updates = run.placed(parts, found, choice)
-    names = tuple(name for f, kind in enumerate(found.kinds) if kind == "sum" for name in choice.get(f, ()))
+    names = tuple(name for factor in sums for name in choice.get(factor, ()))
     if not names:
         return run.results(eqn, run.bind(eqn, [table, indices, updates]), found, choice)
     (mine,) = run.bind(eqn, [jnp.zeros_like(table), indices, updates])

@@ -16,7 +16,7 @@ from jshard.layouts.redistribution import Axes
 
 def _broadcast(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     """Put off: where it is needed is how its operand is split."""
-    return run.later(eqn, parts[:1], known(eqn))
+    return run.later(eqn, parts, known(eqn))
 
 
 def _iota(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:

@@ -1,0 +1,88 @@
+"""Rules of lookups: which ask each row for something of its own, and what is found in a table that two mesh axes split."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jshard.jaxprs import bare
+from jshard.layers import partition
+from jshard.layers.partition.lookup import _by_place
+from jshard.layouts.layout import Layout
+
+X, PLACES = np.arange(4 * 4 * 8.0, dtype=np.float32).reshape(4, 4, 8), np.array([3, 0, 3, 1], np.int32)
+
+
+def at(*columns):
+    """A lookup of one number for each row of indices."""
+
+    def f(x, i):
+        made = [column(i).astype(np.int32)[:, None] for column in columns]
+        return look_up(x, lax.concatenate(made, 1), tuple(range(len(columns))))
+
+    return f
+
+
+def look_up(x, indices, axes, **how):
+    kept = tuple(axis for axis in range(x.ndim) if axis not in axes)
+    numbers = lax.GatherDimensionNumbers(tuple(range(1, 1 + len(kept))), axes, axes)
+    sizes = [x.shape[axis] if axis in kept else 1 for axis in range(x.ndim)]
+    return lax.gather(x, indices, numbers, sizes, indices_are_sorted=True, **how)
+
+
+count = lambda i: lax.iota(np.int32, 4)
+count_rows = lambda i: lax.broadcasted_iota(np.int32, (2, 2), 0)
+given = lambda i: i
+BY_PLACE = {  # and the axes of the table that have a place of their own for each row
+    "its own": (at(count, given), (0,)),
+    "behind what is given": (at(given, count), (1,)),
+    "counted from the end": (lambda x, i: x[jnp.arange(4), i], (0,)),
+    "the same twice": (at(count, count, given), (0,)),
+    "none": (at(given, given), None),
+    "all": (at(count, count), (0,)),
+    "one column": (lambda x, i: look_up(x, i[:, None], (0,)), None),
+    "of fewer rows": (at(lambda i: lax.iota(np.int32, 2), lambda i: i[:2]), None),
+    "reversed": (at(lambda i: 3 - count(i), given), None),
+    "above 0": (at(lambda i: lax.select(count(i) > 0, count(i), count(i)), given), None),
+    "below 1": (at(lambda i: lax.select(count(i) < 1, 3 - count(i), count(i)), given), None),
+    "below -1": (at(lambda i: lax.select(count(i) < -1, 3 - count(i), count(i)), given), None),
+    "below what is given": (at(lambda i: lax.select(count(i) < i, 3 - count(i), count(i)), given), None),
+    "of a mask that is given": (at(lambda i: lax.select(i < 0, 3 - count(i), count(i)), given), None),
+    "joined of two and one": (lambda x, i: look_up(x, jnp.concatenate([jnp.stack([i, i], 1), count(i)[:, None]], 1), (0, 1, 2)), None),
+    "joined along rows": (lambda x, i: look_up(x[:2], lax.concatenate([count_rows(i), count_rows(i)], 0), (0, 1)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_PLACE)
+def test_rows_that_have_a_place_of_their_own_are_looked_up_apart(case):
+    f, axes = BY_PLACE[case]
+    jaxpr = bare(jax.make_jaxpr(f)(X, PLACES))
+    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "gather"]
+    found = _by_place(jaxpr, eqn)
+    if axes is None:
+        assert found is None
+        return
+    *_, rewritten = bare(found).eqns
+    numbers = rewritten.params["dimension_numbers"]
+    assert numbers.operand_batching_dims == axes
+    assert not rewritten.params["indices_are_sorted"]
+    assert not set(axes) & {*numbers.collapsed_slice_dims, *numbers.start_index_map}
+
+
+def test_an_axis_that_two_mesh_axes_split_is_that_of_the_whole_array(mesh):
+    """Each device knows its place among all: in a table, in a mask and in random numbers."""
+    on, split = mesh(data=2, tensor=4), (("data", "tensor"), ())
+    x, places = np.arange(1.0, 33, dtype=np.float32).reshape(8, 4), np.array([-5, -1, 0, 3, 4, 7, 8, 12], np.int32)
+
+    def f(x, places):
+        found = [look_up(x, places[:, None], (0,), mode=mode, fill_value=3.0) for mode in ("fill", "clip")]
+        return *found, jnp.tril(x), jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0)
+
+    program = partition.Program(on, jax.make_jaxpr(f)(x, places), [partition.Input(split), partition.Input(((),))])
+    with jax.set_mesh(on):
+        got = jax.jit(program)(jax.device_put(x, Layout(on, *split).sharding), places)
+    for one, other in zip(got, f(x, places), strict=True):
+        np.testing.assert_array_equal(one, other)
