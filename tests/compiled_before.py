@@ -27,7 +27,8 @@ PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard
 PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1]}"
 # JAX's key is that of a program before jshard changes it.
 CHANGED_BY = [
-    ROOT / f"jshard/layouts/{each}.py" for each in ("before_compiling", "instruction_names", "kernel_gradients")
+    ROOT / f"jshard/layouts/{each}.py"
+    for each in ("before_compiling", "instruction_names", "kernel_gradients", "collective_order")
 ]
 PLACE /= f"{zlib.crc32(b''.join(each.read_bytes() for each in CHANGED_BY)):08x}"
 SWEPT = PLACE / "swept"
@@ -135,44 +136,6 @@ def write_from_every_process() -> None:
 
     write, first = compiler._cache_write, SimpleNamespace(global_state=SimpleNamespace(process_id=0))
     compiler._cache_write = FunctionType(write.__code__, {**vars(compiler), "distributed": first})
-
-
-NEVER_WRITTEN: dict[str | None, Any] = {}  # by their keys
-
-
-def remember_what_is_never_written() -> None:
-    """Programs that would come back from the cache out of order (jshard/layouts/compilation_cache.py) stay in memory until the
-    file that compiled them has ended. One with names serves as the one without, too."""
-    from jax._src import compiler
-    from jax._src.config import compilation_cache_include_metadata_in_key
-
-    from jshard.layouts import compilation_cache
-
-    compile_, read, key_of = compiler.compile_or_get_cached, compiler._cache_read, compiler._get_cache_key
-    loses_order, lost, asked = compilation_cache.loses_order, [], []
-
-    def losing(hlo: str) -> bool:
-        lost.append(loses_order(hlo))
-        return lost[-1]
-
-    def compiled(backend: Any, computation: Any, devices: Any, options: Any, *rest: Any, **more: Any) -> Any:
-        lost.clear()
-        asked.clear()
-        unnamed = []
-        if compilation_cache_include_metadata_in_key.value:
-            with compilation_cache_include_metadata_in_key(False):  # before jshard changes it
-                unnamed.append(key_of(options, backend, computation, devices))
-        executable = compile_(backend, computation, devices, options, *rest, **more)
-        if any(lost):
-            NEVER_WRITTEN.update(dict.fromkeys([*asked, *unnamed], executable))
-        return executable
-
-    def found(name: str, key: str, *rest: Any) -> tuple[Any, Any]:
-        asked.append(key)
-        return (NEVER_WRITTEN[key], 0) if key in NEVER_WRITTEN else read(name, key, *rest)
-
-    compilation_cache.loses_order = losing
-    compiler.compile_or_get_cached, compiler._cache_read = compiled, found
 
 
 def reuse_contexts() -> None:

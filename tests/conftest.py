@@ -99,7 +99,6 @@ def _forgotten():
     yield
     unload()
     jax.clear_caches()
-    compiled_before.NEVER_WRITTEN.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -112,7 +111,6 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled_before.name_what_is_read()
     compiled_before.write_in_one_move()
     compiled_before.reuse_contexts()
-    compiled_before.remember_what_is_never_written()
     compiled_before.share_what_asks_for_no_configuration()
     if sys.platform == "linux":
         subprocess.Popen = forked.Popen

@@ -74,37 +74,6 @@ def test_what_asks_for_no_configuration_is_one_program_under_all(monkeypatch):
     assert names[before:] == ["jit(<lambda>)"]
 
 
-def test_program_that_is_never_written_is_compiled_once_in_a_file(monkeypatch):
-    from jax._src import compiler
-
-    compiled, compile_ = [], compiler.backend_compile_and_load
-    monkeypatch.setattr(
-        compiler, "backend_compile_and_load", lambda *of, **more: compiled.append(of) or compile_(*of, **more)
-    )
-    mesh = jax.make_mesh((8,), ("x",))
-    x = jax.device_put(np.arange(8.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("x")))
-
-    def again(name):
-        """With a collective in a loop and one before, and a slice, the name of which jshard changes before XLA compiles it."""
-        jax.clear_caches()
-        body = lambda carried, at: (jax.lax.pmax(carried, "x") / 9 + jax.lax.dynamic_slice(carried, [at], [1]), None)
-        program = jax.named_scope(name)(lambda x: jax.lax.scan(body, x + jax.lax.pmax(x, "x") * 2, jnp.arange(3))[0])
-        return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P(), check_vma=False))
-
-    want = again("first")(x)
-    np.testing.assert_array_equal(again("second")(x), want)
-    assert len(compiled) == 1
-    for _ in range(2):  # the text that is read has its own names
-        read = again("third").lower(x).compile()
-        assert "third" in read.as_text()
-        np.testing.assert_array_equal(read(x), want)
-    assert len(compiled) == 2
-    compiled_before.NEVER_WRITTEN.clear()
-    again("fourth").lower(x).compile()
-    again("fifth")(x)
-    assert len(compiled) == 3
-
-
 def test_program_is_the_same_in_a_context_that_was_used_before():
     lowered = []
     for k in range(11):  # others between

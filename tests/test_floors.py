@@ -17,6 +17,7 @@ FLOORS = {
     "chips": 0,
     "errors": -1,  # the cellar, which the floor above stands on
     "markup": -1,
+    "protobuf": -1,
     "events": 0,
     "host": 0,
     "run_names": 0,
@@ -61,6 +62,7 @@ WITHOUT = {
     "jaxprs": "jax flax",
     "markup": "jax flax",
     "pages": "jax flax",
+    "protobuf": "jax flax",
     "schedules": "jax flax",
     "table": "jax flax",
     "kernels": "flax",
@@ -73,6 +75,7 @@ WITHOUT_JAX = (
     "errors",
     "events",
     "host",
+    "protobuf",
     "run_names",
     "stragglers",
     "units",

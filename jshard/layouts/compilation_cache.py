@@ -1,31 +1,32 @@
-"""What JAX's compilation cache may keep of programs for CPU devices.
+"""What JAX's compilation cache keeps of programs for CPU devices: such as stay in order when they are read again.
 
-XLA for CPUs runs the collectives of a program in one order on every device. In a program that comes back from the cache, those
-of a loop's body are no longer ordered against those around the loop: devices wait for one another until XLA ends the process
-after 40 s, or meet in the wrong collective (docs/design/0003-pretend-devices.md). Such programs are compiled anew.
+Else devices wait for one another in two collectives until XLA ends the process after 40 s, or meet in the wrong one
+(docs/design/0003-pretend-devices.md).
 """
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import Any
 
 import jax
 from jax._src import compiler
 
-COLLECTIVE = re.compile(
-    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\("
-)
+from jshard.layouts.collective_order import in_order
 
 
-def loses_order(hlo: str) -> bool:
-    """Whether two computations of a compiled program hold collectives: a loop's body and what surrounds it, say."""
-    return sum(COLLECTIVE.search(computation) is not None for computation in hlo.split("\n}")) > 1
+class _InOrder:
+    """An executable as the cache sees it."""
+
+    def __init__(self, executable: Any):
+        self.executable = executable
+
+    def serialize(self) -> bytes:
+        return in_order(self.executable.serialize())
 
 
-def keep_only_ordered() -> None:
-    """Have JAX's compilation cache keep no CPU program that would come back from it with its collectives out of order."""
+def keep_in_order() -> None:
+    """Have JAX's compilation cache keep CPU programs such that their collectives are in order when they come back."""
     write = getattr(compiler, "_cache_write", None)
     if write is None:
         if jax.config.values["jax_compilation_cache_dir"]:
@@ -37,7 +38,6 @@ def keep_only_ordered() -> None:
         return
 
     def written(key: str, seconds: float, name: str, backend: Any, executable: Any, *rest: Any) -> None:
-        if backend.platform != "cpu" or not any(loses_order(module.to_string()) for module in executable.hlo_modules()):
-            write(key, seconds, name, backend, executable, *rest)
+        write(key, seconds, name, backend, _InOrder(executable) if backend.platform == "cpu" else executable, *rest)
 
     compiler._cache_write = written

@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jshard.errors import JShardError
 from jshard.layouts.before_compiling import change_programs
-from jshard.layouts.compilation_cache import keep_only_ordered
+from jshard.layouts.compilation_cache import keep_in_order
 
 # What gives the mesh of the loaded configuration, if there is one: set by jshard.signals, which knows configurations.
 loaded_mesh: Callable[[], Mesh | AbstractMesh | None] = lambda: None
-keep_only_ordered()
+keep_in_order()
 change_programs()
 AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 

@@ -166,7 +166,12 @@ class Experiment:
         return Settings(self.configuration)
 
     def step(self) -> Step:
-        """Make the training step, over the arrays of the model and the optimizer as they are now."""
+        """Make the training step, over the arrays of the model and the optimizer as they are now. All share their programs, so
+        that the ledger's trace is the one that runs."""
+        return self._step.over(self.model, self.optimizer)
+
+    @functools.cached_property
+    def _step(self) -> Step:
         return Step(
             self.model, self.optimizer, self.loss, apart=self.apart is not None, accumulate=self.settings["accumulate"]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import itertools
 import math
@@ -69,6 +70,12 @@ class Step:
         """Train on one batch and return its loss, which may not be computed yet."""
         self.state, loss = self.program(self.state, x, y)
         return loss
+
+    def over(self, model: Any, optimizer: nnx.Optimizer) -> Step:
+        """The same programs over the arrays that these hold now."""
+        other = copy.copy(self)
+        other.state = nnx.split((model, optimizer))[1]
+        return other
 
     def into(self, model: Any, optimizer: nnx.Optimizer) -> None:
         """Put what was learned into the modules that the step was made of."""

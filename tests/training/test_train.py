@@ -124,6 +124,19 @@ def test_step_compiles_once_and_holds_its_state_once():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
 
 
+def test_step_that_was_explained_is_not_traced_again(monkeypatch):
+    experiment, traced = xor(), []
+    call = type(experiment.model).__call__
+    monkeypatch.setattr(type(experiment.model), "__call__", lambda self, x: traced.append(x) or call(self, x))
+    experiment.explain()
+    step = experiment.step()
+    step.program.trace(step.state, *experiment.first_batch())
+    losses = [float(step(*experiment.first_batch())) for _ in range(2)]
+    assert len(traced) == 1
+    step.into(experiment.model, experiment.optimizer)
+    assert float(experiment.step()(*experiment.first_batch())) < losses[1] < losses[0]  # from where these are now
+
+
 def test_step_leaves_every_array_where_it_was():
     experiment = xor()
     step = Step(experiment.model, experiment.optimizer, experiment.loss)

@@ -18,8 +18,8 @@ from jshard.inspect.compiled.collective import axes_of
 from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline.event import Event, Read, read
 from jshard.inspect.timeline.programs import Operation
-from jshard.inspect.timeline.wire import Unreadable
 from jshard.layers.pipeline import present_table
+from jshard.protobuf import Unreadable
 from jshard.provenance import Cause
 from jshard.run_names import CAPTURED, TRACE
 from jshard.signals.active_config import configuration, mesh

@@ -8,8 +8,8 @@ import math
 import numpy as np
 
 from jshard.inspect.compiled.hlo_text import KIND_OF
-from jshard.inspect.timeline.wire import Message
 from jshard.inspect.timeline.xplane import Plane
+from jshard.protobuf import Message
 from jshard.provenance import Cause, causes, latest
 
 AROUND = frozenset(("while", "call", "conditional"))  # they run others, whose events lie inside theirs
