@@ -86,7 +86,7 @@ def _followed(product: Any, readers: Any, results: set[Any]) -> list[Any]:
         if all(each.primitive.name in ("slice", "split") for each in uses):
             return chain
         (use, *more), to = uses, uses[0].outvars[0].aval.shape
-        split_up = use.primitive.name == "reshape" and to[:axis] == shape[:axis] and math.prod(to[axis:]) == shape[axis]
+        split_up = use.primitive.name == "reshape" and to[:axis] == shape[:axis] and not shape[axis + 1 :]
         if more or not (split_up or (use.primitive.name in ELEMENTWISE and to == shape)):
             return []
         chain.append(use)
@@ -104,7 +104,7 @@ def _cut_by(cuts: Sequence[Any], chain: Sequence[Any], makers: dict[Any, Any]) -
     size = len(next(iter(pieces.values())))
     if not size or shape[axis] % size:
         return None
-    if any(some.step != 1 or len(some) != size or some.start % size for some in pieces.values()):
+    if any(some.step >= 2 or len(some) != size or some.start % size for some in pieces.values()):
         return None
     (_, summed), (_, batch) = product.params["dimension_numbers"]
     kept = next(at for at in range(product.invars[1].aval.ndim) if at not in (*summed, *batch))
@@ -129,7 +129,7 @@ def _read(atom: Any, axis: int, makers: Any, beside: list[tuple[Any, int]], inpu
         inputs[atom] = None
         return
     given = [] if maker is None else [each.aval.shape for each in maker.invars]
-    vectors = all(math.prod(some) == max(some, default=0) == shape[axis] for some in given)
+    vectors = all(math.prod(some) == shape[axis] in some for some in given)
     if maker is None or maker.primitive.name not in ELEMENTWISE | SHAPED or not vectors:
         inputs[atom] = axis
         return
