@@ -12,6 +12,8 @@ from flax import nnx
 
 import jshard
 from jshard.layers.partition.engine import Partition
+from jshard.layers.partition.part import Part
+from jshard.layers.partition.unreduced import Step, unreduced
 
 MOVES = ("all_gather", "all_to_all", "permute", "reduce_scatter")
 ROWS = np.random.default_rng(0).normal(size=(8, 16, 16)).astype(np.float32)
@@ -189,3 +191,86 @@ def test_a_program_is_traced_no_more_often_than_it_takes(words, traces, is_place
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-4 * float(np.abs(one).max()))
     sharded(made, rows)  # the parameters are where they rest
     assert not moved(step, made, rows)
+
+
+def part(size, *axes, dtype=np.float32, **more):
+    return Part((size,), (axes,), np.zeros(size, dtype), **more)
+
+
+def number(size):
+    return Part((size,), ((),), make=lambda axes, names: np.zeros(size, np.float32))
+
+
+SIZES, OVER = {"data": 2, "tensor": 4}, frozenset({"tensor"})
+BESIDE = {  # what is made of two rows and of these costs 8 numbers, where both vary
+    "a parameter, summed over rows anyway": [part(4)],
+    "a stored parameter": [part(2, rest=(("data",),))],
+    "what is made of numbers": [part(4), number(9)],
+    "integers": [part(4), part(9, dtype=np.int32)],
+}
+
+
+def marked(size, beside=(), *, rows=(), first=(), used=None, ends=(), needed=(), opaque=False, sizes=SIZES):
+    """What varies where `size` numbers are made of rows and of what is beside them, and added to what is split; `needed` is
+    how the sum, or another use, takes them too."""
+    x, y, z = part(2), part(size, "data"), part(size, "data", "tensor")
+    cut = [(y, z.axes, OVER)]
+    moves = [(y, (axes,), OVER) for axes in needed]
+    steps = [*first, Step("made", not opaque, [x, *beside], [y], [(x, (("tensor",),), OVER)] * opaque)]
+    if used is not None:
+        steps.append(Step("used", not moves, [y], [used], moves))
+    steps.append(Step("added", True, [y, part(size, "data", "tensor")], [z], cut + moves))
+    found = unreduced(steps, [x, *rows], [z, *ends], sizes)
+    return {key: {at: set(over) for at, over in each.items()} for key, each in found.items()}
+
+
+BOTH = {"made": {0: OVER}, "added": {0: OVER}}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_saves_a_number_varies(case):
+    assert marked(18, BESIDE[case]) == BOTH
+    assert marked(16, BESIDE[case]) == {}
+
+
+def test_what_saves_a_number_varies_behind_what_is_made_of_parameters_alone():
+    made = part(4)
+    first = [Step("sin", True, [part(4)], [made], [])]
+    assert marked(18, [made], first=first) == BOTH
+    assert marked(16, [made], first=first) == {}
+
+
+def test_rows_that_are_used_whole_as_well_do_not_vary():
+    x = part(2)
+    assert marked(18, [x], rows=[x], ends=[x]) == BOTH
+    assert marked(16, [x], rows=[x], ends=[x]) == {}
+
+
+def test_nothing_varies_over_one_device():
+    assert marked(80, [part(4)], sizes={"data": 2, "tensor": 1}) == {}
+    assert marked(80, [part(4)], sizes={"data": 2, "tensor": 2}) == BOTH
+
+
+def test_what_is_used_whole_does_not_vary():
+    whole, split = part(80, "data"), part(80, "data", "tensor")
+    assert marked(80, used=split) == BOTH | {"used": {0: OVER}}
+    assert marked(80, used=whole, ends=[whole]) == {}
+
+
+def test_a_loop_takes_what_varies_where_it_cuts_it():
+    split = part(80, "data", "tensor")
+    assert marked(80, used=split, needed=[("tensor",)]) == BOTH | {"used": {0: OVER}}
+    assert marked(80, used=split, needed=[("data",)]) == {}
+
+
+def test_each_way_in_which_it_is_needed_counts_once():
+    assert marked(6, needed=[("tensor",)] * 2) == BOTH  # 2 x 3 numbers, of which 4 are lost
+    assert marked(4, needed=[("tensor",)] * 2) == {}
+    # what is needed whole counts twice: to sum it saves 3 numbers, to sum what it is made of 4, or 3
+    assert marked(6, [part(1)], needed=[("data",)] * 2) == BOTH
+    assert marked(6, [part(2)], needed=[("data",)] * 2) == {"added": {0: OVER}}
+
+
+def test_what_a_loop_makes_is_summed_behind_it():
+    assert marked(6, needed=[("tensor",), ("tensor", "data")], opaque=True) == BOTH
+    assert marked(4, needed=[("tensor",), ("tensor", "data")], opaque=True) == {}

@@ -37,7 +37,7 @@ def unreduced(
     """Return what has to vary over which mesh axes, of a program that ran by `steps` on rows, the `inputs`, and left `ends`."""
     marks: dict[Any, dict[int, Names]] = collections.defaultdict(lambda: collections.defaultdict(frozenset))
     for name, ways in sizes.items():
-        if ways > 1:
+        if ways >= 2:
             for key, at in _Over(name, steps, inputs, ends, sizes).marks():
                 marks[key][at] |= {name}
     return marks
