@@ -87,6 +87,8 @@ wheel: $(VENV)/.test-$(STAMP)  ## a wheel in dist/
 docs: $(VENV)/.docs-$(STAMP)  ## a site of docs/ in site/, with the API; a link to nowhere fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # its --quiet takes warnings for none
 
+installed-%: $(VENV)/.%-$(STAMP) ;
+
 clean:  ## removes the environment and what was built
 	rm -rf $(VENV) $(VENV)-extras dist build site .pytest_cache .ruff_cache .hypothesis
 
