@@ -187,7 +187,7 @@ class Copy:
     def trace(self, file: str) -> dict[str, dict[str, int]]:
         path, tests = Path(f"{self.folder}.lines"), [test for test in self.tests if test.split("::")[0] == file]
         path.unlink(missing_ok=True)
-        self._ask(self.collected, {"tests": tests, "lines": str(path), "limit": 3000, "within": 20})
+        self._ask(self.collected, {"tests": tests, "lines": str(path), "limit": 3000, "within": 150})
         return self.lines(path)
 
     def notices(self, change: Change, tests: list[str], within: float) -> str | None:
