@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard.jaxprs import bare
+import jshard
+from jshard.jaxprs import bare, equations
 from jshard.layers import partition
 from jshard.layers.partition.lookup import _by_place
 from jshard.layouts.layout import Layout
+from jshard.provenance import said
+from jshard.signals.claims import Claim
 
 X, PLACES = np.arange(4 * 4 * 8.0, dtype=np.float32).reshape(4, 4, 8), np.array([3, 0, 3, 1], np.int32)
 
@@ -52,6 +55,7 @@ BY_PLACE = {  # and the axes of the table that have a place of their own for eac
     "below what is given": (at(lambda i: lax.select(count(i) < i, 3 - count(i), count(i)), given), None),
     "of a mask that is given": (at(lambda i: lax.select(i < 0, 3 - count(i), count(i)), given), None),
     "joined of two and one": (lambda x, i: look_up(x, jnp.concatenate([jnp.stack([i, i], 1), count(i)[:, None]], 1), (0, 1, 2)), None),
+    "counted along two axes": (lambda x, i: look_up(x, lax.concatenate([each.reshape(2, 2, 1) for each in (count(i), i)], 2), (0, 1)), None),
     "joined along rows": (lambda x, i: look_up(x[:2], lax.concatenate([count_rows(i), count_rows(i)], 0), (0, 1)), None),
 }  # fmt: skip
 
@@ -86,3 +90,48 @@ def test_an_axis_that_two_mesh_axes_split_is_that_of_the_whole_array(mesh):
         got = jax.jit(program)(jax.device_put(x, Layout(on, *split).sharding), places)
     for one, other in zip(got, f(x, places), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def looked_up(on, words, rows, split):
+    """The collectives of a lookup in a table of 40 words, each under the key that asks for it."""
+    loaded = jshard.load({"jshard": {"mesh": dict(on.shape)}, "a": {**words, "match": ["**"]}})
+    table, places = np.ones((40, 16), np.float32), np.zeros(rows, np.int32)
+    inputs = [partition.Input(claim=Claim(loaded.signals["a"], "**"), path="w"), partition.Input(split)]
+    program = partition.Program(on, jax.make_jaxpr(lambda w, i: w[i])(table, places), inputs)
+    given = [
+        jax.device_put(each, Layout(on, *axes).sharding)
+        for each, axes in zip((table, places), program.in_axes, strict=True)
+    ]
+    names = "psum psum_invariant all_gather all_gather_invariant reduce_scatter all_to_all".split()
+    return program, [
+        (eqn.primitive.name.removesuffix("_invariant"), said(eqn.source_info.name_stack.stack, "key"))
+        for eqn in equations(jax.make_jaxpr(program)(*given))
+        if eqn.primitive.name in names
+    ]
+
+
+ROWS, WHOLE = (("data",),), ((),)
+TRAVELS, GATHERED = ["all_gather", "all_to_all"], ["all_gather"]
+STORED = {  # the mesh, the word that splits the words, the rows and how they are split; what is moved then
+    "few rows": ({"data": 4, "tensor": 2}, "reduction", 16, ROWS, TRAVELS),
+    "over two devices": ({"data": 2, "tensor": 4}, "reduction", 8, ROWS, TRAVELS),
+    "over one device": ({"data": 1, "tensor": 4}, "reduction", 8, ROWS, []),
+    "a row less than its numbers": ({"data": 4, "tensor": 2}, "reduction", 76, ROWS, TRAVELS),
+    "as many as its numbers": ({"data": 4, "tensor": 2}, "reduction", 80, ROWS, GATHERED),
+    "rows that all devices ask for": ({"data": 4, "tensor": 2}, "reduction", 16, WHOLE, GATHERED),
+    "words that are stored": ({"data": 4, "tensor": 2}, "column", 16, ROWS, GATHERED),
+}
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_answers_travel_where_they_are_fewer_than_what_would_be_gathered(mesh, case):
+    sizes, word, rows, split, moved = STORED[case]
+    _, found = looked_up(mesh(**sizes), {"row": "data", word: "tensor", "store": "data"}, rows, split)
+    assert [name for name, key in found if key == "store"] == moved
+
+
+def test_answers_are_scattered_as_the_sequence_of_the_table_says(mesh):
+    words = {"reduction": "tensor", "sequence": "tensor"}
+    program, found = looked_up(mesh(data=2, tensor=4), words, (2, 8), ((), ()))
+    assert program.out_axes == [((), ("tensor",), ())]
+    assert found == [("reduce_scatter", "sequence")]

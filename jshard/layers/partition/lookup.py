@@ -15,7 +15,7 @@ from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
 from jshard.layers.partition.part import Moving, Part, moving_as
 from jshard.layers.partition.product import settle, sum_or_scatter
 from jshard.layers.partition.shape import first
-from jshard.layouts.axes import KEPT, LOOKUP, Factors
+from jshard.layouts.axes import LOOKUP, Factors
 
 
 def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -64,13 +64,8 @@ def _where_it_rests(run: Partition, eqn: Any, parts: list[Part], found: Factors,
     over = [tuple(name for name in rest if name not in use) for rest, use in zip(table.rest, table.axes, strict=True)]
     names = frozenset(name for some in over for name in some)
     answers, in_result = axes_of(found.results[0], choice), {f for of in found.results[0] for f in of}
-    stays = all(
-        found.kinds[f] == KEPT and f in in_result
-        for some, of in zip(over, found.operands[0], strict=True)
-        if some
-        for f in of
-    )
-    if not stays or run.ways(names) == 1 or not names <= {name for some in indices.axes for name in some}:
+    stays = all(f in in_result for some, of in zip(over, found.operands[0], strict=True) if some for f in of)
+    if not stays or run.ways(names) < 2 or not names <= {name for some in indices.axes for name in some}:
         return None
     if math.prod(local_shape(shape_of(eqn), answers, run.sizes)) >= run.local_size(table):
         return None

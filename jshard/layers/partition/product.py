@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.lazy_product import leaves_in_slices, product_scattered, product_scattered_first
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.part import Part, moving_as
-from jshard.layouts.axes import KEPT, LOOKUP, Factors
+from jshard.layouts.axes import FIXED, KEPT, LOOKUP, Factors
 from jshard.provenance import scope
 from jshard.signals.signal import Signal
 
@@ -29,9 +28,10 @@ def settle(parts: list[Part], found: Factors) -> None:
             roles: list[str | None] = [None] * len(part.parameter.shape)
             for at, of in zip(part.of, found.operands[number], strict=True):
                 kinds = {found.kinds[factor] for factor in of}
-                if at is not None and of:
+                if at is not None:
                     kept = "batch" if others & set(of) else "column"
-                    roles[at] = "reduction" if kinds <= {"sum", LOOKUP} else kept if kinds == {KEPT} else None
+                    is_kept = kinds.isdisjoint({"sum", LOOKUP, FIXED})
+                    roles[at] = "reduction" if kinds.isdisjoint({KEPT, FIXED}) else kept if is_kept else None
             part.parameter.decide(roles)
             part.settle()
 
@@ -43,9 +43,8 @@ def _dot_general(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     claim = next((part.signal for part in parts if part.signal is not None), None)
     out = _product(run, eqn, parts, found, choice, claim)
     axes = list(axes_of(found.results[0], choice))
-    for factor, kind in enumerate(found.kinds):
-        if kind == "sum" and factor in choice:
-            out = sum_or_scatter(run, out, axes, choice[factor], claim)
+    for factor in _summed(found, choice):
+        out = sum_or_scatter(run, out, axes, choice[factor], claim)
     result = Part(shape_of(eqn), tuple(axes), out.astype(eqn.outvars[0].aval.dtype))
     if claim is None or claim.output != "gather":
         return [result]
@@ -55,13 +54,18 @@ def _dot_general(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     return [_gathered(result, claim)]
 
 
+def _summed(found: Factors, choice: Choice) -> list[int]:
+    """Return the factors that are summed over devices."""
+    return [factor for factor, kind in enumerate(found.kinds) if kind == "sum" and factor in choice]
+
+
 def _of_bias(jaxpr: Any, product: Any) -> Any:
     """Return the addition of a vector to a product that nothing else reads."""
     readers = [eqn for eqn in jaxpr.eqns if product in eqn.invars]
-    if len(readers) != 1 or readers[0].primitive.name != "add" or product in jaxpr.outvars:
+    if len(readers) != 1 or readers[0].primitive is not lax.add_p or product in jaxpr.outvars:
         return None
     shapes = [atom.aval.shape for atom in readers[0].invars if atom is not product]
-    return readers[0] if any(shape and math.prod(shape) == shape[-1] for shape in shapes) else None
+    return readers[0] if any(shape and {*shape[:-1]}.issubset({1}) for shape in shapes) else None
 
 
 def _add(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -86,14 +90,12 @@ def _product(
         return _multiplied(run, eqn, parts, found, choice)
     compute = jnp.dtype(dtypes.compute or jnp.result_type(*(each.aval for each in eqn.invars)))
     wide = dtypes.reduce or compute
-    sums = any(kind == "sum" and factor in choice for factor, kind in enumerate(found.kinds))
     operands = [part.summed_in(wide, compute) for part in parts]
     xs = [x.astype(compute) for x in run.placed(operands, found, choice)]
-    out_dtype = jnp.dtype(wide if sums else compute)
-    accumulates = (
-        eqn.primitive.name == "dot_general"
-    )  # a convolution of another dtype than its operands has no gradient
-    (out,) = run.bind(eqn, xs, found, choice, preferred_element_type=out_dtype if accumulates else compute)
+    out_dtype = jnp.dtype(wide if _summed(found, choice) else compute)
+    # a convolution of another dtype than its operands has no gradient
+    accumulated = out_dtype if eqn.primitive is lax.dot_general_p else compute
+    (out,) = run.bind(eqn, xs, found, choice, preferred_element_type=accumulated)
     return out.astype(out_dtype)
 
 
@@ -129,7 +131,7 @@ def sum_or_scatter(
     at = 1 if out.ndim > 2 else 0
     rest = []
     for name in names:
-        if claim is not None and name in claim.sequence and out.shape[at] % run.sizes[name] == 0:
+        if claim is not None and name in claim.sequence and not out.shape[at] % run.sizes[name]:
             with scope(key="sequence"):
                 by: Any = dict(claim.kernel).get("reduce_scatter", "auto")
                 out = reduce_scatter(out, name, axis=at, algorithm=by)
