@@ -160,6 +160,7 @@ def share_what_asks_for_no_configuration() -> None:
     belong to JAX's key of each: one that ran before was traced, lowered and read again. Not where the suite runs as users
     compile."""
     from jax._src import core, dispatch, pjit
+    from jax._src.interpreters import ad, batching
 
     from jshard.signals.scope import outside
 
@@ -179,7 +180,14 @@ def share_what_asks_for_no_configuration() -> None:
             return f(*args)
 
     def asks_for_none(f: Any) -> bool:
-        return core.trace_state_clean() and (getattr(f, "__module__", None) or "").startswith(rooms)
+        return runs_now() and (getattr(f, "__module__", None) or "").startswith(rooms)
+
+    def runs_now() -> bool:
+        """Not in a program that is traced; in a vmap or a gradient that is in none, as layers of a stack draw their numbers."""
+        trace = core.trace_ctx.trace
+        while isinstance(trace, batching.BatchTrace | ad.JVPTrace | ad.LinearizeTrace):
+            trace = trace.parent_trace
+        return isinstance(trace, core.EvalTrace)
 
     def inferred(f: Any, *args: Any) -> Any:
         with outside() if asks_for_none(f) else contextlib.nullcontext():
@@ -192,6 +200,19 @@ def share_what_asks_for_no_configuration() -> None:
     for each in (of_primitive, alone, inferred, ran):  # no line of a program is here
         each.__code__ = each.__code__.replace(co_filename=pjit.__file__)
     dispatch.xla_primitive_callable, pjit._infer_params, pjit._run_python_pjit = of_primitive, inferred, ran
+
+
+def forget_traces() -> None:
+    """What `jax.clear_caches` leaves: programs of `jshard.shard`, which functions of a module keep as long as it lives, and what
+    JAX traced of a collective for its tangents, which holds itself by a constant in it."""
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+
+    from jshard.layers import sharded_call
+
+    sharded_call._programs.clear()
+    for each in [info.func for info in weakref.finalize._registry.values()]:  # type: ignore[attr-defined]
+        if getattr(each, "__func__", None) is DynamicJaxprTrace.finalize_const:
+            each.__self__.invalidate()
 
 
 def sweep() -> int:

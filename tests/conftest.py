@@ -99,6 +99,7 @@ def _forgotten():
     yield
     unload()
     jax.clear_caches()
+    compiled_before.forget_traces()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 import re
 
@@ -120,15 +121,12 @@ def configured(
     }
 
 
-@pytest.fixture(scope="module")
-def one_device():
+@functools.cache
+def of_one_device(kind=Model, what=loss, **how):
     """Loss, gradients, and what is left behind, on one device."""
     jshard.unload()
-    found = {}
-    for kind in (Model, Six, Scaled):
-        model = built(kind)
-        found[kind] = jax.tree.map(np.asarray, (*nnx.jit(accumulated(loss))(model, X, Y), counts(model)))
-    return found
+    model = built(kind, **how)
+    return jax.tree.map(np.asarray, (*nnx.jit(accumulated(what))(model, X, Y), counts(model)))
 
 
 def counts(model):
@@ -196,8 +194,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_schedule_computes_what_one_device_does(case, one_device):
+def test_a_schedule_computes_what_one_device_does(case):
     kind, how = CASES[case]
+    expected, of_one, left = of_one_device(kind)
     jshard.load(configured(**how))
     model = jshard.shard(built(kind), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
     at_rest = jax.tree.map(operator.attrgetter("sharding"), nnx.state(model, nnx.Param))
@@ -209,7 +208,6 @@ def test_a_schedule_computes_what_one_device_does(case, one_device):
     embedding, edges = model.embed.embedding[...], how.get("edges", ())
     assert (embedding.sharding.spec[1] or ()) == (tuple(edges) or how.get("store", ()))
     value, gradients = nnx.jit(accumulated(loss))(model, X, Y)
-    expected, of_one, left = one_device[kind]
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     close(gradients, of_one)
     jax.tree.map(lambda x, where: x.sharding.is_equivalent_to(where, x.ndim) or pytest.fail(), gradients, at_rest)
@@ -434,8 +432,9 @@ def test_without_microbatches_the_stages_run_one_after_the_other():
 
 
 @pytest.mark.parametrize("is_traced", [True, False])
-def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced, one_device):
+def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced):
     """The rows of a batch, as they are, in `jshard.value_and_grad`."""
+    expected, of_one, left = of_one_device()
     jshard.load(configured(2, tensor=2, data=2))
     model, differentiated = jshard.shard(built()), jshard.value_and_grad(loss)
     x, y = (part.reshape(-1, *part.shape[2:]) for part in (X, Y))
@@ -444,7 +443,6 @@ def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced, one_device):
         assert [each.table for each in found.stages] == [generate("1f1b", 2, MICROBATCHES)]
         return
     value, gradients = nnx.jit(differentiated)(model, x, y)
-    expected, of_one, left = one_device[Model]
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     close(gradients, of_one)
     jax.tree.map(np.testing.assert_array_equal, counts(model), left)
@@ -482,6 +480,10 @@ class Whole(nnx.Module):
         return self.blocks(self.embed(x))
 
 
+def weighed(model, x, y):
+    return jnp.sum(model(x) * (y % 3 - 1)[..., None]) / 64
+
+
 @pytest.mark.parametrize(
     ("stages", "schedule", "layers"),
     [(2, "interleaved", "equal"), (4, "zero_bubble", "equal"), (2, "1f1b", in_ranges(1, 3, stages=2))],
@@ -489,12 +491,10 @@ class Whole(nnx.Module):
 )
 def test_dropout_is_that_of_no_pipeline_bitwise(stages, schedule, layers):
     """In a model whose numbers are exact in any order, so that one dropped otherwise would show."""
-    weighed = lambda model, x, y: jnp.sum(model(x) * (y % 3 - 1)[..., None]) / 64
+    expected = of_one_device(Whole, weighed)[:2]
     said = configured(stages, data=2, schedule=schedule, layers=layers)
     jshard.load({key: words for key, words in said.items() if key not in ("up", "down")})
-    found = nnx.jit(accumulated(weighed))(jshard.shard(Whole(rngs=nnx.Rngs(0))), X, Y)
-    unload()
-    expected = nnx.jit(accumulated(weighed))(Whole(rngs=nnx.Rngs(0)), X, Y)
+    found = nnx.jit(accumulated(weighed))(jshard.shard(built(Whole)), X, Y)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert np.any(found[1]["blocks"]["scale"][...])
 
@@ -558,19 +558,28 @@ EXPERTS = {
 }
 
 
+def balanced(model):
+    """Loss, gradients, and the losses of balance that are left in the model."""
+    made = nnx.jit(accumulated(objective_of(loss)))(model, X, Y)
+    return jax.tree.map(np.asarray, (*made, model.blocks.moe.auxiliary[...]))
+
+
+@functools.cache
+def of_experts_on_one_device():
+    jshard.unload()
+    return balanced(built(depth=4, block=Experts))
+
+
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_inside_stages_leave_their_losses_of_balance(case):
     """Which go to the loss with what goes from stage to stage; those of the last microbatch stay in the model."""
+    value, of_one, auxiliary = of_experts_on_one_device()
     stages, schedule, split, sizes = EXPERTS[case]
     jshard.load(with_experts(stages, schedule, split, **sizes))
-    found = []
-    for model in (jshard.shard(built(depth=4, block=Experts)), built(depth=4, block=Experts)):
-        value, gradients = nnx.jit(accumulated(objective_of(loss)))(model, X, Y)
-        found.append((value, gradients, model.blocks.moe.auxiliary[...]))
-        unload()
-    close(*found)
-    assert np.all(np.asarray(found[0][2]) > 0.5)
-    assert np.any(found[0][1]["blocks"]["moe"]["router"]["kernel"][...])
+    found, gradients, left = balanced(jshard.shard(built(depth=4, block=Experts)))
+    close((found, gradients, left), (value, of_one, auxiliary))
+    assert np.all(left > 0.5)
+    assert np.any(gradients["blocks"]["moe"]["router"]["kernel"][...])
 
 
 @pytest.mark.parametrize("case", ["1f1b, by places", "zero_bubble, 4, by places", "1f1b, 4, stored"])
@@ -583,12 +592,13 @@ def test_experts_inside_stages_are_verified_bitwise(case):
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
 
 
-def test_a_table_of_mine_is_run(tmp_path, one_device):
+def test_a_table_of_mine_is_run(tmp_path):
+    expected, *_ = of_one_device()
     path = tmp_path / "mine.txt"
     path.write_text("F0 F1 B0 F2B1 F3 B2 B3\n. F0B0 F1B1 . F2B2 F3B3\n")
     jshard.load(configured(2, schedule=str(path)))
     value, _ = nnx.jit(accumulated(loss))(jshard.shard(built()), X, Y)
-    np.testing.assert_allclose(value, one_device[Model][0], rtol=1e-6)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
     for words, sentence in (
         ({"stages": 4}, f"jshard.pipeline (<dict>) has 4 stages, and its table {path} has 2; write another table, or give the "
          "pipeline 2 stages"),
@@ -863,15 +873,14 @@ def of_shared(tmp_path, microbatches=MICROBATCHES, **words):
 
 @pytest.mark.parametrize("words", [{"tensor": 2}, {"data": 2, "store": "data"}], ids=str)
 def test_weight_gradients_that_another_stage_makes_are_those_of_one_device(words, tmp_path):
-    unload()
-    expected = nnx.jit(accumulated(loss))(built(depth=5), X, Y)
+    expected, of_one, _ = of_one_device(depth=5)
     table, said = of_shared(tmp_path, **words)
     jshard.load(said)
     model = jshard.shard(built(depth=5), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
     at_rest = jax.tree.map(operator.attrgetter("sharding"), nnx.state(model, nnx.Param))
     value, gradients = nnx.jit(accumulated(loss))(model, X, Y)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
-    close(gradients, expected[1])
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    close(gradients, of_one)
     jax.tree.map(lambda x, where: x.sharding.is_equivalent_to(where, x.ndim) or pytest.fail(), gradients, at_rest)
     told = jshard.explain(accumulated(loss), model, X, Y)
     assert f"{len(table.elsewhere)} of 16 weight gradients made on another stage" in str(told)
