@@ -66,6 +66,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, map(str, known), n=1)), None)
 
 
+def kind_of(value: object) -> str:
+    """What a value is: `a list`, `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def quoted(text: str, longest: int = 60) -> str:
     """A user's word on one line, in double quotes, cut when it is long."""
     cut = text[:longest]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.errors import JShardError, quoted
+from jshard.errors import JShardError, kind_of, quoted
 from jshard.layers.strategy import strategy_of
 from jshard.layouts.creation import create
 from jshard.layouts.layout import Layout
@@ -148,7 +148,7 @@ def parameters_by_path(model: Any) -> dict[str, Any]:
         path = slashed(words_of(keys))
         if path in named:
             raise JShardError(
-                f"two parameters of a {type(model).__name__} have the path {quoted(path)}",
+                f"two parameters of {kind_of(model)} have the path {quoted(path)}",
                 hint="give one of them another name: a name with a slash reads as two",
             )
         named[path] = leaf

@@ -94,7 +94,7 @@ def _layout(use: Use, more: int) -> Rest:
     in_use = layout_in_use(signal, use.roles, str(use), stage)
     if stage is not None and stage.number is None and "scan" not in use.roles:
         raise JShardError(
-            f"{stage.signal} says stage ({stage.signal.at('stage')}), and {_several(use, more)}, is in no loop over layers",
+            f"{stage.signal} says stage ({stage.signal.at('stage')}), and {_several(use, more)} is in no loop over layers",
             hint="build the layers with jshard.stack, or give stage to the stack alone",
         )
     for axis, role in enumerate(use.roles):

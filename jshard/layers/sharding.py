@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, kind_of
 from jshard.layers.layer import AuxLoss, is_sharded
 from jshard.layers.layer_stack import in_ranges
 from jshard.layers.linen import trees_of_parameters
@@ -58,7 +58,7 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
         return program
     if not callable(program) and not isinstance(program, nn.Module):
         raise JShardError(
-            f"jshard.shard was given a {type(program).__name__}",
+            f"jshard.shard was given {kind_of(program)}",
             hint="give it a Flax model, or a function that takes one",
         )
     if args or kwargs:

@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, kind_of
 from jshard.layouts.mesh import present_mesh
 
 MeshAxes = str | Sequence[str] | None
@@ -144,7 +144,7 @@ def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout 
     spec, mesh = getattr(where, "spec", where), getattr(where, "mesh", None)
     if not isinstance(spec, PartitionSpec):
         raise JShardError(
-            f"{label} was given a {type(where).__name__} as layout",
+            f"{label} was given {kind_of(where)} as layout",
             hint='give it a jshard.Layout, a NamedSharding or a PartitionSpec, as in jax.P("data")',
         )
     if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in spec:

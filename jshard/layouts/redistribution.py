@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, kind_of
 from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.transfer_events import moved, where
@@ -120,7 +120,7 @@ def as_array(x: Any, *, label: str) -> Any:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise JShardError(
-            f"{label} takes an array, a list of numbers or a number, and was given a {type(x).__name__}",
+            f"{label} takes an array, a list of numbers or a number, and was given {kind_of(x)}",
             hint="use jax.tree.map to give it each array of a tree by itself",
         ) from error
 

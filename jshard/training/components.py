@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jshard.errors import JShardError, Place, did_you_mean, nearest
+from jshard.errors import JShardError, Place, did_you_mean, kind_of, nearest
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.training.settings import Settings
 
@@ -66,7 +66,7 @@ def function_at(label: str, path: str) -> Callable[..., Any]:
             raise JShardError(f'{label} {module_name} has no "{part}"', hint=hint)
         value = getattr(value, part)
     if not callable(value):
-        raise JShardError(f"{label} that is a {type(value).__name__}", hint="name a class or a function")
+        raise JShardError(f"{label} that is {kind_of(value)}", hint="name a class or a function")
     return value
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, kind_of
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.layers.abstract import created
 from jshard.layers.sharding import shard
@@ -90,7 +90,7 @@ def generate(
     """
     if missing := [name for name in ("init_cache", "hidden", "logits") if not hasattr(model, name)]:
         raise JShardError(
-            f"a {type(model).__name__} has no {missing[0]}, by which tokens are generated",
+            f"{kind_of(model)} has no {missing[0]}, by which tokens are generated",
             hint="give it a jshard.Decoder",
         )
     if not len(prompts):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jshard import layers
-from jshard.errors import JShardError
+from jshard.errors import JShardError, kind_of
 from jshard.layers.token_loss import CHUNK, at_targets, by_places, losses_of
 from jshard.training.components import Component, parameters_of
 
@@ -178,7 +178,7 @@ def shown(value: Any) -> str:
     """Describe a value: `float32[8, 10]`, or what it is: `a tuple`."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
-    return f"a {type(value).__name__}"
+    return kind_of(value)
 
 
 def has_hidden(model: Any) -> bool:

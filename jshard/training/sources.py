@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, kind_of
 
 Tree = Any
 Position = Mapping[str, Any]
@@ -215,7 +215,7 @@ _OVER = object()
 def pair(label: str, value: Any) -> Batch:
     """Read a value as a pair of trees of numpy arrays."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise JShardError(f"{label} gives a {type(value).__name__} and not a pair (x, y)", hint="give (x, y)")
+        raise JShardError(f"{label} gives {kind_of(value)} and not a pair (x, y)", hint="give (x, y)")
     return numbers(f"{label} gives", value)
 
 

@@ -228,7 +228,7 @@ AT = 'of "blocks/w"'
 WRONG_STAGES = {
     "no loop": (
         ("equal", (8, 6), (R, C), {}),
-        'signal "blocks" (<dict>) says stage (<dict>), and "blocks/w" (8, 6) claimed at <dict>, is in no loop over layers; build '
+        'signal "blocks" (<dict>) says stage (<dict>), and "blocks/w" (8, 6) claimed at <dict> is in no loop over layers; build '
         "the layers with jshard.stack, or give stage to the stack alone",
     ),
     "layers": (

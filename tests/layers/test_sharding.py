@@ -512,7 +512,7 @@ class Callable:
     [
         (
             lambda: jshard.shard(3),  # type: ignore[call-overload]
-            "jshard.shard was given a int; give it a Flax model, or a function that takes one",
+            "jshard.shard was given an int; give it a Flax model, or a function that takes one",
         ),
         (
             lambda: jshard.shard(Callable(), x=1),  # type: ignore[call-overload]

@@ -742,9 +742,9 @@ def test_a_stage_that_no_parameter_is_on_is_one_sentence():
     with pytest.raises(JShardError) as error:
         jshard.shard(built(), X[0])
     assert str(error.value) == (
-        'signal "rest" (<dict>) says stage (<dict>), and "embed/embedding" (11, 8) claimed at <dict>, is in no loop over layers; '
+        'signal "rest" (<dict>) says stage (<dict>), and "embed/embedding" (11, 8) claimed at <dict> is in no loop over layers; '
         "build the layers with jshard.stack, or give stage to the stack alone\n"
-        'signal "rest" (<dict>) says stage (<dict>), and "norm/scale" (8,) claimed at <dict>, is in no loop over layers; build the '
+        'signal "rest" (<dict>) says stage (<dict>), and "norm/scale" (8,) claimed at <dict> is in no loop over layers; build the '
         "layers with jshard.stack, or give stage to the stack alone"
     )
 

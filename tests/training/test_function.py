@@ -271,7 +271,7 @@ MISTAKES = [
         '"nowhere:loss" names a function, but there is no module "nowhere" in this folder or among the installed packages; '
         "write nowhere.py, or start from the folder that holds it",
     ),
-    (["mine:number"], '"mine:number" names a function, but that is a int; name a class or a function'),
+    (["mine:number"], '"mine:number" names a function, but that is an int; name a class or a function'),
     (["mine:Thing"], '"mine:Thing" names a class; name a function that calls it'),
     (
         ["mine:loss", "--args", "mine:model"],

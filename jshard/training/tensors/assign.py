@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jshard.errors import JShardError, did_you_mean, nearest, quoted
+from jshard.errors import JShardError, did_you_mean, kind_of, nearest, quoted
 from jshard.layouts.index_ranges import Box, boxes_of, index, lengths, overlap
 from jshard.layouts.paths import slashed, words_of
 from jshard.training.tensors.rename import Line, Renaming, Target
@@ -82,7 +82,7 @@ def leaves_of(model: Any) -> list[Leaf]:
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             found.append(Leaf(name, value, isinstance(variable, (nnx.Param, nnx.BatchStat)), variable))
         elif isinstance(variable, nnx.Param):
-            faults.append(JShardError(f"{name} holds a {type(value).__name__}", hint="give each nnx.Param one array"))
+            faults.append(JShardError(f"{name} holds {kind_of(value)}", hint="give each nnx.Param one array"))
     if faults:
         raise joined(faults)
     return found
