@@ -203,13 +203,9 @@ def share_what_asks_for_no_configuration() -> None:
 
 
 def forget_traces() -> None:
-    """What `jax.clear_caches` leaves: programs of `jshard.shard`, which functions of a module keep as long as it lives, and what
-    JAX traced of a collective for its tangents, which holds itself by a constant in it."""
+    """What `jax.clear_caches` leaves: what JAX traced of a collective for its tangents holds itself by a constant in it."""
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 
-    from jshard.layers import sharded_call
-
-    sharded_call._programs.clear()
     for each in [info.func for info in weakref.finalize._registry.values()]:  # type: ignore[attr-defined]
         if getattr(each, "__func__", None) is DynamicJaxprTrace.finalize_const:
             each.__self__.invalidate()

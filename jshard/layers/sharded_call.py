@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax._src.util import register_cache  # nothing public says what else jax.clear_caches() clears
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -322,6 +323,9 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
 
 
 _program_of_method = functools.lru_cache(maxsize=256)(_traced)
+_program.cache_clear = _programs.clear  # type: ignore[attr-defined]
+register_cache(_program, "jshard.shard of a function")
+register_cache(_program_of_method, "jshard.shard of a method")
 
 
 def _check_takes_its_models(f: Callable[..., Any]) -> None:

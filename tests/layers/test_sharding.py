@@ -430,6 +430,24 @@ def test_a_function_that_only_closes_over_its_model_is_told():
     )
 
 
+@pytest.mark.parametrize("of", ["a function", "a method"])
+def test_clear_caches_of_jax_forgets_what_was_traced(of):
+    """A call behind it traces anew, and what its programs held is free."""
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "rest": {"row": "data", "match": ["**"]}})
+    traced = []
+
+    class Traced:
+        def loss(self, x):
+            traced.append(1)
+            return jnp.sum(x)
+
+    run = jshard.shard((lambda x: Traced().loss(x)) if of == "a function" else Traced().loss)
+    x = np.ones((8, 2), np.float32)
+    assert [float(run(x)) for _ in range(2)] == [16.0, 16.0] and len(traced) == 1
+    jax.clear_caches()
+    assert float(run(x)) == 16.0 and len(traced) == 2
+
+
 def test_what_a_function_closes_over_goes_with_it():
     jshard.load({"jshard": {"mesh": {"data": 8}}, "rest": {"row": "data"}})
     kept = []
