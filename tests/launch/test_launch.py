@@ -83,7 +83,7 @@ def test_train_loses_bitwise_the_same_alone_and_in_2_and_in_4_processes(tmp_path
 
 def test_launch_shows_all_ranks_when_one_has_stopped_and_all_listened_on_loopback_alone():
     status, out, err = finished(
-        start("-n", "4", PROGRAM, "stop", "2", before=on_a_host_named_by_its_address(), JSHARD_STEP_TIMEOUT="3")
+        start("-n", "4", PROGRAM, "stop", "2", before=on_a_host_named_by_its_address(), JSHARD_STEP_TIMEOUT="8")
     )
     assert status == 1
     assert err[-1].startswith("rank 2 was at fault, as rank ")
@@ -226,7 +226,7 @@ def test_killed_stage_is_named_and_stages_go_on_bitwise_also_on_another_number_o
 
 @pytest.mark.slow
 def test_launch_names_the_stage_that_hangs_in_an_operation(tmp_path):
-    words = ["train", "tests/launch/staged.yaml", f"output={tmp_path}/run", "watchdog.step_timeout=4"]
+    words = ["train", "tests/launch/staged.yaml", f"output={tmp_path}/run", "watchdog.step_timeout=8"]
     status, _, err = finished(start("-n", "4", *words, STAGED='hang 5 "stage 2, tick 5"'))
     rows = [line for line in err if re.match(r"\[\d\] \d ", line)]
     assert (status, [line.endswith("<--") for line in rows]) == (1, [False, False, True, False]), err
