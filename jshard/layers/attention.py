@@ -57,12 +57,13 @@ class Attention(nnx.Module):
         self, x: jax.Array, positions: jax.Array | None = None, segments: jax.Array | None = None
     ) -> jax.Array:
         q, k, v = (checkpoint_name(project(x), name) for name, project in (("q", self.q), ("k", self.k), ("v", self.v)))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
         if self.rope is not None:
             at = jnp.arange(x.shape[1])[None] if positions is None else positions
             q, k = self.rope.rotate(q, at), self.rope.rotate(k, at)
-        if self.cached_key is not None and self.cached_value is not None:
+        if self.cached_key is not None:
+            assert self.cached_value is not None
             if segments is not None:
                 raise JShardError(
                     "a jshard.Attention that keeps keys and values was given segments",

@@ -54,9 +54,9 @@ class Snapshot:
             variable.set_raw_value(number)
 
 
-def names(args: tuple[Any, ...]) -> tuple[int, ...]:
+def names(args: tuple[Any, ...]) -> tuple[int | None, ...]:
     """Return the identities of the modules among the arguments."""
-    return tuple(id(each) if isinstance(each, nnx.Pytree) else 0 for each in args)
+    return tuple(id(each) if isinstance(each, nnx.Pytree) else None for each in args)
 
 
 def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any) -> Snapshot | None:
@@ -66,13 +66,13 @@ def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any
     if not all(_watch(each, parts, found, set()) for each in args if isinstance(each, nnx.Pytree)):
         return None
     holders = {id(each.get_raw_value()): each for each in found.values()}
-    if not len(holders) == len(found) == len(numbers) or not all(id(each) in holders for each in numbers):
+    variables: list[Any] = [holders.pop(id(each), None) for each in numbers]
+    if any(each is None for each in variables) or holders:  # two hold one array, or NNX has found others
         return None
     leaves, tree = jax.tree.flatten(_others(args))
     order = _order(args, tree)
-    if sorted(order) != list(range(len(leaves))) or not all(map(_is_array, leaves)):
+    if order is None or sorted(order) != list(range(len(leaves))) or not all(map(_is_array, leaves)):
         return None
-    variables = [holders[id(each)] for each in numbers]
     metadata = [dict(each.get_metadata()) for each in variables]
     types = [_type(each) for each in (*numbers, *(leaves[place] for place in order))]
     return Snapshot(program, situation, tree, parts, variables, metadata, order, types)
@@ -82,11 +82,13 @@ def _others(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if isinstance(each, nnx.Pytree) else each for each in args)
 
 
-def _order(args: tuple[Any, ...], tree: Any) -> list[int]:
-    """Find the order in which NNX hands on the arrays among the arguments: each is marked with its number."""
+def _order(args: tuple[Any, ...], tree: Any) -> list[int] | None:
+    """Find the order in which NNX hands on the arrays among the arguments: each is marked with its number. None where a module
+    has arrays of its own."""
     marked = jax.tree.unflatten(tree, [np.asarray(place) for place in range(tree.num_leaves)])
     mixed = tuple(ours if isinstance(ours, nnx.Pytree) else mark for ours, mark in zip(args, marked, strict=True))
-    return [int(leaf) if np.ndim(leaf) == 0 else -1 for leaf in jax.tree.leaves(nnx.split(mixed, nnx.Variable, ...)[2])]
+    found = jax.tree.leaves(nnx.split(mixed, nnx.Variable, ...)[2])
+    return None if any(map(np.ndim, found)) else [int(leaf) for leaf in found]
 
 
 def _watch(value: Any, parts: list[Part], variables: dict[int, nnx.Variable], seen: set[int]) -> bool:
@@ -97,11 +99,9 @@ def _watch(value: Any, parts: list[Part], variables: dict[int, nnx.Variable], se
     if isinstance(value, nnx.State):
         value = value.raw_mapping
     if isinstance(value, nnx.Pytree):
-        if not hasattr(value, "__dict__"):
-            return False
         value = vars(value)
     if not isinstance(value, (dict, list, tuple)):
-        return not isinstance(value, (jax.Array, np.ndarray)) and _is_hashable(value)
+        return _is_hashable(value)  # an array is not
     if id(value) in seen:
         return True
     seen.add(id(value))

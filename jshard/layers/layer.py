@@ -124,12 +124,12 @@ def built_arrays(model: Any) -> ModelArrays:
     layers = {path: each for path, each in nnx.iter_modules(model) if isinstance(each, Layer) and each.signal_path}
     layouts = {path: layer.parameter_layouts() for path, layer in layers.items()}
     for path, _ in nnx.to_flat_state(nnx.split(model)[1]):
-        around = next((path[:end] for end in range(len(path) - 1, -1, -1) if path[:end] in layers), None)
+        around = next((path[:end] for end in reversed(range(len(path))) if path[:end] in layers), None)
         if around is None:
             found[path] = ModelArray()
             continue
         under, name = layers[around].signal_path, path[len(around) :]
-        layout = layouts[around].get(str(name[0])) if len(name) == 1 else None
+        layout = layouts[around].get(slashed(name))
         found[path] = ModelArray(under, signal_at(under), layout)
     return found
 

@@ -37,7 +37,7 @@ def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bo
     if f is None:
         return functools.partial(step, outputs=outputs, donate=donate)
     programs: dict[Any, Any] = {}
-    snapshots: dict[tuple[int, ...], Snapshot] = {}
+    snapshots: dict[tuple[int | None, ...], Snapshot] = {}
 
     def prepared(args: tuple[Any, ...], situation: Any) -> tuple[Any, list[Any], list[Any], Any]:
         graphdef, variables, arrays = nnx.split(args, nnx.Variable, ...)

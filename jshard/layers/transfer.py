@@ -90,7 +90,7 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
             f"jshard.move to {len(chosen)} devices of what lies on {len(meshes)} meshes",
             hint="say which mesh it shall lie on: jshard.move(model, mesh)",
         )
-    present_mesh = meshes[0] if meshes else jax.make_mesh((1,), ("devices",), devices=chosen[:1])
+    present_mesh = meshes[0] if meshes else jax.make_mesh((1,), ("devices",), devices=chosen or present)
     assert isinstance(present_mesh, Mesh)
     return fewer(present_mesh, chosen, label="jshard.move")
 

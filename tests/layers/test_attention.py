@@ -66,6 +66,23 @@ def test_attention_computes_what_the_formula_says(case):
     np.testing.assert_allclose(layer(X, **given), by_hand(layer, X, seen, given.get("positions")), rtol=1e-4, atol=1e-5)
 
 
+def test_a_plain_attention_has_four_kernels():
+    layer = jshard.Attention(WIDTH, HEADS, rngs=nnx.Rngs(0))
+    shapes = {"/".join(map(str, path)): each[...].shape for path, each in nnx.to_flat_state(nnx.state(layer))}
+    into = dict.fromkeys(("q/kernel", "k/kernel", "v/kernel"), (WIDTH, HEADS, WIDTH // HEADS))
+    assert shapes == {**into, "o/kernel": (HEADS, WIDTH // HEADS, WIDTH)}
+
+
+@pytest.mark.parametrize(("dtypes", "kept"), [
+    ({}, jnp.float32), ({"dtype": jnp.bfloat16}, jnp.bfloat16), ({"param_dtype": jnp.bfloat16}, jnp.bfloat16),
+    ({"dtype": jnp.float32, "param_dtype": jnp.bfloat16}, jnp.float32),
+])  # fmt: skip
+def test_a_cache_is_of_what_is_computed(dtypes, kept):
+    layer = attention(**dtypes)
+    layer.init_cache(ROWS, LENGTH)
+    assert layer.cached_key.get_value().dtype == layer.cached_value.get_value().dtype == kept
+
+
 def test_packed_rows_are_the_texts_by_themselves():
     jshard.unload()
     layer = attention()
@@ -95,10 +112,12 @@ def test_a_cache_is_for_its_rows_and_length():
     for x, sentence in (
         (X, "a cache for 4 rows of 7 tokens was given 4 of 8; call init_cache(4, 8) before"),
         (X[:2, :1], "a cache for 4 rows of 7 tokens was given 2 of 1; call init_cache(2, 7) before"),
+        (np.repeat(X[:, :1], 2, 0), "a cache for 4 rows of 7 tokens was given 8 of 1; call init_cache(8, 7) before"),
     ):
         with pytest.raises(JShardError) as error:
             layer(x)
         assert str(error.value) == sentence
+    assert layer(X[:, 1:]).shape == (ROWS, LENGTH - 1, WIDTH)
 
 
 def test_packed_rows_are_not_kept_in_a_cache():

@@ -15,6 +15,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
+from jshard.layers.call_cache import take
 from jshard.signals.active_config import unload
 
 SIGNALS = {"up": {"row": "data", "column": "tensor"}, "down": {"row": "data", "reduction": "tensor"}}
@@ -241,6 +242,80 @@ def test_odd_modules_are_taken_apart_as_often_as_is_needed(offset):
         if turn == 5:
             model.again.kernel[...] = model.again.kernel[...] * 2
         np.testing.assert_allclose(float(step(model, placed())), plain(), rtol=1e-4, err_msg=str(turn))
+
+
+class Held(nnx.Module):
+    """Holds a list and a dict of Python beside an array."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+        self.sizes, self.names = [1, 2], {"m": 1}
+        self.again = self.sizes
+
+
+CHANGES = {
+    "nothing": lambda model: None,
+    "a list grows": lambda model: model.sizes.append(3),
+    "a list shrinks": lambda model: model.sizes.pop(),
+    "a member of a list": lambda model: model.sizes.__setitem__(1, 7),
+    "a key more": lambda model: model.names.update(n=1),
+    "a key less": lambda model: model.names.clear(),
+    "a later key": lambda model: model.names.update(n=model.names.pop("m")),
+    "an earlier key": lambda model: model.names.update(a=model.names.pop("m")),
+    "a member of a dict": lambda model: model.names.update(m=2),
+    "another array": lambda model: model.w.set_raw_value(jnp.zeros(2)),
+    "an array of another shape": lambda model: model.w.set_raw_value(
+        jax.device_put(np.ones(3, np.float32), model.w.sharding)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_inside_a_module_is_seen_and_numbers_are_none_of_it(change):
+    model = Held()
+    snapshot = take((model,), [model.w.get_raw_value()], None, None)
+    CHANGES[change](model)
+    assert (snapshot.operands((model,), None) is not None) == (change in ("nothing", "another array"))
+
+
+def test_variables_that_hold_one_array_are_not_told_apart():
+    model = Held()
+    model.v = nnx.Param(jnp.zeros(()))
+    model.v.set_raw_value(model.w.get_raw_value())
+    assert take((model,), [model.w.get_raw_value()] * 2, None, None) is None
+    assert take((Held(),), [jnp.ones(2)], None, None) is None
+
+
+def test_a_set_can_change_unseen():
+    model = Held()
+    model.kinds = {"a"}
+    assert take((model,), [model.w.get_raw_value()], None, None) is None
+
+
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """An array that no attribute of a module shows."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def tree_flatten(self):
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, arrays):
+        return cls(*arrays)
+
+
+@pytest.mark.parametrize("array", [-3.0, 5.0, [1.0, 2.0]], ids=str)
+def test_arrays_that_are_no_variables_are_seen(array):
+    model, x = Held(), jnp.ones(2)
+    assert take((model, x), [model.w.get_raw_value()], None, None) is not None
+    model.box = nnx.data(Box(jnp.array(array)))
+    assert take((model, x), [model.w.get_raw_value()], None, None) is None
+    for value in (jnp.array(array), np.array(array)):
+        model.box = nnx.data(value)
+        assert take((model, x), [model.w.get_raw_value()], None, None) is None
 
 
 def test_a_step_keeps_no_model_alive():

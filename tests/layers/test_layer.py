@@ -18,7 +18,9 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.report.array_placement import GRADIENT, OPTIMIZER, PARAMETER
 from jshard.inspect.report.gather import facts_of_function
-from jshard.layers.layer import model_arrays, parameters_by_path
+from jshard.layers.layer import ModelArray, ModelArrays, model_arrays, parameters_by_path
+from jshard.layouts.layout import Layout
+from jshard.signals.signal import DTypes, Signal
 
 P = jax.P
 ROOT = Path(__file__).parent.parent.parent
@@ -183,6 +185,68 @@ def test_layers_say_where_their_parameters_rest_only_under_a_signal():
         assert found["blocks", 1, "up"].layout == layouts["up"]
         assert found["blocks", 1, "up"].signal.name == "gated"
         assert found["scale", "kernel"] == model_arrays(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))["kernel",]
+
+
+class Outer(nnx.Module):
+    """Holds a model that is sharded by itself too."""
+
+    def __init__(self):
+        self.inner = jshard.shard(nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)))
+        with jshard.signal("a"):
+            self.built = jshard.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+        self.own = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.own(self.inner(x)) + self.built(x)
+
+
+def test_arrays_of_sharded_models_are_under_their_claims():
+    """Those of a model inside of one are claimed by their paths from the outermost."""
+    words = {"a": {"row": "data", "store": "data", "match": ["inner/**"]}, "b": {"row": "data", "match": ["**"]}}
+    with cases.loaded({"jshard": {"mesh": {"data": 2}}, **words}):
+        both = nnx.List([jshard.shard(Outer(), X), jshard.shard(Outer(), X)])
+        found = model_arrays(both)
+        for number, outer in enumerate(both):
+            for name, under in {"inner": "a", "built": "a", "own": "b"}.items():
+                of = found[number, name, "kernel"]
+                assert of.signal_path == (under,) and of.signal.name == under
+                assert of.layout == Layout.of(getattr(outer, name).kernel[...])
+    assert model_arrays(both)[0, "own", "kernel"].signal is None
+
+
+class Within(jshard.Layer):
+    """Has a layer of Flax's, which it does not lay out."""
+
+    parameter_axes = {"w": ("reduction", "column")}
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.parameter("w", nnx.initializers.ones, (8, 8), nnx.Rngs(0))
+        self.inside = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def test_a_layer_lays_out_its_own_parameters_and_those_inside_are_under_its_signal():
+    with loaded({"row": "data", "store": "data"}):
+        with jshard.signal("gated"):
+            layer = Within()
+        for model, path in ((layer, ()), (nnx.Dict(one=layer), ("one",))):
+            found = model_arrays(model)
+            assert found[*path, "w"].layout == layer.parameter_layouts()["w"]
+            inside = found[*path, "inside", "kernel"]
+            assert (inside.signal_path, inside.signal.name, inside.layout) == (("gated",), "gated", None)
+
+
+def test_what_lies_inside_a_variable_is_placed_as_that_is():
+    one = ModelArray(("gated",))
+    found = ModelArrays({("a",): one})
+    assert found["a",] is found["a", "b"] is found["a", "b", "c"] is one
+    assert found["b", "a"] == found[()] == ModelArray()
+
+
+def test_gradients_of_what_no_layer_lays_out_are_summed_in_their_own_dtype():
+    wide, layout = Signal("gated", dtype=DTypes(reduce="float32")), Layout(jax.make_mesh((1,), ("data",)))
+    assert ModelArray(("gated",), wide, layout).reduce_dtype == "float32"
+    assert ModelArray(("gated",), wide).reduce_dtype is ModelArray(layout=layout).reduce_dtype is None
 
 
 def refused(sentence, shapes, **keys):

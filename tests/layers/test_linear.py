@@ -385,3 +385,50 @@ def test_linear_without_a_configuration_is_nnx_linear():
         cases.assert_equal(layer(x), dense(x))
     texts = [jax.jit(each).lower(x).as_text() for each in (layer, dense)]
     assert texts[0] == texts[1]
+
+
+def test_linear_without_a_signal_lies_where_it_is_asked_to(mesh):
+    unload()
+    layer = jshard.Linear(16, 24, rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh(data=8)):
+        assert layer(np.ones((8, 16), np.float32), jax.P("data", None)).sharding.spec == jax.P("data", None)
+
+
+def test_parameters_are_of_the_dtype_of_the_signal_or_of_the_argument():
+    made = {}
+    for name, dtype in {"narrow": {"param": "float16"}, "wide": {}}.items():
+        with cases.loaded({"jshard": {"mesh": {"data": 8}}, "layer": {"dtype": dtype}}), jshard.signal("layer"):
+            layer = jshard.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            made[name] = {layer.kernel[...].dtype, layer.bias[...].dtype}
+    assert made == {"narrow": {jnp.dtype(jnp.float16)}, "wide": {jnp.dtype(jnp.bfloat16)}}
+
+
+@pytest.mark.parametrize("size", [15, 17])
+def test_an_input_of_another_size_is_a_sentence(layer, size):
+    with pytest.raises(jshard.JShardError) as error:
+        layer(np.ones((8, size), np.float32))
+    assert str(error.value) == (
+        f'signal "layer" (<dict>) has a Linear of 16 inputs, called with an array of shape (8, {size}); give it arrays '
+        "whose last axis is 16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("compute", "preferred", "dtype"),
+    [("bfloat16", None, "bfloat16"), ("bfloat16", "float32", "float32"), (None, None, "float32")],
+)
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_linear_inside_shard_computes_in_the_dtype_of_its_signal(use_bias, compute, preferred, dtype):
+    words = {"row": "data", "dtype": {"compute": compute} if compute else {}}
+    more = {} if preferred is None else {"preferred_element_type": jnp.dtype(preferred)}
+    with cases.loaded({"jshard": {"mesh": {"data": 2}}, "layer": words}):
+        with jshard.signal("layer"):
+            layer = jshard.Linear(8, 16, use_bias=use_bias, rngs=nnx.Rngs(0), **more)
+        if use_bias:
+            layer.bias.set_value(jnp.arange(2.0, 18))
+        x = cases.numbers((2, 4, 8))
+        y = jshard.shard(lambda layer, x: layer(x))(layer, x)
+        assert y.dtype == dtype
+        wanted = x @ np.asarray(layer.kernel[...]) + (np.arange(2.0, 18) if use_bias else 0)
+        tolerance = 1e-5 if compute is None else 2e-2
+        np.testing.assert_allclose(y.astype(np.float32), wanted, rtol=tolerance, atol=tolerance)

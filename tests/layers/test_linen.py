@@ -16,7 +16,9 @@ from flax.core import freeze
 
 import jshard
 from jshard.errors import JShardError
+from jshard.layers.linen import check_nothing_looks_like_parameters, replaced, trees_of_parameters
 from jshard.layouts.paths import words_of
+from jshard.signals.active_config import configuration
 from jshard.signals.scope import unplaced
 
 rng = np.random.default_rng(0)
@@ -244,6 +246,57 @@ def test_what_is_not_called_params_is_a_sentence(alone):
     assert str(error.value) == (
         '<lambda> takes a tree of arrays as "weights", and no model or tree of parameters for <dict> to claim; '
         'if "weights" holds the parameters, call that argument params'
+    )
+
+
+def takes(x, *more, params=None, **others):
+    return x
+
+
+def test_parameters_are_found_by_place_and_by_name():
+    tree = {"w": np.ones(2)}
+    variables = {"params": tree}
+    given = (1, 2, 3, variables), {"params": tree, "batch": variables, "number": 4}
+    found = trees_of_parameters(takes, *given)
+    assert list(found) == [(0, 3), (1, "params"), (1, "batch")]
+    put = replaced(given, {argument: str(argument) for argument in found})
+    assert put == ((1, 2, 3, "(0, 3)"), {"params": "(1, 'params')", "batch": "(1, 'batch')", "number": 4})
+
+
+class Strange:
+    """Nothing tells what it takes."""
+
+    __signature__ = "strange"
+
+    def __call__(self, x):
+        return x
+
+
+NESTED = {"layer": {"w": np.ones(2, np.float32)}}
+LOOKS = {  # a function, what it is given, and the name of what looks like parameters
+    "by place": (takes, (NESTED,), {}, "x"),
+    "one of several": (takes, (1, 2, NESTED), {}, "argument 2"),
+    "by name": (takes, (1,), {"weights": NESTED}, "weights"),
+    "to C": (min, (NESTED,), {}, "argument 0"),
+    "to who knows": (Strange(), (NESTED,), {}, "argument 0"),
+    "whole numbers": (takes, ({"layer": {"w": np.ones(2, np.int32)}},), {}, None),
+    "numbers of Python": (takes, ({"layer": {"w": 1.0}},), {}, None),
+    "not nested": (takes, (NESTED["layer"],), {}, None),
+}
+
+
+@pytest.mark.parametrize("case", LOOKS)
+def test_a_tree_of_trees_of_floats_looks_like_parameters(case):
+    f, args, kwargs, name = LOOKS[case]
+    jshard.load({"jshard": {"mesh": {"data": 4}}, "rest": {"row": "data", "match": ["**"]}})
+    if name is None:
+        check_nothing_looks_like_parameters(f, args, kwargs, configuration())
+        return
+    with pytest.raises(JShardError) as error:
+        check_nothing_looks_like_parameters(f, args, kwargs, configuration())
+    assert str(error.value) == (
+        f'{getattr(f, "__name__", "Strange")} takes a tree of arrays as "{name}", and no model or tree of parameters for '
+        f'<dict> to claim; if "{name}" holds the parameters, call that argument params'
     )
 
 

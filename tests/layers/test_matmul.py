@@ -15,7 +15,8 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.plan import explain
-from jshard.signals.active_config import unload
+from jshard.layers.matrix_product import _names_a_strategy, choose
+from jshard.signals.active_config import configuration, on_mesh, unload
 
 SIGNALS = {
     "rows": {"row": "w"},
@@ -28,6 +29,10 @@ SIGNALS = {
     "gt_columns": {"shard": {"axis": 1}},
     "nothing": {},
     "narrow": {"row": "w", "dtype": {"compute": "bfloat16"}},
+    "stored_alone": {"store": "w"},
+    "sequence_alone": {"sequence": "w"},
+    "narrow_product": {"dtype": {"compute": "bfloat16"}},
+    "wide_sum": {"dtype": {"reduce": "float32"}},
     "narrow_choice": {"dtype": {"compute": "bfloat16", "reduce": "float32"}, "remat": True},
 }
 WHOLE, ROWS, COLUMNS = (None, None), ("w", None), (None, "w")
@@ -259,3 +264,52 @@ def elsewhere(x):
     explicit = (jax.sharding.AxisType.Explicit,)
     other = jax.make_mesh((2,), ("w",), axis_types=explicit, devices=jax.devices()[4:6])
     return jax.device_put(x, jax.NamedSharding(other, jax.P("w")))
+
+
+MISMATCHED = [((2, 3), (4, 5)), ((2, 4), (3, 5)), ((2, 4), (4,)), ((2, 4), (4, 5, 6)), ((), (4, 5))]
+
+
+@pytest.mark.parametrize("name", ["nothing", "rows", "stored"])
+@pytest.mark.parametrize(("x", "w"), MISMATCHED, ids=str)
+def test_shapes_that_do_not_match_are_a_sentence(x, w, name):
+    with pytest.raises(JShardError) as error:
+        by(name)(np.ones(x, np.float32), np.ones(w, np.float32))
+    assert str(error.value) == (
+        f"jshard.matmul of {x} and {w}: the last axis of x does not match the first of w; use x[..., K] and w[K, N]"
+    )
+
+
+def test_parts_that_do_not_match_are_a_sentence_too():
+    product = jax.shard_map(jshard.matmul, mesh=jshard.mesh(), in_specs=jax.P(), out_specs=jax.P())
+    with pytest.raises(JShardError) as error:
+        product(place(np.ones((2, 3), np.float32), WHOLE), place(np.ones((4, 5), np.float32), WHOLE))
+    assert "jshard.matmul of (2, 3) and (4, 5)" in str(error.value)
+
+
+def test_a_choice_is_that_of_the_mesh_that_another_stands_for():
+    four, wanted = jshard.mesh(), [str(each) for each in choose(A, B)]
+    one = jax.make_mesh((1,), ("w",), devices=jax.devices()[:1], axis_types=four.axis_types)
+    with on_mesh(one, four):
+        found = choose(A, B)
+    assert [str(each) for each in found] == wanted
+    assert {each.strategy.mesh for each in found} == {one}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    [
+        ("nothing", "float32", 4), ("nothing", "bfloat16", 2), ("wide_sum", "bfloat16", 4),
+        ("narrow_product", "float32", 2), ("narrow_choice", "bfloat16", 4),
+    ],
+)  # fmt: skip
+def test_a_sum_is_priced_in_the_dtype_that_it_is_in(name, dtype, size):
+    a, b = place(A.astype(dtype), COLUMNS), place(B.astype(dtype), ROWS)
+    with jshard.signal(name):
+        (summed,) = (each for each in choose(a, b) if each.strategy.reduction and not each.strategy.scattered)
+    assert summed.wire == 128 * 32 * size * 2 * 3 // 4  # an all-reduce on four devices
+
+
+def test_one_word_names_a_strategy():
+    signals = configuration().signals
+    none = ["nothing", "narrow_product", "wide_sum", "narrow_choice"]
+    assert [name for name in SIGNALS if not _names_a_strategy(signals[name])] == none

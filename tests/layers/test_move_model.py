@@ -175,6 +175,12 @@ def test_move_refuses_where_nothing_can_go(mesh):
     y = jax.device_put(np.zeros(4, np.float32), NamedSharding(mesh(b=2), P("b")))
     for model, to, sentence in (
         ({"w": x}, "hots", 'jshard.move to "hots"; use "host", a mesh or devices'),
+        ({"w": x}, "cpu", 'jshard.move to "cpu"; use "host", a mesh or devices'),
+        ({"k": x}, mesh(b=2), 'jshard.move: k lies over mesh axis "a", which the mesh {b: 2} does not have; '
+         "give the mesh an axis a, if only of size 1"),
+        ({"w": np.ones(2)}, [], "jshard.move to 0 devices, over which the mesh {devices: 1} can't be made smaller; "
+         "give it a number of devices that divides 1, or a mesh"),
+        ({"w": x}, [9], "jshard.move to device 9, but 8 are here; use 0 to 7"),
         ({"w": x}, mesh(b=2), 'jshard.move: w lies over mesh axis "a", which the mesh {b: 2} does not have; '
          "give the mesh an axis a, if only of size 1"),
         ({"w": x}, mesh(a=3 * 2), 'jshard.move: w splits axis 0 of size 8 over mesh axis "a" of size 6; use 6 or 12, or pad'),
@@ -184,6 +190,8 @@ def test_move_refuses_where_nothing_can_go(mesh):
          "give it a number of devices that divides 4, or a mesh"),
         ({"w": x}, [], "jshard.move to 0 devices, over which the mesh {a: 4} can't be made smaller; "
          "give it a number of devices that divides 4, or a mesh"),
+        ({"w": np.ones(2)}, [2, 3], "jshard.move to 2 devices, over which the mesh {devices: 1} can't be made smaller; "
+         "give it a number of devices that divides 1, or a mesh"),
         ({"w": x, "v": y}, [0, 1], "jshard.move to 2 devices of what lies on 2 meshes; "
          "say which mesh it shall lie on: jshard.move(model, mesh)"),
     ):  # fmt: skip
