@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax._src.util import register_cache  # nothing public says what else jax.clear_caches() clears
+from jax._src.util import register_cache, weakref_lru_cache
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -261,17 +260,9 @@ class _Situation:
         return hash((self.arrays, self.fingerprint))
 
 
-_programs: weakref.WeakKeyDictionary[Any, dict[_Situation, tuple[Program, _Out]]] = weakref.WeakKeyDictionary()
-
-
 def _program(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     """Return what was traced before: of a function as long as it lives, with what it closes over; of a method, the last 256."""
-    if not isinstance(f, types.FunctionType):
-        return _program_of_method(f, s)
-    known = _programs.setdefault(f, {})
-    if s not in known:
-        known[s] = _traced(f, s)
-    return known[s]
+    return _program_of_function(f, s) if isinstance(f, types.FunctionType) else _program_of_method(f, s)
 
 
 def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
@@ -322,10 +313,11 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     return program, out
 
 
+_program_of_function = weakref_lru_cache(_traced, maxsize=None, trace_context_in_key=False)
 _program_of_method = functools.lru_cache(maxsize=256)(_traced)
-_program.cache_clear = _programs.clear  # type: ignore[attr-defined]
-register_cache(_program, "jshard.shard of a function")
-register_cache(_program_of_method, "jshard.shard of a method")
+# jax.clear_caches() clears these too, as it does JAX's own above: JAX has no public name for that.
+for each in (_program_of_method, _microbatches, _pipelined, _pipelined_pieces):
+    register_cache(each, "jshard.shard")
 
 
 def _check_takes_its_models(f: Callable[..., Any]) -> None:
