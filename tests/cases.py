@@ -23,6 +23,8 @@ from flax import nnx
 import jshard
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.plan import explain
+from jshard.jaxprs import equations
+from jshard.provenance import said
 from jshard.signals.active_config import unload
 from jshard.signals.scope import outside
 
@@ -335,6 +337,16 @@ def collectives_asked(ledger: Any) -> collections.Counter[tuple[str, int]]:
     for line in ledger:
         found[line.collective, line.group] += line.count
     return found
+
+
+def keys_of_collectives(jaxpr: Any) -> list[tuple[str, str | None]]:
+    """Each collective of a program, in order, with the key of YAML that asks for it."""
+    names = "psum all_gather reduce_scatter all_to_all ppermute".split()
+    return [
+        (name, said(eqn.source_info.name_stack.stack, "key"))
+        for eqn in equations(jaxpr)
+        if (name := eqn.primitive.name.removesuffix("_invariant")) in names
+    ]
 
 
 def as_carried(ledger: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +10,10 @@ import pytest
 from jax import lax
 
 import jshard
-from jshard.jaxprs import bare, equations
+from jshard.jaxprs import bare
 from jshard.layers import partition
 from jshard.layers.partition.lookup import _by_place
 from jshard.layouts.layout import Layout
-from jshard.provenance import said
 from jshard.signals.claims import Claim
 
 X, PLACES = np.arange(4 * 4 * 8.0, dtype=np.float32).reshape(4, 4, 8), np.array([3, 0, 3, 1], np.int32)
@@ -102,12 +102,7 @@ def looked_up(on, words, rows, split):
         jax.device_put(each, Layout(on, *axes).sharding)
         for each, axes in zip((table, places), program.in_axes, strict=True)
     ]
-    names = "psum psum_invariant all_gather all_gather_invariant reduce_scatter all_to_all".split()
-    return program, [
-        (eqn.primitive.name.removesuffix("_invariant"), said(eqn.source_info.name_stack.stack, "key"))
-        for eqn in equations(jax.make_jaxpr(program)(*given))
-        if eqn.primitive.name in names
-    ]
+    return program, cases.keys_of_collectives(jax.make_jaxpr(program)(*given))
 
 
 ROWS, WHOLE = (("data",),), ((),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,6 @@ import jshard
 from jshard.jaxprs import equations
 from jshard.layers import partition
 from jshard.layouts.layout import Layout
-from jshard.provenance import said
 from jshard.signals.claims import Claim
 
 SIZES = {"data": 2, "tensor": 4}
@@ -108,15 +108,6 @@ SCATTERED = {  # the shape of what is multiplied, and over which axes the produc
 }
 
 
-def collectives(jaxpr):
-    names = "psum psum_invariant all_gather all_gather_invariant reduce_scatter all_to_all ppermute".split()
-    return [
-        (eqn.primitive.name.removesuffix("_invariant"), said(eqn.source_info.name_stack.stack, "key"))
-        for eqn in equations(jaxpr)
-        if eqn.primitive.name in names
-    ]
-
-
 @pytest.mark.parametrize("shape", SCATTERED, ids=str)
 def test_a_sum_is_scattered_along_the_positions_where_they_divide(mesh, shape):
     on, (w, x) = mesh(**SIZES), (numbers(8, 8), numbers(*shape))
@@ -124,7 +115,7 @@ def test_a_sum_is_scattered_along_the_positions_where_they_divide(mesh, shape):
     assert program.out_axes == [SCATTERED[shape]]
     divides = T in SCATTERED[shape]
     wanted = ("reduce_scatter", "sequence") if divides else ("psum", "reduction")
-    assert collectives(jax.make_jaxpr(program)(*given)) == [wanted]
+    assert cases.keys_of_collectives(jax.make_jaxpr(program)(*given)) == [wanted]
 
 
 def test_of_two_mesh_axes_the_one_of_the_sequence_is_scattered_and_the_other_summed(mesh):
@@ -132,7 +123,7 @@ def test_of_two_mesh_axes_the_one_of_the_sequence_is_scattered_and_the_other_sum
     program, given = claimed(on, lambda w, x: x @ w, {"reduction": ["data", "tensor"], "sequence": "tensor"}, w, x)
     assert program.out_axes == [((), T, ())]
     np.testing.assert_array_equal(jax.jit(program)(*given)[0], x @ w)
-    found = collectives(jax.make_jaxpr(program)(*given))
+    found = cases.keys_of_collectives(jax.make_jaxpr(program)(*given))
     assert sorted(found) == [("psum", "reduction"), ("reduce_scatter", "sequence")]
 
 
@@ -141,7 +132,7 @@ def test_a_sum_that_no_signal_asks_for_is_under_none(mesh):
     inputs = [partition.Input((T, ())), partition.Input(((), T))]
     program = partition.Program(on, jax.make_jaxpr(lambda w, x: x @ w)(w, x), inputs)
     given = placed(on, program, w, x)
-    ((name, key),) = collectives(jax.make_jaxpr(program)(*given))
+    ((name, key),) = cases.keys_of_collectives(jax.make_jaxpr(program)(*given))
     assert name == "psum" and not key
 
 
@@ -181,8 +172,8 @@ def test_a_stored_kernels_gradient_is_scattered_once_by_permutes(mesh, f, scatte
     program, given = claimed(on, f, words, w, x, (D, ()))
     step = lambda f: jax.grad(lambda w, x: jnp.sum(jnp.sin(jax.tree.leaves(f(w, x))[0])))
     traced = jax.make_jaxpr(step(program))(*given)
-    forward = sum(name == "ppermute" for name, _ in collectives(jax.make_jaxpr(program)(*given)))
-    assert sum(name == "ppermute" for name, _ in collectives(traced)) - forward == scatters
+    forward = sum(name == "ppermute" for name, _ in cases.keys_of_collectives(jax.make_jaxpr(program)(*given)))
+    assert sum(name == "ppermute" for name, _ in cases.keys_of_collectives(traced)) - forward == scatters
     np.testing.assert_allclose(jax.jit(step(program))(*given), step(f)(w, x), rtol=1e-4, atol=1e-3)
 
 
