@@ -20,7 +20,7 @@ PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 # Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: help demo lm test core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
+.PHONY: help demo lm test slow core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,10 +33,13 @@ lm: $(VENV)/.digits-$(STAMP)  ## learn English from Python's own help in minutes
 	@$(BIN)/jshard train configs/lm/english.yaml
 	@$(BIN)/jshard generate runs/lm --prompt "The " --tokens 300 --temperature 0.7
 
-test: $(VENV)/.test-$(STAMP)  ## the whole test suite
-	@$(PYTEST) -n 3 --dist worksteal $(PYTEST_ARGS)
+test: $(VENV)/.test-$(STAMP)  ## the test suite, but for the slow tenth
+	@$(PYTEST) -n 3 --dist worksteal -m "not slow" --durations 3 --durations-min 5 $(PYTEST_ARGS)
 
-core: $(VENV)/.test-$(STAMP)  ## every test but the slow ones, two cases of each; what CI runs on a newer Python and JAX too
+slow: $(VENV)/.test-$(STAMP)  ## the slow tests, which CI runs too: whole runs, processes, pages, further cases of what takes long
+	@$(PYTEST) -n 3 --dist worksteal -m slow $(PYTEST_ARGS)
+
+core: $(VENV)/.test-$(STAMP)  ## two cases of each test of `make test`; what CI runs on a newer Python and JAX too
 	@$(PYTEST) -n 3 --dist worksteal -m "not slow" --few 2 $(PYTEST_ARGS)
 
 extras:  ## the tests that need libtpu, NVIDIA's compiler, grain, Pillow or TensorBoard, in an environment that has all
@@ -72,7 +75,7 @@ hang-test: $(VENV)/.test-$(STAMP)  ## 1,000 steps dispatched without waiting on 
 mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the rooms that place, ask and count: which does no test notice
 	@$(PRETEND) $(BIN)/python .ci/mutants.py --of $${JSHARD_MUTANTS_OF:-10} $${JSHARD_MUTANTS:-$(MUTATED)}
 
-as-users-compile: $(VENV)/.test-$(STAMP)  ## the whole test suite with XLA's own defaults, which take longer to compile
+as-users-compile: $(VENV)/.test-$(STAMP)  ## all tests, the slow ones too, with XLA's own defaults, which take longer to compile
 	@XLA_FLAGS= JSHARD_TESTS_FRESH=1 $(PYTEST) -n 3 --dist worksteal $(PYTEST_ARGS)
 
 nightly:  ## as-users-compile, fuzz, verify-random, kernel-product, hang-test, soak and mutants; goes on after one that fails

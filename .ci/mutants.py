@@ -343,6 +343,7 @@ def serve(place: str, files: list[str]) -> None:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
             jax.devices = devices
+            session.items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
             items = {item.nodeid: item for item in session.items}
             functions: dict[Any, list[types.FunctionType]] = {}
             gc.unfreeze()
@@ -372,7 +373,7 @@ def serve(place: str, files: list[str]) -> None:
     if files:
         devices, jax.devices = jax.devices, lambda *_: range(8)  # a process in which devices are can't be forked
         trace(place)
-        pytest.main([*options, "-m", "not slow", *files], plugins=[Collected()])
+        pytest.main([*options, "-m", "not slow or quick", *files], plugins=[Collected()])
         return
     server = Server()
     server.tell([])

@@ -43,8 +43,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 STARTED = pytest.StashKey[float]()
 BEGAN = pytest.StashKey[tuple[float, int]]()
+LEFT_OUT = pytest.StashKey[int]()  # tests that were not asked for: the slow ones, in `make test`
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Any:
+    """Of a test marked `quick` the cases that the mark does not name are slow."""
+    yield
+    if (quick := metafunc.definition.get_closest_marker("quick")) is None:
+        return
+    cases = {case.id: case for case in metafunc._calls}
+    if missing := set(quick.args) - set(cases):
+        raise pytest.UsageError(
+            f"{metafunc.function.__name__} has no cases {sorted(missing)}, which its mark `quick` names"
+        )
+    for name in set(cases) - set(quick.args):
+        cases[name].marks.append(pytest.mark.slow.mark)
+
+
+@pytest.hookimpl(trylast=True)  # of those that `-m` has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--extras"):
         config.hook.pytest_deselected(items=[item for item in items if not _needs_an_extra(item)])
@@ -72,6 +89,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     if report.skipped and item.config.getoption("--extras"):
         report.outcome, report.longrepr = "failed", f"skipped where every extra is installed: {report.longrepr[2]}"
     return report
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items[:1]:
+        item.config.stash[LEFT_OUT] = item.config.stash.get(LEFT_OUT, 0) + len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (told := getattr(session.config, "workeroutput", None)) is not None:
+        told["left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended, which collected as all do."""
+    node.config.stash[LEFT_OUT] = node.workeroutput.get("left out", 0) if hasattr(node, "workeroutput") else 0
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -132,7 +165,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         if before
         else f"cold: {compiled:,} programs compiled"
     )
-    reporter.write_line(f"{cases:,} cases in {minutes:.1f} minutes, {state}")
+    left_out = f"{count:,} others left out; " if (count := config.stash.get(LEFT_OUT, 0)) else ""
+    reporter.write_line(f"{cases:,} cases in {minutes:.1f} minutes, {left_out}{state}")
 
 
 @pytest.fixture

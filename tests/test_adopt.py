@@ -44,6 +44,7 @@ def test_a_file_to_start_from_is_checked(path, capsys):
     assert ("parameters are claimed: " in capsys.readouterr().out) == is_our_own
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_the_root")
 def test_a_small_cnn_learns_the_same_under_three_files(tmp_path, capsys):
     found = {}

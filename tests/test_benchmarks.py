@@ -71,6 +71,7 @@ def test_benchmark_refuses_variants_that_do_not_agree():
         step.agree({step.HAND: lambda: 1.0})
 
 
+@pytest.mark.slow
 def test_quick_benchmark_of_generation_says_that_a_token_costs_the_same_but_for_attention(capsys):
     generate.main(["--quick", "--prompts", "64", "250", "--rows", "2", "--tokens", "3"])
     head, *lines, fit = capsys.readouterr().out.splitlines()
@@ -118,6 +119,7 @@ def test_a_layer_of_a_pod_adds_what_its_gradients_need_and_what_rests_and_no_gat
     assert abs(more - kept - at_rest) < 0.5
 
 
+@pytest.mark.slow
 def test_benchmark_of_a_pod_has_three_stacks_of_one_value_and_gradient():
     """They are compared on absent chips, where nothing runs."""
     jshard.load({"jshard": {"mesh": {"data": 8}, "axis_types": "auto"}})
@@ -245,6 +247,7 @@ def test_benchmark_of_the_loader_prints_a_line_with_and_without_reading_ahead(ca
     assert re.fullmatch(f"ahead 0: {of}\nahead 2: {of}\n", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_verify_tells_what_it_took_and_that_all_is_bitwise():
     assert re.fullmatch(
         r"decoder +24 of 24 arrays bitwise +[\d.]+ s +[\d.]+ s of the processor", verify.verified("decoder")

@@ -51,6 +51,7 @@ def test_quickstart_shows_what_a_device_holds_costs_and_learns():
     assert float(after) < float(before) / 2
 
 
+@pytest.mark.slow
 def test_xor_is_learned_on_one_device_and_on_four():
     one, four = printed("examples.xor").splitlines()
     assert re.fullmatch(r"1 device: loss 0\.00\d\d, 0\^0 0\^1 1\^0 1\^1 = \[0, 1, 1, 0\]", one)

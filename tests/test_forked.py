@@ -50,6 +50,7 @@ def both(words: list[str], **how):
     return done
 
 
+@pytest.mark.quick("script", "session of -c")
 @pytest.mark.parametrize(
     ("form", "how"),
     [

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.outside import users_environment
 
 PAGE = (Path(__file__).parent.parent / "docs/from-gt.md").read_text()
@@ -17,6 +19,7 @@ def block(kind: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_page_prints_what_its_program_prints(tmp_path):
     (tmp_path / "sharding.yaml").write_text(block("yaml"))
     (tmp_path / "train.py").write_text(block("python"))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PLANTED = """
 import os, time
 from pathlib import Path
@@ -26,6 +28,7 @@ def test_dies_twice(): dies("twice", 2)
 """
 
 
+@pytest.mark.slow
 def test_hang_of_a_kernel_or_a_launch_and_a_second_one_of_any_test_end_red(tmp_path):
     planted = {
         "kernels": "test_of_kernels",

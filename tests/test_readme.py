@@ -60,6 +60,7 @@ def test_readme_yaml_is_the_file_it_names(tmp_path):
     assert load_configuration(str(path)).fingerprint == load_configuration(str(ROOT / "configs/mlp.yaml")).fingerprint
 
 
+@pytest.mark.quick(*({command for command, _ in shown()} - {"make demo", "jshard verify configs/digits.yaml"}))
 @pytest.mark.parametrize(("command", "says"), shown(), ids=[command for command, _ in shown()])
 def test_readme_command_prints_what_is_shown(command, says):
     name, *words = AS_COMMAND.get(command, command).split()

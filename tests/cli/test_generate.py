@@ -54,6 +54,7 @@ def said(capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_prompts_alike_on_every_mesh(trained, capsys):
     drawn = ["--temperature", "5", "--top-k", "40", "--top-p", "0.99", "--seed", "5"]
     first, *others = (said(capsys, trained, *PROMPTS, *drawn, *mesh) for mesh in MESHES.values())

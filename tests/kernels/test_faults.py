@@ -45,6 +45,7 @@ def test_rounds_on_the_same_buffers_are_clean(found, copies):
     assert found["none", copies] == {"clean"}
 
 
+@pytest.mark.slow
 def test_why_the_end_barrier(found):
     """Without it a device begins the next round, and overwrites what another one has not read yet."""
     assert "race" in found["no_end_barrier", "on_wait"]
@@ -64,6 +65,7 @@ def test_planted_fault_is_found(found, fault, word):
     assert found[fault, "on_wait"] & word, found[fault, "on_wait"]
 
 
+@pytest.mark.slow
 def test_deadlock_is_ended_by_a_time_limit():
     """The same process without the fault is done by then: the limit is its time and as much again."""
     clean, begun = started("no_send_wait"), time.monotonic()

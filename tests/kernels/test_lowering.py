@@ -64,6 +64,7 @@ KERNELS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(*(f"{name}-{chip}" for name in KERNELS for chip in ("v5e", "v5p")))
 @pytest.mark.parametrize("chip", TPUS)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_lowers_for_an_absent_chip(name, chip):

@@ -124,6 +124,7 @@ def test_self_test_finds_a_kernel_that_is_wrong(monkeypatch, capsys):
     assert "reduce_scatter by ring of float32[2, 7]: 14 numbers are WRONG (interpreted)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_launched_self_test_joins_two_processes_of_which_the_first_speaks():
     command = [sys.executable, "-m", "jshard", "launch", "-n", "2", "bench", "kernels", "--self-test"]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}

@@ -81,6 +81,7 @@ def test_train_loses_bitwise_the_same_alone_and_in_2_and_in_4_processes(tmp_path
     assert losses["alone"] == losses["4"] == losses["2"]
 
 
+@pytest.mark.slow
 def test_launch_shows_all_ranks_when_one_has_stopped_and_all_listened_on_loopback_alone():
     status, out, err = finished(
         start("-n", "4", PROGRAM, "stop", "2", before=on_a_host_named_by_its_address(), JSHARD_STEP_TIMEOUT="8")
@@ -242,6 +243,7 @@ def test_launch_names_the_stage_that_hangs_in_an_operation(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_launched_verify_joins_two_processes_of_which_the_first_speaks_and_tells_where_only_one_is_wrong():
     words = ["--config", "tests/launch/verified.yaml", "--args", "float32[8,4]@data"]
     right, torn = (start("-n", "2", "verify", f"tests.launch.verified:{name}", *words) for name in ("right", "torn"))

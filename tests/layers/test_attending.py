@@ -98,6 +98,7 @@ def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     cases.alike(run(how), want)
 
 
+@pytest.mark.quick("causal-12-64-blocks0", "causal-512-4-blocks3")
 @pytest.mark.parametrize(
     ("how", "most", "least", "blocks"),
     [
@@ -146,6 +147,17 @@ RINGS = {
 }
 
 
+@pytest.mark.quick(
+    "ring-causal",
+    "ring-segments",
+    "ring-window",
+    "ring of two, rows, heads-causal",
+    "ring of two, rows, heads-near both ways",
+    "ulysses-causal",
+    "ulysses, heads-both ways",
+    "ulysses, heads-segments",
+    "fewer key heads than devices-window",
+)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", RINGS)
 def test_rows_split_by_places_attend_as_on_one_device(how, name):
@@ -259,6 +271,7 @@ def test_a_ring_and_exchanged_heads_hold_as_much():
     assert held["ulysses"] / held["ring"] == pytest.approx(1, abs=0.1), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring", "ulysses, heads"])
 def test_verify_finds_no_deviation_of_a_ring(name):
     jshard.load(RINGS[name])
@@ -266,6 +279,7 @@ def test_verify_finds_no_deviation_of_a_ring(name):
     assert {each.verdict for each in found.findings} <= {"bitwise", "within"}, found
 
 
+@pytest.mark.quick("ulysses")
 @pytest.mark.parametrize("name", ["ring", "ulysses"])
 def test_a_ring_runs_in_loops_checkpoints_and_gradients_that_are_sharded(name):
     """Two layers as a scan over a checkpoint, and a gradient taken inside of what is sharded."""

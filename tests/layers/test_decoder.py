@@ -68,6 +68,7 @@ def by_path(model):
     return {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
+@pytest.mark.quick("fsdp", "tensor and sequence")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_equals_one_device_under_every_plan(alone, plan):
     batch, logits, loss, gradients = alone
@@ -120,6 +121,7 @@ def products(store, remat, batch):
     return [eqn.primitive.name for eqn in equations(program)].count("dot_general")
 
 
+@pytest.mark.quick("store1-45")
 @pytest.mark.parametrize("store, less", [("data", 6), ({"parameters": "data", "prefetch": True}, 3 * (6 + 9))])
 def test_what_a_decoder_names_is_kept_where_remat_says_so(alone, store, less):
     """Of a layer's seven products and two of attention the scores and attention's last are computed anew. Of layers that are
@@ -138,6 +140,7 @@ def by_permutes(remat="full", mesh={"data": 4, "tensor": 2}):  # noqa: B006
     return decoder(hidden=128)
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("remat", ["full", "products", {"save": ["attention"]}])
 def test_gradients_that_leave_a_part_at_a_time_are_those_of_one_device(alone, remat):
     batch = alone[0]
@@ -166,6 +169,7 @@ def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone
     assert (shapes[whole], shapes[part]) == (0, 3 * 4 * 3)
 
 
+@pytest.mark.slow
 def test_a_product_that_nothing_reads_is_not_counted(alone):
     """Derivatives of layers that are gathered ahead are traced with what they are derivatives of, of which nothing is read."""
 
@@ -182,6 +186,7 @@ def test_a_product_that_nothing_reads_is_not_counted(alone):
     assert flops(prefetch, "full") == flops("data", "full") > flops(prefetch, "products") == flops("data", "products")
 
 
+@pytest.mark.slow
 def test_a_decoder_whose_gradients_leave_a_part_at_a_time_is_proven(alone):
     proof = jshard.verify(jshard.shard(cross_entropy), by_permutes(), *alone[0])
     assert proof.ok, proof

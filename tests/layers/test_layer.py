@@ -139,6 +139,7 @@ def test_layer_of_ones_own_is_explained_and_reported_under_its_signal(tmp_path, 
         assert {array.signal for array in drawn} == {"gated"}
 
 
+@pytest.mark.quick("store")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layer_of_ones_own_verifies(layout):
     with loaded(LAYOUTS[layout][0]):

@@ -187,7 +187,9 @@ def placed(mesh, x, axes):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "tensor": 4}, {"data": 8}], ids=lambda sizes: "x".join(map(str, sizes.values()))
+    "sizes",
+    [{"data": 2, "tensor": 4}, pytest.param({"data": 8}, marks=pytest.mark.slow)],
+    ids=lambda sizes: "x".join(map(str, sizes.values())),
 )
 @pytest.mark.parametrize("case", CASES)
 def test_each_rule_equals_the_operation_on_whole_arrays(mesh, case, sizes):

@@ -98,6 +98,7 @@ def close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-6), found, expected)
 
 
+@pytest.mark.quick("rows and tensor")
 @pytest.mark.parametrize("words", [{}, {"store": "data"}], ids=["rows and tensor", "store"])
 def test_blocks_of_several_kinds_run_on_the_stages_that_signals_number(words, one_device):
     jshard.load(configured(**words))
@@ -179,6 +180,7 @@ def test_layers_on_lists_of_workers_are_stages_of_one_mesh_and_train_in_one_prog
 BATCHES = np.random.default_rng(1).integers(0, WORDS, (2, 4, 4, 6), np.int32)
 
 
+@pytest.mark.quick("zero_bubble-None")
 @pytest.mark.parametrize(("schedule", "store"), [("1f1b", None), ("gpipe", "data"), ("zero_bubble", None)])
 def test_a_schedule_computes_what_one_device_does(schedule, store):
     jshard.unload()
@@ -263,6 +265,7 @@ def entropy(model, x, y):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(model(x)), y[..., None], -1))
 
 
+@pytest.mark.slow
 def test_a_file_of_gt_trains_four_stages_of_two_workers_as_one_device_does():
     x, y = np.random.default_rng(2).integers(0, 16, (2, 8, 2, 6), np.int32)
     expected = nnx.jit(accumulated(entropy))(Small(rngs=nnx.Rngs(0)), x, y)
@@ -284,6 +287,7 @@ def test_a_file_of_gt_trains_four_stages_of_two_workers_as_one_device_does():
     assert Cost(generate("1f1b", 4, 8)).lock_step.idle == pytest.approx(3 / 11)
 
 
+@pytest.mark.slow
 def test_jshard_train_trains_a_file_of_gt():
     x, y = np.random.default_rng(2).integers(0, 16, (2, 16, 6), np.int32)
     how = {"steps": 3, "batch": 16, "shuffle": False}

@@ -24,6 +24,7 @@ from jshard.layers import partition
 from jshard.layers.partition.program import RULES
 from jshard.layouts.axes import ELEMENTWISE, factors
 
+pytestmark = pytest.mark.slow  # what is reached takes six seconds to find
 X, TOKENS, IMAGE = np.ones((4, 4), np.float32), np.ones((4, 4), np.int32), np.ones((2, 4, 4, 4), np.float32)
 GIVEN = ([X], [X, X], [X[0]], [X[0], X[0]], [TOKENS], [TOKENS, TOKENS], [X, X, X], [X > 0], [X, TOKENS], [X > 0, X, X])
 

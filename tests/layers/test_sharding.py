@@ -106,6 +106,7 @@ def dense():
     return batch, loss, jax.device_get(gradients)
 
 
+@pytest.mark.quick("tensor and fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_of_flax_layers_equals_one_device(dense, plan):
     batch, loss, gradients = dense
@@ -680,6 +681,7 @@ class Joined(nnx.Module):
         return self.out(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
 
 
+@pytest.mark.quick("{}-reshape", "{'store': 'data'}-split", "{'sequence': 'tensor'}-split")
 @pytest.mark.parametrize("form", ["split", "reshape"])
 @pytest.mark.parametrize("words", [{}, {"store": "data"}, {"sequence": "tensor"}], ids=str)
 def test_a_joined_kernel_is_cut_and_not_what_it_makes(form, words):

@@ -148,6 +148,9 @@ PLANS = {
 }
 
 
+@pytest.mark.quick(
+    "tensor sequence store", "remat", "permutes", "prefetch", "prefetch products", "prefetch permutes", "late sums"
+)
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_equals_one_device_and_its_layers_lie_as_claimed(plan, one_device):
     jshard.load(PLANS[plan])
@@ -359,6 +362,7 @@ def test_what_stands_outside_of_loops_is_gathered_again_too(tied):
     assert counts == {("all_gather", "forward"): many, ("reduce_scatter", "backward"): many} | again
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_a_layer_is_gathered_while_the_one_before_it_computes(depth):
     """Each once forward, the last not again; what is carried has the next layer's kernels, which wait for nothing of this one."""
@@ -458,6 +462,7 @@ def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     assert "collective-permute" in text and not {"all-gather(", "reduce-scatter("} & set(text.split())
 
 
+@pytest.mark.quick("prefetch")
 @pytest.mark.parametrize(
     "plan",
     ["prefetch", "prefetch products", "prefetch parts", "prefetch permutes", "late sums", "late sums of psum"],

@@ -193,6 +193,13 @@ CASES = {
 }
 
 
+@pytest.mark.quick(
+    "gpipe, tensor, 4",
+    "1f1b, rows and tensor",
+    "interleaved, sequence",
+    "zero_bubble, store, 4",
+    "zero_bubble, chunks computed again",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_schedule_computes_what_one_device_does(case):
     kind, how = CASES[case]
@@ -214,6 +221,7 @@ def test_a_schedule_computes_what_one_device_does(case):
     jax.tree.map(np.testing.assert_array_equal, counts(model), left)
 
 
+@pytest.mark.quick("1f1b-False", "interleaved-chunk", "zero_bubble-False")
 @pytest.mark.parametrize("remat", [False, "chunk"])
 @pytest.mark.parametrize("case", ["1f1b", "interleaved", "zero_bubble"])
 def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
@@ -250,6 +258,7 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
     assert {line.count for line in whole} == {1}
 
 
+@pytest.mark.quick("interleaved-(2, 1, 1, 1, 1, 1)-3-3")
 @pytest.mark.parametrize(("schedule", "counts", "most", "flops_of"), [
     ("zero_bubble", (3, 2, 2, 1), 3, 3),
     ("1f1b", (3, 2, 2, 1), 3, 3),  # the first stage has most layers, and no head
@@ -337,6 +346,7 @@ def test_ledger_report_difference_and_timeline_tell_the_schedule():
     }
 
 
+@pytest.mark.quick("zero_bubble-(4, 4)-chunk")
 @pytest.mark.parametrize(
     ("case", "counts", "remat"),
     [
@@ -570,6 +580,7 @@ def of_experts_on_one_device():
     return balanced(built(depth=4, block=Experts))
 
 
+@pytest.mark.quick("1f1b, by places", "zero_bubble, 4, by places")
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_inside_stages_leave_their_losses_of_balance(case):
     """Which go to the loss with what goes from stage to stage; those of the last microbatch stay in the model."""
@@ -582,6 +593,7 @@ def test_experts_inside_stages_leave_their_losses_of_balance(case):
     assert np.any(gradients["blocks"]["moe"]["router"]["kernel"][...])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["1f1b, by places", "zero_bubble, 4, by places", "1f1b, 4, stored"])
 def test_experts_inside_stages_are_verified_bitwise(case):
     stages, schedule, split, sizes = EXPERTS[case]
@@ -803,6 +815,7 @@ def test_a_table_that_is_run_wrongly_is_told_by_stage_tick_and_microbatch(fault,
     assert f'it begins in {slot}, signal "blocks" (<dict>), {phase}: off by' in str(found)
 
 
+@pytest.mark.quick("interleaved")
 @pytest.mark.parametrize("schedule", KINDS)
 def test_a_program_is_as_long_for_more_microbatches(schedule):
     lengths = set()
@@ -816,6 +829,7 @@ def test_a_program_is_as_long_for_more_microbatches(schedule):
     assert len(lengths) == 1, lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_who_watches_hears_each_operation_begin_and_end_and_nothing_else_changes(schedule, monkeypatch):
     """On each device of a stage, once and in the order of the table; unwatched, nothing of it is in the program."""
@@ -846,6 +860,7 @@ def test_who_watches_hears_each_operation_begin_and_end_and_nothing_else_changes
                 assert first[table.where(key), True] < first[table.where(other), False]
 
 
+@pytest.mark.quick("microbatch")
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["microbatch", "chunk", "input", "kept"])
 def test_nothing_of_an_operation_begins_before_it_is_told(number, monkeypatch):
     """What it works on is what comes back from who hears of it: there another number is another result."""
@@ -871,6 +886,7 @@ def of_shared(tmp_path, microbatches=MICROBATCHES, **words):
     return table, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [{"tensor": 2}, {"data": 2, "store": "data"}], ids=str)
 def test_weight_gradients_that_another_stage_makes_are_those_of_one_device(words, tmp_path):
     expected, of_one, _ = of_one_device(depth=5)
@@ -916,6 +932,7 @@ def test_weight_gradients_that_another_stage_makes_are_verified_bitwise_and_name
     assert begin.looks == "what it adds to the gradients of its layers: nothing"
 
 
+@pytest.mark.slow
 def test_weight_gradients_elsewhere_of_layers_that_are_computed_again_are_refused(tmp_path):
     _, said = of_shared(tmp_path, remat="full")
     jshard.load(said)

@@ -39,6 +39,7 @@ def faults(start: str, **variables: str) -> int:
     return int(program.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc than glibc's")
 @pytest.mark.usefixtures("fresh")
 def test_pretended_devices_take_the_memory_of_a_step_from_the_system_once():

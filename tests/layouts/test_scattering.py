@@ -37,6 +37,7 @@ def told(finished):
     return [json.loads(each.stdout.split("told ")[1]) for each in finished]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh")  # each has another seed of hashes
 def test_scatter_in_two_processes_of_two_devices():
     one, other = told(processes.run(SCRIPT, 2, "all", devices=2))

@@ -103,6 +103,7 @@ def close(one, other):
 EXPLICIT = [*(("Still", plan) for plan in PLANS), ("Stacked", "data"), ("Stacked", "fsdp"), ("Layers", "layers")]
 
 
+@pytest.mark.quick("Still-none-explicit", "Still-tensor-auto", "Stacked-fsdp-explicit", "Layers-layers-explicit")
 @pytest.mark.parametrize(
     ("model", "plan", "axis_types"),
     [
@@ -117,6 +118,7 @@ def test_a_step_over_microbatches_is_a_step_on_the_whole_batch(model, plan, axis
     close(ours, whole(f"{__name__}:{model}"))
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_anew_for_each_microbatch_and_alike_on_every_mesh():
     one = stepped(built("plain:Dense", "none", "accumulate=4"))
     for plan in ("data", "tensor", "fsdp"):
@@ -155,6 +157,7 @@ def test_a_stored_parameter_is_gathered_and_its_gradient_scattered_for_each_micr
     assert found["reduce_scatter"] == 4 * parameters
 
 
+@pytest.mark.slow
 def test_a_step_over_microbatches_is_verified():
     for plan in ("tensor", "fsdp"):
         found = built(f"{__name__}:Still", plan, "accumulate=4").verify()

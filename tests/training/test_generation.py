@@ -79,6 +79,7 @@ def test_greedy_tokens_are_those_of_the_whole_text(experts):
         assert row[len(prompt) - 1 : len(text) - 1] == text[len(prompt) :]
 
 
+@pytest.mark.quick("2x4")
 @pytest.mark.usefixtures("in_the_root")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_are_the_same_on_every_mesh(mesh):
@@ -89,6 +90,7 @@ def test_tokens_are_the_same_on_every_mesh(mesh):
     assert written(model, **DRAWN) == drawn
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_the_root")
 def test_tokens_of_a_model_of_experts_are_the_same_where_they_are_split():
     assert written(decoder("experts")) == alone(experts=True)

@@ -129,6 +129,7 @@ def killed(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     return found, done
 
 
+@pytest.mark.slow
 def test_log_survives_that_its_process_is_killed(killed):
     found, done = killed
     assert done.returncode == 137, done.stderr
@@ -144,6 +145,7 @@ def test_log_survives_that_its_process_is_killed(killed):
     assert order == sorted(order) and {line["rank"] for line in logs.lines if line["step"] == 5} == {0, 1}
 
 
+@pytest.mark.slow
 def test_top_says_which_process_was_late_and_fell_silent(killed):
     logs = read(killed[0])
     first, second = standings(logs, now=max(line["time"] for line in logs.lines) + 60)

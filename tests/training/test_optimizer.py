@@ -119,6 +119,16 @@ def unsharded():
     return found
 
 
+@pytest.mark.quick(
+    "tensor-adamw-layers-explicit",
+    "store-momentum-layers-explicit",
+    "store optimizer-adafactor-layers-explicit",
+    "store-adamw-layers-auto",
+    "tensor-adafactor-layers-auto",
+    "tensor-adamw-step-explicit",
+    "store-momentum-step-explicit",
+    "store optimizer-adamw-step-auto",
+)
 @pytest.mark.parametrize(
     ("name", "tx", "door", "axis_types"),
     [
@@ -174,6 +184,7 @@ def test_a_step_is_one_dispatch_compiles_once_and_transfers_nothing(door, tmp_pa
         assert thrice == 3 * once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_live_arrays_stay_constant_over_a_thousand_steps(door):
     with cases.loaded(configuration("tensor")):

@@ -64,6 +64,7 @@ def alone(tmp_path_factory):
     return found
 
 
+@pytest.mark.quick("Dense-data", "Filters-fsdp", "bridged-tensor")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", NAMES)
 def test_losses_are_those_of_one_device(alone, tmp_path, model, plan):
@@ -123,6 +124,7 @@ def test_no_array_is_made_to_explain(tmp_path):
     assert len(built.explain().claims) == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     experiment("Dense", "tensor", tmp_path, output="run", checkpoint={"every": 2})
@@ -138,6 +140,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(tmp_path, m
     assert again[-1] == whole[-1]  # the accuracy
 
 
+@pytest.mark.slow
 def test_a_step_by_claims_is_verified(tmp_path):
     found = experiment("Dense", "tensor", tmp_path).verify()
     assert found, str(found)

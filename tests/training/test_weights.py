@@ -477,6 +477,7 @@ def test_bar_is_drawn_on_a_terminal_and_nowhere_else():
         assert ("reading x" in file.getvalue()) is terminal
 
 
+@pytest.mark.slow
 def test_four_processes_read_and_write_their_shards_and_hold_no_more(tmp_path):
     done = run(Path(__file__).parents[1] / "weights_in_processes.py", 4, tmp_path)
     for each in done:

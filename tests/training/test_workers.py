@@ -101,6 +101,18 @@ ELSEWHERE = {path for path in FILES if path.startswith(FOLDERS)} - {"configs/ado
 ELSEWHERE |= {"examples/gt/pipeline.yaml"}  # tests/layers/test_pieces.py
 
 
+@pytest.mark.quick(
+    "configs/digits.yaml",
+    "configs/mlp.yaml",
+    "configs/xor.yaml",
+    "configs/pod-fsdp.yaml",
+    "configs/pod-slices.yaml",
+    "configs/pod-tensor.yaml",
+    "configs/cnn/fsdp.yaml",
+    "examples/gt/compiled.yaml",
+    "examples/gt/arrays.yaml",
+    "examples/gt/stages.yaml",
+)
 @pytest.mark.parametrize("path", sorted({*FILES} - PARTS - ELSEWHERE))
 def test_what_check_accepts_train_runs(path, capsys):
     assert main(["check", path, *MODELS.get(path, ())]) == 0

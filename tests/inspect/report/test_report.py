@@ -643,6 +643,7 @@ def test_browser_mesh_axes_can_be_read_in_all_their_colours(browser, tmp_path, s
     assert ratio >= 4.5, which
 
 
+@pytest.mark.quick("320", "1280")
 @pytest.mark.parametrize("width", [320, 375, 768, 1280])
 def test_browser_page_is_as_wide_as_its_window(window, width):
     window.show(width=width)
@@ -730,6 +731,7 @@ OUTSIDE = """[...document.querySelectorAll('main *')].filter(e => e.getBoundingC
   && !e.closest('.scroller')).map(e => e.outerHTML.slice(0, 80))"""
 
 
+@pytest.mark.quick("390-light", "1280-dark")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_browser_pictures_of_256_devices(large, tmp_path, width, scheme):
@@ -745,6 +747,7 @@ def test_browser_pictures_of_256_devices(large, tmp_path, width, scheme):
     assert ratio >= 4.5, which
 
 
+@pytest.mark.quick("by both-390", "by both-1280")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize(
     ("array", "shown", "says"),

@@ -412,6 +412,7 @@ def test_browser_labels_bars_by_operation_or_by_signal(browser, tmp_path):
         ]
 
 
+@pytest.mark.quick("390-light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_browser_pictures_of_a_timeline(browser, tmp_path, width, scheme):

@@ -41,6 +41,7 @@ def all_bitwise(found, count, zero=()):
     return True
 
 
+@pytest.mark.quick("tensor, sequence and FSDP")
 @pytest.mark.parametrize(
     "text",
     [
@@ -59,6 +60,7 @@ def test_two_blocks_of_a_decoder_are_bitwise(text):
     assert rows["gradient of model.norm.scale"] == ("rest", "model.yaml:7")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [VIT, also(VIT, "store", "data")], ids=["tensor", "tensor and FSDP"])
 def test_two_blocks_of_a_vision_transformer_are_bitwise(text):
     zero = [f"blocks.{n}.attention.key.bias" for n in range(2)]  # softmax takes no notice of it
@@ -92,6 +94,7 @@ CLAIMS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("o by column")
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_that_does_not_fit_is_named_though_values_are_right(name):
     text, words = CLAIMS[name]
