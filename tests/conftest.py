@@ -23,6 +23,7 @@ from browser import browser as browser  # a fixture of those that open a page
 from hung import pytest_handlecrashitem as pytest_handlecrashitem
 from hung import pytest_terminal_summary as pytest_terminal_summary
 from outside import extra as extra
+from slow import pytest_generate_tests as pytest_generate_tests
 
 from jshard.signals.active_config import unload
 
@@ -44,21 +45,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 STARTED = pytest.StashKey[float]()
 BEGAN = pytest.StashKey[tuple[float, int]]()
 LEFT_OUT = pytest.StashKey[int]()  # tests that were not asked for: the slow ones, in `make test`
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> Any:
-    """Of a test marked `quick` the cases that the mark does not name are slow."""
-    yield
-    if (quick := metafunc.definition.get_closest_marker("quick")) is None:
-        return
-    cases = {case.id: case for case in metafunc._calls}
-    if missing := set(quick.args) - set(cases):
-        raise pytest.UsageError(
-            f"{metafunc.function.__name__} has no cases {sorted(missing)}, which its mark `quick` names"
-        )
-    for name in set(cases) - set(quick.args):
-        cases[name].marks.append(pytest.mark.slow.mark)
 
 
 @pytest.hookimpl(trylast=True)  # of those that `-m` has left
@@ -103,8 +89,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended, which collected as all do."""
-    node.config.stash[LEFT_OUT] = node.workeroutput.get("left out", 0) if hasattr(node, "workeroutput") else 0
+    """A worker of pytest-xdist has ended, which collected as all do; one that died tells nothing."""
+    if "left out" in (told := getattr(node, "workeroutput", {})):
+        node.config.stash[LEFT_OUT] = told["left out"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

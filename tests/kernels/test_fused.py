@@ -80,9 +80,9 @@ CASES = [
     ({"d": 2, "t": 2}, ("t", "d"), (4, 8), (8, 8), 0, "float32"),
     ({"t": 8}, "t", (8, 16), (16, 140), 0, "float32"),
 ]
-CASES = [pytest.param(case, marks=() if k in (1, 2) else pytest.mark.slow) for k, case in enumerate(CASES)]
 
 
+@pytest.mark.quick(*(f"case{number}-{name}" for number in (1, 2) for name in FUSED))
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("case", CASES)
 def test_fused_gives_what_xla_gives_in_value_and_gradient(mesh, interpreted, monkeypatch, name, case):

@@ -66,10 +66,8 @@ def program(signal, rank):
     return forward, run, state, x
 
 
-QUICK = {"one_shot", "store", "pallas", "fused_scatter"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.quick("one_shot", "store", "pallas", "fused_scatter")
+@pytest.mark.parametrize("name", CASES)
 def test_layer_by_kernels_equals_the_plain_one_in_value_and_gradient(interpreted, name):
     signal, kernel, rank, moved = CASES[name]
     _, run, state, x = program(signal, rank)

@@ -128,7 +128,8 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(mesh, interpreted, name)
     assert jnp.bfloat16(256) + jnp.bfloat16(1) == 256
 
 
-@pytest.mark.parametrize("name", ["all_gather_matmul", pytest.param("matmul_reduce_scatter", marks=pytest.mark.slow)])
+@pytest.mark.quick("all_gather_matmul")
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_int8_is_multiplied_as_xla_does_into_int32(mesh, interpreted, name):
     def body(x, algorithm):
         op = {"all_gather_matmul": kernels.all_gather_matmul, "matmul_reduce_scatter": kernels.matmul_reduce_scatter}

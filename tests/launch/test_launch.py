@@ -170,6 +170,7 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     last = line
     status, rest, err = finished(started)
     last = [line for line in [last, *rest] if "saved step " in line][-1].split("saved step ")[1].partition(":")[0]
+    assert len(err) == 5, err
     full, says, again, nan, end = err
     assert re.fullmatch(
         rf'\[1\] jshard.train.checkpoint \(the command line\) saves to "{tmp_path}/run/checkpoints", which can\'t take step \d+: '

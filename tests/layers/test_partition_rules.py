@@ -186,10 +186,9 @@ def placed(mesh, x, axes):
     return jax.sharding.reshard(x, Layout(mesh, *axes).sharding)
 
 
+@pytest.mark.quick(*(f"{case}-2x4" for case in CASES))
 @pytest.mark.parametrize(
-    "sizes",
-    [{"data": 2, "tensor": 4}, pytest.param({"data": 8}, marks=pytest.mark.slow)],
-    ids=lambda sizes: "x".join(map(str, sizes.values())),
+    "sizes", [{"data": 2, "tensor": 4}, {"data": 8}], ids=lambda sizes: "x".join(map(str, sizes.values()))
 )
 @pytest.mark.parametrize("case", CASES)
 def test_each_rule_equals_the_operation_on_whole_arrays(mesh, case, sizes):
