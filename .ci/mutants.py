@@ -426,7 +426,8 @@ def main() -> int:
         for path in checkout.paths
         if path.endswith(".py") and any(Path(path).is_relative_to(p) for p in asked.paths)
     ]
-    texts = {path: (ROOT / path).read_text() for path in [*modules, *checkout.tests]}
+    product = [path for path in checkout.paths if Path(path).is_relative_to("jshard") and path.endswith(".py")]
+    texts = {path: (ROOT / path).read_text() for path in [*product, *checkout.tests]}
     further = dict.fromkeys(asked.tests, 0.5)
     near = {
         module: further | {test: share for share, test in checkout.tests_of(module)[: asked.files]}
@@ -450,7 +451,7 @@ def main() -> int:
     with ThreadPoolExecutor(len(made)) as pool:
         # Which lines does each test execute, and in how many seconds?
         found: dict[str, dict[str, int]] = {}
-        now, missing = {module: _digest(texts[module]) for module in modules}, []
+        now, missing = {path: _digest(texts[path]) for path in product}, []
         for file in files:
             value = memory.get(_digest("lines", file, texts[file])) or {"then": {}, "tests": {}}
             found |= {

@@ -52,10 +52,11 @@ class DecoderConfig:
                 f"a jshard.Decoder divides width {self.width} among {self.heads} heads",
                 hint=f"use width {self.width // self.heads * self.heads}, or write head_dim: 128",
             )
-        if self.heads % (self.kv_heads or self.heads):
+        kv_heads = self.kv_heads or self.heads
+        if self.heads % kv_heads:
             raise JShardError(
-                f"a jshard.Decoder has {self.heads} heads and {self.kv_heads} kv_heads, which don't divide them",
-                hint=f"use kv_heads: {next(n for n in range(self.kv_heads or 1, 0, -1) if self.heads % n == 0)}",
+                f"a jshard.Decoder has {self.heads} heads and {kv_heads} kv_heads, which don't divide them",
+                hint=f"use kv_heads: {max(n for n in range(1, kv_heads) if not self.heads % n)}",
             )
 
     @classmethod

@@ -89,9 +89,9 @@ def _take_apart(root: nnx.Module, place: tuple[Any, ...], axis: int, present: Co
     """The stacks inside `root`, which stands at `place` inside `axis` other stacks; those inside a stack after it."""
     modules = dict(nnx.iter_modules(root))
     for path in sorted(filter(None, modules), key=len):
-        cls, depth, *_ = getattr(type(modules[path]), "_jshard_stack", (None, 0))
-        found = ranges(present, slashed((*place, *path)), depth) if cls is not None else []
-        if len(found) > 1:
+        stacked = getattr(type(modules[path]), "_jshard_stack", None)
+        found = stacked and ranges(present, slashed((*place, *path)), stacked[1])
+        if found and len(found) > 1:
             inside = axis + sum(hasattr(type(modules.get(path[:end])), "_jshard_stack") for end in range(len(path)))
             pieces = _Ranges(modules[path], found, inside)
             setattr(modules[path[:-1]], str(path[-1]), pieces)

@@ -87,10 +87,9 @@ class MoE(nnx.Module):
 
 
 def _sources(slots: Array, count: int, top_k: int) -> Array:
-    """Return which token goes to each place, as many as there are tokens where none does."""
+    """Return which token goes to each place; where none does the first, of which nothing is read."""
     tokens = jnp.arange(slots.shape[1]) // top_k
-    none = slots.shape[1] // top_k
-    return jax.vmap(lambda slots: jnp.full(count, none).at[slots].set(tokens, mode="drop"))(slots)
+    return jax.vmap(lambda slots: jnp.zeros_like(tokens, shape=count).at[slots].set(tokens, mode="drop"))(slots)
 
 
 def _at(x: Array, places: Array) -> Array:
@@ -107,7 +106,7 @@ def exchanged(x: Array, *, back: bool = False) -> Array:
     signals = [] if present is None else list(present.signals.values())
     found = {signal.expert: signal for signal in signals if signal.expert}
     if len(found) > 1:
-        one, other = list(found.values())[:2]
+        one, other, *_ = found.values()
         raise JShardError(
             f"{one} splits experts over {'+'.join(one.expert)}, and {other} over {'+'.join(other.expert)}",
             hint="give both the same expert: tokens go to their experts one way",

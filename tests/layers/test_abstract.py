@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import jshard
-from jshard.layers.abstract import abstract
+from jshard.layers.abstract import abstract, created
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import on_mesh, unload
 
@@ -74,3 +76,13 @@ def test_abstract_needs_no_device_of_the_mesh():
 def test_abstract_without_a_configuration_is_plain_shapes():
     unload()
     assert {type(leaf) for _, leaf in leaves(abstract(built))} == {jax.ShapeDtypeStruct}
+
+
+def test_created_parameters_rest_in_the_dtype_that_their_signal_says():
+    jshard.load(
+        {"jshard": {"mesh": {"data": 8}}, "all": {"store": "data", "dtype": {"param": "bfloat16"}, "match": ["**"]}}
+    )
+    linear = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    kernel = created(linear, lambda: jshard.shard(linear(), jax.ShapeDtypeStruct((8, 8), np.float32))).kernel[...]
+    assert kernel.addressable_shards[0].data.shape == (1, 8)
+    np.testing.assert_array_equal(kernel, linear().kernel.astype(jnp.bfloat16))

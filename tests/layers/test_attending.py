@@ -23,7 +23,7 @@ ROWS, PLACES, HEADS, KEYS, SIZE = 4, 32, 8, 4, 4
 WIDTH = HEADS * SIZE
 draw = np.random.default_rng(0)
 X = draw.normal(size=(ROWS, PLACES, WIDTH)).astype(np.float32)
-SEGMENTS = np.sort(draw.integers(0, 3, (ROWS, PLACES)), axis=1).astype(np.int32)
+SEGMENTS = np.array([1, 0, 2], np.int32)[np.sort(draw.integers(0, 3, (ROWS, PLACES)), axis=1)]  # in no order
 
 
 class Attention(nnx.Module):
@@ -111,6 +111,7 @@ def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
 def test_queries_in_blocks_attend_as_all_at_once_and_make_fewer_scores(monkeypatch, how, most, least, blocks):
     monkeypatch.setattr(attending, "BLOCK", most)
     monkeypatch.setattr(attending, "LEAST", least)
+    jshard.unload()
     want = reference(how)
     model = lambda: Attention(nnx.Rngs(0), **HOW[how], implementation="blocks")
     step = nnx.jit(nnx.value_and_grad(loss))
@@ -129,13 +130,38 @@ def test_queries_in_blocks_attend_as_all_at_once_and_make_fewer_scores(monkeypat
     cases.alike(nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(jshard.shard(model(), X, SEGMENTS), X, SEGMENTS), want)
 
 
-def test_blocks_of_what_is_not_causal_are_told():
+def traced(queries, keys, **how):
+    """The program of attention over so many places."""
+    q, k = (jax.ShapeDtypeStruct((1, places, 2, SIZE), np.float32) for places in (queries, keys))
+    return jax.make_jaxpr(lambda q, k: jshard.attend(q, k, k, **how))(q, k)
+
+
+@pytest.mark.parametrize(("places", "blocks"), [(128, [64] * 2), (300, [75] * 4), (4096, [512] * 8)])
+def test_a_block_is_a_quarter_of_the_queries_from_64_to_512(places, blocks):
+    jshard.unload()
+    *_, joined = equations(traced(places, places, implementation="blocks"))
+    assert [each.aval.shape[1] for each in joined.invars] == blocks
+
+
+@pytest.mark.parametrize(("queries", "keys", "how"), [(32, 32, {"causal": False}), (5, 8, {}), (8, 5, {})])
+def test_blocks_of_what_is_not_causal_are_told(queries, keys, how):
+    jshard.unload()
     with pytest.raises(JShardError) as told:
-        Attention(nnx.Rngs(0), causal=False, implementation="blocks")(X, SEGMENTS)
+        traced(queries, keys, implementation="blocks", **how)
     assert str(told.value) == (
-        'attention of 32 queries over 32 keys was asked for by "blocks", which is for causal attention without a mask, of as '
-        "many; leave implementation out"
+        f'attention of {queries} queries over {keys} keys was asked for by "blocks", which is for causal attention without a '
+        "mask, of as many; leave implementation out"
     )
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_ring"),
+    [(2, 2, True), (1, 1, False), (0, 0, False), (1, 2, False), (3, 2, False)],
+)
+def test_only_places_that_attend_to_each_other_go_around_a_ring(queries, keys, is_ring):
+    jshard.load(RINGS["ring"])
+    primitives = {eqn.primitive.name for eqn in equations(traced(queries, keys))}
+    assert ("by_hand" in primitives) == is_ring, primitives
 
 
 RINGS = {

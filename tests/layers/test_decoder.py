@@ -21,6 +21,8 @@ from jshard.errors import JShardError
 from jshard.flops import arithmetic_of
 from jshard.jaxprs import equations
 from jshard.layers.abstract import abstract
+from jshard.layers.decoder import Block
+from jshard.layers.kv_cache import KVCache
 from jshard.signals.config import load_configuration
 
 FOLDER = Path(__file__).parents[2] / "configs" / "decoder"
@@ -66,6 +68,40 @@ def alone():
 
 def by_path(model):
     return {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def test_a_decoder_is_its_formula(alone):
+    (tokens, _), logits, *_ = alone
+    jshard.unload()
+    model = decoder()
+
+    def norm(x, scale):
+        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6) * scale
+
+    x = model.embed.embedding[...][tokens]
+    for layer in range(SMALL["depth"]):
+        block = Block(model.config, rngs=nnx.Rngs(0))
+        nnx.update(block, jax.tree.map(lambda array, layer=layer: array[layer], nnx.state(model.blocks)))
+        x = x + block.attn(norm(x, block.attn_norm.scale[...]))
+        x = x + block.mlp(norm(x, block.mlp_norm.scale[...]))
+    head = norm(x, model.norm.scale[...]) @ model.head.kernel[...]
+    np.testing.assert_allclose(logits, head, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(logits).all()
+
+
+def test_a_decoder_of_experts_sends_a_token_to_two():
+    assert nnx.eval_shape(lambda: decoder(experts=4)).blocks.mlp.top_k == 2
+
+
+def test_a_cache_is_kept_by_each_layer():
+    def built():
+        model = decoder()
+        model.init_cache(3, 5)
+        return model
+
+    kept = nnx.state(nnx.eval_shape(built), KVCache)
+    shape = (SMALL["depth"], 3, SMALL["kv_heads"], 5, SMALL["head_dim"])
+    assert [each.shape for each in jax.tree.leaves(kept)] == [shape, shape]
 
 
 @pytest.mark.quick("fsdp", "tensor and sequence")
@@ -324,6 +360,7 @@ def test_seventy_billion_on_512_chips_are_explained_here_by_the_same_formula():
 @pytest.mark.parametrize(("sizes", "sentence"), [
     ({"widht": 8}, 'a jshard.Decoder has no "widht"; did you mean "width"?'),
     ({"kv_heads": 3}, "a jshard.Decoder has 8 heads and 3 kv_heads, which don't divide them; use kv_heads: 2"),
+    ({"heads": 7}, "a jshard.Decoder has 7 heads and 4 kv_heads, which don't divide them; use kv_heads: 1"),
     ({"head_dim": None, "width": 33},
      "a jshard.Decoder divides width 33 among 8 heads; use width 32, or write head_dim: 128"),
     ({"experts": 2, "top_k": 3}, "jshard.MoE chooses top_k=3 of 2 experts; use top_k from 1 to 2"),

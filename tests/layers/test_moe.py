@@ -85,6 +85,13 @@ def test_an_expert_has_room_for_one_at_least_and_for_a_row_at_most(capacity, roo
     assert slots.tolist() == [[*range(room, 2 * room), *[EXPERTS * room] * (2 * PLACES - room)]]
 
 
+def test_what_is_not_said_of_a_router_and_how_experts_are_drawn():
+    model = jshard.MoE(64, 16, 64, rngs=nnx.Rngs(0))
+    assert (model.top_k, model.balance, model.router_z) == (2, 0.01, 0.0)
+    for einsum, width in ((model.gate, 64), (model.up, 64), (model.down, 16)):  # each as a layer of its own
+        np.testing.assert_allclose(einsum.kernel[...].std((1, 2)), width**-0.5, rtol=0.1)
+
+
 def test_a_capacity_drops_some_tokens():
     assert reference("capacity")[0] != reference("dropless")[0]
 
@@ -132,9 +139,15 @@ def test_verify_finds_no_deviation_of_experts():
 
 
 def test_experts_that_can_not_be_are_told():
-    with pytest.raises(JShardError) as told:
-        jshard.MoE(WIDTH, HIDDEN, 4, top_k=5, rngs=nnx.Rngs(0))
-    assert str(told.value) == "jshard.MoE chooses top_k=5 of 4 experts; use top_k from 1 to 4"
+    for top_k in (0, 5):
+        with pytest.raises(JShardError) as told:
+            jshard.MoE(WIDTH, HIDDEN, 4, top_k=top_k, rngs=nnx.Rngs(0))
+        assert str(told.value) == f"jshard.MoE chooses top_k={top_k} of 4 experts; use top_k from 1 to 4"
+    for top_k in (1, 4):
+        assert (
+            nnx.eval_shape(lambda top_k=top_k: jshard.MoE(WIDTH, HIDDEN, 4, top_k=top_k, rngs=nnx.Rngs(0))).top_k
+            == top_k
+        )
     jshard.load(plan({"expert": 8}, ["expert"]))
     with pytest.raises(JShardError) as told:
         jshard.shard(jshard.MoE(WIDTH, HIDDEN, 4, rngs=nnx.Rngs(0)), X)

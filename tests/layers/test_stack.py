@@ -19,6 +19,7 @@ from jshard.inspect.compiled.schedule import Done, Loop, Start, schedule_of
 from jshard.inspect.compiled.traffic import collectives_in
 from jshard.jaxprs import equations, scanned
 from jshard.layers.abstract import created
+from jshard.layers.layer_stack import in_ranges
 from jshard.provenance import op_name
 
 WIDTH, HIDDEN = 16, 32
@@ -198,6 +199,21 @@ def test_gathers_of_layers_that_are_no_loop_are_kept_from_being_merged(unroll, g
         if "prevent_cse" in eqn.params
     }
     assert found == {guarded}
+
+
+@pytest.mark.parametrize(("unroll", "guarded"), [(None, False), (2, False), (3, True), (5, True)])
+def test_layers_that_are_computed_anew_in_no_loop_are_kept_from_being_merged(unroll, guarded):
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "blocks": {"remat": "full"}})
+    with jshard.signal("blocks"):
+        more = {} if unroll is None else {"unroll": unroll}
+        model = nnx.eval_shape(lambda: jshard.stack(nnx.Linear, 3, WIDTH, WIDTH, rngs=nnx.Rngs(0), **more))
+    graph, state = nnx.split(model)
+    program = jax.make_jaxpr(jax.grad(lambda x, state: loss(nnx.merge(graph, state), x)))(X, state)
+    found = {
+        name: [eqn.params for eqn in equations(program) if eqn.primitive.name == name] for name in ("scan", "remat2")
+    }
+    assert {each["unroll"] for each in found["scan"]} == {min(unroll or 1, 3)}
+    assert {each["prevent_cse"] for each in found["remat2"]} == {guarded}
 
 
 def test_gathering_ahead_of_unrolled_layers_is_refused_in_a_sentence():
@@ -605,6 +621,14 @@ def test_layers_of_a_range_lie_as_it_says(one_device):
     np.testing.assert_allclose(np.concatenate(pieces), of_one, atol=1e-5)
     told = str(jshard.explain(nnx.value_and_grad(jshard.shard(loss)), model, X))
     assert "blocks[0:1]/up/kernel" in told and "blocks[1:3]/up/kernel" in told
+
+
+def test_layers_anywhere_in_a_model_are_in_ranges():
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "first": {"store": "data", "match": ["a/b/blocks[:1]/up/**"]}})
+    inner = nnx.eval_shape(built)
+    model = in_ranges(nnx.Dict(a=nnx.Dict(b=inner, other=nnx.Linear(2, 2, rngs=nnx.Rngs(0)))))
+    assert model["a"]["b"] is inner and inner.blocks.names == ("[0:1]", "[1:3]")
+    assert [getattr(inner.blocks, name).up.kernel.shape[0] for name in inner.blocks.names] == [1, 2]
 
 
 class Outer(nnx.Module):
