@@ -194,7 +194,7 @@ class _Ring:
 
     @property
     def is_balanced(self) -> bool:
-        return self.form.causal and self.form.window is None and self.length % 2 == 0 and self.size > 1
+        return self.form.causal and self.form.window is None and not self.length % 2 and bool(self.hops)
 
     @property
     def hops(self) -> int:
@@ -226,13 +226,13 @@ class _Ring:
 
     def _balanced(self, x: Array) -> Array:
         even, odd = (permute(each, self.names, pairs=self._pairs(n)) for n, each in enumerate(jnp.split(x, 2, 1)))
-        is_even = axis_index(self.names) % 2 == 0
-        return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], 1)
+        is_odd = axis_index(self.names) % 2
+        return jnp.concatenate([jnp.where(is_odd, odd, even), jnp.where(is_odd, even, odd)], 1)
 
     def _in_order(self, x: Array) -> Array:
         first, second = jnp.split(x, 2, 1)
-        is_even = axis_index(self.names) % 2 == 0
-        pieces = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
+        is_odd = axis_index(self.names) % 2
+        pieces = jnp.where(is_odd, second, first), jnp.where(is_odd, first, second)
         back = [[(target, source) for source, target in self._pairs(n)] for n in (0, 1)]
         return jnp.concatenate([permute(x, self.names, pairs=pairs) for x, pairs in zip(pieces, back, strict=True)], 1)
 
@@ -243,12 +243,12 @@ class _Ring:
 
         def turn(number: Any, keys: Any, state: Any) -> Any:
             k, v, theirs = keys
-            source = (me - number) % self.size
             if not self.is_balanced:
-                return _see(self.form, (q, here, segments), (k, v, self.places(source), theirs), state)
+                there = self.places((me - number) % self.size)
+                return _see(self.form, (q, here, segments), (k, v, there, theirs), state)
             # Of the four pairs of pieces two are seen: the late queries see the early keys, and either both early pieces or
             # both late ones meet.
-            earlier, form, no = source < me, self.form.of_the_past, here[: len(here) // 2]
+            earlier, form, no = number <= me, self.form.of_the_past, here[: len(here) // 2]
             queries, keys, (early, late) = _halves((q, segments)), _halves(keys), _halves(state)
 
             def see(queries: Any, keys: Any, state: Any) -> Any:
@@ -278,11 +278,11 @@ class _Ring:
 
         def turn(number: Any, keys: Any, dq: Array) -> tuple[Array, Any]:
             k, v, theirs = keys
-            source = (me - number) % self.size
             if not self.is_balanced:
-                more, *of_keys = _unsee(self.form, (*asked, here, segments), (k, v, self.places(source), theirs))
+                there = self.places((me - number) % self.size)
+                more, *of_keys = _unsee(self.form, (*asked, here, segments), (k, v, there, theirs))
                 return dq + more, tuple(of_keys)
-            earlier, form, no = source < me, self.form.of_the_past, here[: len(here) // 2]
+            earlier, form, no = number <= me, self.form.of_the_past, here[: len(here) // 2]
             queries, keys, (early, late) = _halves((asked, segments)), _halves(keys), _halves(dq)
 
             def unsee(queries: Any, keys: Any) -> Any:

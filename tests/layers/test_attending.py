@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import math
+import types
 
 import cases
 import jax
@@ -18,6 +19,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
 from jshard.layers import attending, ring_attention
+from jshard.layers.partition.part import Part
 
 ROWS, PLACES, HEADS, KEYS, SIZE = 4, 32, 8, 4, 4
 WIDTH = HEADS * SIZE
@@ -222,6 +224,25 @@ Q, S = KV * HEADS // KEYS, ROWS * PLACES * 4
 def test_a_ring_costs_its_formula(how, forward, backward):
     jshard.load(RINGS["ring"])
     assert wire(how, "permute") == {"forward": forward // 8, "backward": backward // 8}
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "count", "split"),
+    [
+        ((), (), 3, ((), ())),
+        (("kv",), (), 8, (("kv",), ("kv",))),
+        (("kv", "group"), ("kv",), 4, (("kv", "group"), ("kv",))),  # each has one, which others of its group have too
+        (("kv", "group"), ("kv",), 12, ((), ())),
+        (("kv", "group"), ("group",), 2, ((), ())),
+        (("group", "kv"), ("kv",), 4, ((), ())),
+    ],
+)
+def test_heads_stay_split_where_each_device_has_the_keys_of_its_own(heads, key_heads, count, split):
+    run = types.SimpleNamespace(sizes={"kv": 4, "group": 2, "ring": 2})
+    q = Part((2, 16, 24, 4), ((), ("ring",), heads, ()))
+    k = Part((2, 16, count, 4), ((), (), key_heads, ()))
+    found = ring_attention._split(run, q, k)
+    assert (found.places, (found.heads, found.key_heads)) == (("ring",), split)
 
 
 @pytest.mark.parametrize(("window", "hops"), [(1, 0), (2, 1), (5, 1), (6, 2), (99, 3), (None, 3)])

@@ -132,10 +132,14 @@ def test_donate_gives_the_memory_away(mesh):
     model = mlp()
     optimizer = jshard.Optimizer(model, optax.sgd(1e-2))
     before = model.up.kernel[...]
-    jshard.step(train, donate=True)(model, optimizer, x, y)
+    jshard.step(train)(model, optimizer, x, y)
+    assert not before.is_deleted()
+    before = model.up.kernel[...]
+    step = jshard.step(train, donate=True)
+    step(model, optimizer, x, y)
     assert before.is_deleted()
     assert not model.up.kernel[...].is_deleted()
-    jshard.step(train)(model, optimizer, x, y)
+    assert step.__name__ == "train"
 
 
 def test_step_stands_under_jit_scan_and_remat(mesh):
@@ -169,6 +173,11 @@ def test_step_of_an_array_that_lies_nowhere(mesh):
         "argument 3 (y) of train, an array of shape (8, 8), does not lie on the mesh; "
         'place it first: jshard.signal.tensor(x, name="layer1")'
     )
+
+
+def test_step_that_returns_another_tree_than_its_outputs_say(mesh):
+    with pytest.raises(ValueError, match="out_specs"):
+        jshard.step(lambda x: (x, x), outputs=[P("data"), P("data")])(batch()[0])
 
 
 def test_step_that_moves_a_parameter(mesh):
