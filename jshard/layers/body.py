@@ -129,8 +129,8 @@ class Body:
         placed = [  # an operand, the mesh axes it varies over, those that split it at rest, on which axis, by which key
             (x, s.column, () if self._fuses_gather else s.gathered, s.sequence_axis(x.ndim), "sequence"),
             (w, s.batch, s.store, s.kernel_store_axis, "store"),
-            (b, s.bias_batch, s.store, 0, "store"),
-        ][: 2 if b is None else 3]
+            *([] if b is None else [(b, s.bias_batch, s.store, 0, "store")]),
+        ]
         compute = self.arithmetic.dtype or jnp.result_type(*(each[0] for each in placed))
         arrays = [x if wide is None or not (over or names) else x.astype(wide) for x, over, names, *_ in placed]
         if check_vma_enabled():
