@@ -55,7 +55,7 @@ LEFT_OUT = re.compile(
 )
 # Without a cache a program takes longer. That nobody assigns to a field, or gives it to `__init__`, and that two are as long as
 # each other (`strict=True`), is said to the reader, as by an assertion; an overload, to type checkers.
-DECORATOR = re.compile(r"\s*@(functools\.(lru_)?cache|dataclasses\.dataclass|overload)\b")
+DECORATOR = re.compile(r"\w+ = functools\.lru_cache\(|\s*@(functools\.(lru_)?cache|dataclasses\.dataclass|overload)\b")
 LIMIT = 300.0  # seconds; a change that makes a test wait for ever is noticed
 ELSEWHERE = 77  # the status of a process that can't make the change in place
 

@@ -66,6 +66,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, map(str, known), n=1)), None)
 
 
+def multiples(size: int, of: int) -> str:
+    """Return the nearest numbers to `size` that are multiples: "24 or 32", or "8", below which there is none."""
+    below, above = size // of * of, -(-size // of) * of
+    return f"{below} or {above}" if below else f"{above}"
+
+
 def kind_of(value: object) -> str:
     """What a value is: `a list`, `an int`."""
     name = type(value).__name__

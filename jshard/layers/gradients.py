@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.errors import JShardError, did_you_mean
+from jshard.errors import JShardError, did_you_mean, multiples
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
 from jshard.layers.accumulation import accumulated
@@ -101,7 +101,7 @@ def _microbatches(asked: Pipeline, x: Any) -> jax.Array:
     if x.shape[0] % count:
         raise JShardError(
             f"jshard.pipeline ({asked.place}) has {count} microbatches, and jshard.value_and_grad is given {x.shape[0]} rows",
-            hint=f"use {x.shape[0] // count * count or count} or {-(-x.shape[0] // count) * count} rows",
+            hint=f"use {multiples(x.shape[0], count)} rows",
         )
     layout = Layout.of(x)
     if layout is not None:

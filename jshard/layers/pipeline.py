@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, multiples
 from jshard.flops import arithmetic_of
 from jshard.jaxprs import scanned
 from jshard.layers.balance import Costs, balanced, in_ranges, spelled
@@ -130,7 +130,7 @@ class Pipelined(Scheduled):
             raise JShardError(
                 f"jshard.pipeline ({self.asked.place}) has {self.table.stages} stages of {count // self.table.stages} chunks, "
                 f"and {stage.signal} splits {every} layers among them",
-                hint=f"use {every // count * count or count} or {-(-every // count) * count} layers, or write stage: balance",
+                hint=f"use {multiples(every, count)} layers, or write stage: balance",
             )
         return (every // count,) * count
 

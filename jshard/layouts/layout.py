@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.errors import JShardError, kind_of
+from jshard.errors import JShardError, kind_of, multiples
 from jshard.layouts.mesh import present_mesh
 
 MeshAxes = str | Sequence[str] | None
@@ -174,7 +174,7 @@ def check_divides(
     if not size % ways:
         return
     names = " x ".join(f'"{name}"' for name in mesh_axes)
-    below, above = size // ways * ways, -(-size // ways) * ways
-    use = f"use {below} or {above}" if below else f"use {above}"
     axes = "mesh axes" if mesh_axes[1:] else "mesh axis"
-    raise JShardError(f"{label} splits {what} over {axes} {names} of size {ways}", hint=f"{use}, or {otherwise}")
+    raise JShardError(
+        f"{label} splits {what} over {axes} {names} of size {ways}", hint=f"use {multiples(size, ways)}, or {otherwise}"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
+from jshard.layers.gradients import _microbatches
+from jshard.signals.active_config import unload
 
 P = jax.P
 SIGNALS = {
@@ -175,7 +179,9 @@ def test_what_is_no_parameter_is_updated_and_aux_is_handed_on():
 def test_over_whole_arrays_it_is_nnx():
     with loaded():
         model, (x, y) = mlp(), batch()
-        value, gradients = nnx.jit(jshard.value_and_grad(loss))(model, x, y)
+        differentiated = jshard.value_and_grad(loss)
+        assert differentiated.__name__ == "loss"
+        value, gradients = nnx.jit(differentiated)(model, x, y)
         other, expected = nnx.jit(nnx.value_and_grad(loss))(model, x, y)
         assert float(value) == float(other)
         jax.tree.map(np.testing.assert_array_equal, gradients, expected)
@@ -202,6 +208,38 @@ def test_mistakes_are_told():
         )
         assert refused(step_by(over("dta"))).startswith('jshard.value_and_grad is over mesh axis "dta", which ')
         assert 'did you mean "data"?' in refused(step_by(over("dta")))
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_shard_map_that_does_not_say_what_varies_and_one_without_a_configuration_are_told(is_loaded):
+    with loaded() as mesh:
+        x, y = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in batch())
+        model = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+        if not is_loaded:
+            unload()
+        value = lambda x, y: jshard.value_and_grad(losses_of_rows)(model, x, y)[0]
+        with pytest.raises(JShardError) as told:
+            jax.eval_shape(jax.shard_map(value, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=not is_loaded), x, y)
+    assert str(told.value) == (
+        "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on; call it inside jshard.step, or take "
+        "nnx.value_and_grad"
+    )
+
+
+def test_rows_go_in_microbatches_and_numbers_with_each():
+    asked = types.SimpleNamespace(microbatches=4, place="a.yaml:3")
+    x = np.arange(48.0).reshape(8, 2, 3)
+    np.testing.assert_array_equal(_microbatches(asked, x), x.reshape(4, 2, 2, 3))
+    np.testing.assert_array_equal(_microbatches(asked, 2.0), [2.0] * 4)
+    with loaded():
+        found = _microbatches(asked, cases.placed(x.reshape(8, 6), P("data", "tensor")))
+        cases.assert_lies(found, P(None, None, "tensor"))
+    for rows, use in ((3, "4"), (6, "4 or 8")):
+        with pytest.raises(JShardError) as told:
+            _microbatches(asked, x[:rows])
+        assert str(told.value) == (
+            f"jshard.pipeline (a.yaml:3) has 4 microbatches, and jshard.value_and_grad is given {rows} rows; use {use} rows"
+        )
 
 
 def _value(f, model, x, y):

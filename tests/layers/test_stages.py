@@ -449,7 +449,8 @@ def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced):
     model, differentiated = jshard.shard(built()), jshard.value_and_grad(loss)
     x, y = (part.reshape(-1, *part.shape[2:]) for part in (X, Y))
     if not is_traced:
-        found = jshard.explain(differentiated, model, *(jshard.scatter(each, jax.P("data")) for each in (x, y)))
+        of_rows = jshard.value_and_grad(lambda model, x, y, scale: scale * loss(model, x, y)[None])
+        found = jshard.explain(of_rows, model, *(jshard.scatter(each, jax.P("data")) for each in (x, y)), 2.0)
         assert [each.table for each in found.stages] == [generate("1f1b", 2, MICROBATCHES)]
         return
     value, gradients = nnx.jit(differentiated)(model, x, y)
@@ -461,12 +462,17 @@ def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced):
     assert str(error.value) == (
         "jshard.pipeline (<dict>) has 4 microbatches, and jshard.value_and_grad is given 6 rows; use 4 or 8 rows"
     )
-    with pytest.raises(JShardError) as error:
-        jshard.value_and_grad(loss, has_aux=True)(model, x, y)
-    assert str(error.value) == (
-        "jshard.value_and_grad by jshard.pipeline (<dict>) takes arrays in their order, and gives the value and the gradients by "
-        "all parameters; leave has_aux, wrt and named arguments away, or remove jshard.pipeline"
-    )
+    for call in (
+        lambda: jshard.value_and_grad(loss, has_aux=True)(model, x, y),
+        lambda: jshard.value_and_grad(loss, wrt=nnx.BatchStat)(model, x, y),
+        lambda: differentiated(model, x, y=y),
+    ):
+        with pytest.raises(JShardError) as error:
+            call()
+        assert str(error.value) == (
+            "jshard.value_and_grad by jshard.pipeline (<dict>) takes arrays in their order, and gives the value and the gradients "
+            "by all parameters; leave has_aux, wrt and named arguments away, or remove jshard.pipeline"
+        )
 
 
 class Doubled(nnx.Module):
