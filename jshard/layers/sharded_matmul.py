@@ -185,7 +185,8 @@ def _local_input(
         present = wanted.with_axis(rank - 1, names) if not set(names) & set(sum(wanted.axes[:-1], ())) else None
         if present is not None and x.shape[-1] * present.ways(rank - 1) == inputs:
             return move(x, plan_moves(present.axes, wanted.axes))
+    sizes = dict.fromkeys([f"{inputs // wanted.ways(rank - 1)}", f"{inputs}"])
     raise JShardError(
         f"{signal} is called with {x.shape[-1]} of {inputs} inputs on each device, which no mesh axis of it explains",
-        hint=f"hand it {inputs // wanted.ways(rank - 1)} or {inputs}",
+        hint=f"hand it {' or '.join(sizes)}",
     )

@@ -3,6 +3,8 @@ gradients."""
 
 from __future__ import annotations
 
+import dataclasses
+import types
 from collections import Counter
 
 import jax
@@ -15,7 +17,10 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.plan import explain
+from jshard.layers.body import Arithmetic, Body
 from jshard.layers.matrix_product import _names_a_strategy, choose
+from jshard.layers.sharded_matmul import Product, _hindrance, _local_input
+from jshard.layers.strategy import strategy_of
 from jshard.signals.active_config import configuration, on_mesh, unload
 
 SIGNALS = {
@@ -313,3 +318,80 @@ def test_one_word_names_a_strategy():
     signals = configuration().signals
     none = ["nothing", "narrow_product", "wide_sum", "narrow_choice"]
     assert [name for name in SIGNALS if not _names_a_strategy(signals[name])] == none
+
+
+WIDE = "does not sum gradients in another dtype, as dtype: {reduce: ...} asks"
+
+
+@pytest.mark.parametrize(
+    ("op", "gathered", "scattered", "wide", "precision", "why"),
+    [
+        ("all_reduce", (), (), None, "highest", None),
+        ("matmul", (), (), None, None, None),
+        ("matmul", (), (), "float32", "highest", "knows no precision= and no dot_general= of its own"),
+        ("all_gather_matmul", ("w",), (), None, None, None),
+        ("all_gather_matmul", ("w",), (), "float32", None, WIDE),
+        ("all_gather_matmul", (), (), "float32", None, None),
+        ("matmul_reduce_scatter", ("w",), ("v",), "float32", None, None),
+        ("all_gather_matmul", ("w",), ("v",), None, None, "does not scatter its result, as this signal does"),
+        ("all_gather_matmul", (), ("v",), None, None, None),
+    ],
+)
+def test_what_a_kernel_can_not_do_is_said(op, gathered, scattered, wide, precision, why):
+    strategy = types.SimpleNamespace(gathered=gathered, scattered=scattered, reduce_dtype=wide)
+    assert _hindrance(op, strategy, Arithmetic(precision=precision)) == why
+
+
+def test_products_that_differ_in_whose_they_are_share_a_program():
+    one = Product(Body(strategy_of(configuration().signals["rows"]), Arithmetic()), False, label="a")
+    assert one == dataclasses.replace(one, label="b") != dataclasses.replace(one, back_scope="b")
+
+
+@pytest.mark.parametrize(
+    ("signal", "w", "x", "told"),
+    [
+        ("inner", (16, 32), (8, 6, 16), None),
+        (
+            "inner",
+            (12, 32),
+            (8, 6, 16),
+            "a kernel of (12, 32) on each device where (16, 32) is asked; build the model under the configuration that it is called under",
+        ),
+        (
+            "inner",
+            (64, 32),
+            (8, 6, 16),
+            "a kernel of (64, 32) on each device where (16, 32) is asked; build the model under the configuration that it is called under",
+        ),
+        (
+            "inner",
+            (16, 32),
+            (8, 6, 10),
+            "10 of 64 inputs on each device, which no mesh axis of it explains; hand it 16 or 64",
+        ),
+        (
+            "inner",
+            (16, 32),
+            (8, 6, 70),
+            "70 of 64 inputs on each device, which no mesh axis of it explains; hand it 16 or 64",
+        ),
+        ("places", (64, 8), (8, 6, 64), None),
+        (
+            "places",
+            (64, 8),
+            (8, 6, 16),
+            "16 of 64 inputs on each device, which no mesh axis of it explains; hand it 64",
+        ),
+    ],
+)
+def test_sizes_on_a_device_say_how_an_input_is_split(signal, w, x, told):
+    jshard.load({"jshard": {"mesh": {"w": 4}}, "inner": SIGNALS["inner"], "places": {"column": "w", "sequence": "w"}})
+    signal = configuration().signals[signal]
+    x, w = (jax.ShapeDtypeStruct(shape, np.float32) for shape in (x, w))
+    of = lambda: _local_input(strategy_of(signal), signal, x, w, (64, 32))
+    if told is None:
+        assert of() is x
+        return
+    with pytest.raises(JShardError) as error:
+        of()
+    assert str(error.value).endswith(told)
