@@ -167,11 +167,12 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
 def _one_turn(run: Partition, eqn: Any, given: Sequence[Part], over: Sequence[Part]) -> list[Part]:
     """Run a loop of one turn: what it closes over is read as anywhere else."""
-    each = [_one_of(part, part.x[0]) for part in (_led_by(run, part, ()) for part in over)]
+    each = [_one_of(part, lax.squeeze(part.x, (0,))) for part in (_led_by(run, part, ()) for part in over)]
     made = run.run(eqn.params["jaxpr"], [*given, *each])
     _, carried = scanned(eqn)
-    stacked = lambda part: Part((1, *part.shape), ((), *part.axes), part.x[None])
-    return [*made[:carried], *(stacked(run.force(part)) for part in made[carried:])]
+    shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
+    left = zip(shapes, map(run.force, made[carried:]), strict=True)
+    return [*made[:carried], *(Part(shape, ((), *part.axes), part.x[None]) for shape, part in left)]
 
 
 def _first_of(
@@ -204,7 +205,7 @@ def _ahead(
     others = [at for at in range(len(over)) if at not in ahead]
     signal = over[next(iter(ahead))].signal
     remat = _remat_of(over)
-    if eqn.params["unroll"] > 1 and signal is not None:
+    if eqn.params["unroll"] >= 2 and signal is not None:
         raise JShardError(
             f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers of which {eqn.params['unroll']} are one "
             f"turn of their loop ({source_of(eqn)})",
@@ -230,8 +231,7 @@ def _ahead(
         parts: dict[int, Any] = dict(zip(others, each, strict=True))
         it = iter(full)
         for at, uses in ahead.items():
-            x = over[at].x
-            parts[at] = _one_of(over[at], jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
+            parts[at] = _one_of(over[at], jax.ShapeDtypeStruct((), over[at].x.dtype))  # the dtype alone is read
             for path, steps in uses:
                 parts[at].ahead(path, steps, next(it))
         return layer(carries, [parts[at] for at in range(len(over))])
@@ -247,7 +247,7 @@ def _remat_of(over: Sequence[Part]) -> str | tuple[str, ...]:
     """What the signals of the layers' parameters say is computed anew, which has to be one thing."""
     said = {part.signal.remat: part.signal for part in over if part.signal is not None and part.signal.remat}
     if len(said) > 1:
-        one, other = list(said.values())[:2]
+        one, other, *_ = said.values()
         raise JShardError(
             f"{one} and {other} ({other.at('remat')}) say different remat for the layers of one loop",
             hint="give both the same: the layers of a loop are computed anew as a whole",
@@ -274,10 +274,10 @@ def _settled(
     """Split what is carried as the body leaves it, where that is split further; until it stays so, and has these types."""
     for _ in range(3):
         after, types = once(axes)
-        wanted = [new if _finer(old, new) else old for old, new in zip(axes, after, strict=True)]
-        if wanted == axes:
+        further = [_finer(old, new) for old, new in zip(axes, after, strict=True)]
+        if not any(further):
             return axes, types
-        axes = wanted
+        axes = [new if is_finer else old for old, new, is_finer in zip(axes, after, further, strict=True)]
     return axes, None
 
 
@@ -287,9 +287,8 @@ def _finer(old: Axes, new: Axes) -> bool:
 
 def _led_by(run: Partition, part: Part, lead: tuple[str, ...]) -> Part:
     """The axis that a scan goes along is whole on every device, or split over stages, of a stored parameter too."""
-    if part.rest is not None and part.rest[0] != lead:
-        part = run.force(part)
-    return run.place(part, (lead, *part.axes[1:])) if part.axes[0] != lead else part
+    lies = part.axes if part.rest is None else part.rest
+    return part if lies[0] == lead else run.place(part, (lead, *part.axes[1:]))
 
 
 def _one_of(part: Part, x: Any) -> Part:
