@@ -60,13 +60,13 @@ class Partition:
         wanted: Mapping[Any, Axes] | None = None,
         stage: Stage | None = None,
         *,
-        only_axes: bool = False,
+        only_axes: bool,
         only_looks: bool = False,
     ):
         self.found: dict[Any, Axes] = {}  # how variables are split
         self.wanted = wanted or {}  # how they will be needed
         self.mesh, self.sizes, self.rules = mesh, dict(mesh.shape), rules
-        self.only_axes, self.only_looks = only_axes or only_looks, only_looks
+        self.only_axes, self.only_looks = only_axes, only_looks
         self.stage = stage  # that layers of its parameters are on
         self.some_layers: SomeLayers | None = None
         self.unruled: dict[str, int] = {}
@@ -162,7 +162,7 @@ class Partition:
         return self.constant(jnp.asarray(atom.val, atom.aval.dtype))
 
     def constant(self, x: Any) -> Part:
-        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        x = jnp.asarray(x)
         return Part(tuple(x.shape), whole(x.ndim), x)
 
     # -- an equation --
@@ -187,7 +187,7 @@ class Partition:
         name = eqn.primitive.name
         if part.is_undecided:
             return self._still_undecided(eqn, part, found)
-        is_parameter = part.make is None and (part.signal is not None or part.asked is not None)
+        is_parameter = part.signal is not None or part.asked is not None
         if is_parameter and name == "convert_element_type":
             return [part.cast_by_program(eqn.params["new_dtype"])]
         if is_parameter and name in CASTS:
@@ -212,7 +212,7 @@ class Partition:
         for of, at in was.items():
             if any(at in order for order in orders):
                 continue
-            if len(of) > 1 or (part.shape[at] > 1 and len(part.shape) == 1):
+            if len(of) >= 2 or (part.shape[at] >= 2 and not part.shape[1:]):
                 return None
             if part.parameter is not None and (axis := part.of[at]) is not None:
                 part.parameter.roles[axis] = "scan"
@@ -244,14 +244,14 @@ class Partition:
         return results
 
     def reduce(self, x: Array, names: tuple[str, ...], kind: str, key: str = "") -> Array:
-        if x.dtype == jnp.bool_:
+        if jnp.issubdtype(x.dtype, jnp.bool_):
             return self.reduce(x.astype(jnp.int32), names, kind, key).astype(jnp.bool_)
         x = over_one_device(x, names, varies=False, is_sum=kind == "sum")
-        names = tuple(name for name in names if self.sizes[name] > 1)
+        names = tuple(name for name in names if self.sizes[name] >= 2)
         algorithm: Any = "auto" if self.nearest is None else dict(self.nearest.kernel).get("all_reduce", "auto")
         fields = {"key": key} if key else {}
         with scope(**fields):
-            return all_reduce(x, names, op=kind, algorithm=algorithm if kind == "sum" else "auto")  # type: ignore[arg-type]  # kinds are its words
+            return all_reduce(x, names, op=kind, algorithm={"sum": algorithm}.get(kind, "auto"))  # type: ignore[arg-type]  # kinds are its words
 
     def local(self, part: Part, axes: Axes, names: Names) -> Array:
         if self.steps is not None:

@@ -78,7 +78,7 @@ class Program:
         return [use if rest is None else rest for use, rest in zip(self.use, self.rest, strict=True)]
 
     def _place(self) -> None:
-        trial = Partition(self.mesh, RULES, only_looks=True)
+        trial = Partition(self.mesh, RULES, only_axes=True, only_looks=True)
         parameters = [
             None if i.claim is None else _parameter(t, i, trial) for t, i in zip(self.types, self.inputs, strict=True)
         ]
