@@ -79,3 +79,21 @@ def test_what_is_traced_as_for_one_device_and_what_has_no_mesh_is_one_loop():
     jshard.load({"jshard": {}})
     value, _ = accumulated(loss)(Counted(), X)
     np.testing.assert_allclose(value, np.mean((X @ np.array([1.0, -2.0])) ** 2), rtol=1e-6)
+
+
+SUMMED = {  # what the claim says, of a bfloat16 parameter, and how its gradient is summed
+    "as it is": ({}, ("all_reduce", 1, 4, "bfloat16")),
+    "in a wider dtype": ({"dtype": {"compute": "bfloat16", "reduce": "float32"}}, ("all_reduce", 1, 8, "float32")),
+    "by permutes": ({"kernel": {"all_reduce": "permute"}}, ("permute", 6, 2, "bfloat16")),
+}
+
+
+@pytest.mark.parametrize("case", SUMMED)
+def test_a_gradient_is_summed_as_the_claim_of_its_parameter_says(case):
+    words, expected = SUMMED[case]
+    jshard.load({"jshard": {"mesh": {"data": 4}}, "rest": {"row": "data", **words, "match": ["**"]}})
+    model = Counted()
+    model.w = nnx.Param(model.w[...].astype(jnp.bfloat16))
+    lines = [line for line in jshard.explain(accumulated(loss), jshard.shard(model), X) if line.phase == "backward"]
+    assert [(line.collective, line.count, line.payload, line.dtype) for line in lines] == [expected]
+    assert [line.cause.signal for line in lines] == ["rest"]
