@@ -73,14 +73,15 @@ CLOSED_OVER = {  # how the array that is closed over lies, and the other; what i
     "in a loop in a loop": (looped(looped(multiplied)), STORED, (D, ()), {"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1}),
     "in a checkpoint": (looped(jax.checkpoint(multiplied)), NARROW, (D, ()), {"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1}),
     "whole where a turn needs a part": (
-        looped(multiplied), ((), ()), (D, T), {"scan psum": 1}, {"scan psum": 2, "scan all_gather": 2},
+        looped(multiplied), ((), ()), (D, T), {"scan psum": 1},
+        {"scan psum": 1, "scan all_gather": 1, "psum": 1, "all_gather": 1},
     ),
     "stored where a turn needs a part": (
         looped(multiplied), STORED, (D, T), {"all_gather": 1, "scan psum": 1},
-        {"all_gather": 1, "scan psum": 1, "scan all_gather": 2, "reduce_scatter": 1},
+        {"all_gather": 2, "scan psum": 1, "scan all_gather": 1, "reduce_scatter": 1},
     ),
     "in parts where a turn needs all": (
-        looped(summed_so_far), (T, ()), (D, ()), {"scan all_gather": 1}, {"all_gather": 1, "scan all_gather": 1},
+        looped(summed_so_far), (T, ()), (D, ()), {"all_gather": 1}, {"all_gather": 1, "scan all_gather": 1},
     ),
 }  # fmt: skip
 

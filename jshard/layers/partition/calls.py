@@ -43,16 +43,14 @@ def _within(part: Part, x: Any) -> Part:
 
 
 def _before(run: Partition, parts: Sequence[Part]) -> None:
-    """Gather what each turn of a loop would gather, and mark what each would mark, once and before it: else each turn has a
-    collective in its gradient."""
+    """Gather, cut and mark what each turn of a loop would, once and before it: else each turn has a collective, or one in its
+    gradient."""
     for part in parts:
         part.settle()
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
             for each in _inside(part):
-                for steps in each.gathered:
-                    part.gather(steps)
                 for axes, names in each.cache:
-                    if axes == part.axes:
+                    if isinstance(axes, tuple):  # else what was made of it is remembered
                         run.local(part, axes, names)
             for key in dict.fromkeys(key for each in _inside(part) for key in each.casts):
                 cast = part.follow([key])
