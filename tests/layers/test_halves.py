@@ -113,3 +113,65 @@ def test_results_of_a_loop_are_written_where_they_lie():
     np.testing.assert_array_equal(alone.first(xs)[0][0], expected[0])
     made = jax.make_jaxpr(lambda xs: alone.first(xs)[0][0])(xs)
     assert not {"scan", "dot_general"} & {eqn.primitive.name for eqn in equations(made)}
+
+
+def backward(w, number, ct, xs):
+    """What is made again is one sum. A turn counts, and the gradient of its kernel, which nobody waits for, needs the number."""
+    w = w + w
+
+    def turn(carry, x):
+        number, ct = carry
+        return (number + 1, ct @ w), number * jnp.einsum("bi,bo->io", x, ct)
+
+    (_, ct), by_kernels = lax.scan(turn, (number, ct), xs)
+    return ct, by_kernels, jnp.sum(w)
+
+
+def test_what_a_turn_carries_behind_something_else_is_computed_once():
+    draw = np.random.default_rng(0)
+    w, ct, xs = (draw.normal(size=size).astype(np.float32) for size in ((4, 4), (5, 4), (LAYERS, 5, 4)))
+    given = [w, np.float32(2), ct, xs]
+    program, expected = jax.make_jaxpr(backward)(*given), backward(*given)
+    made = (False, False, True, False)
+    halves = Halves(program, (True, False, False), (False, True, True), made)
+    assert halves.reads == ((True, False, True, False), (True, True, False, True))
+    (first, *_), left = halves.first(given)
+    near(first, expected[0])
+    jax.tree.map(near, halves.second(given, left), [None, *expected[1:]])
+    both = jax.make_jaxpr(lambda xs: halves.second(xs, halves.first(xs)[1]))(given)
+    assert Counter(eqn.primitive.name for eqn in equations(both))["dot_general"] == 2
+    other = Halves(
+        program, (False, True, False), (True, False, False), made
+    )  # what the first carries, the second hands on
+    (_, by_kernels, _), left = other.first(given)
+    near(by_kernels, expected[1])
+    near(other.second(given, left)[0], expected[0])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_number_that_the_last_turn_alone_makes_is_made_by_it(reverse):
+    def f(scale, xs):
+        return lax.scan(lambda _, x: (jnp.sum(x * scale), None), jnp.zeros(()), xs, reverse=reverse)[0]
+
+    xs, scale = np.arange(12.0, dtype=np.float32).reshape(3, 4), np.arange(4.0, dtype=np.float32)
+    program = jax.make_jaxpr(f)(scale, xs)
+    alone = Halves(program, (True,), (False,), (False, False))
+    np.testing.assert_allclose(alone.first([scale, xs])[0][0], f(scale, xs))
+    made = jax.make_jaxpr(lambda xs: alone.first(xs)[0][0])([scale, xs])
+    assert "scan" not in {eqn.primitive.name for eqn in equations(made)}
+
+
+def test_what_each_turn_makes_is_written_by_turn_and_what_the_last_leaves_behind_it():
+    def f(xs):
+        return lax.scan(lambda carry, x: (carry + x, carry * x), jnp.zeros(4), xs)
+
+    xs = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    program, expected = jax.make_jaxpr(f)(xs), f(xs)
+    every = Halves(program, (True, True), (False, False), (False,))
+    places = {n: Place(jnp.zeros((2, *x.shape)), jnp.int32(1)) for n, x in enumerate(expected)}
+    outs, _ = every.first([xs], results=places)
+    for found, wanted in zip(outs, expected, strict=True):
+        np.testing.assert_allclose(found[1], wanted)
+    made = jax.make_jaxpr(lambda xs: every.first([xs], results=places)[0])(xs)
+    (loop,) = (eqn for eqn in equations(made) if eqn.primitive.name == "scan")
+    assert [v.aval.shape for v in loop.outvars] == [(4,), (2, 3, 4)]

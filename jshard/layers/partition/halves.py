@@ -221,7 +221,9 @@ class _Loop:
         if self.is_last_turn:
             turn = 0 if self.eqn.params["reverse"] else self.eqn.params["length"] - 1
             one = lambda x: x.read_turn(jnp.int32(turn)) if isinstance(x, Place) else x[turn]
-            now = [x if n < self.count or not self.reads[0][n] else one(x) for n, x in enumerate(xs)]
+            over = self.count + self.carried
+            read = zip(xs[over:], self.reads[0][over:], strict=True)
+            now = [*xs[:over], *(one(x) if is_read else None for x, is_read in read)]
             with _at(self.eqn):
                 outs, left = self.halves.first(now)
             return outs, (left, [])
