@@ -17,6 +17,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.plan import explain
+from jshard.jaxprs import equations
 from jshard.layers.body import Arithmetic, Body
 from jshard.layers.matrix_product import _names_a_strategy, choose
 from jshard.layers.sharded_matmul import Product, _hindrance, _local_input
@@ -395,3 +396,19 @@ def test_sizes_on_a_device_say_how_an_input_is_split(signal, w, x, told):
     with pytest.raises(JShardError) as error:
         of()
     assert str(error.value).endswith(told)
+
+
+def test_a_gradient_where_another_signal_says_is_that_of_one_device():
+    signals = {"a": {"row": ["w", "v"], "backward": "b"}, "b": {"column": "w", "store": "v"}}
+    jshard.load({"jshard": {"mesh": {"w": 2, "v": 2}}, **signals})
+    a, b = A.reshape(32, 4, 64), B
+
+    def loss(a, b):
+        with jshard.signal("a"):
+            return (jshard.matmul(a, b) * G.reshape(32, 4, 32)).sum()
+
+    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(a, b)
+    for got, want in zip(found, (G.reshape(32, 4, 32) @ B.T, A.T @ G), strict=True):
+        np.testing.assert_array_equal(got, want)
+    program = equations(jax.make_jaxpr(jax.grad(loss, argnums=1))(a, b))
+    assert "remat2" not in {eqn.primitive.name for eqn in program}  # what it gathers it needs at once
