@@ -48,6 +48,7 @@ FUSED = {
     "scaled by a number": lambda x, w, b: jnp.split(x @ w * b[0], 3, -1),
     "beside numbers": beside_numbers,
     "by heads": by_heads,
+    "beside a constant": lambda x, w, b: [*jnp.split(x @ w, 3, -1), 1.0],
     "in another order, and not all": lambda x, w, b: pieces(x @ w + b, 32, 0),
     "of a kernel whose columns are rows": lambda x, w, b: jnp.split(lax.dot_general(x, w.T, (((1,), (1,)), ((), ()))), 3, -1),
 }  # fmt: skip

@@ -63,9 +63,9 @@ def fused(jaxpr: Any) -> dict[int, Fused]:
         for atom in eqn.invars:
             if not isinstance(atom, Literal):
                 readers[atom].append(eqn)
-    found: dict[int, Fused] = {}
+    found, results = dict[int, Fused](), {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and (chain := _followed(eqn, readers, set(jaxpr.outvars))):
+        if eqn.primitive.name == "dot_general" and (chain := _followed(eqn, readers, results)):
             cuts = readers[chain[-1].outvars[0]]
             if (one := _cut_by(cuts, chain, makers)) is not None:
                 found |= {id(each): one for each in (*chain, *cuts)}
