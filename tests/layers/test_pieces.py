@@ -14,6 +14,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
+from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
 from jshard.schedules import Cost, generate
 
@@ -369,7 +370,7 @@ def test_the_demo_of_gt_runs_as_gt_spells_it():
     assert {f"pp_stage{stage}/pp_stage{stage}_rowpar" for stage in range(4)} <= set(sums)
 
 
-# -- what does not run is a sentence --
+# -- where a program is cut --
 
 NUMBERED = {"jshard": {"mesh": {"stage": 2, "tensor": 2}, "pipeline": {"axis": "stage", "microbatches": 2}}}
 
@@ -384,6 +385,42 @@ class Two(nnx.Module):
 
 def again(model, x):
     return jnp.sum(model.first(model(x)))
+
+
+PROGRAMS = {  # how many arrays each piece makes, and how many go from one to the next
+    "in order": (lambda model, x: jnp.sum(model(x)), [1, 1], 1),
+    "parameters of two stages": (lambda model, x: jnp.sum(x @ (model.first.kernel * model.second.kernel)), [1, 1], 1),
+    "back to the first": (again, [1, 1, 1], 2),
+    "past another": (lambda model, x: jnp.sum(model.first(x) * model.first(model.second(x))), [1, 1, 1], 3),
+    "beside another": (lambda model, x: jnp.sum(model(x) * model.first(x)), [2, 1], 2),
+    "a larger array": (lambda model, x: (
+        jnp.sum(model(x).T @ jnp.concatenate([model.first.bias, model.first.bias]))), [1, 1, 1], 2),
+    "a sum of squares": (lambda model, x: jnp.sum(model(x)) + jnp.sum(model.first.kernel[...] ** 2), [2, 1], 2),
+    "squares of both": (lambda model, x: jnp.sum(model(x)) + jnp.sum(x) * sum(
+        jnp.sum(kernel[...] ** 2) for kernel in (model.first.kernel, model.second.kernel)), [2, 1], 2),
+    "squares and rows": (lambda model, x: (
+        jnp.sum(model(x)) + jnp.sum(x) * jnp.sum(model.first.kernel[...] ** 2)), [2, 1], 2),
+    "several results": (lambda model, x: (
+        model.first(x), 1.0, jnp.sum(model.second.bias**2), model.first.bias[...], jnp.sin(x) + jnp.arange(4),
+        jnp.sum(model(x))), [3, 2], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_program_goes_from_stage_to_stage_where_it_needs_their_parameters(case):
+    f, made, sent = PROGRAMS[case]
+    x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+    expected = f(Two(rngs=nnx.Rngs(0)), x)
+    jshard.load(said({"stage": 0}, {"stage": 1}))
+    model = jshard.shard(Two(rngs=nnx.Rngs(0)))
+    run = nnx.jit(jshard.shard(f))
+    found = [*equations(jax.make_jaxpr(run)(model, x))]
+    assert [len(eqn.outvars) for eqn in found if eqn.primitive.name == "cond"] == made
+    assert sum(eqn.primitive.name == "ppermute" for eqn in found) == sent
+    close(run(model, x), expected)
+
+
+# -- what does not run is a sentence --
 
 
 def rounded(model, x):
@@ -422,6 +459,24 @@ SENTENCES = {
         'signal "one" (<dict>) has its backward as signal "no" (<dict>) says (<dict>), which is on no stage of its own; give it '
         "the workers of one stage, or write stage: 1"
     )),
+    "a backward beyond": (said({"stage": 0, "backward": "no"}, {"stage": 1}, no={"stage": 2}), again, (
+        'signal "one" (<dict>) has its backward as signal "no" (<dict>) says (<dict>), which is on no stage of its own; give it '
+        "the workers of one stage, or write stage: 1"
+    )),
+    "whole numbers and a backward apart": (said({"stage": 0, "backward": "two"}, {"stage": 1}), rounded, (
+        'signal "one" (<dict>) has its backward on other workers, and sends bool[2,4] from stage to stage, and only what has a '
+        "gradient can go; compute it of the batch, or in the layer that uses it"
+    )),
+    "whole numbers before a backward apart": (said({"stage": 0}, {"stage": 1, "backward": "one"}), rounded, (
+        'signal "two" (<dict>) has its backward on other workers, and sends bool[2,4] from stage to stage, and only what has a '
+        "gradient can go; compute it of the batch, or in the layer that uses it"
+    )),
+    "two backwards": (said(
+        {"stage": 0, "match": ["first/kernel"]}, {"stage": 1}, bias={"stage": 0, "backward": "two", "match": ["first/bias"]}
+    ), again, (
+        'signal "bias" (<dict>) and signal "one" (<dict>) follow one another on stage 0, and have their backward on stages 1 '
+        "and 0; give both the same backward"
+    )),
 }  # fmt: skip
 
 
@@ -434,16 +489,18 @@ def test_what_does_not_run_is_one_sentence(case):
     assert str(told.value) == sentence
 
 
-def test_a_stack_that_is_split_equally_has_no_numbers_beside_it():
+@pytest.mark.parametrize(("stacked", "number"), [("two", "one"), ("one", "two")])
+def test_a_stack_that_is_split_equally_has_no_numbers_beside_it(stacked, number):
     class Stacked(Two):
         def __init__(self, *, rngs):
-            self.first = nnx.Linear(4, 4, rngs=rngs)
-            self.second = jshard.stack(nnx.Linear, 2, 4, 4, rngs=rngs)
+            built = {"one": nnx.Linear(4, 4, rngs=rngs), "two": nnx.Linear(4, 4, rngs=rngs)}
+            built[stacked] = jshard.stack(nnx.Linear, 2, 4, 4, rngs=rngs)
+            self.first, self.second = built.values()
 
-    jshard.load(said({"stage": 0}, {"stage": "equal"}))
+    jshard.load(said(*({"stage": "equal" if name == stacked else 0} for name in ("one", "two"))))
     with pytest.raises(JShardError) as told:
         jshard.shard(Stacked(rngs=nnx.Rngs(0)), np.ones((2, 4), np.float32))
     assert str(told.value) == (
-        'signal "two" (<dict>) says stage: equal (<dict>), and signal "one" (<dict>) says stage: 0 (<dict>); give each signal '
-        "the number of its stage, or let one stack be split equally"
+        f'signal "{stacked}" (<dict>) says stage: equal (<dict>), and signal "{number}" (<dict>) says stage: 0 (<dict>); give '
+        "each signal the number of its stage, or let one stack be split equally"
     )

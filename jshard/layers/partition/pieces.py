@@ -80,9 +80,8 @@ class Pieces:
         level: dict[Any, int] = {}  # the piece that computes a variable
         origin = {jaxpr.invars[n]: stage for n, stage in self.stage_of.items()}  # made of parameters of one stage alone
         reduced: set[Any] = set()  # of those
-        at: dict[int, int] = {}  # the piece that each equation is in, by its place
         used: dict[Any, int] = {}  # the last piece that uses a variable of another
-        for number, eqn in enumerate(jaxpr.eqns):
+        for eqn in jaxpr.eqns:
             operands = list(_variables(eqn.invars))
             stages = {origin[v] for v in operands if v in origin and v not in level}
             if len(stages) == 1 and all(v in origin and v not in level for v in operands):
@@ -91,32 +90,29 @@ class Pieces:
                 reduced |= {v for v in eqn.outvars if v.aval.size < largest or not reduced.isdisjoint(operands)}
                 continue
             # what is reduced of parameters, as a sum of squares, goes on to where it is needed; other stages don't come to it
-            if len(stages) > 1 or any(v in reduced and v not in level for v in operands):
-                level |= {v: self._piece_of(origin[v], 0) for v in operands if v in origin and v not in level}
+            if len(stages) >= 2 or any(v in reduced and v not in level for v in operands):
+                level |= {v: self._piece_of(origin[v]) for v in operands if v in origin and v not in level}
                 stages = set()
-            before = max((level[v] for v in operands if v in level), default=-1)
-            if before < 0 and not stages:
+            before = [level[v] for v in operands if v in level]
+            if not before and not stages:
                 continue
-            own = self._piece_of(stages.pop(), before) if stages else before
-            at[number] = own
+            own = self._piece_of(stages.pop(), max(before, default=0)) if stages else max(before)
             level |= dict.fromkeys(eqn.outvars, own)
-            used |= {v: max(own, used.get(v, 0)) for v in operands if v in level}
+            used |= {v: max(own, used.get(v, own)) for v in operands if v in level}
         outs = list(dict.fromkeys(_variables(jaxpr.outvars)))
-        level |= {v: self._piece_of(origin[v], 0) for v in outs if v in origin and v not in level}
+        level |= {v: self._piece_of(origin[v]) for v in outs if v in origin and v not in level}
         self.outs = {v: level[v] for v in outs if v in level}
         self.sent = [
-            [v for v, own in level.items() if own < number <= used.get(v, -1)] for number in range(len(self.owners))
+            [v for v, own in level.items() if own < number <= used.get(v, own)] for number in range(len(self.owners))
         ]
-        free = [eqn for number, eqn in enumerate(jaxpr.eqns) if number not in at]
         self.made: list[list[Any]] = []  # by each piece, for others and as results
         self.pieces: list[Piece] = []
         for number in range(len(self.owners)):
-            eqns = [eqn for n, eqn in enumerate(jaxpr.eqns) if at.get(n, number) == number]
-            made = [v for v, own in level.items() if own == number and (used.get(v, -1) > number or v in self.outs)]
+            made = [v for v, own in level.items() if own == number and (used.get(v, own) > own or v in self.outs)]
             self.made.append(made)
-            self.pieces.append(piece(jaxpr, eqns, made, self.sent[number]))
+            self.pieces.append(piece(jaxpr, jaxpr.eqns, made, self.sent[number]))
         self.back = [self._backward_of(number) for number in range(len(self.owners))]
-        self.rest = piece(jaxpr, free, [v for v in jaxpr.outvars if isinstance(v, Literal) or v not in self.outs])
+        self.rest = piece(jaxpr, jaxpr.eqns, [v for v in jaxpr.outvars if isinstance(v, Literal) or v not in self.outs])
 
     def _checked(self, claim: Claim, sizes: int) -> int:
         stage = claim.stage
@@ -152,8 +148,8 @@ class Pieces:
                     hint=f"give it the workers of one stage, or write stage: {self.stages - 1}",
                 )
             found.setdefault(int(other.stage), signal)
-        if len(found) > 1:
-            one, two = list(found.values())[:2]
+        if len(found) >= 2:
+            one, two, *_ = found.values()
             raise JShardError(
                 f"{one} and {two} follow one another on stage {owner}, and have their backward on stages "
                 f"{' and '.join(map(str, found))}",
@@ -164,12 +160,11 @@ class Pieces:
             check_smooth(v, f"{inside[0]} has its backward on other workers, and")
         return there
 
-    def _piece_of(self, stage: int, least: int) -> int:
+    def _piece_of(self, stage: int, least: int = 0) -> int:
         """The first piece of a stage that is not before another: a new one where there is none."""
-        found = next((n for n in range(max(least, 0), len(self.owners)) if self.owners[n] == stage), None)
-        if found is None:
+        if stage not in self.owners[least:]:
             self.owners.append(stage)
-        return len(self.owners) - 1 if found is None else found
+        return self.owners.index(stage, least)
 
     # -- inside the shard_map --
 
@@ -180,21 +175,18 @@ class Pieces:
     def run(self, xs: Sequence[Array]) -> list[Part]:
         """Return the results of the program: one piece after the other, while the other stages wait."""
         program, everywhere, staged = self.program, list(xs), frozenset({self.mesh_axis})
-        own, by = self.own(xs), self.by
-        apart = {} if self.back == self.owners else self.own(xs, backward=True)
+        own, apart, by = self.own(xs), self.own(xs, backward=True), self.by
         xs = [x if n in self.packed else vary(x, staged) for n, x in enumerate(xs)]
         values, results = dict[Any, Array](), dict[Any, Array]()
         for number, (owner, made) in enumerate(zip(self.owners, self.made, strict=True)):
-            if number:
-                with scope(**by):
-                    values = {v: self._hop(values[v], self.owners[number - 1], owner) for v in self.sent[number]}
+            with scope(**by):
+                values = {v: self._hop(values[v], self.owners[number - 1], owner) for v in self.sent[number]}
             given = [values[v] for v in self.sent[number]]
-            mine = {group: x[owner % len(x)] for group, x in own.items()}
+            mine = self._rows(own, owner)
             if self.back[number] == owner:
                 outs = self._on(owner, functools.partial(self.computed, number), mine, xs, given)
             else:
-                theirs = {group: x[self.back[number] % len(x)] for group, x in apart.items()}
-                outs = self._with_backward_apart(number, mine, theirs, xs, given)
+                outs = self._with_backward_apart(number, mine, self._rows(apart, self.back[number]), xs, given)
             values |= dict(zip(made, outs, strict=True))
             results |= {v: x for v, x in zip(made, outs, strict=True) if v in self.outs}
         run = program.partition()
@@ -209,8 +201,13 @@ class Pieces:
             for v in outs
         ]
 
+    def _rows(self, own: dict[Group, Array], stage: int) -> dict[Group, Array]:
+        """The parameters of a stage, where one device has those of all; else those that are here."""
+        # of a range, as JAX itself reads the last row beyond the end
+        return {group: x[range(len(x))[stage % len(x)]] for group, x in own.items()}
+
     def _hop(self, x: Array, stage: int, other: int) -> Array:
-        return x if self.ways == 1 else lax.ppermute(x, self.mesh_axis, [(stage, other)])
+        return lax.ppermute(x, self.mesh_axis, [(stage, other)]) if self.ways >= 2 else x
 
     def _on(self, stage: int, f: Callable[..., Any], *args: Any) -> Any:
         """What `f` returns on one stage, zeros on the others."""
@@ -247,10 +244,8 @@ class Pieces:
             of_theirs, some, of_given = self._on(there, pulled, theirs, xs, given, cotangents)
             with scope(**by):
                 of_given = [self._hop(x, there, owner) for x in of_given]
-            of_xs: list[Any] = [None] * len(xs)
-            for n, x in zip(smooth, some, strict=True):
-                of_xs[n] = x
-            return None, of_theirs, of_xs, of_given
+            of_xs = dict(zip(smooth, some, strict=True))
+            return None, of_theirs, [of_xs.get(n) for n in range(len(xs))], of_given
 
         run = jax.custom_vjp(lambda *args: forward(*args)[0])
         run.defvjp(forward, backward)
@@ -314,7 +309,7 @@ class Pieces:
             spare = lambda row: vary(jnp.zeros(longest - sum(x.size for x in row), dtype), frozenset(names))  # noqa: B023
             every = jnp.concatenate([x for row in of_stages for x in (*row, spare(row))]).reshape(-1, longest)
             with scope(**self.by):
-                here = every[:, None] if self.ways == 1 else lax.all_to_all(every, self.mesh_axis, 0, 0)[None]
+                here = lax.all_to_all(every, self.mesh_axis, 0, 0)[None] if self.ways >= 2 else every[:, None]
             found[dtype, names] = here
         return found
 
