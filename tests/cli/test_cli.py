@@ -413,6 +413,7 @@ def test_cli_mistake_is_one_sentence(capsys, monkeypatch, words, sentence):
     assert out == [] or words[0] == "check"
 
 
+@pytest.mark.slow
 def test_cli_pretends_as_many_devices_as_the_mesh_needs():
     done = process(sys.executable, "-c", OPENED.format("configs/xor.yaml", ()))
     assert done.stderr == "no accelerator here: pretending 4 CPU devices for mesh {tensor: 4}\n"

@@ -297,6 +297,7 @@ def test_processes_with_another_yaml_are_told_the_key():
     assert (first, second, said) == (2, 2, [sentence, "all were stopped: rank 0 says why, above"])
 
 
+@pytest.mark.slow
 def test_processes_with_another_program_are_told_before_the_first_step():
     status, out, err = finished(
         start("-n", "2", "train", "configs/digits.yaml", "steps=20", "loss=tests.launch.other:loss")

@@ -104,7 +104,7 @@ def test_a_cache_is_kept_by_each_layer():
     assert [each.shape for each in jax.tree.leaves(kept)] == [shape, shape]
 
 
-@pytest.mark.quick("fsdp", "tensor and sequence")
+@pytest.mark.quick("tensor and sequence")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_equals_one_device_under_every_plan(alone, plan):
     batch, logits, loss, gradients = alone

@@ -93,6 +93,7 @@ def by_flax():
     return before, arrays(model)
 
 
+@pytest.mark.quick(*(f"{layout}-explicit" for layout in LAYOUTS), "column-auto")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layer_of_ones_own_rests_and_trains_as_its_signal_says(by_flax, layout, axis_types):
@@ -139,7 +140,7 @@ def test_layer_of_ones_own_is_explained_and_reported_under_its_signal(tmp_path, 
         assert {array.signal for array in drawn} == {"gated"}
 
 
-@pytest.mark.quick("store")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layer_of_ones_own_verifies(layout):
     with loaded(LAYOUTS[layout][0]):

@@ -115,7 +115,7 @@ COUNTS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("decoder-tensor", "vision-fsdp")
+@pytest.mark.quick("decoder-tensor")
 @pytest.mark.parametrize("name", ["data", "fsdp", "tensor"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_function_of_params_equals_one_device(alone, model, name):

@@ -132,6 +132,7 @@ def test_tokens_cost_an_all_to_all_each_way(name):
     assert dict(moved) == {("forward", ("expert",)): 2 * tokens, ("backward", ("expert",)): 2 * tokens}
 
 
+@pytest.mark.slow
 def test_verify_finds_no_deviation_of_experts():
     jshard.load(PLANS["experts, tensor, data"])
     found = jshard.verify(jshard.shard(loss), layer("capacity"), X)

@@ -168,6 +168,9 @@ CASES = {
 NOT_DIFFERENTIABLE = {"while"}
 
 
+LONG = {"argmin and maximum so far", "attention", "linear algebra", "random numbers", "some places"}
+
+
 def splits(args, sizes) -> Iterator[tuple]:
     """Each axis of each array by itself over each mesh axis that divides it; then all arrays at once."""
     whole = [((),) * np.ndim(x) for x in args]
@@ -186,7 +189,7 @@ def placed(mesh, x, axes):
     return jax.sharding.reshard(x, Layout(mesh, *axes).sharding)
 
 
-@pytest.mark.quick(*(f"{case}-2x4" for case in CASES))
+@pytest.mark.quick(*(f"{case}-2x4" for case in CASES if case not in LONG))
 @pytest.mark.parametrize(
     "sizes", [{"data": 2, "tensor": 4}, {"data": 8}], ids=lambda sizes: "x".join(map(str, sizes.values()))
 )

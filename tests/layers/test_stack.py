@@ -266,6 +266,7 @@ def test_its_cost_to_read_is_that_of_one_layer():
     assert operations(2) == operations(64)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("depth", [2, 64])
 def test_it_is_proven(depth):
     jshard.load(PLANS["tensor"])

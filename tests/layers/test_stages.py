@@ -198,7 +198,6 @@ CASES = {
     "1f1b, rows and tensor",
     "interleaved, sequence",
     "zero_bubble, store, 4",
-    "zero_bubble, chunks computed again",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_a_schedule_computes_what_one_device_does(case):
@@ -312,6 +311,7 @@ def test_balance_places_layers_by_flop_and_says_why():
     assert Ledger.from_json(found.to_json()).stages == found.stages
 
 
+@pytest.mark.slow
 def test_ledger_report_difference_and_timeline_tell_the_schedule():
     """With what each stage holds, keeps and sends; a table of one is a picture of the others too."""
     ledgers = {}
@@ -515,6 +515,7 @@ def test_dropout_is_that_of_no_pipeline_bitwise(stages, schedule, layers):
     assert np.any(found[1]["blocks"]["scale"][...])
 
 
+@pytest.mark.slow
 def test_mixed_precision_inside_stages_is_that_of_no_pipeline():
     """Products in bfloat16, parameters and sums of gradients in float32."""
     how = configured(2, tensor=2, data=2, dtype={"param": "float32", "compute": "bfloat16", "reduce": "float32"})
@@ -586,7 +587,7 @@ def of_experts_on_one_device():
     return balanced(built(depth=4, block=Experts))
 
 
-@pytest.mark.quick("1f1b, by places", "zero_bubble, 4, by places")
+@pytest.mark.quick("zero_bubble, 4, by places")
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_inside_stages_leave_their_losses_of_balance(case):
     """Which go to the loss with what goes from stage to stage; those of the last microbatch stay in the model."""

@@ -258,6 +258,7 @@ def test_a_clip_by_the_norm_of_split_gradients_is_that_of_whole_ones():
         assert asked == {("all_reduce", 2): 1, ("all_reduce", 4): 1}
 
 
+@pytest.mark.slow
 def test_a_clip_is_counted_with_its_cause_and_the_step_is_verified():
     experiment = built({"clip": 0.1, "adamw": {"weight_decay": 0.1}, "decay": {"match": "**/kernel"}})
     plain_one = built("adamw")

@@ -286,6 +286,7 @@ def test_diff_of_one_wrong_axis_in_one_weight_shows_what_it_costs():
     assert [(each.signal, each.collective, each.axis) for each in gone] == [("mlp/down", "all_reduce", "tensor")]
 
 
+@pytest.mark.slow
 def test_diff_of_one_wrong_axis_in_seven_billion_parameters_says_an_all_gather_more_and_its_mebibytes():
     pod = {"data": 16, "tensor": 16}
     before, after = decoder(SEVEN_BILLION, **pod), decoder(SEVEN_BILLION, **pod, **WRONG)
