@@ -67,7 +67,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def multiples(size: int, of: int) -> str:
-    """Return the nearest numbers to `size` that are multiples: "24 or 32", or "8", below which there is none."""
+    """Return the multiples of `of` next to `size`: "24 or 32", or "8", below which there is none."""
     below, above = size // of * of, -(-size // of) * of
     return f"{below} or {above}" if below else f"{above}"
 

@@ -12,7 +12,7 @@ import jshard
 from jshard.jaxprs import equations
 
 
-def traced(words, f=None, d=2, **arguments):
+def traced(words, of="value", d=2, **arguments):
     """The equations of a layer's value, or of the gradients of its parameters and input."""
     jshard.load({"jshard": {"mesh": {"d": d, "t": 8 // d}}, "layer": words})
     with jshard.signal("layer"):
@@ -20,7 +20,7 @@ def traced(words, f=None, d=2, **arguments):
     value = lambda state, x: nnx.merge(graph, state)(x)
     gradient = jax.grad(lambda state, x: value(state, x).astype(jnp.float32).sum(), argnums=(0, 1))
     x = jax.ShapeDtypeStruct((8, 8, 8), jnp.float32)
-    return [*equations(jax.make_jaxpr({None: value, "gradient": gradient}[f])(state, x))]
+    return [*equations(jax.make_jaxpr({"value": value, "gradient": gradient}[of])(state, x))]
 
 
 def names(words, **arguments):
@@ -102,7 +102,7 @@ def test_a_product_of_ones_own_is_given_a_dtype_where_one_is_asked_for():
 )
 def test_products_are_narrow_and_sums_wide(words, rests):
     every = traced({**words, **MIXED}, "gradient", param_dtype=rests)
-    products = {(v.aval.dtype.name) for eqn in every if eqn.primitive.name == "dot_general" for v in eqn.invars}
+    products = {v.aval.dtype.name for eqn in every if eqn.primitive.name == "dot_general" for v in eqn.invars}
     sums = {
         v.aval.dtype.name
         for eqn in every

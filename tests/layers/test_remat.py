@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -14,7 +15,7 @@ from jshard.jaxprs import equations
 from jshard.kernels.kernel_traffic import declare
 from jshard.layers.remat import CHUNK, recomputed
 
-W = jnp.ones((4, 4))
+W = np.ones((4, 4), np.float32)
 
 
 def two(x):

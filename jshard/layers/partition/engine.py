@@ -251,7 +251,7 @@ class Partition:
         algorithm: Any = "auto" if self.nearest is None else dict(self.nearest.kernel).get("all_reduce", "auto")
         fields = {"key": key} if key else {}
         with scope(**fields):
-            return all_reduce(x, names, op=kind, algorithm={"sum": algorithm}.get(kind, "auto"))  # type: ignore[arg-type]  # kinds are its words
+            return all_reduce(x, names, op=kind, algorithm=algorithm if kind == "sum" else "auto")  # type: ignore[arg-type]  # kinds are its words
 
     def local(self, part: Part, axes: Axes, names: Names) -> Array:
         if self.steps is not None:

@@ -203,8 +203,7 @@ class Pieces:
 
     def _rows(self, own: dict[Group, Array], stage: int) -> dict[Group, Array]:
         """The parameters of a stage, where one device has those of all; else those that are here."""
-        # of a range, as JAX itself reads the last row beyond the end
-        return {group: x[range(len(x))[stage % len(x)]] for group, x in own.items()}
+        return {group: x[stage % len(x)] for group, x in own.items()}
 
     def _hop(self, x: Array, stage: int, other: int) -> Array:
         return lax.ppermute(x, self.mesh_axis, [(stage, other)]) if self.ways >= 2 else x
