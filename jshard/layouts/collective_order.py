@@ -65,7 +65,7 @@ def _thunk(content: memoryview) -> _Thunk:
     if what == COLLECTIVE:
         return _Thunk(bytes(content), bytes(message.message(what).message(BUFFERS).contents(WRITTEN)[0]))
     if what not in SEQUENCES:
-        if not CALL <= what <= LAST:
+        if what > LAST:
             raise Unreadable(
                 f"a thunk of kind {message.text(KIND)}, of which jshard can't tell whether it holds collectives"
             )

@@ -109,6 +109,41 @@ def test_a_program_of_one_sequence_stays_as_it_is():
     assert in_order(before) == before
 
 
+def thunk(what, content):
+    """As XLA writes it: its kind in words, nothing of where it comes from, and what it is."""
+    return written(1, written(1, b"a kind") + written(2, b"") + written(what, content))
+
+
+def program_of(*sequence):
+    return b"\x00" + written(1, written(6, b"".join(sequence)))
+
+
+def test_who_waits_for_whom_is_told_of_each_resource():
+    """Of two, each with two: a collective, one in a loop's condition, one in its body, and one in a call."""
+    first, second, third, fourth = (thunk(18, written(2, written(2, each))) for each in (b"1", b"2", b"3", b"4"))
+    loop, call = thunk(10, written(1, second) + written(2, third)), thunk(3, written(1, fourth))
+    ordering = [
+        written(1, written(1, b"call") + written(2, b"") + written(3, written(1, b"".join(
+            written(1, written(1, b"copy") + written(2, b"") + written(12, written(1, each) + written(2, each)))
+            for each in pair
+        ))))
+        for pair in ((b"1", b"2"), (b"2", b"4"))
+    ]  # fmt: skip
+    before = program_of(
+        written(2, written(1, b"\0\1")), written(2, written(1, b"\2\3")), first, thunk(5, b""), loop, call
+    )
+    assert in_order(before) == program_of(
+        first, thunk(5, b""), ordering[0], loop, ordering[1], call,
+        written(2, written(1, b"\0\1")), written(2, written(1, b"\3\5")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [5, 22])
+def test_what_holds_no_collectives_stays(what):
+    program = program_of(thunk(what, b""))
+    assert in_order(program) == program
+
+
 def test_what_it_does_not_know_is_refused():
     other = written(1, b"async") + written(2, b"") + written(23, b"")
     program = written(1, written(6, written(1, other)))
