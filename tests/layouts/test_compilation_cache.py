@@ -58,9 +58,9 @@ def test_programs_of_other_chips_are_kept_as_they_are(monkeypatch):
     written = []
     monkeypatch.setattr(compiler, "_cache_write", lambda *of: written.append(of[4]))
     keep_in_order()
-    for platform in ("cpu", "tpu"):
+    for platform in ("cpu", "tpu", "METAL"):
         compiler._cache_write("key", 1.0, "name", SimpleNamespace(platform=platform), platform)
-    assert written[0].executable == "cpu" and written[1:] == ["tpu"]
+    assert written[0].executable == "cpu" and written[1:] == ["tpu", "METAL"]
 
 
 def test_a_jax_that_writes_otherwise_is_told(monkeypatch, kept):
@@ -71,5 +71,6 @@ def test_a_jax_that_writes_otherwise_is_told(monkeypatch, kept):
         f"jax {jax.__version__} may keep CPU programs that hang when they come back: set JAX_ENABLE_COMPILATION_CACHE=false "
         "where you compute on CPU devices"
     ]
+    assert told[0].filename == __file__
     jax.config.update("jax_compilation_cache_dir", None)
     keep_in_order()
