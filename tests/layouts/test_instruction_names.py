@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.mlir import ir
 
+from jshard.layouts.before_compiling import change
 from jshard.layouts.mesh import build_mesh
 
 X = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -36,3 +38,21 @@ def test_a_slice_of_jax_and_one_of_xla_with_one_number_are_two(others):
     np.testing.assert_array_equal(joined(*placed)[0], np.concatenate([X, Y]))
     found = re.findall(r"%([\w.-]+) = f32\S+ dynamic-slice\(", joined.lower(*placed).compile().as_text())
     assert len({name.replace("-", "_") for name in found}) == len(found) >= 2
+
+
+def test_a_slice_has_the_name_that_xla_gives_and_others_keep_theirs():
+    def sum_of_two(x, at):
+        return jax.lax.dynamic_slice(x, (at,), (2,)).sum()
+
+    module, names = jax.jit(sum_of_two).lower(X[0], 0).compiler_ir("stablehlo"), set()
+    change(module, "cpu")
+
+    def at(operation):
+        place = operation.location
+        names.update({(operation.name, place.name_str)} if isinstance(place, ir.NameLoc) else ())
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(at)
+    assert ("stablehlo.dynamic_slice", "jit(sum_of_two)/dynamic-slice") in names
+    assert ("stablehlo.reduce", "jit(sum_of_two)/reduce_sum") in names
