@@ -21,7 +21,7 @@ def turn_products(operation: Any) -> None:
     if not _is_plain(operation, "stablehlo.transpose"):
         return
     product = operation.operands[0].owner
-    if not _is_plain(product, "stablehlo.dot_general") or len([*product.results[0].uses]) > 1:
+    if not _is_plain(product, "stablehlo.dot_general") or [*product.results[0].uses][1:]:
         return
     left, right = product.operands
     if any(not isinstance(each.type.element_type, ir.F32Type) for each in (left, right, *product.results)):

@@ -29,6 +29,12 @@ def test_the_gradient_of_a_kernel_is_one_product_and_no_transpose():
     np.testing.assert_allclose(result, np.einsum("btk,btn->kn", np.sin(X), np.ones((2, 3, 5))), rtol=1e-6)
 
 
+def test_a_product_with_batches_is_turned_too():
+    dots, transposes, result = products(lambda q, k: jnp.einsum("btd,bsd->bts", q, k).mT, X, X)
+    assert len(dots) == 1 and "batching_dims = [0] x [0], contracting_dims = [2] x [2]" in dots[0] and not transposes
+    np.testing.assert_array_equal(result, np.einsum("btd,bsd->bst", X, X))
+
+
 @pytest.mark.parametrize("q,k", [("bthd,bshd->bhts", "bhts,bshd->bthd"), ("btd,bsd->bts", "bts,bsd->btd")])
 def test_gradients_of_products_with_batches_are_those_that_jax_writes(q, k):
     draw = np.random.default_rng(0)
@@ -61,10 +67,16 @@ def test_a_product_that_something_else_uses_stays_as_it_is():
     assert len(dots) == len(transposes) == 1
 
 
-def test_a_transpose_to_another_order_stays():
-    dots, transposes, result = products(lambda x, w: jnp.transpose(x @ w, (1, 2, 0)), X, W)
+@pytest.mark.parametrize("order", [(1, 2, 0), (2, 1, 0)])
+def test_a_transpose_to_another_order_stays(order):
+    dots, transposes, result = products(lambda x, w: jnp.transpose(x @ w, order), X, W)
     assert len(dots) == 1 and len(transposes) == 1
-    np.testing.assert_array_equal(result, np.transpose(X @ W, (1, 2, 0)))
+    np.testing.assert_array_equal(result, np.transpose(X @ W, order))
+
+
+def test_a_transpose_of_what_is_no_product_of_matrices_stays():
+    dots, transposes, _ = products(lambda x, y: ((x + y).T, (x * y).T), X[0], X[1])
+    assert not dots and len(transposes) == 2
 
 
 def test_other_dtypes_gain_nothing_and_stay():
