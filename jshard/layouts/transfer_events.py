@@ -42,8 +42,8 @@ def _words(where: Where, rank: int) -> str:
     if not isinstance(where, NamedSharding):
         return devices
     words = repr(Layout.from_sharding(where, rank)).removeprefix("Layout(").removesuffix(")")
-    is_part = where.num_devices < jax.device_count(next(iter(where.device_set)).platform)
-    return f"{words}, {devices}" if is_part else words
+    others = {*jax.devices(next(iter(where.device_set)).platform)} - where.device_set
+    return f"{words}, {devices}" if others else words
 
 
 def _numbers(where: Where) -> list[int] | None:
