@@ -125,7 +125,7 @@ def tell(doors: Mesh, call: dict[str, Any]) -> list[dict[str, Any]]:
     note = json.dumps(call).encode()
     assert len(note) <= NOTE, call
     notes = _telling(doors)(_at_doors(np.frombuffer(note.ljust(NOTE), np.uint8), doors))
-    return [json.loads(each.tobytes()) for each in np.asarray(notes.addressable_data(0)).reshape(-1, NOTE)]
+    return [json.loads(each.tobytes()) for each in np.asarray(notes)]
 
 
 def is_shared(op_name: str, x: jax.Array, to: str, doors: Mesh) -> bool:
@@ -133,9 +133,8 @@ def is_shared(op_name: str, x: jax.Array, to: str, doors: Mesh) -> bool:
     goes elsewhere `to` on one of them."""
     if doors.size < 2:
         return True
-    devices, me = x.sharding.device_set, jax.process_index()
-    what = f"{x.dtype}{list(x.shape)} on {listed(devices)}"
-    calls = tell(doors, {"call": (what, to), "own": all(device.process_index == me for device in devices)})
+    what = f"{x.dtype}{list(x.shape)} on {listed(x.sharding.device_set)}"
+    calls = tell(doors, {"call": (what, to), "own": x.is_fully_addressable})
     owns = all(call["own"] for call in calls)
     for process, call in enumerate(calls):
         if call["call"][owns:] != calls[0]["call"][owns:]:
@@ -169,6 +168,6 @@ def listed(devices: Iterable[Device]) -> str:
 @functools.lru_cache(maxsize=64)
 def _telling(doors: Mesh) -> Any:
     def telling(x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, "process", tiled=True, to="invarying")
+        return lax.all_gather(x, "process", to="invarying")
 
     return jax.jit(jax.shard_map(telling, mesh=doors, in_specs=PartitionSpec("process"), out_specs=PartitionSpec()))

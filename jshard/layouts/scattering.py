@@ -85,7 +85,7 @@ def _by_broadcast(
     size = math.prod(shape) * dtype.itemsize
     bits = np.zeros(-(-size // 4), np.uint32)
     if host is not None:
-        flat = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        flat = host.ravel().view(np.uint8)
         bits = np.pad(flat, (0, -size % 4)).view(np.uint32) if size % 4 else flat.view(np.uint32)
     bits = multihost_utils.broadcast_one_to_all(bits, is_source=jax.process_index() == root)
     full = np.asarray(bits).view(np.uint8)[:size].view(dtype).reshape(shape)
@@ -99,11 +99,12 @@ def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[La
     """The layout of this rank, the shape and the dtype; `where` is a Layout, or a NamedSharding of any rank."""
     devices = listed(where.mesh.devices.flat)
     call = f'{as_layout(where, None, label="jshard.scatter")!r} of {devices}, root={root!r}, method="{method}"'
-    calls = tell(doors, {"call": call[:1000], **_described(x)})
-    for process, given in enumerate(calls):
-        if given["call"] != calls[0]["call"]:
+    told = tell(doors, {"call": call[:1000], "gave": _described(x)})
+    calls, gave = ([each[key] for each in told] for key in ("call", "gave"))
+    for process, call in enumerate(calls):
+        if call != calls[0]:
             raise JShardError(
-                f"process {process} called jshard.scatter with {given['call']}, but process 0 with {calls[0]['call']}",
+                f"process {process} called jshard.scatter with {call}, but process 0 with {calls[0]}",
                 hint="call it alike on every process",
             )
     if method not in METHODS:
@@ -111,47 +112,48 @@ def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[La
         raise JShardError(f'jshard.scatter has no method "{method}"', hint=hint)
     check_root("jshard.scatter", root)
     here = f"jshard.scatter(x if jax.process_index() == {root} else None, layout, root={root})"
-    for process, given in enumerate(calls):
-        if process == root and given["kind"] == "none":
+    for process, given in enumerate(gave):
+        if process == root and given is None:
             raise JShardError(
                 f"process {root} is the root of jshard.scatter and gave no array",
                 hint=f"write {here}" if doors.size >= 2 else "give it one",
             )
-        if process != root and given["kind"] != "none" and given.get("shape") != [0]:
+        if process != root and given is not None and given.get("shape") != [0]:
             raise JShardError(
                 f"process {process} gave jshard.scatter an array, but its root is process {root}", hint=f"write {here}"
             )
-    given = calls[root]
-    if given["kind"] != "array":
+    given = gave[root]
+    if "fault" in given:
         raise JShardError(given["fault"], hint=given["hint"])
     layout = as_layout(where, len(given["shape"]), label="jshard.scatter")
     layout.shard_shape(given["shape"], label="jshard.scatter")
     return layout, tuple(given["shape"]), np.dtype(given["dtype"])
 
 
-def _described(x: Any) -> dict[str, Any]:
+def _described(x: Any) -> dict[str, Any] | None:
     """What the others need to know of what a process gave: nothing, an array, or a fault."""
     if x is None:
-        return {"kind": "none"}
+        return None
 
     def wrong(fault: str, hint: str) -> dict[str, Any]:
-        return {"kind": "fault", "fault": f"jshard.scatter {fault}", "hint": hint}
+        return {"fault": f"jshard.scatter {fault}", "hint": hint}
 
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         fault = "takes an array on the root's host, and this one lies on devices of other processes"
         return wrong(fault, "use jshard.redistribute(x, layout)")
     host = _on_host(x)
+    held = jax.dtypes.canonicalize_dtype(host.dtype)
     try:
-        held = jax.dtypes.canonicalize_dtype(host.dtype)
+        jax.dtypes.scalar_type_of(held)
     except TypeError:  # JAX's way to say that it has no such numbers
         held = None
-    if held is None or held in NARROW or host.dtype.names or not host.dtype.isnative or host.dtype.kind in "OSUMm":
+    if held is None or held in NARROW:
         fault = f"was given an array of {str(host.dtype)[:200]}, which it can't hand out"
         return wrong(fault, "give it numbers, for instance x.astype(np.float32)")
     if held != host.dtype:
         fault = f"was given {host.dtype}, which JAX holds only with JAX_ENABLE_X64=1"
         return wrong(fault, f"give it x.astype(np.{held})")
-    return {"kind": "array", "shape": list(host.shape), "dtype": host.dtype.name}
+    return {"shape": list(host.shape), "dtype": host.dtype.name}
 
 
 def _on_host(x: Any) -> np.ndarray:
@@ -159,7 +161,7 @@ def _on_host(x: Any) -> np.ndarray:
     try:
         host = np.asarray(x)
     except ValueError:  # a list of unequal lists
-        return np.empty(0, object)
+        return np.array(None)
     is_plain = hasattr(x, "dtype") or host.dtype.kind not in "biufc"
     return host if is_plain else host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
 

@@ -21,9 +21,8 @@ class Filling:
 
     def __init__(self, sharding: Sharding, shape: Sequence[int], dtype: Any):
         self.sharding, self.shape, self.dtype = sharding, tuple(shape), np.dtype(dtype)
-        here = jax.process_index()
-        boxes = boxes_of(sharding, shape)
-        self.boxes = {device: box for device, box in boxes.items() if device.process_index == here}
+        here = sharding.addressable_devices
+        self.boxes = {device: box for device, box in boxes_of(sharding, shape).items() if device in here}
         self.parts: dict[Device, jax.Array] = {}
 
     def put(self, block: Box, words: Any) -> None:
@@ -84,9 +83,9 @@ def _as_numbers(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _written(part: jax.Array, words: jax.Array, corner: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
-    held = np.dtype(np.uint8) if part.dtype == bool else part.real.dtype
-    numbers = lax.bitcast_convert_type(words.reshape(-1, max(1, held.itemsize // 4)), held).reshape(-1)
-    if part.dtype.kind == "c":
+    held = np.dtype(np.uint8) if jnp.isdtype(part.dtype, "bool") else part.real.dtype
+    numbers = lax.bitcast_convert_type(words.reshape(-1, 2), held).reshape(-1)  # two are one of 64 bits
+    if jnp.iscomplexobj(part):
         numbers = lax.complex(numbers[::2], numbers[1::2])
     numbers = numbers[: math.prod(shape)].astype(part.dtype)
     return lax.dynamic_update_slice(part, numbers.reshape(shape), corner)
@@ -95,9 +94,9 @@ def _written(part: jax.Array, words: jax.Array, corner: tuple[int, ...], shape: 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _cut(part: jax.Array, corner: tuple[int, ...], shape: tuple[int, ...], count: int) -> jax.Array:
     bits = lax.dynamic_slice(_as_bits(part), corner, shape).reshape(-1)
-    if bits.dtype.kind == "c":
+    if jnp.iscomplexobj(bits):
         bits = lax.bitcast_convert_type(jnp.stack([bits.real, bits.imag], -1).reshape(-1), _bits_dtype(part.real.dtype))
-    several = max(1, 4 // bits.dtype.itemsize)
+    several = -(-4 // bits.dtype.itemsize)  # to a word, or one that is wider
     bits = jnp.pad(bits, (0, -bits.size % several)).reshape(-1, several)
     words = lax.bitcast_convert_type(bits, np.uint32).reshape(-1)
     return jnp.pad(words, (0, count - words.size))

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import jshard
 from benchmarks import scatter as benchmark
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in
+from jshard.layouts import gathering, p2p, scattering, shard_buffers
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts.index_ranges import blocks, overlap, word_count
-from jshard.layouts.p2p import _sending, parcels_of
+from jshard.layouts.p2p import Parcel, _at_doors, _sending, carry, doors_of, is_shared, parcels_of, tell
 
 SCRIPT = Path(__file__).parents[1] / "scatter_in_processes.py"
 LAYOUTS = {"replicated": (None, None), "rows": ("a", None), "columns": (None, ("a", "b")), "both": ("b", "a")}
@@ -167,6 +170,7 @@ def test_scatter_takes_lists_and_numbers_and_shardings_in_place_of_a_layout(mesh
     y = jshard.scatter([1.0, 2.0, 3.0, 4.0], jax.NamedSharding(grid, jax.P("a")))
     assert (y.dtype, y.sharding.spec, y.addressable_shards[3].data.tolist()) == (np.float32, jax.P("a"), [4.0])
     assert jshard.scatter(2, jshard.Layout(grid)).dtype == np.int32
+    assert jshard.scatter([2], jshard.Layout(mesh(a=1), "a")).tolist() == [2]
     with jax.set_mesh(grid):  # a shorter spec leaves the last axis whole, as in JAX
         y = jshard.scatter(np.ones((4, 2), np.float32), jax.P("a"))
         rows = jax.NamedSharding(grid, jax.P("a"))
@@ -235,7 +239,7 @@ def test_blocks_cover_a_part_and_are_of_one_shape(monkeypatch):
     assert boxes.index(((2, 4), (5, 6)), ((1, 9), (5, 7))) == (slice(1, 3), slice(0, 1))
 
 
-def test_what_a_process_has_stays_with_it():
+def test_what_a_process_has_stays_with_it(monkeypatch):
     def parcels(having, wanting):
         return [(parcel.source, parcel.targets) for parcel in parcels_of((), having, wanting)]
 
@@ -244,6 +248,8 @@ def test_what_a_process_has_stays_with_it():
     assert parcels([1, 0], [0, 2]) == [(1, (2,)), (0, ())]
     assert parcels([0, 1], [2]) == [(0, (2,))]
     assert parcels([1], [1]) == []
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert parcels([0, 1], [1, 2]) == [(0, (2,)), (1, ())]
 
 
 @pytest.mark.parametrize("everyone", [False, True])
@@ -267,6 +273,249 @@ def test_blocks_of_all_shapes_travel_as_few_numbers_of_words():
         assert 4 * word_count(((0, rows), (0, columns)), size) >= rows * columns * size
 
 
+# -- what is asked of one of several processes, in one --
+
+
+def process(monkeypatch, number, count=2):
+    monkeypatch.setattr(jax, "process_index", lambda: number)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+
+
+def line_of(count):
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]), ("process",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+CARRIED = {  # by process: what it takes, sends and keeps of three blocks of 0 for 1 and 2, one that stays with 1, two of 2 for 0
+    0: ["take 0", "send 0", "wait 1", "keep 0: 0", "send -", "wait 1", "keep 4: from 2",
+        "take 1", "send 1", "wait 2", "keep 1: 1", "send -", "wait 3", "keep 5: from 2",
+        "take 2", "send 2", "wait 4", "keep 2: 2"],
+    1: ["send -", "wait 1", "keep 0: from 0", "take 3", "keep 3: 3",
+        "send -", "wait 1", "keep 1: from 0", "send -", "wait 2", "keep 2: from 0"],
+    2: ["send -", "wait 1", "keep 0: from 0", "take 4", "send 4", "wait 1", "keep 4: 4",
+        "send -", "wait 2", "keep 1: from 0", "take 5", "send 5", "wait 3", "keep 5: 5",
+        "send -", "wait 4", "keep 2: from 0"],
+    3: [],
+    "everyone": ["send -", "wait 1", "send -", "wait 1", "send -", "wait 2", "send -", "wait 3", "send -", "wait 4"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("me", CARRIED)
+def test_each_process_sends_and_keeps_what_is_its_own_and_at_most_two_blocks_are_going(monkeypatch, me):
+    monkeypatch.setattr(boxes, "BLOCK", 4)
+    process(monkeypatch, 3 if me == "everyone" else me)
+    monkeypatch.setattr(p2p, "EVERYONE", ("cpu",) if me == "everyone" else ())
+    done, sent, nothing = [], [], []
+
+    def sending(_, source, targets, everyone):
+        assert (source, targets) in ((0, (1, 2)), (2, (0,))) and everyone == (me == "everyone")
+
+        def program(words):
+            assert len(words) == 256
+            done.append(f"send {'-' if isinstance(words, jax.Array) else words[0]}")
+            nothing.extend([words] if isinstance(words, jax.Array) else [])
+            sent.append(source)
+            of = len(sent)
+            wait = lambda: done.append(f"wait {of}")
+            return SimpleNamespace(addressable_data=[f"from {source}"].__getitem__, block_until_ready=wait)
+
+        return program, None
+
+    def take(block):
+        ((begin, _),) = block
+        done.append(f"take {begin}")
+        return np.full(256, begin)
+
+    def keep(block, words):
+        done.append(f"keep {block[0][0]}: {words if isinstance(words, str) else words[0]}")
+
+    monkeypatch.setattr(p2p, "_sending", sending)
+    monkeypatch.setattr(p2p, "_at_doors", lambda words, _: words)
+    parcels = Parcel(((0, 3),), 0, (1, 2)), Parcel(((3, 4),), 1, ()), Parcel(((4, 6),), 2, (0,))
+    carry(parcels, doors_of("cpu"), 4, take, keep)
+    assert done == CARRIED[me]
+    assert len({id(each) for each in nothing}) <= 1  # who has nothing to send makes that once
+
+
+def test_what_a_process_sends_lies_on_its_door():
+    words = _at_doors(np.arange(3, dtype=np.uint32), doors_of("cpu"))
+    assert words.tolist() == [0, 1, 2] and words.sharding.mesh == doors_of("cpu")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_each_process_says_is_told_to_all(monkeypatch, count):
+    line, call = line_of(count), {"call": "mine"}
+    others = [{"call": f"of {number}"} for number in range(1, count)]
+
+    def at_doors(mine, doors):
+        assert len(mine) == 4096
+        notes = [mine, *(np.frombuffer(json.dumps(each).encode().ljust(4096), np.uint8) for each in others)]
+        return jax.device_put(np.concatenate(notes), jax.NamedSharding(doors, P("process")))
+
+    monkeypatch.setattr(p2p, "_at_doors", at_doors)
+    told = tell(line, call)
+    assert told == [call, *others] and (told[0] is call) == (count == 1)
+
+
+X4, ON_HALF = "float32[4] on devices 0 to 7", "float32[4] on devices 0 to 3"
+SAME = "; call it with the same arrays in the same order on every process"
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([(X4, "", False)], True),
+        ([(X4, "", False), (X4, "", False)], True),
+        ([(X4, "", True), (X4, "", False)], True),
+        ([(X4, "", True), (ON_HALF, "", True)], False),
+        ([(X4, "root=0", True), (ON_HALF, "root=0", True), (X4, "root=1", True)],
+         f"process 2 called it with {X4}, root=1, but process 0 with {X4}, root=0"),
+        ([(X4, "", False), (X4, "", False), (ON_HALF, "", True)], f"process 2 called it with {ON_HALF}, but process 0 with {X4}"),
+        ([(ON_HALF, "", False), (X4, "", False)], f"process 1 called it with {X4}, but process 0 with {ON_HALF}"),
+    ],
+)  # fmt: skip
+def test_whether_an_array_is_one_of_all_processes(monkeypatch, calls, said):
+    told = [{"call": [what, to], "own": own} for what, to, own in calls]
+    asked = []
+    monkeypatch.setattr(p2p, "tell", lambda _, call: asked.append(call) or told)
+    x = jax.device_put(np.ones(4, np.float32), jax.NamedSharding(line_of(4), P("process")))
+    doors = line_of(len(calls))
+    if isinstance(said, bool):
+        assert is_shared("it", x, "", doors) is said
+        assert asked == ([{"call": (ON_HALF, ""), "own": True}] if doors.size > 1 else [])  # of one, nobody
+        return
+    with pytest.raises(JShardError) as raised:
+        is_shared("it", x, "", doors)
+    assert str(raised.value) == said + SAME
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "there is one process; use 0"),
+        (2, "there are 2 processes; use 0 to 1"),
+        (3, "there are 3 processes; use 0 to 2"),
+    ],
+)
+def test_a_root_that_is_not_there_is_refused(monkeypatch, count, said):
+    process(monkeypatch, 0, count)
+    with pytest.raises(JShardError) as raised:
+        jshard.gather(np.ones(2), root=count)
+    assert str(raised.value) == f"jshard.gather names root {count}, but {said}"
+
+
+@pytest.mark.parametrize("root", [None, 0])
+def test_what_each_process_has_for_itself_is_sent_to_nobody(monkeypatch, root):
+    process(monkeypatch, 0)
+    asked = []
+    monkeypatch.setattr(gathering, "is_shared", lambda *call: asked.append(call[2]))
+    assert jshard.gather(jnp.arange(3), root=root).tolist() == [0, 1, 2]
+    assert asked == ["" if root is None else "root=0"]
+
+
+ARRAY, EMPTY, NUMBER = ({"shape": shape, "dtype": "float32"} for shape in ([4], [0], []))
+FAULT = {"fault": "jshard.scatter was given words", "hint": "give it numbers"}
+
+
+def agreed(monkeypatch, gave, root=0, calls=None, method="scatter"):
+    """What processes agree on, of which this is the first."""
+
+    def told(_, mine):
+        said = [mine["call"], *(calls or [mine["call"]] * (len(gave) - 1))]
+        return [{"call": call, "gave": each} for call, each in zip(said, gave, strict=True)]
+
+    process(monkeypatch, 0, len(gave))
+    monkeypatch.setattr(scattering, "tell", told)
+    layout = jshard.Layout(jax.make_mesh((4,), ("a",)), "a")
+    try:
+        return scattering._agreed(None, layout, root, method, line_of(len(gave)))[1:]
+    except JShardError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("gave", [(None, ARRAY, None), (EMPTY, ARRAY, EMPTY)])
+def test_processes_agree_on_what_the_root_gives(monkeypatch, gave):
+    assert agreed(monkeypatch, gave, root=1) == ((4,), np.float32)
+
+
+@pytest.mark.parametrize("gave", [(None, None), (None, None, ARRAY)])
+def test_a_root_that_gives_nothing_is_told_what_to_write(monkeypatch, gave):
+    assert agreed(monkeypatch, gave) == (
+        "process 0 is the root of jshard.scatter and gave no array; "
+        "write jshard.scatter(x if jax.process_index() == 0 else None, layout, root=0)"
+    )
+
+
+@pytest.mark.parametrize("given", [ARRAY, NUMBER, FAULT])
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_array_of_another_process_than_the_root_is_refused(monkeypatch, number, given):
+    gave = [None, ARRAY, None]
+    gave[number] = given
+    assert agreed(monkeypatch, gave, root=1) == (
+        f"process {number} gave jshard.scatter an array, but its root is process 1; "
+        "write jshard.scatter(x if jax.process_index() == 1 else None, layout, root=1)"
+    )
+
+
+def test_what_the_root_can_not_hand_out_is_told_to_all(monkeypatch):
+    assert agreed(monkeypatch, (None, FAULT), root=1) == "jshard.scatter was given words; give it numbers"
+
+
+@pytest.mark.parametrize("other", ["another", "Another", "xanother"])
+def test_calls_that_differ_are_told_in_a_few_words(monkeypatch, other):
+    method = "x" * 2000
+    mine = f'Layout([a] on {{a: 4}}) of devices 0 to 3, root=0, method="{method}'[:1000]
+    assert agreed(monkeypatch, (ARRAY, None), calls=[other], method=method) == (
+        f"process 1 called jshard.scatter with {other}, but process 0 with {mine}; call it alike on every process"
+    )
+
+
+@pytest.mark.parametrize("root", [0, 1])
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_broadcast_is_of_the_bits_of_the_root(mesh, monkeypatch, me, root):
+    whole, sent = np.arange(-5, 5, dtype=np.int8), []
+    bits = np.pad(whole.view(np.uint8), (0, 2)).view(np.uint32)
+
+    def broadcast(mine, *, is_source):
+        sent.append((mine.tolist(), is_source))
+        return bits
+
+    process(monkeypatch, me)
+    gave = [{"shape": [10], "dtype": "int8"} if number == root else None for number in (0, 1)]
+    monkeypatch.setattr(scattering, "tell", lambda _, mine: [{"call": mine["call"], "gave": each} for each in gave])
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", broadcast)
+    y = jshard.scatter(whole if me == root else None, jshard.Layout(mesh(a=2), "a"), root=root, method="broadcast")
+    assert y.tolist() == whole.tolist()
+    assert sent == [(bits.tolist() if me == root else [0, 0, 0], me == root)]
+
+
+def test_a_scatter_broadcasts_nothing(mesh, monkeypatch):
+    monkeypatch.delattr(multihost_utils, "broadcast_one_to_all")
+    assert jshard.scatter([1, 2], jshard.Layout(mesh(a=2), "a")).tolist() == [1, 2]
+
+
+# -- how a part is read and written --
+
+
+@pytest.mark.parametrize(("name", "held"), [("int8", "int8"), ("float32", "float32"), ("bfloat16", "uint16")])
+def test_only_narrow_floats_are_written_as_bits(mesh, name, held):
+    filling = shard_buffers.Filling(jax.NamedSharding(mesh(a=1), P()), (2,), name)
+    filling.put(((0, 2),), np.zeros(256, np.uint32))
+    assert [part.dtype for part in filling.parts.values()] == [held]
+    assert filling.finished().dtype == name
+
+
+def test_a_block_is_read_by_one_program_and_written_by_one_in_its_place():
+    x, words = jnp.zeros((4, 4)), jnp.zeros(256, np.uint32)
+    block = ((0, 2), (1, 4))
+    read = jax.make_jaxpr(lambda part: shard_buffers._cut(part, (0, 1), (2, 3), 256))(x)
+    assert [each.params["name"] for each in read.eqns] == ["_cut"] and read.out_avals[0].shape == (256,)
+    assert shard_buffers.taking(x)(block).shape == (256,)
+    (written,) = jax.make_jaxpr(lambda part, words: shard_buffers._written(part, words, (0, 1), (2, 3)))(x, words).eqns
+    assert (written.params["name"], written.params["donated_invars"]) == ("_written", (True, False, False, False))
+    (last,) = jax.make_jaxpr(lambda bits: shard_buffers._as_numbers(bits, np.dtype(np.float32)))(words).eqns
+    assert last.params["name"] == "_as_numbers"
+
+
 # -- gradients: each other's, in one process --
 
 
@@ -284,6 +533,20 @@ def test_scatter_and_gather_are_each_others_gradients(mesh, name, jit):
     np.testing.assert_array_equal(to, 2 * x * w)
     np.testing.assert_array_equal(back, 2 * x * w)
     assert back.sharding.is_equivalent_to(layout.sharding, 2)
+
+
+def test_a_gradient_lies_where_its_array_does(mesh):
+    layout, there = jshard.Layout(mesh(a=2), "a"), jax.devices()[3]
+    gradient = jax.grad(lambda x: jshard.scatter(x, layout).sum())
+    with jax.set_mesh(layout.mesh):
+        assert gradient(jax.device_put(np.ones(4, np.float32), there)).devices() == {there}
+        assert isinstance(gradient(np.ones(4, np.float32)), np.ndarray)
+
+
+def test_a_gradient_is_empty_where_no_root_is(mesh, monkeypatch):
+    monkeypatch.setattr(scattering, "gather", lambda x, root: None if root else x)
+    (gradient,) = scattering._bwd(1, None, jnp.ones(3, jnp.bfloat16))
+    assert (gradient.shape, gradient.dtype) == ((0,), jnp.bfloat16)
 
 
 # -- send and receive --
@@ -352,6 +615,12 @@ def test_scatter_refuses_what_it_can_not_hand_out(mesh):
          "hand out; give it numbers, for instance x.astype(np.float32)"),
         ([[1], [1, 2]], {}, "jshard.scatter was given an array of object, which it can't hand out; "
          "give it numbers, for instance x.astype(np.float32)"),
+        (np.zeros(4, np.longdouble), {}, f"jshard.scatter was given an array of {np.dtype(np.longdouble)}, which it can't "
+         "hand out; give it numbers, for instance x.astype(np.float32)"),
+        (np.zeros(4, "f4," * 40), {}, f"jshard.scatter was given an array of {str(np.dtype('f4,' * 40))[:200]}, which it "
+         "can't hand out; give it numbers, for instance x.astype(np.float32)"),
+        (np.zeros(4), {}, "jshard.scatter was given float64, which JAX holds only with JAX_ENABLE_X64=1; "
+         "give it x.astype(np.float32)"),
         (np.zeros(4, np.float32), {"root": 1}, "jshard.scatter names root 1, but there is one process; use 0"),
         (np.zeros(4, np.float32), {"method": "x"}, 'jshard.scatter has no method "x"; use "scatter" or "broadcast"'),
     ):  # fmt: skip

@@ -73,6 +73,8 @@ def test_devices_are_listed_in_few_words():
     assert listed(devices[1:3]) == "devices 1 to 2"
     assert listed([devices[at] for at in (3, 1)]) == "devices 3, 1"
     assert listed({devices[at] for at in (3, 1)}) == "devices 1, 3"
+    assert listed([devices[at] for at in (1, 0, 3)]) == "devices 1, 0, 3"
     many = [*devices, *devices, devices[0]]
     assert listed(many[:16]) == "devices 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7"
     assert listed(many) == "17 devices from 0 to 0 (checksum 227ba56e)"
+    assert listed([*many, devices[3]]).startswith("18 devices from 0 to 3 (checksum ")
