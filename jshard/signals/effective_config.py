@@ -36,7 +36,7 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
 def _written(signal: Signal, key: str) -> str:
     """The key as it is written: `expect.psum` is known as `expect.all_reduce`."""
     head, _, word = key.partition(".")
-    spelled = [f"expect.{each}" for each, name in COLLECTIVES.items() if head == "expect" and name == word]
+    spelled = [f"{head}.{each}" for each, name in COLLECTIVES.items() if name == word]
     return next((each for each in spelled if each in signal.places), key)
 
 

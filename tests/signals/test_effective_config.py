@@ -59,6 +59,16 @@ def test_every_key_that_says_something_is_a_line(tmp_path, monkeypatch):
     ]
 
 
+def test_a_pipeline_is_a_line_for_each_of_its_keys():
+    pipeline = {"axis": "pipe", "microbatches": 4, "schedule": "gpipe"}
+    said = {"jshard": {"mesh": {"pipe": 2}, "pipeline": pipeline}, "a": {"stage": "equal"}}
+    assert [(key, value) for _, key, value in lines(load_configuration(said))] == [
+        ("jshard.mesh.pipe", "2"),
+        *((f"jshard.pipeline.{key}", str(value)) for key, value in pipeline.items()),
+        ("a.stage", "equal"),
+    ]
+
+
 def test_nested_keys_are_joined_by_dots():
     assert [*flat({"a": {"b": 1, "c": {"d": 2}}, "e": 3})] == [("a.b", 1), ("a.c.d", 2), ("e", 3)]
     assert [*flat(1, "a")] == [("a", 1)]
