@@ -65,9 +65,9 @@ def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Clai
             if first.signal is not claim.signal:
                 contested.setdefault((first, claim), []).append(path)
     for (first, second), both in contested.items():
-        verb = "is" if len(both) == 1 else "are"
+        what, verb = ("parameters", "are") if both[1:] else ("parameter", "is")
         says = f"{_some(both, 1)} {verb} claimed by {first} and by {second}"
-        faults.add("parameter" + "s" * (len(both) > 1), second.place, says, "make one of the globs narrower")
+        faults.add(what, second.place, says, "make one of the globs narrower")
     if left := [path for path in paths if path not in found]:
         place, says = Place(configuration.source), f"claims {len(left)} of {len(paths)} parameters: {_some(left, 3)}"
         faults.add(f"no signal of {place}", place, says, 'claim them, or write rest: {match: ["**"]}')
@@ -140,7 +140,7 @@ def _misfits(glob: str, fits: Collection[str], paths: Collection[str]) -> Iterat
 def _meant(glob: str, paths: Collection[str]) -> str:
     """A hint: the glob with the first part that leads nowhere in place of the nearest that does, else what there is."""
     parts = next(spellings(glob)).split("/")
-    leads = (any(map(Glob("/".join([*parts[:end], "**"])).fits, paths)) for end in range(1, len(parts) + 1))
+    leads = (any(map(Glob("/".join([*parts[: at + 1], "**"])).fits, paths)) for at in range(len(parts)))
     number = next((number for number, one in enumerate(leads) if not one), None)
     if number is None:  # it leads somewhere, and further
         return f"did you mean {quoted('/'.join([*parts, '**']), LONGEST)}?"

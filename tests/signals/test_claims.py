@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jshard.errors import JShardError
-from jshard.signals.claims import claims, ranges
+from jshard.signals.claims import claims, ranges, staged
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.globs import Glob, spellings
 from jshard.signals.keys import unused
@@ -115,6 +115,31 @@ def test_claims_of_all_others_by_two_signals_are_double(loaded):
         'parameters "layers/0/attn/q_proj/kernel" and 15 more are claimed by signal "a" (c.yaml:3) as "**" and by signal "b" '
         '(c.yaml:4) as "**"; make one of the globs narrower',
     )
+
+
+def test_claims_by_a_star_are_as_those_of_any_other_glob(loaded):
+    assert faults_of(loaded("a: {match: 'w*'}\nb: {match: '*'}\n"), ["w", "w2"]) == (
+        'parameters "w" and 1 more are claimed by signal "a" (c.yaml:3) as "w*" and by signal "b" (c.yaml:4) as "*"; make one '
+        "of the globs narrower",
+    )
+    assert faults_of(loaded("a: {match: 'w/v'}\nb: {match: '*'}\n"), ["w/v"]) == (
+        'signal "b" (c.yaml:4) has match "*", which fits no parameter; did you mean "*/**"?',
+    )
+
+
+def test_claims_are_on_the_stage_of_their_signal_or_of_that_of_their_stack(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(
+        "jshard: {mesh: {pipe: 2}, pipeline: {axis: pipe, microbatches: 2}}\n"
+        "a: {stage: 0, match: 'a/*'}\nm: {match: ['m/*', 'h/*']}\nh: {stage: equal}\nz: {stage: 1, match: 'z/*'}\n"
+    )
+    configuration = load_configuration("c.yaml")
+    paths = ["a/w", "m/w", "h/w", "z/w"]
+    found = {path: claim.stage for path, claim in staged(configuration, claims(configuration, paths)).items()}
+    assert {path: stage and (stage.signal.name, stage.number, stage.is_equal) for path, stage in found.items()} == {
+        "a/w": ("a", 0, False), "m/w": None, "h/w": ("h", None, True), "z/w": ("z", 1, False),
+    }  # fmt: skip
+    assert {stage.mesh_axis for stage in found.values() if stage} == {"pipe"}
 
 
 def test_claims_of_a_configuration_without_match(loaded):
