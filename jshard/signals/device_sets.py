@@ -6,8 +6,9 @@ import weakref
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
 from jshard.signals.active_config import configuration, mesh_for
@@ -23,9 +24,10 @@ def check_reach(x: Any, mesh: Any, signal: Signal) -> None:
     if not isinstance(x, Tracer) or not isinstance(mesh, Mesh):
         return
     value: Any = x.to_concrete_value()
-    if value is not None and not isinstance(value, Tracer):
+    if value is not None:
         if is_elsewhere(value, mesh) and signal.backward is None:  # which brings cotangents back by itself
-            raise apart(signal, mesh, _asked_by(value.sharding.mesh) or "its input", value.sharding.mesh)
+            there = _mesh_of(value)
+            raise apart(signal, mesh, _asked_by(there) or "its input", there)
         return
     trace: Any = x._trace
     while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":  # JAX keeps the class to itself
@@ -65,6 +67,13 @@ def apart(signal: Signal, mesh: Mesh, other: Signal | str, there: Any) -> JShard
 def devices_in_words(mesh: Mesh) -> str:
     """`workers 2, 3`"""
     return "workers " + ", ".join(str(device.id) for device in mesh.devices.flat)
+
+
+def _mesh_of(x: jax.Array) -> Mesh:
+    """The mesh that an array lies on, made of its devices where its sharding has none."""
+    if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
+        return x.sharding.mesh
+    return Mesh(np.array(sorted(x.devices(), key=lambda device: device.id)), ("workers",))
 
 
 def _asked_by(mesh: Mesh) -> Signal | None:
