@@ -142,8 +142,8 @@ def tensor_layout(signal: Signal, rank: int, label: str = "") -> Layout:
     mesh, shard_axes = mesh_for(signal)
     axes: list[tuple[str, ...]] = [()] * rank
     if signal.shard is not None:
-        if not signal.shard.replicated and signal.shard.axis is not None:
-            axis = signal.shard.axis
+        axis = signal.shard.axis  # none of what is replicated
+        if axis is not None:
             if not -rank <= axis < rank:
                 label = label or f"a rank-{rank} array"
                 raise JShardError(
@@ -223,12 +223,19 @@ def _place(x: Any) -> jax.Array:
     check_reach(x, layout.mesh, signal)
     if signal.backward is None:
         return redistribute(x, layout, label=label)
-    back, origin = tensor_layout(present.lookup((signal.backward,)), x.ndim), Layout.of(x)
+    other = present.lookup((signal.backward,))
+    back, origin = tensor_layout(other, x.ndim), Layout.of(x)
 
     def bwd(_: None, cotangent: Any) -> tuple[Any]:
+        check_reach(cotangent, back.mesh, other)
+        if origin is not None and not is_explicit(back.mesh):
+            raise JShardError(
+                f"{other} can't have the cotangent of an array on an explicit mesh, which lies on that mesh too",
+                hint=f'give signal "{other.name}" mesh axes instead of workers',
+            )
         with scope(key="backward"):
             cotangent = redistribute(cotangent, back, label=label)
-            if origin is not None and is_explicit(back.mesh) and origin.axes != back.axes:  # as the type of x says
+            if origin is not None:  # as the type of x says
                 cotangent = redistribute(cotangent, Layout(back.mesh, *origin.axes), label=label)
         return (cotangent,)
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jshard.errors import JShardError
+from jshard.inspect.ledger.ledger import read
 from jshard.layers import Linear, matmul
 from jshard.signals.active_config import load, mesh, unload
 from jshard.signals.scope import signal
@@ -217,6 +218,45 @@ def test_backward_on_other_devices_inside_jit_is_one_sentence():
     assert str(caught.value) == (
         'signal "b" (<dict>) has its own devices for a backward, which one compiled program can\'t reach; call jax.grad '
         'outside jax.jit, or give signal "b" mesh axes instead of workers'
+    )
+
+
+def test_a_cotangent_that_goes_to_other_devices_inside_a_program_is_one_sentence():
+    load(
+        {
+            "f": {"shard": {"axis": 0, "workers": [0, 1]}, "backward": "b"},
+            "b": {"shard": {"axis": 0, "workers": [2, 3]}},
+        }
+    )
+    with pytest.raises(JShardError) as caught:
+        jax.make_jaxpr(jax.grad(lambda x: jnp.sum(signal.tensor(x, name="f"))))(X)
+    assert str(caught.value) == (
+        'signal "b" (<dict>) lies on workers 2, 3 and signal "f" (<dict>) on workers 0, 1, and one program or gradient can\'t '
+        "span both; call jshard.shard(model), which makes their workers stages of one mesh, or name the same workers for both"
+    )
+
+
+ROWS = {"jshard": {"mesh": {"data": 2, "tensor": 4}}, "f": {"row": "data", "backward": "b"}, "whole": {}}
+
+
+@pytest.mark.parametrize(("backward", "moves"), [({"row": "data"}, [0, 2, 1]), ({"column": "tensor"}, [2, 2, 2])])
+def test_the_cotangent_of_a_typed_array_goes_back_to_where_the_array_was(backward, moves):
+    load({**ROWS, "b": backward})
+    for spec, count in zip([P("data", None), P(None, "tensor"), P(None, None)], moves, strict=True):
+        x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=jax.NamedSharding(mesh(), spec))
+        program = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(signal.tensor(x, name="f") ** 2)))(x)
+        assert program.out_avals[0].sharding.spec == spec
+        assert len(read(program).lines) == count
+
+
+def test_a_backward_on_workers_of_a_typed_array_is_one_sentence():
+    load({**ROWS, "b": {"shard": {"axis": 0, "workers": [2, 3]}}})
+    x = signal.tensor(X, name="f")
+    with pytest.raises(JShardError) as caught:
+        jax.vjp(lambda x: signal.tensor(x, name="f"), x)[1](x)
+    assert str(caught.value) == (
+        'signal "b" (<dict>) can\'t have the cotangent of an array on an explicit mesh, which lies on that mesh too; give signal '
+        '"b" mesh axes instead of workers'
     )
 
 
