@@ -145,7 +145,7 @@ def test_the_environment_names_the_configuration_at_the_first_question(tmp_path,
     (tmp_path / "c.yaml").write_text("a: {}\n")
     for named, signals in ((str(tmp_path / "c.yaml"), ["a"]), ("", None)):
         monkeypatch.setenv("JSHARD_CONFIG", named)
-        monkeypatch.setattr(active_config._loaded, "environment_read", False)
+        monkeypatch.setattr(active_config, "_loaded", active_config._Loaded())
         found = active_config.configuration()
         assert (None if found is None else [*found.signals]) == signals
         unload()
