@@ -67,13 +67,13 @@ def _rounds(chunks: int, stages: int) -> list[Round]:
 
 
 def _exchanged(pieces: Array, rounds: Sequence[Round], mesh_axis: str) -> Array:
-    if len(pieces) == 1 or lax.axis_size(mesh_axis) == 1:
+    if 1 in (len(pieces), lax.axis_size(mesh_axis)):
         return pieces
     own, result = lax.axis_index(mesh_axis), jnp.zeros_like(pieces)
     for each in rounds:
         sent = jnp.array([piece for _, piece, _, _ in sorted(each)])[own]
         place = jnp.array([place for _, place in sorted((there, place) for _, _, there, place in each)])[own]
-        piece = lax.dynamic_index_in_dim(pieces, sent, keepdims=False)
+        piece = lax.dynamic_index_in_dim(pieces, sent)
         piece = lax.ppermute(piece, mesh_axis, [(here, there) for here, _, there, _ in each])
         result = lax.dynamic_update_index_in_dim(result, piece, place, 0)
     return result
@@ -84,6 +84,10 @@ class Counts(NamedTuple):
 
     layers: tuple[int, ...]
     stages: int
+
+    @property
+    def chunks(self) -> int:
+        return len(self.layers) // self.stages
 
     @property
     def longest(self) -> int:
@@ -101,20 +105,18 @@ class Counts(NamedTuple):
     def rows(self) -> np.ndarray:
         """`[stage, chunk, place]`: the layer that lies there; in places that a chunk has no layer for, the last."""
         places = np.add.outer(self.starts, np.arange(self.longest)).clip(max=sum(self.layers) - 1)
-        return places.reshape(-1, self.stages, self.longest).swapaxes(0, 1)
+        return places.reshape(self.chunks, self.stages, self.longest).swapaxes(0, 1)
 
     @property
     def places(self) -> np.ndarray:
         """Where each layer lies in `rows`, flat."""
-        chunks = len(self.layers) // self.stages
-        firsts = [(n % self.stages * chunks + n // self.stages) * self.longest for n in range(len(self.layers))]
+        firsts = [(n % self.stages * self.chunks + n // self.stages) * self.longest for n in range(len(self.layers))]
         return np.concatenate([first + np.arange(n) for first, n in zip(firsts, self.layers, strict=True)])
 
     @property
     def by_stage(self) -> list[Fraction]:
         """How many layers each stage runs in a chunk, in the mean."""
-        chunks = len(self.layers) // self.stages
-        return [Fraction(sum(self.layers[stage :: self.stages]), chunks) for stage in range(self.stages)]
+        return [Fraction(sum(self.layers[stage :: self.stages]), self.chunks) for stage in range(self.stages)]
 
 
 def to_stages(x: Array, axis: int | None, counts: Counts, mesh_axis: str) -> Array:
