@@ -42,8 +42,8 @@ def scan_ahead(
     *,
     length: int,
     reverse: bool,
-    travels: bool = True,
-    remat: str | tuple[str, ...] = "",
+    travels: bool,
+    remat: str | tuple[str, ...],
 ) -> tuple[Arrays, Arrays]:
     """Scan `layer` over what `gathers` give, each of the shard of that number, and over `each`, arrays that are led by the axis
     of layers.
@@ -78,7 +78,7 @@ def scan_ahead(
         """A layer's shards. XLA for TPU would cast those of all layers in front of the loop, and keep both."""
         some = [_layer_of(x, turn) for x in shards]
         for (number, _), dtype in zip(gathers if soon else [], dtypes, strict=False):
-            if some[number].dtype == jnp.float32 and dtype == jnp.bfloat16:
+            if (some[number].dtype, dtype) == (jnp.float32, jnp.bfloat16):
                 some[number] = lax.reduce_precision(some[number], 8, 7)
         return some
 
@@ -121,7 +121,7 @@ def scan_ahead(
         return [*outs[: len(carry)], token], outs[len(carry) :]
 
     some = lambda arrays, numbers: [arrays[n] for n in numbers]
-    given_once = operands[0], operands[1], [*at(some(shards, soon), 0), start()], operands[2], program.consts
+    given_once = operands[0], operands[1], [*some(shard_of_one, soon), start()], operands[2], program.consts
     one_layer = (_Again if remat in ("", "full") else _Kept)(recomputed(run, remat or "full", in_scan=True), given_once)
     last_layer = _Again(recomputed(run, remat), given_once) if remat == "full" else one_layer
 
@@ -156,7 +156,7 @@ def scan_ahead(
             behind = [x for x, (n, _) in zip(of_full, gathers, strict=True) if n in late]
             return [of_carry, behind, of_each, of_consts, put(done, dict(zip(soon, own, strict=True)), number)]
 
-        def again(number: Any, token: Any, *, in_turn: bool = True) -> tuple[Arrays, Any]:
+        def again(number: Any, token: Any, *, in_turn: bool) -> tuple[Arrays, Any]:
             with jax.named_scope("checkpoint"), jax.named_scope("rematted_computation"):  # so that it is told as such
                 return gathered(shards, number, token, in_turn=in_turn) if soon else (ahead(shards, number), token)
 
@@ -167,7 +167,7 @@ def scan_ahead(
 
         def turn(state: Any, number: Any) -> Any:
             of_carry, full, behind, sums, done = state
-            before, last = again(number - 1, start())
+            before, last = again(number - 1, start(), in_turn=True)
             done = scattered(behind, number + 1, done)
             of_carry, behind, of_each, of_consts, done = pull(
                 one_layer, number, kept_at(number), full, of_carry, done, last
@@ -272,7 +272,7 @@ class _Kept:
                 made.update(eqn.outvars)
         self.residuals = jaxpr.outvars[self.count :]
         self.kept = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in made))
-        again = [n >= self.count and (isinstance(v, Literal) or v not in made) for n, v in enumerate(jaxpr.outvars)]
+        again = [*[False] * self.count, *(isinstance(v, Literal) or v not in made for v in self.residuals)]
         self.again, self.reads = partial_eval.dce_jaxpr(jaxpr, again)
 
     def forward(self, *operands: Arrays) -> tuple[Arrays, Arrays, Arrays]:
