@@ -219,7 +219,7 @@ class Pipelined(Scheduled):
             ]
 
         shares = any(n in edges for n in cut.each.inputs)
-        model = Model(first, chunk, last, shares, self.layers_words, self._recomputes())
+        model = Model(first, chunk, last, shares, self._recomputes(), self.layers_words)
         value, of_own, of_edges, left = run_table(self.table, model, own, edges, inputs, mesh_axis=mesh_axis, **by)
         for at, x in zip(self.of_data, left, strict=True):
             variables.insert(at, x)

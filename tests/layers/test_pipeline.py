@@ -33,7 +33,7 @@ def model(tensor: str | None = None, data: str | None = None, *, recomputes: boo
         loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1))
         return (lax.pmean(loss, data) if data else loss), ()
 
-    return Model(lambda edges, given: edges["words"][given[0]], chunk, last, recomputes=recomputes)
+    return Model(lambda edges, given: edges["words"][given[0]], chunk, last, False, recomputes)
 
 
 def arrays(virtual_stages: int):

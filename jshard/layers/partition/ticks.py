@@ -68,9 +68,9 @@ class Model(NamedTuple):
     first: Callable[[Tree, Tree], Tree]
     chunk: Callable[[Tree, Tree, Tree, Tree, Array], Tree]
     last: Callable[[Tree, Tree, Tree], tuple[Array, Tree]]
-    shares: bool = False
+    shares: bool
+    recomputes: bool  # each chunk for its backward, of which its input alone is kept
     layers: str = ""  # of each stage, in words
-    recomputes: bool = False  # each chunk for its backward, of which its input alone is kept
 
 
 def run_table(
@@ -309,15 +309,13 @@ def run_table(
 
 
 def _at(tree: Tree, number: Array | int) -> Tree:
-    """One of those along the first axis; the last one where there is none, which nothing then uses."""
-    return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, jnp.where(number < 0, len(x) - 1, number), keepdims=False), tree
-    )
+    """One of those along the first axis; the last one where it is NONE, which nothing then uses."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
 
 
 def _put(buffer: Tree, place: Array, x: Tree) -> Tree:
-    at = lambda buffer: jnp.where(place == NONE, len(buffer) - 1, place)
-    return jax.tree.map(lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, at(buffer), 0), buffer, x)
+    """Put it there; where that is NONE, last."""
+    return jax.tree.map(lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, place, 0), buffer, x)
 
 
 def _places(buffers: Tree, number: Array) -> Tree:

@@ -1,0 +1,154 @@
+"""A small model run by tables of all kinds: what comes of it, and what is told of each branch and permute of a tick."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jshard.errors import JShardError
+from jshard.jaxprs import equations
+from jshard.layers.partition.ticks import Model, Slot, run_table, slot_p
+from jshard.provenance import said
+from jshard.schedules import generate, read, shared
+
+WIDTH, ROWS, MICROBATCHES = 3, 2, 4
+BACK = "F0 F1 F2 F3 B0 . B3 B2 B1\n. F0B0 F1 F2 F3 B3 B2 B1 ."  # the last microbatch comes back before others
+SHARED = shared(generate("zero_bubble", 3, MICROBATCHES), (3, 1, 1))  # four W's on the stage one or two hops further
+TABLES = {
+    "mine": read(BACK, "mine.txt"),
+    "gpipe": generate("gpipe", 2, MICROBATCHES),
+    "interleaved": generate("interleaved", 2, MICROBATCHES),
+    "zero_bubble": generate("zero_bubble", 3, MICROBATCHES),
+    "shared": SHARED,
+    "shared, 2 chunks": shared(generate("zero_bubble", 2, MICROBATCHES, 2), (3, 1)),
+}
+
+
+def model(shares=False, recomputes=False):
+    """All that a part is given counts in it."""
+
+    def chunk(own, edges, x, given, number):
+        y = jnp.tanh(x * own["scale"] + 0.1 * number) * own["last"] + 0.1 * given["x"]
+        return y * edges["all"] if shares else y
+
+    def last(edges, x, given):
+        return ((x - given["x"]) ** 2 * edges["last"]).mean(), {"seen": given["x"][0] + edges["last"]}
+
+    return Model(lambda edges, given: given["x"] * edges["first"], chunk, last, shares, recomputes, "two each")
+
+
+def arrays(table):
+    draw = lambda *shape: 1 + np.random.default_rng(0).normal(size=shape).astype(np.float32) / 2
+    parameters = {"scale": draw(table.virtual_stages, WIDTH), "last": draw(table.virtual_stages, WIDTH) * 2}
+    edges = {"first": draw(WIDTH), "all": draw(WIDTH) + 1, "last": draw(WIDTH) - 1}
+    return parameters, edges, {"x": draw(MICROBATCHES, ROWS, WIDTH)}
+
+
+def of_one_device(table, parts, parameters, edges, inputs):
+    def loss(parameters, edges):
+        total = 0.0
+        for number in range(MICROBATCHES):
+            given = jax.tree.map(lambda x: x[number], inputs)  # noqa: B023
+            x = parts.first(edges, given)
+            for at in range(table.virtual_stages):
+                x = parts.chunk(jax.tree.map(lambda x: x[at], parameters), edges, x, given, at)  # noqa: B023
+            value, behind = parts.last(edges, x, given)
+            total += value
+        return total / MICROBATCHES, behind
+
+    (value, behind), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(parameters, edges)
+    return value, *gradients, behind
+
+
+def run(table, parts, **by):
+    """The step of a table, and its arrays as they lie on the stages."""
+    mesh = jax.make_mesh((table.stages,), ("stage",))
+    parameters, edges, inputs = arrays(table)
+    specs = P(None, "stage"), P(), P()
+
+    def body(parameters, edges, inputs):
+        own = jax.tree.map(lambda x: x[:, 0], parameters)
+        loss, own, edges, behind = run_table(table, parts, own, edges, inputs, mesh_axis="stage", **by)
+        return loss, jax.tree.map(lambda x: x[:, None], own), edges, behind
+
+    step = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), P(None, "stage"), P(), P()))
+    parameters = jax.tree.map(lambda x: x.reshape(-1, table.stages, WIDTH), parameters)
+    put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    return step, [put(tree, spec) for tree, spec in zip((parameters, edges, inputs), specs, strict=True)]
+
+
+@pytest.mark.parametrize("table, how", [
+    ("gpipe", {}), ("gpipe", {"recomputes": True, "shares": True}), ("interleaved", {"shares": True}),
+    ("zero_bubble", {}), ("mine", {"recomputes": True}), ("shared", {"shares": True}), ("shared, 2 chunks", {}),
+], ids=str)  # fmt: skip
+def test_a_table_computes_what_one_device_does(table, how):
+    table, parts = TABLES[table], model(**how)
+    step, given = run(table, parts)
+    value, of_chunks, of_edges, behind = jax.jit(step)(*given)
+    of_chunks = jax.tree.map(lambda x: np.asarray(x).reshape(-1, WIDTH), of_chunks)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    jax.tree.map(near, (value, of_chunks, of_edges, behind), of_one_device(table, parts, *arrays(table)))
+
+
+def equations_of(table, parts):
+    step, given = run(table, parts, claim="layers")
+    return [*equations(jax.make_jaxpr(step)(*given))]
+
+
+# in their order: a branch by how often each stage goes into it, and in how many ticks; a permute by how often, and by a stage
+TOLD = {  # B, F, the first of a microbatch, F's; B, its loss, the gradient of the first; W; and of each hop
+    ("gpipe", False): "backward 4 by 4, 4 of 5, 4 0 of 4, 4 by 4, backward 4 of 5, 0 4 of 4, 4 0 of 4",
+    ("interleaved", False): "backward 12 by 8, 8 of 9, 4 0 of 4, 12 by 8, backward 8 of 9, 0 4 of 4, 4 0 of 4",
+    ("zero_bubble", True): "backward 8 by 4, 4 of 6, 4 0 0 of 4, 8 by 4, backward 4 of 6, 4 0 0 of 4, 0 0 4 of 4, 4 0 0 of 4, "
+    "backward 4 of 4, 4 0 0 of 4",
+    ("shared", False): "backward 8 by 4, 4 of 6, 4 0 0 of 4, 8 by 4, backward 4 of 6, 0 0 4 of 4, 4 0 0 of 4, "
+    "backward 2 3 3 of 5, backward 2 of 2, " + 4 * "2 by 1, " + "backward 1 1 0 of 2, "
+    "backward 2 of 2, " + 4 * "2 by 1, " + "backward 1 0 1 of 2" + 4 * ", backward ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "recomputes"), TOLD, ids=str)
+def test_it_is_told_how_often_a_stage_goes_into_a_branch_and_sends(table, recomputes):
+    found = []
+    for eqn in equations_of(TABLES[table], model(recomputes=recomputes)):
+        stack, name = eqn.source_info.name_stack.stack, eqn.primitive.name
+        if name in ("cond", "ppermute"):
+            claim, phase, times, turns, each = map(
+                functools.partial(said, stack), ("claim", "phase", "times", "turns", "each")
+            )
+            assert claim == ("layers" if name == "ppermute" else "")
+            found.append(f"{phase} {times} {'of ' if turns else 'by ' if each else ''}{turns or each}".strip())
+    assert found == [each.strip() for each in TOLD[table, recomputes].split(",")]
+
+
+@pytest.mark.parametrize(("table", "pairs"), [("zero_bubble", [(0, 1), (1, 2)]), ("interleaved", [(0, 1), (1, 0)])])
+def test_chunks_go_around_all_stages_and_one_of_each_from_the_first_to_the_last(table, pairs):
+    found = [eqn.params["perm"] for eqn in equations_of(TABLES[table], model()) if eqn.primitive.name == "ppermute"]
+    assert sorted(map(sorted, found)) == sorted([sorted((there, here) for here, there in pairs), pairs])
+
+
+@pytest.mark.parametrize(("table", "recomputes", "made", "kept", "left"), [
+    ("gpipe", False, ["F", "B", "sums"], 72, 0), ("zero_bubble", True, ["F", "B", "sums"], 0, 0),
+    ("shared", False, ["F", "B", "sums1", "sums2", "sums"], 72, 24),
+])  # fmt: skip
+def test_what_a_tick_makes_is_marked(table, recomputes, made, kept, left):
+    """With what a stage keeps of a microbatch, in bytes: x, a tanh, what that is multiplied by; and the gradient of it for W."""
+    slots = [eqn.params for eqn in equations_of(TABLES[table], model(recomputes=recomputes)) if eqn.primitive is slot_p]
+    assert [each["slot"] for each in slots] == [
+        Slot(name, TABLES[table], "stage", "two each", kept, left) for name in made
+    ]
+
+
+def test_weight_gradients_elsewhere_are_refused_of_chunks_that_are_computed_again():
+    with pytest.raises(JShardError) as error:
+        equations_of(SHARED, model(recomputes=True))
+    assert str(error.value) == (
+        "the table zero_bubble, shared has weight gradients made on another stage than theirs, and these layers are computed "
+        "again for theirs, by parameters that are not there; leave remat away, or write each W in the row of its stage"
+    )
