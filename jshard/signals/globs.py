@@ -122,7 +122,7 @@ def _literal(text: str) -> str:
 def _fault(glob: str) -> tuple[str, str]:
     """Say what is wrong with a glob and what to write; nothing where nothing is wrong."""
     choices = _choices(glob)
-    plain = "".join(text for text, *_ in choices[::2])
+    plain = "".join(text for text, *_ in choices)  # alternatives hold no brace
     if "{" in plain or "}" in plain:
         if glob.count("{") == glob.count("}"):
             return "whose braces stand inside each other or the wrong way round", 'write "{a,b,c}"'

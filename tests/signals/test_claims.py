@@ -72,6 +72,17 @@ def test_claims_by_each_of_two_alternatives_need_not_be_by_each_pair(loaded):
     assert claimed(loaded("a: {match: '{q,k}/{a,b}'}\n"), ["q/b", "k/a"]) == {"a": ["q/b", "k/a"]}
 
 
+def test_claims_by_an_alternative_in_the_second_braces_are_asked_for(loaded):
+    assert faults_of(loaded("a: {match: '{q,k}/{a,z}'}\n"), ["q/a", "k/a"]) == (
+        'signal "a" (c.yaml:3) has match "{q,k}/{a,z}", whose alternative "z" fits no parameter; write a after "q"',
+    )
+
+
+def test_a_glob_has_a_thousand_spellings_at_most(loaded):
+    glob = "{0,1,2,3,4,5,6,7,8,9}" * 3
+    assert loaded(f"a: {{match: '{glob}'}}\n").signals["a"].match == (glob,)
+
+
 def test_claims_of_others_may_find_none(loaded):
     assert claimed(loaded("a: {match: ['layers/**', 'embed/*']}\nrest: {match: ['**']}\n")) == {"a": PATHS}
 
