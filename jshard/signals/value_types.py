@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -93,6 +94,7 @@ def choice(words: tuple[str, ...]) -> Single:
 
 
 LAYERS = re.compile(r"([0-9]{1,6})(?:\.\.([0-9]{1,6}))?")
+MOST_STAGES = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,34 +108,39 @@ class Stages:
     def read(self, node: Node, path: Path, reading: Reading) -> str | None:
         if isinstance(node.value, dict):
             return self._ranges(node, path, reading)
-        number = whole_number(node.value)
-        if node.value in self.words or (number is not None and 0 <= number < 2**31):
+        number = self._number(node.value)
+        if node.value in self.words or number is not None:
             return str(node.value if number is None else number)
         word = node.value if isinstance(node.value, str) else ""
         return reading.wrong(self, node, path, did_you_mean(word, self.words, ""))
+
+    def _number(self, value: object) -> int | None:
+        number = whole_number(value)
+        return number if number is not None and 0 <= number < MOST_STAGES else None
 
     def _ranges(self, node: Node, path: Path, reading: Reading) -> str | None:
         """Every layer once, in order, from 0 on."""
         assert isinstance(node.value, dict)
         found, after = [], 0
         for words, inside in node.value.items():
-            place, number, written = node.keys[words], whole_number(inside.value), LAYERS.fullmatch(words)
+            place, number, written = node.keys[words], self._number(inside.value), LAYERS.fullmatch(words)
             if written is None:
                 hint = "write {0..5: 0, 6..11: 1}, with the first and the last layer of each range"
                 return reading.faults.add(path, place, f"has stage {quoted(words)}, which is no range of layers", hint)
-            first, last = int(written[1]), int(written[2] or written[1])
+            first = int(written[1])
+            last = int(written[2] or first)
             if first != after or last < first:
                 return reading.faults.add(
                     path, place, f"has layers {words} where layer {after} is next", f"write {after}..{max(after, last)}"
                 )
-            if number is None or not 0 <= number < 2**31:
+            if number is None:
                 fault = f"has layers {words} on stage {shown(inside.value)}, which is no number"
                 return reading.faults.add(path, inside.place, fault, f"write {words}: 0")
             found, after = [*found, f"{first}..{last}: {number}"], last + 1
         return ", ".join(found) or reading.wrong(self, node, path)
 
     def json(self) -> dict[str, Any]:
-        number = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+        number = {"type": "integer", "minimum": 0, "maximum": MOST_STAGES - 1}
         ranges = {"type": "object", "patternProperties": {f"^{LAYERS.pattern}$": number}, "additionalProperties": False}
         return {"anyOf": [{"enum": [*self.words]}, number, {**ranges, "minProperties": 1}]}
 
@@ -180,7 +187,7 @@ def number(example: str) -> Single:
 
     def parse(value: object) -> float | None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return float(value) if is_number and 0 < value < float("inf") else None  # type: ignore[operator]  # a number here
+        return float(value) if is_number and 0 < value <= sys.float_info.max else None  # type: ignore[operator]  # a number here
 
     return Single("a number above 0", example, parse, {"type": "number", "exclusiveMinimum": 0})
 
@@ -240,10 +247,6 @@ class Names:
         return {"anyOf": [word, {"type": "array", "items": word, "uniqueItems": True}]}
 
 
-def _takes_flags(kind: Kind) -> bool:
-    return kind.json() == BOOLEAN or True in kind.json().get("enum", ())
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A mapping of known keys. `bare` is what may stand in place of the mapping, and `stands_for` the key that it then
@@ -276,10 +279,8 @@ class Table:
 
     def read(self, node: Node, path: Path, reading: Reading) -> Any:
         if not isinstance(node.value, dict):
-            takes = isinstance(node.value, (str, list, int, float)) and node.value is not True
-            if self.bare is not None and (takes or _takes_flags(self.bare)):
-                return self.bare.read(node, path, reading)
-            return reading.wrong(self, node, path)
+            bare = None if node.value is None else self.bare
+            return reading.wrong(self, node, path) if bare is None else bare.read(node, path, reading)
         if self.instead is not None and self.instead.required in node.value and self.required not in node.value:
             return self.instead.read(node, path, reading)
         values: dict[str, Any] = {}
@@ -315,7 +316,7 @@ class Table:
         near = nearest(name, self.known)
         if near is not None:  # taken as meant, so that its absence is not told as well
             reading.broken.update([".".join(path), ".".join((*path, near))])
-        inner = "" if path[0] == "jshard" else ".".join(path[1:]) + "." * (len(path) > 1)
+        inner = "" if path[0] == "jshard" else "".join(f"{word}." for word in path[1:])
         known = [inner + each for each in self.known]
         hint = did_you_mean(inner + name, known, f"write {listed(known)}")
         if name in self.elsewhere:

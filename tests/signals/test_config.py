@@ -61,6 +61,14 @@ def test_config_of_a_file_is_read_with_its_places():
     assert configuration.devices == 8
 
 
+def test_config_keeps_the_places_of_arguments_however_deep():
+    train = "jshard:\n  train:\n    optimizer:\n      adamw:\n        b1: 0.9\n        more:\n          x: 1\n"
+    keys = ["optimizer", "optimizer.adamw", "optimizer.adamw.b1", "optimizer.adamw.more", "optimizer.adamw.more.x"]
+    assert {key: place.line for key, place in loaded(train).train_places.items()} == dict(
+        zip(keys, range(3, 8), strict=True)
+    )
+
+
 def test_config_takes_a_path_object_and_a_mapping():
     assert load_configuration(Path("configs/mlp.yaml")).source == os.path.join("configs", "mlp.yaml")
     configuration = load_configuration({"jshard": {"mesh": {"data": 8}}, "layer1": {"row": ("data",), "remat": True}})

@@ -104,6 +104,15 @@ IN_A_FILE = {
         MESH + "layer1: {compile: yes}\n",
         'signal "layer1" (FILE:3) has compile: "yes", which is not true or false; write compile: true',
     ),
+    "store true": (
+        MESH + "layer1: {store: true}\n",
+        'signal "layer1" (FILE:3) has store: true, which is not a mesh axis or a list of them; write store: data',
+    ),
+    "store of nothing": (
+        MESH + "layer1:\n  store:\n",
+        'signal "layer1" (FILE:4) has store: nothing, which is not a mesh axis or a list of them or a mapping of parameters, keep, '
+        "prefetch and optimizer; write store: data",
+    ),
     "remat number": (
         MESH + "layer1: {remat: 1}\n",
         'signal "layer1" (FILE:3) has remat: 1, which is not full, products, chunk, true or false; write remat: full',
@@ -172,6 +181,10 @@ IN_A_FILE = {
     "layers left out": (
         PIPE + "layer1: {stage: {0..5: 0, 7..11: 1}}\n",
         'signal "layer1" (FILE:3) has layers 7..11 where layer 6 is next; write 6..11',
+    ),
+    "layers said twice": (
+        PIPE + "layer1: {stage: {0..5: 0, 3..7: 1}}\n",
+        'signal "layer1" (FILE:3) has layers 3..7 where layer 6 is next; write 6..7',
     ),
     "no range of layers": (
         PIPE + "layer1: {stage: {0-5: 0}}\n",
@@ -463,11 +476,14 @@ IN_A_FILE = {
         'signal "a" (FILE:4) has the key "shard.axis" again, after FILE:4; keep one of the two',
     ),
     "signals before jshard in the alphabet": (
-        MESH + "a: {row: 3}\nb: {colum: tensor}\nc: {stage: data}\nd: {store: {}}\n",
+        MESH
+        + "a: {row: 3}\nb: {colum: tensor}\nc: {stage: data}\nd: {store: {}}\ne: {remat: {}}\nf: {shard: {axes: 0}}\n",
         'signal "a" (FILE:3) has row: 3, which is not a mesh axis or a list of them; write row: data',
         'signal "b" (FILE:4) has an unknown key "colum"; did you mean "column"?',
         'signal "c" (FILE:5) has stage: "data", which is not equal, balance, a number, or ranges of layers with the stage of each; write stage: equal',
         'signal "d" (FILE:6) has store without parameters; write parameters: data',
+        'signal "e" (FILE:7) has remat without save; write save: [attention]',
+        'signal "f" (FILE:8) has an unknown key "shard.axes"; did you mean "shard.axis"?',
     ),
     "expert": (
         MESH + "layer1: {expert: tensor, column: tensor}\nlayer2: {expert: data, row: [data, tensor]}\n",
@@ -522,6 +538,11 @@ IN_A_FILE = {
     "match with a brace behind alternatives": (
         MESH + "layer1: {match: '{a,b}/q}'}\n",
         'signal "layer1" (FILE:3) has match "{a,b}/q}", whose "}" has no "{" before it; write "{" before the first alternative',
+    ),
+    "match with two stars behind letters": (
+        MESH + "layer1: {match: 'a/$**'}\n",
+        'signal "layer1" (FILE:3) has match "a/$**", which has "**" and other letters in one part; write "*" within a part, and '
+        '"**" for any number of parts',
     ),
     "match of no layers": (
         MESH + "layer1: {match: 'blocks[4:4]/**'}\n",

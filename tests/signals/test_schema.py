@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
 from jshard.signals.schema import JSHARD, SHARD, SIGNAL, TRAIN, json_schema
+from jshard.signals.value_types import Key, Table, flag
 
 DESIGN_KEYS = """row column reduction shard sequence store output expert stage ring attention backward compile dtype remat kernel
 match allow extends expect""".split()
@@ -59,9 +63,14 @@ def accepts(schema: dict, value: object, root: dict) -> bool:
     if "anyOf" in schema and not any(accepts(each, value, root) for each in schema["anyOf"]):
         return False
     kind = schema.get("type")
-    if kind is not None and (not isinstance(value, kinds[kind]) or (kind == "integer" and isinstance(value, bool))):
+    if kind is not None and (
+        not isinstance(value, kinds[kind]) or (kind in ("integer", "number") and isinstance(value, bool))
+    ):
         return False
-    if "minimum" in schema and isinstance(value, int) and value < schema["minimum"]:
+    if isinstance(value, (int, float)) and not (
+        schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        and schema.get("exclusiveMinimum", -math.inf) < value < schema.get("exclusiveMaximum", math.inf)
+    ):
         return False
     if isinstance(value, str):
         return len(value) >= schema.get("minLength", 0) and re.search(schema.get("pattern", ""), value) is not None
@@ -76,7 +85,9 @@ def accepts(schema: dict, value: object, root: dict) -> bool:
             return False
         further = schema.get("additionalProperties", True)
         for name, each in value.items():
-            inside = schema.get("properties", {}).get(name, further)
+            patterns = schema.get("patternProperties", {}).items()
+            other = next((inside for pattern, inside in patterns if re.search(pattern, name)), further)
+            inside = schema.get("properties", {}).get(name, other)
             if inside is False or (inside is not True and not accepts(inside, each, root)):
                 return False
     return True
@@ -161,7 +172,7 @@ def test_schema_refuses_wrong_types_and_unknown_keys():
 SIZES = {
     "1B": 1, "2KB": 2_000, "3MB": 3_000_000, "4GB": 4_000_000_000, "5KiB": 5_120, "6MiB": 6_291_456, "7GiB": 7_516_192_768,
     "1.5KiB": 1_536, "12 MB": 12_000_000, "0": None, 0: 0, 2**63 - 1: 2**63 - 1, 2**63: None, -1: None, True: None, "1TiB": None,
-    "1" * 15 + "B": int("1" * 15), "1" * 16 + "B": None,
+    "1" * 15 + "B": int("1" * 15), "1" * 16 + "B": None, 2**63 + 1: None,
 }  # fmt: skip
 
 
@@ -207,6 +218,65 @@ def test_schema_and_loader_take_the_least_number_and_none_below(key: str):
             assert not accepts(json_schema(), wrong, json_schema()), wrong
             with pytest.raises(JShardError, match=" is -?[0-9], which is not a "):
                 load_configuration(wrong)
+
+
+# Of each key what both take, with what it is once read, and what neither does.
+BOTH = {
+    "stage": (
+        {
+            "balance": "balance",
+            0: "0",
+            2**31 - 1: str(2**31 - 1),
+            "0: 0, 1..3: 1": "0..0: 0, 1..3: 1",
+            "0..1: 2147483647": "0..1: 2147483647",
+        },
+        [-1, 2**31, 2**31 + 1, 1.5, True, "", "0: -1", f"0: {2**31}", f"0: {2**31 + 1}", "0-5: 0"],
+    ),
+    "clip": ({each: each for each in (1e-9, 0.5, 3)}, [0, 0.0, -0.5, True, "1", [1]]),
+    "held_out": ({0.5: 0.5, "x": "x", "rows.txt": "rows.txt"}, [0, 0.0, 1, 1.0, 1.5, -0.5, True, "", [0.5]]),
+}
+
+
+def with_key(key: str, value: Any) -> dict:
+    if key == "stage":
+        if value == "" or ":" in str(value):  # ranges
+            value = {
+                words: int(on) for words, _, on in (each.partition(": ") for each in filter(None, value.split(", ")))
+            }
+        return {"jshard": {"mesh": {"a": 2}, "pipeline": PIPELINE}, "x": {"stage": value}}
+    train = (
+        {"optimizer": {"name": "adamw", "clip": value}} if key == "clip" else {"data": {"text": "t", "held_out": value}}
+    )
+    return {"jshard": {"train": train}}
+
+
+@pytest.mark.parametrize("key", BOTH)
+def test_schema_and_loader_take_the_same_numbers(key: str):
+    right, wrong = BOTH[key]
+    for value, means in right.items():
+        written = with_key(key, value)
+        found = load_configuration(written)
+        read = found.signals["x"].stage if key == "stage" else next(iter(found.train.values()))[key]
+        assert read == means and accepts(json_schema(), written, json_schema()), value
+    for value in wrong:
+        assert not accepts(json_schema(), with_key(key, value), json_schema()), value
+        with pytest.raises(JShardError):
+            load_configuration(with_key(key, value))
+
+
+def test_numbers_are_those_of_a_float():
+    most = sys.float_info.max
+    assert load_configuration(with_key("clip", most)).train["optimizer"]["clip"] == most
+    for value in (math.inf, math.nan, 10**400):
+        with pytest.raises(JShardError, match="which is not a number above 0; write clip: 1.0$"):
+            load_configuration(with_key("clip", value))
+
+
+@pytest.mark.parametrize(
+    ("count", "wants"), [(6, "a mapping of a, b, c, d, e and f"), (7, "a mapping of keys such as a, b and c")]
+)
+def test_a_table_of_more_than_six_keys_is_told_by_three(count: int, wants: str):
+    assert Table({name: Key(flag(), name) for name in "abcdefg"[:count]}).wants == wants
 
 
 def test_schema_takes_every_configuration_of_the_repository():
