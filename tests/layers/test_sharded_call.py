@@ -1,0 +1,235 @@
+"""What `jshard.shard` finds among the arguments of a call, and what it makes of each."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.errors import JShardError
+from jshard.layers import sharded_call
+from jshard.layers.sharded_call import Call, described_call, placements
+from jshard.layouts.layout import Layout
+
+MESH = {"mesh": {"data": 2, "tensor": 4}}
+WORDS = {"column": "tensor", "match": ["**"]}
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 16, rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.zeros((4,)))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.linear(x).sum()
+
+
+class Layered(nnx.Module):
+    def __init__(self, rngs):
+        with jshard.signal("a"):
+            self.layer = jshard.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def zeros(*shape, dtype="float32"):
+    return np.zeros(shape, dtype)
+
+
+def of(model, batch, key):
+    return model(batch["x"]) + key[0]
+
+
+def of_linen(variables, other, x):
+    return variables["params"]["dense"]["kernel"].sum() + variables["stats"]["mean"].sum() + x.sum() + other.sum()
+
+
+def of_params(other, params):
+    return params["first"]["second"].sum() + other.sum()
+
+
+def of_params_and_linen(params, variables):
+    return params["first"]["second"].sum() + variables["params"]["dense"]["kernel"].sum()
+
+
+def found(f, *args, **kwargs):
+    """Of each array its path, its shape, its dtype and how deep it was."""
+    arrays = Call(f, args, kwargs).arrays
+    return [(a.path, a.shape, str(a.dtype), a.depth) for a in arrays if a is not None]
+
+
+def test_of_a_call_parameters_have_paths_and_of_the_rest_is_known_how_deep_it_is():
+    jshard.load({"jshard": MESH, "a": WORDS})
+    model, key = Counting(nnx.Rngs(0)), np.asarray([0, 1], "uint32")
+    assert found(of, model, {"x": zeros(4, 8)}, key) == [
+        ("linear/bias", (16,), "float32", None), ("linear/kernel", (8, 16), "float32", None),
+        ("", (4,), "float32", None), ("", (4, 8), "float32", 4), ("", (2,), "uint32", None),
+    ]  # fmt: skip
+    # two numbers that are no key: of another dtype, or of two axes
+    for x in (zeros(2), zeros(2, 2, dtype="uint32")):
+        assert found(of, model, {"x": zeros(4, 8)}, x)[-1] == ("", x.shape, str(x.dtype), 3)
+    variables = {"params": {"dense": {"kernel": zeros(8, 16)}}, "stats": {"mean": zeros(4)}, "cache": {"of": zeros(2)}}
+    assert found(of_linen, variables, zeros(3), x=np.zeros((4, 8))) == [
+        ("", (2,), "float32", None), ("dense/kernel", (8, 16), "float32", None), ("", (4,), "float32", None),
+        ("", (3,), "float32", 3), ("", (4, 8), "float32", 3),
+    ]  # fmt: skip
+    both = found(of_params_and_linen, {"first": {"second": zeros(4)}}, variables)
+    assert [path for path, *_ in both] == ["first/second", "", "dense/kernel", ""]
+
+
+def test_what_lies_on_the_mesh_is_known_to_and_a_parameter_is_not_asked():
+    mesh = jshard.load({"jshard": MESH, "a": WORDS}) and jshard.mesh()
+    split = Layout(mesh, ("data",), ())
+    lies = jax.device_put(zeros(4, 8), split.sharding)
+    other = jax.device_put(zeros(4, 8), jax.devices()[0])
+    params = {"w": jax.device_put(zeros(8, 8), split.sharding)}
+    said = jax.ShapeDtypeStruct((4, 8), "float32", sharding=split.sharding)
+    for x, layout in ((lies, split), (said, split), (other, None)):
+        arrays = described_call(lambda x, params: x @ params["w"], (x, params), {}).arrays
+        found = arrays[1].layout and (arrays[1].layout.axes, arrays[1].layout.mesh.shape)
+        assert arrays[0].layout is None and found == (layout and (layout.axes, mesh.shape))
+
+
+def test_the_signal_that_a_layer_was_built_under_claims_its_parameters():
+    jshard.load({"jshard": MESH, "a": {"column": "tensor"}})
+    call = Call(lambda model, x: model(x), (Layered(nnx.Rngs(0)), zeros(4, 8)), {})
+    layers = [(each.path, each.layer) for each in call.arrays if each is not None]
+    assert layers == [("layer/bias", ("a",)), ("layer/kernel", ("a",)), ("", ())]
+
+
+def test_where_parameters_lie_is_known_of_what_is_loaded_now_and_of_its_mesh():
+    jshard.unload()
+    assert placements() == {}
+    jshard.load({"a": {"dtype": {"compute": "bfloat16"}}})
+    assert placements() == {}
+    jshard.load({"jshard": MESH, "signal of this test": WORDS})
+    assert placements() == {}
+    described_call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {})
+    model = Counting(nnx.Rngs(0))
+    described_call(lambda model, x: model(x), (model, zeros(4, 8)), {})
+    assert placements()["linear/kernel"].lies.in_use.axes == ((), ("tensor",))
+    assert placements().keys() == {"first/second", "linear/kernel", "linear/bias"}  # of both
+    jshard.load({"jshard": {"mesh": {"data": 1, "tensor": 4}}, "signal of this test": WORDS})
+    assert placements() == {}
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """What is brought to the mesh, as the label of it says."""
+    told = []
+
+    def put(x, layout, label):
+        told.append((label, np.shape(x), str(x.dtype)))
+        return x
+
+    monkeypatch.setattr(sharded_call, "_put", put)
+    return told
+
+
+def test_parameters_and_variables_of_linen_are_brought_to_the_mesh_and_all_else_for_a_run_alone(puts):
+    jshard.load({"jshard": MESH, "a": {**WORDS, "dtype": {"param": "bfloat16"}}})
+    variables = {"params": {"dense": {"kernel": zeros(8, 16)}}, "stats": {"mean": zeros(4)}}
+    call = described_call(of_linen, (variables, zeros(3)), {"x": zeros(4, 8)})
+    kept = [("jshard.shard (dense/kernel)", (8, 16), "bfloat16"), ("jshard.shard", (4,), "float32")]
+    placed = call.placed()
+    assert puts == kept
+    assert call.trees_of(placed)[0]["params"]["dense"]["kernel"].dtype == "bfloat16"
+    puts.clear()
+    call.placed(every=True)
+    assert puts == [*kept, ("jshard.shard", (3,), "float32"), ("jshard.shard", (4, 8), "float32")]
+
+
+def test_a_parameter_of_whole_numbers_rests_as_it_is_and_one_of_its_dtype_is_not_copied(puts):
+    jshard.load({"jshard": MESH, "a": {**WORDS, "dtype": {"param": "float32"}}})
+    params = {"first": {"second": zeros(8, dtype="int32")}, "third": zeros(8, dtype="bfloat16"), "x": zeros(8)}
+    placed = Call(of_params, (zeros(3), params), {}).placed()
+    assert puts == [
+        ("jshard.shard (first/second)", (8,), "int32"), ("jshard.shard (third)", (8,), "float32"),
+        ("jshard.shard (x)", (8,), "float32"),
+    ]  # fmt: skip
+    assert placed[2] is params["x"]
+
+
+def test_what_looks_like_parameters_is_asked_where_there_are_none_by_name():
+    jshard.load({"jshard": MESH, "a": WORDS})
+    with pytest.raises(JShardError, match='as "weights", and no model or tree of parameters'):
+        Call(lambda weights: weights["a"]["b"].sum(), ({"a": {"b": zeros(4)}},), {})
+
+
+LINES = {
+    "rows of all that has as many": ({"row": "data"}, [(4, 8), (4,), (8, 4), ()], ["data -", "data", "- -", ""]),
+    "rows and places": (
+        {"row": "data", "ring": "tensor"},
+        [(4, 8, 3), (4, 8), (4, 3), (4,), (8, 8)],
+        ["data tensor -", "data tensor", "data -", "data", "- -"],
+    ),
+    "places of all rows alone": (
+        {"row": "data", "ring": "tensor"},
+        [(4,), (2, 3), (8, 6), (4, 8)],
+        ["data", "- -", "- -", "data tensor"],
+    ),
+    "no places": ({"row": "data", "ring": "tensor"}, [(4,)], ["data"]),
+    "no places of one number": ({"row": "data", "ring": "tensor"}, [(4, 1), (4, 8)], ["data -", "data -"]),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_the_first_axes_of_a_batch_are_split(case):
+    words, shapes, split = LINES[case]
+    jshard.load({"jshard": MESH, "a": {**words, "match": ["**"]}})
+    xs = [zeros(*shape) for shape in shapes]
+
+    def f(params, xs):
+        return params["w"].sum() + sum(x.sum() for x in xs)
+
+    program = described_call(f, ({"w": zeros(4, 3)}, xs), {}).program
+    told = [" ".join("+".join(names) or "-" for names in axes) for axes in program.in_axes[1:]]
+    assert told == split
+
+
+def test_a_batch_is_what_lies_least_deep():
+    jshard.load({"jshard": MESH, "a": {"row": "data", "match": ["**"]}})
+
+    def f(params, deep, x):
+        return params["w"].sum() + deep["a"]["b"].sum() + x.sum()
+
+    program = described_call(f, ({"w": zeros(2)}, {"a": {"b": zeros(6, 2)}}, zeros(4, 2)), {}).program
+    assert program.in_axes[1:] == [((), ()), (("data",), ())]
+
+
+def test_places_that_a_ring_does_not_divide_are_a_sentence():
+    jshard.load({"jshard": MESH, "a": {"row": "data", "ring": "tensor", "match": ["**"]}})
+    with pytest.raises(JShardError) as told:
+        described_call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(2)}, zeros(4, 6)), {})
+    assert str(told.value) == (
+        'signal "a" (<dict>) splits 6 places of each row over mesh axis "tensor" of size 4; use 4 or 8, or pad'
+    )
+
+
+class Making(nnx.Module):
+    """A model that makes variables when it is called, and loses others."""
+
+    def __init__(self, before):
+        self.w, self.made = nnx.Param(zeros(8)), 2 - before
+        self.others = nnx.Dict({str(n): nnx.BatchStat(zeros(4)) for n in range(before)})
+
+    def __call__(self, x):
+        self.others = nnx.Dict({str(n): nnx.BatchStat(jnp.zeros(4)) for n in range(self.made)})
+        return (x * self.w).sum()
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_variables_that_are_made_in_a_call_of_microbatches_are_a_sentence(before):
+    jshard.load({"jshard": MESH, "a": {"row": "data", "match": ["**"]}})
+    call = Call(lambda model, x: model(x), (Making(before), zeros(4, 8)), {})
+    with pytest.raises(JShardError) as error:
+        call.microbatches(zeros(2, 4, 8))
+    assert str(error.value) == (
+        f"the model has {before} variables before its call and {2 - before} behind it, and accumulate hands them from one microbatch to the next; make every variable "
+        "when the model is built"
+    )
