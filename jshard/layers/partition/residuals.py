@@ -80,9 +80,10 @@ class Chunk:
 
     def again(self, half: int, args: Tree) -> tuple[Tree, Kept]:
         """The output, and what one half of the backward reads of what is kept."""
-        numbers, outs = self._numbers(self.reads[half]), range(0 if half else self.outputs)
+        numbers, outs = self._numbers(self.reads[half]), () if half else range(self.outputs)
         made = self._made([*outs, *numbers.values()], jax.tree.leaves(args))
-        return self._output(made) if outs else None, [made.get(numbers.get(n, -1)) for n in range(len(self.kept))]
+        kept = [made[numbers[n]] if n in numbers else None for n in range(len(self.kept))]
+        return self._output(made) if outs else None, kept
 
     def backward(self, half: int, args: Tree, kept: Kept, by_y: Tree, left: Any = None) -> tuple[Tree, Any]:
         """The gradients, those of the other half None, and what is left for the second half, in its places, or the buffers of
