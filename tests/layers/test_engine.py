@@ -20,6 +20,7 @@ XS, V = np.stack([X, X + 1]), X[0]
 ROWS, STORED = {"row": "data"}, {"row": "data", "store": "data"}
 row = lambda x: jnp.expand_dims(x, 0)
 wide = lambda x: jnp.broadcast_to(x, (8, 8))
+twice = lambda x: jnp.broadcast_to(x, (2, 8))
 narrow = lambda x: x.astype(jnp.bfloat16)
 
 
@@ -49,6 +50,9 @@ CHOSEN = {  # operands, how they are split, how the result is, and what is sent
     ),
     "what stands behind moves to where the first is": (
         three, [X, X, X], [(D, ()), (T, ()), ((), ("data", "tensor"))], (("data", "tensor"), ()), {"all_to_all": 1, "all_gather": 2},
+    ),
+    "what was moved before is taken as it lies there": (
+        lambda x, y: (x + y) * (y - x), [X, X], [(D, ()), ((), D)], (D, ()), {"all_to_all": 1},
     ),
     "of no elements": (lambda x: x.sum(0), [X[:0]], [(D, ())], ((),), {"psum": 1}),
     "a maximum by no kernel": (
@@ -81,6 +85,12 @@ PUT_OFF = {  # what is made of arrays that all devices have, before it meets row
     ),
     "more than both": (lambda b, c, x: jnp.concatenate([row(b), jnp.broadcast_to(c, (7, 8))], 0) * x, [(), ()], {"psum": 2}),
     "as many as both": (lambda b, c, x: joined(b, c)[:, None] * x, [(), ()], {"psum": 1}),
+    "more than both, with numbers": (
+        lambda b, c, x: jnp.concatenate([row(b), row(c), lax.broadcasted_iota(np.float32, (1, 1), 0)], 1)[:, :8] * x, [(), ()], {"psum": 2},
+    ),
+    "as many as both, chosen by numbers": (
+        lambda b, c, x: lax.select(lax.broadcasted_iota(int, (2, 8), 0) < 1, twice(b), twice(c))[:1] * x, [(), ()], {"psum": 1},
+    ),
     "one axis more": (lambda b, c, x: jnp.expand_dims(b * row(c), 1) * x, [(), ()], {"psum": 1}),
     "three, and less": (lambda b, c, d, x: joined(b, c, d)[:1] * x, [(), (), ()], {"psum": 1}),
 }  # fmt: skip

@@ -1,0 +1,54 @@
+"""What a program is told before it runs: signals that say what would do nothing, and what an auto mesh leaves to XLA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from partitioned import built
+
+import jshard
+from jshard.errors import JShardError
+from jshard.layers import partition
+from jshard.signals.claims import Claim, Stage
+
+X = np.ones((8, 8), np.float32)
+WS = np.stack([X] * 4)
+
+
+def looped(ws, u, x):
+    return lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, ws)[0] @ u
+
+
+def test_a_signal_outside_of_loops_is_told_behind_one_that_is_in_a_loop(mesh):
+    words = {"row": "data", "remat": "full"}
+    signals = jshard.load({"jshard": {"mesh": {"data": 2}}, "a": words, "b": words}).signals
+    with pytest.raises(JShardError) as error:
+        built(mesh(data=2), looped, [WS, X, X], [Claim(signals["a"], "a"), Claim(signals["b"], "b"), (("data",), ())])
+    assert str(error.value) == (
+        'signal "b" (<dict>) says remat, which jshard.shard does for layers in a loop, and none of its parameters is in a loop; '
+        "build the layers with jshard.stack"
+    )
+
+
+def test_chunks_are_of_layers_on_all_stages(mesh):
+    signals = jshard.load({
+        "jshard": {"mesh": {"stage": 2, "data": 4}, "pipeline": {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}},
+        "blocks": {"stage": "equal"}, "a": {"row": "data", "remat": "chunk"}, "b": {"row": "data"},
+    }).signals  # fmt: skip
+    claim = Claim(signals["a"], "**", Stage("stage", signals["blocks"]))
+    program, _ = built(mesh(stage=2, data=4), looped, [WS, X, X], [claim, Claim(signals["b"], "b"), (("data",), ())])
+    assert program.in_axes[0] == (("stage",), (), ())
+
+
+def test_on_auto_axes_a_program_stays_as_it_is():
+    on = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    stored = {"row": "data", "store": "data"}
+    signals = jshard.load({"jshard": {"mesh": {"data": 2}, "axis_types": "auto"}, "a": stored}).signals
+    inputs = [partition.Input(claim=Claim(signals["a"], "**"), path=path) for path in "wu"] + [
+        partition.Input(((),) * 2)
+    ]
+    program = jax.make_jaxpr(looped)(WS, X, X)
+    assert partition.Program(on, program, inputs).jaxpr is program
