@@ -34,7 +34,7 @@ def model(shares=False, recomputes=False):
     """All that a part is given counts in it."""
 
     def chunk(own, edges, x, given, number):
-        y = jnp.tanh(x * own["scale"] + 0.1 * number) * own["last"] + 0.1 * given["x"]
+        y = jnp.tanh(x * own["scale"] + 0.1 * number) * (own["last"] * (1 + number)) + 0.1 * given["x"]
         return y * edges["all"] if shares else y
 
     def last(edges, x, given):
