@@ -52,8 +52,8 @@ class Scheduled(Microbatches):
                 f'called "{says.name}"',
                 hint="give the signal the path of a jshard.stack in the model, as blocks",
             )
-        stages, meant = (each.shape[stage.mesh_axis] for each in (program.mesh, mesh_to_choose_for()))
-        self.table = self.meant = table_of(self.asked, meant if stages == 1 else stages)
+        stages = program.mesh.shape[stage.mesh_axis]
+        self.table = self.meant = table_of(self.asked, mesh_to_choose_for().shape[stage.mesh_axis])
         if stages != self.table.stages:  # the one device that verify compares with has all chunks
             kind = "zero_bubble" if self.table.splits_weights else "1f1b"
             self.table = generate(kind, 1, self.table.microbatches, self.table.virtual_stages)
@@ -344,8 +344,8 @@ class PipelinedPieces(Scheduled):
             sizes = collections.Counter[Group]()
             for _, group, shape in between:
                 sizes[group] += math.prod(shape)
-            longest |= sizes
-        self.longest = dict(sorted((group, max(size, 1)) for group, size in longest.items()))
+            longest |= {group: max(size, 1) for group, size in sizes.items()}
+        self.longest = dict(sorted(longest.items()))
 
     def _group(self, v: Any) -> Group:
         names = names_of(self.program.found[v]) | {self.pieces.mesh_axis}
@@ -420,7 +420,7 @@ class _Cut:
         staged = {v for v, each in zip(jaxpr.invars, program.inputs, strict=True) if each.claim and each.claim.stage}
         using = [eqn for eqn in jaxpr.eqns if any(not isinstance(v, Literal) and v in staged for v in eqn.invars)]
         says = f"{stage.signal} says stage ({stage.signal.at('stage')})"
-        for eqn in using[:2]:
+        for eqn in using:
             if eqn.primitive.name != "scan" or eqn.params["reverse"]:
                 raise JShardError(
                     f"{says}, and its layers are used by {eqn.primitive.name} ({source_of(eqn)}), and not by the loop of a "
@@ -438,7 +438,7 @@ class _Cut:
         start, over = operands[self.consts : self.consts + count], operands[self.consts + count :]
         self.carried = self.loop.outvars[:count]
         self.staged = [number_of[v] for v in over if not isinstance(v, Literal) and v in staged]
-        self.over = [number_of.get(v, -1) if v in staged else -1 for v in over]
+        self.over = [number_of[v] if v in staged else None for v in over]
         assert len(self.staged) == len(staged)
         before = jaxpr.eqns[: jaxpr.eqns.index(self.loop)]
         others = [eqn for eqn in jaxpr.eqns if eqn is not self.loop]
