@@ -197,7 +197,7 @@ class Pipelined(Scheduled):
         def chunk(own: Any, edges: Any, x: Any, given: Any, number: Array) -> list[Array]:
             how, made = run(cut.each, edges, given)
             some, rest = made[: cut.consts], iter(made[cut.consts :])
-            over = [self._layers_of(n, own[n]) if n in own else self._some(how, next(rest), number) for n in cut.over]
+            over = [self._some(how, next(rest), number) if n is None else self._layers_of(n, own[n]) for n in cut.over]
             count = len(cut.carried)
             loop, counts = cut.of_length(self.layers), self.counts
             if not counts.are_equal:
