@@ -53,7 +53,7 @@ class Scheduled(Microbatches):
                 hint="give the signal the path of a jshard.stack in the model, as blocks",
             )
         stages = program.mesh.shape[stage.mesh_axis]
-        self.table = self.meant = table_of(self.asked, mesh_to_choose_for().shape[stage.mesh_axis])
+        self.table = self.meant = table_of(self.asked)
         if stages != self.table.stages:  # the one device that verify compares with has all chunks
             kind = "zero_bubble" if self.table.splits_weights else "1f1b"
             self.table = generate(kind, 1, self.table.microbatches, self.table.virtual_stages)
@@ -461,13 +461,12 @@ class _Cut:
 def present_table() -> Table | None:
     """The table of the pipeline that the loaded configuration asks for."""
     present = configuration()
-    if present is None or present.pipeline is None:
-        return None
-    return table_of(present.pipeline, mesh_to_choose_for().shape[present.pipeline.axis])
+    return None if present is None or present.pipeline is None else table_of(present.pipeline)
 
 
-def table_of(asked: Pipeline, stages: int) -> Table:
-    """Make, or read, the table of a pipeline on so many stages."""
+def table_of(asked: Pipeline) -> Table:
+    """Make, or read, the table of a pipeline; on one device that stands for a mesh, that of the mesh."""
+    stages = mesh_to_choose_for().shape[asked.axis]
     if asked.schedule in KINDS:
         return generate(asked.schedule, stages, asked.microbatches, asked.chunks)
     table = load(asked.schedule)

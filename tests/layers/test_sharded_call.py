@@ -82,8 +82,9 @@ def test_of_a_call_parameters_have_paths_and_of_the_rest_is_known_how_deep_it_is
     assert [path for path, *_ in both] == ["first/second", "", "dense/kernel", ""]
 
 
-def test_what_lies_on_the_mesh_is_known_to_and_a_parameter_is_not_asked():
-    mesh = jshard.load({"jshard": MESH, "a": WORDS}) and jshard.mesh()
+def test_it_is_known_how_an_array_lies_on_the_mesh_unless_it_is_a_parameter():
+    jshard.load({"jshard": MESH, "a": WORDS})
+    mesh = jshard.mesh()
     split = Layout(mesh, ("data",), ())
     lies = jax.device_put(zeros(4, 8), split.sharding)
     other = jax.device_put(zeros(4, 8), jax.devices()[0])
@@ -161,7 +162,7 @@ def test_what_looks_like_parameters_is_asked_where_there_are_none_by_name():
         Call(lambda weights: weights["a"]["b"].sum(), ({"a": {"b": zeros(4)}},), {})
 
 
-LINES = {
+BATCHES = {  # what is said, the shapes of the arrays, and how each is split
     "rows of all that has as many": ({"row": "data"}, [(4, 8), (4,), (8, 4), ()], ["data -", "data", "- -", ""]),
     "rows and places": (
         {"row": "data", "ring": "tensor"},
@@ -178,9 +179,9 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("case", LINES)
+@pytest.mark.parametrize("case", BATCHES)
 def test_the_first_axes_of_a_batch_are_split(case):
-    words, shapes, split = LINES[case]
+    words, shapes, split = BATCHES[case]
     jshard.load({"jshard": MESH, "a": {**words, "match": ["**"]}})
     xs = [zeros(*shape) for shape in shapes]
 
@@ -230,6 +231,6 @@ def test_variables_that_are_made_in_a_call_of_microbatches_are_a_sentence(before
     with pytest.raises(JShardError) as error:
         call.microbatches(zeros(2, 4, 8))
     assert str(error.value) == (
-        f"the model has {before} variables before its call and {2 - before} behind it, and accumulate hands them from one microbatch to the next; make every variable "
-        "when the model is built"
+        f"the model has {before} variables before its call and {2 - before} behind it, and accumulate hands them from one "
+        "microbatch to the next; make every variable when the model is built"
     )

@@ -67,8 +67,7 @@ class Program:
             self.multiplied_once = [each == ["dot_general"] for each in readers(self.jaxpr)]
         self.pieces = None
         if self.stage is not None and self.stage.number is not None:
-            stages = mesh.shape[self.stage.mesh_axis]
-            self.pieces = Pieces(self, stages if stages > 1 else mesh_to_choose_for().shape[self.stage.mesh_axis])
+            self.pieces = Pieces(self, mesh_to_choose_for().shape[self.stage.mesh_axis])
         self.out_axes: list[Axes] | None = None  # how results are split
         if not is_called:
             self.find_out_axes()
