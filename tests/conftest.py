@@ -19,6 +19,7 @@ import compiled_before
 import forked
 import jax
 import pytest
+from _pytest import runner
 from browser import browser as browser  # a fixture of those that open a page
 from hung import pytest_handlecrashitem as pytest_handlecrashitem
 from hung import pytest_terminal_summary as pytest_terminal_summary
@@ -99,6 +100,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.set_threshold(100_000, 10, 20)  # what is traced lives long: collections took a tenth of the time
     session.config.stash[STARTED] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    return runner.pytest_runtest_protocol(item, nextitem)
+
+
+# Python keeps frames in pieces of 16 KiB, and a loop that calls across the end of one asks the system for the next, and gives
+# it back, each time: a tenth of the suite. A frame that may need half a megabyte comes in a piece of one, whose rest is its
+# callees'. By a file's name that JAX leaves out, as no line of a program is here.
+pytest_runtest_protocol.__code__ = pytest_runtest_protocol.__code__.replace(
+    co_stacksize=2**16, co_filename=jax.jit.__code__.co_filename
+)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
