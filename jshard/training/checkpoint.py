@@ -15,6 +15,7 @@ import errno
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,7 @@ class Saver:
         multihost_utils.sync_global_devices("jshard has saved")
 
     def __enter__(self) -> Saver:
+        self.unraisable, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -263,8 +265,17 @@ class Saver:
             if kind is None:
                 raise
             self.say(str(error))  # the fault that ended the training is the one to raise
+        else:
+            if kind is None and sys.unraisablehook == self._unraisable:  # else writes may be left
+                sys.unraisablehook = self.unraisable
         finally:
             self.worker.shutdown()
+
+    def _unraisable(self, said: Any) -> None:
+        """Where one write of a save fails, which is told, orbax waits for none of the others: tensorstore has a traceback for
+        each that ends later."""
+        if said.object is not None or str(said.exc_value) != "Event loop is closed":
+            self.unraisable(said)
 
     @contextlib.contextmanager
     def _failure_told(self, what: str) -> Iterator[None]:

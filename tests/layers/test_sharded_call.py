@@ -175,6 +175,8 @@ BATCHES = {  # what is said, the shapes of the arrays, and how each is split
         ["data", "- -", "- -", "data tensor"],
     ),
     "no places": ({"row": "data", "ring": "tensor"}, [(4,)], ["data"]),
+    "two places, and none": ({"row": "tensor", "ring": "data"}, [(4, 2), (4, 3)], ["tensor data", "tensor -"]),
+    "places of length 0": ({"row": "data", "ring": "tensor"}, [(4, 0)], ["data -"]),
     "no places of one number": ({"row": "data", "ring": "tensor"}, [(4, 1), (4, 8)], ["data -", "data -"]),
 }
 
@@ -203,12 +205,13 @@ def test_a_batch_is_what_lies_least_deep():
     assert program.in_axes[1:] == [((), ()), (("data",), ())]
 
 
-def test_places_that_a_ring_does_not_divide_are_a_sentence():
+@pytest.mark.parametrize(("places", "use"), [(6, "4 or 8"), (2, "4")])
+def test_places_that_a_ring_does_not_divide_are_a_sentence(places, use):
     jshard.load({"jshard": MESH, "a": {"row": "data", "ring": "tensor", "match": ["**"]}})
     with pytest.raises(JShardError) as told:
-        described_call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(2)}, zeros(4, 6)), {})
+        described_call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(2)}, zeros(4, places)), {})
     assert str(told.value) == (
-        'signal "a" (<dict>) splits 6 places of each row over mesh axis "tensor" of size 4; use 4 or 8, or pad'
+        f'signal "a" (<dict>) splits {places} places of each row over mesh axis "tensor" of size 4; use {use}, or pad'
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import pickle
@@ -16,6 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
 from jshard.cli import main
 from jshard.cli.resume import found
@@ -550,6 +553,32 @@ def test_disk_that_fills_up_while_saving_is_told_and_the_checkpoint_before_is_wh
         "device, and the last checkpoint is that of step 30; make room, then type: jshard resume run"
     )
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["20", "30"]
+
+
+def test_of_a_save_that_failed_no_write_that_ends_later_is_told(run, monkeypatch):
+    def writes(folder, arrays):
+        def wait():
+            for f in (loop.call_soon_threadsafe, lambda _: 1 / 0):  # as orbax waits for a write; and a fault
+                promise, written = tensorstore.Promise.new()
+                written.add_done_callback(f)
+                promise.set_result(None)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        loop = asyncio.new_event_loop()
+        loop.close()
+        folder.mkdir()
+        return wait
+
+    told = []
+    hook = lambda said: told.append(str(said.exc_value))
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    resume = Checkpoint.find(run / "checkpoints", "latest", "run")
+    train(built("steps=31"), resume=resume)
+    assert sys.unraisablehook is hook
+    monkeypatch.setattr(checkpoint, "save", writes)
+    with pytest.raises(JShardError):
+        train(built("steps=32"), resume=resume)
+    assert told == ["division by zero"]
 
 
 MOUNTS = "mkdir -p full ro; mount -t tmpfs -o size=48k tmpfs full && mount -t tmpfs -o ro tmpfs ro && "
