@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax._src.config import trace_context
 from jax._src.util import register_cache, weakref_lru_cache
 from jax.core import Tracer
 from jax.sharding import Mesh
@@ -88,9 +89,11 @@ class Call:
         if not any(each is not None and each.path for each in self.arrays):
             check_nothing_looks_like_parameters(f, args, kwargs, present)
         static = tuple(x if each is None else None for x, each in zip(self.leaves, self.arrays, strict=True))
+        with alone():
+            context = trace_context()
         situation = _Situation(
             self.graphdef, self.tree, tuple(self.trees), static, tuple(filter(None, self.arrays)), mesh(),
-            present.fingerprint,
+            present.fingerprint, context,
         )  # fmt: skip
         self.program, self.out = _program(f, situation)
 
@@ -255,6 +258,7 @@ class _Situation:
     arrays: tuple[_Array, ...]
     mesh: Mesh
     fingerprint: Any
+    context: Any  # what JAX was told, as by `jax.default_matmul_precision`, and the active signal
 
     def __hash__(self) -> int:
         return hash((self.arrays, self.fingerprint))

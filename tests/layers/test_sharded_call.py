@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
+from jshard.jaxprs import equations
 from jshard.layers import sharded_call
 from jshard.layers.sharded_call import Call, described_call, placements
 from jshard.layouts.layout import Layout
@@ -193,6 +195,75 @@ def test_the_first_axes_of_a_batch_are_split(case):
     program = described_call(f, ({"w": zeros(4, 3)}, xs), {}).program
     told = [" ".join("+".join(names) or "-" for names in axes) for axes in program.in_axes[1:]]
     assert told == split
+
+
+LIES = {  # what is said, how a batch lies, and how a program has it
+    "places too": ({"row": "data", "ring": "tensor"}, (4, 8, 2), P("data"), "data tensor -"),
+    "another axis than places": (
+        {"row": "data", "ring": "tensor"},
+        (4, 8, 4),
+        P("data", None, "tensor"),
+        "data - tensor",
+    ),
+    "places as they are": ({"row": "data", "ring": "tensor"}, (4, 8), P(None, "data"), "- data"),
+    "rows": ({"row": "data"}, (4, 8), P("data"), "data -"),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_a_batch_on_the_mesh_stays_as_it_lies_but_for_places(case):
+    words, shape, spec, split = LIES[case]
+    jshard.load({"jshard": MESH, "a": {**words, "match": ["**"]}})
+    x = jax.device_put(zeros(*shape), jax.NamedSharding(jshard.mesh(), spec))
+    program = described_call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(3)}, x), {}).program
+    assert " ".join("+".join(names) or "-" for names in program.in_axes[1]) == split
+
+
+def test_how_results_are_split_is_left_to_the_trace_of_the_call():
+    jshard.load({"jshard": MESH, "a": WORDS})
+    assert Call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {}).program.out_axes is None
+
+
+def test_a_precision_holds_for_what_was_traced_without_one_and_ends():
+    jshard.load({"jshard": MESH, "a": WORDS})
+
+    @jshard.shard
+    def f(params, x):
+        return x @ params["w"]
+
+    def precision():
+        program = jax.make_jaxpr(f)({"w": zeros(8, 8)}, zeros(4, 8))
+        return [eqn.params["precision"] for eqn in equations(program) if eqn.primitive.name == "dot_general"]
+
+    highest = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    for said, found in ((None, [None]), ("float32", [highest]), (None, [None])):
+        with jax.default_matmul_precision(said):
+            assert precision() == found
+
+
+def test_signals_that_split_rows_in_several_ways_are_a_sentence():
+    rows = {"a": "data", "b": "tensor", "c": ["data", "tensor"]}
+    jshard.load({"jshard": MESH, **{name: {"row": axes, "match": [name]} for name, axes in rows.items()}})
+    params = {name: zeros(4) for name in rows}
+    with pytest.raises(JShardError) as told:
+        described_call(lambda params, x: sum(w.sum() for w in params.values()) + x.sum(), (params, zeros(8, 8)), {})
+    assert str(told.value) == (
+        'signal "a" (<dict>) splits rows over data, and signal "b" (<dict>) over tensor; give both the same row: a batch is split '
+        "one way"
+    )
+
+
+def test_where_parameters_lie_is_known_of_the_sixteen_that_were_traced_last():
+    def load(number):
+        jshard.load({"jshard": MESH, f"signal {number}": WORDS})
+
+    for number in range(17):
+        load(number)
+        described_call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {})
+    assert placements()
+    for number, found in ((0, False), (1, True)):
+        load(number)
+        assert bool(placements()) is found
 
 
 def test_a_batch_is_what_lies_least_deep():
