@@ -89,7 +89,7 @@ class Call:
         if not any(each is not None and each.path for each in self.arrays):
             check_nothing_looks_like_parameters(f, args, kwargs, present)
         static = tuple(x if each is None else None for x, each in zip(self.leaves, self.arrays, strict=True))
-        with alone():
+        with alone():  # as it is traced: a mesh that is in use is none of it
             context = trace_context()
         situation = _Situation(
             self.graphdef, self.tree, tuple(self.trees), static, tuple(filter(None, self.arrays)), mesh(),

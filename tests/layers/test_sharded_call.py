@@ -164,6 +164,10 @@ def test_what_looks_like_parameters_is_asked_where_there_are_none_by_name():
         Call(lambda weights: weights["a"]["b"].sum(), ({"a": {"b": zeros(4)}},), {})
 
 
+def in_words(axes):
+    return " ".join("+".join(names) or "-" for names in axes)
+
+
 BATCHES = {  # what is said, the shapes of the arrays, and how each is split
     "rows of all that has as many": ({"row": "data"}, [(4, 8), (4,), (8, 4), ()], ["data -", "data", "- -", ""]),
     "rows and places": (
@@ -193,8 +197,7 @@ def test_the_first_axes_of_a_batch_are_split(case):
         return params["w"].sum() + sum(x.sum() for x in xs)
 
     program = described_call(f, ({"w": zeros(4, 3)}, xs), {}).program
-    told = [" ".join("+".join(names) or "-" for names in axes) for axes in program.in_axes[1:]]
-    assert told == split
+    assert [in_words(axes) for axes in program.in_axes[1:]] == split
 
 
 LIES = {  # what is said, how a batch lies, and how a program has it
@@ -216,7 +219,7 @@ def test_a_batch_on_the_mesh_stays_as_it_lies_but_for_places(case):
     jshard.load({"jshard": MESH, "a": {**words, "match": ["**"]}})
     x = jax.device_put(zeros(*shape), jax.NamedSharding(jshard.mesh(), spec))
     program = described_call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(3)}, x), {}).program
-    assert " ".join("+".join(names) or "-" for names in program.in_axes[1]) == split
+    assert in_words(program.in_axes[1]) == split
 
 
 def test_how_results_are_split_is_left_to_the_trace_of_the_call():
