@@ -92,12 +92,12 @@ def test_an_axis_that_two_mesh_axes_split_is_that_of_the_whole_array(mesh):
         np.testing.assert_array_equal(one, other)
 
 
-def looked_up(on, words, rows, split):
+def looked_up(on, words, rows, split, f=lambda w, i: w[i]):
     """The collectives of a lookup in a table of 40 words, each under the key that asks for it."""
     loaded = jshard.load({"jshard": {"mesh": dict(on.shape)}, "a": {**words, "match": ["**"]}})
     table, places = np.ones((40, 16), np.float32), np.zeros(rows, np.int32)
     inputs = [partition.Input(claim=Claim(loaded.signals["a"], "**"), path="w"), partition.Input(split)]
-    program = partition.Program(on, jax.make_jaxpr(lambda w, i: w[i])(table, places), inputs)
+    program = partition.Program(on, jax.make_jaxpr(f)(table, places), inputs)
     given = [
         jax.device_put(each, Layout(on, *axes).sharding)
         for each, axes in zip((table, places), program.in_axes, strict=True)
@@ -122,6 +122,19 @@ STORED = {  # the mesh, the word that splits the words, the rows and how they ar
 def test_answers_travel_where_they_are_fewer_than_what_would_be_gathered(mesh, case):
     sizes, word, rows, split, moved = STORED[case]
     _, found = looked_up(mesh(**sizes), {"row": "data", word: "tensor", "store": "data"}, rows, split)
+    assert [name for name, key in found if key == "store"] == moved
+
+
+READ = {  # how a table is used; what is moved then
+    "frozen": (lambda w, i: lax.stop_gradient(w)[i], TRAVELS),
+    "and multiplied": (lambda w, i: w[i] @ w.T, GATHERED),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_a_table_is_looked_up_where_it_rests_unless_something_else_reads_it(mesh, case):
+    f, moved = READ[case]
+    _, found = looked_up(mesh(data=4, tensor=2), {"row": "data", "reduction": "tensor", "store": "data"}, 16, ROWS, f)
     assert [name for name, key in found if key == "store"] == moved
 
 

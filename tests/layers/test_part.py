@@ -16,6 +16,7 @@ from partitioned import KINDS, built, counted
 
 import jshard
 from jshard.jaxprs import equations
+from jshard.kernels import select_algorithm
 from jshard.layers import partition
 from jshard.layers.partition import part
 from jshard.layouts.layout import Layout
@@ -138,6 +139,18 @@ AHEAD = {  # what is said, and the mesh; what is asked for: of how many devices,
         {"row": "data", "store": {"prefetch": True}, "kernel": {"all_reduce": "xla"}}, SIZES,
         set(), {"scan psum": 1, "psum": 2},
     ),
+    "of what is whole, where a kernel of sums is said": (
+        {"row": "data", "store": {"prefetch": True}, "kernel": {"all_reduce": "two_shot"}}, SIZES,
+        set(), {"scan psum": 1, "psum": 2},
+    ),
+    "of what is whole, where another kernel of sums is said": (
+        {"row": "data", "store": {"prefetch": True}, "kernel": {"all_reduce": "one_shot"}}, SIZES,
+        set(), {"scan psum": 1, "psum": 2},
+    ),
+    "of what is whole, in order": (
+        {"row": "data", "store": {"prefetch": True}, "kernel": {"all_reduce": "in_order"}}, {"data": 4},
+        set(), {"scan all_to_all": 1, "all_to_all": 2},
+    ),
     "of what is whole, between slices": (
         {"row": ["slice", "data"], "store": {"prefetch": True}}, {"slice": {"size": 2, "over": "dcn"}, "data": 4},
         set(), {"scan reduce_scatter": 1, "scan psum": 1, "scan all_gather": 1, "reduce_scatter": 2, "psum": 2, "all_gather": 2},
@@ -246,10 +259,18 @@ def test_what_two_kinds_of_uses_need_alike_is_marked_and_summed_once(mesh):
 @pytest.mark.parametrize("rows", [(D, ()), ((), ())])
 def test_over_one_device_nothing_is_sent(mesh, words, rows):
     program, given = built(mesh(data=1, tensor=4), lambda w, x: x @ w, [X, X], [words, rows])
-    names = [
-        eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(lambda *xs: program(*xs)[0].sum()))(*given))
-    ]
-    assert not {*KINDS, "psum_invariant", "all_gather_invariant"} & {*names}
+    assert not collectives(program, given)
+
+
+@pytest.mark.parametrize("f", [lambda x: x * x.T, lambda x: lax.cumsum(x, 0)])
+def test_over_one_device_nothing_changes_places(mesh, f):
+    assert not collectives(*built(mesh(data=1, tensor=4), f, [X], [(D, ())]))
+
+
+def collectives(program, given):
+    """Of a program and its gradient; of one number too."""
+    gradient = jax.make_jaxpr(jax.grad(lambda *xs: program(*xs)[0].sum()))(*given)
+    return {*KINDS, "psum_invariant", "all_gather_invariant"} & {eqn.primitive.name for eqn in equations(gradient)}
 
 
 def test_what_is_summed_ahead_is_so_in_the_dtype_of_its_use(mesh):
@@ -267,3 +288,38 @@ def test_of_what_varies_each_device_takes_its_part(mesh):
 
     cut = jax.jit(jax.shard_map(body, mesh=on, out_specs=jax.P("tensor")))(X)
     np.testing.assert_array_equal(cut, X)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "between", "expected"),
+    [
+        (4, {}, False, "psum"),
+        (4, {"all_reduce": "in_order"}, False, "all_to_all"),
+        (2, {"all_reduce": "in_order"}, False, "psum"),
+        (4, {"all_reduce": "permute"}, False, "psum"),  # as layers do
+        (4, {}, True, "all_to_all"),
+        (4, {"all_reduce": "xla"}, True, "psum"),
+    ],
+)
+def test_gradients_are_summed_in_order_where_that_is_said_and_between_processes(
+    mesh, size, kernel, between, expected, monkeypatch
+):
+    monkeypatch.setattr(select_algorithm, "between_processes", lambda: between)
+    words = {"row": "data", "kernel": kernel}
+    assert counted(*built(mesh(data=size), lambda w, x: x @ w, [X, X], [words, (D, ())]), by=(0,)) == {expected: 1}
+    ahead = {**words, "store": {"prefetch": True}}
+    in_loop = {
+        f"scan {expected}": 1,
+        expected: 2,
+    }  # of a layer that another one is summed beside, and of the first and last
+    assert (
+        kernel.get("all_reduce") == "permute"
+        or counted(*looped(mesh(data=size), ahead, {"data": size}), by=(0,)) == in_loop
+    )
+
+
+def test_what_rests_in_fewer_bits_is_gathered_as_it_is_used(mesh):
+    words = {"row": "data", "store": "data", "dtype": {"compute": "float32", "reduce": "bfloat16"}}
+    program, given = built(mesh(**SIZES), lambda w, x: x @ w, [X.astype(NARROW), X], [words, (D, ())])
+    casts = {"float32 to bfloat16": 2, "bfloat16 to float32": 3}
+    assert sent(program, given, (0,)) == {**casts, "all_gather float32 4x8": 1, "reduce_scatter bfloat16 8x8": 1}

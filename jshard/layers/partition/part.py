@@ -16,7 +16,7 @@ from jax import Array, lax
 from jshard.kernels import slices
 from jshard.kernels.all_reduction import pvary_summed
 from jshard.kernels.invariant_cast import over_one_device
-from jshard.kernels.select_algorithm import choose
+from jshard.kernels.select_algorithm import choose, is_psum
 from jshard.layers.gather import Gathers, Kernels, gather
 from jshard.layers.remat import activation
 from jshard.layers.roles import Use, layout_in_use
@@ -52,7 +52,7 @@ class Parameter:
         self.roles = [before or role for before, role in zip(self.roles, roles, strict=True)]
         axes = layout_in_use(self.claim.signal, self.roles, self.path, self.claim.stage).axes
         ways = [math.prod(self.sizes[name] for name in names) for names in axes]
-        self.axes = tuple(names if n % w == 0 else () for n, names, w in zip(self.shape, axes, ways, strict=True))
+        self.axes = tuple(() if n % w else names for n, names, w in zip(self.shape, axes, ways, strict=True))
 
     def use(self) -> Use:
         return Use(self.path, self.claim, self.shape, tuple(self.roles))
@@ -111,15 +111,15 @@ class Part:
         parameter = self.parameter
         if parameter is not None and parameter.axes is not None and self.make is None:
             axes = tuple(() if at is None else parameter.axes[at] for at in self.of)
-            if axes != self.axes and self.rest is None:
-                for step in plan_moves(self.axes, axes):
-                    self.x = _moved_by_type(self.x, step)
+            if axes != self.axes:
+                for step in plan_moves(self.axes, axes):  # slices, as it was whole
+                    self.x = _any_slice(self.x, step)
                 self.axes = axes
                 self.cache.clear()
 
     def has_been(self, axes: Axes) -> bool:
         """Whether it has been moved to where another use needed it."""
-        return any(key[0] == axes for key in self.cache)
+        return axes in {key[0] for key in self.cache}
 
     @property
     def beyond(self) -> Names:
@@ -220,8 +220,7 @@ class Part:
         several = tuple(sorted(names - jax.typeof(x).mat.varying))
         if algorithm == "auto" and not slices.is_hierarchy(several):
             group = math.prod(map(slices.size_along, several))
-            chosen = choose("all_reduce", shape=x.shape, dtype=x.dtype, group=group, beside_work=True).algorithm
-            algorithm = chosen if chosen == "permute" else algorithm
+            algorithm = choose("all_reduce", shape=x.shape, dtype=x.dtype, group=group, beside_work=True).algorithm
         if algorithm == "permute" and several:
             marked: Any = pvary_summed((x,), several, algorithm)
             x = marked[0]
@@ -290,6 +289,7 @@ class Part:
             parameter=self.parameter,
             of=of,
             asked=self.asked,
+            is_only_looked_up=self.is_only_looked_up,
             is_multiplied_once=self.is_multiplied_once,
         )
 
@@ -307,31 +307,29 @@ def _step(x: Any, step: Move, names: Names, kernels: Kernels, wire: Any) -> Arra
         return lax.dynamic_slice_in_dim(x, lax.axis_index(step.mesh_axis) * size, size, step.axis)
     if step.kind == "slice":
         return take_slice(x, step.mesh_axis, step.axis)
+    varies = step.mesh_axis in names or step.kind == "all_to_all"
+    if slices.size_along(step.mesh_axis) == 1:
+        return over_one_device(x, (step.mesh_axis,), varies=varies)
     if step.kind == "all_gather":
-        varies = step.mesh_axis in names
-        if slices.size_along(step.mesh_axis) == 1:
-            return over_one_device(x, (step.mesh_axis,), varies=varies)
         return activation(gather(x, ((step.axis, step.mesh_axis, varies),), dtype=wire, kernels=kernels))
     return move(x, [step])
 
 
-def _moved_by_type(x: Array, step: Move) -> Array:
+def _any_slice(x: Array, step: Move) -> Array:
     """Any slice has the type of the right one, and no number of a trace that looks for where parameters lie is used."""
-    if step.kind != "slice":
-        return move(x, [step])
     size = x.shape[step.axis] // slices.size_along(step.mesh_axis)
     return vary(lax.slice_in_dim(x, 0, size, axis=step.axis), frozenset({step.mesh_axis}))
 
 
 def vary(x: Any, names: Names, algorithm: str = "auto") -> Array:
-    """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them, in each slice and
-    then between slices where some of them cross these."""
+    """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them. Not as JAX does in
+    device order, and in each slice and then between slices, where some of them cross these."""
     if names <= jax.typeof(x).mat.varying:  # nearly every operand of nearly every operation
         return x
     x = over_one_device(x, names, varies=True)
     missing = tuple(sorted(names - jax.typeof(x).mat.varying))
-    if algorithm in ("auto", "hierarchical") and slices.is_hierarchy(missing) and jnp.issubdtype(x.dtype, jnp.inexact):
-        marked: Any = pvary_summed((x,), missing, "hierarchical")
+    if not is_psum(algorithm, missing) and jnp.issubdtype(x.dtype, jnp.inexact):
+        marked: Any = pvary_summed((x,), missing, algorithm)
         return marked[0]
     return lax.pcast(x, missing, to="varying") if missing else x
 
