@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,3 +54,54 @@ def test_on_auto_axes_a_program_stays_as_it_is():
     ]
     program = jax.make_jaxpr(looped)(WS, X, X)
     assert partition.Program(on, program, inputs).jaxpr is program
+
+
+def test_a_stack_over_all_stages_beside_a_numbered_stage_is_a_sentence(mesh):
+    signals = jshard.load({
+        "jshard": {"mesh": {"stage": 2, "data": 4}, "pipeline": {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}},
+        "all": {"stage": "equal"}, "one": {"stage": 0}, "a": {"row": "data"},
+    }).signals  # fmt: skip
+    stages = Stage("stage", signals["all"]), Stage("stage", signals["one"], 0)
+    ways = [*(Claim(signals["a"], "**", stage) for stage in stages), (("data",), ())]
+    with pytest.raises(JShardError) as error:
+        built(mesh(stage=2, data=4), looped, [WS, X, X], ways)
+    assert str(error.value) == (
+        'signal "all" (<dict>) says stage: equal (<dict>), and signal "one" (<dict>) says stage: 0 (<dict>); give each signal the '
+        "number of its stage, or let one stack be split equally"
+    )
+
+
+USES = {  # of a parameter; whether one product reads it and nothing else
+    "none": (lambda w, x: x, False),
+    "a product": (lambda w, x: x @ w, True),
+    "no product": (lambda w, x: x * w, False),
+    "two products": (lambda w, x: x @ w @ w, False),
+}
+
+
+@pytest.mark.parametrize("case", USES)
+def test_it_is_known_what_one_product_alone_reads(mesh, case):
+    f, expected = USES[case]
+    program, _ = built(
+        mesh(data=2), f, [X, X], [{"row": "data", "store": {"parameters": "data", "keep": True}}, (("data",), ())]
+    )
+    assert program.multiplied_once == [expected, case in ("a product", "two products")]
+
+
+def test_of_layers_on_stages_no_product_gathers_again(mesh):
+    signals = jshard.load({
+        "jshard": {"mesh": {"stage": 2, "data": 4}, "pipeline": {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}},
+        "all": {"stage": "equal"}, "a": {"row": "data", "store": "data"},
+    }).signals  # fmt: skip
+    claim = Claim(signals["a"], "**", Stage("stage", signals["all"]))
+    program, _ = built(mesh(stage=2, data=4), looped, [WS, X, X], [claim, ((), ()), (("data",), ())])
+    assert program.multiplied_once == [False] * 3
+
+
+def test_how_results_are_split_is_found_by_the_trace_of_the_call_that_comes_next(mesh):
+    signal = jshard.load({"jshard": {"mesh": {"data": 2}}, "a": {"row": "data"}}).signals["a"]
+    inputs = [partition.Input(claim=Claim(signal, "**"), path="w"), partition.Input((("data",), ()))]
+    program = partition.Program(mesh(data=2), jax.make_jaxpr(lambda w, x: x @ w)(X, X), inputs, is_called=True)
+    traced = []
+    program.find_out_axes(types.SimpleNamespace(trace=lambda *xs: traced.append(xs)), (X, X))
+    assert traced and program.out_axes is None

@@ -15,6 +15,7 @@ from jshard.jaxprs import equations
 from jshard.layers import sharded_call
 from jshard.layers.sharded_call import Call, described_call, placements
 from jshard.layouts.layout import Layout
+from jshard.signals.active_config import use_stages
 
 MESH = {"mesh": {"data": 2, "tensor": 4}}
 WORDS = {"column": "tensor", "match": ["**"]}
@@ -72,9 +73,11 @@ def test_of_a_call_parameters_have_paths_and_of_the_rest_is_known_how_deep_it_is
         ("linear/bias", (16,), "float32", None), ("linear/kernel", (8, 16), "float32", None),
         ("", (4,), "float32", None), ("", (4, 8), "float32", 4), ("", (2,), "uint32", None),
     ]  # fmt: skip
-    # two numbers that are no key: of another dtype, or of two axes
-    for x in (zeros(2), zeros(2, 2, dtype="uint32")):
-        assert found(of, model, {"x": zeros(4, 8)}, x)[-1] == ("", x.shape, str(x.dtype), 3)
+    # two numbers that are no key: of another dtype, or of two axes; and one number
+    others = [zeros(2, dtype=dtype) for dtype in ("uint8", "int64")] + [zeros(1, dtype="uint32")]
+    for x in (zeros(2), zeros(2, 2, dtype="uint32"), *others):
+        path, shape, _, depth = found(of, model, {"x": zeros(4, 8)}, x)[-1]
+        assert (path, shape, depth) == ("", x.shape, 3)
     variables = {"params": {"dense": {"kernel": zeros(8, 16)}}, "stats": {"mean": zeros(4)}, "cache": {"of": zeros(2)}}
     assert found(of_linen, variables, zeros(3), x=np.zeros((4, 8))) == [
         ("", (2,), "float32", None), ("dense/kernel", (8, 16), "float32", None), ("", (4,), "float32", None),
@@ -222,6 +225,17 @@ def test_a_batch_on_the_mesh_stays_as_it_lies_but_for_places(case):
     assert in_words(program.in_axes[1]) == split
 
 
+def test_what_lies_on_the_mesh_and_has_other_places_than_the_batch_stays_as_it_is():
+    jshard.load({"jshard": MESH, "a": {"row": "data", "ring": "tensor", "match": ["**"]}})
+    x = jax.device_put(zeros(4, 6), jax.NamedSharding(jshard.mesh(), P("data")))
+
+    def f(params, first, x):
+        return params["w"].sum() + first.sum() + x.sum()
+
+    program = described_call(f, ({"w": zeros(3)}, zeros(4, 8), x), {}).program
+    assert [in_words(axes) for axes in program.in_axes[1:]] == ["data tensor", "data -"]
+
+
 def test_how_results_are_split_is_left_to_the_trace_of_the_call():
     jshard.load({"jshard": MESH, "a": WORDS})
     assert Call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {}).program.out_axes is None
@@ -244,8 +258,9 @@ def test_a_precision_holds_for_what_was_traced_without_one_and_ends():
             assert precision() == found
 
 
-def test_signals_that_split_rows_in_several_ways_are_a_sentence():
-    rows = {"a": "data", "b": "tensor", "c": ["data", "tensor"]}
+@pytest.mark.parametrize("more", [{}, {"c": ["data", "tensor"]}])
+def test_signals_that_split_rows_in_several_ways_are_a_sentence(more):
+    rows = {"a": "data", "b": "tensor", **more}
     jshard.load({"jshard": MESH, **{name: {"row": axes, "match": [name]} for name, axes in rows.items()}})
     params = {name: zeros(4) for name in rows}
     with pytest.raises(JShardError) as told:
@@ -311,3 +326,88 @@ def test_variables_that_are_made_in_a_call_of_microbatches_are_a_sentence(before
         f"the model has {before} variables before its call and {2 - before} behind it, and accumulate hands them from one "
         "microbatch to the next; make every variable when the model is built"
     )
+
+
+def claimed(program):
+    return {each.path: each.claim.signal.name for each in program.inputs if each.claim is not None}
+
+
+def test_on_lists_of_workers_the_signal_around_its_first_use_claims_a_parameter():
+    stages = {"first": [0, 1], "second": [2, 3], "built": [0, 1]}
+    jshard.load({name: {"shard": {"axis": 0, "workers": workers}} for name, workers in stages.items()})
+    use_stages()
+
+    def f(params, x):
+        with jshard.signal("first"):
+            x = jnp.sin(x @ params["a"])
+        with jshard.signal("second"):
+            return jnp.sin(x @ params["b"]) @ params["a"]
+
+    params = {name: zeros(8, 8) for name in ("a", "b", "c")}  # of which nothing uses the last
+    assert claimed(described_call(f, (params, zeros(4, 8)), {}).program) == {"a": "first", "b": "second"}
+
+    with jshard.signal("built"):
+        layer = jshard.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+
+    def of_layer(layer, params, x):
+        with jshard.signal("second"):
+            return jnp.sin(x @ layer.kernel[...]) @ params["b"]
+
+    call = described_call(of_layer, (layer, {"b": zeros(8, 8)}, zeros(4, 8)), {})
+    assert claimed(call.program) == {"kernel": "built", "b": "second"}
+
+
+def test_on_a_mesh_that_is_written_the_signal_around_a_use_claims_nothing():
+    jshard.load({"jshard": MESH, "a": {"column": "tensor"}})
+
+    def f(params, x):
+        with jshard.signal("a"):
+            return x @ params["w"]
+
+    assert claimed(described_call(f, ({"w": zeros(8, 8)}, zeros(4, 8)), {}).program) == {}
+
+
+def test_globs_are_of_parameters_that_no_signal_around_their_layer_claims():
+    jshard.load({"jshard": MESH, "a": {"column": "tensor"}, "b": {"match": ["others/**"]}})
+    program = described_call(lambda model, x: model(x), (Layered(nnx.Rngs(0)), zeros(4, 8)), {}).program
+    assert claimed(program) == {"layer/bias": "a", "layer/kernel": "a"}
+
+
+SAYS = [  # the kind of mesh axes, what a signal says, and what of it is not done
+    ("explicit", {"kernel": {"all_reduce": "in_order"}}, None),
+    ("explicit", {"kernel": {"matmul": "xla"}}, "kernel.matmul"),
+    ("explicit", {"shard": {"axis": 0, "mesh": "tensor"}}, None),
+    ("auto", {"kernel": {"all_reduce": "xla"}}, None),
+    ("auto", {"kernel": {"all_reduce": "in_order"}}, "kernel.all_reduce"),
+]
+
+
+@pytest.mark.parametrize("kind, words, key", SAYS, ids=str)
+def test_what_a_signal_says_and_is_not_done_is_a_sentence(kind, words, key):
+    jshard.load({"jshard": {**MESH, "axis_types": kind}, "a": {**words, "match": ["**"]}})
+    told = None
+    try:
+        described_call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {})
+    except JShardError as error:
+        told = str(error)
+    assert told == (
+        key
+        and f'signal "a" (<dict>) says {key}, which jshard.shard does not do yet, for first/second; '
+        f"remove {key}, or build that layer with jshard.Linear and call the model without jshard.shard"
+    )
+
+
+def test_what_a_function_closes_over_is_handed_to_its_program():
+    jshard.load({"jshard": MESH, "a": WORDS})
+    closed = np.ones((4, 8), np.float32)
+    call = described_call(lambda params, x: (x * closed + params["w"]).sum(), ({"w": zeros(8)}, zeros(4, 8)), {})
+    assert (len(call.program.inputs), call.out.consts[0].shape) == (3, (4, 8))
+
+
+def test_of_an_array_that_is_only_described_it_is_said_where_it_lies():
+    jshard.load({"jshard": MESH, "a": WORDS})
+    layout = Layout(jshard.mesh(), ("data",), ())
+    of = lambda x: sharded_call._put(x, layout, label="x")
+    described, array = of(jax.ShapeDtypeStruct((4, 8), "float32")), of(zeros(4, 8))
+    assert (described.sharding, array.sharding) == (layout.sharding, layout.sharding)
+    assert isinstance(described, jax.ShapeDtypeStruct) and isinstance(array, jax.Array)
