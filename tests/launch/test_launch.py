@@ -82,6 +82,22 @@ def test_train_loses_bitwise_the_same_alone_and_in_2_and_in_4_processes(tmp_path
 
 
 @pytest.mark.slow
+def test_a_model_by_claims_loses_bitwise_the_same_alone_and_in_4_processes(tmp_path):
+    train = {"model": "tests.plain:Dense", "data": "tests.plain:data", "batch": 16, "steps": 6, "log": {"every": 1}}
+    rest = {"row": "data", "match": ["**"]}
+    (tmp_path / "claims.yaml").write_text(json.dumps({"jshard": {"mesh": {"data": 8}, "train": train}, "rest": rest}))
+    losses = []
+    for count, launched in (("4", True), ("8", False)):
+        words = ["-n", count] if launched else []
+        words += ["train", f"{tmp_path}/claims.yaml", f"output={tmp_path}/{count}"]
+        status, _, err = finished(start(*words, launched=launched), timeout=240)
+        assert status == 0, err
+        lines = [json.loads(line) for line in (tmp_path / count / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+@pytest.mark.slow
 def test_launch_shows_all_ranks_when_one_has_stopped_and_all_listened_on_loopback_alone():
     status, out, err = finished(
         start("-n", "4", PROGRAM, "stop", "2", before=on_a_host_named_by_its_address(), JSHARD_STEP_TIMEOUT="8")
