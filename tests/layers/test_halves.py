@@ -175,3 +175,43 @@ def test_what_each_turn_makes_is_written_by_turn_and_what_the_last_leaves_behind
     made = jax.make_jaxpr(lambda xs: every.first([xs], results=places)[0])(xs)
     (loop,) = (eqn for eqn in equations(made) if eqn.primitive.name == "scan")
     assert [v.aval.shape for v in loop.outvars] == [(4,), (2, 3, 4)]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_what_one_half_alone_needs_is_run_by_it_as_it_is(half):
+    """All turns of a loop; and a call, or branches, as one equation."""
+
+    def f(x, weights):
+        one = jax.tree.map(lambda each: each[0], weights)
+        chosen = lax.cond(jnp.sum(x) > 0, lambda: layer(x, one), lambda: x)
+        twice = lax.scan(lambda x, own: (looped(x, weights), None), x, weights)[0]
+        return twice, jax.jit(layer)(x, one) + chosen, x * 2
+
+    draw = np.random.default_rng(0)
+    x, weights = draw.normal(size=(5, WIDTH)), tuple(draw.normal(size=(2, LAYERS, WIDTH, WIDTH)))
+    x, weights = jax.tree.map(lambda x: x.astype(np.float32), (x, weights))
+    here, there = (True, True, False), (False, False, True)
+    halves = Halves(jax.make_jaxpr(f)(x, weights), *((here, there) if not half else (there, here)), (False,) * 3)
+    xs = jax.tree.leaves((x, weights))
+
+    def run(xs):
+        first, left = halves.first(xs)
+        return (first, halves.second(xs, left))[half][:2]
+
+    jax.tree.map(near, run(xs), list(f(x, weights)[:2]))
+    names = Counter(eqn.primitive.name for eqn in equations(jax.make_jaxpr(run)(xs)))
+    assert (names["jit"] + names["pjit"], names["cond"], names["scan"]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("chosen_by", ["cotangent", "input"])
+def test_branches_are_halved_whatever_chooses(chosen_by):
+    def f(x, ct):
+        one = lambda x, ct: (jnp.sin(x) * ct, jnp.cos(x) @ ct)
+        return lax.cond((ct if chosen_by == "cotangent" else x)[0, 0] > 0, one, lambda x, ct: (ct, x @ ct), x, ct)
+
+    given = np.random.default_rng(0).normal(size=(2, WIDTH, WIDTH)).astype(np.float32)
+    for x, ct in (given, -given):
+        halves = Halves(jax.make_jaxpr(f)(x, ct), (True, False), (False, True), (False, True))
+        (first, _), left = halves.first([x, ct])
+        near(first, f(x, ct)[0])
+        near(halves.second([x, ct], left)[1], f(x, ct)[1])

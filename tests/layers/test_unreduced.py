@@ -272,6 +272,17 @@ def test_each_way_in_which_it_is_needed_counts_once():
     assert marked(6, [part(2)], needed=[("data",)] * 2) == {"added": {0: OVER}}
 
 
+@pytest.mark.parametrize(("size", "saves"), [(4, True), (5, False)])
+def test_what_is_needed_whole_counts_twice(size, saves):
+    x, u, v, z = part(2), part(6, "data"), part(6, "data"), part(6, "data", "tensor")
+    steps = [
+        Step("made", True, [x, part(size)], [u], []),  # to sum these costs 4 numbers and `size` more
+        Step("used", True, [u], [v], [(u, (("data",),), OVER)]),  # 2 x 3 numbers
+        Step("added", True, [v, part(6, "data", "tensor")], [z], [(v, z.axes, OVER)]),  # 3
+    ]
+    assert [*unreduced(steps, [x], [z], SIZES)] == (["made", "used", "added"] if saves else [])
+
+
 def test_what_a_loop_makes_is_summed_behind_it():
     assert marked(6, needed=[("tensor",), ("tensor", "data")], opaque=True) == BOTH
     assert marked(4, needed=[("tensor",), ("tensor", "data")], opaque=True) == {}

@@ -101,7 +101,7 @@ class Halves:
         return self._results(known, self.soon), (_written(into and into[0], left), inside)
 
     def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
-        own, inside = left
+        own, inside = left or ([], [None] * len(self.steps))  # of a loop that no first half runs nothing is left
         known = self._known(xs) | dict(zip(self.left, own, strict=True))
         for (eqn, step), each in zip(self.steps, inside, strict=True):
             outs = step.second([_value(known, v) for v in eqn.invars], each)
@@ -232,7 +232,7 @@ class _Loop:
         return outs, (left, _written(into and into[1], [outs[n] for n in self.finals]))
 
     def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
-        left, finals = left
+        left, finals = left or (None, [])
         run = lambda xs, left: (self.halves.second(xs, left), None)
         outs, _ = self._scanned(xs, self.late, self.reads[1], left, run)
         for n, x in zip(self.finals, finals, strict=True):
@@ -282,7 +282,7 @@ def _halved(jaxpr: Any, eqn: Any, soon: Some, late: Some, made: Some) -> Any:
     if any(soon) and any(late):
         if called(eqn) is not None:
             return _Call(eqn, soon, late, made)
-        if eqn.primitive.name == "cond" and not made[0]:
+        if eqn.primitive.name == "cond":
             return _Branches(eqn, soon, late, made[1:])
     if eqn.primitive.name == "scan":
         return _Loop(eqn, soon, late, made)
