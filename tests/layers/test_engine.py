@@ -207,3 +207,28 @@ def test_the_body_of_a_loop_is_read_once_to_find_how_all_is_split(mesh):
     step = lambda x: lax.linalg.householder_product(x, jnp.ones(8))
     program, _ = built(mesh(**SIZES), lambda x: lax.scan(lambda x, _: (step(x), None), x, length=2)[0], [X], [((), ())])
     assert program.unruled == {"householder_product": 1}
+
+
+def cut_behind(w, x, b):
+    return [jnp.sin(each) for each in jnp.split(x @ w, 3, axis=1)]
+
+
+def cut_behind_a_bias(w, x, b):
+    y = x @ w
+    return [jnp.sin(each) for each in jnp.split(y + lax.cumsum(b), 3, axis=1)]
+
+
+@pytest.mark.parametrize("f", [cut_behind, cut_behind_a_bias])
+@pytest.mark.parametrize(("kernel", "sent"), [({"column": "tensor"}, (8, 4)), (((), T), (4, 4))])
+def test_where_a_product_is_cut_pieces_of_a_parameter_are_sent_and_else_of_the_result(mesh, f, kernel, sent):
+    program, given = built(
+        mesh(**SIZES), f, [np.ones((8, 48), np.float32), X, np.ones(48, np.float32)], [kernel, (D, ()), ((),)]
+    )
+    permutes = [eqn for eqn in equations(jax.make_jaxpr(program)(*given)) if eqn.primitive.name == "ppermute"]
+    assert [eqn.invars[0].aval.shape for eqn in permutes] == [sent] * 2
+    assert program.out_axes == [(D, T)] * 3
+
+
+def test_of_a_vector_of_one_number_it_is_told_what_uses_the_number(mesh):
+    program, _ = built(mesh(**SIZES), lambda w, x: jnp.squeeze(w) * x, [X[0, :1], X], [{"column": "tensor"}, (D, ())])
+    assert program.placed["p0"].told_by.primitive.name == "mul"

@@ -12,7 +12,7 @@ from jax import lax
 import jshard
 from jshard.jaxprs import bare
 from jshard.layers import partition
-from jshard.layers.partition.lookup import _by_place
+from jshard.layers.partition.lookup import _by_place, _counts
 from jshard.layouts.layout import Layout
 from jshard.signals.claims import Claim
 
@@ -143,3 +143,18 @@ def test_answers_are_scattered_as_the_sequence_of_the_table_says(mesh):
     program, found = looked_up(mesh(data=2, tensor=4), words, (2, 8), ((), ()))
     assert program.out_axes == [((), ("tensor",), ())]
     assert found == [("reduce_scatter", "sequence")]
+
+
+COUNTS = {  # how an iota is shaped; the axis along which it counts then
+    "rows": (lambda i: jnp.broadcast_to(i[:, None], (4, 4)), 0),
+    "columns": (lambda i: jnp.broadcast_to(i[None], (4, 4)), 1),
+    "behind": (lambda i: jnp.broadcast_to(i[:, None, None], (4, 4, 4)).reshape(4, 4, 2, 2), 0),
+    "two axes in one": (lambda i: jnp.broadcast_to(i[:, None], (4, 4)).reshape(16), None),
+}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_it_is_known_along_which_axis_an_array_counts(case):
+    f, axis = COUNTS[case]
+    program = jax.make_jaxpr(lambda: f(lax.iota(np.int32, 4)))().jaxpr
+    assert _counts(program, program.outvars[0]) == axis

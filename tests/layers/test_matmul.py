@@ -395,7 +395,10 @@ def test_a_gradient_where_another_signal_says_is_that_of_one_device():
     assert "remat2" not in {eqn.primitive.name for eqn in program}  # what it gathers it needs at once
 
 
-ELSEWHERE = {"a": {"shard": {"axis": 0, "workers": [0, 1]}, "backward": "b"}, "b": {"shard": {"axis": 1, "workers": [2, 3]}}}
+ELSEWHERE = {
+    "a": {"shard": {"axis": 0, "workers": [0, 1]}, "backward": "b"},
+    "b": {"shard": {"axis": 1, "workers": [2, 3]}},
+}
 COMPILED = {  # signals, the functions under jit of a product, and of its gradients too; on other workers these are no program
     "a signal": ({"jshard": {"mesh": {"w": 2, "v": 2}}, "a": {"row": "w"}}, "layer redistribution", None),
     "another backward": (
@@ -416,7 +419,9 @@ def test_a_product_is_compiled_as_one_function(case):
             return jshard.matmul(a, b)
 
     def names(f):
-        return [eqn.params["name"] for eqn in equations(jax.make_jaxpr(f)(A, B)) if eqn.primitive.name in ("jit", "pjit")]
+        return [
+            eqn.params["name"] for eqn in equations(jax.make_jaxpr(f)(A, B)) if eqn.primitive.name in ("jit", "pjit")
+        ]
 
     assert names(product) == forward.split()
     if both is not None:

@@ -139,3 +139,9 @@ def test_a_sum_over_axes_of_an_array_is_no_collective():
     x = types.SimpleNamespace(aval=jax.core.ShapedArray((3,), X.dtype))
     eqn = types.SimpleNamespace(primitive=lax.psum_p, params={"axes": (0,)}, invars=[x], outvars=[x])
     assert list(_collective(eqn, Around())) == []
+
+
+def test_groups_of_a_mesh_axis_are_as_many_devices_as_each_has(lines):
+    halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    (line,) = lines(lambda x: lax.all_gather(x, "data", axis_index_groups=halves, tiled=True))
+    assert (line.group, line.payload, line.wire) == (4, 16, 12)
