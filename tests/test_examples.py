@@ -43,6 +43,7 @@ def test_examples_are_short():
     assert all(len(path.read_text().splitlines()) <= 100 for path in (ROOT / "examples").glob("*.py"))
 
 
+@pytest.mark.slow
 def test_quickstart_shows_what_a_device_holds_costs_and_learns():
     lines = printed("examples.quickstart").splitlines()
     assert lines[0] == "one device holds (784, 256) of (784, 1024)"

@@ -62,6 +62,7 @@ def there(tmp_path, monkeypatch):
     unload()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "says"), [each for each in SHOWN if each[0].startswith("explain")])
 def test_page_prints_what_it_explains(there, capsys, words, says):
     assert main(words.split()) == 0

@@ -420,6 +420,7 @@ def test_cli_pretends_as_many_devices_as_the_mesh_needs():
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_cli_pretends_eight_devices_where_a_size_is_open():
     done = process(sys.executable, "-c", OPENED.format(DIGITS, ("jshard.mesh.data=-1",)), JAX_PLATFORMS="cpu")
     assert done.stderr == "JAX_PLATFORMS=cpu: pretending 8 CPU devices for mesh {data: -1, tensor: 4}\n"

@@ -277,6 +277,7 @@ def test_launched_verify_joins_two_processes_of_which_the_first_speaks_and_tells
     assert err == ["rank 0 ended with status 1 before its first step; all were stopped; its last lines begin with [0]"]
 
 
+@pytest.mark.slow
 def test_launcher_tells_that_the_host_of_rank_0_is_gone():
     where = f"127.0.0.1:{free_port()}"
     first, other = (
@@ -298,6 +299,7 @@ def test_launcher_tells_that_the_host_of_rank_0_is_gone():
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_processes_with_another_yaml_are_told_the_key():
     where = f"127.0.0.1:{free_port()}"
     words = ["train", "configs/digits.yaml", "steps=20"]

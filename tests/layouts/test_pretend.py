@@ -31,6 +31,7 @@ def run(program: str, *, timeout: float = 60, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_pretend_gives_as_many_devices_as_asked():
     assert (
         run("import jshard; jshard.pretend(6); import jax; print(len(jax.devices()), jax.default_backend())") == "6 cpu"

@@ -155,6 +155,7 @@ def test_top_says_which_process_was_late_and_fell_silent(killed):
     assert not any(why.startswith("slow") for why in first.why)
 
 
+@pytest.mark.slow
 def test_jshard_log_tells_of_each_rank_behind_its_number(killed):
     told = killed[1].stderr.splitlines()
     for rank in (0, 1):

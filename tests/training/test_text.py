@@ -286,6 +286,7 @@ def test_model_of_a_smaller_vocabulary_is_told_both_numbers(folder, capsys):
     )
 
 
+@pytest.mark.slow
 def test_training_goes_on_to_the_bit_and_each_device_has_its_rows(folder):
     (folder / "docs/a.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
     path = written(

@@ -106,6 +106,7 @@ def test_correct_counts_no_tie():
     assert correct(outputs, jnp.array([0, 1, 0, 0])).tolist() == [0, 0, 1, 0]
 
 
+@pytest.mark.slow
 def test_step_compiles_once_and_holds_its_state_once():
     experiment = xor()
     step = Step(experiment.model, experiment.optimizer, experiment.loss)
@@ -304,6 +305,7 @@ def test_output_that_is_no_folder_is_told(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_digits_reaches_96_percent_and_its_last_line_says_so(capsys, tmp_path):
     assert main(["train", "configs/digits.yaml", f"output={tmp_path}"]) == 0
     out = capsys.readouterr().out.splitlines()

@@ -41,6 +41,7 @@ def recorded(folder):
     return [{name: figure for name, figure in line.items() if name not in timed} for line in lines]
 
 
+@pytest.mark.slow
 def test_train_is_the_loop_of_the_command_line():
     named = {"model": "plain:Dense", "data": "plain:data", "optimizer": "adam", "output": "one", **SETTINGS}
     signals = {"jshard": {"mesh": {"data": 2, "tensor": 4}}, **SIGNALS}
@@ -76,6 +77,7 @@ def test_train_without_a_configuration_takes_a_loss_metrics_and_an_optimizer_of_
     assert int(optimizer.step[...]) == 60
 
 
+@pytest.mark.slow
 def test_train_goes_on_from_its_last_checkpoint():
     def run(folder, steps, **more):
         model = plain.Dense(rngs=nnx.Rngs(0))
