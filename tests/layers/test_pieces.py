@@ -15,8 +15,10 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
+from jshard.layers import partition
 from jshard.layers.accumulation import accumulated
 from jshard.schedules import Cost, generate
+from jshard.signals.claims import Claim, Stage
 
 WORDS = 12
 
@@ -504,3 +506,27 @@ def test_a_stack_that_is_split_equally_has_no_numbers_beside_it(stacked, number)
         f'signal "{stacked}" (<dict>) says stage: equal (<dict>), and signal "{number}" (<dict>) says stage: 0 (<dict>); give '
         "each signal the number of its stage, or let one stack be split equally"
     )
+
+
+def test_on_its_stage_a_parameter_rests_as_all_but_the_stages_split_it(mesh):
+    sizes = {"stage": 2, "data": 2, "tensor": 2}
+    signals = jshard.load({
+        "jshard": {"mesh": sizes, "pipeline": {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}},
+        "whole": {"row": "data", "column": "tensor", "stage": 0},
+        "stored": {"row": "data", "column": "tensor", "store": "data", "stage": 1},
+    }).signals  # fmt: skip
+    claims = [
+        Claim(signals[name], "**", Stage("stage", signals[name], at)) for at, name in enumerate(("whole", "stored"))
+    ]
+    w = np.ones((8, 8), np.float32)
+    inputs = [
+        *(partition.Input(claim=claim, path=name) for claim, name in zip(claims, "uw", strict=True)),
+        partition.Input((("data",), ())),
+    ]
+    program = partition.Program(
+        mesh(**sizes), jax.make_jaxpr(lambda u, w, x: jnp.sin(x @ u) @ w)(w, w, w).jaxpr, inputs
+    )
+    assert program.in_axes[:2] == [(("stage",), ("tensor",)), (("data", "stage"), ("tensor",))]
+    parts = [program.pieces.part(number, w) for number in (0, 1)]
+    assert [part.axes for part in parts] == [((), ("tensor",))] * 2
+    assert [part.rest for part in parts] == [None, (("data",), ("tensor",))]
