@@ -25,6 +25,7 @@ from hung import pytest_handlecrashitem as pytest_handlecrashitem
 from hung import pytest_terminal_summary as pytest_terminal_summary
 from outside import extra as extra
 from slow import pytest_generate_tests as pytest_generate_tests
+from slow import pytest_itemcollected as pytest_itemcollected
 
 from jshard.signals.active_config import unload
 

@@ -20,3 +20,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Any:
         )
     for name in set(cases) - set(quick.args):
         cases[name].marks.append(pytest.mark.slow.mark)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """All that opens a page in a browser is slow."""
+    if "browser" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.slow)

@@ -177,9 +177,7 @@ RINGS = {
 
 @pytest.mark.quick(
     "ring-causal",
-    "ring-segments",
     "ring-window",
-    "ring of two, rows, heads-causal",
     "ring of two, rows, heads-near both ways",
     "ulysses-causal",
     "ulysses, heads-both ways",

@@ -228,6 +228,9 @@ def _promote_dtype(arrays, *, dtype=None, **_):
     return tuple(None if array is None else array.astype(jnp.float16) for array in arrays)
 
 
+@pytest.mark.quick(
+    "kernel_init bias_init", "dtype param_dtype", "precision1", "use_bias", "kernel_metadata bias_metadata"
+)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -127,6 +127,7 @@ def test_a_decoder_of_flax_layers_equals_one_device(dense, plan):
         assert gradient.get_value().sharding == parameter.get_value().sharding, path
 
 
+@pytest.mark.quick("fsdp", "tensor and fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_asks_for_what_its_plan_costs_and_no_more(dense, plan):
     batch = dense[0]

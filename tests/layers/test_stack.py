@@ -149,9 +149,7 @@ PLANS = {
 }
 
 
-@pytest.mark.quick(
-    "tensor sequence store", "remat", "permutes", "prefetch", "prefetch products", "prefetch permutes", "late sums"
-)
+@pytest.mark.quick("tensor sequence store", "remat", "prefetch", "prefetch products", "late sums")
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_equals_one_device_and_its_layers_lie_as_claimed(plan, one_device):
     jshard.load(PLANS[plan])

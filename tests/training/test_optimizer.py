@@ -124,8 +124,6 @@ def unsharded():
     "store-momentum-layers-explicit",
     "store optimizer-adafactor-layers-explicit",
     "store-adamw-layers-auto",
-    "tensor-adafactor-layers-auto",
-    "tensor-adamw-step-explicit",
     "store-momentum-step-explicit",
     "store optimizer-adamw-step-auto",
 )

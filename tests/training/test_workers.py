@@ -103,10 +103,7 @@ ELSEWHERE |= {"examples/gt/pipeline.yaml"}  # tests/layers/test_pieces.py
 
 @pytest.mark.quick(
     "configs/digits.yaml",
-    "configs/mlp.yaml",
-    "configs/xor.yaml",
     "configs/pod-slices.yaml",
-    "configs/cnn/fsdp.yaml",
     "examples/gt/compiled.yaml",
     "examples/gt/arrays.yaml",
     "examples/gt/stages.yaml",
