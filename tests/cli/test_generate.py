@@ -63,16 +63,19 @@ def test_a_run_goes_on_from_prompts_alike_on_every_mesh(trained, capsys):
     assert first != GREEDY
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_greedily_unless_said(trained, capsys):
     assert said(capsys, trained, *PROMPTS) == said(capsys, trained, *PROMPTS, "--temperature", "0") == GREEDY
 
 
+@pytest.mark.slow
 def test_what_is_drawn_depends_on_each_word(trained, capsys):
     hot = [trained, *PROMPTS, "--temperature", "5"]
     assert said(capsys, *hot, "--top-k", "1") == said(capsys, *hot, "--top-p", "0") == GREEDY
     assert said(capsys, *hot, "--seed", "5") != said(capsys, *hot)
 
 
+@pytest.mark.slow
 def test_a_row_ends_behind_a_text_to_stop_at(trained, capsys):
     two = said(capsys, trained, *PROMPTS, "--stop", "t", "--stop", "og", "--stop", "on th")
     assert two == "the cat sat\n\nthe dog\n"
@@ -87,6 +90,7 @@ def test_two_processes_say_it_once(trained):
     assert ended.stdout == "".join(f"[0] {line}\n" for line in GREEDY.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "sentence"), [
     ([], 'jshard generate needs a prompt to go on from; type: jshard generate {run} --prompt "Once"'),
     (["--prompt", "a", "--stop", ""], '--stop "" is no text to end behind; leave it out'),

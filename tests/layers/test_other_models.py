@@ -66,7 +66,7 @@ def needed(extra, name):
     return adopted
 
 
-@pytest.mark.quick("flax-images-tensor")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_a_model_equals_one_device(extra, alone, name, plan):
     adopted = needed(extra, name)

@@ -194,7 +194,7 @@ def goes_on(name: str, found: list[dict[str, float]]) -> None:
     assert written(name) == found[2:]
 
 
-@pytest.mark.quick("fsdp and sequence-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mesh", ["one device", "tensor", "fsdp and sequence"])
 def test_logits_of_a_step_are_nowhere_whole_and_its_loss_is_theirs(mesh, accumulate):

@@ -64,7 +64,7 @@ def alone(tmp_path_factory):
     return found
 
 
-@pytest.mark.quick("Dense-data", "Filters-fsdp", "bridged-tensor")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", NAMES)
 def test_losses_are_those_of_one_device(alone, tmp_path, model, plan):

@@ -41,7 +41,7 @@ def all_bitwise(found, count, zero=()):
     return True
 
 
-@pytest.mark.quick("tensor, sequence and FSDP")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
