@@ -232,3 +232,16 @@ def test_where_a_product_is_cut_pieces_of_a_parameter_are_sent_and_else_of_the_r
 def test_of_a_vector_of_one_number_it_is_told_what_uses_the_number(mesh):
     program, _ = built(mesh(**SIZES), lambda w, x: jnp.squeeze(w) * x, [X[0, :1], X], [{"column": "tensor"}, (D, ())])
     assert program.placed["p0"].told_by.primitive.name == "mul"
+
+
+@pytest.mark.parametrize(
+    ("f", "first", "cut"),
+    [
+        (lambda y, z, s: jnp.sin(y * z) + s, X[:, :1], (1, 2)),  # one of the two that make a larger one
+        (lambda y, z, s: jnp.sin(y + z) * s, X, (8, 2)),  # together they are more than what they make
+    ],
+)
+def test_what_is_needed_in_parts_is_made_of_parts_where_these_are_less(mesh, f, first, cut):
+    program, given = built(mesh(**SIZES), f, [first, X[:1], X], [((), ()), ((), ()), ((), T)])
+    cuts = [eqn for eqn in equations(jax.make_jaxpr(program)(*given)) if eqn.primitive.name == "dynamic_slice"]
+    assert [eqn.outvars[0].aval.shape for eqn in cuts] == [cut]
