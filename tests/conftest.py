@@ -99,9 +99,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what is imported by now stays: each full collection would visit a million objects of it
     gc.enable()
-    gc.set_threshold(
-        1_000_000, 10, 20
-    )  # what is traced lives until its file ends: it was visited for a tenth of the time
+    gc.set_threshold(1_000_000, 10, 20)  # what is traced lives until its file ends, and each collection visits it
     session.config.stash[STARTED] = time.monotonic()
 
 

@@ -24,6 +24,12 @@ def looped(ws, u, x):
     return lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, ws)[0] @ u
 
 
+def staged(signals):
+    """The signals of a pipeline of two stages, of four devices each."""
+    pipeline = {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}
+    return jshard.load({"jshard": {"mesh": {"stage": 2, "data": 4}, "pipeline": pipeline}, **signals}).signals
+
+
 def test_a_signal_outside_of_loops_is_told_behind_one_that_is_in_a_loop(mesh):
     words = {"row": "data", "remat": "full"}
     signals = jshard.load({"jshard": {"mesh": {"data": 2}}, "a": words, "b": words}).signals
@@ -36,10 +42,7 @@ def test_a_signal_outside_of_loops_is_told_behind_one_that_is_in_a_loop(mesh):
 
 
 def test_chunks_are_of_layers_on_all_stages(mesh):
-    signals = jshard.load({
-        "jshard": {"mesh": {"stage": 2, "data": 4}, "pipeline": {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}},
-        "blocks": {"stage": "equal"}, "a": {"row": "data", "remat": "chunk"}, "b": {"row": "data"},
-    }).signals  # fmt: skip
+    signals = staged({"blocks": {"stage": "equal"}, "a": {"row": "data", "remat": "chunk"}, "b": {"row": "data"}})
     claim = Claim(signals["a"], "**", Stage("stage", signals["blocks"]))
     program, _ = built(mesh(stage=2, data=4), looped, [WS, X, X], [claim, Claim(signals["b"], "b"), (("data",), ())])
     assert program.in_axes[0] == (("stage",), (), ())
@@ -57,10 +60,7 @@ def test_on_auto_axes_a_program_stays_as_it_is():
 
 
 def test_a_stack_over_all_stages_beside_a_numbered_stage_is_a_sentence(mesh):
-    signals = jshard.load({
-        "jshard": {"mesh": {"stage": 2, "data": 4}, "pipeline": {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}},
-        "all": {"stage": "equal"}, "one": {"stage": 0}, "a": {"row": "data"},
-    }).signals  # fmt: skip
+    signals = staged({"all": {"stage": "equal"}, "one": {"stage": 0}, "a": {"row": "data"}})
     stages = Stage("stage", signals["all"]), Stage("stage", signals["one"], 0)
     ways = [*(Claim(signals["a"], "**", stage) for stage in stages), (("data",), ())]
     with pytest.raises(JShardError) as error:
@@ -89,10 +89,7 @@ def test_it_is_known_what_one_product_alone_reads(mesh, case):
 
 
 def test_of_layers_on_stages_no_product_gathers_again(mesh):
-    signals = jshard.load({
-        "jshard": {"mesh": {"stage": 2, "data": 4}, "pipeline": {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}},
-        "all": {"stage": "equal"}, "a": {"row": "data", "store": "data"},
-    }).signals  # fmt: skip
+    signals = staged({"all": {"stage": "equal"}, "a": {"row": "data", "store": "data"}})
     claim = Claim(signals["a"], "**", Stage("stage", signals["all"]))
     program, _ = built(mesh(stage=2, data=4), looped, [WS, X, X], [claim, ((), ()), (("data",), ())])
     assert program.multiplied_once == [False] * 3

@@ -33,10 +33,12 @@ TABLES = {
 }
 
 
-def model(shares=False, recomputes=False):
-    """All that a part is given counts in it. Where it shares, weight gradients of zeros, by which they divide, are no numbers."""
+def model(shares=False, recomputes=False, loops=False):
+    """All that a part is given counts in it, and with `loops` a parameter goes through a loop that nothing else does. Where it shares, weight gradients of zeros, by which they divide, are no numbers."""
 
     def chunk(own, edges, x, given, number):
+        if loops:
+            own = {**own, "scale": jax.lax.scan(lambda w, _: (jnp.sin(w), None), own["scale"], None, length=2)[0]}
         y = jnp.tanh(x * own["scale"] + 0.1 * number) * (own["last"] * (1 + number)) + 0.1 * given["x"]
         return (y + 0.1 * own["scale"] / jnp.cosh(x)) * edges["all"] if shares else y
 
@@ -88,7 +90,7 @@ def run(table, parts, **by):
 
 @pytest.mark.parametrize("table, how", [
     ("gpipe", {}), ("gpipe", {"recomputes": True, "shares": True}), ("interleaved", {"shares": True}),
-    ("zero_bubble", {}), ("late", {}), ("mine", {"recomputes": True}), ("shared", {"shares": True}), ("shared, 2 chunks", {}),
+    ("zero_bubble", {}), ("zero_bubble", {"loops": True}), ("late", {}), ("mine", {"recomputes": True}), ("shared", {"shares": True}), ("shared, 2 chunks", {}),
 ], ids=str)  # fmt: skip
 def test_a_table_computes_what_one_device_does(table, how):
     table, parts = TABLES[table], model(**how)
