@@ -322,8 +322,9 @@ def _any_slice(x: Array, step: Move) -> Array:
 
 
 def vary(x: Any, names: Names, algorithm: str = "auto") -> Array:
-    """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them. In device order where
-    `algorithm` says so and between processes; where some cross slices, in each slice and then between these; else as JAX does."""
+    """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them. In device order
+    where `algorithm` says so and between processes; where some cross slices, in each slice, then between these; else as JAX
+    does."""
     if names <= jax.typeof(x).mat.varying:  # nearly every operand of nearly every operation
         return x
     x = over_one_device(x, names, varies=True)
