@@ -3,6 +3,8 @@ and before them. Nothing is compiled but where numbers are compared."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,6 +201,36 @@ def test_in_a_derivative_that_jax_runs_later_the_claim_of_the_function_is_the_ne
     program, given = built(mesh(**SIZES), lambda w, u, x: ruled(x @ w) @ u, [X] * 3, [*claims, (D, ())])
     assert counted(program, given) == {}
     assert counted(jax.jit(program), given, by=(0,)) == {"all_gather": 1, "psum": 1}
+
+
+@jax.custom_vjp
+def halved_backward(x, number, y):
+    return number + 1, jnp.sin(x) * number * y
+
+
+def halved_forward(x, number, y):
+    return (number + 1, jnp.sin(x) * number * y), (x, number, y)
+
+
+def halved_pull(kept, cts):
+    x, number, y = kept
+    return cts[1] * jnp.cos(x) * number * y / 2, np.zeros(number.shape, jax.dtypes.float0), cts[1] * jnp.sin(x) * number
+
+
+halved_backward.defvjp(halved_forward, halved_pull)
+
+
+def test_whole_numbers_go_through_a_derivative_of_the_models_own(mesh):
+    numbers = np.arange(8, dtype=np.int32)[:, None]
+
+    def loss(x, number, y):
+        number, made = halved_backward(x, number, y)
+        return (made * number).sum()
+
+    of = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 2)))
+    program, given = built(mesh(**SIZES), loss, [X, numbers, XS[0]], [(D, T), (D, ()), ((), T)])
+    found, expected = of(lambda *args: program(*args)[0])(*given), of(loss)(X, numbers, XS[0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
 
 
 def kernel(x):

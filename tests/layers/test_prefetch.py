@@ -107,6 +107,12 @@ def test_it_computes_what_a_loop_does(length, how):
     jax.tree.map(near, found, expected)
 
 
+def test_what_is_not_differentiated_is_what_a_loop_makes():
+    carry, shards, each = operands(2)
+    found, expected = ahead(carry, shards, each, BIAS), plain(carry, shards, each, BIAS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+
+
 def program(given=None, *, keep=False, **how):
     """The whole of it, and the bodies of its loops: forward and backward. What nothing reads is left out."""
     whole = jax.make_jaxpr(gradient_of(ahead, **how))(*given or smooth(5)).jaxpr

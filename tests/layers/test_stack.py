@@ -272,12 +272,12 @@ def test_it_is_proven(depth):
     assert proof.ok and {each.verdict for each in proof.findings} == {"bitwise"}, proof
 
 
-def backward_of(remat, depth=2):
+def backward_of(remat, /, depth=2, **more):
     """The program of the gradients of a stack, for each word."""
     first, _, last = remat.partition(" ") if isinstance(remat, str) else ("", "", remat)
     store = {"parameters": "data", first: True} if first in ("keep", "prefetch") else "data"
     words = {"remat": last or first} if last or first not in ("", "keep", "prefetch") else {}
-    jshard.load(claimed({"data": 2, "tensor": 4}, store=store, **words))
+    jshard.load(claimed({"data": 2, "tensor": 4}, store=store, **words, **more))
     model = jshard.shard(built(depth), X)
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
     run = jshard.shard(loss)
@@ -285,9 +285,9 @@ def backward_of(remat, depth=2):
     return list(equations(jax.make_jaxpr(gradient)(parameters, rest)))
 
 
-def products(remat, depth=2):
+def products(remat, /, depth=2, **more):
     """How many products, gathers and activations the program has for each word."""
-    names = [each.primitive.name for each in backward_of(remat, depth)]
+    names = [each.primitive.name for each in backward_of(remat, depth, **more)]
     return names.count("dot_general"), sum(name.startswith("all_gather") for name in names), names.count("tanh")
 
 
@@ -305,7 +305,8 @@ def test_remat_says_what_is_kept():
 def test_remat_says_what_is_kept_of_layers_that_are_gathered_ahead():
     """Of five layers three stand in the backward pass: the first, the last and the loop's. It computes less of each."""
     full, gathers, tanh = products("prefetch", depth=5)
-    assert products("prefetch products", depth=5) == (full - 3 * 3, gathers, tanh - 3)
+    for remat in ("products", {"save": ["hidden"]}):
+        assert products("prefetch", depth=5, remat=remat) == (full - 3 * 3, gathers, tanh - 3)
 
 
 def test_remat_full_computes_the_last_of_layers_that_are_gathered_ahead_again():
