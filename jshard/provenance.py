@@ -64,9 +64,7 @@ class Cause:
     chosen: str = ""  # the strategy it is part of, with its price, where jshard took one by itself
     asked: bool = True  # whether a signal asked for it, as far as that is known
     place: Place | None = None  # the line of the configuration that asks
-    claimed: bool = dataclasses.field(
-        default=False, compare=False
-    )  # the path is that of a claim: no signal stands around
+    claimed: bool = dataclasses.field(default=False, compare=False)  # the path is a claim's: no signal stands around
     source: str = dataclasses.field(default="", compare=False)  # the line of the program: model.py:12
 
     @property
@@ -123,7 +121,7 @@ def _read(parts: tuple[Part, ...]) -> Cause:
     def close() -> None:
         # A transposed checkpoint repeats the stack it was called under, of one segment or of all until here.
         path.extend(segment)
-        for count in range(len(segment) or 1, len(path) // 2 + 1):
+        for count in range(len(segment) or len(path), len(path)):
             if path[-count:] == path[-2 * count : -count]:
                 del path[-count:]
                 break
@@ -227,11 +225,11 @@ def _folders(shortened: str | None) -> tuple[str, ...]:
 
 def source_of(eqn: Any) -> str:
     """`model.py:12`: the innermost line of the program that is not jshard's, JAX's or Flax's."""
-    frames = source_info_util.summarize(eqn.source_info, num_frames=50).splitlines()[::-1]
-    return _own(found.groups() for frame in frames if (found := re.match(r"\s*(.+?):(\d+)", frame)))
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return _own((frame.file_name, frame.start_line) for frame in frames)
 
 
-def _own(frames: Iterable[Sequence[str]]) -> str:
+def _own(frames: Iterable[Sequence[Any]]) -> str:
     """Of files and lines, innermost first, the first that is the user's."""
     folders = _folders(jax.config.values["jax_hlo_source_file_canonicalization_regex"])
     own = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import types
+from fractions import Fraction
 from pathlib import Path
 
 import jax
@@ -16,7 +19,7 @@ import jshard
 from jshard.inspect.compiled import collectives_in
 from jshard.inspect.plan import explain
 from jshard.kernels import all_reduce
-from jshard.provenance import Cause, StackFrames, cause, causes, operation, scope
+from jshard.provenance import Cause, StackFrames, cause, causes, op_name, operation, scope, source_of, taken
 from jshard.signals.active_config import load, unload
 from jshard.signals.keys import blamed
 
@@ -254,6 +257,42 @@ def test_causes_are_read_from_what_xla_keeps():
     assert cause("") == Cause()
 
 
+def test_signals_that_a_transformation_repeats_are_told_once():
+    """Of one segment of the stack, or of all until there; a user may name a signal twice."""
+    a, b, x = (f"jshard[signal={name}]" for name in "abx")
+    for text, path in {
+        f"{a}/{a}": "aa",
+        f"{a}/{a}/transpose(jvp())": "aa",
+        f"{a}/vmap({b})": "ab",
+        f"{b}/vmap({a})": "ba",
+        f"{a}/transpose(jvp({a}))": "a",
+        f"{x}/jvp({a})/transpose({a})": "xa",
+        f"{x}/jvp({a})/transpose({x})/{a}": "xa",
+        f"{a}/{b}/transpose(jvp({a}))/{b}": "ab",
+        f"{a}/{a}/{a}/{a}/vmap({a})": "aaaa",
+    }.items():
+        assert cause(f"{text}/psum").path == tuple(path), text
+
+
+def test_what_is_computed_again_is_remat_but_for_what_is_transposed_there():
+    again, up = "jshard[again=remat]", "jshard[signal=up]"
+    assert all(cause(f"{again}/{outer}({up})/sin").remat for outer in ("", "jvp", "vmap"))
+    assert not cause(f"{again}/transpose(jvp({up}))/sin").remat
+
+
+def test_a_cause_says_where_it_stands_and_what_was_chosen():
+    up, stack = Cause(("up",), chosen="row, 3 B"), [types.SimpleNamespace(name="rematted_computation")]
+    assert up.asked and not up.claimed and (up.signal, up.words, Cause().words) == ("up", ["chosen row"], [])
+    assert [
+        up.is_like(each) for each in (Cause(("up",), key="row"), Cause(("in",)), Cause(("up",), B), Cause(("z",)))
+    ] == [True] + [False] * 3
+    assert up.inside([]) == up == up.inside(stack) != up.inside(stack, checkpoint=True)
+    chosen = types.SimpleNamespace(name="jshard[chosen=column%2C 2 B]")
+    assert up.inside([chosen]).chosen == Cause().inside([chosen]).chosen == "column, 2 B"
+    rest = Cause().inside([types.SimpleNamespace(name="jshard[claim=rest]")])
+    assert rest.claimed and rest.path == rest.inside(stack).path == ("rest",)
+
+
 def test_instruction_that_xla_made_of_several_has_the_cause_of_each():
     joined = "jit(f)/(transpose(jvp(jshard[signal=up]))/psum:transpose(jvp(jshard[signal=down]))/psum)"
     assert causes(joined) == (Cause(("up",), B), Cause(("down",), B))
@@ -309,7 +348,23 @@ def test_a_file_of_jshards_is_none_of_the_users_where_jax_shortens_names():
         assert StackFrames("").source(f'metadata={{ source_file="{file}" source_line=3}}') == source, file
 
 
+def test_the_users_line_of_an_equation_is_the_innermost_that_is_not_a_librarys():
+    called = {"f": lax.sin}
+    for frames in range(4):
+        (eqn,) = jax.make_jaxpr(lambda x: called["f"](x))(1.0).eqns
+        line = inspect.currentframe().f_lineno - 1
+        assert source_of(eqn) == f"test_provenance.py:{line}", frames
+        called["f"] = eval(compile("lambda x: f(x)", "/lib/flax/nn.py", "eval"), {"f": called["f"]})
+
+
 def test_the_operation_behind_an_instruction_is_the_last_of_its_stack_and_several_where_joined():
     assert operation("jit(f)/transpose(jvp())/while/body/dot_general") == "dot_general"
     assert operation("jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)") == "reduce_sum+dot_general"
     assert operation("") == ""
+    assert op_name('sin(x), metadata={op_name="jit(f)/sin" stack_frame_id=3}') == "jit(f)/sin" and op_name("") == ""
+
+
+def test_how_often_a_branch_is_taken_is_said_directly_around_it():
+    around = "jit(f)/while/body/jshard[times=1 3%2F2,turns=4]"
+    assert taken(f"{around}/cond") == (Fraction(3, 2), 4)
+    assert taken(f"{around}/jvp/cond") is taken("cond") is None
