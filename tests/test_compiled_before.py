@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 
 import compiled_before
@@ -29,9 +30,9 @@ def test_program_keeps_its_own_names(name):
         jax.clear_caches()
 
 
-def test_programs_of_another_checkout_and_of_another_run_have_the_same_names(tmp_path):
-    found = {}
-    for file, name in {__file__: "/tests/test_compiled_before.py", tmp_path / "a.py": f"/{tmp_path.name}/a.py"}.items():
+def test_programs_of_another_checkout_and_of_another_run_have_the_same_names():
+    found, elsewhere = {}, f"{tempfile.gettempdir()}/pytest-of-me/pytest-0/run/a.py"
+    for file, name in {__file__: "/tests/test_compiled_before.py", elsewhere: "/run/a.py"}.items():
         exec(compile("def program(x):\n    return x * 3.25", file, "exec"), found)
         text = jax.jit(found["program"]).lower(jnp.ones(7)).as_text(debug_info=True)
         assert f'"{name}"' in text and str(file) not in text
