@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jshard.errors import JShardError, Place
-from jshard.signals.config import MeshPlan, load_configuration
+from jshard.signals.config import MeshPlan, Pipeline, load_configuration
 from jshard.signals.signal import DTypes, Shard, Signal
 
 GT = Path(__file__).parents[2] / "examples" / "gt"
@@ -313,12 +313,12 @@ def test_a_mesh_is_in_the_order_of_the_file_that_has_all_its_axes(folder: Path, 
 
 def test_include_is_laid_under_a_signal_key_by_key_and_no_deeper(folder: Path):
     (folder / "base.yaml").write_text(
-        "attn: {dtype: {param: float32}, remat: true}\nlayer1: {dtype: {param: float32}, remat: true}\nlayer2: 3\n"
+        "data: {dtype: {param: float32}, remat: true}\nlayer1: {dtype: {param: float32}, remat: true}\nlayer2: 3\n"
         "layer3: {remat: true}\n"
     )
-    text = "jshard: {include: base.yaml}\nattn: {dtype: {compute: bfloat16}}\nlayer1: {dtype: {compute: bfloat16}}\nlayer2: {}\n"
+    text = "jshard: {include: base.yaml}\ndata: {dtype: {compute: bfloat16}}\nlayer1: {dtype: {compute: bfloat16}}\nlayer2: {}\n"
     configuration = loaded(text)
-    for name in ("attn", "layer1"):
+    for name in ("data", "layer1"):  # the first is no data of an experiment
         assert configuration.signals[name] == Signal(name, remat="full", dtype=DTypes(compute="bfloat16"))
     assert configuration.signals["layer2"] == Signal("layer2")
     with pytest.raises(JShardError, match=r'^signal "layer3" \(configs/here.yaml:5\) says nothing; '):
@@ -334,6 +334,7 @@ def test_include_is_laid_under_a_signal_key_by_key_and_no_deeper(folder: Path):
             {"path": "a:B", "x": 1, "y": {"w": 2}, "v": 3},
         ),
         ("{path: a:B, x: 1}", "{path: a:C, y: 2}", {"path": "a:C", "y": 2}),
+        ("{path: a:B, x: 1}", "{path: a:A, y: 2}", {"path": "a:A", "y": 2}),
         ("{text: one, length: 8}", "{text: two, tokens: bytes}", {"text": "two", "length": 8, "tokens": "bytes"}),
         ("{text: one, length: 8}", "{path: a:B, x: 1}", {"path": "a:B", "x": 1}),
         ("{path: a:B, x: 1}", "{text: one}", {"text": "one"}),
@@ -422,6 +423,18 @@ def test_gt_files_load_unchanged_and_mean_what_they_say():
     assert {path.name for path in GT.glob("*.yaml")} == {"stages.yaml", "arrays.yaml", "compiled.yaml", "pipeline.yaml"}
 
 
+def test_a_pipeline_says_its_stages_and_is_what_it_says_wherever_it_stands():
+    pipeline = Pipeline("stage", 4, place=Place("a.yaml", 3))
+    assert str(pipeline) == "stages over stage, 4 microbatches by 1f1b" and pipeline == Pipeline("stage", 4)
+    assert str(Pipeline("stage", 4, chunks=2)) == "stages over stage, 2 chunks each, 4 microbatches by 1f1b"
+
+
+def test_data_that_is_no_mapping_is_a_sentence_beside_an_include_of_one(folder: Path):
+    (folder / "base.yaml").write_text("jshard: {train: {data: {path: a:B}}}\n")
+    with pytest.raises(JShardError, match="data"):
+        loaded("jshard: {include: base.yaml, train: {data: 3}}\n")
+
+
 def test_lists_of_workers_are_stages_of_one_mesh_where_they_can_be():
     said = load_configuration(GT / "pipeline.yaml").by_stages
     assert said is not None and said.mesh == MeshPlan(("stage", "workers"), (4, 2), Place(""))
@@ -429,6 +442,11 @@ def test_lists_of_workers_are_stages_of_one_mesh_where_they_can_be():
     rows = said.signals["stage2_rows"]
     assert (rows.stage, rows.shard) == ("2", Shard(axis=0, mesh=("workers",)))
     assert "one after the other, of one microbatch" in str(said)
+    (place,) = (place for place, says in said.meaning() if "one after the other" in says)
+    assert place.endswith("pipeline.yaml:3")
+    far = {name: {"shard": {"axis": 0, "workers": workers}} for name, workers in {"a": [0, 1], "b": [6, 7]}.items()}
+    assert load_configuration(far).by_stages.devices == 8
+    assert load_configuration({"a": {}}).by_stages is None
     assert load_configuration(GT / "stages.yaml").by_stages is not None
     for apart in ({"a": [0, 1], "b": [1, 2]}, {"a": [0, 1], "b": [2]}, {"a": [0, 1]}):  # they overlap, or are not alike
         said = {name: {"shard": {"axis": 0, "workers": workers}} for name, workers in apart.items()}
