@@ -283,3 +283,11 @@ def test_claims_of_many_parameters_are_cheap():
     claims(load_configuration({"jshard": {"mesh": {"data": 2}}, **signals, "rest": {"match": "**"}}), paths)
     assert Glob("*a*a*a*a*a*a*a*a*b").fits("a" * 5000) is False
     assert Glob("/".join(["**/a"] * 12 + ["b"])).fits("/".join("a" * 2000)) is False
+
+
+@pytest.mark.parametrize(("glob", "fit", "others"), [
+    ("a*b*c", ("abc", "axbxc", "abbc"), ("axc", "axbx", "abcx")),
+    ("a/**/b/**/c", ("a/b/c", "a/x/b/x/y/c"), ("a/c", "a/x/c", "a/b/x")),
+])  # fmt: skip
+def test_all_pieces_between_stars_have_to_be_there(glob, fit, others):
+    assert [each for each in (*fit, *others) if Glob(glob).fits(each)] == [*fit]

@@ -143,6 +143,11 @@ def test_words_of_an_experiment_are_kept(key, written, found):
     assert load_configuration({"jshard": {"mesh": {"a": 2}, "train": {key: written}}}).train[key] == found
 
 
+@pytest.mark.parametrize("axis", ["a", ""])
+def test_an_axis_of_stages_has_a_name(axis):
+    assert accepts(json_schema(), {"jshard": {"pipeline": {**PIPELINE, "axis": axis}}}, json_schema()) == bool(axis)
+
+
 @pytest.mark.parametrize("file", ["table.txt", "tables/mine", "tables/mine.txt"])
 def test_a_schedule_may_be_a_file(file):
     written = {"jshard": {"mesh": {"a": 2}, "pipeline": {**PIPELINE, "schedule": file}}, "a": {"stage": "equal"}}
