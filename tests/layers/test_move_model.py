@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.errors import JShardError
 from jshard.layouts import index_ranges as boxes
+from jshard.layouts import transfer
 from jshard.signals.active_config import unload
 
 SIGNALS = {"up": {"column": "w"}, "down": {"reduction": "w"}}
@@ -168,6 +169,13 @@ def test_any_tree_moves_and_other_things_stay(mesh):
 def test_move_of_a_plain_model_is_to_whole_arrays():
     moved = jshard.move(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), [3])
     assert moved.kernel[...].devices() == {jax.devices()[3]}
+
+
+def test_devices_that_reach_no_memory_of_their_host_are_told(monkeypatch):
+    """All that JAX pretends do; a plugin may have devices that do not."""
+    monkeypatch.setattr(transfer, "HOST", "elsewhere")
+    with pytest.raises(JShardError, match="^cpu reaches no memory of its host through JAX; use jax.tree.map"):
+        jshard.move(jnp.ones(3), "host")
 
 
 def test_move_refuses_where_nothing_can_go(mesh):
