@@ -57,6 +57,7 @@ LEFT_OUT = re.compile(
 # each other (`strict=True`), is said to the reader, as by an assertion; an overload, to type checkers.
 DECORATOR = re.compile(r"\w+ = functools\.lru_cache\(|\s*@(functools\.(lru_)?cache|dataclasses\.dataclass|overload)\b")
 LIMIT = 300.0  # seconds; a change that makes a test wait for ever is noticed
+LONGER = 10  # times as long for what the quick have not noticed, before it is told
 ELSEWHERE = 77  # the status of a process that can't make the change in place
 
 
@@ -412,7 +413,11 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=8, metavar="N", help="files of tests for each module, the nearest")
     parser.add_argument("--tests", nargs="*", default=[], metavar="FILE", help="further files of tests")
     parser.add_argument(
-        "--within", type=float, default=8, metavar="S", help="seconds of tests for a change, the quick first"
+        "--within",
+        type=float,
+        default=8,
+        metavar="S",
+        help="seconds of tests for a change; ten times that if these pass",
     )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("paths", nargs="*", help="modules or folders of jshard/")
@@ -436,6 +441,14 @@ def main() -> int:
     equal = listed()
     memory = Memory(CACHE / "found.sqlite")
     files = sorted({test for module in modules for test in near[module]} - {"tests/test_floors.py"})
+
+    def difference(change: Change) -> list[str]:
+        old, new = texts[change.module].splitlines(), change.text.splitlines()
+        return [*difflib.unified_diff(old, new, lineterm="", n=0)][2:]
+
+    def added(change: Change) -> set[str]:
+        return {line[1:].strip() for line in difference(change) if line[:1] == "+"}
+
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     made = [Copy(number, checkout.paths, files) for number in range(asked.processes)]
     for copy in made:
@@ -470,7 +483,7 @@ def main() -> int:
         failing = [test for test, each in found.items() if "failed" in each]
         print(*(f"{test} fails without a change" for test in failing), sep="\n", flush=True)
 
-        total, tests_text = Counter[str](), _digest(*(texts[file] for file in files))
+        total, tests_text = Counter[str](), _digest(str(asked.within), *(texts[file] for file in files))
         for module in modules:
             noticed: Counter[str] = Counter()
 
@@ -494,6 +507,8 @@ def main() -> int:
                     return by
                 tests = tests_of(change)
                 by = within(Copy.notices, change, tests, asked.within) if tests else None
+                if tests and by is None and not added(change) & equal.get(change.module, set()):
+                    by = within(Copy.notices, change, tests, LONGER * asked.within)
                 noticed.update([by] if by else [])
                 memory.put(key, [by, _digest(texts.get(by.split("::")[0], "")) if by else tests_text])
                 return by
@@ -506,13 +521,11 @@ def main() -> int:
                 failing.append(by)
                 print(f"{by} fails with {module} as it is", flush=True)
             for change, by in zip(all_changes, pool.map(attempt, all_changes), strict=True):
-                old, new = texts[module].splitlines(), change.text.splitlines()
-                diff = [*difflib.unified_diff(old, new, lineterm="", n=0)][2:] if by is None else []
-                is_equal = {line[1:].strip() for line in diff if line[:1] == "+"} & equal.get(module, set())
+                is_equal = set() if by else added(change) & equal.get(module, set())
                 met |= is_equal
                 count["killed" if by else "equal" if is_equal else "surviving"] += 1
                 if not by and not is_equal:
-                    print(*diff, sep="\n", flush=True)
+                    print(*difference(change), sep="\n", flush=True)
             total += count
             print(f"{module}: {_told(count)}, {time.monotonic() - began:.0f} s", flush=True)
             for line in equal.get(module, set()) - met if asked.of == 1 else ():
