@@ -34,11 +34,19 @@ class JShardError(ValueError):
     @classmethod
     def of(cls, errors: Iterable[JShardError]) -> JShardError:
         """One error for several, a line each, in the order given and without repeats."""
-        faults = tuple(dict.fromkeys(fault for error in errors for fault in error.faults))
-        joined = cls.__new__(cls)
-        joined.faults = faults
-        ValueError.__init__(joined, "\n".join(faults))
-        return joined
+        return cls._saying(*dict.fromkeys(fault for error in errors for fault in error.faults))
+
+    def at(self, label: str, place: Place) -> JShardError:
+        """The same with `label` before each fault that doesn't say where it is; itself where all do."""
+        faults = [fault if place.source in fault else f"{label}: {fault}" for fault in self.faults]
+        return self if faults == [*self.faults] else self._saying(*faults).with_traceback(self.__traceback__)
+
+    @classmethod
+    def _saying(cls, *faults: str) -> JShardError:
+        made = cls.__new__(cls)
+        made.faults = faults
+        ValueError.__init__(made, "\n".join(faults))
+        return made
 
 
 def reason(error: OSError) -> str:

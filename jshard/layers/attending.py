@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, did_you_mean
 from jshard.layers.ring_attention import Form, ring_attention
 from jshard.signals.active_config import configuration
 
+IMPLEMENTATIONS = (None, "xla", "cudnn", "blocks")
 BLOCK, LEAST = 512, 64  # queries of a block, at most and at least
 
 
@@ -32,6 +33,13 @@ def attend(
     device ever has all keys: they go around a ring, or, with `attention: ulysses`, heads are split instead while devices
     attend. That has one implementation, and what has a `mask` is gathered, and told.
     """
+    if window is not None and window < 1:
+        raise JShardError(
+            f"attention has a window of {window}", hint="use 1 or more, or leave it out: then all are seen"
+        )
+    if implementation not in IMPLEMENTATIONS:
+        hint = did_you_mean(implementation, IMPLEMENTATIONS[1:], f"use {', '.join(IMPLEMENTATIONS[1:])}")
+        raise JShardError(f'attention has implementation "{implementation}"', hint=hint)
     present = configuration()
     rings = present is not None and any(signal.ring for signal in present.signals.values())
     if rings and mask is None and q.shape[1] == k.shape[1] > 1:

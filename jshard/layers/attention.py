@@ -34,7 +34,22 @@ class Attention(nnx.Module):
         use_bias: bool = False, dtype: Any = None, param_dtype: Any = jnp.float32,
         implementation: str | None = None, rngs: nnx.Rngs,
     ):  # fmt: skip
+        if head_dim is None and width % heads:
+            raise JShardError(
+                f"jshard.Attention divides width {width} among {heads} heads",
+                hint=f"use width {width // heads * heads}, or write head_dim: 128",
+            )
         size, kv_heads = head_dim or width // heads, kv_heads or heads
+        if heads % kv_heads:
+            raise JShardError(
+                f"jshard.Attention has {heads} heads and {kv_heads} kv_heads, which don't divide them",
+                hint=f"use kv_heads: {max(n for n in range(1, kv_heads) if not heads % n)}",
+            )
+        if rope is not None and size % 2:
+            raise JShardError(
+                f"jshard.Attention has heads of {size}, which rope turns by pairs",
+                hint=f"use head_dim: {size + 1}, or leave rope out",
+            )
         linear = functools.partial(
             nnx.LinearGeneral, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )

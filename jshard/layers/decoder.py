@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, did_you_mean
 from jshard.layers.attention import Attention
 from jshard.layers.gated_mlp import GatedMLP
 from jshard.layers.layer_stack import stack
 from jshard.layers.moe import MoE
 from jshard.layers.rope import Rope, fields_of
+from jshard.signals.schema import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +49,21 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rope", Rope.of(self.rope))
-        if self.head_dim is None and self.width % self.heads:
-            raise JShardError(
-                f"a jshard.Decoder divides width {self.width} among {self.heads} heads",
-                hint=f"use width {self.width // self.heads * self.heads}, or write head_dim: 128",
-            )
-        kv_heads = self.kv_heads or self.heads
-        if self.heads % kv_heads:
-            raise JShardError(
-                f"a jshard.Decoder has {self.heads} heads and {kv_heads} kv_heads, which don't divide them",
-                hint=f"use kv_heads: {max(n for n in range(1, kv_heads) if not self.heads % n)}",
-            )
+        for field in dataclasses.fields(self):
+            value: Any = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            hint, kind = "", str(field.type).partition(" ")[0]
+            if kind == "int" and not _is_number(value, int | np.integer, 1):
+                hint = "use a whole number, 1 or more"
+            elif kind == "float" and not _is_number(value, float | int | np.floating, 0):
+                hint = "use a number, 0 or more"
+            elif field.name == "dropout" and self.dropout >= 1:
+                hint = "use 0, or a share below 1"
+            elif field.name.endswith("dtype") and not _is_dtype(value):
+                hint = did_you_mean(value, DTYPES, f"use {', '.join(DTYPES)}")
+            if hint:
+                raise JShardError(f"a jshard.Decoder has {field.name}: {value!r}", hint=hint)
 
     @classmethod
     def of(cls, given: DecoderConfig | Mapping[str, Any] | None, sizes: Mapping[str, Any]) -> DecoderConfig:
@@ -139,6 +145,17 @@ _sizes = [
     _rngs.replace(name=each.name, default=None, annotation=each.type) for each in dataclasses.fields(DecoderConfig)
 ]
 setattr(Decoder.__init__, "__signature__", inspect.Signature([_own, _given, *_sizes, _rngs]))  # noqa: B010
+
+
+def _is_number(value: Any, kinds: Any, least: int) -> bool:
+    return isinstance(value, kinds) and value is not True and bool(value >= least)
+
+
+def _is_dtype(value: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+    except TypeError:
+        return False
 
 
 def _dtypes(config: DecoderConfig) -> dict[str, Any]:

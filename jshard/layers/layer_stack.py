@@ -91,7 +91,7 @@ def _take_apart(root: nnx.Module, place: tuple[Any, ...], axis: int, present: Co
     for path in sorted(filter(None, modules), key=len):
         stacked = getattr(type(modules[path]), "_jshard_stack", None)
         found = stacked and ranges(present, slashed((*place, *path)), stacked[1])
-        if found and len(found) > 1:
+        if found and len(found) >= 2:
             inside = axis + sum(hasattr(type(modules.get(path[:end])), "_jshard_stack") for end in range(len(path)))
             pieces = _Ranges(modules[path], found, inside)
             setattr(modules[path[:-1]], str(path[-1]), pieces)

@@ -45,6 +45,11 @@ class MoE(nnx.Module):
             raise JShardError(
                 f"jshard.MoE chooses top_k={top_k} of {experts} experts", hint=f"use top_k from 1 to {experts}"
             )
+        if capacity is not None and capacity <= 0:
+            raise JShardError(
+                f"jshard.MoE has capacity={capacity:g}, so that its experts take no token",
+                hint="use capacity 1.25, or leave it out: then no token is dropped",
+            )
         draw = jax.nn.initializers.lecun_normal(batch_axis=(0,))
         einsum = functools.partial(nnx.Einsum, kernel_init=draw, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.router = nnx.Linear(width, experts, use_bias=False, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
@@ -81,7 +86,7 @@ class MoE(nnx.Module):
         """Return where each choice goes, an expert and a place in its room, or beyond all where there is none; and the room."""
         room = length
         if self.capacity is not None and not self.dropless:
-            room = min(length, max(1, -int(-self.capacity * one_hot.shape[1] // self.experts)))
+            room = min(length, -int(-self.capacity * one_hot.shape[1] // self.experts))
         before = ((jnp.cumsum(one_hot, 1) - 1) * one_hot).sum(-1)
         return jnp.where(before < room, chosen * room + before, self.experts * room), room
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -167,7 +168,7 @@ def _in_chunks(x: Array) -> Array:
     """Cut the axis of queries: axis 1, or of places by themselves axis 0."""
     axis = min(x.ndim - 1, 1)
     length = x.shape[axis]
-    count = next(n for n in range(-(-length // QUERIES), length + 1) if length % n == 0)
+    count = next(n for n in itertools.count(-(-length // QUERIES)) if not length % n)
     return jnp.moveaxis(x.reshape(*x.shape[:axis], count, length // count, *x.shape[axis + 1 :]), axis, 0)
 
 
@@ -357,7 +358,7 @@ class _Split:
 
 def _split(run: Partition, q: Part, k: Part) -> _Split:
     ways = math.prod(run.sizes[name] for name in q.axes[2])
-    if k.shape[2] % ways == 0:
+    if not k.shape[2] % ways:
         heads = key_heads = q.axes[2]
     elif q.axes[2][: len(k.axes[2])] == k.axes[2] and k.shape[2] == math.prod(run.sizes[n] for n in k.axes[2]):
         heads, key_heads = q.axes[2], k.axes[2]  # one key head on each device, which others of its group have too
@@ -388,17 +389,17 @@ def _forward_rule(form: Form, run: Partition, eqn: Any, parts: list[Part]) -> li
             q, k, v, *segments = _varying(xs, split.names)
             out, logs = ring.forward(q, k, v, tuple(segments))
     kept = [(out, inside.q), (logs, inside.q[:3]), *zip(xs, axes, strict=True)]
-    shapes = [tuple(variable.aval.shape) for variable in eqn.outvars]
-    found = [Part(shape, a, x) for shape, (x, a) in zip(shapes[1:], kept, strict=True)]
+    shape, *shapes = (tuple(variable.aval.shape) for variable in eqn.outvars)
+    found = [Part(shape, a, x) for shape, (x, a) in zip(shapes, kept, strict=True)]
     with scope(key="ring"):
         first = found[0].local(split.q, frozenset(), _by_ring) if exchanges else ring.in_order(out)
-    return [Part(shapes[0], split.q, first), *found]
+    return [Part(shape, split.q, first), *found]
 
 
 def _exchanged(run: Partition, split: _Split, parts: list[Part]) -> _Split:
     ways = math.prod(run.sizes[name] for name in split.exchanged.heads)
     claim, count = run.nearest, parts[1].shape[2]
-    if split.heads == split.key_heads and count % ways == 0:
+    if not count % ways:
         return split.exchanged
     assert claim is not None
     over = "+".join(split.exchanged.heads)

@@ -51,7 +51,10 @@ class Component:
     def __call__(self, *ours: Any, **named: Any) -> Any:
         """Call it with its own arguments and with ours; an argument that it does not take is told before it is called."""
         check_arguments(str(self), self.function, self.arguments, positional=len(ours), ours=named)
-        return self.function(*ours, **named, **self.arguments)
+        try:
+            return self.function(*ours, **named, **self.arguments)
+        except JShardError as error:
+            raise error.at(str(self), self.place) from error.__cause__
 
 
 def function_at(label: str, path: str) -> Callable[..., Any]:

@@ -29,12 +29,12 @@ SEGMENTS = np.array([1, 0, 2], np.int32)[np.sort(draw.integers(0, 3, (ROWS, PLAC
 
 
 class Attention(nnx.Module):
-    def __init__(self, rngs, **how):
+    def __init__(self, rngs, keys=KEYS, size=SIZE, **how):
         linear = nnx.LinearGeneral
-        self.q = linear(WIDTH, (HEADS, SIZE), use_bias=False, rngs=rngs)
-        self.k = linear(WIDTH, (KEYS, SIZE), use_bias=False, rngs=rngs)
-        self.v = linear(WIDTH, (KEYS, SIZE), use_bias=False, rngs=rngs)
-        self.o = linear((HEADS, SIZE), WIDTH, axis=(-2, -1), use_bias=False, rngs=rngs)
+        self.q = linear(WIDTH, (HEADS, size), use_bias=False, rngs=rngs)
+        self.k = linear(WIDTH, (keys, size), use_bias=False, rngs=rngs)
+        self.v = linear(WIDTH, (keys, size), use_bias=False, rngs=rngs)
+        self.o = linear((HEADS, size), WIDTH, axis=(-2, -1), use_bias=False, rngs=rngs)
         self.how = how
 
     def __call__(self, x, segments):
@@ -154,6 +154,17 @@ def test_blocks_of_what_is_not_causal_are_told(queries, keys, how):
         f'attention of {queries} queries over {keys} keys was asked for by "blocks", which is for causal attention without a '
         "mask, of as many; leave implementation out"
     )
+
+
+@pytest.mark.parametrize(("how", "sentence"), [
+    ({"window": 0}, "attention has a window of 0; use 1 or more, or leave it out: then all are seen"),
+    ({"implementation": "cudn"}, 'attention has implementation "cudn"; did you mean "cudnn"?'),
+    ({"implementation": "?"}, 'attention has implementation "?"; use xla, cudnn, blocks'),
+])  # fmt: skip
+def test_what_no_attention_has_is_told(how, sentence):
+    with pytest.raises(JShardError) as told:
+        traced(4, 4, **how)
+    assert str(told.value) == sentence
 
 
 @pytest.mark.parametrize(
@@ -295,6 +306,23 @@ def test_causal_rows_are_balanced():
     assert flops["causal"] < flops["both ways"]
 
 
+@pytest.mark.parametrize(("places", "queries"), [(512, 512), (513, 171), (1024, 512)])
+def test_512_queries_meet_keys_at_a_time_or_fewer_that_divide_them(places, queries):
+    run, state = program("window", plan({"ring": 2}, ring="ring"))
+    shapes = [jax.ShapeDtypeStruct((1, 2 * places, *x.shape[2:]), x.dtype) for x in (X, SEGMENTS)]
+    every = equations(jax.make_jaxpr(run)(state, *shapes))
+    products = [eqn.outvars[0].aval.shape for eqn in every if eqn.primitive.name == "dot_general"]
+    assert {shape[-2] for shape in products if len(shape) == 5} == {queries}
+
+
+@pytest.mark.parametrize("how", ["causal", "segments"])
+def test_queries_that_meet_keys_in_turn_attend_as_all_at_once(how, monkeypatch):
+    want = reference(how)
+    monkeypatch.setattr("jshard.layers.ring_attention.QUERIES", 3)
+    jshard.load(plan({"ring": 4}, ring="ring"))
+    cases.alike(run(how), want)
+
+
 @pytest.mark.parametrize("name", ["ring"])
 def test_what_a_device_holds_is_flat_where_length_and_devices_grow_together(name):
     held = {}
@@ -351,6 +379,27 @@ def test_a_ring_left_to_the_compiler_is_plain_attention():
     cases.alike(run("causal"), want)
 
 
+def test_heads_stay_split_whatever_their_size():
+    jshard.load(plan({"ring": 2, "tensor": 2}, ring="ring"))
+    lines = jshard.explain(jshard.shard(loss), Attention(nnx.Rngs(0), size=3), X, SEGMENTS)
+    assert {line.collective for line in lines if line.phase == "forward"} == {"permute", "all_reduce"}
+
+
+def test_queries_that_each_device_has_whole_meet_keys_around_the_ring():
+    """Of queries that no signal splits, as learned ones, each device takes those of its places."""
+    model, queries = Attention(nnx.Rngs(0)), np.sin(np.arange(ROWS * PLACES * WIDTH)).reshape(ROWS, PLACES, HEADS, SIZE)
+    model.learned = nnx.Param(jnp.asarray(queries, jnp.float32))
+
+    def asked(model, x):
+        return jnp.sin(model.o(jshard.attend(model.learned[...], model.k(x), model.v(x)))).mean()
+
+    jshard.unload()
+    want = jax.device_get(nnx.jit(nnx.value_and_grad(asked))(model, X))
+    jshard.load(plan({"ring": 4}, ring="ring") | {"rest": {"match": ["**"]}})
+    cases.alike(nnx.jit(nnx.value_and_grad(jshard.shard(asked)))(model, X), want)
+    assert "permute" in {line.collective for line in jshard.explain(jshard.shard(asked), model, X)}
+
+
 def test_places_that_do_not_divide_and_key_heads_that_are_too_few_are_told():
     jshard.load(RINGS["ring"])
     with pytest.raises(JShardError) as told:
@@ -360,8 +409,8 @@ def test_places_that_do_not_divide_and_key_heads_that_are_too_few_are_told():
     )
     jshard.load(plan({"ring": 8}, ring="ring", attention="ulysses"))
     with pytest.raises(JShardError) as told:
-        jshard.shard(Attention(nnx.Rngs(0)))(X, SEGMENTS)
+        jshard.shard(Attention(nnx.Rngs(0), keys=2))(X, SEGMENTS)
     assert str(told.value) == (
-        'signal "kv" (<dict>) says attention: ulysses (<dict>), which splits 4 key heads over ring of size 8; write '
+        'signal "kv" (<dict>) says attention: ulysses (<dict>), which splits 2 key heads over ring of size 8; write '
         "attention: ring, or use a mesh axis whose size divides the key heads"
     )

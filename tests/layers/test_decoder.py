@@ -360,16 +360,39 @@ def test_seventy_billion_on_512_chips_are_explained_here_by_the_same_formula():
 
 @pytest.mark.parametrize(("sizes", "sentence"), [
     ({"widht": 8}, 'a jshard.Decoder has no "widht"; did you mean "width"?'),
-    ({"kv_heads": 3}, "a jshard.Decoder has 8 heads and 3 kv_heads, which don't divide them; use kv_heads: 2"),
-    ({"heads": 7}, "a jshard.Decoder has 7 heads and 4 kv_heads, which don't divide them; use kv_heads: 1"),
+    ({"kv_heads": 3}, "jshard.Attention has 8 heads and 3 kv_heads, which don't divide them; use kv_heads: 2"),
+    ({"heads": 7}, "jshard.Attention has 7 heads and 4 kv_heads, which don't divide them; use kv_heads: 1"),
     ({"head_dim": None, "width": 33},
-     "a jshard.Decoder divides width 33 among 8 heads; use width 32, or write head_dim: 128"),
+     "jshard.Attention divides width 33 among 8 heads; use width 32, or write head_dim: 128"),
+    ({"head_dim": 7},
+     "jshard.Attention has heads of 7, which rope turns by pairs; use head_dim: 8, or leave rope out"),
     ({"experts": 2, "top_k": 3}, "jshard.MoE chooses top_k=3 of 2 experts; use top_k from 1 to 2"),
+    ({"heads": 0}, "a jshard.Decoder has heads: 0; use a whole number, 1 or more"),
+    ({"kv_heads": 0}, "a jshard.Decoder has kv_heads: 0; use a whole number, 1 or more"),
+    ({"window": -1}, "a jshard.Decoder has window: -1; use a whole number, 1 or more"),
+    ({"width": "64"}, "a jshard.Decoder has width: '64'; use a whole number, 1 or more"),
+    ({"depth": True}, "a jshard.Decoder has depth: True; use a whole number, 1 or more"),
+    ({"vocabulary": None}, "a jshard.Decoder has vocabulary: None; use a whole number, 1 or more"),
+    ({"dropout": 1.0}, "a jshard.Decoder has dropout: 1.0; use 0, or a share below 1"),
+    ({"dropout": -0.1}, "a jshard.Decoder has dropout: -0.1; use a number, 0 or more"),
+    ({"norm_eps": "1e-6"}, "a jshard.Decoder has norm_eps: '1e-6'; use a number, 0 or more"),
+    ({"capacity": True}, "a jshard.Decoder has capacity: True; use a number, 0 or more"),
+    ({"dtype": "bfloat61"}, "a jshard.Decoder has dtype: 'bfloat61'; did you mean \"bfloat16\"?"),
+    ({"param_dtype": "int8"}, "a jshard.Decoder has param_dtype: 'int8'; use float32, bfloat16, float16, float64"),
 ], ids=lambda each: next(iter(each)) if isinstance(each, dict) else "")  # fmt: skip
 def test_a_mistake_in_the_sizes_is_told(sizes, sentence):
     with pytest.raises(JShardError) as error:
-        decoder(**sizes)
+        nnx.eval_shape(lambda: decoder(**sizes))
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("sizes", [
+    {"kv_heads": 1}, {"head_dim": 2}, {"head_dim": 7, "rope": None}, {"window": 1}, {"dropout": 0}, {"experts": 1, "top_k": 1},
+    {"norm_eps": np.float32(0)},
+    {"width": np.int64(64)}, {"dtype": "bfloat16"}, {"param_dtype": "float16"},
+], ids=str)  # fmt: skip
+def test_a_decoder_takes_the_least_that_there_is(sizes):
+    nnx.eval_shape(lambda: decoder(**sizes))
 
 
 @pytest.mark.usefixtures("in_the_root")
@@ -379,6 +402,10 @@ def test_a_mistake_in_the_sizes_of_a_file_is_told_with_its_line(capsys):
     line = next(at for at, text in enumerate(Path(path).read_text().splitlines(), 1) if "model:" in text)
     assert capsys.readouterr().err.splitlines()[-1] == (
         f'jshard.train.model ({path}:{line}) is "jshard:Decoder", which takes no argument "widht"; did you mean "width"?'
+    )
+    assert main(["explain", path, "model.heads=0"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f'jshard.train.model ({path}:{line}) is "jshard:Decoder": a jshard.Decoder has heads: 0; use a whole number, 1 or more'
     )
 
 

@@ -144,6 +144,13 @@ def test_experts_that_can_not_be_are_told():
         with pytest.raises(JShardError) as told:
             jshard.MoE(WIDTH, HIDDEN, 4, top_k=top_k, rngs=nnx.Rngs(0))
         assert str(told.value) == f"jshard.MoE chooses top_k={top_k} of 4 experts; use top_k from 1 to 4"
+    for capacity in (0, -0.5):
+        with pytest.raises(JShardError) as told:
+            jshard.MoE(WIDTH, HIDDEN, 4, capacity=capacity, rngs=nnx.Rngs(0))
+        assert str(told.value) == (
+            f"jshard.MoE has capacity={capacity}, so that its experts take no token; use capacity 1.25, or leave it out: then "
+            "no token is dropped"
+        )
     for top_k in (1, 4):
         assert (
             nnx.eval_shape(lambda top_k=top_k: jshard.MoE(WIDTH, HIDDEN, 4, top_k=top_k, rngs=nnx.Rngs(0))).top_k

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from jshard.cli import main
+from jshard.errors import JShardError, Place
 from jshard.signals import active_config
 from jshard.training.checkpoint import steps_in
+from jshard.training.components import Component
 from jshard.training.experiment import Experiment
 from jshard.training.loop import evaluate
 from jshard.training.loss import cross_entropy
@@ -345,3 +347,18 @@ def test_what_was_trained_is_saved_before_it_is_evaluated(capsys, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         trained(capsys, "checkpoint=100")
     assert steps_in(Path("run/checkpoints")) == [2]
+
+
+@pytest.mark.parametrize(("fault", "told"), [
+    ("x is 3", 'jshard.train.model (run.yaml:3) is "m:build": x is 3; use 4'),
+    ("layer (run.yaml:7) has x: 3", "layer (run.yaml:7) has x: 3; use 4"),
+])  # fmt: skip
+def test_what_is_wrong_in_a_model_is_told_with_the_line_that_names_it(fault, told):
+    def build(x):
+        raise JShardError(fault, hint=f"use {x}") from cause
+
+    cause = OSError("why")
+    with pytest.raises(JShardError) as error:
+        Component("model", Place("run.yaml", 3), "m:build", build, {"x": 4})()
+    assert (str(error.value), error.value.faults) == (told, (told,))
+    assert error.value.__cause__ is cause and error.traceback[-1].name == "build"
