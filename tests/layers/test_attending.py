@@ -21,7 +21,7 @@ from jshard.jaxprs import equations
 from jshard.layers import attending, ring_attention
 from jshard.layers.partition.part import Part
 
-ROWS, PLACES, HEADS, KEYS, SIZE = 4, 32, 8, 4, 4
+ROWS, PLACES, HEADS, KEYS, SIZE = 8, 32, 8, 4, 4
 WIDTH = HEADS * SIZE
 draw = np.random.default_rng(0)
 X = draw.normal(size=(ROWS, PLACES, WIDTH)).astype(np.float32)
