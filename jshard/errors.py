@@ -36,9 +36,9 @@ class JShardError(ValueError):
         """One error for several, a line each, in the order given and without repeats."""
         return cls._saying(*dict.fromkeys(fault for error in errors for fault in error.faults))
 
-    def at(self, label: str, place: Place) -> JShardError:
-        """The same with `label` before each fault that doesn't say where it is; itself where all do."""
-        faults = [fault if place.source in fault else f"{label}: {fault}" for fault in self.faults]
+    def at(self, label: str, *sources: str) -> JShardError:
+        """The same with `label` before each fault that names no place in these sources; itself where all do."""
+        faults = [fault if any(each in fault for each in sources) else f"{label}: {fault}" for fault in self.faults]
         return self if faults == [*self.faults] else self._saying(*faults).with_traceback(self.__traceback__)
 
     @classmethod

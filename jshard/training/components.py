@@ -10,6 +10,7 @@ from typing import Any
 
 from jshard.errors import JShardError, Place, did_you_mean, kind_of, nearest
 from jshard.inspect.user_code_errors import as_user_error
+from jshard.signals.faults import COMMAND_LINE
 from jshard.training.settings import Settings
 
 
@@ -54,7 +55,7 @@ class Component:
         try:
             return self.function(*ours, **named, **self.arguments)
         except JShardError as error:
-            raise error.at(str(self), self.place) from error.__cause__
+            raise error.at(str(self), self.place.source, COMMAND_LINE) from error.__cause__
 
 
 def function_at(label: str, path: str) -> Callable[..., Any]:

@@ -352,6 +352,7 @@ def test_what_was_trained_is_saved_before_it_is_evaluated(capsys, monkeypatch):
 @pytest.mark.parametrize(("fault", "told"), [
     ("x is 3", 'jshard.train.model (run.yaml:3) is "m:build": x is 3; use 4'),
     ("layer (run.yaml:7) has x: 3", "layer (run.yaml:7) has x: 3; use 4"),
+    ("layer (the command line) has x: 3", "layer (the command line) has x: 3; use 4"),
 ])  # fmt: skip
 def test_what_is_wrong_in_a_model_is_told_with_the_line_that_names_it(fault, told):
     def build(x):
