@@ -85,6 +85,10 @@ def test_halves_are_the_whole_and_multiply_no_more_than_it(name):
         jax.tree.map(near, by_weights, expected[1:])
     both = jax.make_jaxpr(lambda xs: halves.second(xs, halves.first(xs)[1]))([*residuals, ct])
     assert Counter(eqn.primitive.name for eqn in equations(both))["dot_general"] == products
+    # what is computed again is so by its name, in which JAX writes "checkpoint" only when it lowers one
+    stacks = {str(eqn.source_info.name_stack) for eqn in equations(both)}
+    assert any("checkpoint" in each for each in stacks) == (name == "computed again")
+    assert all("rematted_computation" not in each or "checkpoint/rematted_computation" in each for each in stacks)
 
 
 def test_results_of_a_loop_are_written_where_they_lie():
