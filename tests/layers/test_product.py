@@ -144,6 +144,7 @@ GATHERED = {  # what is done with columns, in order
     "a number": (lambda w, x: x @ w + 2.0, ["gather", "add"]),
     "rows": (lambda w, x: x @ w + x, ["gather", "add"]),
     "a factor": (lambda w, x: x @ w * BIAS, ["gather", "mul"]),
+    "a bias, and it is read once more": (lambda w, x: (lambda y: (y + BIAS) * y)(x @ w), ["gather", "add", "mul"]),
     "a bias, and it is a result too": (lambda w, x: (lambda y: (y, y + BIAS))(x @ w), ["gather", "add"]),
 }  # fmt: skip
 
