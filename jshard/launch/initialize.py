@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import sys
 import threading
@@ -59,22 +60,36 @@ def init(
         if devices is not None:
             pretend(devices)
         return None
-    seconds = start_timeout or float(os.environ.get("JSHARD_START_TIMEOUT", START_TIMEOUT))
+    start = _timeout("start_timeout", start_timeout, START_TIMEOUT)
+    step = _timeout("step_timeout", step_timeout, STEP_TIMEOUT)
     _hold_end()
     if devices is not None:
         pretend_part(devices, membership.processes)
     keep_freed()
     installation = {**versions(), "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
-    answer(membership, {"installation": installation, **(facts or {})}, seconds)
-    _start_jax(membership, seconds, preemption)
+    answer(membership, {"installation": installation, **(facts or {})}, start)
+    _start_jax(membership, start, preemption)
     _Joined.membership = membership
     _Joined.pulse.tell(joined=True)
     from jshard.launch.watchdog import watch  # reads JAX's service, which is there from here on
 
-    limit = step_timeout or float(os.environ.get("JSHARD_STEP_TIMEOUT", STEP_TIMEOUT))
-    _Joined.unwatch = watch(membership, _Joined.pulse, limit)
+    _Joined.unwatch = watch(membership, _Joined.pulse, step)
     atexit.register(_leave)  # after JAX's own, so before it
     return membership
+
+
+def _timeout(name: str, given: float | None, otherwise: float) -> float:
+    """Return the seconds that `jshard.init` was given, or else the environment says."""
+    variable = f"JSHARD_{name.upper()}"
+    said: Any = os.environ.get(variable, otherwise) if given is None else given
+    try:
+        seconds = float(said)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        asked = f"{variable}={said}" if given is None else f"jshard.init({name}={said!r})"
+        raise JShardError(f"{asked} is no number of seconds", hint=f"use a number above 0, as {otherwise:g}")
+    return seconds
 
 
 def unwatch() -> None:

@@ -34,6 +34,9 @@ class Attention(nnx.Module):
         use_bias: bool = False, dtype: Any = None, param_dtype: Any = jnp.float32,
         implementation: str | None = None, rngs: nnx.Rngs,
     ):  # fmt: skip
+        for name, size in {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}.items():
+            if size is not None and size < 1:
+                raise JShardError(f"jshard.Attention has {name}={size}", hint="use 1 or more")
         if head_dim is None and width % heads:
             raise JShardError(
                 f"jshard.Attention divides width {width} among {heads} heads",

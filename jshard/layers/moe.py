@@ -41,6 +41,8 @@ class MoE(nnx.Module):
         router_z: float = 0.0, activation: Callable[[Array], Array] = nnx.silu, dtype: Any = None,
         param_dtype: Any = jnp.float32, rngs: nnx.Rngs,
     ):  # fmt: skip
+        if experts < 1:
+            raise JShardError(f"jshard.MoE has experts={experts}", hint="use 1 or more")
         if not 1 <= top_k <= experts:
             raise JShardError(
                 f"jshard.MoE chooses top_k={top_k} of {experts} experts", hint=f"use top_k from 1 to {experts}"

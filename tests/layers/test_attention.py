@@ -66,6 +66,14 @@ def test_attention_computes_what_the_formula_says(case):
     np.testing.assert_allclose(layer(X, **given), by_hand(layer, X, seen, given.get("positions")), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["heads", "kv_heads", "head_dim"])
+def test_sizes_below_one_are_told(name):
+    with pytest.raises(JShardError) as told:
+        jshard.Attention(WIDTH, **{"heads": HEADS, name: 0}, rngs=nnx.Rngs(0))
+    assert str(told.value) == f"jshard.Attention has {name}=0; use 1 or more"
+    nnx.eval_shape(lambda: jshard.Attention(WIDTH, **{"heads": HEADS, name: 1}, rngs=nnx.Rngs(0)))
+
+
 def test_a_plain_attention_has_four_kernels():
     layer = jshard.Attention(WIDTH, HEADS, rngs=nnx.Rngs(0))
     shapes = {"/".join(map(str, path)): each[...].shape for path, each in nnx.to_flat_state(nnx.state(layer))}

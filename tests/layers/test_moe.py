@@ -140,6 +140,9 @@ def test_verify_finds_no_deviation_of_experts():
 
 
 def test_experts_that_can_not_be_are_told():
+    with pytest.raises(JShardError) as told:
+        jshard.MoE(WIDTH, HIDDEN, 0, rngs=nnx.Rngs(0))
+    assert str(told.value) == "jshard.MoE has experts=0; use 1 or more"
     for top_k in (0, 5):
         with pytest.raises(JShardError) as told:
             jshard.MoE(WIDTH, HIDDEN, 4, top_k=top_k, rngs=nnx.Rngs(0))
