@@ -23,7 +23,7 @@ MESHES = {
 class Counted(nnx.Module):
     def __init__(self):
         self.w = nnx.Param(jnp.array([1.0, -2.0]))
-        self.calls = nnx.Variable(jnp.zeros(()))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def __call__(self, x):
         self.calls[...] += 1

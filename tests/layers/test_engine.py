@@ -245,3 +245,10 @@ def test_what_is_needed_in_parts_is_made_of_parts_where_these_are_less(mesh, f, 
     program, given = built(mesh(**SIZES), f, [first, X[:1], X], [((), ()), ((), ()), ((), T)])
     cuts = [eqn for eqn in equations(jax.make_jaxpr(program)(*given)) if eqn.primitive.name == "dynamic_slice"]
     assert [eqn.outvars[0].aval.shape for eqn in cuts] == [cut]
+
+
+def test_places_that_are_made_count_as_no_numbers(mesh):
+    f = lambda y, s: row(y) * lax.broadcasted_iota(jnp.float32, (1, 8, 8), 2) + s
+    program, given = built(mesh(**SIZES), f, [X, jnp.stack([X, X])], [((), ()), (D, (), ())])
+    (product,) = [eqn for eqn in equations(jax.make_jaxpr(program)(*given)) if eqn.primitive.name == "mul"]
+    assert not product.outvars[0].aval.mat.varying  # it has no more than y: its gradient is summed, not y's
