@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from jshard.jaxprs import equations
 from jshard.layouts import Layout, create
 from jshard.layouts.creation import create_all
 
@@ -71,6 +72,45 @@ def test_numbers_of_narrow_parts_are_those_of_one_device_bitwise(axis_types):
             born = create(initializer, key, shape, jnp.float32, Layout(grid, *axes))
             np.testing.assert_array_equal(born, initializer(key, shape, jnp.float32))
             cases.assert_lies(born, Layout(grid, *axes).spec)
+
+
+DT = ("data", "tensor")
+DRAWN = [  # shape, how it lies, how it is drawn, and to which size it is padded then where it has to move
+    ((64, 24), (None, DT), (DT, None), (64, 24)),
+    ((101, 24), (None, DT), (DT, None), (104, 24)),
+    ((7, 12), (None, "tensor"), ("tensor", None), (8, 12)),
+    ((8, 12), DT, (DT, None), (8, 12)),
+    ((4, 12), DT, ("data", None), None),  # one row for each device along data: split no further
+    ((4, 3, 12), ("data", None, "tensor"), ("data", "tensor", None), (4, 4, 12)),
+    ((5, 3, 12), (None, None, "data"), (None, "data", None), (5, 4, 12)),  # along the axis that is padded least
+    ((8, 3, 12), (None, None, "data"), ("data", None, None), (8, 3, 12)),
+    ((3, 8, 12), (None, None, "data"), (None, "data", None), (3, 8, 12)),
+    ((20,), ("data",), (None,), None),
+    ((8, 8), DT, (DT, None), (8, 8)),
+    ((52, 4), DT, (), None),  # whole, where it is small
+    ((2**16, 4), DT, (), None),
+    ((2**16 + 4, 4), DT, None, None),
+    ((64, 14), (None, "tensor"), ("tensor", None), (64, 14)),
+    ((64, 32), (None, "tensor"), None, None),
+    ((64, 16), (None, "tensor"), None, None),  # eight numbers are not narrow
+    ((64, 8), ("data", None), None, None),
+    ((64, 3), (None, None), None, None),
+]
+
+
+@pytest.mark.parametrize(("shape", "axes", "drawn", "padded"), DRAWN)
+def test_narrow_parts_are_drawn_split_by_rows(shape, axes, drawn, padded):
+    def constraints(mesh):
+        zeros, layout = lambda key, shape, dtype: jnp.zeros(shape, dtype), Layout(mesh, *axes)
+        jaxpr = jax.make_jaxpr(lambda key: create(zeros, key, shape, jnp.float32, layout))(jax.random.key(3))
+        assert [each.shape for each in jaxpr.out_avals] == [shape]
+        asked = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "sharding_constraint"]
+        return [(eqn.invars[0].aval.shape, eqn.params["sharding"].spec) for eqn in asked]
+
+    moved = [] if padded is None else [(padded, jax.P(*drawn)), (padded, jax.P(*axes))]
+    with cases.loaded({"jshard": {"mesh": {"data": 4, "tensor": 2}}}) as grid:
+        assert constraints(grid) == ([] if drawn is None else [(shape, jax.P(*drawn)), *moved])
+        assert constraints(grid.abstract_mesh) == []  # nothing is drawn there
 
 
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
