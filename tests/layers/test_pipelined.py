@@ -338,8 +338,8 @@ def back(model, x):
 ZERO, ONE, TWO = ({"stage": number} for number in range(3))
 OF_LAST = "jshard.pipeline (<dict>) ends on stage 1, and the loss does not depend on its parameters; give the last layers the last stage"
 NUMBERED = {
-    "chunks": (numbered(ZERO, ZERO, ONE, chunks=2), lambda model, x: jnp.sum(model(x)), (
-        'jshard.pipeline (<dict>) has 2 chunks of layers a stage, and signal "one" (<dict>) is on stage 0 (<dict>); write '
+    "chunks": (numbered(ZERO, ZERO, ONE, chunks=3), lambda model, x: jnp.sum(model(x)), (
+        'jshard.pipeline (<dict>) has 3 chunks of layers a stage, and signal "one" (<dict>) is on stage 0 (<dict>); write '
         "chunks: 1, or build equal layers with jshard.stack"
     )),
     "a loss before the end": (numbered(ZERO, ZERO, ONE), aside, OF_LAST),
