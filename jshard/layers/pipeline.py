@@ -472,12 +472,12 @@ def table_of(asked: Pipeline) -> Table:
     table = load(asked.schedule)
     chunks = table.virtual_stages // table.stages
     for what, has, says in (
-        ("stages", table.stages, stages), ("microbatches", table.microbatches, asked.microbatches),
-        ("chunks", chunks, asked.chunks or chunks),
+        ("stage", table.stages, stages), ("microbatch", table.microbatches, asked.microbatches),
+        ("chunk", chunks, asked.chunks or chunks),
     ):  # fmt: skip
         if has != says:
             raise JShardError(
-                f"jshard.pipeline ({asked.place}) has {says} {what}, and its table {asked.schedule} has {has}",
-                hint=f"write another table, or give the pipeline {has} {what}",
+                f"jshard.pipeline ({asked.place}) has {counted(says, what)}, and its table {asked.schedule} has {has}",
+                hint=f"write another table, or give the pipeline {counted(has, what)}",
             )
     return table

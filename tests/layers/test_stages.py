@@ -622,7 +622,9 @@ def test_a_table_of_mine_is_run(tmp_path):
         ({"stages": 4}, f"jshard.pipeline (<dict>) has 4 stages, and its table {path} has 2; write another table, or give the "
          "pipeline 2 stages"),
         ({"stages": 2, "chunks": 2}, f"jshard.pipeline (<dict>) has 2 chunks, and its table {path} has 1; write another table, or "
-         "give the pipeline 1 chunks"),
+         "give the pipeline 1 chunk"),
+        ({"stages": 2, "microbatches": 2}, f"jshard.pipeline (<dict>) has 2 microbatches, and its table {path} has 4; write "
+         "another table, or give the pipeline 4 microbatches"),
     ):  # fmt: skip
         jshard.load(configured(schedule=str(path), **words))
         with pytest.raises(JShardError) as error:
