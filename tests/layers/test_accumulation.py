@@ -54,6 +54,15 @@ def test_values_and_gradients_are_means_and_variables_go_from_one_to_the_next(me
     assert model.calls[...] == 3
 
 
+def test_variables_of_one_device_are_taken_to_all():
+    jshard.load(MESHES["explicit"])
+    model = jshard.shard(Counted())
+    model.calls.set_value(jax.device_put(model.calls[...], jax.devices()[0]))
+    value, _ = accumulated(loss)(model, X)
+    np.testing.assert_allclose(value, np.mean((X @ np.array([1.0, -2.0])) ** 2), rtol=1e-6)
+    assert model.calls[...] == 3
+
+
 @pytest.mark.parametrize("mesh", [None, "explicit"])
 def test_one_microbatch_is_the_batch(mesh):
     model = Counted()
