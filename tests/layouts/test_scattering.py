@@ -19,7 +19,7 @@ import jshard
 from benchmarks import scatter as benchmark
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in
-from jshard.layouts import gathering, p2p, scattering, shard_buffers
+from jshard.layouts import gathering, p2p, scattering, shard_buffers, transfer
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts.index_ranges import blocks, overlap, word_count
 from jshard.layouts.p2p import Parcel, _at_doors, _sending, carry, doors_of, is_shared, parcels_of, tell
@@ -410,6 +410,22 @@ def test_what_each_process_has_for_itself_is_sent_to_nobody(monkeypatch, root):
     monkeypatch.setattr(gathering, "is_shared", lambda *call: asked.append(call[2]))
     assert jshard.gather(jnp.arange(3), root=root).tolist() == [0, 1, 2]
     assert asked == ["" if root is None else "root=0"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "expected"), [(True, Parcel(((0, 4),), 1, (0,))), (False, Parcel(((0, 4),), 0, ()))]
+)
+def test_what_all_have_is_moved_from_where_it_is_and_what_each_has_from_itself(monkeypatch, shared, expected):
+    """The devices stand for processes."""
+    carried = []
+    monkeypatch.setattr(transfer, "is_shared", lambda *_: shared)
+    monkeypatch.setattr(transfer, "holders", lambda found: {box: (each.id,) for each, box in found.items()})
+    monkeypatch.setattr(transfer, "carry", lambda parcels, *_: carried.extend(parcels))
+    monkeypatch.setattr(transfer.Filling, "finished", lambda _: "all")
+    one, other = jax.devices()[:2]
+    x = jax.device_put(np.ones(4, np.float32), other)
+    assert transfer.transfer(x, jax.sharding.SingleDeviceSharding(one)) == "all"
+    assert carried == [expected]
 
 
 ARRAY, EMPTY, NUMBER = ({"shape": shape, "dtype": "float32"} for shape in ([4], [0], []))
