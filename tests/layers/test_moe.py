@@ -65,8 +65,13 @@ PLANS = {
 }
 
 
-def reference(how):
+@pytest.fixture(autouse=True)
+def nothing_loaded():
+    yield
     jshard.unload()
+
+
+def reference(how):
     return jax.device_get(nnx.jit(nnx.value_and_grad(written_out))(layer(how), X))
 
 
