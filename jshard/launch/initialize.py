@@ -60,8 +60,8 @@ def init(
         if devices is not None:
             pretend(devices)
         return None
-    start = _timeout("start_timeout", start_timeout, START_TIMEOUT)
-    step = _timeout("step_timeout", step_timeout, STEP_TIMEOUT)
+    start = _timeout("JSHARD_START_TIMEOUT", start_timeout, START_TIMEOUT)
+    step = _timeout("JSHARD_STEP_TIMEOUT", step_timeout, STEP_TIMEOUT)
     _hold_end()
     if devices is not None:
         pretend_part(devices, membership.processes)
@@ -78,16 +78,16 @@ def init(
     return membership
 
 
-def _timeout(name: str, given: float | None, otherwise: float) -> float:
+def _timeout(variable: str, given: float | None, otherwise: float) -> float:
     """Return the seconds that `jshard.init` was given, or else the environment says."""
-    variable = f"JSHARD_{name.upper()}"
     said: Any = os.environ.get(variable, otherwise) if given is None else given
     try:
         seconds = float(said)
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        asked = f"{variable}={said}" if given is None else f"jshard.init({name}={said!r})"
+        argument = variable.removeprefix("JSHARD_").lower()
+        asked = f"{variable}={said}" if given is None else f"jshard.init({argument}={said!r})"
         raise JShardError(f"{asked} is no number of seconds", hint=f"use a number above 0, as {otherwise:g}")
     return seconds
 
