@@ -137,6 +137,13 @@ def _forgotten():
     compiled_before.forget_traces()
 
 
+@pytest.fixture
+def nothing_loaded():
+    """Each test of the file begins without the configuration that another has loaded."""
+    yield
+    unload()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error")
     gc.disable()  # until tests are imported, nearly all of which stays

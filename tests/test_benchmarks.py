@@ -31,13 +31,8 @@ from benchmarks import (
     weights,
 )
 from jshard.schedules import KINDS
-from jshard.signals.active_config import unload
 
-
-@pytest.fixture(autouse=True)
-def unloaded():
-    yield
-    unload()
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
 
 
 @pytest.mark.slow

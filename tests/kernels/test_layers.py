@@ -13,8 +13,10 @@ from jshard import kernels
 from jshard.errors import JShardError
 from jshard.inspect.plan import explain
 from jshard.kernels.select_algorithm import ALGORITHMS
-from jshard.signals.active_config import configuration, unload
+from jshard.signals.active_config import configuration
 from jshard.signals.schema import KERNELS
+
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
 
 MESH = {"d": 2, "t": 2}
 # name: the signal, its kernels, rank of x, and what the forward's ledger says
@@ -36,12 +38,6 @@ CASES = {
         {"reduction": "t", "sequence": "t", "row": "d"}, {"matmul_reduce_scatter": "fused"}, 3, ["reduce_scatter fused"],
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def forgotten():
-    yield
-    unload()
 
 
 def program(signal, rank):

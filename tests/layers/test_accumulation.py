@@ -10,10 +10,12 @@ from flax import nnx
 
 import jshard
 from jshard.layers.accumulation import accumulated
-from jshard.signals.active_config import unload
 from jshard.signals.scope import unplaced
 
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
+
 X = np.arange(24, dtype=np.float32).reshape(3, 4, 2) / 8
+MEAN = np.mean((X @ np.array([1.0, -2.0])) ** 2)  # the loss of a new model
 MESHES = {
     "explicit": {"jshard": {"mesh": {"data": 2}}, "rest": {"row": "data", "match": ["**"]}},
     "auto": {"jshard": {"mesh": {"data": 2}, "axis_types": "auto"}, "rest": {"row": "data", "match": ["**"]}},
@@ -34,12 +36,6 @@ def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
 
-@pytest.fixture(autouse=True)
-def nothing_loaded():
-    yield
-    unload()
-
-
 @pytest.mark.parametrize("mesh", [None, *MESHES])
 def test_values_and_gradients_are_means_and_variables_go_from_one_to_the_next(mesh):
     model = Counted()
@@ -48,7 +44,7 @@ def test_values_and_gradients_are_means_and_variables_go_from_one_to_the_next(me
         jshard.load(MESHES[mesh])
         model = jshard.shard(model)
     value, gradients = nnx.jit(accumulated(loss))(model, X)
-    np.testing.assert_allclose(value, np.mean((X @ np.array([1.0, -2.0])) ** 2), rtol=1e-6)
+    np.testing.assert_allclose(value, MEAN, rtol=1e-6)
     assert jax.tree.structure(gradients) == jax.tree.structure(nnx.state(model, nnx.Param))
     np.testing.assert_allclose(gradients["w"][...], expected, rtol=1e-6)
     assert model.calls[...] == 3
@@ -59,7 +55,7 @@ def test_variables_of_one_device_are_taken_to_all():
     model = jshard.shard(Counted())
     model.calls.set_value(jax.device_put(model.calls[...], jax.devices()[0]))
     value, _ = accumulated(loss)(model, X)
-    np.testing.assert_allclose(value, np.mean((X @ np.array([1.0, -2.0])) ** 2), rtol=1e-6)
+    np.testing.assert_allclose(value, MEAN, rtol=1e-6)
     assert model.calls[...] == 3
 
 
@@ -87,7 +83,7 @@ def test_what_is_traced_as_for_one_device_and_what_has_no_mesh_is_one_loop():
         assert "psum" not in str(jax.make_jaxpr(lambda x: accumulated(loss)(jshard.shard(Counted()), x)[0])(X))
     jshard.load({"jshard": {}})
     value, _ = accumulated(loss)(Counted(), X)
-    np.testing.assert_allclose(value, np.mean((X @ np.array([1.0, -2.0])) ** 2), rtol=1e-6)
+    np.testing.assert_allclose(value, MEAN, rtol=1e-6)
 
 
 SUMMED = {  # what the claim says, of a bfloat16 parameter, and how its gradient is summed

@@ -15,17 +15,12 @@ from jshard.inspect.plan import explain
 from jshard.layers import auto_strategy, choose
 from jshard.layers.auto_strategy import Choice, Operand, choices
 from jshard.layers.strategy import Strategy
-from jshard.signals.active_config import unload
+
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
 
 WHOLE, ROWS, COLUMNS = (None, None), ("w", None), (None, "w")
 A = (np.arange(32 * 16).reshape(32, 16) % 7 - 3).astype(np.float32)
 B = (np.arange(16 * 8).reshape(16, 8) % 5 - 2).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded():
-    yield
-    unload()
 
 
 def load(mesh, **jshard_keys):

@@ -13,6 +13,8 @@ from flax import nnx
 import jshard
 from jshard.signals.active_config import unload
 
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
+
 MESH = {"slice": {"size": 2, "over": "dcn"}, "data": 2, "tensor": 2}
 ROWS = {"row": ["slice", "data"]}
 PLANS = {
@@ -21,12 +23,6 @@ PLANS = {
     "store": ({**ROWS, "store": "data"}, {**ROWS, "store": "data"}),
 }
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def unloaded():
-    yield
-    unload()
 
 
 class Layers(nnx.Module):

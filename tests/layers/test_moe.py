@@ -14,6 +14,8 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
+
 ROWS, PLACES, WIDTH, HIDDEN, EXPERTS = 8, 16, 8, 8, 8
 draw = np.random.default_rng(0)
 X = draw.normal(size=(ROWS, PLACES, WIDTH)).astype(np.float32)
@@ -63,12 +65,6 @@ PLANS = {
     "experts, stored": plan({"data": 2, "expert": 4}, ["data", "expert"], store="data"),
     "experts of all rows": plan({"data": 2, "expert": 4}, ["data"]),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded():
-    yield
-    jshard.unload()
 
 
 def reference(how):

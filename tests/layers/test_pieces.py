@@ -20,6 +20,8 @@ from jshard.layers.accumulation import accumulated
 from jshard.schedules import Cost, generate
 from jshard.signals.claims import Claim, Stage
 
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
+
 WORDS = 12
 
 
@@ -83,12 +85,6 @@ def configured(stages=2, pipeline=True, **words):
         "down2": {**middle, "reduction": "tensor", "match": ["blocks/2/{down,norm}/**"]},
         "head": {**middle, "match": ["head/**"]},
     }
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded():
-    yield
-    jshard.unload()
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,10 @@ from jshard import events
 from jshard.layouts.mesh import build_mesh, present_mesh
 from jshard.signals.active_config import configuration, load, mesh, mesh_to_choose_for, on_mesh, unload, use_stages
 
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
+
 GT = Path(__file__).parents[2] / "examples" / "gt"
 SIZES = {"jshard": {"mesh": {"data": 2, "tensor": 4}}}
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded():
-    yield
-    unload()
 
 
 def test_workers_become_stages_of_one_mesh_and_it_is_told():

@@ -15,13 +15,9 @@ from jshard.layers import Linear, matmul
 from jshard.signals.active_config import load, mesh, unload
 from jshard.signals.scope import signal
 
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
+
 X = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded():
-    yield
-    unload()
 
 
 def devices(x) -> list[int]:
