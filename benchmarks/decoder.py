@@ -3,7 +3,7 @@ NamedShardings, the same placements. Forward, backward and update; dispatch incl
 and in processor time, which other work on the machine changes less. Ratios are medians of those of neighbours in time, with
 their middle half. Beside them what tracing and the first step take, with compiling, in processor time.
 
-python -m benchmarks.decoder [--quick] [--rounds 20] [--plan tensor]
+python -m benchmarks.decoder [--quick] [--rounds 20] [--plan tensor] [--here]
 
 `plain, again` is the same program a second time: how far its ratio is from 1.00 is the noise of the run.
 """
@@ -30,6 +30,7 @@ PLANS: dict[str, dict[str, int]] = {
 }
 PLAIN = "plain Flax"
 SIZES = {"vocabulary": 4096, "width": 512, "depth": 4, "heads": 8, "hidden": 1536, "qk_norm": True}
+LARGE = {"vocabulary": 32768, "width": 1024, "depth": 12, "heads": 16, "hidden": 2816, "qk_norm": True}
 QUICK = {"vocabulary": 32, "width": 16, "depth": 2, "heads": 4, "hidden": 32}
 
 
@@ -155,13 +156,13 @@ def variants(
     return {PLAIN: plain(), **({"plain, again": plain()} if again else {}), "jshard": ours}
 
 
-def agree(steps: Mapping[str, Variant], first: str = PLAIN) -> None:
+def agree(steps: Mapping[str, Variant], first: str = PLAIN, *, rtol: float = 1e-4) -> None:
     """Two steps more of each; an error unless all have the losses of the first, which fall."""
     import numpy as np
 
     losses = {name: [float(each.step()) for _ in range(2)] for name, each in steps.items()}
     for name, found in losses.items():
-        np.testing.assert_allclose(found, losses[first], rtol=1e-4, err_msg=f"{name}: the losses of two steps")
+        np.testing.assert_allclose(found, losses[first], rtol=rtol, err_msg=f"{name}: the losses of two steps")
     if not losses[first][0] > losses[first][1]:
         raise AssertionError(f"the losses do not fall: {losses[first]}")
 
@@ -198,6 +199,16 @@ def table(
     return "\n".join(lines)
 
 
+def _accelerator(quick: bool) -> str:
+    """The kind of the device at hand; an error on a CPU, where the larger model takes minutes a step."""
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "cpu" and not quick:
+        raise SystemExit("no accelerator is here; leave out --here, or add --quick")
+    return f"{device.device_kind}, jax {jax.__version__}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decoder", description="What a decoder's training step costs."
@@ -205,14 +216,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all variants run and agree")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--plan", choices=tuple(PLANS), action="append", help="only this one; may be given again")
+    parser.add_argument(
+        "--here", action="store_true", help="by the first plan on the accelerator at hand: a larger model"
+    )
     asked = parser.parse_args(arguments)
 
-    jshard.pretend(4)
-    sizes, batch, length = (QUICK, 4, 8) if asked.quick else (SIZES, 4, 256)
-    print(f"a decoder of {sizes}, {batch} rows of {length} tokens, on pretend devices")
-    for plan in asked.plan or PLANS:
-        steps = variants(plan, sizes, batch, length)
-        agree(steps)
+    if not asked.here:
+        jshard.pretend(4)
+    sizes, batch, length = (QUICK, 4, 8) if asked.quick else (LARGE, 8, 1024) if asked.here else (SIZES, 4, 256)
+    on = _accelerator(asked.quick) if asked.here else "pretend devices"
+    dtype = {"dtype": "bfloat16"} if asked.here else {}  # whose losses differ in the fourth digit by the order of sums
+    print(f"a decoder of {sizes | dtype}, {batch} rows of {length} tokens, on {on}")
+    for plan in asked.plan or (list(PLANS)[:1] if asked.here else PLANS):
+        steps = variants(plan, {**sizes, **dtype}, batch, length, 1 if asked.here else 4)
+        agree(steps, rtol=1e-3 if asked.here else 1e-4)
         found = measure(steps, 3 if asked.quick else asked.rounds)
         print(f"\n{plan} {PLANS[plan]}: all variants agree on the losses\n{table(steps, found)}", flush=True)
 

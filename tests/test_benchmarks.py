@@ -49,13 +49,24 @@ def test_quick_benchmark_of_a_step_prints_a_line_for_each_variant(capsys, argume
 
 
 @pytest.mark.slow
-def test_quick_benchmark_of_a_decoder_prints_a_line_for_each_variant(capsys):
-    decoder.main(["--quick", "--plan", "tensor + fsdp"])
+@pytest.mark.quick("pretended")
+@pytest.mark.parametrize(
+    ("words", "plan"),
+    [(["--plan", "tensor + fsdp"], "tensor + fsdp {'data': 2, 'tensor': 2}"), (["--here"], "one device {'data': 1, 'tensor': 1}")],
+    ids=["pretended", "here"],
+)  # fmt: skip
+def test_quick_benchmark_of_a_decoder_prints_a_line_for_each_variant(words, plan, capsys):
+    decoder.main(["--quick", *words])
     told = capsys.readouterr().out
     ratio = r" +[\d.]+ ms +[\d.]+ \([\d.]+ - [\d.]+\)"
     rows = re.findall(rf"^(\S.*?) {ratio}{ratio} +[\d.]+ s +[\d.]+ s$", told, re.MULTILINE)
     assert rows == ["plain Flax", "plain, again", "jshard"]
-    assert "tensor + fsdp {'data': 2, 'tensor': 2}: all variants agree on the losses" in told
+    assert f"{plan}: all variants agree on the losses" in told
+
+
+def test_benchmark_of_a_decoder_here_needs_an_accelerator():
+    with pytest.raises(SystemExit, match="no accelerator is here; leave out --here, or add --quick"):
+        decoder.main(["--here"])
 
 
 def test_benchmark_refuses_variants_that_do_not_agree():

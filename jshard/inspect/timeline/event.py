@@ -56,7 +56,7 @@ def read(file: Path) -> Read:
     for plane, line, mark, device in marks:
         op = _text(mark, "hlo_op") or _instruction(mark.name)
         program = _text(mark, "hlo_module") or _text(mark, "program_name")
-        operation = programs.operation(mark.stats.get("program_id"), program, op)
+        op, operation = programs.operation(mark.stats.get("program_id"), program, op, mark.name)
         if operation is None:
             stack = _text(mark, "tf_op").rstrip(":")
             operation = Operation(_text(mark, "hlo_category"), causes(stack)) if stack else NOT_NAMED

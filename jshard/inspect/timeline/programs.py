@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 
@@ -53,6 +54,7 @@ class Programs:
     def __init__(self, found: list[Plane]):
         self.by_number: dict[int, Operations] = {}
         self.by_name: dict[str, Operations] = {}
+        self.kernels: dict[int, dict[str, str]] = {}  # of each program's operations, made when first asked for
         for plane in found:
             if plane.name == "/host:metadata":
                 for kind in plane.kinds.values():
@@ -62,10 +64,18 @@ class Programs:
                         self.by_name[module.text(1)] = operations = _operations(module)
                         self.by_number[number if isinstance(number, int) else -1] = operations
 
-    def operation(self, program: object, name: str, instruction: str) -> Operation | None:
-        """Find an operation by its program's number, or by its name where the capture does not number programs."""
+    def operation(self, program: object, name: str, instruction: str, kernel: str = "") -> tuple[str, Operation | None]:
+        """Find an operation and its name, by its program's number, or by its name where the capture does not number programs.
+
+        What a GPU runs in a CUDA graph has the graph for an instruction; its kernels have the names of theirs, dots replaced.
+        """
         known = self.by_number.get(program) if isinstance(program, int) else None
-        return (self.by_name.get(name, {}) if known is None else known).get(instruction)
+        operations = self.by_name.get(name, {}) if known is None else known
+        if instruction not in operations and kernel:
+            if (kernels := self.kernels.get(id(operations))) is None:
+                kernels = self.kernels[id(operations)] = {re.sub(r"\W", "_", each): each for each in operations}
+            instruction = kernels.get(kernel, instruction)
+        return instruction, operations.get(instruction)
 
 
 def _operations(module: Message) -> Operations:

@@ -82,6 +82,7 @@ def write_out(sums: Array, bias_ref: Any, epilogue: Epilogue, slot: Any, y_ref: 
 
 def _load(ref: Any, start: Any, size: int) -> Array:
     load: Any = plgpu.load
-    if "idx" in inspect.signature(load).parameters:  # until jax 0.11
+    index = inspect.signature(load).parameters.get("idx")
+    if index is not None and index.default is index.empty:  # jax 0.10; jax 0.11 warns of it, and jax 0.12 has none
         return load(ref, pl.ds(start, size), optimized=False)
     return load(ref.at[pl.ds(start, size)], optimized=False)

@@ -164,6 +164,19 @@ def test_timeline_of_a_gpu_has_the_kernels_of_all_its_streams_and_steps_by_time(
     ]
 
 
+def test_timeline_of_a_cuda_graph_names_the_instructions_of_its_kernels(tmp_path):
+    """As a capture of an H200 has them: all under the name of the graph."""
+    stats = {"hlo_op": "command_buffer_1", "hlo_module": "jit_train", "program_id": 1, "cuda_graph_id": 5}
+    kernels = [Op(name, 10 * place, 5, stats) for place, name in enumerate(("dot_1", "fusion_6", "memcpy32_post"))]
+    lines = {"Stream #14(Compute)": kernels}
+    drawn = timeline(write(tmp_path, PROGRAM, cpu(steps={1: 5}), plane("/device:GPU:0", lines)))
+    assert [(bar.op, bar.signal, bar.phase) for bar in drawn.bars] == [
+        ("dot.1", "up", "forward"),
+        ("fusion.6", "-", "update"),
+        ("command_buffer_1", "-", "forward"),
+    ]
+
+
 def test_timeline_of_threads_that_name_no_device_says_so(tmp_path):
     op = Op("dot.1", 0, 5, {"hlo_op": "dot.1", "hlo_module": "jit_train"})
     drawn = timeline(write(tmp_path, PROGRAM, cpu(op, thread="tf_XLAEigen/9")))
