@@ -54,6 +54,24 @@ os.environ |= {
 }
 
 
+def compile_in_no_time() -> None:
+    """XLA for CPUs takes two thirds of the time at its lowest level. Not what draws normal numbers, by the inverse of an error
+    function, whose last bit there is another in each program. Not where the suite runs as users compile."""
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+
+    if os.environ["XLA_FLAGS"] != QUICK:
+        return
+    compile_ = compiler.compile_or_get_cached
+
+    def compiled(backend: Any, computation: Any, devices: Any, options: Any, *args: Any, **more: Any) -> Any:
+        if backend.platform == "cpu" and b"erf_inv" not in mlir.module_to_bytecode(computation):
+            options.executable_build_options.debug_options.xla_backend_optimization_level = 0
+        return compile_(backend, computation, devices, options, *args, **more)
+
+    compiler.compile_or_get_cached = compiled
+
+
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
     """Interpreted kernels call Python, so no cache keeps them: they are compiled without optimization. And the interpreter makes
@@ -111,6 +129,7 @@ def as_tests_do() -> None:
     if NAMED not in os.environ:
         name_what_is_read()
     reuse_contexts()
+    compile_in_no_time()
     write_in_one_move()
     write_from_every_process()
 

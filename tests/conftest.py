@@ -151,6 +151,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"the tests need eight CPU devices and got {len(jax.devices())}; run them by `make test`"
         )
+    compiled_before.compile_in_no_time()
     compiled_before.name_what_is_read()
     compiled_before.write_in_one_move()
     compiled_before.reuse_contexts()
