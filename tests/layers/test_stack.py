@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 
 import jax
@@ -68,8 +69,13 @@ def claimed(mesh, **words):
 X = np.random.default_rng(0).normal(size=(8, 4, WIDTH)).astype(np.float32)
 
 
+@functools.cache
+def drawn(depth, dropout, unroll):
+    return nnx.split(Model(depth, dropout, unroll, rngs=nnx.Rngs(0)))
+
+
 def built(depth=3, dropout=0.0, unroll=1):
-    return Model(depth, dropout, unroll, rngs=nnx.Rngs(0))
+    return nnx.merge(*drawn(depth, dropout, unroll), copy=True)
 
 
 @pytest.fixture(scope="module")

@@ -91,8 +91,13 @@ def loss(model, x, y):
 X, Y = np.random.default_rng(0).integers(0, WORDS, (2, MICROBATCHES, 4, 6), np.int32)
 
 
-def built(Model=Model, **how):
-    return Model(rngs=nnx.Rngs(0), **how)
+@functools.cache
+def drawn(kind, **how):
+    return nnx.split(kind(rngs=nnx.Rngs(0), **how))
+
+
+def built(kind=Model, **how):
+    return nnx.merge(*drawn(kind, **how), copy=True)
 
 
 def configured(
