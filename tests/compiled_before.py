@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -54,18 +54,21 @@ os.environ |= {
 }
 
 
-def compile_in_no_time() -> None:
-    """XLA for CPUs takes two thirds of the time at its lowest level. Not what draws normal numbers, by the inverse of an error
-    function, whose last bit there is another in each program. Not where the suite runs as users compile."""
+QUICKEST = {"inspect", "layers", "layouts", "signals"}  # rooms whose tests run a program once or twice
+
+
+def compile_quickest(room: Callable[[], str]) -> None:
+    """In these rooms XLA for CPUs compiles at its lowest level, in two thirds of the time. Not what draws normal numbers, by the
+    inverse of an error function, whose last bit there is another in each program. Not where the suite runs as users compile."""
     from jax._src import compiler
     from jax._src.interpreters import mlir
 
-    if os.environ.get("XLA_FLAGS") != QUICK:
+    if os.environ["XLA_FLAGS"] != QUICK:
         return
     compile_ = compiler.compile_or_get_cached
 
     def compiled(backend: Any, computation: Any, devices: Any, options: Any, *args: Any, **more: Any) -> Any:
-        if backend.platform == "cpu" and b"erf_inv" not in mlir.module_to_bytecode(computation):
+        if backend.platform == "cpu" and room() in QUICKEST and b"erf_inv" not in mlir.module_to_bytecode(computation):
             options.executable_build_options.debug_options.xla_backend_optimization_level = 0
         return compile_(backend, computation, devices, options, *args, **more)
 
@@ -80,7 +83,7 @@ def interpreting() -> Iterator[None]:
     import jax
     from jax._src import callback
 
-    if os.environ.get("XLA_FLAGS") != QUICK:
+    if os.environ["XLA_FLAGS"] != QUICK:
         yield
         return
     jax.config.update("jax_disable_most_optimizations", True)
@@ -129,7 +132,6 @@ def as_tests_do() -> None:
     if NAMED not in os.environ:
         name_what_is_read()
     reuse_contexts()
-    compile_in_no_time()
     write_in_one_move()
     write_from_every_process()
 
@@ -184,7 +186,7 @@ def share_what_asks_for_no_configuration() -> None:
 
     from jshard.signals.scope import outside
 
-    if os.environ.get("XLA_FLAGS") != QUICK:
+    if os.environ["XLA_FLAGS"] != QUICK:
         return
     rooms = (*(f"jax._src.{room}." for room in ("numpy", "nn", "lax")), "jax._src.random", "jax._src.prng")
     callable_, infer, run = dispatch.xla_primitive_callable, pjit._infer_params, pjit._run_python_pjit

@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+RUNNING = {"room": ""}
 STARTED = pytest.StashKey[float]()
 BEGAN = pytest.StashKey[tuple[float, int]]()
 LEFT_OUT = pytest.StashKey[int]()  # tests that were not asked for: the slow ones, in `make test`
@@ -128,9 +129,10 @@ def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forgotten():
+def _forgotten(request):
     """What a file's tests have compiled goes with them: a process else holds four gigabytes in the end, and the suite takes a
     tenth longer. So does the configuration that they loaded last."""
+    RUNNING["room"] = request.path.relative_to(Path(__file__).parent).parts[0]
     yield
     unload()
     jax.clear_caches()
@@ -151,7 +153,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"the tests need eight CPU devices and got {len(jax.devices())}; run them by `make test`"
         )
-    compiled_before.compile_in_no_time()
+    compiled_before.compile_quickest(lambda: RUNNING["room"])
     compiled_before.name_what_is_read()
     compiled_before.write_in_one_move()
     compiled_before.reuse_contexts()
