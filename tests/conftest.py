@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -48,8 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 RUNNING = {"room": ""}
 STARTED = pytest.StashKey[float]()
 BEGAN = pytest.StashKey[tuple[float, int]]()
-HELD = pytest.StashKey[int]()  # bytes, when garbage was collected last
-STATM, GROWS = Path("/proc/self/statm"), 500 << 20
 LEFT_OUT = pytest.StashKey[int]()  # tests that were not asked for: the slow ones, in `make test`
 
 
@@ -102,25 +99,14 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what is imported by now stays: each full collection would visit a million objects of it
-    if STATM.exists():
-        session.config.stash[HELD] = _held()
-    else:
-        gc.enable()
+    gc.enable()
+    gc.set_threshold(1_000_000, 10, 20)  # what is traced lives until its file ends, and each collection visits it
     session.config.stash[STARTED] = time.monotonic()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    ran = runner.pytest_runtest_protocol(item, nextitem)
-    if _held() > item.config.stash.get(HELD, math.inf) + GROWS:
-        gc.collect()
-        item.config.stash[HELD] = _held()
-    return ran
-
-
-def _held() -> int:
-    """Bytes of memory; what is traced lives until its file ends, and a collection visits all of it to free little: it waits."""
-    return int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else 0
+    return runner.pytest_runtest_protocol(item, nextitem)
 
 
 # Python keeps frames in pieces of 16 KiB, and a loop that calls across the end of one asks the system for the next, and gives

@@ -57,8 +57,13 @@ def trace(folder: str | os.PathLike[str], *, title: str | None = None, **more: A
 
 
 def settle() -> None:
-    """Wait for all that computes."""
-    jax.block_until_ready(jax.live_arrays())
+    """Wait for all that computes. A loop in another thread may give an array away meanwhile: what takes it is there too."""
+    for array in jax.live_arrays():
+        try:
+            array.block_until_ready()
+        except RuntimeError as error:
+            if "deleted or donated" not in str(error) and not array.is_deleted():
+                raise
 
 
 def _make_room(own: Path) -> None:

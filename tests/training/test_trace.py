@@ -26,7 +26,7 @@ from jshard.inspect.timeline import timeline
 from jshard.inspect.timeline.capture import captures
 from jshard.signals import active_config as current
 from jshard.training.on_demand_trace import LOOK, TraceRequest
-from jshard.training.trace import trace
+from jshard.training.trace import settle, trace
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/watching.md").read_text()
@@ -304,3 +304,12 @@ def test_trace_mistakes_are_one_sentence_each(tmp_path, capsys):
     for words, sentence in told.items():
         assert typed(capsys, *words) == (2, sentence)
     assert not (tmp_path / "trace/wanted.json").exists()
+
+
+def test_waiting_for_all_that_computes_leaves_out_what_was_given_away_meanwhile(monkeypatch):
+    """A loop in another thread donates what is listed as alive."""
+    given = jnp.arange(4.0)
+    kept = jax.jit(lambda x: x + 1, donate_argnums=0)(given)
+    monkeypatch.setattr(jax, "live_arrays", lambda: [given, kept])
+    settle()
+    assert given.is_deleted() and not kept.is_deleted()
