@@ -49,7 +49,6 @@ def test_quick_benchmark_of_a_step_prints_a_line_for_each_variant(capsys, argume
 
 
 @pytest.mark.slow
-@pytest.mark.quick("pretended")
 @pytest.mark.parametrize(
     ("words", "plan"),
     [(["--plan", "tensor + fsdp"], "tensor + fsdp {'data': 2, 'tensor': 2}"), (["--here"], "one device {'data': 1, 'tensor': 1}")],
