@@ -65,7 +65,7 @@ def _jaxpr(traced: Traced, backward: bool | None) -> Any:
     with as_user_error("it is traced"):
         if traced.lacks_backward(backward):
             return jax.make_jaxpr(traced.call_with_gradients)(traced.arrays).jaxpr
-        return traced.forward()
+        return traced.forward().jaxpr
 
 
 class Traced:
@@ -130,8 +130,8 @@ class Traced:
         return backward or (is_differentiable and not has_transposed(self.forward()))
 
     def forward(self) -> Any:
-        """The jaxpr of the call."""
-        return self._once[0].jaxpr
+        """The closed jaxpr of the call."""
+        return self._once[0]
 
     @functools.cached_property
     def _once(self) -> Any:

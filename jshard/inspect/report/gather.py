@@ -80,7 +80,7 @@ def _facts(
 ) -> Facts:  # fmt: skip
     """Add the arrays between the layers of the traced forward, and what the loaded configuration says."""
     present = current.configuration()
-    arrays = (*laid, *_activations(traced.forward()))
+    arrays = (*laid, *_activations(traced.forward().jaxpr))
     meshes = [array.mesh for array in arrays if array.mesh is not None]
     is_placed = present is not None and present.mesh is not None
     mesh = current.mesh() if is_placed else max(meshes, key=lambda mesh: mesh.size, default=None)

@@ -146,10 +146,11 @@ class Program:
         traced = self.traced.with_arrays(arrays)
         if self.with_gradients is None:
             self.with_gradients = traced.lacks_backward(self.backward)
-        call_with_gradients = functools.partial(
-            traced.call_with_gradients, cotangent=lambda number, leaf: _cotangent(self.returned[number], leaf)
-        )
-        jaxpr = jax.make_jaxpr(call_with_gradients if self.with_gradients else traced.call)(arrays)
+        if self.with_gradients:
+            cotangent = lambda number, leaf: _cotangent(self.returned[number], leaf)
+            jaxpr = jax.make_jaxpr(functools.partial(traced.call_with_gradients, cotangent=cotangent))(arrays)
+        else:
+            jaxpr = traced.forward()
         names = list(self.returned)
         names += [f"{name} after" for name in self.names[: self.traced.state_tree.num_leaves]]
         if self.with_gradients:
