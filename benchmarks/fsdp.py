@@ -144,7 +144,7 @@ class Pod:
             f"jshard.train.batch={self.rows * self.devices}",
         ]
         topology = "--topology", self.topology
-        return temporaries_of(typed("configs/pod-fsdp.yaml", *words, *self.words, *topology, "--no-cache"))
+        return temporaries_of(typed("configs/pod-fsdp.yaml", *words, *self.words, *topology))
 
 
 SMALL = Pod("v5e:2x4", 1024, 4096, 256, ("jshard.mesh.data=4", "jshard.mesh.tensor=2"))

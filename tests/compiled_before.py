@@ -32,6 +32,9 @@ CHANGED_BY = [
 ]
 PLACE /= f"{zlib.crc32(b''.join(each.read_bytes() for each in CHANGED_BY)):08x}"
 SWEPT = PLACE / "swept"
+# Plans for chips that are not here are kept by `jshard.plan` itself, and by what tells their compilers what to do.
+COMPILED_BY = [ROOT / f"jshard/inspect/plan/{each}.py" for each in ("aot", "aot_worker", "cache")]
+PLANS = PLACE.parent / f"plans-{zlib.crc32(b''.join(each.read_bytes() for each in COMPILED_BY)):08x}"
 WEEK = 7 * 24 * 3600
 NAMED = "JSHARD_TESTS_NAMED"  # in a process's environment: names belong to the key of each of its programs
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import compiled_before
 import pytest
 
 from jshard.errors import JShardError
@@ -19,6 +21,12 @@ OURS = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC")
 def users_environment(*without: str, **more: str) -> dict[str, str]:
     """The environment of a user: without what the tests set for themselves."""
     return {name: value for name, value in os.environ.items() if name not in (*OURS, *without)} | more
+
+
+@pytest.fixture
+def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that an earlier run of the tests has compiled are looked up. Not where the suite runs as users compile."""
+    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path if "JSHARD_TESTS_FRESH" in os.environ else compiled_before.PLANS))
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_quick_benchmark_of_fsdp_prints_a_line_for_each_way(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list(fsdp.WAYS)
 
 
-def test_a_layer_of_a_pod_adds_what_its_gradients_need_and_what_rests_and_no_gathered_weight(capsys, extra):
+def test_a_layer_of_a_pod_adds_what_its_gradients_need_and_what_rests_and_no_gathered_weight(capsys, extra, kept_plans):
     """Each kernel that was kept as it was gathered would be 8 MiB more. Some MiB at the peak are in VMEM, or are not, as the
     compiler likes: half a MiB a layer between these depths."""
     extra("v5e:2x4")

@@ -21,9 +21,8 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
-def test_page_shows_what_its_commands_print(command, shown, extra, tmp_path, monkeypatch, capsys):
+def test_page_shows_what_its_commands_print(command, shown, extra, kept_plans, monkeypatch, capsys):
     extra("h100:8" if "h100" in command else "v5e:4x4")
-    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
     name, *words = shlex.split(command)
     if name == "jshard":
         monkeypatch.chdir(ROOT)

@@ -24,11 +24,10 @@ def loss(model, x):
 
 
 @contextlib.contextmanager
-def typed_in(folder: Path, name: str, yaml: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stand in `folder`, with MODULE as `name` and its configuration mlp.yaml; plans are kept in `cache`."""
+def typed_in(folder: Path, name: str, yaml: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand in `folder`, with MODULE as `name` and its configuration mlp.yaml."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("JSHARD_CACHE", str(cache))
     (folder / f"{name}.py").write_text(MODULE)
     (folder / "mlp.yaml").write_text(yaml)
     yield

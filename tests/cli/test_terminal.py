@@ -46,19 +46,14 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch, cache):
+def _in_a_folder(tmp_path, monkeypatch, kept_plans):
     monkeypatch.setenv("TERM", "xterm")
     for name in ("COLUMNS", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("jshard.training.diff._output", _printed_here)
     monkeypatch.setattr("jshard.training.function.Function.verify", lambda self, meshes: _verified())
-    with typed_in(tmp_path, "folded", YAML, cache, monkeypatch):
+    with typed_in(tmp_path, "folded", YAML, monkeypatch):
         yield
 
 

@@ -21,8 +21,7 @@ TOPOLOGIES = ["v4:2x2x1", "v5e:4x4", "v5p:8x8x16", "v6e:16x16", "tpu7x:2x2x2", "
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
+def _alone(kept_plans):
     yield
     unload()
 
@@ -143,8 +142,9 @@ def test_gpu_joins_gathers_and_adds_up_before_it_reduces(extra):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_seven_billion_parameters_on_256_chips_and_again_from_the_cache(extra):
+def test_seven_billion_parameters_on_256_chips_and_again_from_the_cache(extra, tmp_path, monkeypatch):
     extra("v5e:16x16")
+    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
     began = time.perf_counter()
     first = plan_decoder("v5e:16x16", decoder.SEVEN_BILLION, data=16, tensor=16)
     took = time.perf_counter() - began

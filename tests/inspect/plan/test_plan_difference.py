@@ -33,14 +33,9 @@ down: {row: data, reduction: tensor}
 ARGS = ["--config", "mlp.yaml", "--args", "planned:model", "float32[8,8]@data"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch, cache):
-    with typed_in(tmp_path, "planned", YAML, cache, monkeypatch):
+def _in_a_folder(tmp_path, monkeypatch, kept_plans):
+    with typed_in(tmp_path, "planned", YAML, monkeypatch):
         yield
 
 

@@ -91,11 +91,8 @@ def test_kernels_work_and_wait_as_they_declare():
     assert made.seconds == made.seconds_of("work") + made.seconds_of("wait")
 
 
-def test_fused_kernels_leave_at_most_a_quarter_of_what_waits_in_the_partitioners_program(
-    tmp_path, monkeypatch, capsys, extra
-):
+def test_fused_kernels_leave_at_most_a_quarter_of_what_waits_in_the_partitioners_program(kept_plans, capsys, extra):
     extra("v5e:4x4")
-    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
     overlap.main(["--features", "512", "--tokens", "16384"])
     told = capsys.readouterr().out
     found = re.findall(
