@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -45,7 +46,13 @@ class Operation:
         return latest(each.phase for each in self.causes)
 
 
-Operations = dict[str, Operation]
+class Operations(dict[str, Operation]):
+    """The operations of a program, by their names."""
+
+    @functools.cached_property
+    def by_kernel(self) -> dict[str, str]:
+        """Their names by those of a GPU's kernels, in which dots are replaced."""
+        return {re.sub(r"\W", "_", each): each for each in self}
 
 
 class Programs:
@@ -54,7 +61,6 @@ class Programs:
     def __init__(self, found: list[Plane]):
         self.by_number: dict[int, Operations] = {}
         self.by_name: dict[str, Operations] = {}
-        self.kernels: dict[int, dict[str, str]] = {}  # of each program's operations, made when first asked for
         for plane in found:
             if plane.name == "/host:metadata":
                 for kind in plane.kinds.values():
@@ -67,19 +73,17 @@ class Programs:
     def operation(self, program: object, name: str, instruction: str, kernel: str = "") -> tuple[str, Operation | None]:
         """Find an operation and its name, by its program's number, or by its name where the capture does not number programs.
 
-        What a GPU runs in a CUDA graph has the graph for an instruction; its kernels have the names of theirs, dots replaced.
+        What a GPU runs in a CUDA graph has the graph for an instruction; its kernels have the names of theirs.
         """
         known = self.by_number.get(program) if isinstance(program, int) else None
-        operations = self.by_name.get(name, {}) if known is None else known
+        operations = self.by_name.get(name, Operations()) if known is None else known
         if instruction not in operations and kernel:
-            if (kernels := self.kernels.get(id(operations))) is None:
-                kernels = self.kernels[id(operations)] = {re.sub(r"\W", "_", each): each for each in operations}
-            instruction = kernels.get(kernel, instruction)
+            instruction = operations.by_kernel.get(kernel, instruction)
         return instruction, operations.get(instruction)
 
 
 def _operations(module: Message) -> Operations:
-    operations: Operations = {}
+    operations = Operations()
     callers: list[tuple[str, list[int]]] = []
     collectives: dict[int, str] = {}  # of each computation
     for computation in module.messages(3):
