@@ -30,11 +30,17 @@ CHANGED_BY = [
     ROOT / f"jshard/layouts/{each}.py"
     for each in ("before_compiling", "instruction_names", "kernel_gradients", "collective_order")
 ]
-PLACE /= f"{zlib.crc32(b''.join(each.read_bytes() for each in CHANGED_BY)):08x}"
-SWEPT = PLACE / "swept"
-# Plans for chips that are not here are kept by `jshard.plan` itself, and by what tells their compilers what to do.
+# `jshard.plan` keeps what compilers for absent chips made. A change of what starts them compiles all of it again.
 COMPILED_BY = [ROOT / f"jshard/inspect/plan/{each}.py" for each in ("aot", "aot_worker", "cache")]
-PLANS = PLACE.parent / f"plans-{zlib.crc32(b''.join(each.read_bytes() for each in COMPILED_BY)):08x}"
+
+
+def _checksum(files: list[Path]) -> str:
+    return f"{zlib.crc32(b''.join(each.read_bytes() for each in files)):08x}"
+
+
+PLANS = PLACE / f"plans-{_checksum(COMPILED_BY)}"
+PLACE /= _checksum(CHANGED_BY)
+SWEPT = PLACE / "swept"
 WEEK = 7 * 24 * 3600
 NAMED = "JSHARD_TESTS_NAMED"  # in a process's environment: names belong to the key of each of its programs
 

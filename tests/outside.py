@@ -26,7 +26,8 @@ def users_environment(*without: str, **more: str) -> dict[str, str]:
 @pytest.fixture
 def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that an earlier run of the tests has compiled are looked up. Not where the suite runs as users compile."""
-    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path if "JSHARD_TESTS_FRESH" in os.environ else compiled_before.PLANS))
+    plans = tmp_path / "plans" if "JSHARD_TESTS_FRESH" in os.environ else compiled_before.PLANS
+    monkeypatch.setenv("JSHARD_CACHE", str(plans))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Operations(dict[str, Operation]):
 
     @functools.cached_property
     def by_kernel(self) -> dict[str, str]:
-        """Their names by those of a GPU's kernels, in which dots are replaced."""
+        """The name of each, by that of its kernel on a GPU, which has `_` in place of dots."""
         return {re.sub(r"\W", "_", each): each for each in self}
 
 

@@ -111,8 +111,8 @@ def test_verify_of_a_hand_written_shard_map_over_plain_arrays():
     assert all_bitwise(verify(two_layers, *hand_written()))
 
 
-@pytest.mark.parametrize(("has_gradients", "times"), [(True, [2, 4, 1, 1]), (False, [2, 4, 2, 4, 1, 1])])
-def test_verify_traces_a_program_that_holds_its_gradients_once_for_each_mesh(has_gradients, times):
+@pytest.mark.parametrize(("has_gradients", "sizes"), [(True, [2, 4, 1, 1]), (False, [2, 4, 2, 4, 1, 1])])
+def test_verify_traces_a_program_that_holds_its_gradients_once_for_each_mesh(has_gradients, sizes):
     traced = []
 
     def value(x):
@@ -120,7 +120,7 @@ def test_verify_traces_a_program_that_holds_its_gradients_once_for_each_mesh(has
         return (x**2).sum()
 
     assert verify(jax.grad(value) if has_gradients else value, put((4, 4), "data"))
-    assert traced == times
+    assert traced == sizes
 
 
 def test_verify_of_further_meshes():
