@@ -20,7 +20,7 @@ PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 # Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: help demo lm test slow core extras tests-with-extras check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
+.PHONY: help demo lm test slow all tests-with-extras core check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,17 +36,17 @@ lm: $(VENV)/.digits-$(STAMP)  ## learn English from Python's own help in minutes
 test: $(VENV)/.test-$(STAMP)  ## the test suite, but for the slow tenth
 	@$(PYTEST) -n 3 --dist worksteal -m "not slow" --durations 3 --durations-min 5 $(PYTEST_ARGS)
 
-slow: $(VENV)/.test-$(STAMP)  ## the slow tests, which CI runs too: whole runs, processes, pages, further cases of what takes long
+slow: $(VENV)/.test-$(STAMP)  ## the slow tests: whole runs, processes, pages, further cases of what takes long
 	@$(PYTEST) -n 3 --dist worksteal -m slow $(PYTEST_ARGS)
 
-core: $(VENV)/.test-$(STAMP)  ## two cases of each test of `make test`; what CI runs on a newer Python and JAX too
-	@$(PYTEST) -n 3 --dist worksteal -m "not slow" --few 2 $(PYTEST_ARGS)
-
-extras:  ## the tests that need libtpu, NVIDIA's compiler, grain, Pillow or TensorBoard, in an environment that has all
+all:  ## what CI runs: all tests, where libtpu, NVIDIA's compiler, grain, Pillow and TensorBoard are installed
 	@$(MAKE) VENV=$(VENV)-extras tests-with-extras
 
 tests-with-extras: $(VENV)/.extras-$(STAMP)
-	@$(PYTEST) -n 2 --dist worksteal --extras $(PYTEST_ARGS)
+	@$(PYTEST) -n 3 --dist worksteal --with-extras $(PYTEST_ARGS)
+
+core: $(VENV)/.test-$(STAMP)  ## a case of each test of `make test`; what CI runs on a newer Python and JAX too
+	@$(PYTEST) -n 3 --dist worksteal -m "not slow" --few 1 $(PYTEST_ARGS)
 
 check: lint  ## ruff, pyright, floors and the tests nearest to what changed since origin/main; under a minute
 	@$(PYTEST) -n 2 --dist load -m "not slow" --within 25 $$($(BIN)/python .ci/changed.py)

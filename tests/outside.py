@@ -33,7 +33,7 @@ def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def extra() -> Callable[[str], Any]:
     """`extra("grain")` is the module, `extra("v5e:4x4")` asks for the compiler of a topology. Where it is not installed the
-    test is skipped; `make extras` installs all and runs every test with this fixture."""
+    test is skipped; `make all` installs all and runs every test with this fixture."""
 
     def needed(name: str) -> Any:
         try:

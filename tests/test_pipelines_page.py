@@ -89,7 +89,7 @@ def test_commands_in_sentences_run_in_their_order(there, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("words", "says"), [each for each in SHOWN if each[0].startswith("plan")])
-def test_page_prints_what_its_plan_prints_but_for_numbers(there, capsys, extra, words, says):
+def test_page_prints_what_its_plan_prints_but_for_numbers(there, capsys, extra, kept_plans, words, says):
     extra("v5e:16x16")
     assert main(words.split()) == 0
     # A machine that made this plan before looks it up, and says so.

@@ -21,6 +21,7 @@ def of_a_test_marked(*marks: pytest.MarkDecorator) -> dict[str, list[str]]:
 
 def test_cases_that_quick_does_not_name_are_slow():
     assert of_a_test_marked(pytest.mark.quick("b")) == {"a": ["slow"], "b": [], "c": ["slow"]}
+    assert of_a_test_marked(pytest.mark.quick(2)) == {"a": [], "b": ["slow"], "c": []}
     assert of_a_test_marked(pytest.mark.parametrize("x", "abc")) == {"a": [], "b": [], "c": []}
 
 

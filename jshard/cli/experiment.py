@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.target import Target
 from jshard.launch.cluster_env import found
-from jshard.layouts.pretend import pretend
+from jshard.layouts.pretend import pretend, start_no_other_backend
 from jshard.signals.config import Configuration, load_configuration
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def sketched(target: Target) -> Iterator[Experiment | Function]:
         yield opened(target)
         return
     sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
+    start_no_other_backend()
     configuration, build = target.load()
     from jshard.layouts.mesh import absent_mesh
     from jshard.signals.active_config import on_mesh
@@ -70,7 +71,10 @@ def pretended(configuration: Configuration) -> int | None:
 def pretend_where_none(configuration: Configuration) -> None:
     """Pretend as many CPU devices as the mesh needs, where there is no accelerator, and say so."""
     count = pretended(configuration)
-    if count is None or found() is not None:  # one of several processes has pretended its part
+    if found() is not None:  # one of several processes, which has pretended its part
+        return
+    if count is None:
+        start_no_other_backend()
         return
     why = "JAX_PLATFORMS=cpu" if "cpu" in os.environ.get("JAX_PLATFORMS", "") else "no accelerator here"
     pretend(count, platforms=None)

@@ -14,6 +14,18 @@ from jshard.layouts.host_malloc import keep_freed
 THREADS_PER_DEVICE = 4
 
 
+def start_no_other_backend() -> None:
+    """Where there is no accelerator, JAX starts the backend of CPUs alone: libtpu would look for a TPU on the network, and
+    CUDA's plugin says for a page what it does not find."""
+    if not computes_on_cpus() or os.environ.get("JAX_PLATFORMS"):
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:  # which has read the environment already
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+
+
 def pretend(count: int, platforms: str | None = "cpu") -> None:
     """Makes JAX start with `count` CPU devices. Call it before JAX does anything.
 

@@ -283,6 +283,7 @@ def test_hundred_calls_back_to_back_read_nothing_stale(mesh, interpreted):
     np.testing.assert_array_equal(*both)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
 def test_batch_of_vmap_is_summed_at_once(mesh, interpreted, algorithm):
     def body(x):

@@ -126,6 +126,7 @@ def value_and_gradient(f, x, weights=None):
     return np.asarray(y), np.asarray(gradient)
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize(("sizes", "mesh_axis"), GROUPS, ids=GROUP_IDS)
 @pytest.mark.parametrize(("name", "options"), DEEDS, ids=DEED_IDS)
 def test_collective_equals_dense_in_value_and_gradient(mesh, sizes, mesh_axis, name, options):

@@ -40,7 +40,7 @@ def test_matmul_of_any_shape_is_exact(interpreted, m, k, n, dtype):
     np.testing.assert_array_equal(y, (x.astype(np.float64) @ w.astype(np.float64)).astype(y.dtype))
 
 
-@pytest.mark.quick("relu-bfloat16", "None-float32", "tanh-float32")
+@pytest.mark.quick("relu-bfloat16")
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     [(None, "float32"), ("relu", "bfloat16"), ("gelu", "float32"), ("silu", "bfloat16"), ("tanh", "float32")],
@@ -83,7 +83,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(*(f"case2-{name}" for name in FUSED))
+@pytest.mark.quick(f"case2-{next(iter(FUSED))}")
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("case", CASES)
 def test_fused_gives_what_xla_gives_in_value_and_gradient(mesh, interpreted, monkeypatch, name, case):

@@ -45,6 +45,7 @@ def split(here, x):
     return jax.device_put(x, jax.NamedSharding(here, P(tuple(here.axis_names))))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{'x'.join(map(str, case[0].values()))}-{case[1]}")
 @pytest.mark.parametrize("name", OPS)
 def test_it_gives_what_xla_gives_in_value_and_gradient_and_sends_as_much(mesh, name, case):
@@ -192,6 +193,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_takes_it_by_yaml(name):
     signal, ops = LAYERS[name]

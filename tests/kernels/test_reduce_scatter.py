@@ -27,7 +27,7 @@ CASES = [
 IDS = [f"{'x'.join(map(str, c[0].values()))}-{'x'.join(map(str, c[2]))}-{c[4]}" for c in CASES]
 
 
-@pytest.mark.quick(*(f"{IDS[number]}-{name}" for number in (0, 1, 4, 5) for name in OPS))
+@pytest.mark.quick(*(f"{IDS[1]}-{name}" for name in OPS))
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_ring_gives_what_xla_gives_in_value_and_gradient(mesh, interpreted, name, case):

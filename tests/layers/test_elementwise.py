@@ -192,6 +192,7 @@ def dense():
     return jax.jit(gradients)(*(each.astype(np.float32) for each in (X, Y, W)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("devices", "axis_types"), MESHES)
 def test_gradients_equal_the_dense_ones_and_lie_as_their_operands(load, dense, devices, axis_types):
     load(devices, axis_types)

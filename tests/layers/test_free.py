@@ -247,6 +247,7 @@ FREE = [
 ]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(("case", "mesh", "axis_types"), FREE, ids=str)
 def test_linear_compiles_to_what_is_written_by_hand(case, mesh, axis_types):
     with cases.loaded(case.configuration(mesh, axis_types)) as grid:
@@ -261,6 +262,7 @@ REFUSED = ("scatter", "remat", "backward")  # by `jshard.shard`
 UNDER_SHARD = [case for case in cases.on("2x4") if not any(word in str(case) for word in REFUSED)]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("case", UNDER_SHARD, ids=str)
 def test_linear_compiles_to_the_same_under_shard_as_by_itself(case):
     with cases.loaded(case.configuration("2x4", "explicit")) as grid:
@@ -369,6 +371,7 @@ def abstract_mlp():
     return nnx.eval_shape(lambda: jshard.MLP(16, 32, 16, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("how", ["explicit", "auto", "shard"])
 @pytest.mark.parametrize("name", SIGNALS)
 def test_mlp_compiles_to_what_is_written_by_hand(name, how):
@@ -409,6 +412,7 @@ def train(model, optimizer, x, y):
     return value
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SIGNALS)
 def test_training_step_in_one_shard_map_compiles_to_what_is_written_by_hand(name):
     with cases.loaded(configuration_of(name, "explicit")) as grid:
@@ -437,6 +441,7 @@ def test_training_step_in_one_shard_map_compiles_to_what_is_written_by_hand(name
         assert normal(ours) == normal(compiled_text(mapped, parameters, state, count, x, x))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("name", SIGNALS)
 def test_training_step_by_layers_compiles_to_what_is_written_by_hand(name, axis_types):

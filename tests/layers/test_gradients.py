@@ -100,6 +100,7 @@ def losses_of_rows(model, x, y):
     return jnp.mean((model(x) - y) ** 2, axis=1)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("says", [{}, {"kernel": {"all_reduce": "in_order"}}, {"axis_types": "auto"}], ids=str)
 def test_the_losses_of_rows_are_summed_with_the_gradients(sizes, says):

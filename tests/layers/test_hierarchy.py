@@ -74,6 +74,7 @@ def loaded(plan, kind, **settings):
     return model, (loss if kind is Layers else jshard.shard(whole_loss))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", [Layers, Plain])
 @pytest.mark.parametrize("plan", ["data", "tensor", "store"])
 def test_gradients_are_summed_in_each_slice_then_a_part_of_them_between_slices(plan, kind):

@@ -27,6 +27,7 @@ EVERYWHERE = [
 ]
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize(("case", "mesh", "axis_types"), EVERYWHERE, ids=lambda value: str(value))
 def test_linear_in_every_strategy(case, mesh, axis_types):
     with cases.loaded(case.configuration(mesh, axis_types)) as grid:
@@ -113,6 +114,7 @@ def _lax_scan(layers, x, remat):
     return jax.lax.scan(remat(lambda x, state: (nnx.merge(graph, state)(x), None)), x, state)[0]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "scan", "as_if"),
     [

@@ -69,6 +69,7 @@ def dense(shape):
     return cases.forward_and_gradients(Dense(**WHOLE), x, np.flip(x))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("door", ["layer", "step"])
 @pytest.mark.parametrize("name", CASES)
@@ -134,6 +135,7 @@ def stack(make, count):
     return create(nnx.Rngs(0))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("name", ["rows", "sequence"])
 def test_blocks_under_scan_cost_that_many_times_one(name, remat):

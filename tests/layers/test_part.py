@@ -186,6 +186,7 @@ AHEAD = {  # what is said, and the mesh; what is asked for: of how many devices,
 }  # fmt: skip
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", AHEAD)
 def test_layers_that_are_gathered_ahead_ask_for(mesh, case, monkeypatch):
     words, sizes, asked, collectives = AHEAD[case]

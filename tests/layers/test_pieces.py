@@ -97,7 +97,7 @@ def close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-6), found, expected)
 
 
-@pytest.mark.quick("rows and tensor")
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [{}, {"store": "data"}], ids=["rows and tensor", "store"])
 def test_blocks_of_several_kinds_run_on_the_stages_that_signals_number(words, one_device):
     jshard.load(configured(**words))
@@ -350,6 +350,7 @@ def of_demo():
     return found
 
 
+@pytest.mark.slow
 def test_the_demo_of_gt_runs_as_gt_spells_it():
     x, y = np.random.default_rng(2).integers(0, 16, (2, 16, 6), np.int32)
     expected = nnx.jit(nnx.value_and_grad(entropy))(Demo(rngs=nnx.Rngs(0)), x, y)

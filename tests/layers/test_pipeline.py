@@ -100,12 +100,14 @@ def check(table, sizes, *, recomputes=False):
     return f, given
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [{"stage": 2, "tensor": 2, "data": 2}, {"stage": 4, "tensor": 2}], ids=["2", "4"])
 def test_pipeline_computes_what_one_device_does(kind, sizes):
     check(generate(kind, sizes["stage"], MICROBATCHES), sizes)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_pipeline_that_computes_its_chunks_again_computes_what_one_device_does(kind):
     check(generate(kind, 2, MICROBATCHES), {"stage": 2, "tensor": 2, "data": 2}, recomputes=True)
@@ -133,6 +135,7 @@ PLACES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("kind", "recomputes"), PLACES, ids=str)
 def test_pipeline_asks_for_a_permute_a_direction_and_keeps_what_the_table_says(kind, recomputes):
     """And multiplies once for each product of a model and its gradient; unless it computes its chunks again."""

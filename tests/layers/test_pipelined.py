@@ -80,6 +80,7 @@ def traced(found):
     ])  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "gpipe"])
 def test_one_device_that_stands_for_a_mesh_has_all_chunks_of_its_table(schedule):
     jshard.load(words(pipeline={"schedule": schedule}, first={"store": ["data", "stage"]}))
@@ -123,6 +124,7 @@ def test_without_a_pipeline_there_is_no_table():
 RANGES = {"0..0": 0, "1..3": 1}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("layers", "how"),
     [

@@ -96,6 +96,7 @@ def smooth(length):
     return (x, shards, (scale, shift), BIAS), count, number
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("length, how", [
     (1, {}), (1, {"travels": False, "remat": "products"}), (2, {"reverse": True, "remat": "full"}), (4, {}),
     (4, {"reverse": True, "remat": "products"}), (3, {"travels": False}), (4, {"remat": ("made",), "travels": False}),
@@ -220,6 +221,7 @@ ODD = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("odd", "others", "slices"), [
     (None, 2, 0), (None, 3, 3), (None, 4, 4), *((odd, others, slices) for odd in ODD for others, slices in ((2, 0), (3, 3))),
 ])  # fmt: skip

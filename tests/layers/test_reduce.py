@@ -55,6 +55,7 @@ def crossed(split, axis):
     ]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reduction_is_one_all_reduce_and_equals_the_dense_one(kind, split):
@@ -73,6 +74,7 @@ def test_reduction_is_one_all_reduce_and_equals_the_dense_one(kind, split):
             assert explain(f, x, backward=False).total == wire_bytes(compiled)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_of_a_reduction_equals_the_dense_one(kind, split):
@@ -91,6 +93,7 @@ def test_gradient_of_a_reduction_equals_the_dense_one(kind, split):
         assert kinds(compiled) == ({"all_reduce": 2} if over and kind == "max" else {}), axis
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reduction_inside_a_shard_map_is_one_all_reduce(kind):
     ours, dense = KINDS[kind]

@@ -155,7 +155,7 @@ PLANS = {
 }
 
 
-@pytest.mark.quick("tensor sequence store", "remat", "prefetch", "prefetch products", "late sums")
+@pytest.mark.quick("tensor sequence store", "prefetch")
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_equals_one_device_and_its_layers_lie_as_claimed(plan, one_device):
     jshard.load(PLANS[plan])
@@ -177,6 +177,7 @@ def differentiated(unroll):
     return model, step
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("unroll", [2, 3])
 def test_unrolled_layers_are_the_same_and_ask_for_the_same(unroll, one_device):
     model, step = differentiated(unroll)
@@ -433,6 +434,7 @@ def test_sums_of_data_parallel_leave_with_each_turn_of_the_backward_loop():
     assert turn.count("sum") == 1 and len(products) == 4 and products[0] < turn.index("sum"), turn
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("algorithm", ["xla", "permute"])
 def test_sums_of_data_parallel_leave_one_layer_late(algorithm):
     """Of each layer once, its first permute or its sum before the products of the layer before: it waits for nothing of this turn."""
@@ -462,6 +464,7 @@ def test_sums_of_data_parallel_leave_one_layer_late(algorithm):
     assert [name for name in turn if name in ("sum", "dot_general")] == ["sum"] + 5 * ["dot_general"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("store", ["data", PREFETCH], ids=["store", "prefetch"])
 def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     """Each is n - 1 permutes of as many bytes, for the same reason: of weights and their gradients, and of the sequence."""

@@ -198,12 +198,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(
-    "gpipe, tensor, 4",
-    "1f1b, rows and tensor",
-    "interleaved, sequence",
-    "zero_bubble, store, 4",
-)
+@pytest.mark.quick("zero_bubble, store, 4")
 @pytest.mark.parametrize("case", CASES)
 def test_a_schedule_computes_what_one_device_does(case):
     kind, how = CASES[case]
@@ -225,7 +220,7 @@ def test_a_schedule_computes_what_one_device_does(case):
     jax.tree.map(np.testing.assert_array_equal, counts(model), left)
 
 
-@pytest.mark.quick("1f1b-False", "interleaved-chunk", "zero_bubble-False")
+@pytest.mark.quick("interleaved-chunk")
 @pytest.mark.parametrize("remat", [False, "chunk"])
 @pytest.mark.parametrize("case", ["1f1b", "interleaved", "zero_bubble"])
 def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
@@ -262,7 +257,7 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
     assert {line.count for line in whole} == {1}
 
 
-@pytest.mark.quick("interleaved-(2, 1, 1, 1, 1, 1)-3-3")
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "counts", "most", "flops_of"), [
     ("zero_bubble", (3, 2, 2, 1), 3, 3),
     ("1f1b", (3, 2, 2, 1), 3, 3),  # the first stage has most layers, and no head
@@ -351,7 +346,7 @@ def test_ledger_report_difference_and_timeline_tell_the_schedule():
     }
 
 
-@pytest.mark.quick("zero_bubble-(4, 4)-chunk")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "counts", "remat"),
     [
@@ -446,6 +441,7 @@ def test_without_microbatches_the_stages_run_one_after_the_other():
     assert collections.Counter(eqn.primitive.name for eqn in made)["ppermute"] == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced):
     """The rows of a batch, as they are, in `jshard.value_and_grad`."""
@@ -505,6 +501,7 @@ def weighed(model, x, y):
     return jnp.sum(model(x) * (y % 3 - 1)[..., None]) / 64
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("stages", "schedule", "layers"),
     [(2, "interleaved", "equal"), (4, "zero_bubble", "equal"), (2, "1f1b", in_ranges(1, 3, stages=2))],
@@ -592,7 +589,7 @@ def of_experts_on_one_device():
     return balanced(built(depth=4, block=Experts))
 
 
-@pytest.mark.quick("zero_bubble, 4, by places")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_inside_stages_leave_their_losses_of_balance(case):
     """Which go to the loss with what goes from stage to stage; those of the last microbatch stay in the model."""
@@ -685,6 +682,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_no_pipeline_runs_is_one_sentence(fault):
     model, how, objective, sentence = WRONG[fault]
@@ -829,7 +827,7 @@ def test_a_table_that_is_run_wrongly_is_told_by_stage_tick_and_microbatch(fault,
     assert f'it begins in {slot}, signal "blocks" (<dict>), {phase}: off by' in str(found)
 
 
-@pytest.mark.quick("interleaved")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", KINDS)
 def test_a_program_is_as_long_for_more_microbatches(schedule):
     lengths = set()
@@ -874,7 +872,7 @@ def test_who_watches_hears_each_operation_begin_and_end_and_nothing_else_changes
                 assert first[table.where(key), True] < first[table.where(other), False]
 
 
-@pytest.mark.quick("microbatch")
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["microbatch", "chunk", "input", "kept"])
 def test_nothing_of_an_operation_begins_before_it_is_told(number, monkeypatch):
     """What it works on is what comes back from who hears of it: there another number is another result."""

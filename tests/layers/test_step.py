@@ -26,6 +26,7 @@ EVERYWHERE = [
 ]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(("case", "mesh", "axis_types"), EVERYWHERE, ids=str)
 def test_linear_in_every_strategy_through_the_second_door(case, mesh, axis_types):
     with cases.loaded(case.configuration(mesh, axis_types)) as grid:

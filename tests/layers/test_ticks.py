@@ -88,6 +88,7 @@ def run(table, parts, **by):
     return step, [put(tree, spec) for tree, spec in zip((parameters, edges, inputs), specs, strict=True)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("table, how", [
     ("gpipe", {}), ("gpipe", {"recomputes": True, "shares": True}), ("interleaved", {"shares": True}),
     ("zero_bubble", {}), ("zero_bubble", {"loops": True}), ("late", {}), ("mine", {"recomputes": True}), ("shared", {"shares": True}), ("shared, 2 chunks", {}),

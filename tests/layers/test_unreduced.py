@@ -162,6 +162,7 @@ class Sum(nnx.Module):
         return jnp.sin(self.embed(x)) + self.up(x)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("words", "traces"), [
     ({}, 2),  # where parameters lie, and the program itself
     ({"column": "tensor"}, 3),  # what that finds to vary makes it another program

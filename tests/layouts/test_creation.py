@@ -40,6 +40,7 @@ def layout(request):
         yield Layout(grid, *LAYOUTS[request.param])
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_numbers_are_those_of_one_device_bitwise(name, layout):
     key = jax.random.key(3)
@@ -143,6 +144,7 @@ def test_linear_draws_what_nnx_linear_draws(name):
 # -- no full copy anywhere --
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", ["lecun_normal", "xavier_uniform", "normal", "zeros"])
 @pytest.mark.parametrize("layout", ["8", "2x4", "4x2", "2x2x2"], indirect=True)
 def test_creation_never_holds_a_full_copy_on_a_device(name, layout):

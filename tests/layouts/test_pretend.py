@@ -144,8 +144,10 @@ def initialize():
 """
 MEMBER = {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
 OPENED = "from jshard.cli.target import Target; from jshard.cli.experiment import opened; opened(Target('configs/xor.yaml', ()))"
+ONE = OPENED.replace("()", "('jshard.mesh.tensor=1',)") + "; import jax; jax.devices()"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("program", "variables", "starts"),
     [
@@ -154,6 +156,7 @@ OPENED = "from jshard.cli.target import Target; from jshard.cli.experiment impor
         ("import jax, jshard; jshard.init(devices=2); jax.devices()", {}, False),
         ("import jax, jshard; jshard.init(devices=2); jax.devices()", MEMBER, False),
         (OPENED, {}, False),
+        (ONE, {}, False),
         (
             "import jax; from jshard.launch.initialize import pretend_part; pretend_part(4, 2, None); jax.devices()",
             {},

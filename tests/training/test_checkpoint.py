@@ -385,6 +385,7 @@ def test_nan_in_a_parameter_is_never_saved():
         check_parameters(state, 6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("log", [1, 100])
 @pytest.mark.parametrize(
     ("written", "end"),

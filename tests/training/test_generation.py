@@ -69,6 +69,7 @@ def alone(drawn=False, experts=False):
     return written(decoder(experts=experts), **(DRAWN if drawn else {}))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("experts", [False, True], ids=["", "of experts with a window"])
 def test_greedy_tokens_are_those_of_the_whole_text(experts):
     texts = [[*prompt, *found] for prompt, found in zip(PROMPTS, alone(experts=experts), strict=True)]
@@ -79,7 +80,7 @@ def test_greedy_tokens_are_those_of_the_whole_text(experts):
         assert row[len(prompt) - 1 : len(text) - 1] == text[len(prompt) :]
 
 
-@pytest.mark.quick("2x4")
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_the_root")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_are_the_same_on_every_mesh(mesh):
@@ -96,6 +97,7 @@ def test_tokens_of_a_model_of_experts_are_the_same_where_they_are_split():
     assert written(decoder("experts")) == alone(experts=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("in_the_root")
 @pytest.mark.parametrize("mesh", [None, "2x4", "8"])
 def test_a_token_copies_nothing_of_the_caches_size(mesh):

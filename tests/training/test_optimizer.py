@@ -119,14 +119,7 @@ def unsharded():
     return found
 
 
-@pytest.mark.quick(
-    "tensor-adamw-layers-explicit",
-    "store-momentum-layers-explicit",
-    "store optimizer-adafactor-layers-explicit",
-    "store-adamw-layers-auto",
-    "store-momentum-step-explicit",
-    "store optimizer-adamw-step-auto",
-)
+@pytest.mark.quick("tensor-adamw-layers-explicit", "store-adamw-layers-auto")
 @pytest.mark.parametrize(
     ("name", "tx", "door", "axis_types"),
     [

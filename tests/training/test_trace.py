@@ -58,6 +58,7 @@ def captured(named, tmp_path_factory):
     return whole, said, ledger
 
 
+@pytest.mark.slow
 def test_trace_says_what_it_captured_and_what_to_type_next(captured):
     whole, said, _ = captured
     count = len(timeline(whole).bars)

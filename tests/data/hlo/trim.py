@@ -3,7 +3,7 @@ collectives, all that leads to them, and the work between them that a TPU's comp
 same before and after is checked.
 
 `PYTHONPATH=.:tests python tests/data/hlo/trim.py v5e:2x4 > tests/data/hlo/decoder-v5e.hlo` compiles a step of
-tests/decoder.py first, with the compilers of `make extras`: so for cpu:8, tpu7x:2x2x1, h100:8 and h200:8.
+tests/decoder.py first, with the compilers of `make all`: so for cpu:8, tpu7x:2x2x1, h100:8 and h200:8.
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ def next_rank(names, size, sizes, dtype):
     return (shape.first(names, size, sizes, dtype) + size) % (size * sizes[names[0]])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("module", "name", "fault", "signal", "phase", "looks"),
     [

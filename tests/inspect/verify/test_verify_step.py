@@ -221,6 +221,7 @@ def faulty(change):
     return dataclasses.replace(step, optimizer=optimizer).verify()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
