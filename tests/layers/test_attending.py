@@ -103,7 +103,7 @@ def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     cases.alike(run(how), want)
 
 
-@pytest.mark.quick("causal-12-64-blocks0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "most", "least", "blocks"),
     [
@@ -312,7 +312,7 @@ def test_512_queries_meet_keys_at_a_time_or_fewer_that_divide_them(places, queri
     assert {shape[-2] for shape in products if len(shape) == 5} == {queries}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["causal", "segments"])
 def test_queries_that_meet_keys_in_turn_attend_as_all_at_once(how, monkeypatch):
     want = reference(how)
@@ -352,7 +352,7 @@ def test_verify_finds_no_deviation_of_a_ring(name):
     assert {each.verdict for each in found.findings} <= {"bitwise", "within"}, found
 
 
-@pytest.mark.quick("ulysses")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring", "ulysses"])
 def test_a_ring_runs_in_loops_checkpoints_and_gradients_that_are_sharded(name):
     """Two layers as a scan over a checkpoint, and a gradient taken inside of what is sharded."""
@@ -385,6 +385,7 @@ def test_heads_stay_split_whatever_their_size():
     assert {line.collective for line in lines if line.phase == "forward"} == {"permute", "all_reduce"}
 
 
+@pytest.mark.slow
 def test_queries_that_each_device_has_whole_meet_keys_around_the_ring():
     """Of queries that no signal splits, as learned ones, each device takes those of its places."""
     model, queries = Attention(nnx.Rngs(0)), np.sin(np.arange(ROWS * PLACES * WIDTH)).reshape(ROWS, PLACES, HEADS, SIZE)

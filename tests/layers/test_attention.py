@@ -168,7 +168,7 @@ def test_gated_mlp_computes_what_the_formula_says():
     np.testing.assert_allclose(mlp(X), (nnx.silu(X @ gate) * (X @ up)) @ down, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "asked"), [
     ({}, {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}),
     ({"sequence": "tensor"}, {("reduce_scatter", "forward"): 2, ("all_gather", "forward"): 1,

@@ -155,6 +155,7 @@ def trained(model, optimizer, steps=3):
     return [step(model, optimizer, *ROWS) for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_layers_on_lists_of_workers_are_stages_of_one_mesh_and_train_in_one_program():
     plain = Workers(rngs=nnx.Rngs(0))
     expected = trained(plain, nnx.Optimizer(plain, optax.adamw(0.1), wrt=nnx.Param))
@@ -179,7 +180,7 @@ def test_layers_on_lists_of_workers_are_stages_of_one_mesh_and_train_in_one_prog
 BATCHES = np.random.default_rng(1).integers(0, WORDS, (2, 4, 4, 6), np.int32)
 
 
-@pytest.mark.quick("zero_bubble-None")
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "store"), [("1f1b", None), ("gpipe", "data"), ("zero_bubble", None)])
 def test_a_schedule_computes_what_one_device_does(schedule, store):
     jshard.unload()
@@ -210,6 +211,7 @@ def with_backward(said, **back):
     return {name: {**signal, **({"backward": back[name]} if name in back else {})} for name, signal in said.items()}
 
 
+@pytest.mark.slow
 def test_a_backward_on_other_workers_is_part_of_the_program():
     expected = nnx.value_and_grad(square, argnums=(0, 1))(Workers(rngs=nnx.Rngs(0)), *ROWS)
     jshard.load(with_backward(WORKERS, first="second", second="third"))

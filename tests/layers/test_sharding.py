@@ -106,7 +106,7 @@ def dense():
     return batch, loss, jax.device_get(gradients)
 
 
-@pytest.mark.quick("tensor and fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_of_flax_layers_equals_one_device(dense, plan):
     batch, loss, gradients = dense
@@ -188,6 +188,7 @@ VISION = {
 }
 
 
+@pytest.mark.slow
 def test_state_that_a_call_changes_is_that_of_one_device():
     x = rng.normal(size=(4, 4, 4, 4)).astype(np.float32)
     jshard.unload()
@@ -311,6 +312,7 @@ def test_of_a_model_that_is_only_described_shapes_say_where_they_will_lie():
     assert kernel.sharding == jax.NamedSharding(jshard.mesh(), jax.P("data", "tensor"))
 
 
+@pytest.mark.slow
 def test_a_scatter_of_parts_that_are_no_whole_tiles_is_an_all_to_all_on_tpus(dense):
     batch, *_ = dense
     jshard.load(PLANS["tensor and sequence"])
@@ -683,7 +685,7 @@ class Joined(nnx.Module):
         return self.out(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
 
 
-@pytest.mark.quick("{'sequence': 'tensor'}-split")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["split", "reshape"])
 @pytest.mark.parametrize("words", [{}, {"store": "data"}, {"sequence": "tensor"}], ids=str)
 def test_a_joined_kernel_is_cut_and_not_what_it_makes(form, words):

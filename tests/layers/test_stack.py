@@ -271,7 +271,7 @@ def test_its_cost_to_read_is_that_of_one_layer():
     assert operations(2) == operations(64)
 
 
-@pytest.mark.quick("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 64])
 def test_it_is_proven(depth):
     jshard.load(PLANS["tensor"])
@@ -298,6 +298,7 @@ def products(remat, /, depth=2, **more):
     return names.count("dot_general"), sum(name.startswith("all_gather") for name in names), names.count("tanh")
 
 
+@pytest.mark.slow
 def test_remat_says_what_is_kept():
     """Of a layer: up and down forward, for each its two gradients; so 6, and the head's 3. gelu has one tanh."""
     _, gathers, tanh = kept = products("keep")
@@ -309,6 +310,7 @@ def test_remat_says_what_is_kept():
     assert products({"save": ["another"]}) == products("full")
 
 
+@pytest.mark.slow
 def test_remat_says_what_is_kept_of_layers_that_are_gathered_ahead():
     """Of five layers three stand in the backward pass: the first, the last and the loop's. It computes less of each."""
     full, gathers, tanh = products("prefetch", depth=5)
@@ -464,7 +466,7 @@ def test_sums_of_data_parallel_leave_one_layer_late(algorithm):
     assert [name for name in turn if name in ("sum", "dot_general")] == ["sum"] + 5 * ["dot_general"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["data", PREFETCH], ids=["store", "prefetch"])
 def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     """Each is n - 1 permutes of as many bytes, for the same reason: of weights and their gradients, and of the sequence."""
@@ -487,7 +489,7 @@ def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     assert "collective-permute" in text and not {"all-gather(", "reduce-scatter("} & set(text.split())
 
 
-@pytest.mark.quick("prefetch")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     ["prefetch", "prefetch products", "prefetch parts", "prefetch permutes", "late sums", "late sums of psum"],
@@ -667,6 +669,7 @@ def in_ranges_of_ranges(**more):
     }
 
 
+@pytest.mark.slow
 def test_ranges_of_a_stack_in_a_stack_lie_as_they_say():
     of_one, wanted = nnx.value_and_grad(loss)(Nested(), X)
     jshard.load(in_ranges_of_ranges())

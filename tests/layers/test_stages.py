@@ -198,7 +198,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick("zero_bubble, store, 4")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_schedule_computes_what_one_device_does(case):
     kind, how = CASES[case]
@@ -414,6 +414,7 @@ def test_unequal_stages_are_verified_bitwise(schedule, layers, stages, tensor):
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
 
 
+@pytest.mark.slow
 def test_without_microbatches_every_stage_runs_layers_that_no_stage_has_equally():
     """Each gathered as it is used."""
     jshard.load(configured(2, tensor=2, data=2, layers=in_ranges(3, 5, stages=2)))
@@ -426,6 +427,7 @@ def test_without_microbatches_every_stage_runs_layers_that_no_stage_has_equally(
     close(logits, alone(x))
 
 
+@pytest.mark.slow
 def test_without_microbatches_the_stages_run_one_after_the_other():
     """Forward, as in an evaluation, and for gradients of any loss."""
     jshard.load(configured(2, tensor=2, data=2))
@@ -441,7 +443,7 @@ def test_without_microbatches_the_stages_run_one_after_the_other():
     assert collections.Counter(eqn.primitive.name for eqn in made)["ppermute"] == 1
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced):
     """The rows of a batch, as they are, in `jshard.value_and_grad`."""
@@ -613,6 +615,7 @@ def test_experts_inside_stages_are_verified_bitwise(case):
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
 
 
+@pytest.mark.slow
 def test_a_table_of_mine_is_run(tmp_path):
     expected, *_ = of_one_device()
     path = tmp_path / "mine.txt"

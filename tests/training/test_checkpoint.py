@@ -225,6 +225,7 @@ def test_restore_unpickles_nothing(run, monkeypatch):
 # -- saving --
 
 
+@pytest.mark.slow
 def test_saving_goes_on_beside_training_and_keeps_what_was_there_at_that_step(here, monkeypatch, finished):
     under_way, may_end = [], threading.Event()
     begin = checkpoint.save
@@ -279,6 +280,7 @@ class Interrupted(Bar):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_step_it_came_in_and_ends_with_143(here, finished, capsys):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Preempted) as ended:

@@ -263,6 +263,7 @@ def test_an_evaluation_has_the_loss_and_metrics_of_ones_own(capsys):
     assert last["test_loss"] < last["test_furthest"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_leaves_out_targets_below_zero_and_weighs_rows_by_the_others(capsys):
     status, _, _ = trained(capsys, "data=forms:masked", "metrics=[forms:sure]", "batch=8", "steps=1")
     assert status == 0
@@ -284,6 +285,7 @@ def test_an_evaluation_leaves_out_targets_below_zero_and_weighs_rows_by_the_othe
     np.testing.assert_allclose(last["test_sure"], logits.max(-1)[counted].mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_examples_held_out_are_evaluated_and_not_trained_on(capsys):
     configuration = active_config.load("forms.yaml", ["data=forms:untested", "evaluation={held_out: 0.25}"])
     built = Experiment.build(configuration, active_config.mesh())

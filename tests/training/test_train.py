@@ -172,6 +172,7 @@ def test_train_learns_xor(devices, capsys):
     assert "step 300/300   loss 0.000" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_train_loses_the_same_on_every_mesh(tmp_path):
     losses = []
     for devices in (1, 2, 4):
@@ -183,6 +184,7 @@ def test_train_loses_the_same_on_every_mesh(tmp_path):
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_train_shows_a_bar_with_loss_and_examples_a_second_on_a_terminal():
     terminal = io.StringIO()
     bar = Bar(300, 4, Console(file=terminal, force_terminal=True, width=100))

@@ -149,6 +149,7 @@ def test_a_step_by_claims_is_verified(tmp_path):
     assert signals["model.norm.scale after"] == "rest"
 
 
+@pytest.mark.slow
 def test_on_auto_axes_parameters_lie_as_claimed_and_losses_are_those_of_one_device(alone, tmp_path):
     built = experiment("Dense", "tensor", tmp_path, "jshard.axis_types=auto")
     assert isinstance(built.model, plain.Dense)

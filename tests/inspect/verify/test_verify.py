@@ -151,6 +151,7 @@ def test_verify_of_a_training_step_compares_what_it_leaves_behind(wrap):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state((model, optimizer))))
 
 
+@pytest.mark.slow
 def test_verify_of_a_jshard_step():
     @jshard.step
     def train(model, optimizer, x):
