@@ -379,6 +379,7 @@ def test_a_ring_left_to_the_compiler_is_plain_attention():
     cases.alike(run("causal"), want)
 
 
+@pytest.mark.slow
 def test_heads_stay_split_whatever_their_size():
     jshard.load(plan({"ring": 2, "tensor": 2}, ring="ring"))
     lines = jshard.explain(jshard.shard(loss), Attention(nnx.Rngs(0), size=3), X, SEGMENTS)

@@ -114,6 +114,7 @@ def test_a_token_from_the_cache_is_that_of_the_whole_text(window):
         np.testing.assert_allclose(token[:, 0], whole[np.arange(ROWS), at], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_is_for_its_rows_and_length():
     layer = attention()
     layer.init_cache(ROWS, LENGTH - 1)

@@ -194,6 +194,7 @@ def test_gradients_that_leave_a_part_at_a_time_are_those_of_one_device(alone, re
         assert gradient.sharding == by_path(model)[path].sharding, path
 
 
+@pytest.mark.slow
 def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone):
     """Of seven kernels, for each of four devices, in the three turns that stand in the program; whole for XLA's scatter."""
     model = jshard.shard(by_permutes(), alone[0][0])

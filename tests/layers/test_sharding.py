@@ -213,6 +213,7 @@ class Cached(nnx.Module):
         return self.attention(x)
 
 
+@pytest.mark.slow
 def test_a_cache_of_keys_and_values_is_split_as_what_is_written_to_it():
     x = rng.normal(size=(2, 3, 1, 16)).astype(np.float32)
     jshard.unload()
@@ -621,6 +622,7 @@ class Experts(nnx.Module):
         return sum(nnx.relu(x @ self.up[at]) @ self.down[at] for at in range(8))
 
 
+@pytest.mark.slow
 def test_pieces_of_a_parameter_lie_as_its_words_say():
     def loss(model, x):
         return jnp.square(model(x)).sum()

@@ -177,7 +177,7 @@ def differentiated(unroll):
     return model, step
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [2, 3])
 def test_unrolled_layers_are_the_same_and_ask_for_the_same(unroll, one_device):
     model, step = differentiated(unroll)
@@ -258,6 +258,7 @@ def operations(depth):
     return len(list(equations(jax.make_jaxpr(lambda state: nnx.merge(graph, state)(X))(state))))
 
 
+@pytest.mark.slow
 def test_its_cost_to_read_is_that_of_one_layer():
     jshard.load(PLANS["tensor sequence store"])
     step = nnx.value_and_grad(jshard.shard(loss))
@@ -318,6 +319,7 @@ def test_remat_says_what_is_kept_of_layers_that_are_gathered_ahead():
         assert products("prefetch", depth=5, remat=remat) == (full - 3 * 3, gathers, tanh - 3)
 
 
+@pytest.mark.slow
 def test_remat_full_computes_the_last_of_layers_that_are_gathered_ahead_again():
     """Its forward and backward stand beside each other: XLA for TPU merges what both compute, where no barrier is between."""
 
@@ -618,6 +620,7 @@ def in_two(mesh, **more):
     }
 
 
+@pytest.mark.slow
 def test_layers_of_a_range_lie_as_it_says(one_device):
     jshard.load(in_two({"data": 2, "tensor": 4}))
     model = created(built, lambda: jshard.shard(built(), X))

@@ -220,7 +220,7 @@ def test_a_schedule_computes_what_one_device_does(case):
     jax.tree.map(np.testing.assert_array_equal, counts(model), left)
 
 
-@pytest.mark.quick("interleaved-chunk")
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, "chunk"])
 @pytest.mark.parametrize("case", ["1f1b", "interleaved", "zero_bubble"])
 def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
@@ -293,6 +293,7 @@ def test_the_ledger_counts_the_layers_of_the_stage_that_has_most(schedule, count
     assert {line.count for line in moved} <= {1}
 
 
+@pytest.mark.slow
 def test_balance_places_layers_by_flop_and_says_why():
     """Behind the layers is the product with the table of words: as much as six layers."""
     words = 6 * 2 * HIDDEN
@@ -503,7 +504,7 @@ def weighed(model, x, y):
     return jnp.sum(model(x) * (y % 3 - 1)[..., None]) / 64
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "schedule", "layers"),
     [(2, "interleaved", "equal"), (4, "zero_bubble", "equal"), (2, "1f1b", in_ranges(1, 3, stages=2))],

@@ -369,6 +369,7 @@ def test_process_killed_while_it_saves_leaves_the_checkpoint_before_and_is_gone_
 RISING = "optimizer={name: sgd, learning_rate: 1e38}"
 
 
+@pytest.mark.slow
 def test_nan_stops_and_names_the_last_good_checkpoint(here):
     with pytest.raises(JShardError) as told:
         train(built(RISING, "output=bad", "checkpoint.every=1"))
@@ -558,6 +559,7 @@ def test_disk_that_fills_up_while_saving_is_told_and_the_checkpoint_before_is_wh
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["20", "30"]
 
 
+@pytest.mark.slow
 def test_of_a_save_that_failed_no_write_that_ends_later_is_told(run, monkeypatch):
     def writes(folder, arrays):
         def wait():

@@ -229,6 +229,7 @@ def test_evaluation_is_in_evaluation_mode_and_leaves_the_model_in_training_mode(
     assert model.norm.mean[0] < 100  # the step took the averages of its batch
 
 
+@pytest.mark.slow
 def test_several_targets_of_a_row_are_counted_one_by_one(capsys):
     status, out, _ = trained(capsys, "data=forms:tokens", "steps=30", "optimizer={name: adam, learning_rate: 0.1}")
     assert status == 0

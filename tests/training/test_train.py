@@ -195,6 +195,7 @@ def test_train_shows_a_bar_with_loss_and_examples_a_second_on_a_terminal():
     assert "examples/s" in last
 
 
+@pytest.mark.slow
 def test_train_puts_what_was_learned_into_the_model():
     experiment = xor()
     train(experiment)

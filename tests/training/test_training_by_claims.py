@@ -90,6 +90,7 @@ def lies(variable):
     return array.sharding.spec, array.addressable_shards[0].data.shape
 
 
+@pytest.mark.slow
 def test_parameters_and_optimizer_state_lie_where_they_are_claimed(tmp_path):
     built = experiment("Dense", "tensor", tmp_path)
     model, (adam, *_) = built.model, built.optimizer.opt_state
