@@ -374,7 +374,7 @@ def serve(place: str, files: list[str]) -> None:
     if files:
         devices, jax.devices = jax.devices, lambda *_: range(8)  # a process in which devices are can't be forked
         trace(place)
-        pytest.main([*options, "-m", "not slow or quick", *files], plugins=[Collected()])
+        pytest.main([*options, "-m", "not slow or quick or seconds", *files], plugins=[Collected()])
         return
     server = Server()
     server.tell([])

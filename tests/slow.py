@@ -29,7 +29,9 @@ def spread(items: list[Any], count: int) -> list[Any]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """All that opens a page in a browser is slow."""
-    for fixture, mark in (("browser", "slow"), ("extra", "extra")):
-        if fixture in getattr(item, "fixturenames", ()):
-            item.add_marker(mark)
+    """All that opens a page in a browser is slow, and what takes seconds."""
+    fixtures = getattr(item, "fixturenames", ())
+    if "browser" in fixtures or item.get_closest_marker("seconds"):
+        item.add_marker("slow")
+    if "extra" in fixtures:
+        item.add_marker("extra")

@@ -67,7 +67,7 @@ def test_plain_flax_trains_on_one_device_and_on_a_mesh(configuration):
     assert float(percent) > 96
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_batch_in_parts_moves_its_gradients_once():
     layers, once = (
         re.fullmatch(r"\S+: ([\d,]+) B on .*, loss (\S+) -> (\S+)", line)

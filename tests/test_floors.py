@@ -257,7 +257,7 @@ def test_floors_configuration_needs_no_jax(name):
 CHECKOUT = runpy.run_path(str(PACKAGE.parent / ".ci" / "changed.py"))["Checkout"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_every_module_is_near_to_a_test():
     checkout = CHECKOUT(PACKAGE.parent)
     modules = [path for path in checkout.paths if path.startswith("jshard/") and path.endswith(".py")]

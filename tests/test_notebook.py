@@ -38,7 +38,7 @@ def text_of(markup: str) -> list[str]:
     return [html.unescape(word) for word in re.findall(r"<(?:td|p)[^>]*>([^<]*)</", markup)]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_notebook_runs_and_shows_what_each_cell_returns(shell, capsys):
     cells = [
         "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"

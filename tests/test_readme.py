@@ -45,7 +45,7 @@ def test_readme_has_what_is_promised():
     assert len(blocks("python")) == len(blocks("yaml")) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_readme_python_runs():
     printed = run(sys.executable, "-W", "error", "-c", blocks("python")[0])
     assert "Traceback" not in printed

@@ -205,7 +205,7 @@ class TestRing(Kernel):
         self.check_value(mesh, case)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 class TestTorus(Kernel):
     algorithm = "torus"
     gradient_mesh = {"d": 2, "t": 2}, ("d", "t")
@@ -269,7 +269,7 @@ def test_kernel_runs_under_scan_and_remat_with_gradients(mesh, interpreted):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_hundred_calls_back_to_back_read_nothing_stale(mesh, interpreted):
     def body(x):
         def call(i, x):

@@ -51,7 +51,7 @@ def test_why_the_end_barrier(found):
     assert "race" in found["no_end_barrier", "on_wait"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("fault", "word"),
     [

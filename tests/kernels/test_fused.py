@@ -40,7 +40,7 @@ def test_matmul_of_any_shape_is_exact(interpreted, m, k, n, dtype):
     np.testing.assert_array_equal(y, (x.astype(np.float64) @ w.astype(np.float64)).astype(y.dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     [(None, "float32"), ("relu", "bfloat16"), ("gelu", "float32"), ("silu", "bfloat16"), ("tanh", "float32")],
@@ -83,7 +83,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("case", CASES)
 def test_fused_gives_what_xla_gives_in_value_and_gradient(mesh, interpreted, monkeypatch, name, case):
@@ -132,7 +132,7 @@ def test_gradient_of_each_is_the_other(mesh):
         assert [entry["op"] for entry in pallas_calls(jaxpr)] == [name, dual]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_batch_of_vmap_is_one_kernel_and_several_kernels_are_refused(mesh, interpreted):
     here = mesh(t=2)
     place = jax.NamedSharding(here, P("t"))

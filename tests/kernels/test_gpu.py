@@ -63,7 +63,7 @@ BODIES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("chip", GPUS)
 @pytest.mark.parametrize("name", BODIES)
 def test_product_lowers_for_an_absent_gpu_with_check_vma_on(name, chip):

@@ -69,7 +69,7 @@ def test_all_gather_that_says_invariant_is_and_its_gradient_is_a_slice(mesh, int
     jax.tree.map(np.testing.assert_array_equal, run("ring"), run("xla"))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_batch_of_vmap_moves_at_once(mesh, interpreted):
     here = mesh(t=2)
     x = jax.device_put(np.arange(48, dtype=np.float32).reshape(2, 4, 6), jax.NamedSharding(here, P("t")))

@@ -170,7 +170,7 @@ def test_auto_on_a_tpu_takes_the_fused_kernel_and_xla_where_it_can_not():
     assert "tpu_custom_call" not in lowered(lambda x: kernels.all_reduce(x, "t"), (16, 128), "float32", {"t": 8})
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.usefixtures("fresh")
 def test_plain_use_imports_neither_pallas_nor_flax():
     program = (

@@ -103,7 +103,7 @@ def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     cases.alike(run(how), want)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("how", "most", "least", "blocks"),
     [
@@ -312,7 +312,7 @@ def test_512_queries_meet_keys_at_a_time_or_fewer_that_divide_them(places, queri
     assert {shape[-2] for shape in products if len(shape) == 5} == {queries}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("how", ["causal", "segments"])
 def test_queries_that_meet_keys_in_turn_attend_as_all_at_once(how, monkeypatch):
     want = reference(how)
@@ -321,7 +321,7 @@ def test_queries_that_meet_keys_in_turn_attend_as_all_at_once(how, monkeypatch):
     cases.alike(run(how), want)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["ring"])
 def test_what_a_device_holds_is_flat_where_length_and_devices_grow_together(name):
     held = {}
@@ -333,7 +333,7 @@ def test_what_a_device_holds_is_flat_where_length_and_devices_grow_together(name
     assert held[8] < 1.1 * held[2], held
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_ring_and_exchanged_heads_hold_as_much():
     """At a time 512 queries meet a part of the keys with all heads, or all keys with a part of the heads."""
     held = {}
@@ -352,7 +352,7 @@ def test_verify_finds_no_deviation_of_a_ring(name):
     assert {each.verdict for each in found.findings} <= {"bitwise", "within"}, found
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["ring", "ulysses"])
 def test_a_ring_runs_in_loops_checkpoints_and_gradients_that_are_sharded(name):
     """Two layers as a scan over a checkpoint, and a gradient taken inside of what is sharded."""
@@ -379,14 +379,14 @@ def test_a_ring_left_to_the_compiler_is_plain_attention():
     cases.alike(run("causal"), want)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_heads_stay_split_whatever_their_size():
     jshard.load(plan({"ring": 2, "tensor": 2}, ring="ring"))
     lines = jshard.explain(jshard.shard(loss), Attention(nnx.Rngs(0), size=3), X, SEGMENTS)
     assert {line.collective for line in lines if line.phase == "forward"} == {"permute", "all_reduce"}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_queries_that_each_device_has_whole_meet_keys_around_the_ring():
     """Of queries that no signal splits, as learned ones, each device takes those of its places."""
     model, queries = Attention(nnx.Rngs(0)), np.sin(np.arange(ROWS * PLACES * WIDTH)).reshape(ROWS, PLACES, HEADS, SIZE)

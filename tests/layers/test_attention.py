@@ -114,7 +114,7 @@ def test_a_token_from_the_cache_is_that_of_the_whole_text(window):
         np.testing.assert_allclose(token[:, 0], whole[np.arange(ROWS), at], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_cache_is_for_its_rows_and_length():
     layer = attention()
     layer.init_cache(ROWS, LENGTH - 1)
@@ -169,7 +169,7 @@ def test_gated_mlp_computes_what_the_formula_says():
     np.testing.assert_allclose(mlp(X), (nnx.silu(X @ gate) * (X @ up)) @ down, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(("words", "asked"), [
     ({}, {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}),
     ({"sequence": "tensor"}, {("reduce_scatter", "forward"): 2, ("all_gather", "forward"): 1,

@@ -100,7 +100,7 @@ def test_choice_is_the_least_of_all_by_what_compiled_programs_move(mesh, a, b):
     assert (told.signal, told.words) == ("nothing", str(best))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_every_price_is_what_the_compiled_program_moves():
     """Not only the cheapest: the whole list, on a mesh of two axes, and 3-axis arrays split along their sequence."""
     load({"w": 2, "v": 2})

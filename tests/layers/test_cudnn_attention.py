@@ -46,7 +46,7 @@ def loss(model, x, segments):
     return jnp.square(model(x, segments=segments)).sum()
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_rows_and_heads_are_split_and_nothing_is_gathered(stood_in, kv_heads, segments):

@@ -51,7 +51,7 @@ def test_each_element_of_a_piece_is_sent_once_to_the_device_whose_it_is(case):
     np.testing.assert_array_equal(got, np.concatenate([np.reshape(some, (DEVICES, -1)) for some in ranges], 1))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_pieces_are_those_of_the_whole_array(mesh):
     on = mesh(data=2, tensor=DEVICES)
     x = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)

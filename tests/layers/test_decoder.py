@@ -70,7 +70,7 @@ def by_path(model):
     return {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_decoder_is_its_formula(alone):
     (tokens, _), logits, *_ = alone
     jshard.unload()
@@ -105,7 +105,7 @@ def test_a_cache_is_kept_by_each_layer():
     assert [each.shape for each in jax.tree.leaves(kept)] == [shape, shape]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_equals_one_device_under_every_plan(alone, plan):
     batch, logits, loss, gradients = alone
@@ -159,7 +159,7 @@ def products(store, remat, batch):
     return [eqn.primitive.name for eqn in equations(program)].count("dot_general")
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("store, less", [("data", 6), ({"parameters": "data", "prefetch": True}, 3 * (6 + 9))])
 def test_what_a_decoder_names_is_kept_where_remat_says_so(alone, store, less):
     """Of a layer's seven products and two of attention the scores and attention's last are computed anew. Of layers that are
@@ -178,7 +178,7 @@ def by_permutes(remat="full", mesh={"data": 4, "tensor": 2}):  # noqa: B006
     return decoder(hidden=128)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("remat", ["full", "products", {"save": ["attention"]}])
 def test_gradients_that_leave_a_part_at_a_time_are_those_of_one_device(alone, remat):
     batch = alone[0]
@@ -194,7 +194,7 @@ def test_gradients_that_leave_a_part_at_a_time_are_those_of_one_device(alone, re
         assert gradient.sharding == by_path(model)[path].sharding, path
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_gradient_that_leaves_by_permutes_is_multiplied_a_part_at_a_time(alone):
     """Of seven kernels, for each of four devices, in the three turns that stand in the program; whole for XLA's scatter."""
     model = jshard.shard(by_permutes(), alone[0][0])
@@ -231,7 +231,7 @@ def test_a_decoder_whose_gradients_leave_a_part_at_a_time_is_proven(alone):
     assert proof.ok, proof
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_decoder_of_experts_equals_one_device(alone):
     (tokens, _), experts = alone[0], {"experts": 4, "hidden": 16}
     jshard.unload()
@@ -254,7 +254,7 @@ def test_a_decoder_of_experts_equals_one_device(alone):
     assert kernel.addressable_shards[0].data.shape == (SMALL["depth"], 2, SMALL["width"], 8)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_packed_rows_and_a_tied_head_equal_one_device(alone):
     tokens = alone[0][0]
     inputs = {
@@ -343,7 +343,7 @@ def test_a_size_has_the_parameters_of_its_model_card(path):
     assert sum(leaf.size for leaf in shapes.values()) == int(card[1].replace(",", ""))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.usefixtures("in_the_root")
 def test_seventy_billion_on_512_chips_are_explained_here_by_the_same_formula():
     counts, rows = collections.Counter(), 8 * 4096 * 8192 * 2  # bytes of a device's, in bfloat16

@@ -141,7 +141,7 @@ def test_a_batch_in_several_parts_sums_its_gradients_once():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, state)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_stored_parameters_scatter_theirs_and_wide_sums_stay_wide():
     with loaded(4, 2, up={"store": "data"}, down={"dtype": {"compute": "bfloat16", "reduce": "float32"}}):
         model = jshard.MLP(16, 32, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

@@ -93,7 +93,7 @@ def by_flax():
     return before, arrays(model)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layer_of_ones_own_rests_and_trains_as_its_signal_says(by_flax, layout, axis_types):

@@ -115,7 +115,7 @@ COUNTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["data", "fsdp", "tensor"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_function_of_params_equals_one_device(alone, model, name):
@@ -139,7 +139,7 @@ def test_a_function_of_params_equals_one_device(alone, model, name):
     assert dict(counts) == COUNTS.get((model, name), counts)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_what_a_parameter_is_used_for_tells_how_it_lies(alone):
     for model, wanted in {
         "decoder": {
@@ -158,7 +158,7 @@ def test_what_a_parameter_is_used_for_tells_how_it_lies(alone):
         assert {path: placed[path].sharding.spec for path in wanted} == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_module_makes_its_variables_where_they_rest_and_is_partitioned(alone):
     (params, state, *_), _ = alone("vision")
     want = MODELS["vision"][0].apply({"params": params, **state}, IMAGES, train=False)
@@ -195,7 +195,7 @@ def test_a_module_is_sharded_once_and_its_statistics_are_made_as_in_training():
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(alone)} == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_cache_of_linen_is_split_as_what_is_written_to_it(alone):
     (params, *_), _ = alone("decoder")
     module = Decoder(decode=True)

@@ -67,7 +67,7 @@ def parts(arrays):
     return {device: sum(buffers.values()) for device, buffers in held.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["mesh", "devices", "numbers"])
 def test_model_moves_to_fewer_devices(model, name):
     chosen = jax.devices()[5:7]

@@ -66,7 +66,7 @@ def both(tmp_path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_what_sequence_splits_is_told_to_xla(tmp_path):
     def between(model, x):
         """After the sum an operation of which there is no other, whose part on a device is in the compiled text."""

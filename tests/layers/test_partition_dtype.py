@@ -108,7 +108,7 @@ def test_stored_masters_are_gathered_narrow_and_their_gradients_scattered_wide()
     assert {line[2] for line in kernels} == {"bfloat16"}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_permutes_sum_in_the_reduce_dtype():
     x, words = cases.numbers((8, 16)), {"kernel": {"all_gather": "permute", "reduce_scatter": "permute"}}
     with loaded({"all": {**plans(MASTERS)["fsdp"]["all"], **words}}):

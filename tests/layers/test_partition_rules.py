@@ -322,7 +322,7 @@ def test_a_rule_asks_for_no_collective_but_these(mesh, case, way):
     assert asked_for(mesh(data=2, tensor=4), case, way) == REDUCED[case, way]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_nothing_is_summed_or_gathered_over_one_device(mesh):
     for case, way in [*REDUCED, ("argmin and maximum so far", ((("tensor",), ()),))]:
         found = {name for name, _ in asked_for(mesh(data=1, tensor=1), case, way)}

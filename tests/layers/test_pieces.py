@@ -97,7 +97,7 @@ def close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-6), found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("words", [{}, {"store": "data"}], ids=["rows and tensor", "store"])
 def test_blocks_of_several_kinds_run_on_the_stages_that_signals_number(words, one_device):
     jshard.load(configured(**words))
@@ -155,7 +155,7 @@ def trained(model, optimizer, steps=3):
     return [step(model, optimizer, *ROWS) for _ in range(steps)]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_layers_on_lists_of_workers_are_stages_of_one_mesh_and_train_in_one_program():
     plain = Workers(rngs=nnx.Rngs(0))
     expected = trained(plain, nnx.Optimizer(plain, optax.adamw(0.1), wrt=nnx.Param))
@@ -180,7 +180,7 @@ def test_layers_on_lists_of_workers_are_stages_of_one_mesh_and_train_in_one_prog
 BATCHES = np.random.default_rng(1).integers(0, WORDS, (2, 4, 4, 6), np.int32)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(("schedule", "store"), [("1f1b", None), ("gpipe", "data"), ("zero_bubble", None)])
 def test_a_schedule_computes_what_one_device_does(schedule, store):
     jshard.unload()
@@ -211,7 +211,7 @@ def with_backward(said, **back):
     return {name: {**signal, **({"backward": back[name]} if name in back else {})} for name, signal in said.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_backward_on_other_workers_is_part_of_the_program():
     expected = nnx.value_and_grad(square, argnums=(0, 1))(Workers(rngs=nnx.Rngs(0)), *ROWS)
     jshard.load(with_backward(WORKERS, first="second", second="third"))
@@ -352,7 +352,7 @@ def of_demo():
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_the_demo_of_gt_runs_as_gt_spells_it():
     x, y = np.random.default_rng(2).integers(0, 16, (2, 16, 6), np.int32)
     expected = nnx.jit(nnx.value_and_grad(entropy))(Demo(rngs=nnx.Rngs(0)), x, y)

@@ -119,7 +119,7 @@ F0  F1 .    F2   F3   .    B0  F4B1 F5 W0 B2 B3W1 W2 W3 B4 B5 W4 W5
 """
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_pipeline_runs_a_table_of_mine_and_any_number_of_chunks(chunks):
     check(read(MINE, "mine.txt"), {"stage": 2, "tensor": 2})

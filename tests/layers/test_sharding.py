@@ -106,7 +106,7 @@ def dense():
     return batch, loss, jax.device_get(gradients)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_of_flax_layers_equals_one_device(dense, plan):
     batch, loss, gradients = dense
@@ -188,7 +188,7 @@ VISION = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_state_that_a_call_changes_is_that_of_one_device():
     x = rng.normal(size=(4, 4, 4, 4)).astype(np.float32)
     jshard.unload()
@@ -213,7 +213,7 @@ class Cached(nnx.Module):
         return self.attention(x)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_cache_of_keys_and_values_is_split_as_what_is_written_to_it():
     x = rng.normal(size=(2, 3, 1, 16)).astype(np.float32)
     jshard.unload()
@@ -313,7 +313,7 @@ def test_of_a_model_that_is_only_described_shapes_say_where_they_will_lie():
     assert kernel.sharding == jax.NamedSharding(jshard.mesh(), jax.P("data", "tensor"))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_scatter_of_parts_that_are_no_whole_tiles_is_an_all_to_all_on_tpus(dense):
     batch, *_ = dense
     jshard.load(PLANS["tensor and sequence"])
@@ -622,7 +622,7 @@ class Experts(nnx.Module):
         return sum(nnx.relu(x @ self.up[at]) @ self.down[at] for at in range(8))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_pieces_of_a_parameter_lie_as_its_words_say():
     def loss(model, x):
         return jnp.square(model(x)).sum()
@@ -687,7 +687,7 @@ class Joined(nnx.Module):
         return self.out(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("form", ["split", "reshape"])
 @pytest.mark.parametrize("words", [{}, {"store": "data"}, {"sequence": "tensor"}], ids=str)
 def test_a_joined_kernel_is_cut_and_not_what_it_makes(form, words):

@@ -177,7 +177,7 @@ def differentiated(unroll):
     return model, step
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("unroll", [2, 3])
 def test_unrolled_layers_are_the_same_and_ask_for_the_same(unroll, one_device):
     model, step = differentiated(unroll)
@@ -258,7 +258,7 @@ def operations(depth):
     return len(list(equations(jax.make_jaxpr(lambda state: nnx.merge(graph, state)(X))(state))))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_its_cost_to_read_is_that_of_one_layer():
     jshard.load(PLANS["tensor sequence store"])
     step = nnx.value_and_grad(jshard.shard(loss))
@@ -272,7 +272,7 @@ def test_its_cost_to_read_is_that_of_one_layer():
     assert operations(2) == operations(64)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("depth", [2, 64])
 def test_it_is_proven(depth):
     jshard.load(PLANS["tensor"])
@@ -299,7 +299,7 @@ def products(remat, /, depth=2, **more):
     return names.count("dot_general"), sum(name.startswith("all_gather") for name in names), names.count("tanh")
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_remat_says_what_is_kept():
     """Of a layer: up and down forward, for each its two gradients; so 6, and the head's 3. gelu has one tanh."""
     _, gathers, tanh = kept = products("keep")
@@ -311,7 +311,7 @@ def test_remat_says_what_is_kept():
     assert products({"save": ["another"]}) == products("full")
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_remat_says_what_is_kept_of_layers_that_are_gathered_ahead():
     """Of five layers three stand in the backward pass: the first, the last and the loop's. It computes less of each."""
     full, gathers, tanh = products("prefetch", depth=5)
@@ -319,7 +319,7 @@ def test_remat_says_what_is_kept_of_layers_that_are_gathered_ahead():
         assert products("prefetch", depth=5, remat=remat) == (full - 3 * 3, gathers, tanh - 3)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_remat_full_computes_the_last_of_layers_that_are_gathered_ahead_again():
     """Its forward and backward stand beside each other: XLA for TPU merges what both compute, where no barrier is between."""
 
@@ -468,7 +468,7 @@ def test_sums_of_data_parallel_leave_one_layer_late(algorithm):
     assert [name for name in turn if name in ("sum", "dot_general")] == ["sum"] + 5 * ["dot_general"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["data", PREFETCH], ids=["store", "prefetch"])
 def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     """Each is n - 1 permutes of as many bytes, for the same reason: of weights and their gradients, and of the sequence."""
@@ -491,7 +491,7 @@ def test_gathers_and_scatters_go_by_permutes_where_the_signal_says_so(store):
     assert "collective-permute" in text and not {"all-gather(", "reduce-scatter("} & set(text.split())
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "plan",
     ["prefetch", "prefetch products", "prefetch parts", "prefetch permutes", "late sums", "late sums of psum"],
@@ -620,7 +620,7 @@ def in_two(mesh, **more):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_layers_of_a_range_lie_as_it_says(one_device):
     jshard.load(in_two({"data": 2, "tensor": 4}))
     model = created(built, lambda: jshard.shard(built(), X))
@@ -672,7 +672,7 @@ def in_ranges_of_ranges(**more):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_ranges_of_a_stack_in_a_stack_lie_as_they_say():
     of_one, wanted = nnx.value_and_grad(loss)(Nested(), X)
     jshard.load(in_ranges_of_ranges())

@@ -198,7 +198,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", CASES)
 def test_a_schedule_computes_what_one_device_does(case):
     kind, how = CASES[case]
@@ -220,7 +220,7 @@ def test_a_schedule_computes_what_one_device_does(case):
     jax.tree.map(np.testing.assert_array_equal, counts(model), left)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("remat", [False, "chunk"])
 @pytest.mark.parametrize("case", ["1f1b", "interleaved", "zero_bubble"])
 def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
@@ -257,7 +257,7 @@ def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
     assert {line.count for line in whole} == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(("schedule", "counts", "most", "flops_of"), [
     ("zero_bubble", (3, 2, 2, 1), 3, 3),
     ("1f1b", (3, 2, 2, 1), 3, 3),  # the first stage has most layers, and no head
@@ -293,7 +293,7 @@ def test_the_ledger_counts_the_layers_of_the_stage_that_has_most(schedule, count
     assert {line.count for line in moved} <= {1}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_balance_places_layers_by_flop_and_says_why():
     """Behind the layers is the product with the table of words: as much as six layers."""
     words = 6 * 2 * HIDDEN
@@ -347,7 +347,7 @@ def test_ledger_report_difference_and_timeline_tell_the_schedule():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("case", "counts", "remat"),
     [
@@ -415,7 +415,7 @@ def test_unequal_stages_are_verified_bitwise(schedule, layers, stages, tensor):
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_without_microbatches_every_stage_runs_layers_that_no_stage_has_equally():
     """Each gathered as it is used."""
     jshard.load(configured(2, tensor=2, data=2, layers=in_ranges(3, 5, stages=2)))
@@ -428,7 +428,7 @@ def test_without_microbatches_every_stage_runs_layers_that_no_stage_has_equally(
     close(logits, alone(x))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_without_microbatches_the_stages_run_one_after_the_other():
     """Forward, as in an evaluation, and for gradients of any loss."""
     jshard.load(configured(2, tensor=2, data=2))
@@ -444,7 +444,7 @@ def test_without_microbatches_the_stages_run_one_after_the_other():
     assert collections.Counter(eqn.primitive.name for eqn in made)["ppermute"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced):
     """The rows of a batch, as they are, in `jshard.value_and_grad`."""
@@ -504,7 +504,7 @@ def weighed(model, x, y):
     return jnp.sum(model(x) * (y % 3 - 1)[..., None]) / 64
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("stages", "schedule", "layers"),
     [(2, "interleaved", "equal"), (4, "zero_bubble", "equal"), (2, "1f1b", in_ranges(1, 3, stages=2))],
@@ -592,7 +592,7 @@ def of_experts_on_one_device():
     return balanced(built(depth=4, block=Experts))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_inside_stages_leave_their_losses_of_balance(case):
     """Which go to the loss with what goes from stage to stage; those of the last microbatch stay in the model."""
@@ -616,7 +616,7 @@ def test_experts_inside_stages_are_verified_bitwise(case):
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_table_of_mine_is_run(tmp_path):
     expected, *_ = of_one_device()
     path = tmp_path / "mine.txt"
@@ -831,7 +831,7 @@ def test_a_table_that_is_run_wrongly_is_told_by_stage_tick_and_microbatch(fault,
     assert f'it begins in {slot}, signal "blocks" (<dict>), {phase}: off by' in str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("schedule", KINDS)
 def test_a_program_is_as_long_for_more_microbatches(schedule):
     lengths = set()
@@ -876,7 +876,7 @@ def test_who_watches_hears_each_operation_begin_and_end_and_nothing_else_changes
                 assert first[table.where(key), True] < first[table.where(other), False]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["microbatch", "chunk", "input", "kept"])
 def test_nothing_of_an_operation_begins_before_it_is_told(number, monkeypatch):
     """What it works on is what comes back from who hears of it: there another number is another result."""

@@ -164,7 +164,7 @@ def test_the_gradient_of_a_stored_head_is_multiplied_a_part_at_a_time_where_it_l
     assert not products(more)[part] and products(more)[4 * part] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_verify_finds_no_deviation():
     jshard.load(PLANS["columns, stored"][0])
     found = jshard.verify(jshard.shard(loss), Model(nnx.Rngs(0)), X, TARGETS)

@@ -98,7 +98,7 @@ SCATTER = {("reduce_scatter", "forward", "sequence"): 1, ("all_gather", "backwar
 GATHER = {("all_gather", "forward", "sequence"): 1, ("reduce_scatter", "backward", "sequence"): 1}
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(("model", "moves"), [
     (Embedded, SCATTER), (Recurrent, dict.fromkeys(SCATTER, 2)), (Normalized, SCATTER | GATHER),
 ])  # fmt: skip

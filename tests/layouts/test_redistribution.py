@@ -43,7 +43,7 @@ def lies(rank):
 PAIRS = st.integers(1, 3).flatmap(lambda rank: st.tuples(lies(rank), lies(rank)))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @given(PAIRS)
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_any_layout_to_any_layout(pair):
@@ -72,7 +72,7 @@ def test_any_layout_to_any_layout(pair):
     assert all("redistribute" in line.via for line in ledger)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @given(PAIRS)
 @settings(max_examples=300, deadline=None)
 def test_a_plan_ends_where_it_should(pair):

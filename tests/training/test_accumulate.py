@@ -165,7 +165,7 @@ def test_a_step_over_microbatches_is_verified():
         assert found, str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_statistics_and_tokens_go_from_one_microbatch_to_the_next():
     experiment = built("plain:Filters", "data", "accumulate=4")
     close(stepped(experiment), stepped(built("plain:Filters", "none", "accumulate=4")))

@@ -279,7 +279,7 @@ def test_a_glob_of_decay_that_fits_no_parameter():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_the_learning_rate_is_shown_and_recorded(capsys):
     built({"sgd": {}, "schedule": {"warmup_linear": {"peak": 0.1, "warmup": 2}}}, output="run", log={"every": 1})
     assert main(["train", "m.yaml"]) == 0

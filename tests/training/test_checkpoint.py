@@ -225,7 +225,7 @@ def test_restore_unpickles_nothing(run, monkeypatch):
 # -- saving --
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_saving_goes_on_beside_training_and_keeps_what_was_there_at_that_step(here, monkeypatch, finished):
     under_way, may_end = [], threading.Event()
     begin = checkpoint.save
@@ -280,7 +280,7 @@ class Interrupted(Bar):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_sigterm_saves_the_step_it_came_in_and_ends_with_143(here, finished, capsys):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Preempted) as ended:
@@ -369,7 +369,7 @@ def test_process_killed_while_it_saves_leaves_the_checkpoint_before_and_is_gone_
 RISING = "optimizer={name: sgd, learning_rate: 1e38}"
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_nan_stops_and_names_the_last_good_checkpoint(here):
     with pytest.raises(JShardError) as told:
         train(built(RISING, "output=bad", "checkpoint.every=1"))
@@ -559,7 +559,7 @@ def test_disk_that_fills_up_while_saving_is_told_and_the_checkpoint_before_is_wh
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["20", "30"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_of_a_save_that_failed_no_write_that_ends_later_is_told(run, monkeypatch):
     def writes(folder, arrays):
         def wait():

@@ -170,7 +170,7 @@ def test_function_is_planned_as_python_plans_it(capsys):
     assert made.cached and json.loads(made.to_json())["program"] == document["program"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_function_is_verified_on_numbers_of_those_shapes(capsys):
     words = ["mine:dropped", "--config", "mlp.yaml", "--args", "mine:model", "float32[8,8]@data", "key[]"]
     status, out, err = typed(capsys, "verify", *words, "--mesh", "data=4,tensor=2")

@@ -69,7 +69,7 @@ def alone(drawn=False, experts=False):
     return written(decoder(experts=experts), **(DRAWN if drawn else {}))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("experts", [False, True], ids=["", "of experts with a window"])
 def test_greedy_tokens_are_those_of_the_whole_text(experts):
     texts = [[*prompt, *found] for prompt, found in zip(PROMPTS, alone(experts=experts), strict=True)]
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_the_whole_text(experts):
         assert row[len(prompt) - 1 : len(text) - 1] == text[len(prompt) :]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.usefixtures("in_the_root")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_are_the_same_on_every_mesh(mesh):
@@ -126,7 +126,7 @@ def test_what_a_row_draws_depends_on_no_other_row():
     assert written(model, **{**DRAWN, "seed": 4}) != every
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.usefixtures("in_the_root")
 def test_the_cache_is_split_by_rows_and_heads_and_donated():
     writer = Writer(decoder("2x4"), PROMPTS, 6, Sampling(), 0)
@@ -137,7 +137,7 @@ def test_the_cache_is_split_by_rows_and_heads_and_donated():
     assert [each.sharding for each in after] == [each.sharding for each in cache]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.usefixtures("in_the_root")
 def test_a_token_costs_two_sums_a_layer_whatever_the_prompt():
     model = decoder("2x4 whole")

@@ -218,7 +218,7 @@ def test_logits_of_a_step_are_nowhere_whole_and_its_loss_is_theirs(mesh, accumul
     np.testing.assert_allclose(float(step(*experiment.first_batch())), each.sum() / (y >= 0).sum(), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("mesh", ["one device", "tensor", "fsdp and sequence"])
 def test_flops_of_a_step_are_6_n_t_and_those_of_attention(mesh):
     experiment = Experiment.build(current.load(FILE, [*SMALL, *MESHES[mesh]]), current.mesh())

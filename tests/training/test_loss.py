@@ -229,7 +229,7 @@ def test_evaluation_is_in_evaluation_mode_and_leaves_the_model_in_training_mode(
     assert model.norm.mean[0] < 100  # the step took the averages of its batch
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_several_targets_of_a_row_are_counted_one_by_one(capsys):
     status, out, _ = trained(capsys, "data=forms:tokens", "steps=30", "optimizer={name: adam, learning_rate: 0.1}")
     assert status == 0
@@ -264,7 +264,7 @@ def test_an_evaluation_has_the_loss_and_metrics_of_ones_own(capsys):
     assert last["test_loss"] < last["test_furthest"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_an_evaluation_leaves_out_targets_below_zero_and_weighs_rows_by_the_others(capsys):
     status, _, _ = trained(capsys, "data=forms:masked", "metrics=[forms:sure]", "batch=8", "steps=1")
     assert status == 0
@@ -286,7 +286,7 @@ def test_an_evaluation_leaves_out_targets_below_zero_and_weighs_rows_by_the_othe
     np.testing.assert_allclose(last["test_sure"], logits.max(-1)[counted].mean(), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_examples_held_out_are_evaluated_and_not_trained_on(capsys):
     configuration = active_config.load("forms.yaml", ["data=forms:untested", "evaluation={held_out: 0.25}"])
     built = Experiment.build(configuration, active_config.mesh())

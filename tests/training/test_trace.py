@@ -58,7 +58,7 @@ def captured(named, tmp_path_factory):
     return whole, said, ledger
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_trace_says_what_it_captured_and_what_to_type_next(captured):
     whole, said, _ = captured
     count = len(timeline(whole).bars)
@@ -68,7 +68,7 @@ def test_trace_says_what_it_captured_and_what_to_type_next(captured):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")  # JAX's own
 def test_trace_events_are_all_that_jax_reads_of_the_same_capture(captured):
     (capture,) = captures(captured[0])

@@ -172,7 +172,7 @@ def test_train_learns_xor(devices, capsys):
     assert "step 300/300   loss 0.000" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_train_loses_the_same_on_every_mesh(tmp_path):
     losses = []
     for devices in (1, 2, 4):
@@ -184,7 +184,7 @@ def test_train_loses_the_same_on_every_mesh(tmp_path):
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_train_shows_a_bar_with_loss_and_examples_a_second_on_a_terminal():
     terminal = io.StringIO()
     bar = Bar(300, 4, Console(file=terminal, force_terminal=True, width=100))
@@ -195,7 +195,7 @@ def test_train_shows_a_bar_with_loss_and_examples_a_second_on_a_terminal():
     assert "examples/s" in last
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_train_puts_what_was_learned_into_the_model():
     experiment = xor()
     train(experiment)

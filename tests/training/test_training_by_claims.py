@@ -90,7 +90,7 @@ def lies(variable):
     return array.sharding.spec, array.addressable_shards[0].data.shape
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_parameters_and_optimizer_state_lie_where_they_are_claimed(tmp_path):
     built = experiment("Dense", "tensor", tmp_path)
     model, (adam, *_) = built.model, built.optimizer.opt_state
@@ -150,7 +150,7 @@ def test_a_step_by_claims_is_verified(tmp_path):
     assert signals["model.norm.scale after"] == "rest"
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_on_auto_axes_parameters_lie_as_claimed_and_losses_are_those_of_one_device(alone, tmp_path):
     built = experiment("Dense", "tensor", tmp_path, "jshard.axis_types=auto")
     assert isinstance(built.model, plain.Dense)

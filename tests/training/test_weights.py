@@ -457,7 +457,7 @@ def test_orbax_checkpoints_are_read_by_the_same_lines(abstract, files, mesh, tmp
         jshard.weights(abstract(), "own")
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_checkpoint_of_a_training_gives_its_model(in_the_root, tmp_path):
     from examples.digits import Model
 

@@ -165,7 +165,7 @@ def test_optimizer_state_lies_on_the_workers_of_its_parameters(updated_plainly, 
             np.testing.assert_allclose(mine, dense, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_stages_with_their_backward_elsewhere_train_as_on_one_worker():
     ended = []
     for words in ([], [f"{name}.shard.workers=[0]" for name in ("encoder", "encoder_back", "decoder", "decoder_back")]):

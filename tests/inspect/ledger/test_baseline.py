@@ -61,7 +61,7 @@ def test_check_writes_a_baseline_that_people_can_read_and_holds_it(check):
     assert (status, out[-1], err) == (0, "as digits.baseline holds", [])
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_check_blames_the_line_that_adds_a_collective_and_says_how_to_accept_it(check):
     check("--update")
     path = Path("digits.yaml")

@@ -273,7 +273,7 @@ def decoder(size: Size = TINY, *, data: int = 2, tensor: int = 4, **signals) -> 
 WRONG = {"mlp/down": {"row": "data", "store": "data", "dtype": {"compute": "bfloat16"}}}  # and no reduction: tensor
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_diff_of_one_wrong_axis_in_one_weight_shows_what_it_costs():
     difference = jshard.diff(decoder(), decoder(**WRONG))
     assert not difference.same

@@ -114,7 +114,7 @@ def seconds(size: Size) -> tuple[float, Ledger]:
         return time.process_time() - begin, ledger
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_seventy_billion_parameters_on_256_devices_are_explained_in_ten_seconds():
     assert 6.9e10 < SEVENTY_BILLION.parameters < 7.1e10
     gc.collect()
@@ -135,7 +135,7 @@ def calls(f: Callable[[], Any]) -> tuple[int, Any]:
     return sum(entry.callcount for entry in profile.getstats()), result
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_scanned_depth_costs_no_work():
     seconds(dataclasses.replace(SEVENTY_BILLION, layers=2))  # what JAX imports and caches at first
     shallow, _ = calls(lambda: seconds(dataclasses.replace(SEVENTY_BILLION, layers=8)))

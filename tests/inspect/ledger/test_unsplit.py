@@ -85,7 +85,7 @@ def test_those_of_a_training_step_and_of_modules_taken_apart():
         assert names == ["down.kernel", "norm.scale and 2 more"]  # of no module that is known
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_parameters_that_their_signal_splits_are_not_told():
     with cases.loaded({"jshard": AUTO, **SIGNALS}):
         assert unsplit(lambda m, x: m(x), Model(jshard.Linear, nnx.Rngs(0)), X) == [NORM]

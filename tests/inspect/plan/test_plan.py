@@ -290,7 +290,7 @@ def test_cache_tells_programs_jobs_and_compilers_apart(monkeypatch):
 # -- the command --
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_command_plans_an_experiment(capsys, monkeypatch):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     monkeypatch.chdir(Path(__file__).parents[3])
@@ -305,7 +305,7 @@ def test_command_plans_an_experiment(capsys, monkeypatch):
     assert document["memory"]["parts"]["results that take no argument's place"] < 1000  # the state takes its own place
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_command_holds_the_budget(capsys, monkeypatch):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     monkeypatch.chdir(Path(__file__).parents[3])

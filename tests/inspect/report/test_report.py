@@ -467,7 +467,7 @@ def test_report_identities_are_unique(told):
     assert len(found) == len(set(found))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_report_of_a_deep_model_on_a_large_mesh_stays_small():
     sizes = {"data": 8, "fsdp": 8, "tensor": 32}
     grid = absent_mesh(sizes)

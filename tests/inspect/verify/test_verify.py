@@ -151,7 +151,7 @@ def test_verify_of_a_training_step_compares_what_it_leaves_behind(wrap):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state((model, optimizer))))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_verify_of_a_jshard_step():
     @jshard.step
     def train(model, optimizer, x):
@@ -214,7 +214,7 @@ def test_verify_of_smooth_operations_by_stand_ins():
         assert name in verification.probes.split("stand-ins for ")[1].split(", ")
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_verify_of_scan_remat_dropout_and_cond():
     class Deep(nnx.Module):
         def __init__(self, rngs):
@@ -552,7 +552,7 @@ def test_fault_in_jshards_own_layer_is_caught(monkeypatch):
     assert caught(found, "layer2", 7, 'a sum over mesh axis "tensor" is missing')
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_fault_in_jshards_own_layer_that_keeps_the_first_part(monkeypatch):
     """What is the same everywhere, and yet no sum: the part of the first device."""
 

@@ -94,7 +94,7 @@ CLAIMS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_that_does_not_fit_is_named_though_values_are_right(name):
     text, words = CLAIMS[name]
@@ -152,7 +152,7 @@ def next_rank(names, size, sizes, dtype):
     return (shape.first(names, size, sizes, dtype) + size) % (size * sizes[names[0]])
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("module", "name", "fault", "signal", "phase", "looks"),
     [

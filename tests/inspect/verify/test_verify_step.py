@@ -135,7 +135,7 @@ def test_step_over_further_meshes_and_other_strategies():
     assert [finding.mesh["data"] for finding in verification.findings if finding.name == "loss"] == [2, 4, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_step_with_dropout_draws_the_same_numbers_on_every_mesh():
     verification = experiment(model={"path": "steps:Model", "dropout": 0.5}, optimizer=EIGHTH).verify(
         [{"data": 4, "tensor": 2}]
