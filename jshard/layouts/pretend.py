@@ -17,13 +17,25 @@ THREADS_PER_DEVICE = 4
 def start_no_other_backend() -> None:
     """Where there is no accelerator, JAX starts the backend of CPUs alone: libtpu would look for a TPU on the network, and
     CUDA's plugin says for a page what it does not find."""
-    if not computes_on_cpus() or os.environ.get("JAX_PLATFORMS"):
-        return
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if "jax" in sys.modules:  # which has read the environment already
+    if computes_on_cpus() and not os.environ.get("JAX_PLATFORMS"):
+        _set_platforms("cpu")
+
+
+def _set_platforms(platforms: str) -> None:
+    os.environ["JAX_PLATFORMS"] = platforms
+    if _may_start():
         import jax
 
-        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_platforms", platforms)
+
+
+def _may_start() -> bool:
+    """Whether JAX is imported, and so has read the environment, and has no backend yet, and so takes what it is told."""
+    if "jax" not in sys.modules:
+        return False
+    from jax._src.xla_bridge import backends_are_initialized
+
+    return not backends_are_initialized()
 
 
 def pretend(count: int, platforms: str | None = "cpu") -> None:
@@ -42,17 +54,14 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
     if platforms is None and computes_on_cpus():
         platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
     if platforms is not None:
-        os.environ["JAX_PLATFORMS"] = platforms
+        _set_platforms(platforms)
     keep_freed()
     if "jax" not in sys.modules:
         return
     import jax
-    from jax._src.xla_bridge import backends_are_initialized
 
-    if not backends_are_initialized():  # an imported JAX has read the environment already, but takes these
+    if _may_start():
         jax.config.update("jax_num_cpu_devices", count)
-        if platforms is not None:
-            jax.config.update("jax_platforms", platforms)
         return
     there, backend = len(jax.devices("cpu")), jax.default_backend()
     if there < count or (platforms == "cpu" and backend != "cpu"):

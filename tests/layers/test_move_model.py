@@ -111,7 +111,7 @@ def test_no_device_holds_a_whole_kernel_on_the_way(model, monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", watched)
     jshard.move(model, jax.devices()[4:6])
     assert len(seen) > 50
-    assert max(seen) <= 4 * KERNEL // 2
+    assert 4 * KERNEL // 8 <= max(seen) <= 4 * KERNEL // 2
 
 
 def test_model_moves_to_the_host_and_back(model):

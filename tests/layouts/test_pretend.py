@@ -157,6 +157,7 @@ ONE = OPENED.replace("()", "('jshard.mesh.tensor=1',)") + "; import jax; jax.dev
         ("import jax, jshard; jshard.init(devices=2); jax.devices()", MEMBER, False),
         (OPENED, {}, False),
         (ONE, {}, False),
+        ("from jshard.cli import main; main(['explain', 'configs/cnn/tensor.yaml'])", {}, False),
         (
             "import jax; from jshard.launch.initialize import pretend_part; pretend_part(4, 2, None); jax.devices()",
             {},

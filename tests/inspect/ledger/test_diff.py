@@ -293,6 +293,7 @@ def test_diff_of_one_wrong_axis_in_seven_billion_parameters_says_an_all_gather_m
     before, after = decoder(SEVEN_BILLION, **pod), decoder(SEVEN_BILLION, **pod, **WRONG)
     lines = str(jshard.diff(before, after)).splitlines()
     size = SEVEN_BILLION
+    assert size.parameters == 6_738_415_616
     x = size.batch // 16 * size.length * size.hidden * 2
     gathered = next(line for line in lines if line.startswith("+") and "  forward " in line)
     assert re.split(" {2,}", gathered)[1:] == [
