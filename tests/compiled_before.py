@@ -143,6 +143,7 @@ def as_tests_do() -> None:
     reuse_contexts()
     write_in_one_move()
     write_from_every_process()
+    keep_what_tells()
 
 
 def write_in_one_move() -> None:
@@ -166,6 +167,40 @@ def write_from_every_process() -> None:
 
     write, first = compiler._cache_write, SimpleNamespace(global_state=SimpleNamespace(process_id=0))
     compiler._cache_write = FunctionType(write.__code__, {**vars(compiler), "distributed": first})
+
+
+class _CallingBack:
+    """The devices' client, which gives a program that it reads whom to call."""
+
+    def __init__(self, client: Any, callbacks: Any):
+        self.client, self.callbacks = client, callbacks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def deserialize_executable(self, *args: Any) -> Any:
+        return self.client.deserialize_executable(*args, self.callbacks)
+
+
+def keep_what_tells() -> None:
+    """JAX 0.10 keeps no program that calls Python, and a launched pipeline tells what it begins and ends: each process of each
+    run, and of each restart, compiled its step. Such a program only numbers whom it calls. Not what interpreted kernels are,
+    which XLA can't write (docs/design/0017-quick-suite.md)."""
+    from jax._src import buffer_callback, compiler
+
+    if not version("jax").startswith("0.10."):
+        return
+    compile_, write = compiler.compile_or_get_cached, compiler._cache_write
+
+    def compiled(backend: Any, computation: Any, devices: Any, options: Any, callbacks: Any, *args: Any) -> Any:
+        if callbacks and all(getattr(each, "__module__", "") == buffer_callback.__name__ for each in callbacks):
+            backend = _CallingBack(backend, callbacks)
+        return compile_(backend, computation, devices, options, callbacks, *args)
+
+    def written(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Any) -> None:
+        write(key, seconds, name, backend, executable, () if isinstance(backend, _CallingBack) else callbacks)
+
+    compiler.compile_or_get_cached, compiler._cache_write = compiled, written
 
 
 def reuse_contexts() -> None:
