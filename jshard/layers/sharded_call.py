@@ -220,7 +220,6 @@ def described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         calls.append(Call(f, *replaced(rest, kept)))
 
     jax.eval_shape(call, shapes)
-    calls[0].program.find_out_axes()
     return calls[0]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -62,16 +63,14 @@ class Pipeline:
 
 
 class Fingerprint:
-    """What a configuration says that a program depends on, hashed once: JAX hashes it at every primitive that it traces."""
+    """What a configuration says that a program depends on. There is one for all that say the same, since JAX hashes it, and
+    compares it, at every primitive that it traces."""
 
-    def __init__(self, *says: Hashable):
-        self.says, self.hashed = says, hash(says)
+    def __init__(self, says: Hashable):
+        self.says = says
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Fingerprint) and self.says == other.says)
 
-    def __hash__(self) -> int:
-        return self.hashed
+_fingerprints: weakref.WeakValueDictionary[Hashable, Fingerprint] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -135,7 +134,8 @@ class Configuration(Shown):
     def fingerprint(self) -> Fingerprint:
         """Equal for two configurations that place alike: lines, comments, `expect` and `train` take no part."""
         named = tuple(sorted(self.signals.items()))
-        return Fingerprint(self.mesh, self.axis_types, self.strict, self.default, self.pipeline, self.workers, named)
+        says = (self.mesh, self.axis_types, self.strict, self.default, self.pipeline, self.workers, named)
+        return _fingerprints.setdefault(says, Fingerprint(says))
 
     @functools.cached_property
     def devices(self) -> int | None:
