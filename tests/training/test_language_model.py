@@ -69,8 +69,8 @@ def there(english, monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def built():
-    """The experiments of this file. Where a configuration says what another has said, the same mesh, signals and training, it
-    finds the model and the programs that were built for that, until these are cleared."""
+    """The experiments of this file. Where a configuration says what another has said, the same mesh, signals and
+    training, it finds the model and the programs that were built for that, until these are cleared."""
     made, build = {}, Experiment.build
 
     def once(configuration, mesh, *, only_shapes=False):
@@ -217,8 +217,8 @@ def alike(found: list[dict[str, float]], losses: list[dict[str, float]]) -> None
 
 
 def goes_on(name: str, found: list[dict[str, float]]) -> None:
-    """From the checkpoint behind step 2 the run has the figures that it had: all that changes is read, and nothing is left as
-    it was."""
+    """From the checkpoint behind step 2 the run has the figures that it had: all that changes is read, and nothing is
+    left as it was."""
     shutil.rmtree(f"{name}/checkpoints/4")
     Path(name, "metrics.jsonl").write_text("")
     assert main(["resume", name]) == 0
