@@ -143,7 +143,7 @@ def encoder_decoder(
 
 def gpt2(size: Size = TINY) -> Model:
     """Its q, k and v are one kernel."""
-    model = of_transformers("gpt2", "GPT2LMHeadModel", vocab_size=size.words, n_positions=size.tokens, n_embd=size.width, n_layer=2,
+    model = of_transformers("gpt2", "GPT2LMHeadModel", vocab_size=size.words, n_positions=size.tokens, n_embd=size.width, n_layer=size.layers,
                             n_head=HEADS, bos_token_id=1, eos_token_id=2)  # fmt: skip
     return decoder_only(
         size,
@@ -154,7 +154,7 @@ def gpt2(size: Size = TINY) -> Model:
 
 
 def llama(size: Size = TINY) -> Model:
-    model = of_transformers("llama", "LlamaForCausalLM", vocab_size=size.words, hidden_size=size.width, num_hidden_layers=2,
+    model = of_transformers("llama", "LlamaForCausalLM", vocab_size=size.words, hidden_size=size.width, num_hidden_layers=size.layers,
                             intermediate_size=2 * size.width, num_attention_heads=HEADS, max_position_embeddings=size.tokens)  # fmt: skip
     return decoder_only(
         size, model, "model/layers/*/self_attn/{q,k,v}_proj/** model/layers/*/mlp/{gate,up}_proj/** lm_head/**",
@@ -163,7 +163,7 @@ def llama(size: Size = TINY) -> Model:
 
 
 def bert(size: Size = TINY) -> Model:
-    model = of_transformers("bert", "BertForMaskedLM", vocab_size=size.words, hidden_size=size.width, num_hidden_layers=2,
+    model = of_transformers("bert", "BertForMaskedLM", vocab_size=size.words, hidden_size=size.width, num_hidden_layers=size.layers,
                             num_attention_heads=HEADS, intermediate_size=2 * size.width, max_position_embeddings=size.tokens)  # fmt: skip
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
@@ -177,8 +177,9 @@ def bert(size: Size = TINY) -> Model:
 
 
 def t5(size: Size = TINY) -> Model:
+    """Of two layers in its decoder the second takes the bias of positions that the first one makes."""
     model = of_transformers("t5", "T5ForConditionalGeneration", vocab_size=size.words, d_model=size.width, d_kv=size.width // HEADS, d_ff=2 * size.width,
-                            num_layers=2, num_heads=HEADS)  # fmt: skip
+                            num_layers=size.layers, num_decoder_layers=2, num_heads=HEADS)  # fmt: skip
     return encoder_decoder(
         size, model, words(size), "**/{q,k,v}/** **/wi/** **/relative_attention_bias/**", "**/o/** **/wo/** shared/**"
     )
@@ -187,7 +188,7 @@ def t5(size: Size = TINY) -> Model:
 def vit(size: Size = TINY) -> Model:
     """An odd number of patches, and one place more: ten, or 82."""
     pixels = 4 * (math.isqrt(size.tokens) | 1)
-    model = of_transformers("vit", "ViTForImageClassification", hidden_size=size.width, num_hidden_layers=2,
+    model = of_transformers("vit", "ViTForImageClassification", hidden_size=size.width, num_hidden_layers=size.layers,
                             num_attention_heads=HEADS, intermediate_size=2 * size.width, image_size=pixels, patch_size=4,
                             num_labels=8)  # fmt: skip
 
@@ -214,7 +215,7 @@ def resnet(size: Size = TINY) -> Model:
 
 def whisper(size: Size = TINY) -> Model:
     model = of_transformers("whisper", "WhisperForConditionalGeneration", vocab_size=size.words, num_mel_bins=8,
-                            encoder_layers=2, encoder_attention_heads=HEADS, decoder_layers=2, d_model=size.width,
+                            encoder_layers=size.layers, encoder_attention_heads=HEADS, decoder_layers=size.layers, d_model=size.width,
                             decoder_attention_heads=HEADS, decoder_ffn_dim=2 * size.width, encoder_ffn_dim=2 * size.width,
                             max_source_positions=size.tokens, max_target_positions=size.tokens, pad_token_id=0, bos_token_id=1,
                             eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
@@ -232,7 +233,7 @@ def nano_moe(size: Size = TINY) -> Model:
     model = NanoMoE(
         NanoMoEConfig(
             vocab_size=size.words,
-            n_layers=2,
+            n_layers=size.layers,
             n_heads=HEADS,
             d_model=size.width,
             d_ff=2 * size.width,

@@ -26,6 +26,7 @@ class Size:
     tokens: int = 8
     width: int = 32
     words: int = 64
+    layers: int = 2  # of a model of Linen
 
 
 TINY = Size()

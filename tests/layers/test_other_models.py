@@ -77,8 +77,8 @@ def test_a_model_equals_one_device(extra, alone, name, plan):
     others = jax.tree.map(lambda x: x, nnx.state(model, nnx.Not(nnx.Param)))
     sharded(model, *batch)  # parameters move to where they rest
     nnx.update(model, others)  # statistics and counts of random numbers, as they were
-    step = nnx.value_and_grad(sharded)
-    compiled = nnx.jit(step).lower(model, *batch).compile()
+    step = nnx.jit(nnx.value_and_grad(sharded))  # explain finds its trace
+    compiled = step.lower(model, *batch).compile()
     got, found = compiled(model, *batch)
     np.testing.assert_allclose(got, loss, rtol=1e-6)
     where = nnx.to_flat_state(nnx.state(model, nnx.Param))
