@@ -32,6 +32,10 @@ CHANGED_BY = [
 ]
 # `jshard.plan` keeps what compilers for absent chips made. A change of what starts them compiles all of it again.
 COMPILED_BY = [ROOT / f"jshard/inspect/plan/{each}.py" for each in ("aot", "aot_worker", "cache")]
+# So do tests of kernels (tests/compiled_absent.py).
+KERNELS_BY = [
+    ROOT / f"tests/{each}.py" for each in ("compiled_absent", "kernels/compile_absent", "kernels/compile_absent_gpu")
+]
 
 
 def _checksum(files: list[Path]) -> str:
@@ -39,6 +43,7 @@ def _checksum(files: list[Path]) -> str:
 
 
 PLANS = PLACE / f"plans-{_checksum(COMPILED_BY)}"
+ABSENT = PLACE / f"absent-{_checksum(CHANGED_BY + KERNELS_BY)}"
 PLACE /= _checksum(CHANGED_BY)
 SWEPT = PLACE / "swept"
 WEEK = 7 * 24 * 3600

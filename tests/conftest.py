@@ -24,6 +24,7 @@ from browser import browser as browser  # a fixture of those that open a page
 from hung import pytest_handlecrashitem as pytest_handlecrashitem
 from hung import pytest_terminal_summary as pytest_terminal_summary
 from outside import extra as extra
+from outside import kept_kernels as kept_kernels
 from outside import kept_plans as kept_plans
 from slow import pytest_generate_tests as pytest_generate_tests
 from slow import pytest_itemcollected as pytest_itemcollected

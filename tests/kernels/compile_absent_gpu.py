@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
 from jshard.inspect.plan.topology import Topology
+from tests.compiled_absent import outcome
 
 PRODUCTS = {  # bias, activation, dtype of the result
     "bare, by JAX's own": (False, None, None),
@@ -66,6 +67,16 @@ def output_of(compile_):
         return text
 
 
+def figures(text):
+    """What the assembler says of a kernel, and the instruction that multiplies."""
+    products = re.findall(r"wgmma\.mma_async|tcgen05\.mma", text)
+    return {
+        "registers": max(int(each) for each in re.findall(r"Used (\d+) registers", text)),
+        "spilled": sum(int(each) for each in re.findall(r"(\d+) bytes spill", text)),
+        "instruction": products[0] if products else None,
+    }
+
+
 def compiled(chip, name):
     topology = Topology.of(f"{chip}:1")
     target = topologies.get_topology_desc(platform="cuda", topology_name=topology.name, **topology.target)
@@ -77,18 +88,18 @@ def compiled(chip, name):
     square = operand((SIZE, SIZE), jnp.bfloat16)
     run = jax.jit(jax.shard_map(product(*PRODUCTS[name]), mesh=mesh, in_specs=P(), out_specs=P()))
     lowered = run.lower(square, square, operand((SIZE,), jnp.bfloat16))
-    text = output_of(lowered.compile)
-    used = max(int(each) for each in re.findall(r"Used (\d+) registers", text))
-    spilled = sum(int(each) for each in re.findall(r"(\d+) bytes spill", text))
-    products = re.findall(r"wgmma\.mma_async|tcgen05\.mma", text)
+    found = outcome(
+        lowered,
+        [topology.name, topology.target],
+        lambda: figures(output_of(lowered.compile)),
+        sound=lambda found: found["instruction"] and not found["spilled"],
+    )
     return {
         "product": name,
         "chip": chip,
         "jax": jax.__version__,
         "assembler": importlib.metadata.version("nvidia-cuda-nvcc"),
-        "registers": used,
-        "spilled": spilled,
-        "instruction": products[0] if products else None,
+        **found,
     }
 
 
