@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from jshard.inspect.plan.cache import COMPILERS, version
 
 FOLDER = "JSHARD_TESTS_ABSENT"
 READ = ("XLA_", "LIBTPU_", "TPU_", "MOSAIC_", "CUDA", "NVIDIA_")  # variables that begin so are read by compilers
+HERE = sys.prefix  # what a plugin sets once it is imported names a folder of this environment, whose versions are told
 WEEK = 7 * 24 * 3600
 
 
@@ -44,7 +46,8 @@ def outcome(
 def key(program: jax.stages.Lowered, chips: Any) -> str:
     words = [program.as_text(), json.dumps(chips, sort_keys=True)]
     words += [f"{name} {version(name)}" for name in COMPILERS]
-    words += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(READ)]
+    told = {name: value for name, value in os.environ.items() if name.startswith(READ) and not value.startswith(HERE)}
+    words.append(json.dumps(told, sort_keys=True))
     return hashlib.sha256("\0".join(words).encode()).hexdigest()
 
 
