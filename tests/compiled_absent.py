@@ -7,6 +7,7 @@ variables that they read. Kept are outcomes alone, of programs that were compile
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -58,5 +59,6 @@ def _write(kept: Path, text: str) -> None:
         file.write(text)
     os.replace(file.name, kept)
     for old in kept.parent.iterdir():
-        if old.stat().st_mtime < time.time() - WEEK:
-            old.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another worker has just moved or removed it
+            if old.stat().st_mtime < time.time() - WEEK:
+                old.unlink()
