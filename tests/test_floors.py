@@ -4,6 +4,7 @@ and under TYPE_CHECKING too."""
 from __future__ import annotations
 
 import ast
+import functools
 import runpy
 import subprocess
 import sys
@@ -94,9 +95,18 @@ WITHOUT_JAX = (
 )
 
 
-def imports(module: Path) -> Iterator[tuple[int, str]]:
+def imports(module: Path) -> tuple[tuple[int, str], ...]:
     """Line and dotted name of each import; `from a import b` is `a.b`, as `b` may be a module."""
-    for node in ast.walk(ast.parse(module.read_text(), str(module))):
+    return _imports(module.read_text(), str(module))
+
+
+@functools.cache
+def _imports(text: str, module: str) -> tuple[tuple[int, str], ...]:
+    return tuple(_found(ast.parse(text, module)))
+
+
+def _found(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
         match node:
             case ast.Import():
                 yield from ((node.lineno, alias.name) for alias in node.names)
