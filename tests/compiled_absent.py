@@ -7,13 +7,11 @@ variables that they read. Kept are outcomes alone, of programs that were compile
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from jshard.inspect.plan.cache import COMPILERS, version
 FOLDER = "JSHARD_TESTS_ABSENT"
 READ = ("XLA_", "LIBTPU_", "TPU_", "MOSAIC_", "CUDA", "NVIDIA_")  # variables that begin so are read by compilers
 HERE = sys.prefix  # what a plugin sets once it is imported names a folder of this environment, whose versions are told
-WEEK = 7 * 24 * 3600
 
 
 def outcome(
@@ -36,7 +33,6 @@ def outcome(
         return compiled()
     kept = Path(os.environ[FOLDER], f"{key(program, chips)}.json")
     if kept.exists():
-        os.utime(kept)
         return json.loads(kept.read_text())
     made = compiled()
     if sound(made):
@@ -53,12 +49,8 @@ def key(program: jax.stages.Lowered, chips: Any) -> str:
 
 
 def _write(kept: Path, text: str) -> None:
-    """In one move, so that nobody reads half of it. What nobody has read for a week goes."""
+    """In one move, so that nobody reads half of it."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
         file.write(text)
     os.replace(file.name, kept)
-    for old in kept.parent.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another worker has just moved or removed it
-            if old.stat().st_mtime < time.time() - WEEK:
-                old.unlink()
