@@ -31,7 +31,8 @@ class ShardedFunction(Protocol[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the trees of parameters among the arguments, the only one by itself, placed for such a call."""
+        """Return the trees of parameters among the arguments, the only one by itself, placed for such a call. The parameters of
+        NNX models among them move there."""
 
 
 @overload
@@ -79,9 +80,7 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
 
 def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
     """Move the parameters of a model to where a call with these arguments uses them; the arguments may be abstract."""
-    if configuration() is not None:
-        call = described_call(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]  # is_sharded
-        call.keep(call.placed())
+    _placed(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]  # is_sharded
 
 
 def partitioned(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,12 +147,15 @@ def _sharded(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _placed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the trees of parameters among the arguments, the only one by itself, placed for such a call."""
+    """Move the parameters of NNX models among the arguments to where such a call has them, and return the trees of parameters
+    there, the only one by itself."""
     if configuration() is None:
         trees = list(trees_of_parameters(f, args, kwargs).values())
     else:
         call = described_call(f, args, kwargs)
-        trees = call.trees_of(call.placed())
+        placed = call.placed()
+        call.keep(placed)
+        trees = call.trees_of(placed)
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 

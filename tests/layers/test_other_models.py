@@ -74,9 +74,7 @@ def test_a_model_equals_one_device(extra, alone, name, plan):
     loss, gradients = alone(name, "loss")
     jshard.load(configuration)
     model, sharded = adopted.build(), jshard.shard(adopted.loss)
-    others = jax.tree.map(lambda x: x, nnx.state(model, nnx.Not(nnx.Param)))
-    sharded(model, *batch)  # parameters move to where they rest
-    nnx.update(model, others)  # statistics and counts of random numbers, as they were
+    sharded.place(model, *batch)
     step = nnx.jit(nnx.value_and_grad(sharded))  # explain finds its trace
     compiled = step.lower(model, *batch).compile()
     got, found = compiled(model, *batch)

@@ -509,6 +509,17 @@ def test_a_function_keeps_its_name_and_one_of_the_model_is_partitioned_where_the
     assert partitioned(jshard.shard(model), f) is not f
 
 
+def test_a_function_places_the_models_that_it_takes_without_a_run():
+    def f(model, x, params):
+        return model(x=x) @ params["w"]
+
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "rest": {"row": "data", "store": "data", "match": ["**"]}})
+    model, params = ByName(nnx.Rngs(0)), {"w": np.ones((16, 8), np.float32)}
+    placed = jshard.shard(f).place(model, jax.ShapeDtypeStruct((8, 8), np.float32), params)
+    assert [x.sharding.spec for x in (model.up.kernel[...], placed["w"])] == [P("data", None)] * 2
+    assert float(model.balance[...]) == 0
+
+
 @pytest.mark.parametrize("claimed", [True, False])
 def test_of_several_trees_of_parameters_all_are_placed(claimed):
     def f(params, other):
