@@ -27,7 +27,7 @@ def started(*faults: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent.parent), "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONPATH": str(HERE.parent.parent)},
     )
 
 
