@@ -391,15 +391,23 @@ def test_the_compiled_text_costs_what_the_table_says(case, counts, remat):
         ]
 
 
+@functools.cache
+def verified(schedule, stages):
+    """With tensor parallelism inside stages where there are devices for it, and without: against one reference."""
+    tensor = 2 if stages < 8 else 1
+    jshard.load(configured(stages, tensor=tensor, schedule=schedule, microbatches=2))
+    model = jshard.shard(built(depth=16 if (stages, schedule) == (8, "interleaved") else LAYERS, block=Plain))
+    without = [{"tensor": 1}] * (tensor - 1)
+    return jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False, meshes=without)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
 def test_a_schedule_is_verified_bitwise(schedule, stages, tensor):
-    jshard.load(configured(stages, tensor=tensor, schedule=schedule, microbatches=2))
-    model = jshard.shard(built(depth=16 if (stages, schedule) == (8, "interleaved") else LAYERS, block=Plain))
-    found = jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False)
-    assert found, str(found)
-    assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
+    found = verified(schedule, stages)
+    verdicts = [each.verdict for each in found.findings if each.mesh == {"stage": stages, "data": 1, "tensor": tensor}]
+    assert verdicts and {*verdicts} == {"bitwise"}, str(found)
 
 
 @pytest.mark.slow
@@ -799,33 +807,46 @@ def lost(columns):
     next(tick for tick in columns["W_microbatch"] if tick[1] >= 0)[1] = -1
 
 
-# what is planted, in which schedule, and where it is found
+# what is planted, in which schedule and on which mesh, and where it is found
 PLANTED = {
-    swapped: ("gpipe", "stage 1, tick 3, microbatch 0 (B0 of gpipe)", "backward", "the gradient of its input: "),
-    other: ("gpipe", "stage 0, tick 0, microbatch 0 (F0 of gpipe)", "forward", "its output: that of microbatch 1"),
-    stale: ("gpipe", "stage 1, tick 4, microbatch 1 (B1 of gpipe)", "backward", "the gradient of its input: "),
+    swapped: ("gpipe", {}, "stage 1, tick 3, microbatch 0 (B0 of gpipe)", "backward", "the gradient of its input: "),
+    other: ("gpipe", {"tensor": 2}, "stage 0, tick 0, microbatch 0 (F0 of gpipe)", "forward", "its output: that of microbatch 1"),
+    stale: ("gpipe", {"data": 2}, "stage 1, tick 4, microbatch 1 (B1 of gpipe)", "backward", "the gradient of its input: "),
     lost: (
-        "zero_bubble", "stage 1, tick 2, microbatch 0 (W0 of zero_bubble)", "backward",
+        "zero_bubble", {"tensor": 2}, "stage 1, tick 2, microbatch 0 (W0 of zero_bubble)", "backward",
         "what it adds to the gradients of its layers: nothing",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_table_that_is_run_wrongly_is_told_by_stage_tick_and_microbatch(fault, monkeypatch):
+@functools.cache
+def run_wrongly(schedule):
+    """Each fault that is planted in the schedule, on its mesh: against one reference."""
+    faults = {str(sizes): fault for fault, (kind, sizes, *_) in PLANTED.items() if kind == schedule}
+    first, *others = (sizes for kind, sizes, *_ in PLANTED.values() if kind == schedule)
+
     def planted(table, **how):
         found = steps(table, **how)
         if table.stages > 1:
-            fault(found.columns)
+            faults[str({name: size for name, size in jshard.mesh().shape.items() if name != "stage" and size > 1})](
+                found.columns
+            )
         return found
 
-    schedule, slot, phase, looks = PLANTED[fault]
-    monkeypatch.setattr(ticks, "steps", planted)
-    jshard.load(configured(2, tensor=2 if fault is lost else 1, schedule=schedule, microbatches=2))
-    found = jshard.verify(accumulated(loss), jshard.shard(built(block=Plain)), X[:2, :2], Y[:2, :2], backward=False)
-    assert not found
-    (begin,) = found.beginnings
+    jshard.load(configured(2, schedule=schedule, microbatches=2, **first))
+    model = jshard.shard(built(block=Plain))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ticks, "steps", planted)
+        return jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False, meshes=others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_table_that_is_run_wrongly_is_told_by_stage_tick_and_microbatch(fault):
+    schedule, sizes, slot, phase, looks = PLANTED[fault]
+    found, mesh = run_wrongly(schedule), {"stage": 2, "data": 1, "tensor": 1} | sizes
+    assert "differs" in {each.verdict for each in found.findings if each.mesh == mesh}
+    (begin,) = (each for each in found.beginnings if each.mesh == mesh)
     assert (begin.slot, begin.cause.signal, begin.cause.phase) == (slot, "blocks", phase)
     assert begin.looks.startswith(looks), begin.looks
     assert f'it begins in {slot}, signal "blocks" (<dict>), {phase}: off by' in str(found)
@@ -855,9 +876,9 @@ def test_who_watches_hears_each_operation_begin_and_end_and_nothing_else_changes
         model = built()
         traced = Traced(accumulated(loss), (model, X, Y), {})
         lines, arithmetic = str(ledger_of(traced, traced.nodes)), arithmetic_of(traced.forward(), remat=False)
-        run = nnx.jit(lambda model, x, y: accumulated(loss)(model, x, y))
-        found = jax.tree.map(np.asarray, run(model, X, Y))
-        return "callback" in run.lower(model, X, Y).as_text(), found, lines, arithmetic
+        lowered = nnx.jit(lambda model, x, y: accumulated(loss)(model, x, y)).lower(model, X, Y)
+        found = jax.tree.map(np.asarray, lowered.compile()(model, X, Y))
+        return "callback" in lowered.as_text(), found, lines, arithmetic
 
     is_called, *alone = run()
     assert not is_called
@@ -932,18 +953,19 @@ def test_weight_gradients_that_another_stage_makes_are_verified_bitwise_and_name
     _, said = of_shared(tmp_path, tensor=2)
     jshard.load(said)
     model = jshard.shard(built(depth=5, block=Plain))
-    found = jshard.verify(accumulated(loss), model, X[:, :2], Y[:, :2])
-    assert found and {each.verdict for each in found.findings} == {"bitwise"}, str(found)
 
     def planted(table, **how):
         made = steps(table, **how)
-        if table.elsewhere:
+        if table.elsewhere and jshard.mesh().shape["tensor"] == 1:
             tick, stage = next((n, row.index(max(row))) for n, row in enumerate(made.columns["W_hops"]) if max(row) > 0)
             made.columns["W_hops"][tick][stage] = made.columns["W_microbatch"][tick][stage] = -1
         return made
 
     monkeypatch.setattr(ticks, "steps", planted)
-    (begin,) = jshard.verify(accumulated(loss), model, X[:, :2], Y[:, :2], backward=False).beginnings
+    found = jshard.verify(accumulated(loss), model, X[:, :2], Y[:, :2], meshes=[{"tensor": 1}])
+    verdicts = {each.verdict for each in found.findings if each.mesh["tensor"] == 2}
+    assert verdicts == {"bitwise"}, str(found)
+    (begin,) = found.beginnings
     assert re.fullmatch(r"stage \d, tick \d+, microbatch \d \(W\d@\d of .*shared.txt\)", begin.slot)
     assert begin.looks == "what it adds to the gradients of its layers: nothing"
 
@@ -953,7 +975,7 @@ def test_weight_gradients_elsewhere_of_layers_that_are_computed_again_are_refuse
     _, said = of_shared(tmp_path, remat="full")
     jshard.load(said)
     with pytest.raises(JShardError) as error:
-        accumulated(loss)(jshard.shard(built(depth=5)), X, Y)
+        nnx.jit(accumulated(loss))(jshard.shard(built(depth=5)), X, Y)
     assert str(error.value) == (
         f"the table {tmp_path}/shared.txt has weight gradients made on another stage than theirs, and these layers are computed "
         "again for theirs, by parameters that are not there; leave remat away, or write each W in the row of its stage"

@@ -31,12 +31,11 @@ class Microbatches:
 
     @functools.cached_property
     def marked(self) -> list[Names]:
-        """For each parameter, the mesh axes that all its uses make it vary over: found by a trace of the gradients."""
+        """For each parameter, the mesh axes that all its uses make it vary over: found by a trace of one microbatch forward."""
         asked: list[set[Names]] = [set() for _ in self.parameters]
 
         def once(*xs: Any) -> Array:
-            each = {number: x[0] for number, x in enumerate(xs) if number in self.batch}
-            self._gradients([xs[n] for n in self.parameters], [xs[n] for n in self.variables], xs, each, asked)
+            self._loss([x[0] if number in self.batch else x for number, x in enumerate(xs)], asked)
             return jnp.zeros(())
 
         program = self.program
@@ -78,22 +77,25 @@ class Microbatches:
         return total / count, gradients, variables
 
     def _gradients(
-        self, parameters: Any, variables: Any, xs: Any, each: dict[int, Array], asked: Any = None
+        self, parameters: list[Array], variables: Sequence[Array], xs: Sequence[Array], each: dict[int, Array]
     ) -> tuple[Array, list[Array], list[Array]]:
         """The loss of one microbatch and this device's share of its gradients."""
         known = {**dict(enumerate(xs)), **dict(zip(self.variables, variables, strict=True)), **each}
 
         def loss(parameters: list[Array]) -> tuple[Array, list[Array]]:
-            run, parts = self.program.partition(), self.program.parts([*(known | dict(
-                zip(self.parameters, parameters, strict=True))).values()])  # fmt: skip
-            for number, uses in zip(self.parameters, asked or [set() for _ in self.parameters], strict=True):
-                parts[number].asked = uses
-            value, *state = run.run(self.program.jaxpr, parts)
-            kept = [run.place(part, self.program.in_axes[n]).x for part, n in zip(state, self.variables, strict=True)]
-            return run.place(value, ()).x, kept
+            return self._loss([*(known | dict(zip(self.parameters, parameters, strict=True))).values()])
 
         value, back, state = jax.vjp(loss, parameters, has_aux=True)
         return value, back(jnp.ones_like(value))[0], state
+
+    def _loss(self, xs: Sequence[Any], asked: Sequence[set[Names]] = ()) -> tuple[Array, list[Array]]:
+        """The loss of one microbatch, and the variables behind it."""
+        run, parts = self.program.partition(), self.program.parts(xs)
+        for number, uses in zip(self.parameters, asked or [set() for _ in self.parameters], strict=True):
+            parts[number].asked = uses
+        value, *state = run.run(self.program.jaxpr, parts)
+        kept = [run.place(part, self.program.in_axes[n]).x for part, n in zip(state, self.variables, strict=True)]
+        return run.place(value, ()).x, kept
 
     def _summed(self, number: int, gradient: Array) -> Array:
         claim, at_rest = self.program.inputs[number].claim, names_of(self.program.in_axes[number])
