@@ -215,14 +215,18 @@ STANDS = "permute of blocks over stage (tests/launch/staged.yaml:14)"
 @pytest.mark.slow
 def test_killed_stage_is_named_and_stages_go_on_bitwise_also_on_another_number_of_them(tmp_path):
     def on(stages: int, *words: str, kills: str = "", into: str) -> list[str]:
-        more = ["--restarts", "1"] if kills else []
+        """In one process for each stage, where one is killed; in peace in one for all of them."""
+        more = ("-n", str(stages), "--restarts", "1") if kills else ("-n", "1")
         said = [f"jshard.mesh={{stage: {stages}}}", f"output={tmp_path}/{into}"]
         variables = {"STAGED": f"kill {kills}"} if kills else {}
-        status, _, err = finished(start("-n", str(stages), *more, *words, *said, **variables), timeout=240)
+        status, _, err = finished(start(*more, *words, *said, **variables), timeout=240)
         assert status == 0, err
         return err
 
-    train, resume = ("train", "tests/launch/staged.yaml"), ("resume", f"{tmp_path}/two", "--from", "4", "steps=8")
+    def resume(run: str) -> tuple[str, ...]:
+        return "resume", f"{tmp_path}/{run}", "--from", "4", "steps=8"
+
+    train = ("train", "tests/launch/staged.yaml")
     assert on(2, *train, into="two") == []
     killed, again = on(2, *train, kills='5 "stage 1, tick 2, microbatch 1"', into="two-killed")
     where = r"stage 1, tick 2, microbatch 1 \([FB]1 of 1f1b\)"
@@ -233,8 +237,8 @@ def test_killed_stage_is_named_and_stages_go_on_bitwise_also_on_another_number_o
     )
     assert again == "starting all again: restart 1 of 1"
     assert losses(tmp_path / "two-killed") == losses(tmp_path / "two") and len(losses(tmp_path / "two")) == 6
-    assert on(4, *resume, into="four") == []
-    killed, _ = on(4, *resume, kills='7 "stage 2, tick 5"', into="four-killed")
+    assert on(4, *resume("two"), into="four") == []
+    killed, _ = on(4, *resume("two-killed"), kills='7 "stage 2, tick 5"', into="four-killed")
     assert "rank 2 was ended by SIGKILL in step 7, and had last begun stage 2, tick 5, microbatch " in killed
     assert losses(tmp_path / "four-killed") == losses(tmp_path / "four")
     assert {step: losses(tmp_path / "four")[step] for step in (5, 6)} == pytest.approx(
