@@ -91,23 +91,41 @@ def compile_quickest(room: Callable[[], str]) -> None:
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Interpreted kernels call Python, so no cache keeps them: they are compiled without optimization. And the interpreter makes
-    NumPy arrays of what it is handed: JAX need not place that on a device, thousands of times. Nor need the race detector,
-    which compares each access with all before it, take eight steps of NumPy for one comparison. Not where the suite runs as
-    users compile."""
+    """Interpreted kernels are compiled without optimization. And the interpreter makes NumPy arrays of what it is handed: JAX
+    need not place that on a device, thousands of times. Nor need the race detector of JAX 0.10, which compares each access with
+    all before it, take eight steps of NumPy for one comparison. There a program also takes no token from those before it, so
+    that it can be kept, and waits for them. Not where the suite runs as users compile."""
     import jax
-    from jax._src import callback
+    from jax._src import callback, dispatch
+    from jax._src.interpreters import mlir, pxla
     from jax._src.pallas.mosaic.interpret import vector_clock
 
     if os.environ["XLA_FLAGS"] != QUICK:
         yield
         return
+    lower = mlir.lower_jaxpr_to_module
+
+    def lowered(*args: Any, ordered_effects: list[Any], **how: Any) -> Any:
+        result = lower(*args, ordered_effects=ordered_effects, **how)
+        if ordered_effects and "tf.aliasing_output" not in str(_main(result.module).attributes["arg_attrs"]):
+            _make_tokens_inside(_main(result.module), len(ordered_effects))
+            ordered_effects.clear()  # the caller's, who would give tokens
+        return result
+
+    def waiting(self: Any, given: Any) -> Any:
+        dispatch.runtime_tokens.block_until_ready()
+        return take(self, given)
+
+    take = pxla.ExecuteReplicated._add_tokens_to_inputs
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        with (
-            mock.patch.object(callback, "api", SimpleNamespace(device_put=lambda args, device: args)),
-            mock.patch.object(vector_clock, "ordered", _ordered),
-        ):
+        with contextlib.ExitStack() as patched:
+            patch = lambda of, name, new: patched.enter_context(mock.patch.object(of, name, new))
+            patch(callback, "api", SimpleNamespace(device_put=lambda args, device: args))
+            if version("jax").startswith("0.10."):
+                patch(vector_clock, "ordered", _ordered)
+                patch(mlir, "lower_jaxpr_to_module", lowered)
+                patch(pxla.ExecuteReplicated, "_add_tokens_to_inputs", waiting)
             yield
             jax.effects_barrier()
     finally:
@@ -158,7 +176,7 @@ def as_tests_do() -> None:
     reuse_contexts()
     write_in_one_move()
     write_from_every_process()
-    keep_what_tells()
+    keep_what_calls_python()
 
 
 def write_in_one_move() -> None:
@@ -197,18 +215,18 @@ class _CallingBack:
         return self.client.deserialize_executable(*args, self.callbacks)
 
 
-def keep_what_tells() -> None:
-    """JAX 0.10 keeps no program that calls Python, and a launched pipeline tells what it begins and ends: each process of each
-    run, and of each restart, compiled its step. Such a program only numbers whom it calls. Not what interpreted kernels are,
-    which XLA can't write (docs/design/0017-quick-suite.md)."""
-    from jax._src import buffer_callback, compiler
+def keep_what_calls_python() -> None:
+    """JAX 0.10 keeps no program that calls Python, as a launched pipeline does, which tells what it begins and ends, and each
+    interpreted kernel. Such a program only numbers whom it calls. Not what takes a token, which XLA can't write."""
+    from jax._src import buffer_callback, callback, compiler
 
     if not version("jax").startswith("0.10."):
         return
     compile_, write = compiler.compile_or_get_cached, compiler._cache_write
+    modules = {buffer_callback.__name__, callback.__name__}
 
     def compiled(backend: Any, computation: Any, devices: Any, options: Any, callbacks: Any, *args: Any) -> Any:
-        if callbacks and all(getattr(each, "__module__", "") == buffer_callback.__name__ for each in callbacks):
+        if callbacks and {each.__module__ for each in callbacks} <= modules and not _tokens(_main(computation)):
             backend = _CallingBack(backend, callbacks)
         return compile_(backend, computation, devices, options, callbacks, *args)
 
@@ -216,6 +234,36 @@ def keep_what_tells() -> None:
         write(key, seconds, name, backend, executable, () if isinstance(backend, _CallingBack) else callbacks)
 
     compiler.compile_or_get_cached, compiler._cache_write = compiled, written
+
+
+def _main(module: Any) -> Any:
+    return next(each for each in module.body.operations if str(each.attributes["sym_name"]) == '"main"')
+
+
+def _tokens(main: Any) -> int:
+    """How many tokens a program takes, which are the first of its operands, and of its results."""
+    return sum(str(each.type) == "!stablehlo.token" for each in main.arguments)
+
+
+def _make_tokens_inside(main: Any, count: int) -> None:
+    """The first `count` operands and results of a program, which are tokens, are made in it and stay there."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import func, hlo
+
+    block, types = main.entry_block, main.type
+    with main.context, ir.Location.unknown():
+        for argument in list(block.arguments)[:count]:
+            argument.replace_all_uses_with(hlo.create_token(ip=ir.InsertionPoint.at_block_begin(block)))
+        for _ in range(count):
+            block.erase_argument(0)
+        *_, end = block.operations
+        func.ReturnOp(list(end.operands)[count:], ip=ir.InsertionPoint(end))
+        end.erase()
+        main.attributes["function_type"] = ir.TypeAttr.get(
+            ir.FunctionType.get(types.inputs[count:], types.results[count:])
+        )
+        for name in ("arg_attrs", "res_attrs"):
+            main.attributes[name] = ir.ArrayAttr.get(list(ir.ArrayAttr(main.attributes[name]))[count:])
 
 
 def reuse_contexts() -> None:

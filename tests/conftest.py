@@ -148,7 +148,7 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled_before.compile_quickest(lambda: RUNNING["room"])
     compiled_before.name_what_is_read()
     compiled_before.write_in_one_move()
-    compiled_before.keep_what_tells()
+    compiled_before.keep_what_calls_python()
     compiled_before.reuse_contexts()
     compiled_before.share_what_asks_for_no_configuration()
     if sys.platform == "linux":

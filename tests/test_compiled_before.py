@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import jshard
 
@@ -73,6 +75,49 @@ def test_what_asks_for_no_configuration_is_one_program_under_all(monkeypatch):
     assert names[before:] == []
     assert once.shape == mine(x).shape
     assert names[before:] == ["jit(<lambda>)"]
+
+
+@pytest.mark.skipif(os.environ["XLA_FLAGS"] != compiled_before.QUICK, reason="runs as users compile")
+def test_a_program_that_calls_python_in_order_is_kept_and_calls_who_asks_for_it(monkeypatch):
+    """As interpreted kernels do, each in a program of several devices."""
+    from jax._src import compiler
+
+    compiled, compile_ = [], compiler.backend_compile_and_load
+    monkeypatch.setattr(compiler, "backend_compile_and_load", lambda *of: compiled.append(of) or compile_(*of))
+    mesh = jax.make_mesh((2,), ("data",))
+    x = jax.device_put(np.arange(4.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("data")))
+
+    def run():
+        heard = []
+
+        def call(number, x):
+            heard.append((number, float(x[0])))
+            return x + 1
+
+        def program(x):
+            for number in range(4):
+                x = io_callback(functools.partial(call, number), x, x, ordered=True) * 3
+            return x
+
+        with compiled_before.interpreting():
+            run = jax.jit(
+                jax.shard_map(program, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False)
+            )
+            np.testing.assert_array_equal(run(run(x)), 81 * (81 * np.arange(4.0) + 120) + 120)
+        return heard
+
+    first = run()
+    jax.clear_caches()
+    compiled.clear()
+    second = run()
+    assert compiled == [] and len(first) == len(second) == 16  # each device's eight
+    for heard in (first, second):
+        for begin in (0, 2):
+            wanted, y = [], float(begin)
+            for number in [*range(4)] * 2:
+                wanted.append((number, y))
+                y = 3 * (y + 1)
+            assert [each for each in heard if each in wanted] == wanted
 
 
 def test_program_is_the_same_in_a_context_that_was_used_before():
