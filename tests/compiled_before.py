@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import runpy
 import sys
 import tempfile
 import threading
@@ -367,3 +368,10 @@ def _is_torn(entry: Path) -> bool:
 
 def programs() -> int:
     return sum(name.endswith("-cache") for name in os.listdir(PLACE))
+
+
+if __name__ == "__main__":  # with a script and its words: a new process that compiles as forks do
+    sys.argv.pop(0)
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    as_tests_do()
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -318,10 +318,9 @@ train(experiment, Interrupted(1000, 4))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh")  # each has another seed of hashes
 def test_sigterm_to_one_of_two_processes_saves_the_same_step_on_both(here):
     (here / "script.py").write_text(SCRIPT)
-    done = run_processes(here / "script.py", 2, devices=2, fails=True, timeout=120)
+    done = run_processes(here / "script.py", 2, devices=2, fails=True, timeout=120, hashes=True)
     assert [each.code for each in done] == [143, 143], done
     (step,) = steps_in(here / "run/checkpoints")
     assert 7 < step < 50000
