@@ -95,6 +95,9 @@ installed-%: $(VENV)/.%-$(STAMP) ;
 clean:  ## removes the environment and what was built
 	rm -rf $(VENV) $(VENV)-extras dist build site .pytest_cache .ruff_cache .hypothesis
 
+# Several, as `make EXTRA=extras,dev installed-extras`, are looked up once.
+EACH = $(subst $(COMMA), ,$(EXTRA))
+COMMA := ,
 $(VENV)/.dev-$(STAMP): EXTRA := dev
 $(VENV)/.test-$(STAMP): EXTRA := test
 $(VENV)/.digits-$(STAMP): EXTRA := digits
@@ -106,5 +109,5 @@ $(addprefix $(VENV)/.,$(addsuffix -$(STAMP),dev test digits extras mutants docs)
 	@[ -e $(VENV)/.made-$(STAMP) ] || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); touch $(VENV)/.made-$(STAMP); }
 	@echo "installing jshard[$(EXTRA)] into $(VENV)"
 	@$(PIP) install --editable '.[$(EXTRA)]'
-	@[ $(EXTRA) != extras ] || $(PIP) install --no-deps $(OTHERS)
-	@touch $@
+	@[ '$(filter extras,$(EACH))' = '' ] || $(PIP) install --no-deps $(OTHERS)
+	@touch $@ $(EACH:%=$(VENV)/.%-$(STAMP))
