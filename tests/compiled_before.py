@@ -50,9 +50,10 @@ SWEPT = PLACE / "swept"
 WEEK = 7 * 24 * 3600
 NAMED = "JSHARD_TESTS_NAMED"  # in a process's environment: names belong to the key of each of its programs
 
+OLD = version("jax").startswith("0.10.")  # the oldest JAX that jshard takes
 # For programs this small nearly all of the time goes into code that is made to run fast (docs/design/0017-quick-suite.md).
 QUICK = "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=1"
-if version("jax").startswith("0.10."):  # a later XLA knows no other emitters, and ends a process that names them
+if OLD:  # a later XLA knows no other emitters, and ends a process that names them
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 
 os.environ.setdefault("XLA_FLAGS", QUICK)
@@ -117,16 +118,21 @@ def interpreting() -> Iterator[None]:
         dispatch.runtime_tokens.block_until_ready()
         return take(self, given)
 
-    take = pxla.ExecuteReplicated._add_tokens_to_inputs
+    def made(self: Any, *args: Any, **how: Any) -> None:
+        make(self, *args, **how)
+        self.has_unordered_effects |= self.has_host_callbacks  # else its later calls give no token, and nobody waits
+
+    take, make = pxla.ExecuteReplicated._add_tokens_to_inputs, pxla.ExecuteReplicated.__init__
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         with contextlib.ExitStack() as patched:
             patch = lambda of, name, new: patched.enter_context(mock.patch.object(of, name, new))
             patch(callback, "api", SimpleNamespace(device_put=lambda args, device: args))
-            if version("jax").startswith("0.10."):
+            if OLD:
                 patch(vector_clock, "ordered", _ordered)
                 patch(mlir, "lower_jaxpr_to_module", lowered)
                 patch(pxla.ExecuteReplicated, "_add_tokens_to_inputs", waiting)
+                patch(pxla.ExecuteReplicated, "__init__", made)
             yield
             jax.effects_barrier()
     finally:
@@ -221,7 +227,7 @@ def keep_what_calls_python() -> None:
     interpreted kernel. Such a program only numbers whom it calls. Not what takes a token, which XLA can't write."""
     from jax._src import buffer_callback, callback, compiler
 
-    if not version("jax").startswith("0.10."):
+    if not OLD:
         return
     compile_, write = compiler.compile_or_get_cached, compiler._cache_write
     modules = {buffer_callback.__name__, callback.__name__}
@@ -272,7 +278,7 @@ def reuse_contexts() -> None:
     and here it is forty."""
     from jax._src.interpreters import mlir
 
-    if not version("jax").startswith("0.10."):
+    if not OLD:
         return
     new, held = mlir.make_ir_context, threading.local()
 

@@ -120,6 +120,36 @@ def test_a_program_that_calls_python_in_order_is_kept_and_calls_who_asks_for_it(
             assert [each for each in heard if each in wanted] == wanted
 
 
+@pytest.mark.skipif(os.environ["XLA_FLAGS"] != compiled_before.QUICK, reason="runs as users compile")
+def test_a_program_that_calls_python_in_order_waits_for_those_before_it():
+    """Interpreted kernels of two programs would write to one memory at a time."""
+    mesh, heard = jax.make_mesh((2,), ("data",)), []
+    placed = [jax.device_put(np.ones(n, np.float32), jax.NamedSharding(mesh, jax.P("data"))) for n in (4, 8)]
+
+    def call(x):
+        time.sleep(0.1 if x.size == 2 else 0)
+        heard.append(x.size)
+        return x
+
+    run = jax.jit(
+        jax.shard_map(
+            lambda x: io_callback(call, x, x, ordered=True),
+            mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False,
+        )
+    )  # fmt: skip
+    with compiled_before.interpreting():
+        for x in placed:
+            run(x)  # compiled
+        jax.effects_barrier()
+        heard.clear()
+        for x in placed:
+            run(x)
+        if compiled_before.OLD:  # later ones hand the second a token
+            assert heard[:2] == [2, 2]
+        jax.effects_barrier()
+        assert heard == [2, 2, 4, 4]
+
+
 def test_program_is_the_same_in_a_context_that_was_used_before():
     lowered = []
     for k in range(11):  # others between
