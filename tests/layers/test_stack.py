@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import functools
 import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import drawn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -69,13 +69,12 @@ def claimed(mesh, **words):
 X = np.random.default_rng(0).normal(size=(8, 4, WIDTH)).astype(np.float32)
 
 
-@functools.cache
-def drawn(depth, dropout, unroll):
-    return nnx.split(Model(depth, dropout, unroll, rngs=nnx.Rngs(0)))
-
-
 def built(depth=3, dropout=0.0, unroll=1):
-    return nnx.merge(*drawn(depth, dropout, unroll), copy=True)
+    return drawn(Model, depth, dropout, unroll)
+
+
+def drawing():
+    return Model(3, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -602,7 +601,7 @@ def test_numbers_are_the_same_on_every_mesh():
     made = []
     for mesh in ({"data": 2, "tensor": 4}, {"data": 8, "tensor": 1}, {"data": 1, "tensor": 1}):
         jshard.load(claimed(mesh, store="data"))
-        made.append(nnx.state(created(built, lambda: jshard.shard(built(), X)), nnx.Param))
+        made.append(nnx.state(created(drawing, lambda: jshard.shard(drawing(), X)), nnx.Param))
     for other in made[1:]:
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, made[0]), jax.tree.map(np.asarray, other))
 
@@ -623,7 +622,7 @@ def in_two(mesh, **more):
 @pytest.mark.seconds
 def test_layers_of_a_range_lie_as_it_says(one_device):
     jshard.load(in_two({"data": 2, "tensor": 4}))
-    model = created(built, lambda: jshard.shard(built(), X))
+    model = created(drawing, lambda: jshard.shard(drawing(), X))
     value, gradients = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, X)
     np.testing.assert_allclose(value, one_device[0], rtol=1e-5)
     lie = {path: each.get_value().sharding.spec for path, each in nnx.to_flat_state(nnx.state(model, nnx.Param))}
@@ -639,7 +638,7 @@ def test_layers_of_a_range_lie_as_it_says(one_device):
 
 def test_layers_anywhere_in_a_model_are_in_ranges():
     jshard.load({"jshard": {"mesh": {"data": 8}}, "first": {"store": "data", "match": ["a/b/blocks[:1]/up/**"]}})
-    inner = nnx.eval_shape(built)
+    inner = nnx.eval_shape(drawing)
     model = in_ranges(nnx.Dict(a=nnx.Dict(b=inner, other=nnx.Linear(2, 2, rngs=nnx.Rngs(0)))))
     assert model["a"]["b"] is inner and inner.blocks.names == ("[0:1]", "[1:3]")
     assert [getattr(inner.blocks, name).up.kernel.shape[0] for name in inner.blocks.names] == [1, 2]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import drawn
 from flax import nnx
 
 import jshard
@@ -91,13 +92,8 @@ def loss(model, x, y):
 X, Y = np.random.default_rng(0).integers(0, WORDS, (2, MICROBATCHES, 4, 6), np.int32)
 
 
-@functools.cache
-def drawn(kind, **how):
-    return nnx.split(kind(rngs=nnx.Rngs(0), **how))
-
-
 def built(kind=Model, **how):
-    return nnx.merge(*drawn(kind, **how), copy=True)
+    return drawn(kind, **how)
 
 
 def configured(
