@@ -83,10 +83,12 @@ class Instruction:
     groups: tuple[Field, ...] = ()  # of the devices that a collective joins, as fields of the instruction
 
 
-def programs(**modules: Mapping[int, Iterable[Instruction]]) -> bytes:
+def programs(
+    *more: tuple[str, Mapping[int, Iterable[Instruction]]], **modules: Mapping[int, Iterable[Instruction]]
+) -> bytes:
     """The plane that holds compiled programs, numbered from 1: computations by their numbers, of instructions."""
     kinds = []
-    for number, (name, computations) in enumerate(modules.items(), 1):
+    for number, (name, computations) in enumerate([*modules.items(), *more], 1):
         bodies = [
             message((1, f"c{identity}"), *((2, _instruction(each)) for each in body), (5, identity))
             for identity, body in computations.items()

@@ -17,7 +17,8 @@ import jshard
 from jshard import kernels
 from jshard.inspect.plan import explain
 from jshard.jaxprs import equations
-from jshard.signals.active_config import unload
+
+pytestmark = pytest.mark.usefixtures("nothing_loaded")
 
 OPS = {
     "all_gather": lambda x, w, axes, axis, how: kernels.all_gather(x, axes, axis=axis, algorithm=how),
@@ -216,10 +217,7 @@ def test_a_layer_takes_it_by_yaml(name):
         state = jax.tree.map(whole, state)
         return jax.jit(run)(state, x), explain(run, state, x)
 
-    try:
-        (ours, asked), (theirs, plain) = made("permute"), made("xla")
-    finally:
-        unload()
+    (ours, asked), (theirs, plain) = made("permute"), made("xla")
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     jax.tree.map(lambda a, b: (a.sharding == b.sharding) or pytest.fail(f"{a.sharding}, {b.sharding}"), ours, theirs)
     moved = {line.collective for line in plain.lines} - {line.collective for line in asked.lines}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jshard.inspect.timeline.programs import Operation, Programs
 from jshard.inspect.timeline.xplane import PICO, Mark, Plane, planes
@@ -52,16 +54,18 @@ def read(file: Path) -> Read:
     marks = [(plane, line, mark, device) for plane in found for line, mark, device in _operations(plane)]
     marks.sort(key=lambda each: (each[2].start, -each[2].duration))
     begin = min((mark.start for _, _, mark, _ in marks), default=0)
+    seen: dict[_Run, set[str]] = collections.defaultdict(set)
+    for _, _, mark, _ in marks:
+        seen[_Run.of(mark)].add(_instruction(mark))
+    ran = {run: programs.that_ran(run.number, run.program, instructions) for run, instructions in seen.items()}
     events = []
     for plane, line, mark, device in marks:
-        op = _text(mark, "hlo_op") or _instruction(mark.name)
-        program = _text(mark, "hlo_module") or _text(mark, "program_name")
-        op, operation = programs.operation(mark.stats.get("program_id"), program, op, mark.name)
+        op, operation = ran[run := _Run.of(mark)].operation(_instruction(mark), mark.name)
         if operation is None:
             stack = _text(mark, "tf_op").rstrip(":")
             operation = Operation(_text(mark, "hlo_category"), causes(stack)) if stack else NOT_NAMED
         start, duration = (mark.start - begin) / PICO, mark.duration / PICO
-        events.append(Event(device, line, op, program, operation, steps.of(plane, mark), start, duration))
+        events.append(Event(device, line, op, run.program, operation, steps.of(plane, mark), start, duration))
     jax = next((str(plane.stats["jax_version"]) for plane in found if "jax_version" in plane.stats), "")
     return Read(tuple(events), jax)
 
@@ -86,10 +90,23 @@ def _text(mark: Mark, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _instruction(name: str) -> str:
+def _instruction(mark: Mark) -> str:
     """Return the name of an instruction, of which a TPU may give the full text."""
-    found = re.match(r"%?([\w.\-]+) = ", name)
-    return found[1] if found else name
+    found = re.match(r"%?([\w.\-]+) = ", mark.name)
+    return _text(mark, "hlo_op") or (found[1] if found else mark.name)
+
+
+class _Run(NamedTuple):
+    """A run of a program, by what its operations say of it."""
+
+    number: object  # of the program
+    program: str
+    run: object
+
+    @classmethod
+    def of(cls, mark: Mark) -> _Run:
+        said = mark.stats
+        return cls(said.get("program_id"), _text(mark, "hlo_module") or _text(mark, "program_name"), said.get("run_id"))
 
 
 class _Steps:

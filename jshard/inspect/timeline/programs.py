@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Set
 
 import numpy as np
 
@@ -56,30 +57,43 @@ class Operations(dict[str, Operation]):
 
 
 class Programs:
-    """The operations of all programs of a capture, each found by the program and its own name."""
+    """The programs of a capture, each by its name and number."""
 
     def __init__(self, found: list[Plane]):
-        self.by_number: dict[int, Operations] = {}
-        self.by_name: dict[str, Operations] = {}
+        self.by_number: dict[object, Operations] = {}
+        self.by_name: dict[str, list[Operations]] = {}
         for plane in found:
             if plane.name == "/host:metadata":
                 for kind in plane.kinds.values():
                     proto = kind.stats.get("Hlo Proto") or kind.stats.get("hlo_proto")
                     if isinstance(proto, memoryview):
                         module, number = Message(proto).message(1), kind.stats.get("program_id", kind.identity)
-                        self.by_name[module.text(1)] = operations = _operations(module)
-                        self.by_number[number if isinstance(number, int) else -1] = operations
+                        self.by_number[number] = operations = _operations(module)
+                        self.by_name.setdefault(module.text(1), []).append(operations)
 
-    def operation(self, program: object, name: str, instruction: str, kernel: str = "") -> tuple[str, Operation | None]:
-        """Find an operation and its name, by its program's number, or by its name where the capture does not number programs.
+    def that_ran(self, number: object, name: str, instructions: Set[str]) -> Found:
+        """Find the program of a run by what is said of it, and by the instructions that were seen of it. One that came out of
+        JAX's compilation cache has a wrong number, which may be another's; several functions may have one name."""
+        named, numbered = self.by_name.get(name, []), self.by_number.get(number)
+        if numbered is not None and (not named or any(each is numbered for each in named)):
+            named = [numbered, *(each for each in named if each is not numbered)]
+        known = [len(instructions & each.keys()) for each in named]
+        likely = [each for each, count in zip(named, known, strict=True) if count == max(known)]
+        return Found(likely[:1] if likely and likely[0] is numbered else likely)
+
+
+class Found(list[Operations]):
+    """The program of a run; several where nothing tells which of them it was."""
+
+    def operation(self, instruction: str, kernel: str = "") -> tuple[str, Operation | None]:
+        """Find an operation and its name; of several programs only what all of them say of it.
 
         What a GPU runs in a CUDA graph has the graph for an instruction; its kernels have the names of theirs.
         """
-        known = self.by_number.get(program) if isinstance(program, int) else None
-        operations = self.by_name.get(name, Operations()) if known is None else known
-        if instruction not in operations and kernel:
-            instruction = operations.by_kernel.get(kernel, instruction)
-        return instruction, operations.get(instruction)
+        if kernel and not any(instruction in each for each in self):
+            instruction = next((each.by_kernel[kernel] for each in self if kernel in each.by_kernel), instruction)
+        said = [each.get(instruction) for each in self]
+        return instruction, said[0] if said and all(each == said[0] for each in said) else None
 
 
 def _operations(module: Message) -> Operations:

@@ -120,6 +120,23 @@ def test_timeline_operation_is_what_the_compiled_program_says(tmp_path, name, ki
     assert (bar.kind, bar.collective, bar.signal, bar.phase) == (kind, collective, signal, phase)
 
 
+def test_timeline_program_out_of_a_cache_is_known_by_its_name_and_its_instructions(tmp_path):
+    """The number that JAX gives it there may be another's, and other functions may have its name."""
+
+    def program(signal, *names):
+        return {1: [Instruction(name, "dot", f"jit(train)/jshard[signal={signal}]/dot_general") for name in names]}
+
+    other = program("other", "dot.1", "dot.2", "dot.3")
+    whole = programs(
+        *(("jit_train", program(*each)) for each in (("one", "dot.1"), ("two", "dot.1", "dot.2"), ("three", "dot.1"))),
+        jit_other=other,
+    )
+    ops = [ran("dot.1", 0, 5), ran("dot.2", 5, 5), ran("dot.3", 10, 5), ran("dot.1", 20, 5, run=-2)]
+    drawn = timeline(write(tmp_path, whole, cpu(*ops)))
+    # of the last run nothing tells which of the three it was
+    assert [bar.signal for bar in drawn.bars] == ["two", "two", "-", "-"]
+
+
 def test_timeline_loop_lies_above_what_runs_in_it_and_is_not_counted_twice(tmp_path):
     ops = [ran("while.7", 0, 100), ran("dot.1", 10, 30), ran("psum.2", 50, 40), ran("dot.1", 120, 30)]
     drawn = timeline(write(tmp_path, PROGRAM, cpu(*ops)))
