@@ -21,6 +21,7 @@ from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.engine import Partition, Rule, SomeLayers, traced_whole
 from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.prefetch import scan_ahead
+from jshard.layers.partition.product import PRODUCTS
 from jshard.layers.partition.readers import is_one_turn
 from jshard.layers.partition.stages import in_turn
 from jshard.layers.partition.ticks import zeros_like_result
@@ -377,6 +378,8 @@ def _near(run: Partition, claim: Any) -> Iterator[None]:
 
 def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     """The derivative is the function's own, run on parts as well."""
+    if holds(called(eqn), PRODUCTS) or len({(part.shape, part.axes) for part in parts if part.shape}) > 1:
+        return _custom_vjp(run, eqn, parts)  # what moves an operand can't be transposed, as a rule for tangents is
     parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if not isinstance(atom, Literal)]
     whole_call, given, found = alone(eqn), _described(parts), list[Part]()
     smooth = [jnp.issubdtype(each.dtype, jnp.inexact) for each in given]
@@ -417,6 +420,9 @@ def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     """The two halves of the function's own derivative, each run on parts."""
     parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if not isinstance(atom, Literal)]
+    for part in parts:
+        if part.asked is not None:
+            part.asked.add(frozenset())  # its gradient is whole: bwd sums it
     whole_call, given, found, kept = alone(eqn), _described(parts), list[Part](), list[Part]()
     smooth = [jnp.issubdtype(each.dtype, jnp.inexact) for each in given]
     tree: Any = None
