@@ -167,7 +167,7 @@ def table(found: dict[str, list[Times]]) -> str:
         cells = [f"{1e3 * statistics.median(clock for clock, _ in taken):>7.2f} ms"]
         for which, width in ((0, 11), (1, 28)):
             ratios = [mine[which] / bare[which] for mine, bare in zip(taken, found[BARE], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
             cells.append(f"{middle:>{width}.3f}{f'{low:.2f} - {high:.2f}':>15}")
         lines.append(f"{name:14}{''.join(cells)}")
     return "\n".join(lines)

@@ -74,7 +74,9 @@ def measure(rounds: int, block: float, count: int) -> int:
                 pulse().results.clear()
                 stop()
         (low, ratio, high), (least, worked, most) = (
-            statistics.quantiles([a[which] / b[which] for a, b in zip(watched, unwatched, strict=True)], n=4)
+            statistics.quantiles(
+                [a[which] / b[which] for a, b in zip(watched, unwatched, strict=True)], n=4, method="inclusive"
+            )
             for which in (0, 1)
         )
         if leads:

@@ -81,3 +81,21 @@ def test_gradients_by_a_derivative_of_the_models_own_are_those_of_one_device(f, 
         jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "all": split})
         found = both(jshard.shard(Model(own, rngs=nnx.Rngs(0)), X[0]), X)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+class Stack(nnx.Module):
+    def __init__(self, f, *, rngs):
+        self.blocks = jshard.stack(Model, 2, f, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+def test_in_stages_they_are_too():
+    own = by_vjp(multiplied)
+    expected = nnx.jit(accumulated(loss))(Stack(own, rngs=nnx.Rngs(0)), X)
+    pipeline = {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}
+    split = {"stage": "equal", "row": "data", "match": ["**"]}
+    jshard.load({"jshard": {"mesh": {"stage": 2, "data": 2}, "pipeline": pipeline}, "all": split})
+    found = nnx.jit(accumulated(loss))(jshard.shard(Stack(own, rngs=nnx.Rngs(0)), X[0]), X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
