@@ -3,6 +3,7 @@ it is and who asked for it; captures of devices that are not here are written by
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -133,8 +134,19 @@ def test_timeline_program_out_of_a_cache_is_known_by_its_name_and_its_instructio
     )
     ops = [ran("dot.1", 0, 5), ran("dot.2", 5, 5), ran("dot.3", 10, 5), ran("dot.1", 20, 5, run=-2)]
     drawn = timeline(write(tmp_path, whole, cpu(*ops)))
-    # of the last run nothing tells which of the three it was
+    # of the second run nothing tells which of the three it was
     assert [bar.signal for bar in drawn.bars] == ["two", "two", "-", "-"]
+    # a number that may be right is, but not against what was seen
+    numbered = [dataclasses.replace(op, stats={**op.stats, "program_id": 2}) for op in ops]
+    drawn = timeline(write(tmp_path / "numbered", whole, cpu(*numbered)))
+    assert [bar.signal for bar in drawn.bars] == ["two", "two", "-", "one"]
+
+
+def test_timeline_of_an_operation_whose_program_is_not_there_has_the_signal_that_it_says_itself(tmp_path):
+    said = {"program_id": 9, "tf_op": "jit(train)/jshard[signal=up]/dot_general:", "hlo_category": "dot"}
+    lines = {"XLA Ops": [Op("dot.1", 0, 5, said), Op("dot.2", 5, 5, {"program_id": 9})]}
+    drawn = timeline(write(tmp_path, PROGRAM, plane("/device:TPU:0", lines)))
+    assert [bar.signal for bar in drawn.bars] == ["up", "-"]
 
 
 def test_timeline_loop_lies_above_what_runs_in_it_and_is_not_counted_twice(tmp_path):
