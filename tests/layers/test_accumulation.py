@@ -10,6 +10,7 @@ from flax import nnx
 
 import jshard
 from jshard.layers.accumulation import accumulated
+from jshard.layers.partition.microbatches import Microbatches
 from jshard.signals.scope import unplaced
 
 pytestmark = pytest.mark.usefixtures("nothing_loaded")
@@ -75,6 +76,19 @@ def test_on_an_explicit_mesh_a_gradient_is_summed_once_and_each_value_in_its_tur
     assert sorted((line.collective, line.count, line.payload) for line in ledger) == [
         ("all_reduce", 1, 8), ("all_reduce", 3, 4),
     ]  # fmt: skip
+
+
+def test_a_parameter_that_is_not_marked_has_the_same_gradient_summed_in_each_turn(monkeypatch):
+    jshard.load(MESHES["explicit"])
+    model, found = jshard.shard(Counted()), []
+    for marks in (Microbatches.marked.func, lambda self: [frozenset() for _ in self.parameters]):
+        monkeypatch.setattr(Microbatches, "marked", property(marks))
+        own = lambda model, x: loss(model, x)
+        sums = [line.count for line in jshard.explain(accumulated(own), model, X) if line.phase == "backward"]
+        found.append((sums, *map(np.asarray, jax.tree.leaves(nnx.jit(accumulated(own))(model, X)))))
+    (sums, value, gradient), (each, *same) = found
+    assert (sums, each) == ([1], [3])
+    np.testing.assert_allclose((value, *gradient), (same[0], *same[1]), rtol=1e-6)
 
 
 def test_what_is_traced_as_for_one_device_and_what_has_no_mesh_is_one_loop():
