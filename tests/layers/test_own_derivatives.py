@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 
 import jshard
 from jshard.layers.accumulation import accumulated
@@ -81,6 +82,34 @@ def test_gradients_by_a_derivative_of_the_models_own_are_those_of_one_device(f, 
         jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "all": split})
         found = both(jshard.shard(Model(own, rngs=nnx.Rngs(0)), X[0]), X)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@jax.custom_jvp
+def among_rows(x):
+    return x @ x.T
+
+
+@among_rows.defjvp
+def _(primals, tangents):
+    (x,), (of_x,) = primals, tangents
+    return x @ x.T, of_x @ x.T + x @ of_x.T
+
+
+def test_a_derivative_of_one_operand_that_is_gathered_is_too():
+    model = lambda: Model(lambda w, x: among_rows(x) * w, rngs=nnx.Rngs(0))
+    expected = nnx.value_and_grad(loss)(model(), X[0])
+    jshard.load({"jshard": {"mesh": {"data": 2}}, "all": {"row": "data", "match": ["**"]}})
+    found = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(jshard.shard(model()), X[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_forward_mode_goes_through_what_moves_nothing():
+    smooth = lambda x: jax.nn.softplus(x) + jax.nn.relu(x)  # each has a rule for tangents
+    expected = jax.jvp(smooth, (X[0],), (X[1],))
+    jshard.load({"jshard": {"mesh": {"data": 2}}, "all": {"row": "data"}})
+    where = NamedSharding(jshard.mesh(), jax.P("data"))
+    found = jax.jit(lambda x, of_x: jax.jvp(jshard.shard(smooth), (x,), (of_x,)))(*jax.device_put((X[0], X[1]), where))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
 class Stack(nnx.Module):
