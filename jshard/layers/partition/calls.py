@@ -16,16 +16,16 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from jshard.errors import JShardError
-from jshard.jaxprs import CHECKPOINTS, bare, called, holds, scanned
+from jshard.jaxprs import CALLS, CHECKPOINTS, bare, called, equations, holds, scanned
 from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.engine import Partition, Rule, SomeLayers, traced_whole
 from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.prefetch import scan_ahead
-from jshard.layers.partition.product import PRODUCTS
 from jshard.layers.partition.readers import is_one_turn
 from jshard.layers.partition.stages import in_turn
 from jshard.layers.partition.ticks import zeros_like_result
 from jshard.layers.remat import CHUNK, recomputed
+from jshard.layouts.axes import ELEMENTWISE
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import scope, source_of
 
@@ -378,7 +378,8 @@ def _near(run: Partition, claim: Any) -> Iterator[None]:
 
 def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     """The derivative is the function's own, run on parts as well."""
-    if holds(called(eqn), PRODUCTS) or len({(part.shape, part.axes) for part in parts if part.shape}) > 1:
+    primitives = {each.primitive.name for each in equations(called(eqn))}
+    if primitives - ELEMENTWISE - CALLS.keys() or len({(part.shape, part.axes) for part in parts if part.shape}) > 1:
         return _custom_vjp(run, eqn, parts)  # what moves an operand can't be transposed, as a rule for tangents is
     parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if not isinstance(atom, Literal)]
     whole_call, given, found = alone(eqn), _described(parts), list[Part]()
