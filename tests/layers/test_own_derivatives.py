@@ -68,6 +68,10 @@ def loss(model, x):
     return (model(x) ** 2).mean()
 
 
+def assert_same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
 @pytest.mark.parametrize("derivative", [by_vjp, by_jvp])
 @pytest.mark.parametrize("f", [multiplied, scaled, averaged])
 def test_gradients_by_a_derivative_of_the_models_own_are_those_of_one_device(f, derivative):
@@ -81,7 +85,7 @@ def test_gradients_by_a_derivative_of_the_models_own_are_those_of_one_device(f, 
         split = {"row": "data", **words, "match": ["**"]}
         jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "all": split})
         found = both(jshard.shard(Model(own, rngs=nnx.Rngs(0)), X[0]), X)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("f", [lambda x: x @ x.T, lambda x: jnp.roll(x, 1, 0)], ids=["product", "roll"])
@@ -92,7 +96,7 @@ def test_a_derivative_of_one_operand_that_is_gathered_is_too(f):
     expected = nnx.value_and_grad(loss)(model(), X[0])
     jshard.load({"jshard": {"mesh": {"data": 2}}, "all": {"row": "data", "match": ["**"]}})
     found = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(jshard.shard(model()), X[0])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    assert_same(found, expected)
 
 
 def test_forward_mode_goes_through_what_moves_nothing():
@@ -101,7 +105,7 @@ def test_forward_mode_goes_through_what_moves_nothing():
     jshard.load({"jshard": {"mesh": {"data": 2}}, "all": {"row": "data"}})
     where = NamedSharding(jshard.mesh(), jax.P("data"))
     found = jax.jit(lambda x, of_x: jax.jvp(jshard.shard(smooth), (x,), (of_x,)))(*jax.device_put((X[0], X[1]), where))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    assert_same(found, expected)
 
 
 class Stack(nnx.Module):
@@ -119,4 +123,4 @@ def test_in_stages_they_are_too():
     split = {"stage": "equal", "row": "data", "match": ["**"]}
     jshard.load({"jshard": {"mesh": {"stage": 2, "data": 2}, "pipeline": pipeline}, "all": split})
     found = nnx.jit(accumulated(loss))(jshard.shard(Stack(own, rngs=nnx.Rngs(0)), X[0]), X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    assert_same(found, expected)

@@ -54,13 +54,14 @@ def read(file: Path) -> Read:
     marks = [(plane, line, mark, device) for plane in found for line, mark, device in _operations(plane)]
     marks.sort(key=lambda each: (each[2].start, -each[2].duration))
     begin = min((mark.start for _, _, mark, _ in marks), default=0)
+    told = [(_Run.of(mark), _instruction(mark)) for _, _, mark, _ in marks]
     seen: dict[_Run, set[str]] = collections.defaultdict(set)
-    for _, _, mark, _ in marks:
-        seen[_Run.of(mark)].add(_instruction(mark))
+    for run, instruction in told:
+        seen[run].add(instruction)
     ran = {run: programs.that_ran(run.number, run.program, instructions) for run, instructions in seen.items()}
     events = []
-    for plane, line, mark, device in marks:
-        op, operation = ran[run := _Run.of(mark)].operation(_instruction(mark), mark.name)
+    for (plane, line, mark, device), (run, instruction) in zip(marks, told, strict=True):
+        op, operation = ran[run].operation(instruction, mark.name)
         if operation is None:
             stack = _text(mark, "tf_op").rstrip(":")
             operation = Operation(_text(mark, "hlo_category"), causes(stack)) if stack else NOT_NAMED
@@ -92,8 +93,10 @@ def _text(mark: Mark, key: str) -> str:
 
 def _instruction(mark: Mark) -> str:
     """Return the name of an instruction, of which a TPU may give the full text."""
+    if named := _text(mark, "hlo_op"):
+        return named
     found = re.match(r"%?([\w.\-]+) = ", mark.name)
-    return _text(mark, "hlo_op") or (found[1] if found else mark.name)
+    return found[1] if found else mark.name
 
 
 class _Run(NamedTuple):
