@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jshard
+from benchmarks.quartiles import quartiles
 
 PLANS: dict[str, dict[str, int]] = {
     "one device": {"data": 1, "tensor": 1},
@@ -207,7 +208,7 @@ def table(
         cells = []
         for which in range(2):
             ratios = [a[which] / b[which] for a, b in zip(each, found[first], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            low, middle, high = quartiles(ratios)
             spread = f"{middle:.3f} ({low:.2f} - {high:.2f})"
             cells.append(f"{1e3 * statistics.median(one[which] for one in each):>9.1f} ms{spread:>21}")
         lines.append(f"{name:18}{''.join(cells)}{steps[name].traced:>7.2f} s{steps[name].first:>10.1f} s")

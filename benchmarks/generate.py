@@ -27,6 +27,7 @@ import numpy as np
 from flax import nnx
 
 import jshard
+from benchmarks.quartiles import quartiles
 from jshard.flops import arithmetic_of
 from jshard.inspect.compiled.hlo_text import NO_RESULT, Program
 from jshard.inspect.plan.work import bytes_moved
@@ -114,9 +115,7 @@ def apart(text: str, room: int) -> tuple[int, int]:
 def line(lengths: Sequence[int], rest: Sequence[Sequence[float]]) -> str:
     """How what is left of a token's time goes with the prompt, turn by turn: medians, and the middle half."""
     slopes, bases = np.polyfit(lengths, rest, 1)
-    low, middle, high = (
-        each * 1e6 for each in statistics.quantiles(slopes, n=4, method="inclusive")
-    )  # ms for 1,000 tokens
+    low, middle, high = (each * 1e6 for each in quartiles(slopes))  # ms for 1,000 tokens
     return (
         f"all but attention: {np.median(bases) * 1e3:.2f} ms, and for each 1,000 tokens of the prompt {middle:+.2f} ms "
         f"({low:+.2f} to {high:+.2f})"

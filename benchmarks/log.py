@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import jshard
+from benchmarks.quartiles import quartiles
 
 HIDDEN = {"digits, 64-256-10, batch 64": (64, 256, 64), "784-1024-10, batch 1,024": (784, 1024, 1024)}
 QUICK = {"16-32-10, batch 32": (16, 32, 32)}
@@ -167,7 +168,7 @@ def table(found: dict[str, list[Times]]) -> str:
         cells = [f"{1e3 * statistics.median(clock for clock, _ in taken):>7.2f} ms"]
         for which, width in ((0, 11), (1, 28)):
             ratios = [mine[which] / bare[which] for mine, bare in zip(taken, found[BARE], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            low, middle, high = quartiles(ratios)
             cells.append(f"{middle:>{width}.3f}{f'{low:.2f} - {high:.2f}':>15}")
         lines.append(f"{name:14}{''.join(cells)}")
     return "\n".join(lines)

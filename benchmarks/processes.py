@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks import decoder, stages
+from benchmarks.quartiles import quartiles
 from jshard.host import free_port
 
 CASES = {  # features, batch
@@ -207,7 +208,7 @@ def table(found: Found, against: Sequence[str]) -> str:
     head = f"{'':28}{'median':>11}{'middle half':>19}{'processor':>12}"
     lines = [head + "".join(f"{f'/ {name}':>25}" for name in against) + "   losses"]
     for name, seconds in found.seconds.items():
-        low, middle, high = (1e3 * each for each in statistics.quantiles(seconds, n=4, method="inclusive"))
+        low, middle, high = (1e3 * each for each in quartiles(seconds))
         cells = "".join(
             f"{f'{ratio(seconds, found.seconds[other]):.2f}, {ratio(found.busy[name], found.busy[other]):.2f}':>25}"
             for other in against

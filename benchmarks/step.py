@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jshard
+from benchmarks.quartiles import quartiles
 
 CASES = {  # features, batch
     "784-256-10, batch 256": ((784, 256, 10), 256),
@@ -152,7 +153,7 @@ def table(found: dict[str, tuple[list[float], list[float]]]) -> str:
     """Medians, the middle half, the median of the ratios of neighbours in time, and how long a call takes to return."""
     lines = [f"{'':26}{'median':>10}{'middle half':>19}{'over by hand':>14}{'call returns':>15}"]
     for name, (whole, returned) in found.items():
-        low, middle, high = (1e3 * each for each in statistics.quantiles(whole, n=4, method="inclusive"))
+        low, middle, high = (1e3 * each for each in quartiles(whole))
         ratio = statistics.median(a / b for a, b in zip(whole, found[HAND][0], strict=True))
         spread = f"{low:.2f} - {high:.2f} ms"
         call = f"{1e6 * statistics.median(returned):,.0f} us"

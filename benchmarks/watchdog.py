@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.quartiles import quartiles
+
 ROOT = Path(__file__).parent.parent
 SIZES = (128, 512)  # of the square matrices that a step multiplies
 LAYERS = 8
@@ -74,10 +76,7 @@ def measure(rounds: int, block: float, count: int) -> int:
                 pulse().results.clear()
                 stop()
         (low, ratio, high), (least, worked, most) = (
-            statistics.quantiles(
-                [a[which] / b[which] for a, b in zip(watched, unwatched, strict=True)], n=4, method="inclusive"
-            )
-            for which in (0, 1)
+            quartiles([a[which] / b[which] for a, b in zip(watched, unwatched, strict=True)]) for which in (0, 1)
         )
         if leads:
             plain, seen = (1000 * statistics.median(wall for wall, _ in each) for each in (unwatched, watched))
