@@ -62,7 +62,7 @@ def measured(folder: Path, rows: int) -> dict[str, dict[str, float]]:
         shape = (rows, COLUMNS) if number % 4 < 2 else (COLUMNS, rows)
         model[name] = jax.ShapeDtypeStruct(shape, np.float32, sharding=where)
 
-    read_weights = jshard.weights  # which is imported now
+    read_weights = jshard.load_weights  # which is imported now
 
     def by_jshard() -> Any:
         return read_weights(model, folder / "x.safetensors", rename=folder / "r.txt")

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from jshard.training.trace import trace as trace
     from jshard.training.trainer import batches as batches
     from jshard.training.trainer import train as train
+    from jshard.training.weights import load_weights as load_weights
     from jshard.training.weights import save_weights as save_weights
-    from jshard.training.weights import weights as weights
     from jshard.version import __version__ as __version__
 
 _ROOMS = {
@@ -108,10 +108,11 @@ _ROOMS = {
     "jshard.training.optimizer": ("Optimizer", "optimizer"),
     "jshard.training.trace": ("trace",),
     "jshard.training.trainer": ("batches", "train"),
-    "jshard.training.weights": ("save_weights", "weights"),
+    "jshard.training.weights": ("load_weights", "save_weights"),
     "jshard.version": ("__version__",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+_RENAMED = {"weights": "jshard.load_weights"}
 
 
 def __getattr__(name: str) -> Any:
@@ -121,7 +122,8 @@ def __getattr__(name: str) -> Any:
         from jshard.errors import nearest
 
         close = nearest(name, _ROOM_OF)
-        raise AttributeError(f"jshard has no {name!r}" + (f"; did you mean jshard.{close}?" if close else ""))
+        meant = _RENAMED.get(name, close and f"jshard.{close}")
+        raise AttributeError(f"jshard has no {name!r}" + (f"; did you mean {meant}?" if meant else ""))
     if _ROOM_OF[name] == "jshard.layouts":  # it tells them the mesh that a PartitionSpec means, JSHARD_CONFIG's too
         importlib.import_module("jshard.signals.active_config")
     value = getattr(importlib.import_module(_ROOM_OF[name]), name)

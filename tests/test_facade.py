@@ -17,7 +17,7 @@ load unload mesh signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum
 all_to_all broadcast Layout
 Attention Decoder Dropout Embed GatedMLP LayerNorm MoE RMSNorm generate
 redistribute scatter gather send_recv move shard stack step value_and_grad explain plan report diff verify optimizer Optimizer train batches pretend
-init log trace weights save_weights JShardError __version__
+init log trace load_weights save_weights JShardError __version__
 """.split()
 
 
@@ -37,10 +37,18 @@ def test_facade_shows_editors_what_it_hands_on():
     assert sorted((room, name, name) for room, names in jshard._ROOMS.items() for name in names) == sorted(shown)
 
 
-def test_facade_tells_the_nearest_name():
-    with pytest.raises(AttributeError) as told:
-        _ = jshard.Liner
-    assert str(told.value) == "jshard has no 'Liner'; did you mean jshard.Linear?"
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("Liner", "; did you mean jshard.Linear?"),
+        ("weights", "; did you mean jshard.load_weights?"),
+        ("xyzzy", ""),
+    ],
+)
+def test_facade_names_the_nearest_or_the_new_name(written, hint):
+    with pytest.raises(AttributeError) as raised:
+        getattr(jshard, written)
+    assert str(raised.value) == f"jshard has no {written!r}{hint}"
 
 
 @pytest.mark.usefixtures("fresh")

@@ -49,7 +49,7 @@ def main(folder: str) -> None:
     model = {name: shape(name) for name in names}
     model["scale"] = jax.ShapeDtypeStruct((1024,), np.float32, sharding=jax.NamedSharding(mesh, jax.P()))
     shard = sum(int(np.prod(each.sharding.shard_shape(each.shape))) * 4 for each in model.values())
-    told, read_weights = {}, jshard.weights  # which is imported now
+    told, read_weights = {}, jshard.load_weights  # which is imported now
     events.listen(lambda what, fields: told.update({what: fields}))
     before, read = memory("VmRSS", reset=True), counted("rchar")
     model = jax.block_until_ready(read_weights(model, path, rename=rename))
@@ -65,7 +65,7 @@ def main(folder: str) -> None:
     faults = []
     for deed in (
         lambda: jshard.save_weights(model, Path(folder) / "no" / "y.safetensors"),
-        lambda: jshard.weights({"w": jax.ShapeDtypeStruct((4,), np.float32)}, path),
+        lambda: jshard.load_weights({"w": jax.ShapeDtypeStruct((4,), np.float32)}, path),
     ):
         try:
             deed()

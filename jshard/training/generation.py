@@ -26,7 +26,7 @@ from jshard.training.checkpoint import Checkpoint
 from jshard.training.components import Component
 from jshard.training.data import Placement
 from jshard.training.settings import Settings
-from jshard.training.weights import weights
+from jshard.training.weights import load_weights
 
 ROOM = 64  # prompts and caches are as long as a multiple of it, so that few lengths are compiled
 
@@ -123,7 +123,7 @@ def trained_model(configuration: Configuration, on: Mesh | None, checkpoint: Che
             model = created(built, lambda: shard(built(), tokens), only=nnx.Not(nnx.Param))  # these are read
         else:
             model = built()
-    return weights(model, checkpoint.folder)
+    return load_weights(model, checkpoint.folder)
 
 
 class Writer:

@@ -46,11 +46,11 @@ PathLike = str | os.PathLike[str]
 DTYPE_CHOICES = ("same", "convert")
 
 
-def weights(model: Model, path: PathLike, *, rename: PathLike | None = None, dtype: str = "same") -> Model:
+def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None, dtype: str = "same") -> Model:
     """Read a file of weights into a model, each process only the bytes of its own shards.
 
         model = nnx.eval_shape(lambda: Model(rngs=nnx.Rngs(0)))  # shapes alone, with a sharding each
-        model = jshard.weights(model, "Qwen3-0.6B", rename="qwen3.txt")
+        model = jshard.load_weights(model, "Qwen3-0.6B", rename="qwen3.txt")
 
     `path` is a file of safetensors, a folder of them (by its index, if it has one), or a checkpoint by orbax or by `jshard
     train`. `model` is an NNX module, which is changed in place and returned, or a tree such as Linen's variables, of which a
@@ -101,7 +101,7 @@ def save_weights(
     path, begin, converts = Path(path), time.perf_counter(), _converts(dtype)
     leaves, renaming = _all_or_faults(lambda: leaves_of(model), lambda: _renaming(rename, model))
     if abstract := [leaf for leaf in leaves if leaf.required and not isinstance(leaf.value, jax.Array)]:
-        hint = f"read them first: jshard.weights(model, {quoted(str(like or 'FILE'))})"
+        hint = f"read them first: jshard.load_weights(model, {quoted(str(like or 'FILE'))})"
         raise joined([JShardError(f"{leaf} is a shape without numbers", hint=hint) for leaf in abstract])
     faults: list[JShardError] = []
     headers = [_laid_out(path, leaves, renaming, metadata)] if like is None else read_headers(Path(like), faults)

@@ -319,7 +319,7 @@ def test_weights_of_hugging_face_are_read_into_each_device_s_part(tmp_path):
     load("tensor and fsdp")
     described = nnx.eval_shape(lambda: decoder(**sizes))
     model = jshard.shard(described, jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32))
-    jshard.weights(model, tmp_path / "model.safetensors", rename=FOLDER / "huggingface.txt")
+    jshard.load_weights(model, tmp_path / "model.safetensors", rename=FOLDER / "huggingface.txt")
     found = by_path(model)
     assert found["blocks/attn/q/kernel"].addressable_shards[0].data.shape == (2, 8, 2, 128)
     layer, x = "model.layers.1.", draw.normal(size=(3, 16))

@@ -87,7 +87,7 @@ def test_embeddings_are_the_originals_on_any_number_of_devices(file, tmp_path):
         jshard.load({"jshard": {"mesh": {"tensor": count}}, **CLAIMS})
         described = nnx.eval_shape(lambda: MiniLM(nnx.Rngs(0)))
         nnx.reseed(described, default=0)
-        model = jshard.weights(jshard.shard(described, ids), file, rename=RENAME)
+        model = jshard.load_weights(jshard.shard(described, ids), file, rename=RENAME)
         stop()
         kernel = model.layers[3].attention.query.kernel[...]
         assert kernel.sharding.shard_shape(kernel.shape) == (384, 12 // count, 32)

@@ -144,7 +144,7 @@ def heard(deed):
 def test_weights_go_into_shards_by_the_lines_and_each_byte_is_read_once(abstract, files, monkeypatch):
     monkeypatch.setattr(safetensors, "SECTOR", 0)
     model, path = abstract(), files(**CONTENT)
-    told = heard(lambda: check(jshard.weights(model, path, rename="r.txt")))["weights_read"]
+    told = heard(lambda: check(jshard.load_weights(model, path, rename="r.txt")))["weights_read"]
     assert isinstance(model, Attention)
     assert isinstance(model.count.get_value(), jax.ShapeDtypeStruct)  # which no line names
     wanted = sum(array.nbytes for array in EXPECTED.values())
@@ -156,10 +156,10 @@ def test_weights_go_into_shards_by_the_lines_and_each_byte_is_read_once(abstract
 
 def test_placed_arrays_are_replaced_where_they_lie(abstract, files):
     path = files(**CONTENT)
-    model = jshard.weights(abstract(), path, rename="r.txt")
+    model = jshard.load_weights(abstract(), path, rename="r.txt")
     for variable in (model.embed.embedding, model.scales):
         variable.set_value(variable.get_value() * 0)
-    check(jshard.weights(model, path, rename="r.txt"))
+    check(jshard.load_weights(model, path, rename="r.txt"))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.float16])
@@ -167,7 +167,7 @@ def test_narrow_floats_arrive_to_the_bit(mesh, files, dtype):
     bits = np.arange(256, dtype=np.uint8).reshape(16, -1, np.dtype(dtype).itemsize)
     path = files(w=bits.view(dtype)[..., 0])
     where = jax.NamedSharding(mesh(data=2, tensor=4), P("tensor", "data"))
-    tree = jshard.weights({"w": jax.ShapeDtypeStruct(bits.shape[:2], dtype, sharding=where)}, path)
+    tree = jshard.load_weights({"w": jax.ShapeDtypeStruct(bits.shape[:2], dtype, sharding=where)}, path)
     assert [np.asarray(shard.data).tobytes() for shard in tree["w"].addressable_shards] == [
         np.ascontiguousarray(bits[shard.index]).tobytes() for shard in tree["w"].addressable_shards
     ]
@@ -178,7 +178,7 @@ def test_narrow_floats_arrive_to_the_bit(mesh, files, dtype):
 def test_a_tree_without_shardings_goes_where_jax_puts_arrays(files):
     path = files(a__kernel=numbers(3, 4), a__bias=numbers(4))
     tree = {"a": {"kernel": jnp.zeros((3, 4)), "bias": jax.ShapeDtypeStruct((4,), jnp.float32)}}
-    read = jshard.weights(tree, path)
+    read = jshard.load_weights(tree, path)
     assert not read["a"]["kernel"].committed and read["a"]["kernel"].sharding == tree["a"]["kernel"].sharding
     assert (np.asarray(read["a"]["kernel"]) == numbers(3, 4)).all() and (
         np.asarray(read["a"]["bias"]) == numbers(4)
@@ -190,10 +190,10 @@ def test_dtype_is_converted_where_it_is_asked_and_only_there(abstract, files):
     path = files(**CONTENT)
     Path("cast.txt").write_text(RENAME.replace("embed/embedding", "embed/embedding | cast"))
     expected = EXPECTED | {"embed/embedding": CONTENT["embed__weight"].astype(ml_dtypes.bfloat16)}
-    check(jshard.weights(abstract(embed=jnp.bfloat16), path, rename="cast.txt"), expected)
-    check(jshard.weights(abstract(embed=jnp.bfloat16), path, rename="r.txt", dtype="convert"), expected)
+    check(jshard.load_weights(abstract(embed=jnp.bfloat16), path, rename="cast.txt"), expected)
+    check(jshard.load_weights(abstract(embed=jnp.bfloat16), path, rename="r.txt", dtype="convert"), expected)
     with pytest.raises(JShardError) as told:
-        jshard.weights(abstract(embed=jnp.bfloat16, scales=jnp.bfloat16), path, rename="r.txt")
+        jshard.load_weights(abstract(embed=jnp.bfloat16, scales=jnp.bfloat16), path, rename="r.txt")
     assert str(told.value) == (
         '"embed.weight" (float32[12, 8] in x.safetensors) and 2 more would become bfloat16 in the model, as embed/embedding by r.txt:2; '
         'add | cast to r.txt:2, or give dtype="convert"'
@@ -201,7 +201,7 @@ def test_dtype_is_converted_where_it_is_asked_and_only_there(abstract, files):
     with pytest.raises(
         JShardError, match='dtype is "converts", which is neither same nor convert; did you mean "convert"?'
     ):
-        jshard.weights(abstract(), path, rename="r.txt", dtype="converts")
+        jshard.load_weights(abstract(), path, rename="r.txt", dtype="converts")
 
 
 # -- faults --
@@ -227,7 +227,7 @@ def test_all_faults_are_told_at_once_and_nothing_is_read(abstract, files, monkey
     lines = lines.replace("[:, 0:4]", "[:, 0:5]").replace("| permute 1 0\n.*", "\n.*")
     Path("r.txt").write_text(lines + "up.*: -\n")
     with pytest.raises(JShardError) as told:
-        jshard.weights(abstract(embed=jnp.int32), path, rename="r.txt")
+        jshard.load_weights(abstract(embed=jnp.int32), path, rename="r.txt")
     size = path.stat().st_size
     assert str(told.value).splitlines() == [
         f"x.safetensors has {size:,} bytes and by its header {size + 8:,}: it was cut off; fetch x.safetensors again",
@@ -266,14 +266,14 @@ def test_fault_of_a_line_says_how_to_mend_it(files, line, faults):
     path = files(w=numbers(3, 4))
     Path("r.txt").write_text(line)
     with pytest.raises(JShardError) as told:
-        jshard.weights({"w": jnp.zeros((4, 3))}, path, rename="r.txt")
+        jshard.load_weights({"w": jnp.zeros((4, 3))}, path, rename="r.txt")
     assert str(told.value).splitlines() == faults
 
 
 def test_without_a_rename_file_names_are_paths(files, mesh):
     path = files(a__kernl=numbers(3), b=numbers(2))
     with pytest.raises(JShardError) as told:
-        jshard.weights({"a": {"kernel": jnp.zeros(3)}, "b": jnp.zeros((1, 2))}, path)
+        jshard.load_weights({"a": {"kernel": jnp.zeros(3)}, "b": jnp.zeros((1, 2))}, path)
     assert str(told.value).splitlines() == [
         r'the model has no parameter for "a.kernl" (float32[3] in x.safetensors); give rename=, a file with the line a\.kernl: a/kernel',
         '"b" (float32[2] in x.safetensors) does not fit b, float32[1, 2]; give rename=, a file with a line for it, and add there: | reshape 1 2, and | permute where axes change places',
@@ -283,14 +283,14 @@ def test_without_a_rename_file_names_are_paths(files, mesh):
     with pytest.raises(
         JShardError, match=r"^b \(float32\[2\]\) lies on a mesh without its devices; give it a mesh of devices$"
     ):
-        jshard.weights({"b": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=absent)}, files(b=numbers(2)))
+        jshard.load_weights({"b": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=absent)}, files(b=numbers(2)))
 
 
 def test_file_and_rename_file_that_are_not_there_are_told_together(files, tmp_path):
     files(b=numbers(2))
     (tmp_path / "empty").mkdir()
     with pytest.raises(JShardError) as told:
-        jshard.weights({}, "y.safetensors", rename="s.txt")
+        jshard.load_weights({}, "y.safetensors", rename="s.txt")
     assert str(told.value).splitlines() == [
         "s.txt can't be read: no such file or directory; name a file of lines `regex: path`",
         'there is no y.safetensors; did you mean "x.safetensors"?',
@@ -299,18 +299,18 @@ def test_file_and_rename_file_that_are_not_there_are_told_together(files, tmp_pa
         JShardError,
         match="^empty holds no safetensors; name the folder with model.safetensors in it$",
     ):
-        jshard.weights({}, "empty")
+        jshard.load_weights({}, "empty")
 
 
 def test_random_state_without_numbers_is_told(files):
     model = nnx.eval_shape(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0)))
     with pytest.raises(JShardError) as told:
-        jshard.weights(model, files())
+        jshard.load_weights(model, files())
     assert str(told.value).splitlines() == [
         f"rngs/{name} is random state without numbers, and a file of weights has none; type nnx.reseed(model, dropout=0) before" for name in ("count", "key")
     ]  # fmt: skip
     nnx.reseed(model, dropout=0)
-    jshard.weights(model, files())
+    jshard.load_weights(model, files())
 
 
 def test_file_that_is_cut_off_while_it_is_read_is_told(files, monkeypatch):
@@ -324,7 +324,7 @@ def test_file_that_is_cut_off_while_it_is_read_is_told(files, monkeypatch):
         JShardError,
         match=f"^x.safetensors ends at byte {size - 4}, in the middle of a tensor; fetch x.safetensors again$",
     ):
-        jshard.weights({"w": jnp.zeros((3, 4))}, path)
+        jshard.load_weights({"w": jnp.zeros((3, 4))}, path)
 
 
 # -- back to a file --
@@ -332,7 +332,7 @@ def test_file_that_is_cut_off_while_it_is_read_is_told(files, monkeypatch):
 
 def test_unchanged_weights_are_saved_as_the_same_bytes(abstract, files):
     path = files(**CONTENT)
-    model = jshard.weights(abstract(), path, rename="r.txt")
+    model = jshard.load_weights(abstract(), path, rename="r.txt")
     told = heard(lambda: jshard.save_weights(model, "again.safetensors", rename="r.txt", like=path))["weights_written"]
     assert Path("again.safetensors").read_bytes() == path.read_bytes()
     assert events.WORDS["weights_written"][1](told).startswith(
@@ -340,7 +340,7 @@ def test_unchanged_weights_are_saved_as_the_same_bytes(abstract, files):
     )
     model.scales.set_value(model.scales.get_value() + 1)
     jshard.save_weights(model, "x.safetensors", rename="r.txt", like=path)  # in place of what it is like
-    check(jshard.weights(abstract(), path, rename="r.txt"), EXPECTED | {"scales": EXPECTED["scales"] + 1})
+    check(jshard.load_weights(abstract(), path, rename="r.txt"), EXPECTED | {"scales": EXPECTED["scales"] + 1})
     assert sorted(each.name for each in Path().iterdir()) == ["again.safetensors", "r.txt", "x.safetensors"]
 
 
@@ -351,7 +351,7 @@ def test_folder_of_parts_is_read_and_saved_as_the_same_bytes(abstract, files, tm
         files(path, **{name: CONTENT[name] for name in names})
     places = {name.replace("__", "."): Path(path).name for path, names in parts.items() for name in names}
     Path("hub/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}, indent=3))
-    model = jshard.weights(abstract(), "hub", rename="r.txt")
+    model = jshard.load_weights(abstract(), "hub", rename="r.txt")
     check(model)
     jshard.save_weights(model, "again", rename="r.txt", like="hub")
     assert {each.name: each.read_bytes() for each in Path("again").iterdir()} == {
@@ -359,13 +359,13 @@ def test_folder_of_parts_is_read_and_saved_as_the_same_bytes(abstract, files, tm
     }
     model.scales.set_value(model.scales.get_value() + 1)
     jshard.save_weights(model, "hub", rename="r.txt", like="hub")
-    check(jshard.weights(abstract(), "hub", rename="r.txt"), EXPECTED | {"scales": EXPECTED["scales"] + 1})
+    check(jshard.load_weights(abstract(), "hub", rename="r.txt"), EXPECTED | {"scales": EXPECTED["scales"] + 1})
     assert len([*Path("hub").iterdir()]) == 3
 
 
 def test_linens_variables_are_read_by_the_paths_of_claims(files):
     tree = {"params": {"a": {"kernel": jnp.zeros(3)}}, "batch_stats": {"a": {"mean": jnp.zeros(2)}}}
-    read = jshard.weights(tree, files(a__kernel=numbers(3), batch_stats__a__mean=numbers(2)))
+    read = jshard.load_weights(tree, files(a__kernel=numbers(3), batch_stats__a__mean=numbers(2)))
     assert (np.asarray(read["params"]["a"]["kernel"]) == numbers(3)).all() and (
         np.asarray(read["batch_stats"]["a"]["mean"]) == numbers(2)
     ).all()
@@ -380,7 +380,7 @@ def test_names_are_found_by_reading_the_lines_backwards(files):
         b'{"__metadata__":{"format":"pt"},"h.0.w":{"dtype":"F32","shape":[4,3],"data_offsets":[0,48]},"n0":'
         in Path("y.safetensors").read_bytes()
     )
-    read = jshard.weights(jax.tree.map(jnp.zeros_like, tree), "y.safetensors", rename="r.txt")
+    read = jshard.load_weights(jax.tree.map(jnp.zeros_like, tree), "y.safetensors", rename="r.txt")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), read, tree))
     jshard.save_weights(tree, "z.safetensors")
     assert [*read_header(Path("z.safetensors"), []).tensors] == ["l/0/w", "s", "e"]
@@ -396,7 +396,7 @@ def test_names_are_found_by_reading_the_lines_backwards(files):
 def test_tensor_of_two_parameters_and_shapes_alone_can_not_be_saved(files):
     path = files(w=numbers(3))
     Path("r.txt").write_text("w: a\nw: b")
-    tree = jshard.weights({"a": jnp.zeros(3), "b": jnp.zeros(3)}, path, rename="r.txt")
+    tree = jshard.load_weights({"a": jnp.zeros(3), "b": jnp.zeros(3)}, path, rename="r.txt")
     assert (tree["a"] == tree["b"]).all() and (np.asarray(tree["a"]) == numbers(3)).all()
     with pytest.raises(JShardError) as told:
         jshard.save_weights(tree, "y.safetensors", rename="r.txt", like=path)
@@ -406,7 +406,7 @@ def test_tensor_of_two_parameters_and_shapes_alone_can_not_be_saved(files):
     )
     with pytest.raises(
         JShardError,
-        match=r'^a \(float32\[3\]\) is a shape without numbers; read them first: jshard.weights\(model, "x.safetensors"\)$',
+        match=r'^a \(float32\[3\]\) is a shape without numbers; read them first: jshard.load_weights\(model, "x.safetensors"\)$',
     ):
         jshard.save_weights({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, "y.safetensors", like=path)
 
@@ -448,13 +448,13 @@ def test_orbax_checkpoints_are_read_by_the_same_lines(abstract, files, mesh, tmp
         node[last] = array
     v1.save(tmp_path / "orbax", tree)
     model = abstract()
-    told = heard(lambda: check(jshard.weights(model, "orbax", rename="r.txt")))["weights_read"]
+    told = heard(lambda: check(jshard.load_weights(model, "orbax", rename="r.txt")))["weights_read"]
     assert told["read"] == sum(array.nbytes for array in EXPECTED.values())
     v1.save(tmp_path / "own", nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    check(jshard.weights(abstract(), "own"))
+    check(jshard.load_weights(abstract(), "own"))
     (tmp_path / "own" / "state" / "_METADATA").write_text("{}")
     with pytest.raises(JShardError, match="^own is no whole checkpoint by orbax: 'tree_metadata'; fetch it again$"):
-        jshard.weights(abstract(), "own")
+        jshard.load_weights(abstract(), "own")
 
 
 @pytest.mark.seconds
@@ -464,7 +464,7 @@ def test_checkpoint_of_a_training_gives_its_model(in_the_root, tmp_path):
     words = ["train", "configs/digits.yaml", f"output={tmp_path}", "steps=2", "checkpoint=2"]
     assert main(words) == 0
     jshard.unload()
-    model = jshard.weights(Model(rngs=nnx.Rngs(5)), tmp_path / "checkpoints" / "2")
+    model = jshard.load_weights(Model(rngs=nnx.Rngs(5)), tmp_path / "checkpoints" / "2")
     other = Model(rngs=nnx.Rngs(5))
     assert not (model.up.kernel[...] == other.up.kernel[...]).all()
     assert model.up.kernel[...].sharding == other.up.kernel[...].sharding
