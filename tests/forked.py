@@ -46,6 +46,7 @@ GROUPS = (
 MODULES = ("jshard", "examples", "benchmarks", "tests", "doctest")  # that `python -m` may name
 # Variables that Python, the C library or an import reads: with others than the server has had, a process is a new one.
 READ_AT_ONCE = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "FLAX_", "LC_", "LANG", "TZ")
+UNFLUSHED: list[Any] = []  # streams of a program that ended in another: `exec` drops their text
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 REAL = subprocess.Popen
 
@@ -279,8 +280,8 @@ def _become(
     os.chdir(message["folder"])
     os.environ.clear()
     os.environ.update(message["variables"])
-    _open_streams("PYTHONUNBUFFERED" in os.environ)
-    if "PYTHONFAULTHANDLER" in os.environ:
+    _open_streams()
+    if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     _run(message["words"])
 
@@ -299,7 +300,8 @@ def _begin_again(hidden: Hidden, variables: Mapping[str, str]) -> None:
     server = Server(socket.socket(fileno=high), variables)
 
 
-def _open_streams(unbuffered: bool) -> None:
+def _open_streams() -> None:
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for name, mode, number in (("stdin", "r", 0), ("stdout", "w", 1), ("stderr", "w", 2)):
         old = getattr(sys, f"__{name}__")
         raw = open(number, f"{mode}b", 0 if unbuffered and mode == "w" else -1, closefd=False)
@@ -376,10 +378,12 @@ def _finish(program: Callable[..., None], *args: Any) -> NoReturn:
 
 
 def _exec(real: Callable[[str, Sequence[str]], NoReturn]) -> Callable[[str, Sequence[str]], NoReturn]:
-    """A program that ends in another: this process goes on as that one."""
+    """Continue this process as the program that it ends in, without the text that it has not flushed."""
 
     def become(path: str, words: Sequence[str]) -> NoReturn:
         if path == words[0] and _program(words, os.environ) is not None:
+            UNFLUSHED.extend((sys.__stdout__, sys.__stderr__))  # a stream that nobody refers to is flushed
+            _open_streams()
             _finish(_run, words)
         real(path, words)
 

@@ -80,6 +80,7 @@ def test_forked_process_finds_what_a_new_one_does(form, how, tmp_path):
     assert one == other
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "program",
     [
@@ -96,8 +97,8 @@ def test_forked_process_finds_what_a_new_one_does(form, how, tmp_path):
         "import os; os.execvp('sh', ['sh', '-c', 'exit 6'])",
     ],
 )
-def test_forked_process_ends_as_a_new_one_does(program):
-    one, other = both(["-c", program])
+def test_forked_process_ends_as_a_new_one_does(program, unbuffered):
+    one, other = both(["-c", program], env={**BASE, "PYTHONUNBUFFERED": unbuffered})
     assert one == other
 
 
