@@ -123,8 +123,12 @@ def _broadcast(params: Any, new: _New, given: Any, made: Any) -> Any:
 
 
 def _reshape(params: Any, new: _New, given: Any, made: Any) -> Any:
-    old, out = common_factors(given[0], made[0], new)
-    return [old], [out]
+    """Factor both shapes of one run of elements: the operand's axes in the order of `dimensions`, where they are given."""
+    order = params.get("dimensions")
+    order = range(len(given[0])) if order is None else order
+    permuted, out = common_factors([given[0][axis] for axis in order], made[0], new)
+    old = dict(zip(order, permuted, strict=True))
+    return [tuple(old[axis] for axis in range(len(old)))], [out]
 
 
 def common_factors(old: Sequence[int], made: Sequence[int], new: _New) -> tuple[Factored, Factored]:

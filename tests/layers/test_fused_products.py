@@ -94,6 +94,7 @@ NOT_FUSED = {
     "shaped twice": lambda x, w, b: jnp.split((x @ w).reshape(48, 3, 16).reshape(48, 48), 3, -1),
     "fewer rows of more": lambda x, w, b: jnp.split((x.reshape(4, 12, 16) @ w).reshape(2, 24, 48), 3, -1),
     "more rows of fewer": lambda x, w, b: jnp.split((x.reshape(4, 12, 16) @ w).reshape(8, 6, 48), 3, -1),
+    "in another order": lambda x, w, b: [y := lax.reshape(x @ w, (48, 3, 16), (1, 0)), *(y[:, at] for at in range(3))][1:],
     "bytes of it": lambda x, w, b: jnp.split(lax.bitcast_convert_type(x @ w, np.uint8), 3, 1),
     "what its bytes are": of_bytes,
     "columns are joined with rows": lambda x, w, b: jnp.split((x @ w).reshape(16, 3 * 48), 3, -1),

@@ -134,6 +134,7 @@ CASES = {
     "put off, cut": (lambda x, b: x * jnp.stack(jnp.split(jnp.broadcast_to(b, (4, 16)), 2, 1), 1)[:, 1], X, normal(16)),
     "reshape, joined": (lambda x: x.reshape(32), X),
     "reshape, mixed": (lambda x: x.reshape(12, 8), normal(8, 12)),
+    "reshape, in another order": (lambda x: (x.ravel(order="F"), lax.reshape(x, (4, 4, 4), (2, 0, 1)), x.reshape(4, 16, order="F")), normal(4, 2, 8)),
     "reshape, split": (lambda x: x.reshape(4, 2, 4), X),
     "positions": (lambda table, x: table[jnp.broadcast_to(jnp.arange(4), (8, 4))] * x, normal(4, 8), normal(8, 4, 8)),
     "row by its own place": (lambda x, at: x[at, jnp.arange(8)[:, None], jnp.arange(2)[None]], normal(4, 8, 2, 4), below(4, 8, 2)),

@@ -411,3 +411,32 @@ def test_of_an_array_that_is_only_described_it_is_said_where_it_lies():
     described, array = of(jax.ShapeDtypeStruct((4, 8), "float32")), of(zeros(4, 8))
     assert (described.sharding, array.sharding) == (layout.sharding, layout.sharding)
     assert isinstance(described, jax.ShapeDtypeStruct) and isinstance(array, jax.Array)
+
+
+REORDERED = {
+    "ravel": lambda x: jnp.ravel(x, order="F"),
+    "reshape": lambda x: x.reshape(4, 64, order="F"),
+    "hstack": jnp.hstack,
+    "dstack": jnp.dstack,
+    "column_stack": jnp.column_stack,
+    "concatenate": lambda x: jnp.concatenate(x, 1),
+}
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "tensor": 4}], ids=str)
+def test_an_array_in_another_order_is_that_of_one_device(mesh, axis_types):
+    """In value and gradient: `jnp.hstack` and its kin shape one array anew, its axes in another order."""
+    x, w = np.random.default_rng(0).normal(size=(8, 4, 8)).astype(np.float32), np.eye(8, dtype=np.float32) + 0.5
+
+    def loss(params, x):
+        made = {name: f(jnp.sin(x @ params["w"])) for name, f in REORDERED.items()}
+        return sum(jnp.vdot(y, jnp.cos(jnp.arange(y.size)).reshape(y.shape)) for y in made.values()), made
+
+    wanted = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))({"w": w}, x)
+    words = {"column": "tensor"} if "tensor" in mesh else {"store": "data"}
+    jshard.load({"jshard": {"mesh": mesh, "axis_types": axis_types}, "a": {"row": "data", **words, "match": ["**"]}})
+    step = jax.jit(jax.value_and_grad(jshard.shard(loss), (0, 1), has_aux=True))
+    found = step(jshard.shard(loss).place({"w": w}, x), x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -86,8 +86,8 @@ def _followed(product: Any, readers: Any, results: set[Any]) -> list[Any]:
         if all(each.primitive.name in ("slice", "split") for each in uses):
             return chain
         (use, *more), to = uses, uses[0].outvars[0].aval.shape
-        split_up = use.primitive.name == "reshape" and to[:axis] == shape[:axis] and not shape[axis + 1 :]
-        if more or not (split_up or (use.primitive.name in ELEMENTWISE and to == shape)):
+        split_up = use.primitive.name == "reshape" and use.params["dimensions"] is None and to[:axis] == shape[:axis]
+        if more or not ((split_up and not shape[axis + 1 :]) or (use.primitive.name in ELEMENTWISE and to == shape)):
             return []
         chain.append(use)
         made = use.outvars[0]
