@@ -24,6 +24,7 @@ WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
     "begin": (INFO, lambda fields: f"rank {fields['rank']} of {fields['of']} begins{_about(fields)}"),
     "program": (INFO, lambda fields: f"{fields['program']} asks for {_collectives(fields)}"),
     "collective": (COLLECTIVES, lambda fields: f"{fields['program']}: {_collective(fields)}"),
+    "chosen": (COLLECTIVES, "jshard.matmul of {x} and {w}: {words}".format_map),
     "moved": (COLLECTIVES, lambda fields: _moved(fields)),
     "compiled": (INFO, "{program} is compiled: its first call took {seconds:.1f} s".format_map),
     "resumed": (INFO, "goes on behind step {step}, from {folder}".format_map),

@@ -1,4 +1,4 @@
-"""Choose a strategy for a product: the one of all that takes least time, forward and backward."""
+"""Choose the strategy of a product that costs the least wire and arithmetic, with the gradients that are being traced."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ MULTIPLICATIONS_A_BYTE = 500
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array of a product: how it is sharded now, its shape and the bytes of one number."""
+    """An array of a product: its layout now, its shape, the bytes of one number, and whether its gradient is computed."""
 
     layout: Layout
     shape: tuple[int, ...]
     itemsize: int
+    has_gradient: bool = True
 
     def moved(self, target: Layout) -> tuple[int, int, int]:
         """Price `redistribute` to `target`: wire bytes per device forward and backward, and the number of steps."""
@@ -47,37 +48,43 @@ class Operand:
                     forward += COLLECTIVES["all_to_all"].wire(part, group)
                     backward += COLLECTIVES["all_to_all"].wire(part, group)
             collectives += 1
-        return forward, backward, collectives
+        return forward, backward * self.has_gradient, collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One way to run a product: its strategy, what it moves per device, forward and for the gradients of both operands, and its
-    share of the arithmetic."""
+    """One way to run a product: its strategy, its wire bytes per device forward and for the gradients, and its arithmetic."""
 
     strategy: Strategy
     wire: int
     backward: int
     collectives: int
-    multiplications: int
+    multiplications: int  # of one product, per device
+    ways: int = 1  # that they are divided
+    gradients: int = 2  # the number of gradients that are computed, each a product of the same size
 
     @property
     def cost(self) -> float:
-        """Bytes on the wire per device, and the arithmetic of both passes as the bytes that pass in its time."""
-        return self.wire + self.backward + 3 * self.multiplications / MULTIPLICATIONS_A_BYTE
+        """Return the bytes on the wire per device, plus the arithmetic as the bytes that pass in its time."""
+        products = 1 + self.gradients
+        return self.wire + self.backward + products * self.multiplications / MULTIPLICATIONS_A_BYTE
 
     def __str__(self) -> str:
         loops = ("row", "sequence", "column", "reduction")
         words = [f"{loop}={'+'.join(names)}" for loop in loops if (names := getattr(self.strategy, loop))]
         words += ["output=scatter"] if self.strategy.scattered else []
-        words = words or ["replicated"]
-        return f"{' '.join(words)}, {self.wire:,} B on the wire per device forward, {self.backward:,} B backward"
+        priced = [
+            " ".join(words) or "replicated",
+            f"{self.wire:,} B on the wire per device forward",
+            *([f"{self.backward:,} B backward"] if self.gradients else []),
+            f"1/{self.ways} of the arithmetic" if self.ways > 1 else "all of the arithmetic",
+        ]
+        return ", ".join(priced)
 
 
 def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice]:
-    """List every strategy that divides the sizes, cheapest first: by what forward and backward cost, then by forward's wire
-    bytes, then by the number of steps, then row before column before reduction. Nothing tells here whether a backward will
-    follow: both operands are taken to want their gradients. `itemsize` is that of the numbers that are summed; sizes divide on
+    """List every strategy that divides the sizes, cheapest first: by cost, then by forward's wire bytes, then by the number of
+    steps, then row before column before reduction. `itemsize` is that of the numbers that are summed; sizes divide on
     `runs_on` too."""
     mesh, rank = x.layout.mesh, len(x.shape)
     present = dict.fromkeys((*x.layout.mesh_axes, *w.layout.mesh_axes, *mesh.axis_names))  # in the order they lie in
@@ -108,20 +115,19 @@ def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Choice
     if strategy.scattered:  # one mesh axis at a time, each of what the one before has left; gathered again backward
         for name in strategy.scattered:
             forward += COLLECTIVES["reduce_scatter"].wire(part, mesh.shape[name])
-            backward += COLLECTIVES["all_gather"].wire(part, mesh.shape[name])
+            backward += COLLECTIVES["all_gather"].wire(part, mesh.shape[name]) * (x.has_gradient or w.has_gradient)
             part //= mesh.shape[name]
             collectives += 1
     elif strategy.reduction:
         forward += COLLECTIVES["all_reduce"].wire(part, _ways(mesh, strategy.reduction))
         collectives += 1
-    # What devices multiplied by different parts of the other operand has its gradient summed.
-    for size, summed in (
-        (math.prod(strategy.x(rank).shard_shape(x.shape)), strategy.column),
-        (math.prod(kernel.shard_shape(w.shape)), strategy.batch),
-    ):
+    # The gradient of an operand is summed over the devices that multiplied it by different parts of the other operand.
+    for operand, layout, summed in ((x, strategy.x(rank), strategy.column), (w, kernel, strategy.batch)):
+        size = math.prod(layout.shard_shape(operand.shape)) * operand.has_gradient
         backward += COLLECTIVES["all_reduce"].wire(itemsize * size, _ways(mesh, summed))
     ways = _ways(mesh, (*strategy.batch, *strategy.column, *strategy.reduction))
-    return Choice(strategy, forward, backward, collectives, math.prod((*x.shape, w.shape[1])) // ways)
+    multiplications = math.prod((*x.shape, w.shape[1])) // ways
+    return Choice(strategy, forward, backward, collectives, multiplications, ways, x.has_gradient + w.has_gradient)
 
 
 def _ways(mesh: Mesh, names: tuple[str, ...] | list[str]) -> int:

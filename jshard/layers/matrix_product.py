@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.nnx.nn.dtypes import promote_dtype
+from jax._src.interpreters.ad import JVPTracer, LinearizeTracer
+from jax._src.interpreters.batching import BatchTracer
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jshard import events
 from jshard.errors import JShardError
 from jshard.layers.auto_strategy import Choice, Operand, choices
 from jshard.layers.body import Arithmetic
@@ -29,9 +32,12 @@ _promoted = functools.partial(promote_dtype, inexact=False)  # as jnp.matmul pro
 
 
 def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
-    """Compute `x[..., K] @ w[K, N]` by the strategy of the active signal; if it names none, by the one that costs least from
-    how x and w are sharded now, forward and backward, which the ledger names with both prices. With no configuration loaded
-    it is `x @ w`."""
+    """Compute `x[..., K] @ w[K, N]` by the strategy of the active signal.
+
+    If the signal names none, choose the strategy that costs the least wire and arithmetic, given the layouts of x and w. The
+    backward pass counts where JAX traces a gradient here. `explain` and `JSHARD_LOG=collectives` show the choice with its
+    price. With no configuration loaded return `x @ w`.
+    """
     signal, scope = resolve(())
     with scope:
         return _product(jnp.asarray(x), jnp.asarray(w), signal, precision)
@@ -56,12 +62,13 @@ def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) 
     more = {"reduce_dtype": governing.dtype.reduce, "remat": governing.remat, "kernels": governing.kernel}
     strategy = dataclasses.replace(best.strategy, **more)
     unless_seen = ", if x and w are whole (an auto mesh does not tell)" if _is_hidden(x, w, strategy.mesh) else ""
+    events.tell("chosen", x=x.shape, w=w.shape, words=f"{best}{unless_seen}")
     with scope(chosen=f"{best}{unless_seen}"):
         return multiply(x, w, None, governing, arithmetic, strategy=strategy)
 
 
 def choose(x: Any, w: Any) -> list[Choice]:
-    """List every strategy of `matmul(x, w)` from how x and w are sharded now, cheapest first, each with its prices."""
+    """List every strategy of `matmul(x, w)` for the layouts of x and w, cheapest first, each with its price."""
     on = _mesh_of(x, w)
     sizes = mesh_to_choose_for() if on == mesh() else on
     signal = active() or NOBODY
@@ -71,6 +78,7 @@ def choose(x: Any, w: Any) -> list[Choice]:
             Layout(sizes, *(Layout.of(each) or replicated(on, jnp.ndim(each))).axes),
             jnp.shape(each),
             jnp.result_type(each).itemsize,
+            _is_differentiated(each),
         )
         for each in (x, w)
     )
@@ -97,6 +105,13 @@ def _mesh_of(x: Any, w: Any) -> Mesh:
 
 def _devices(mesh: Mesh) -> str:
     return ", ".join(str(device.id) for device in mesh.devices.flat)
+
+
+def _is_differentiated(x: Any) -> bool:
+    """Return whether JAX traces a derivative by `x`: inside a jit, scan or remat of its own nothing tells."""
+    while isinstance(x, BatchTracer):
+        x = x.val
+    return isinstance(x, (JVPTracer, LinearizeTracer))
 
 
 def _is_hidden(x: Any, w: Any, mesh: Any) -> bool:

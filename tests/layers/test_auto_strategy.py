@@ -1,7 +1,8 @@
-"""Where no signal names a strategy: the one that costs least forward and backward is taken, shown with both prices."""
+"""Where no signal names a strategy: the cheapest is taken, by the wire and the arithmetic of the passes that are traced."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import jshard
+from jshard import events
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.plan import explain
 from jshard.layers import auto_strategy, choose
@@ -59,9 +61,22 @@ def compiled_bytes(f, a, b):
         return y, pull(cotangent)
 
     forward = jax.jit(f).lower(a, b).compile()
-    cotangent = jax.device_put(np.ones((len(A), B.shape[1]), np.float32), forward.output_shardings)
+    spec = jax.eval_shape(lambda a, b: jax.vjp(f, a, b)[0], a, b).sharding.spec
+    cotangent = place(np.ones((len(A), B.shape[1]), np.float32), spec)
     moved = wire_bytes(forward)
     return moved, wire_bytes(jax.jit(both).lower(a, b, cotangent).compile()) - moved
+
+
+def choices_with_gradients(a, b):
+    """The choices where JAX traces the gradients of both operands."""
+    found = []
+
+    def f(a, b):
+        found.extend(choose(a, b))
+        return a.sum() + b.sum()
+
+    jax.vjp(f, a, b)
+    return found
 
 
 def by_both_passes(moved):
@@ -81,17 +96,19 @@ def test_choice_is_the_least_of_all_by_what_compiled_programs_move(mesh, a, b):
     ways = load(mesh)
     placed = place(A, a), place(B, b)
     with jshard.signal("nothing"):
-        best = choose(*placed)[0]
+        forward, best = choose(*placed)[0], choices_with_gradients(*placed)[0]
     measured = {way: compiled_bytes(under(way), *placed) for way in ways}
+    assert (best.wire, best.backward) == min(measured.values(), key=by_both_passes)
+    assert sum(compiled_bytes(under("nothing"), *placed)) == best.wire + best.backward
     assert (
-        (best.wire, best.backward)
-        == min(measured.values(), key=by_both_passes)
-        == compiled_bytes(under("nothing"), *placed)
+        forward.wire
+        == min(wire for wire, _ in measured.values())
+        == wire_bytes(jax.jit(under("nothing")).lower(*placed).compile())
     )
 
     result = jax.jit(under("nothing"))(*placed)
     np.testing.assert_array_equal(result, A @ B)
-    assert result.sharding == best.strategy.y(2).sharding
+    assert result.sharding == forward.strategy.y(2).sharding
 
     ledger = explain(under("nothing"), *placed)
     assert ledger.only(phase="forward").total == best.wire
@@ -104,7 +121,8 @@ def test_choice_is_the_least_of_all_by_what_compiled_programs_move(mesh, a, b):
 def test_every_price_is_what_the_compiled_program_moves():
     """Not only the cheapest: the whole list, on a mesh of two axes, and 3-axis arrays split along their sequence."""
     load({"w": 2, "v": 2})
-    signal_of = {str(choice).partition(",")[0]: choice for choice in choose(place(A, ("w", "v")), place(B, ("v", "w")))}
+    placed = place(A, ("w", "v")), place(B, ("v", "w"))
+    signal_of = {str(choice).partition(",")[0]: choice for choice in choices_with_gradients(*placed)}
     assert len(signal_of) == 16 + 7  # every loop for each mesh axis, and scatter where something is summed
     for words, choice in list(signal_of.items())[::3]:
         keys = (
@@ -124,36 +142,55 @@ def test_every_price_is_what_the_compiled_program_moves():
 
 
 def test_choice_among_equal_prices_moves_less_forward():
-    """A sum over devices costs all of its bytes forward, a scatter half of them and the rest backward; which may not come."""
+    """An all-reduce costs all of its bytes forward; a reduce-scatter costs half of them forward and the rest backward."""
     load({"w": 4})
     split = place(A, ROWS), place(B, WHOLE)
-    assert str(choose(*split)[0]) == "row=w, 0 B on the wire per device forward, 768 B backward"
+    share = "1/4 of the arithmetic"
+    assert (
+        str(choices_with_gradients(*split)[0]) == f"row=w, 0 B on the wire per device forward, 768 B backward, {share}"
+    )
     split = place(A, COLUMNS), place(B, ROWS)
-    first, second = choose(*split)[:2]
-    assert str(first) == "reduction=w output=scatter, 768 B on the wire per device forward, 768 B backward"
-    assert str(second) == "reduction=w, 1,536 B on the wire per device forward, 0 B backward"
+    first, second = choices_with_gradients(*split)[:2]
+    assert str(first) == f"reduction=w output=scatter, 768 B on the wire per device forward, 768 B backward, {share}"
+    assert str(second) == f"reduction=w, 1,536 B on the wire per device forward, 0 B backward, {share}"
 
 
-def test_choice_counts_the_backward_too():
+def test_choice_counts_the_backward_where_a_gradient_is_traced():
     """By rows it moves as little forward, and 52,224 B backward: the gradients of the whole A are gathered, those of B summed."""
     load({"w": 4})
     a, b = place(np.ones((1024, 16), np.float32), WHOLE), place(np.ones((16, 32), np.float32), ROWS)
-    prices = {str(choice).partition(",")[0]: (choice.wire, choice.backward) for choice in choose(a, b)}
+    best, *_ = found = choices_with_gradients(a, b)
+    prices = {str(choice).partition(",")[0]: (choice.wire, choice.backward) for choice in found}
     assert prices["row=w"] == (1536, 49152 + 3072)
-    assert str(choose(a, b)[0]) == "replicated, 1,536 B on the wire per device forward, 0 B backward"
-    ledger = explain(lambda a, b: jshard.matmul(a, b).sum(), a, b)
+    assert str(best) == "replicated, 1,536 B on the wire per device forward, 0 B backward, all of the arithmetic"
+    ledger = explain(jax.grad(lambda a, b: jshard.matmul(a, b).sum(), argnums=(0, 1)), a, b)
     assert ledger.total == 1536
-    assert [told.words for told in ledger.choices] == [str(choose(a, b)[0])]
+    assert [told.words for told in ledger.choices] == [str(best)]
+    assert str(choose(a, b)[0]) == "column=w, 384 B on the wire per device forward, 1/4 of the arithmetic"
+
+
+def test_choice_counts_the_gradient_of_one_operand_alone():
+    """The gradient of B is summed over the devices of A's rows; nobody asks for that of A, which would be gathered."""
+    load({"w": 4})
+    a, b = place(np.ones((1024, 16), np.float32), WHOLE), place(np.ones((16, 32), np.float32), WHOLE)
+    found = []
+    jax.vjp(lambda b: found.extend(choose(a, b)) or b.sum(), b)
+    prices = {str(choice).partition(",")[0]: choice.backward for choice in found}
+    assert prices["row=w"] == 3072 and found[0].gradients == 1
+    found.clear()
+    jax.vjp(jax.vmap(lambda b: found.extend(choose(a, b)) or b.sum()), b[None])
+    assert found[0].gradients == 1
 
 
 def test_choice_divides_work_that_takes_longer_than_the_wire():
     load({"w": 4})
 
-    def first(size):
-        whole = [Operand(jshard.Layout(jshard.mesh(), *WHOLE), (size, size), 4) for _ in "xw"]
+    def first(size, has_gradient):
+        whole = [Operand(jshard.Layout(jshard.mesh(), *WHOLE), (size, size), 4, has_gradient) for _ in "xw"]
         return str(choices(*whole, 4, jshard.mesh())[0]).partition(",")[0]
 
-    assert [first(size) for size in (16, 1024, 4096, 65536)] == ["replicated", "replicated", "row=w", "row=w"]
+    assert [first(size, has_gradient=True) for size in (16, 1024, 4096)] == ["replicated", "replicated", "row=w"]
+    assert [first(size, has_gradient=False) for size in (16, 1024, 4096)] == ["row=w"] * 3
 
 
 def test_choice_without_any_signal_really_splits_the_work_of_whole_arrays():
@@ -169,7 +206,22 @@ def test_choice_without_any_signal_really_splits_the_work_of_whole_arrays():
     assert "f32[1024,4096]" in dot
     table = str(explain(jshard.matmul, whole, whole, backward=False)).splitlines()
     assert len(table) == 2 and table[1] == "total: no collectives"
-    assert table[0].startswith("-  -  chosen: row=w, 0 B on the wire per device forward, 150,994,944 B backward")
+    assert table[0].startswith("-  -  chosen: row=w, 0 B on the wire per device forward, 1/4 of the arithmetic")
+
+
+def test_choice_and_its_price_are_told_outside_of_jit():
+    """A product of plain arrays, with no YAML but a mesh, is split, and a listener hears how."""
+    jshard.load({"jshard": {"mesh": {"w": 4}}})
+    heard = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(events.listen(lambda what, fields: heard.append((what, fields))))
+        result = jshard.matmul(A, B)
+    np.testing.assert_array_equal(result, A @ B)
+    assert {shard.data.shape for shard in result.addressable_shards} == {(len(A) // 4, B.shape[1])}
+    ((_, fields),) = [each for each in heard if each[0] == "chosen"]
+    assert events.WORDS["chosen"][1](fields) == (
+        "jshard.matmul of (32, 16) and (16, 8): row=w, 0 B on the wire per device forward, 1/4 of the arithmetic"
+    )
 
 
 def test_choice_that_splits_whole_arrays_gives_the_product(monkeypatch):
@@ -196,11 +248,11 @@ def test_choice_and_its_price_stand_in_the_ledger_beside_its_collectives(tmp_pat
     assert str(ledger) == "\n".join([
         "one.yaml:3  product  forward   all_gather  over w (4)  1 x 512 B  float32  384 B on the wire  (chosen row=w, redistribute)",
         "one.yaml:3  product  backward  all_reduce  over w (4)  1 x 512 B  float32  768 B on the wire  (chosen row=w)",
-        f"one.yaml:3  product  chosen: row=w, 384 B on the wire per device forward, 768 B backward  {source}",
+        f"one.yaml:3  product  chosen: row=w, 384 B on the wire per device forward, 1/4 of the arithmetic  {source}",
         "total: 2 collectives, 1,152 B on the wire per device (forward 384 B, backward 768 B)",
     ])
     # fmt: on
-    assert '"words": "row=w, 384 B on the wire per device forward, 768 B backward"' in ledger.to_json()
+    assert '"words": "row=w, 384 B on the wire per device forward, 1/4 of the arithmetic"' in ledger.to_json()
     assert ledger.only(phase="backward").choices == ()
 
 
@@ -215,7 +267,7 @@ def test_choice_in_a_scan_and_a_remat_is_told_once():
     rows = jshard.Layout(jshard.mesh(), *ROWS)
     ledger = explain(jax.grad(f), place(A, ROWS), place(square, WHOLE))
     assert [choice.words for choice in ledger.choices] == [
-        "row=w, 0 B on the wire per device forward, 1,536 B backward"
+        "row=w, 0 B on the wire per device forward, 1/4 of the arithmetic"
     ]
 
 
@@ -234,24 +286,24 @@ def test_choice_of_a_sequence_that_is_split_leaves_it_split():
 def test_choice_of_sizes_that_do_not_divide_is_replicated():
     load({"w": 4})
     assert [str(choice) for choice in choose(A[:3, :5], B[:5, :7])] == [
-        "replicated, 0 B on the wire per device forward, 0 B backward"
+        "replicated, 0 B on the wire per device forward, all of the arithmetic"
     ]
     np.testing.assert_array_equal(jshard.matmul(A[:3, :5], B[:5, :7]), A[:3, :5] @ B[:5, :7])
 
 
 def test_choice_takes_fewer_bytes_before_less_arithmetic():
     load({"w": 4})
-    words = [str(choice) for choice in choose(A[:3], B[:, :7])]  # only the inner dimension divides
+    words = [str(choice) for choice in choices_with_gradients(A[:3], B[:, :7])]  # only the inner dimension divides
     assert words == [
-        "replicated, 0 B on the wire per device forward, 0 B backward",
-        "reduction=w, 126 B on the wire per device forward, 480 B backward",
+        "replicated, 0 B on the wire per device forward, 0 B backward, all of the arithmetic",
+        "reduction=w, 126 B on the wire per device forward, 480 B backward, 1/4 of the arithmetic",
     ]
 
 
 def test_choice_of_a_vector_is_by_columns():
     load({"w": 4})
     b = place(B, COLUMNS)
-    assert str(choose(A[0], b)[0]) == "column=w, 0 B on the wire per device forward, 96 B backward"
+    assert str(choose(A[0], b)[0]) == "column=w, 0 B on the wire per device forward, 1/4 of the arithmetic"
     result = jshard.matmul(A[0], b)
     assert result.sharding.spec == jax.P("w")
     np.testing.assert_array_equal(result, A[0] @ B)
@@ -261,11 +313,11 @@ def test_choice_on_an_auto_mesh_says_what_it_can_not_see():
     jshard.load({"jshard": {"mesh": {"w": 4}, "axis_types": "auto"}})
     placed = place(A, ROWS), place(B, ROWS)
     assert (
-        str(choose(*placed)[0]) == "row=w, 384 B on the wire per device forward, 768 B backward"
+        str(choose(*placed)[0]) == "row=w, 384 B on the wire per device forward, 1/4 of the arithmetic"
     )  # arrays at hand tell where they lie
     (told,) = explain(jshard.matmul, *placed, backward=False).choices
     assert told.words == (
-        "row=w, 0 B on the wire per device forward, 2,304 B backward, if x and w are whole (an auto mesh does not tell)"
+        "row=w, 0 B on the wire per device forward, 1/4 of the arithmetic, if x and w are whole (an auto mesh does not tell)"
     )
     np.testing.assert_array_equal(jax.jit(jshard.matmul)(*placed), A @ B)
 
@@ -294,7 +346,7 @@ def priced(x, w, runs_on=None):
     """Of each choice what it says, its steps and its multiplications."""
     return [
         (
-            str(choice).replace(" B on the wire per device forward", "").removesuffix(" B backward"),
+            str(choice).replace(" B on the wire per device forward", "").partition(" B backward")[0],
             choice.collectives,
             choice.multiplications,
         )
