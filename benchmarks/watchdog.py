@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jshard
 from benchmarks.quartiles import quartiles
 
 ROOT = Path(__file__).parent.parent
@@ -41,17 +42,15 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def measure(rounds: int, block: float, count: int) -> int:
     """In each process; the first says what came out."""
-    import jshard
-
     membership = jshard.init(devices=count)
-    from jshard.launch.initialize import pulse, unwatch
+    from jshard.launch.initialize import unwatch
     from jshard.launch.watchdog import watch
 
     assert membership is not None
     unwatch()
     leads = membership.rank == 0
     still = worked_in(4 * block)
-    stop = watch(membership, pulse(), 300.0)
+    stop = watch(membership, jshard.pulse(), 300.0)
     watching = worked_in(4 * block)
     stop()
     if leads:
@@ -71,9 +70,9 @@ def measure(rounds: int, block: float, count: int) -> int:
             if turn % 2 == (turn // 2) % 2:  # which comes first changes too
                 unwatched.append(timed(step, steps))
             else:
-                stop = watch(membership, pulse(), 300.0)
+                stop = watch(membership, jshard.pulse(), 300.0)
                 watched.append(timed(step, steps, watched=True))
-                pulse().results.clear()
+                jshard.pulse().results.clear()
                 stop()
         (low, ratio, high), (least, worked, most) = (
             quartiles([a[which] / b[which] for a, b in zip(watched, unwatched, strict=True)]) for which in (0, 1)
@@ -88,11 +87,10 @@ def measure(rounds: int, block: float, count: int) -> int:
 def worked_in(seconds: float) -> float:
     """Processor time of this process in each second, while it tells of a step now and then and sleeps: one that tells of none
     asks what the others do, which costs more."""
-    from jshard.launch.initialize import pulse
 
     began = time.process_time()
     for step in range(1, round(seconds / PAUSE) + 1):
-        pulse().at("step", step)
+        jshard.pulse().at("step", step)
         time.sleep(PAUSE)
     return (time.process_time() - began) / seconds
 
@@ -146,9 +144,7 @@ def timed(step: Callable[[], object], steps: int, *, watched: bool = False) -> t
     those that are `watched` are told as `jshard train` does."""
     import jax
 
-    from jshard.launch.initialize import pulse
-
-    say = pulse()
+    say = jshard.pulse()
     time.sleep(SETTLE)
     jax.block_until_ready(step())
     began, worked = time.perf_counter(), time.process_time()

@@ -9,31 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jshard import collectives as collectives
+    from jshard import schedules as schedules
     from jshard.errors import JShardError as JShardError
     from jshard.inspect.plan import explain as explain
     from jshard.inspect.plan import plan as plan
     from jshard.inspect.report import report as report
     from jshard.inspect.verify import verify as verify
-    from jshard.kernels import all_gather as all_gather
-    from jshard.kernels import all_reduce as all_reduce
-    from jshard.kernels import all_to_all as all_to_all
-    from jshard.kernels import broadcast as broadcast
-    from jshard.kernels import permute as permute
-    from jshard.kernels import reduce_scatter as reduce_scatter
-    from jshard.kernels import send_recv as send_recv
     from jshard.launch.initialize import init as init
+    from jshard.launch.initialize import pulse as pulse
     from jshard.layers import MLP as MLP
     from jshard.layers import Attention as Attention
     from jshard.layers import AuxLoss as AuxLoss
     from jshard.layers import Decoder as Decoder
-    from jshard.layers import Dropout as Dropout
-    from jshard.layers import Embed as Embed
     from jshard.layers import GatedMLP as GatedMLP
     from jshard.layers import Layer as Layer
-    from jshard.layers import LayerNorm as LayerNorm
     from jshard.layers import Linear as Linear
     from jshard.layers import MoE as MoE
-    from jshard.layers import RMSNorm as RMSNorm
     from jshard.layers import attend as attend
     from jshard.layers import cross_entropy as cross_entropy
     from jshard.layers import matmul as matmul
@@ -71,21 +63,16 @@ _ROOMS = {
     "jshard.inspect.plan": ("explain", "plan"),
     "jshard.inspect.report": ("report",),
     "jshard.inspect.verify": ("verify",),
-    "jshard.kernels": ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "send_recv"),
-    "jshard.launch.initialize": ("init",),
+    "jshard.launch.initialize": ("init", "pulse"),
     "jshard.layers": (
         "Attention",
         "Decoder",
-        "Dropout",
-        "Embed",
         "GatedMLP",
         "AuxLoss",
         "Layer",
-        "LayerNorm",
         "Linear",
         "MLP",
         "MoE",
-        "RMSNorm",
         "attend",
         "cross_entropy",
         "matmul",
@@ -112,16 +99,25 @@ _ROOMS = {
     "jshard.version": ("__version__",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-_RENAMED = {"weights": "jshard.load_weights"}
+_SUBMODULES = ("collectives", "schedules")
+_RENAMED = {
+    "weights": "jshard.load_weights",
+    **{
+        name: f"jshard.collectives.{name}"
+        for name in ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute")
+    },
+    **{name: f"jshard.collectives.{name}" for name in ("reduce_scatter", "send_recv")},
+    **{name: f"flax.nnx.{name}" for name in ("Dropout", "Embed", "LayerNorm", "RMSNorm")},
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("inspect", "kernels", "launch", "layers", "layouts", "signals", "training"):
+    if name in (*_SUBMODULES, "inspect", "kernels", "launch", "layers", "layouts", "signals", "training"):
         return importlib.import_module(f"jshard.{name}")
     if name not in _ROOM_OF:
         from jshard.errors import nearest
 
-        close = nearest(name, _ROOM_OF)
+        close = nearest(name, __dir__())
         meant = _RENAMED.get(name, close and f"jshard.{close}")
         raise AttributeError(f"jshard has no {name!r}" + (f"; did you mean {meant}?" if meant else ""))
     if _ROOM_OF[name] == "jshard.layouts":  # it tells them the mesh that a PartitionSpec means, JSHARD_CONFIG's too
@@ -132,4 +128,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(_ROOM_OF)
+    return sorted((*_ROOM_OF, *_SUBMODULES))

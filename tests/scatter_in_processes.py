@@ -180,9 +180,9 @@ def sums():
         expected += part
 
     def body(x):
-        gathered, pull = jax.vjp(lambda x: jshard.all_gather(x, "d"), x[:1])
+        gathered, pull = jax.vjp(lambda x: jshard.collectives.all_gather(x, "d"), x[:1])
         del gathered
-        return jshard.reduce_scatter(x, "d"), *pull(x)
+        return jshard.collectives.reduce_scatter(x, "d"), *pull(x)
 
     run = jax.jit(jax.shard_map(body, mesh=line.mesh, in_specs=jax.P("d"), out_specs=(jax.P("d"), jax.P("d"))))
     for found in run(jshard.scatter(only_on(0, whole), line)):

@@ -13,11 +13,10 @@ import pytest
 import jshard
 
 PROMISED = """
-load unload mesh signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum mean max all_reduce all_gather reduce_scatter permute
-all_to_all broadcast Layout
-Attention Decoder Dropout Embed GatedMLP LayerNorm MoE RMSNorm generate
-redistribute scatter gather send_recv move shard stack step value_and_grad explain plan report diff verify optimizer Optimizer train batches pretend
-init log trace load_weights save_weights JShardError __version__
+load unload mesh signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum mean max collectives schedules Layout
+Attention Decoder GatedMLP MoE generate
+redistribute scatter gather move shard stack step value_and_grad explain plan report diff verify optimizer Optimizer train batches pretend
+init pulse log trace load_weights save_weights JShardError __version__
 """.split()
 
 
@@ -34,7 +33,14 @@ def test_facade_shows_editors_what_it_hands_on():
     tree = ast.parse(Path(jshard.__file__).read_text())
     (seen,) = (node for node in tree.body if isinstance(node, ast.If))
     shown = [(node.module, alias.name, alias.asname) for node in seen.body for alias in node.names]
-    assert sorted((room, name, name) for room, names in jshard._ROOMS.items() for name in names) == sorted(shown)
+    rooms = {"jshard": jshard._SUBMODULES, **jshard._ROOMS}
+    assert sorted((room, name, name) for room, names in rooms.items() for name in names) == sorted(shown)
+
+
+def test_facade_has_the_collectives_and_schedules_in_modules_of_their_own():
+    names = "all_gather all_reduce all_to_all broadcast permute reduce_scatter send_recv".split()
+    assert [name for name in names if getattr(jshard.collectives, name) is not getattr(jshard.kernels, name)] == []
+    assert jshard.schedules.generate("gpipe", 2, 2).stages == 2
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,10 @@ def test_facade_shows_editors_what_it_hands_on():
     [
         ("Liner", "; did you mean jshard.Linear?"),
         ("weights", "; did you mean jshard.load_weights?"),
+        ("all_reduce", "; did you mean jshard.collectives.all_reduce?"),
+        ("send_recv", "; did you mean jshard.collectives.send_recv?"),
+        ("collective", "; did you mean jshard.collectives?"),
+        ("RMSNorm", "; did you mean flax.nnx.RMSNorm?"),
         ("xyzzy", ""),
     ],
 )

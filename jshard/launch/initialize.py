@@ -113,7 +113,8 @@ def joined() -> Membership | None:
 
 
 def pulse() -> Pulse:
-    """Return what this process tells the others of itself; a loop sets `phase` and `step`."""
+    """Return this process's status, which the other processes and `jshard top` read. A loop of your own calls
+    `jshard.pulse().at("step", 12)` before a step and `.waits(12, loss)` after it; `jshard train` does so by itself."""
     return _Joined.pulse
 
 

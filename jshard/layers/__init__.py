@@ -1,10 +1,5 @@
 """Floor 3: Flax NNX modules and functions whose collectives are written out."""
 
-from flax.nnx import Dropout as Dropout
-from flax.nnx import Embed as Embed
-from flax.nnx import LayerNorm as LayerNorm
-from flax.nnx import RMSNorm as RMSNorm
-
 from jshard.layers.attending import attend as attend
 from jshard.layers.attention import Attention as Attention
 from jshard.layers.decoder import Decoder as Decoder

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jshard
 from jshard.launch import rank_status, watchdog
-from jshard.launch.initialize import pulse
 
 
 def commit(fault: str) -> None:
@@ -24,7 +23,7 @@ def commit(fault: str) -> None:
         case "exit":
             sys.exit(3)
         case "sleep":
-            pulse().at("data")
+            jshard.pulse().at("data")
             time.sleep(600)
 
 
@@ -62,9 +61,9 @@ def main(fault: str, rank: int, steps: int = 20) -> None:
     mesh = jax.make_mesh((4,), ("data",))
     x = jax.make_array_from_callback((4,), NamedSharding(mesh, P("data")), lambda part: np.arange(4.0)[part])
     total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()))
-    pulse().of = steps
+    jshard.pulse().of = steps
     for step in range(1, steps + 1):
-        pulse().at("step", step)
+        jshard.pulse().at("step", step)
         if step == 4:
             print("listens at", *sorted(listening()))
         mine = rank == (0 if member is None else member.rank)
@@ -73,10 +72,10 @@ def main(fault: str, rank: int, steps: int = 20) -> None:
         if step == 5 and fault == "slow" and not mine:
             jump(3600 if jax.process_index() % 2 else -3600)
         result = total(x)
-        pulse().waits(step, result)
+        jshard.pulse().waits(step, result)
         result.block_until_ready()
         time.sleep(0.02 if fault != "slow" else 0.2 if mine else 0.05)
-    pulse().at("ended")
+    jshard.pulse().at("ended")
     print("total", float(result[0]))
 
 

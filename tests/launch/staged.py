@@ -15,7 +15,6 @@ from flax import nnx
 
 import jshard
 from jshard import events
-from jshard.launch.initialize import pulse
 from jshard.run_names import RESTART
 
 WIDTH = 8
@@ -49,7 +48,7 @@ def disturb(fault: str, step: int, place: str) -> None:
     def operation(where: str, ended: bool) -> None:
         assert hears is not None
         hears(where, ended)
-        if where.startswith(place) and not ended and pulse().step == step:
+        if where.startswith(place) and not ended and jshard.pulse().step == step:
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)

@@ -123,7 +123,9 @@ def test_step_finds_where_results_lie_and_takes_it_from_outputs(mesh):
     found = jshard.step(lambda x: {"y": x + 1, "rows": jshard.sum(x)})(x)
     cases.assert_lies(found["y"], P("data", "tensor"))
     cases.assert_lies(found["rows"], P())
-    given = jshard.step(lambda x: jshard.all_gather(x, "tensor", axis=1, result="invariant"), outputs=P("data"))(x)
+    given = jshard.step(
+        lambda x: jshard.collectives.all_gather(x, "tensor", axis=1, result="invariant"), outputs=P("data")
+    )(x)
     cases.assert_lies(given, P("data"))
     cases.assert_equal(given, x)
 

@@ -573,7 +573,7 @@ def laid_out(mesh, numbers):
 
 def sent(mesh, source, target):
     return jax.shard_map(
-        lambda x: jshard.send_recv(x, source=source, target=target, axis="a"),
+        lambda x: jshard.collectives.send_recv(x, source=source, target=target, axis="a"),
         mesh=mesh, in_specs=P("a"), out_specs=P("a"),
     )  # fmt: skip
 

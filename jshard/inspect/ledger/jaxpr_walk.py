@@ -216,5 +216,5 @@ def _refuse_unknown(eqn: Any, around: Around) -> None:
     if mesh_axes:
         raise JShardError(
             f'the program calls {eqn.primitive.name} over mesh axis "{mesh_axes[0]}", which jshard has no price for',
-            hint=f"use one of {', '.join(f'jshard.{name}' for name in COLLECTIVES)}",
+            hint=f"use one of {', '.join(f'jshard.collectives.{name}' for name in COLLECTIVES)}",
         )

@@ -426,8 +426,8 @@ def test_collective_without_a_price_is_refused(mesh):
         ledger_of(f, jax.device_put(np.ones(64, np.float32), jax.NamedSharding(made, P("data"))))
     assert str(error.value) == (
         'the program calls ragged_all_to_all over mesh axis "data", which jshard has no price for; use one of '
-        "jshard.all_reduce, jshard.all_gather, jshard.reduce_scatter, jshard.all_to_all, jshard.permute, "
-        "jshard.broadcast"
+        "jshard.collectives.all_reduce, jshard.collectives.all_gather, jshard.collectives.reduce_scatter, "
+        "jshard.collectives.all_to_all, jshard.collectives.permute, jshard.collectives.broadcast"
     )
 
 
