@@ -71,7 +71,10 @@ def did_you_mean(word: object, known: Iterable[str], otherwise: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Find the known word that `word` was most likely meant to be."""
-    return next(iter(difflib.get_close_matches(word, map(str, known), n=1)), None)
+    names = [*map(str, known)]
+    return next(
+        iter(difflib.get_close_matches(word, names, 1) or difflib.get_close_matches(word.lower(), names, 1)), None
+    )
 
 
 def multiples(size: int, of: int) -> str:

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from jshard.cli.target import Target, find_modules_here, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
+from jshard.host import computes_on_cpus
 from jshard.signals.claims import claims
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.globs import numberless
-from jshard.signals.topologies import fitted
+from jshard.signals.topologies import devices_of, fitted
 from jshard.table import table
 from jshard.training.settings import Settings
 
@@ -94,6 +95,7 @@ def _check(checked: Checked, configuration: Configuration, chosen: argparse.Name
         sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
         of = configuration.topology, configuration.topology_place
         fitted(sizes, configuration.mesh.place, *of, configuration.mesh.slices)
+    _check_workers(configuration)
     if chosen.claims:
         return _check_claims(checked, configuration, listed=True)
     _check_experiment(configuration)
@@ -110,6 +112,31 @@ def _check(checked: Checked, configuration: Configuration, chosen: argparse.Name
             hint="write model and data under jshard.train, or remove it",
         )
     _check_promises(checked, configuration, baseline, update, promised=reason is not None)
+
+
+def _check_workers(configuration: Configuration) -> None:
+    """Raise an error for a worker beyond the devices of an open mesh. With a written mesh, loading has done so."""
+    named = {
+        signal: signal.shard.workers or () for signal in configuration.signals.values() if signal.shard is not None
+    }
+    if not any(named.values()) or configuration.mesh is None or -1 not in configuration.mesh.sizes:
+        return
+    asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if configuration.topology is not None:
+        count, who = devices_of(configuration.topology), configuration.topology
+    elif not computes_on_cpus():
+        import jax
+
+        count, who = len(jax.devices()), "this host"
+    elif asked.isdecimal():
+        count, who = int(asked), f"JAX_NUM_CPU_DEVICES={asked}"
+    else:  # as many are pretended as it takes
+        return
+    for signal, workers in named.items():
+        if beyond := [number for number in workers if number >= count]:
+            about = f'signal "{signal.name}" ({signal.at("shard.workers")})'
+            fault = f"{about} names worker {beyond[0]}, and {who} has {count} devices"
+            raise JShardError(fault, hint=f"use numbers from 0 to {count - 1}")
 
 
 def _check_experiment(configuration: Configuration) -> None:

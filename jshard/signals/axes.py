@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jshard.errors import Place, did_you_mean, quoted
+from jshard.errors import Place, quoted
 from jshard.signals.faults import Path, dotted, listed, shown, subject, value_words
 from jshard.signals.nodes import Node
+from jshard.signals.synonyms import MESH_AXES, suggest
 from jshard.signals.value_types import Key, Names, Reading, Table, choice, integer, whole_number
 
 
@@ -27,7 +28,7 @@ class Axes(Names):
         else:
             there = f"({reading.mesh_place}: {listed(reading.mesh_axes, 'and')})".replace(" and ", ", ")
             where = f"which is not in jshard.mesh {there}"
-            hint = did_you_mean(name, reading.mesh_axes, f"write {listed(reading.mesh_axes)}")
+            hint = suggest(name, reading.mesh_axes, f"write {listed(reading.mesh_axes)}", words=MESH_AXES)
         reading.faults.add(path, place, f"names {self.noun}{quoted(name)}, {where}", hint)
         return False
 

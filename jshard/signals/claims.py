@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from jshard.errors import Place, nearest, quoted
 from jshard.signals.config import Configuration
 from jshard.signals.faults import Faults, listed
-from jshard.signals.globs import LONGEST, OTHERS, RANGE, Glob, layers_of, narrowed, spellings
+from jshard.signals.globs import LONGEST, OTHERS, RANGE, Glob, layers_of, narrowed, respelt, spellings
 from jshard.signals.signal import Signal
 
 
@@ -138,12 +138,12 @@ def _misfits(glob: str, fits: Collection[str], paths: Collection[str]) -> Iterat
 
 
 def _meant(glob: str, paths: Collection[str]) -> str:
-    """A hint: the glob with the first part that leads nowhere in place of the nearest that does, else what there is."""
+    """Return a hint: the glob in our notation, or with the nearest part for its first wrong one, else what there is."""
+    if meant := next((each for each in respelt(glob) if any(map(Glob(each).fits, paths))), None):
+        return f"did you mean {quoted(meant, LONGEST)}?"
     parts = next(spellings(glob)).split("/")
     leads = (any(map(Glob("/".join([*parts[: at + 1], "**"])).fits, paths)) for at in range(len(parts)))
-    number = next((number for number, one in enumerate(leads) if not one), None)
-    if number is None:  # it leads somewhere, and further
-        return f"did you mean {quoted('/'.join([*parts, '**']), LONGEST)}?"
+    number = next(number for number, one in enumerate(leads) if not one)
     before, after = parts[:number], parts[number + 1 :]
     steps = [path.split("/") for path in filter(Glob("/".join([*before, "**"])).fits, paths)]
     there = {name for path in steps for name in (path if "**" in before else path[number : number + 1])}

@@ -11,6 +11,7 @@ from jshard.signals.faults import COMMAND_LINE, Faults, Path, dotted, listed, su
 from jshard.signals.nodes import DEEPEST, Node, collection, read_mapping
 from jshard.signals.schema import JSHARD_TABLE, TRAIN
 from jshard.signals.source import read_text, read_word
+from jshard.signals.synonyms import suggest
 from jshard.signals.value_types import Key, Table
 
 # Arguments of optimizers that are looked for beside `optimizer`.
@@ -180,8 +181,8 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
         path = ["jshard", "train", *key.split(".")]
     else:
         known = [*root.value, *TRAIN, "jshard"]
-        near = nearest(key.split(".")[0], known) or nearest(key, known)
-        hint = f"did you mean {quoted(near)}?" if near else f"write {listed([*Table(TRAIN).known, 'a signal'])}"
+        otherwise = did_you_mean(key, known, f"write {listed([*TRAIN, 'a signal'])}")
+        hint = suggest(key.split(".")[0], known, otherwise)
         if full := full_key(key):
             hint = f"write {dotted([f'{full}={text}'])}"
         return wrong("names no signal and no key of jshard.train", hint)

@@ -80,6 +80,14 @@ def spellings(glob: str) -> Iterator[str]:
     return map("".join, itertools.product(*_choices(glob)))
 
 
+def respelt(glob: str) -> Iterator[str]:
+    """Yield what a glob may have been meant to be: a path in dots, a regular expression, a module or the end of a path."""
+    for one in (glob, glob.removeprefix("params/"), glob.replace(".", "/"), glob.replace(".*", "**")):
+        for each in (one, f"{one}/**", f"**/{one}", f"**/{one}/**"):
+            if not _fault(each)[0]:
+                yield each
+
+
 def narrowed(glob: str) -> Iterator[tuple[str, str]]:
     """Each alternative, and the glob with that one in place of its braces."""
     choices = _choices(glob)

@@ -11,8 +11,9 @@ from jshard.errors import Place, did_you_mean, quoted
 from jshard.signals.faults import Faults, Path
 from jshard.signals.match import Matcher, is_glob
 from jshard.signals.nodes import DEEPEST, Node
-from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE
+from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE, TRAIN
 from jshard.signals.signal import AXIS_KEYS, PRODUCT, DTypes, Shard, Signal
+from jshard.signals.synonyms import meant
 from jshard.signals.value_types import Reading
 
 # Two keys that may not name one mesh axis: keys, and the array that would be split over it twice.
@@ -44,11 +45,12 @@ def resolve(root: Node, source: str, faults: Faults) -> tuple[dict[str, Any], di
     """Read and check all that `root` says: what stands under `jshard`, the places of its keys ("jshard." included), and the
     signals. What is faulty is left out; the caller raises the faults."""
     assert isinstance(root.value, dict)
-    head, reading = _head(root, faults)
+    misspelt = _misspelt(root, faults)
+    head, reading = _head(root.value.get("jshard") or misspelt, faults)
     written = {
         name: _written(name, node, root.keys[name], reading)
         for name, node in root.value.items()
-        if name != "jshard" and _is_signal(name, node, root.keys[name], faults)
+        if name != "jshard" and node is not misspelt and _is_signal(name, node, root.keys[name], faults)
     }
     names = _Names(written, head, source, faults)
     names.check_backward()
@@ -62,11 +64,25 @@ def is_template(name: str) -> bool:
     return name.startswith("_")
 
 
-def _head(root: Node, faults: Faults) -> tuple[dict[str, Any], Reading]:
-    """What stands under `jshard`, and what the signals are to be read against."""
+def _misspelt(root: Node, faults: Faults) -> Node | None:
+    """Report a name that was meant to be "jshard", and return what is under it: its faults are reported too, and those that
+    its absence would have are not."""
     assert isinstance(root.value, dict)
+    for name, node in root.value.items():
+        keys = {*node.value} if isinstance(node.value, dict) else set()
+        is_near = name != "jshard" and difflib.get_close_matches(name, ["jshard"], cutoff=0.75)
+        if is_near and keys & JSHARD.keys() - SIGNAL.keys():
+            place = root.keys[name]
+            faults.add(f"{quoted(name)} ({place})", place, "has the keys of jshard", 'did you mean "jshard"?')
+            if "include" in keys:  # signals of the files that were not included are missing
+                faults.stop()
+            return node
+    return None
+
+
+def _head(node: Node | None, faults: Faults) -> tuple[dict[str, Any], Reading]:
+    """Read what stands under `jshard`, and what the signals are to be read against."""
     reading = Reading(faults)
-    node = root.value.get("jshard")
     if node is None:
         return {}, reading
     mesh = node.value.get("mesh") if isinstance(node.value, dict) else None
@@ -88,10 +104,12 @@ def _is_signal(name: str, node: Node, place: Place, faults: Faults) -> bool:
     if not all(name.split("/")):
         hint = f"write {quoted('/'.join(filter(None, name.split('/'))) or 'layer1')}"
         faults.add((name,), place, "has a name with an empty part", hint)
-    elif difflib.get_close_matches(name, ["jshard"], cutoff=0.75) and keys & set(JSHARD) and not keys & set(SIGNAL):
-        faults.add(about, place, "has the keys of jshard", 'did you mean "jshard"?')
     elif name in JSHARD and not keys & set(SIGNAL) and node.value != {}:
         faults.add(about, place, "stands outside jshard", 'write it under "jshard:"')
+    elif node.value != {} and not keys & SIGNAL.keys() and (ours := meant(name, JSHARD)):
+        faults.add(about, place, "stands outside jshard", f'write {" or ".join(ours)} under "jshard:"')
+    elif not isinstance(node.value, dict) and (ours := [name] * (name in TRAIN) or meant(name, TRAIN)):
+        faults.add(about, place, "stands outside jshard", f"write {' or '.join(ours)} under jshard.train")
     elif node.value is None:
         faults.add((name,), place, "says nothing", "write {} after it to replicate, or keys such as row: data")
     else:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from jshard.errors import Place, did_you_mean, nearest, quoted
+from jshard.errors import Place, nearest, quoted
 from jshard.signals.faults import Faults, Path, dotted, listed, shown, value_words
 from jshard.signals.nodes import Node
+from jshard.signals.synonyms import meant, suggest
 from jshard.units import BYTES
 
 
@@ -68,7 +69,7 @@ class Single:
         value = self.parse(node.value)
         if value is None:
             word = node.value if isinstance(node.value, str) else ""
-            return reading.wrong(self, node, path, did_you_mean(word, self.words, ""))
+            return reading.wrong(self, node, path, suggest(word, self.words, ""))
         return value
 
     def json(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Stages:
         if node.value in self.words or number is not None:
             return str(node.value if number is None else number)
         word = node.value if isinstance(node.value, str) else ""
-        return reading.wrong(self, node, path, did_you_mean(word, self.words, ""))
+        return reading.wrong(self, node, path, suggest(word, self.words, ""))
 
     def _number(self, value: object) -> int | None:
         number = whole_number(value)
@@ -160,7 +161,8 @@ def flag_or(words: tuple[str, ...]) -> Single:
             return words[0] if value else ""
         return value if isinstance(value, str) and value in words else None
 
-    return Single(f"{', '.join(words)}, true or false", words[0], parse, {"enum": [*words, True, False]}, words)
+    form = {"enum": [*words, True, False]}
+    return Single(f"{', '.join(words)}, true or false", words[0], parse, form, (*words, "true", "false"))
 
 
 def whole_number(value: object) -> int | None:
@@ -313,12 +315,11 @@ class Table:
                 self._keep(inside, node.keys[name], (*path, name), reading)
 
     def _unknown(self, name: str, place: Place, path: Path, reading: Reading) -> None:
-        near = nearest(name, self.known)
+        near = next(iter(meant(name, self.known)), nearest(name, self.known))
         if near is not None:  # taken as meant, so that its absence is not told as well
-            reading.broken.update([".".join(path), ".".join((*path, near))])
+            reading.broken.update([".".join(path), ".".join((*path, near.split(":")[0]))])
         inner = "" if path[0] == "jshard" else "".join(f"{word}." for word in path[1:])
-        known = [inner + each for each in self.known]
-        hint = did_you_mean(inner + name, known, f"write {listed(known)}")
+        hint = suggest(name, self.known, f"write {listed(inner + each for each in self.known)}", inside=inner)
         if name in self.elsewhere:
             hint = 'write it under "jshard:"'
         reading.faults.add(path, place, f"has an unknown key {quoted(inner + name)}", hint)

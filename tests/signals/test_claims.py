@@ -121,6 +121,26 @@ def test_claims_that_are_wrong_are_one_error_in_the_order_of_the_file(loaded):
     )
 
 
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("layers.0.mlp.up.kernel", "layers/0/mlp/up/kernel"),
+        ("layers.*.mlp", "layers/*/mlp/**"),
+        ("embed.embedding", "embed/embedding"),
+        ("params/embed/**", "embed/**"),
+        ("params/embed", "embed/**"),
+        ("layers/.*/kernel", "layers/**/kernel"),
+        ("q_proj", "**/q_proj/**"),
+        ("scale", "**/scale"),
+        ("{q,k}_proj/kernel", "**/{q,k}_proj/kernel"),
+    ],
+)
+def test_claims_by_a_glob_in_another_notation_are_told_in_ours(glob, meant, loaded):
+    assert faults_of(loaded(f"a: {{match: '{glob}'}}\nrest: {{match: '**'}}\n")) == (
+        f'signal "a" (c.yaml:3) has match "{glob}", which fits no parameter; did you mean "{meant}"?',
+    )
+
+
 def test_claims_of_all_others_by_two_signals_are_double(loaded):
     assert faults_of(loaded("a: {match: '**'}\nb: {match: '**'}\n")) == (
         'parameters "layers/0/attn/q_proj/kernel" and 15 more are claimed by signal "a" (c.yaml:3) as "**" and by signal "b" '

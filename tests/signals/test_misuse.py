@@ -51,6 +51,17 @@ IN_A_FILE = {
         "jshrad: {mesh: {data: 2}}\nlayer1: {row: []}\n",
         '"jshrad" (FILE:1) has the keys of jshard; did you mean "jshard"?',
     ),
+    "jshard misspelt, behind what would follow": (
+        "layer1: {row: data, column: tnsor}\njhsard: {mesh: {data: 2, tensor: 4}, kernel: {all_reduce: ring}, strct: true}\n",
+        'signal "layer1" (FILE:1) names mesh axis "tnsor", which is not in jshard.mesh (FILE:2: data, tensor); did you mean '
+        '"tensor"?',
+        '"jhsard" (FILE:2) has the keys of jshard; did you mean "jshard"?',
+        'jshard (FILE:2) has an unknown key "strct"; did you mean "strict"?',
+    ),
+    "jshard misspelt, with an include": (
+        "layer1: {extends: _base}\njshrd: {include: base.yaml}\n",
+        '"jshrd" (FILE:2) has the keys of jshard; did you mean "jshard"?',
+    ),
     "mesh at top": (
         "mesh: {data: 2}\n",
         '"mesh" (FILE:1) stands outside jshard; write it under "jshard:"',
