@@ -36,6 +36,7 @@ from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.pipeline import Pipelined, PipelinedPieces
 from jshard.layers.roles import Placed
+from jshard.layers.written_back import WrittenBack, arrays_of_variables
 from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.paths import keys_of, slashed, words_of
@@ -163,9 +164,7 @@ class Call:
 
     def ended(self, outs: Sequence[Any]) -> Any:
         """Give NNX models the variables that the program leaves, and return its result."""
-        result, state = jax.tree.unflatten(self.out.tree, outs)
-        nnx.update(self.args, state)
-        return result
+        return self.out.written.into(self.args, outs)
 
     def microbatches(self, *batches: Any) -> tuple[Any, list[Any]]:
         """Return the mean loss of what has an axis of microbatches before that of the arguments behind the model, and its
@@ -239,9 +238,9 @@ class _Array:
 
 
 class _Out:
-    """What a traced function returns, beside arrays: their tree; and the arrays that it closes over."""
+    """What a traced function returns, beside arrays; and the arrays that it closes over."""
 
-    tree: Any = None
+    written: WrittenBack
     consts: Sequence[Any] = ()
     compiled: Any = None
 
@@ -275,10 +274,11 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     def of_one_device(*xs: Any) -> list[Any]:
         it = iter(xs)
         trees, *states = jax.tree.unflatten(s.tree, [next(it) if x is None else x for x in s.static])
+        before = arrays_of_variables(states[:2])
         merged = nnx.merge(s.graphdef, *states)
         args, kwargs = replaced(merged, dict(zip(s.trees, trees, strict=True)))
         result = f(*args, **kwargs)
-        flat, out.tree = jax.tree.flatten((result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[2]))
+        out.written, flat = WrittenBack.of(result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[1:3], before, xs)
         return flat
 
     with alone():
@@ -308,7 +308,8 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
         for each in s.arrays
     ]  # fmt: skip
     jaxpr, out.consts = closed_over(jaxpr)
-    program = Program(s.mesh, jaxpr, [*inputs, *(Input(whole(np.ndim(x))) for x in out.consts)], is_called=True)
+    inputs += [Input(whole(np.ndim(x))) for x in out.consts]
+    program = Program(s.mesh, jaxpr, inputs, is_called=True, returns_to=out.written.returns_to)
     out.compiled = jax.jit(program)
     _placements.setdefault((s.fingerprint, s.mesh), {}).update(program.placed)
     while len(_placements) > 16:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -234,6 +235,93 @@ def test_what_lies_on_the_mesh_and_has_other_places_than_the_batch_stays_as_it_i
 
     program = described_call(f, ({"w": zeros(3)}, zeros(4, 8), x), {}).program
     assert [in_words(axes) for axes in program.in_axes[1:]] == ["data tensor", "data -"]
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm = nnx.Linear(8, 16, use_bias=False, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.norm(self.up(x))))
+
+
+def training_step(model, optimizer, x, y):
+    loss, gradients = nnx.value_and_grad(lambda model: ((model(x) - y) ** 2).mean())(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def trained(step):
+    model = Normed(nnx.Rngs(0))
+    optimizer, rng = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), np.random.default_rng(0)
+    batch = [rng.normal(size=(8, 8)).astype("float32") for _ in "xy"]
+    losses, layouts = [], []
+    for _ in range(3):
+        losses.append(step(model, optimizer, *batch))
+        layouts.append([x.sharding for x in jax.tree.leaves(nnx.state((model, optimizer)))])
+    assert layouts[0] == layouts[1] == layouts[2]
+    return losses, model, optimizer
+
+
+@pytest.mark.parametrize("outer", [nnx.jit, lambda f: f], ids=["in nnx.jit", "by itself"])
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_a_step_leaves_every_variable_behind_at_its_layout(kind, outer):
+    """The parameters, the moments and the statistics."""
+    losses, model, optimizer = trained(nnx.jit(training_step))
+    words = {"up": {"row": "data", "column": "tensor", "store": "data"}, "down": {"row": "data", "reduction": "tensor"}}
+    rest = {"row": "data", "match": ["norm/**", "down/bias"]}
+    matched = {name: {**each, "match": [f"{name}/kernel"]} for name, each in words.items()}
+    jshard.load({"jshard": {**MESH, "axis_types": kind}, **matched, "rest": rest})
+    got, sharded, sharded_optimizer = trained(outer(jshard.shard(training_step)))
+    np.testing.assert_allclose(got, losses, rtol=1e-5)
+    for found, expected in zip(nnx.split(sharded, ...)[1:], nnx.split(model, ...)[1:], strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
+    found, expected = nnx.state(sharded_optimizer), nnx.state(optimizer)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
+    shards = [x[...].addressable_shards[0].data.shape for x in (sharded.up.kernel, sharded.down.kernel)]
+    assert shards == [(4, 4), (4, 8)]
+
+
+class Caching(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(4, 8, decode=True, rngs=rngs)
+
+    def __call__(self, x):
+        self.attention.init_cache(x.shape)
+        return jnp.concatenate([self.attention(x[:, at : at + 1]) for at in range(2)], 1)
+
+
+def test_a_function_creates_variables_of_its_model_and_deletes_them():
+    x, model = np.random.default_rng(0).normal(size=(4, 6, 8)).astype("float32"), Caching(nnx.Rngs(0))
+    expected = nnx.jit(lambda model, x: model(x))(model, x)
+    jshard.load({"jshard": MESH, "a": {"row": "data", **WORDS}})
+    sharded = jshard.shard(Caching(nnx.Rngs(0)))
+    for _ in range(2):  # it creates them, and finds them
+        np.testing.assert_allclose(sharded(x), expected, atol=1e-6)
+        found, like = nnx.state(sharded, nnx.Cache), nnx.state(model, nnx.Cache)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), found, like)
+    assert jshard.shard(lambda model: len(jax.tree.leaves(nnx.pop(model, nnx.Cache))))(sharded) == 3
+    assert not nnx.state(sharded, nnx.Cache)
+
+
+class Growing(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(zeros(8))
+
+    def __call__(self, x):
+        self.more = nnx.Dict(w=nnx.Param(jnp.zeros(8)))
+        return (x * self.w + self.more.w).sum()
+
+
+def test_a_module_that_is_created_in_a_call_is_a_sentence():
+    jshard.load({"jshard": MESH, "a": {"row": "data", "match": ["**"]}})
+    with pytest.raises(JShardError) as told:
+        jshard.shard(Growing())(zeros(4, 8))
+    assert str(told.value) == (
+        "a function under jshard.shard creates more/w in a module that its caller does not have; create modules before the call; "
+        "a call may create variables of them"
+    )
 
 
 def test_how_results_are_split_is_left_to_the_trace_of_the_call():

@@ -4,7 +4,8 @@ left to XLA."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,8 +49,17 @@ class Program:
     `axis_types: auto` that is all that is asked. The second trace comes with it, but for a program that is called at once:
     `find_out_axes` makes one of both."""
 
-    def __init__(self, mesh: Mesh, jaxpr: Any, inputs: Sequence[Input], *, is_called: bool = False):
+    def __init__(
+        self,
+        mesh: Mesh,
+        jaxpr: Any,
+        inputs: Sequence[Input],
+        *,
+        is_called: bool = False,
+        returns_to: Mapping[int, int] = types.MappingProxyType({}),
+    ):
         self.mesh, self.jaxpr, self.inputs = mesh, jaxpr, inputs
+        self.returns_to = returns_to  # by the number of a result: the number of the input whose layout it takes
         self.types = [v.aval for v in bare(jaxpr).invars]
         self.only_looked_up = [{*each} == {"gather"} for each in readers(jaxpr)]
         self.multiplied_once = [False] * len(inputs)  # and not gathered again
@@ -128,8 +138,15 @@ class Program:
         rows = [part for part, each in zip(parts, self.inputs, strict=True) if each.claim is None]
         marks = unreduced(run.steps, rows, ends, run.sizes) if self.stage is None else {}
         self.unruled, self.found, self.marks = run.unruled, run.found, marks
-        self.out_axes = [part.axes for part in ends]
+        self.out_axes = [self._out_axes(number, part.axes) for number, part in enumerate(ends)]
         return ends
+
+    def _out_axes(self, number: int, found: Axes) -> Axes:
+        """Return how a result is split: what replaces a parameter, or an array that is split, lies as that does."""
+        source = self.returns_to.get(number)
+        if source is None or not (self.inputs[source].claim or any(self.in_axes[source])):
+            return found
+        return self.in_axes[source]
 
     def _traced(self, f: Any, in_axes: Sequence[Axes]) -> None:
         placed = [Layout(self.mesh, *axes) for axes in in_axes]
@@ -161,7 +178,12 @@ class Program:
         """Run on arrays that lie as `in_axes` say."""
         if not is_explicit(self.mesh):
             claims = [each.claim.signal if each.claim else None for each in self.inputs]
-            return jax_core.eval_jaxpr(named(self.jaxpr, claims, self.mesh, self.found), [], *xs)
+            outs = jax_core.eval_jaxpr(named(self.jaxpr, claims, self.mesh, self.found), [], *xs)
+            for number in self.returns_to:
+                if axes := self._out_axes(number, ()):
+                    sharding = Layout(self.mesh, *axes).sharding
+                    outs[number] = jax.lax.with_sharding_constraint(outs[number], sharding)
+            return outs
         specs = tuple(Layout(self.mesh, *axes).spec for axes in self.in_axes)
         out_specs: list[PartitionSpec] = []  # the body tells them
 
