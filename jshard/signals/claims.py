@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from jshard.errors import Place, nearest, quoted
 from jshard.signals.config import Configuration
 from jshard.signals.faults import Faults, listed
-from jshard.signals.globs import LONGEST, OTHERS, RANGE, Glob, layers_of, narrowed, respelt, spellings
+from jshard.signals.globs import LONGEST, OTHERS, RANGE, Glob, layers_of, narrowed, patterns, respelt, spellings
 from jshard.signals.signal import Signal
 
 
@@ -64,6 +64,14 @@ def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Clai
             first = found.setdefault(path, claim)
             if first.signal is not claim.signal:
                 contested.setdefault((first, claim), []).append(path)
+    for signal in configuration.signals.values():
+        whole = [Glob(glob.text) for glob in patterns(signal.match)]
+        for text in (text for text in signal.match if text.startswith("!")):
+            theirs = [path for path in paths if any(glob.fits(path) for glob in whole)]
+            for says, hint in _misfits(text[1:], [*filter(Glob(text[1:]).fits, theirs)], theirs, sign="!"):
+                faults.add(
+                    (signal.name,), signal.at(f"match.{text}"), f"has match {quoted(text, LONGEST)}, {says}", hint
+                )
     for (first, second), both in contested.items():
         what, verb = ("parameters", "are") if both[1:] else ("parameter", "is")
         says = f"{_some(both, 1)} {verb} claimed by {first} and by {second}"
@@ -105,8 +113,9 @@ def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, C
 def ranges(configuration: Configuration, path: str, depth: int) -> list[tuple[int, int]]:
     """The layers of the stack at `path`, `depth` in all, that its globs tell apart: `[(0, 12), (12, 24)]`."""
     ends, faults = {0, depth}, Faults()
-    for claim, glob in _globs(configuration):
-        for spelling in spellings(glob.text):
+    texts = [(claim, each.text) for claim, glob in _globs(configuration) for each in (glob, *glob.exceptions)]
+    for claim, text in texts:
+        for spelling in spellings(text):
             for wide in RANGE.finditer(spelling):
                 if not Glob(spelling[: wide.start()]).fits(path):
                     continue
@@ -123,24 +132,28 @@ def ranges(configuration: Configuration, path: str, depth: int) -> list[tuple[in
 
 def _globs(configuration: Configuration) -> list[tuple[Claim, Glob]]:
     """Every glob, `"**"` by itself last."""
-    every = [Claim(signal, glob) for signal in configuration.signals.values() for glob in signal.match]
-    return [(claim, Glob(claim.glob)) for claim in sorted(every, key=lambda claim: claim.glob == OTHERS)]
+    signals = configuration.signals.values()
+    every = [(Claim(signal, glob.text), glob) for signal in signals for glob in patterns(signal.match)]
+    return sorted(every, key=lambda one: one[0].glob == OTHERS)
 
 
-def _misfits(glob: str, fits: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Say what of a glob is in no path, all of it or one of its alternatives, and what was meant."""
-    if not fits:
-        yield "which fits no parameter", _meant(glob, paths)
-        return
-    for alternative, alone in narrowed(glob):
-        if not any(map(Glob(alone).fits, fits)):
-            yield f"whose alternative {quoted(alternative)} fits no parameter", _meant(alone, paths)
+def _misfits(glob: str, fits: Collection[str], paths: Collection[str], *, sign: str = "") -> Iterator[tuple[str, str]]:
+    """Yield what of a glob fits no path, all of it or one of its alternatives, and what was meant. `sign` stands before it."""
+    none = "fits no parameter of its globs" if sign else "fits no parameter"
+    if not fits and any(map(Glob(glob).fits, paths)):
+        yield "whose exceptions leave it no parameter", "remove one of them"
+    elif not fits:
+        yield f"which {none}", _meant(glob, paths, sign)
+    else:
+        for alternative, alone in narrowed(glob):
+            if not any(map(Glob(alone).fits, paths)):
+                yield f"whose alternative {quoted(alternative)} {none}", _meant(alone, paths, sign)
 
 
-def _meant(glob: str, paths: Collection[str]) -> str:
+def _meant(glob: str, paths: Collection[str], sign: str) -> str:
     """Return a hint: the glob in our notation, or with the nearest part for its first wrong one, else what there is."""
     if meant := next((each for each in respelt(glob) if any(map(Glob(each).fits, paths))), None):
-        return f"did you mean {quoted(meant, LONGEST)}?"
+        return f"did you mean {quoted(sign + meant, LONGEST)}?"
     parts = next(spellings(glob)).split("/")
     leads = (any(map(Glob("/".join([*parts[: at + 1], "**"])).fits, paths)) for at in range(len(parts)))
     number = next(number for number, one in enumerate(leads) if not one)
@@ -149,7 +162,7 @@ def _meant(glob: str, paths: Collection[str]) -> str:
     there = {name for path in steps for name in (path if "**" in before else path[number : number + 1])}
     near = nearest(parts[number], sorted(there))
     if near is not None and any(map(Glob("/".join([*before, near, *after])).fits, paths)):
-        return f"did you mean {quoted('/'.join([*before, near, *after]), LONGEST)}?"
+        return f"did you mean {quoted(sign + '/'.join([*before, near, *after]), LONGEST)}?"
     where = f"after {quoted('/'.join(before), LONGEST)}" if before else "first"
     return f"write {listed(sorted(there))} {where}" if there else "remove it"
 

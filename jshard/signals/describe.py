@@ -66,7 +66,8 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
     if signal.kernel:
         yield f"kernels: {', '.join(f'{op} {word}' for op, word in signal.kernel)}"
     if signal.match:
-        yield f"claims {', '.join('all other parameters' if glob == OTHERS else glob for glob in signal.match)}"
+        words = {glob: f"not {glob[1:]}" if glob.startswith("!") else glob for glob in signal.match}
+        yield f"claims {', '.join((words | {OTHERS: 'all other parameters'})[glob] for glob in signal.match)}"
     for collective, count in signal.expect:
         yield f"at most {count} bytes on the wire" if collective == "bytes" else f"{count} {collective} expected"
 

@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jshard.errors import Place, quoted
 from jshard.signals.faults import Path
+from jshard.signals.nodes import Node
 from jshard.signals.value_types import Names, Reading
 
 OTHERS = "**"  # by itself: the parameters that nobody else claims
@@ -26,9 +27,16 @@ class Globs(Names):
     example: str = '["layers/*/mlp/**"]'
     noun: str = "glob "
 
+    def read(self, node: Node, path: Path, reading: Reading) -> tuple[str, ...]:
+        found = super().read(node, path, reading)
+        if found and not patterns(found):
+            hint = f'write {path[-1]}: ["**", {quoted(found[0], LONGEST)}]'
+            reading.faults.add(path, node.place, f"has {path[-1]} of exceptions alone", hint)
+        return found
+
     def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
         reading.places[".".join((*path, name))] = place
-        says, hint = _fault(name)
+        says, hint = _fault(name.removeprefix("!"))
         if says:
             reading.faults.add(path, place, f"has {path[-1]} {quoted(name, LONGEST)}, {says}", hint)
         return not says
@@ -36,10 +44,11 @@ class Globs(Names):
 
 class Glob:
     """A glob over paths: `*` is any text within one part, `?` one letter of it, `**` any number of parts, none too, and `{a,b}`
-    one of the alternatives. `blocks[0:12]` are layers of a stack. All else, dots and brackets too, is itself."""
+    one of the alternatives. `blocks[0:12]` are layers of a stack. All else, dots and brackets too, is itself. A path that
+    one of the `exceptions` fits is left out."""
 
-    def __init__(self, text: str):
-        self.text = text
+    def __init__(self, text: str, exceptions: Sequence[Glob] = ()):
+        self.text, self.exceptions = text, exceptions
         # Each part of a path ends in a slash here, so that "**" is any number of parts wherever it stands.
         self._fits = re.compile("|".join(map(_regex, spellings(text)))).fullmatch
         letters = [part.strip("/") for piece, *_ in _choices(text)[::2] for part in re.split("[*?]", piece)]
@@ -47,7 +56,8 @@ class Glob:
         self._ranges = [found[0] for found in RANGE.finditer(text)]
 
     def fits(self, path: str) -> bool:
-        return any(self._holds in one and self._fits(f"{one}/") is not None for one in self._widened(path))
+        fits = any(self._holds in one and self._fits(f"{one}/") is not None for one in self._widened(path))
+        return fits and not any(each.fits(path) for each in self.exceptions)
 
     def _widened(self, path: str) -> Iterator[str]:
         """The path, with each of its ranges as it is, or as one of the glob's that it is within."""
@@ -56,6 +66,13 @@ class Glob:
 
     def _ways(self, piece: str) -> list[str]:
         return [piece, *(wide for wide in self._ranges if RANGE.fullmatch(piece) and _is_within(piece, wide))]
+
+
+def patterns(match: Iterable[str]) -> list[Glob]:
+    """Return the globs of a list, without what its exceptions ("!value/output/**") fit."""
+    match = list(match)
+    exceptions = [Glob(text[1:]) for text in match if text.startswith("!")]
+    return [Glob(text, exceptions) for text in match if not text.startswith("!")]
 
 
 def layers_of(wide: str, depth: int | None = None) -> tuple[int, int | None]:

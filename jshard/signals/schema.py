@@ -274,7 +274,9 @@ SIGNAL: dict[str, Key] = {
     ),
     "kernel": Key(_KERNEL, "Which algorithm each op takes here; xla unless said, auto is what kernels.choose says."),
     "match": Key(
-        Globs(), 'Globs of the parameters of a model that this signal claims: "layers/*/attn/{q,k}_proj/**"; "**": all others.'
+        Globs(),
+        'Globs of the parameters of a model that this signal claims: "layers/*/attn/{q,k}_proj/**"; "**": all others; '
+        '"!layers/0/**": none of these.',
     ),
     "allow": Key(
         Names("the name of a JAX primitive or a list of names", "[sort]"),

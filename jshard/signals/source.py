@@ -59,7 +59,7 @@ class _Reader:
             return self.alias(event.anchor, place, path)
         if event.tag is not None:
             tag = quoted(event.tag.replace("tag:yaml.org,2002:", "!!"))
-            hint = "remove it, and quote the value if it is text"
+            hint = f'quote it: "{event.tag}"' if "match" in path else "remove it, and quote the value if it is text"
             raise self.stop(place, f"has the tag {tag}, and tags are never obeyed here", hint)
         self.grow(place, 1, len(path) + (not isinstance(event, yaml.ScalarEvent)))
         if isinstance(event, yaml.ScalarEvent):

@@ -16,7 +16,7 @@ from jshard.errors import JShardError, did_you_mean, quoted
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.layers.layer import parameters
 from jshard.layouts.paths import words_of
-from jshard.signals.globs import Glob
+from jshard.signals.globs import Glob, patterns
 from jshard.training import schedules
 from jshard.training.clipping import clip_by_global_norm
 from jshard.training.components import check_arguments, function_at, parameters_of
@@ -82,7 +82,7 @@ class Chain:
         match = says["decay"]["match"] if "decay" in says else ()
         decays = f"jshard.train.optimizer.decay ({settings.place('optimizer.decay')})"
         if match:
-            _set_mask(decays, links, [Glob(each) for each in match])
+            _set_mask(decays, links, patterns(match))
         clip = [clip_by_global_norm(says["clip"])] if "clip" in says else []
         made = [*clip, *(link.made(settings) for link in links)]
         return cls(made[0] if len(made) == 1 else optax.chain(*made), rate, key, peak, match, decays)
@@ -91,7 +91,7 @@ class Chain:
         """Raise an error for a glob of `decay` that fits no parameter."""
         paths = ["/".join(map(str, path)) for path, _ in parameters(model)]
         for text in self.match:
-            if not any(map(Glob(text).fits, paths)):
+            if not any(map(Glob(text.removeprefix("!")).fits, paths)):
                 hint = did_you_mean(text, paths, f"write one that does, such as {quoted(paths[0])}")
                 raise JShardError(f"{self.label} has match {quoted(text)}, which fits no parameter", hint=hint)
 

@@ -121,6 +121,69 @@ def test_claims_that_are_wrong_are_one_error_in_the_order_of_the_file(loaded):
     )
 
 
+ATTENTION = [f"layers/{at}/attn/{name}_proj/kernel" for at in range(3) for name in "qko"]
+
+
+@pytest.mark.parametrize(
+    ("match", "left"),
+    [
+        (["layers/**", "!layers/*/attn/**"], ATTENTION),
+        (["!layers/*/attn/**", "layers/**"], ATTENTION),
+        (
+            ["layers/*/mlp/**", "layers/*/attn/**", "!**/{q,k}_proj/**"],
+            [path for path in ATTENTION if "/o_" not in path],
+        ),
+        (["**/*_proj/*", "!layers/{0,2}/**"], [path for path in ATTENTION if path[7] != "1"]),
+        (
+            ["layers/**", "!layers/*/attn/**", "!layers/1/**"],
+            [*ATTENTION, "layers/1/mlp/up/kernel", "layers/1/norm/scale"],
+        ),
+    ],
+)
+def test_claims_leave_out_exceptions(match, left, loaded):
+    rest = {"rest": {"match": "**"}}
+    found = claimed(loaded(f"a: {{match: {match}}}\nrest: {{match: '**'}}\n"))
+    whole = claimed(load_configuration({"a": {"match": [each for each in match if each[0] != "!"]}, **rest}))
+    assert set(found["a"]) == set(whole["a"]) - set(left) != set(whole["a"])
+    assert set(found["rest"]) == set(whole["rest"]) | set(left)
+
+
+def test_claims_of_all_others_leave_out_exceptions(loaded):
+    assert claimed(loaded("rest: {match: ['**', '!embed/**']}\na: {match: 'embed/*'}\n"))["a"] == ["embed/embedding"]
+    assert faults_of(loaded("rest: {match: ['**', '!embed/**']}\n")) == (
+        'no signal of c.yaml claims 1 of 16 parameters: "embed/embedding"; claim them, or write rest: {match: ["**"]}',
+    )
+
+
+def test_claims_leave_out_ranges_of_a_stack(loaded):
+    configuration = loaded("a: {match: ['h/w', 'h[:]/w', '!h[2:4]/**']}\nb: {match: 'h[2:4]/w'}\n")
+    assert ranges(configuration, "h", 8) == [(0, 2), (2, 4), (4, 8)]
+    assert faults_of(loaded("a: {match: ['h[0:4]/w', '!h[4:6]/w']}\n"), ["h[0:4]/w"]) == (
+        'signal "a" (c.yaml:3) has match "!h[4:6]/w", which fits no parameter of its globs; did you mean "!h[0:4]/w"?',
+    )
+
+
+def test_claims_with_an_exception_that_removes_nothing_are_told(loaded):
+    configuration = loaded(
+        "a:\n  match:\n    - layers/*/mlp/**\n    - '!layers/*/mpl/up/**'\n    - '!layers/*/attn/**'\n    - '!layers/{0,7}/**'\n"
+        "    - '!layers.1'\nb:\n  match:\n    - layers/*/attn/**\n    - '!**'\nrest: {match: '**'}\n"
+    )
+    assert faults_of(configuration) == (
+        'signal "a" (c.yaml:6) has match "!layers/*/mpl/up/**", which fits no parameter of its globs; did you mean '
+        '"!layers/*/mlp/up/**"?',
+        'signal "a" (c.yaml:7) has match "!layers/*/attn/**", which fits no parameter of its globs; write mlp after "layers/*"',
+        'signal "a" (c.yaml:8) has match "!layers/{0,7}/**", whose alternative "7" fits no parameter of its globs; write 0, 1 or 2 '
+        'after "layers"',
+        'signal "a" (c.yaml:9) has match "!layers.1", which fits no parameter of its globs; did you mean "!layers/1/**"?',
+        'signal "b" (c.yaml:12) has match "layers/*/attn/**", whose exceptions leave it no parameter; remove one of them',
+    )
+
+
+def test_claims_by_an_alternative_that_an_exception_removes_are_asked_for(loaded):
+    found = claimed(loaded("a: {match: ['**/{q,k}_proj/*', '!**/k_proj/*']}\nrest: {match: '**'}\n"))
+    assert {path.split("/")[3] for path in found["a"]} == {"q_proj"}
+
+
 @pytest.mark.parametrize(
     ("glob", "meant"),
     [
@@ -225,9 +288,9 @@ def test_claims_count_as_used(loaded, monkeypatch):
 
 
 def test_claims_are_told_in_words(loaded):
-    configuration = loaded("a: {column: tensor, match: ['layers/**', 'embed/*']}\nrest: {match: '**'}\n")
+    configuration = loaded("a: {column: tensor, match: ['layers/**', 'embed/*', '!embed/b']}\nrest: {match: '**'}\n")
     assert [says for _, says in configuration.meaning()][1:] == [
-        "a: columns over tensor; claims layers/**, embed/*", "rest: replicated; claims all other parameters",
+        "a: columns over tensor; claims layers/**, embed/*, not embed/b", "rest: replicated; claims all other parameters",
     ]  # fmt: skip
 
 

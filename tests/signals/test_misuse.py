@@ -546,6 +546,19 @@ IN_A_FILE = {
         'and "**" for any number of parts',
         'signal "layer1" (FILE:11) lists glob "b" twice in match; keep one',
     ),
+    "match of exceptions alone": (
+        MESH + "layer1: {match: '!a/**'}\n",
+        'signal "layer1" (FILE:3) has match of exceptions alone; write match: ["**", "!a/**"]',
+    ),
+    "match broken exceptions": (
+        MESH + "layer1:\n  match:\n    - a\n    - '!a/{q,k'\n    - '!'\n",
+        'signal "layer1" (FILE:6) has match "!a/{q,k", whose "{" is not closed; write "}" after the last alternative',
+        'signal "layer1" (FILE:7) has match "!", which has an empty part; write "**"',
+    ),
+    "match with an unquoted exception": (
+        MESH + "layer1:\n  match:\n    - value/**\n    - !value/output/**\n",
+        'FILE:6 has the tag "!value/output/**", and tags are never obeyed here; quote it: "!value/output/**"',
+    ),
     "match with a brace behind alternatives": (
         MESH + "layer1: {match: '{a,b}/q}'}\n",
         'signal "layer1" (FILE:3) has match "{a,b}/q}", whose "}" has no "{" before it; write "{" before the first alternative',

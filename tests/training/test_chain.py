@@ -68,6 +68,14 @@ SAME = [
     ("{name: sgd, learning_rate: 0.1, momentum: 0.9}", optax.sgd(0.1, 0.9)),
     ("{sgd: {learning_rate: 0.1}}", optax.sgd(0.1)),
     ("{sgd: 0.1}", optax.sgd(0.1)),
+    (
+        "{adamw: {weight_decay: 0.1}, decay: {match: ['**/kernel', '!down/*']}}",
+        optax.adamw(
+            1e-3,
+            weight_decay=0.1,
+            mask=jax.tree.map(lambda _: False, KERNELS) | {"up": {"kernel": True, "bias": False}},
+        ),
+    ),
     (FULL, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(WARM, b2=0.95, weight_decay=0.1, mask=KERNELS))),
     ("{adamw: {}, clip: 0.5}", optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))),
     ("{name: adamw, clip: 0.5, b1: 0.8}", optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3, b1=0.8))),
