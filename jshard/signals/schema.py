@@ -82,6 +82,7 @@ READING: dict[str, Key] = {
 
 TEXT: dict[str, Key] = {
     "text": Key(text("a file or a folder", "docs"), "Text: each file of a folder is a document, or each line of a .jsonl."),
+    "made_by": Key(text("a command", "python -m examples.english runs/english"), "What to type where the text is not there."),
     "tokens": Key(text("bytes or a file", "bytes"), "bytes unless said, or a tokenizer.json; that needs jshard[text]."),
     "end": Key(text("a token", "<|endoftext|>"), "The token of that tokenizer which ends a document; none unless said."),
     "length": Key(integer("256"), "Tokens in a row; 256 unless said."),

@@ -99,7 +99,8 @@ def _rows(settings: Settings, key: str, numbering: Tokenizer, length: int) -> Pa
 def _tokens(settings: Settings, key: str, path: Path, numbering: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Map the tokens of a text into memory, and read where its documents begin. Made by the first process that asks."""
     label = f'jshard.train.data.{key} ({settings.place(f"data.{key}")}) is "{path}"'
-    files = _files(path, label)
+    made_by = settings.table("data").get("made_by", "")  # of this text, unless an override names another
+    files = _files(path, label, f"type: {made_by}" if str(path) in made_by else "name a file or a folder of text")
     about = [(str(each.relative_to(path)), stat.st_size, stat.st_mtime_ns) for each in files for stat in [each.stat()]]
     key_of = hashlib.sha256(json.dumps([FORMAT, numbering.identity, about]).encode()).hexdigest()[:16]
     kept = _cache(settings)
@@ -160,13 +161,13 @@ def _write(folder: Path, files: list[Path], numbering: Tokenizer, label: str) ->
         raise
 
 
-def _files(path: Path, label: str) -> list[Path]:
+def _files(path: Path, label: str, hint: str) -> list[Path]:
     if not path.exists():
-        raise JShardError(f"{label}, which is not there", hint="name a file or a folder of text")
+        raise JShardError(f"{label}, which is not there", hint=hint)
     found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     files = [each for each in found if not any(part.startswith(".") for part in each.relative_to(path).parts)]
     if not any(each.stat().st_size for each in files):
-        raise JShardError(f"{label}, which holds no text", hint="name a file or a folder of text")
+        raise JShardError(f"{label}, which holds no text", hint=hint)
     return files
 
 

@@ -227,8 +227,22 @@ def test_tokenizer_of_a_library_that_is_not_there_is_told(folder, monkeypatch):
     )
 
 
+def test_configurations_name_the_command_that_makes_their_text():
+    """A fresh clone has no text."""
+    paths = [*(Path(__file__).parents[2] / "configs").rglob("*.yaml")]
+    data = {path.stem: load_configuration(path).train.get("data") for path in paths}
+    texts = {name: each for name, each in data.items() if isinstance(each, dict) and "text" in each}
+    assert {"english", "pod", "pipe-1f1b", "pipe-pod", "fsdp", "placement"} <= set(texts)
+    assert [name for name, each in texts.items() if each["text"] not in each.get("made_by", "")] == []
+
+
 MISTAKES = [
     ("{text: dosc}", '.text (FILE) is "dosc", which is not there; name a file or a folder of text'),
+    (
+        "{text: runs/it, made_by: make it OUT=runs/it}",
+        '.text (FILE) is "runs/it", which is not there; type: make it OUT=runs/it',
+    ),
+    ("{text: dosc, made_by: make it}", '.text (FILE) is "dosc", which is not there; name a file or a folder of text'),
     ("{text: empty}", '.text (FILE) is "empty", which holds no text; name a file or a folder of text'),
     (
         "{text: bad.txt}",
