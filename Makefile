@@ -20,7 +20,7 @@ PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 # Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: help demo lm test slow all tests-with-extras core check lint fuzz verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
+.PHONY: help demo lm test slow all tests-with-extras core check lint fuzz fuzz-programs verify-random kernel-product bench hang-test soak mutants as-users-compile nightly wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ lint: $(VENV)/.dev-$(STAMP)
 fuzz: $(VENV)/.test-$(STAMP)  ## 100,000 mappings and texts, each of which loads or is one JShardError
 	@JSHARD_FUZZ_EXAMPLES=100000 $(PYTEST) tests/signals/test_fuzz.py --timeout 7200
 
+fuzz-programs: $(VENV)/.test-$(STAMP)  ## random programs, layouts and meshes against one device; FUZZ_SEED, FUZZ_COUNT, FUZZ_SECONDS
+	@$(BIN)/python tests/fuzz_programs.py
+
 verify-random: $(VENV)/.test-$(STAMP)  ## 200 random programs without a fault, each of which has to verify
 	@JSHARD_VERIFY_EXAMPLES=200 $(PYTEST) tests/inspect/verify/test_verify_random.py --timeout 7200
 
@@ -79,7 +82,7 @@ as-users-compile: $(VENV)/.test-$(STAMP)  ## all tests, the slow ones too, with 
 	@XLA_FLAGS= JSHARD_TESTS_FRESH=1 $(PYTEST) -n 3 --dist worksteal $(PYTEST_ARGS)
 
 nightly:  ## as-users-compile, fuzz, verify-random, kernel-product, hang-test, soak and mutants; goes on after one that fails
-	@$(MAKE) --keep-going as-users-compile fuzz verify-random kernel-product hang-test soak mutants
+	@$(MAKE) --keep-going as-users-compile fuzz fuzz-programs verify-random kernel-product hang-test soak mutants
 
 soak: $(VENV)/.test-$(STAMP)  ## half an hour of four processes, a random fault every minute: the loss of an undisturbed run
 	@$(BIN)/python -m tests.launch.soak --minutes $${JSHARD_SOAK_MINUTES:-30} --seed $${JSHARD_SOAK_SEED:-0}

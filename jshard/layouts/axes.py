@@ -358,7 +358,16 @@ def _fixed(shapes: Sequence[Sequence[int]], new: _New) -> list[Factored]:
 
 # The gradient of a bias that several rows or heads share.
 SUMS = {"dot_product_attention_bwd_wrapper": (3,)}
-_windowed = _along(also=lambda p: [axis for axis, size in enumerate(p["window_dimensions"]) if size >= 2])
+
+
+def _moved(p: Any) -> list[int]:
+    """The axes that a window changes: it is wider than one element, leaves some out, or finds others between or beside them."""
+    told = [p.get(key) or (1,) * len(p["window_dimensions"]) for key in ("window_strides", "base_dilation")]
+    each = zip(p["window_dimensions"], *told, p["padding"], strict=True)
+    return [axis for axis, (*ones, padding) in enumerate(each) if {*ones} != {1} or any(padding)]
+
+
+_windowed = _along(also=_moved)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
