@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jshard.layers import matmul as matmul
     from jshard.layers import max as max
     from jshard.layers import mean as mean
-    from jshard.layers import move as move
+    from jshard.layers import place as place
     from jshard.layers import shard as shard
     from jshard.layers import stack as stack
     from jshard.layers import step as step
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from jshard.layers import value_and_grad as value_and_grad
     from jshard.layouts import Layout as Layout
     from jshard.layouts import gather as gather
-    from jshard.layouts import redistribute as redistribute
     from jshard.layouts import scatter as scatter
     from jshard.layouts.pretend import pretend as pretend
     from jshard.signals.active_config import load as load
@@ -78,14 +77,14 @@ _ROOMS = {
         "matmul",
         "max",
         "mean",
-        "move",
+        "place",
         "shard",
         "stack",
         "step",
         "sum",
         "value_and_grad",
     ),
-    "jshard.layouts": ("Layout", "gather", "redistribute", "scatter"),
+    "jshard.layouts": ("Layout", "gather", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
     "jshard.signals.active_config": ("load", "mesh", "unload"),
     "jshard.signals.scope": ("signal",),
@@ -101,6 +100,8 @@ _ROOMS = {
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 _SUBMODULES = ("collectives", "schedules")
 _RENAMED = {
+    "move": "jshard.place",
+    "redistribute": "jshard.place",
     "weights": "jshard.load_weights",
     **{
         name: f"jshard.collectives.{name}"

@@ -121,7 +121,7 @@ def moves(mesh):
     tree = {"w": jshard.scatter(only_on(0, whole), layout), "count": 3, "own": jnp.full(3, 4.0)}
     half = jax.sharding.Mesh(mesh.devices[:, :1], ("a", "b"), axis_types=mesh.axis_types)
     for to in (half, jax.devices()[: mesh.size // 2][::-1]):
-        moved, own = (jshard.move(tree, to)[key] for key in ("w", "own"))
+        moved, own = (jshard.place(tree, to)[key] for key in ("w", "own"))
         assert own.sharding.device_set == moved.sharding.device_set
         assert all((np.asarray(shard.data) == 4).all() for shard in own.addressable_shards)
         assert jshard.gather(own).tolist() == jshard.gather(tree["own"]).tolist() == [4, 4, 4]
@@ -130,11 +130,11 @@ def moves(mesh):
             assert bits(shard.data) == bits(whole[shard.index])
             assert shard.data.size == whole.size // (mesh.size // 2)
         assert bits(jshard.gather(moved)) == bits(whole)
-        check_placement(jshard.move({"w": moved}, mesh)["w"], layout, whole)
-    away = jshard.move(tree, "host")
+        check_placement(jshard.place({"w": moved}, mesh)["w"], layout, whole)
+    away = jshard.place(tree, jax.memory.Space.Host)
     assert away["w"].sharding.memory_kind == "pinned_host"
     assert away["count"] == 3
-    check_placement(jshard.move(away, mesh)["w"], layout, whole)
+    check_placement(jshard.place(away, mesh)["w"], layout, whole)
 
 
 def faults(mesh):
@@ -159,7 +159,7 @@ def faults(mesh):
         "one shared": lambda: jshard.gather(jnp.ones(2) if me else shared),
         "gather root": lambda: jshard.gather(jnp.ones(3), root=-1),
         "gather roots": lambda: jshard.gather(shared, root=me),
-        "move": lambda: jshard.move(shared, jax.devices()[2 * me : 2 * me + 2]),
+        "move": lambda: jshard.place(shared, jax.devices()[2 * me : 2 * me + 2]),
     }
     told = {}
     for name, call in calls.items():

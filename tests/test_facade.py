@@ -15,7 +15,7 @@ import jshard
 PROMISED = """
 load unload mesh signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum mean max collectives schedules Layout
 Attention Decoder GatedMLP MoE generate
-redistribute scatter gather move shard stack step value_and_grad explain plan report diff verify optimizer Optimizer train batches pretend
+place scatter gather shard stack step value_and_grad explain plan report diff verify optimizer Optimizer train batches pretend
 init pulse log trace load_weights save_weights JShardError __version__
 """.split()
 
@@ -47,6 +47,8 @@ def test_facade_has_the_collectives_and_schedules_in_modules_of_their_own():
     ("written", "hint"),
     [
         ("Liner", "; did you mean jshard.Linear?"),
+        ("move", "; did you mean jshard.place?"),
+        ("redistribute", "; did you mean jshard.place?"),
         ("weights", "; did you mean jshard.load_weights?"),
         ("all_reduce", "; did you mean jshard.collectives.all_reduce?"),
         ("send_recv", "; did you mean jshard.collectives.send_recv?"),
@@ -72,7 +74,7 @@ def test_facade_imports_nothing_before_a_name_is_used():
 def test_facade_finds_the_mesh_of_the_configuration_in_the_environment_for_a_spec():
     program = (
         "import jshard, jax\njshard.pretend(8)\n"
-        "print(jshard.redistribute([1.0, 2.0], jax.P('data')).sharding.mesh.shape_tuple)"
+        "print(jshard.place([1.0, 2.0], jax.P('data')).sharding.mesh.shape_tuple)"
     )
     environment = {**os.environ, "JSHARD_CONFIG": "configs/mlp.yaml"}
     done = subprocess.run(

@@ -1,53 +1,98 @@
-"""Move a model, or any tree of arrays, to other devices."""
+"""`jshard.place`: an array, a model or a tree of arrays, brought to a layout, a signal, a mesh or devices."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jshard.errors import JShardError
-from jshard.layouts.layout import Layout
+from jshard.errors import JShardError, kind_of, quoted
+from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.paths import words_of
-from jshard.layouts.transfer import fewer, on_host, transfer
+from jshard.layouts.redistribution import as_array, redistribute, replicated
+from jshard.layouts.transfer import HOST, fewer, on_host, transfer
+from jshard.signals.scope import signal
+
+To = Placement | Sharding | Mesh | jax.Device | Sequence[jax.Device | int] | str | enum.Enum
 
 
-def move(model: Any, to: Mesh | Sequence[Any] | Literal["host"]) -> Any:
-    """Move `model` (a module, an optimizer, any tree) to another mesh, with every array sharded over the same mesh axes as
-    before; what was replicated is replicated. The old one stays as it is, and its memory is free once it is gone.
+def place(x: Any, to: To) -> Any:
+    """Return `x` placed: an array, a number or a list of numbers, an NNX model, or a tree that holds arrays.
 
-        small = jshard.move(model, jax.make_mesh((1, 2), ("data", "tensor")))
-        small = jshard.move(model, jax.devices()[:2])     # the same mesh axes, the first ones smaller
-        away = jshard.move(model, "host")                 # out of the devices' memory, still split
-        model = jshard.move(away, mesh)                   # and back
+        x = jshard.place(x, jax.P("data"))                             # a Layout or Sharding; a spec is over the loaded mesh
+        batch = jshard.place(batch, "inputs")                          # as a signal says; nothing loaded: unchanged
+        small = jshard.place(model, jax.make_mesh((1, 2), ("data", "tensor")))  # every array over its mesh axes of before
+        small = jshard.place(model, jax.devices()[:2])                 # the same axes, the first ones smaller
+        away = jshard.place(model, jax.memory.Space.Host)              # out of the devices' memory, still split
 
-    Devices may be numbers. No device ever holds more than its part; nothing but arrays on devices is touched. Every
-    process calls it. The layers of a model follow the configuration that is loaded: load one whose mesh is the new one.
+    A layout and a signal apply to each array by itself, inside jit too. Devices may be numbers, and are for arrays at hand.
+    Between meshes a device receives its shard alone, and every process makes the call. The layers of a model follow the
+    configuration that is loaded: load one for the new mesh. Other leaves of a tree are returned as they are.
     """
-    if isinstance(model, jax.Array):
-        return _moving(to, [model])("the array", model)
-    graph, state = nnx.split(model)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-    moved_by = _moving(to, [leaf for _, leaf in leaves])
-    moved: dict[int, Any] = {}  # what is in two places of the model is moved once
-    for path, leaf in leaves:
-        if id(leaf) not in moved:
-            moved[id(leaf)] = moved_by(_named(path), leaf) if isinstance(leaf, jax.Array) else leaf
-    return nnx.merge(graph, jax.tree.unflatten(tree, [moved[id(leaf)] for _, leaf in leaves]))
+    graph, state = nnx.split(x)
+    named, tree = jax.tree_util.tree_flatten_with_path(state)
+    arrays = [leaf for _, leaf in named if _is_array(leaf)]
+    if not arrays:
+        return place(as_array(x, label="jshard.place"), to)
+    if isinstance(to, str) and isinstance(x, nnx.Module):
+        raise JShardError(
+            f"jshard.place of {kind_of(x)} to signal {quoted(to)}, but signals claim its parameters one by one",
+            hint="write jshard.shard(model, x), or name a mesh",
+        )
+    placed_by = _placing(to, arrays)
+    placed: dict[int, Any] = {}  # an array in two places of the tree is placed once
+    for path, leaf in named:
+        if id(leaf) not in placed:
+            placed[id(leaf)] = placed_by(_label(path), leaf) if _is_array(leaf) else leaf
+    return nnx.merge(graph, jax.tree.unflatten(tree, [placed[id(leaf)] for _, leaf in named]))
 
 
-def _moving(to: Any, leaves: Sequence[Any]) -> Callable[[str, jax.Array], jax.Array]:
-    """Return the function that moves one array."""
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm")
+
+
+def _placing(to: Any, arrays: Sequence[Any]) -> Callable[[str, Any], Any]:
+    """Return the function that places one array, given the words for it in an error."""
     if isinstance(to, str):
-        if to != "host":
-            raise JShardError(f'jshard.move to "{to}"', hint='use "host", a mesh or devices')
-        return lambda name, x: _of_numbers(x, on_host)
-    mesh = to if isinstance(to, Mesh) else _mesh_of(to, leaves)
-    return lambda name, x: _of_numbers(x, lambda numbers: transfer(numbers, _layout(name, numbers, mesh).sharding))
+        return lambda _, x: signal.tensor(x, name=to)
+    to = [*to.device_set] if isinstance(to, SingleDeviceSharding) else [to] if isinstance(to, jax.Device) else to
+    if not isinstance(to, Mesh | Sequence | enum.Enum):
+        return lambda label, x: _to_layout(x, as_layout(to, x.ndim, label=label, beside=Layout.of(x)), label)
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise JShardError(
+            "jshard.place to a mesh, devices or a memory was called inside jit, which runs on one mesh",
+            hint='name a layout, as in jax.P("data"), or call it outside of jit',
+        )
+    if isinstance(to, enum.Enum):
+        if to is not jax.memory.Space.Host:
+            raise JShardError(f"jshard.place to {to}", hint="use jax.memory.Space.Host, a mesh or devices")
+        return lambda _, x: _of_numbers(x, on_host) if isinstance(x, jax.Array) else x
+    mesh = to if isinstance(to, Mesh) else _mesh_of(to, arrays)
+    return lambda label, x: _across(jnp.asarray(x), _layout(label, x, mesh), label)
+
+
+def _to_layout(x: Any, layout: Layout, label: str) -> Any:
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        sharding = layout.sharding
+        if x.sharding.memory_kind == HOST:
+            x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind or "device"))
+        processes = {device.process_index for device in sharding.device_set}
+        by_blocks = x.committed if jax.process_count() == 1 else len(processes) > 1
+        if by_blocks and x.sharding.device_set != sharding.device_set:
+            return _across(x, layout, label)
+    return redistribute(x, layout, label=label)
+
+
+def _across(x: jax.Array, layout: Layout, label: str) -> jax.Array:
+    layout.shard_shape(x.shape, label=label)
+    return _of_numbers(x, lambda numbers: transfer(numbers, layout.sharding))
 
 
 def _of_numbers(x: jax.Array, moved: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -57,29 +102,29 @@ def _of_numbers(x: jax.Array, moved: Callable[[jax.Array], jax.Array]) -> jax.Ar
     return jax.random.wrap_key_data(moved(jax.random.key_data(x)), impl=jax.random.key_impl(x))
 
 
-def _layout(name: str, x: jax.Array, mesh: Mesh) -> Layout:
-    axes = Layout.from_sharding(x.sharding, x.ndim).axes if isinstance(x.sharding, NamedSharding) else ((),) * x.ndim
-    label = f"jshard.move: {name}"
-    for mesh_axis in (mesh_axis for names in axes for mesh_axis in names):
+def _layout(label: str, x: Any, mesh: Mesh) -> Layout:
+    """Return the layout of `x` over the same mesh axes of another mesh."""
+    present = Layout.of(x) or replicated(mesh, x.ndim)
+    for mesh_axis in present.mesh_axes:
         if mesh_axis not in mesh.shape:
             sizes = ", ".join(f"{each}: {size}" for each, size in mesh.shape.items())
             raise JShardError(
                 f'{label} lies over mesh axis "{mesh_axis}", which the mesh {{{sizes}}} does not have',
                 hint=f"give the mesh an axis {mesh_axis}, if only of size 1",
             )
-    layout = Layout(mesh, *axes)
-    layout.shard_shape(x.shape, label=label)
-    return layout
+    return Layout(mesh, *present.axes)
 
 
 def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
     present = jax.devices()
     chosen = []
     for each in devices:
+        if not isinstance(each, int | jax.Device):
+            raise JShardError(f"jshard.place to {kind_of(each)} in a list", hint="list devices, or their numbers")
         if isinstance(each, int):
             if not 0 <= each < len(present):
                 raise JShardError(
-                    f"jshard.move to device {each}, but {len(present)} are here", hint=f"use 0 to {len(present) - 1}"
+                    f"jshard.place to device {each}, but {len(present)} are here", hint=f"use 0 to {len(present) - 1}"
                 )
             each = present[each]
         chosen.append(each)
@@ -87,13 +132,14 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
     meshes = list(dict.fromkeys(each.mesh for each in shardings if isinstance(each, NamedSharding)))
     if len(meshes) >= 2:
         raise JShardError(
-            f"jshard.move to {len(chosen)} devices of what lies on {len(meshes)} meshes",
-            hint="say which mesh it shall lie on: jshard.move(model, mesh)",
+            f"jshard.place to {len(chosen)} devices of arrays on {len(meshes)} meshes",
+            hint="name the mesh: jshard.place(model, mesh)",
         )
     present_mesh = meshes[0] if meshes else jax.make_mesh((1,), ("devices",), devices=chosen or present)
     assert isinstance(present_mesh, Mesh)
-    return fewer(present_mesh, chosen, label="jshard.move")
+    return fewer(present_mesh, chosen, label="jshard.place")
 
 
-def _named(path: Sequence[Any]) -> str:
-    return ".".join(word for word in words_of(path) if word != "raw_value")
+def _label(path: Sequence[Any]) -> str:
+    name = ".".join(word for word in words_of(path) if word != "raw_value")
+    return f"jshard.place: {name}" if name else "jshard.place"

@@ -155,7 +155,7 @@ def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout 
     if "host" in (kind := getattr(where, "memory_kind", None) or ""):
         raise JShardError(
             f"{label} was given a sharding in {kind}, and lays arrays out in the memory of devices",
-            hint='use jshard.move(x, "host")',
+            hint="use jshard.place(x, jax.memory.Space.Host)",
         )
     mesh = mesh or present_mesh() or (beside and beside.mesh)
     if mesh is None:

@@ -98,7 +98,7 @@ def move(x: jax.Array, moves: Sequence[Move]) -> jax.Array:
 
 
 def redistribute(
-    x: Any, layout: Placement, *, source: Layout | None = None, label: str = "jshard.redistribute"
+    x: Any, layout: Placement, *, source: Layout | None = None, label: str = "jshard.place"
 ) -> jax.Array:  # fmt: skip
     """Move an array, a list of numbers or a number to `layout`: a `Layout`, a `NamedSharding`, or a `PartitionSpec` over the
     mesh that is set or loaded.
@@ -129,7 +129,7 @@ def _place(x: Any, layout: Layout, by: str) -> jax.Array:
     present = Layout.of(x) if isinstance(x, jax.Array) else None
     if present == layout:
         return x
-    by = "" if by == "jshard.redistribute" else by
+    by = "" if by == "jshard.place" else by
     if present is None or present.mesh != layout.mesh:
         moved("redistribute", x.shape, x.dtype, where(x), layout.sharding, by=by)
         return jax.device_put(x, layout.sharding)  # from the host, or from other devices: a transfer, not a collective

@@ -140,7 +140,7 @@ def _described(x: Any) -> dict[str, Any] | None:
 
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         fault = "takes an array on the root's host, and this one lies on devices of other processes"
-        return wrong(fault, "use jshard.redistribute(x, layout)")
+        return wrong(fault, "use jshard.place(x, layout)")
     host = _on_host(x)
     held = jax.dtypes.canonicalize_dtype(host.dtype)
     try:

@@ -25,7 +25,7 @@ def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
     parcels: list[Parcel] = []
     doors = doors_of(next(iter(sharding.device_set)).platform)
     with without_mesh():
-        shared = is_shared("jshard.move", x, f"to {listed(sharding.device_set)}", doors)
+        shared = is_shared("jshard.place", x, f"to {listed(sharding.device_set)}", doors)
     moved("move", x.shape, x.dtype, where(x), sharding)
     if sharding.memory_kind and x.sharding.memory_kind != sharding.memory_kind:
         x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))

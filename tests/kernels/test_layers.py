@@ -129,7 +129,7 @@ def test_named_kernel_that_a_product_can_not_take_is_told(interpreted, op):
 def reduced(kind, kernel):
     """A reduction under a signal, with its gradient, and what to call it with."""
     jshard.load({"jshard": {"mesh": MESH}, "layer": {"row": "d", "column": "t", "kernel": kernel}})
-    x = jshard.redistribute(np.arange(32.0, dtype=np.float32).reshape(8, 4) % 5, jshard.Layout(jshard.mesh(), "d", "t"))
+    x = jshard.place(np.arange(32.0, dtype=np.float32).reshape(8, 4) % 5, jshard.Layout(jshard.mesh(), "d", "t"))
 
     def run(x):
         with jshard.signal("layer"):

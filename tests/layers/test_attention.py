@@ -184,7 +184,7 @@ def test_heads_are_split_by_column_at_the_cost_of_a_sum_each_way(words, asked):
     of_x = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
     value, (gradients, x) = of_x(Both(), X, SEGMENTS)
     jshard.load(claimed(**words))
-    rows = jshard.redistribute(X, jax.P("data"))
+    rows = jshard.place(X, jax.P("data"))
     model, sharded = jshard.shard(Both(), X, SEGMENTS), nnx.value_and_grad(jshard.shard(loss), argnums=(0, 1))
     assert model.attn.q.kernel.get_value().sharding.spec == jax.P(None, "tensor", None)
     assert model.attn.k.kernel.get_value().addressable_shards[0].data.shape == (WIDTH, KV // 4, SIZE)

@@ -42,7 +42,7 @@ def load(mesh, **jshard_keys):
 
 
 def place(x, axes):
-    return jshard.redistribute(x, jshard.Layout(jshard.mesh(), *axes))
+    return jshard.place(x, jshard.Layout(jshard.mesh(), *axes))
 
 
 def under(name):
@@ -261,7 +261,7 @@ def test_choice_in_a_scan_and_a_remat_is_told_once():
     square = (np.arange(16 * 16).reshape(16, 16) % 3 - 1).astype(np.float32)
 
     def f(a, b):
-        turn = jax.checkpoint(lambda carry, _: (jshard.redistribute(jshard.matmul(carry, b), rows), None))
+        turn = jax.checkpoint(lambda carry, _: (jshard.place(jshard.matmul(carry, b), rows), None))
         return jax.lax.scan(turn, a, length=5)[0].sum()
 
     rows = jshard.Layout(jshard.mesh(), *ROWS)

@@ -52,7 +52,7 @@ def splits(monkeypatch):
 
 
 def placed(x=X):
-    return jshard.redistribute(x, jshard.Layout(jshard.mesh(), "data", *(None,) * (np.ndim(x) - 1)))
+    return jshard.place(x, jshard.Layout(jshard.mesh(), "data", *(None,) * (np.ndim(x) - 1)))
 
 
 def made(seed=0):
@@ -130,7 +130,7 @@ def test_kernel_that_lies_elsewhere_than_before_is_seen(axis_types):
     step = jshard.step(train)
     for _ in range(2):
         step(model, optimizer, placed())
-    whole = jshard.redistribute(model.up.kernel[...], jshard.Layout(jshard.mesh(), None, None))
+    whole = jshard.place(model.up.kernel[...], jshard.Layout(jshard.mesh(), None, None))
     model.up.kernel.set_raw_value(whole)
     with pytest.raises(JShardError) as error:
         step(model, optimizer, placed())

@@ -230,9 +230,7 @@ def test_broadcast_gradients_equal_dense_and_are_bitwise_the_same_twenty_times(l
     load(devices, axis_types)
     operands = [each.astype(np.float32) for each in (X, Y[0], Y[:, :1], Y[0, 0])]
     axes = [ROWS, (None,), ROWS, ()]
-    arrays = [
-        jshard.redistribute(x, jshard.Layout(jshard.mesh(), *lies)) for x, lies in zip(operands, axes, strict=True)
-    ]
+    arrays = [jshard.place(x, jshard.Layout(jshard.mesh(), *lies)) for x, lies in zip(operands, axes, strict=True)]
     program = jax.jit(jax.grad(broadcasts, (0, 1, 2, 3))).lower(*arrays).compile()
     runs = [program(*arrays) for _ in range(20)]  # dispatched without waiting
     expected = jax.grad(broadcasts, (0, 1, 2, 3))(*operands)
@@ -254,13 +252,13 @@ def test_all_gradients_are_bitwise_the_same_twenty_times(load):
         assert [np.asarray(each).tobytes() for each in run] == first
 
 
-# -- a split axis that is touched: jshard.redistribute first --
+# -- a split axis that is touched: jshard.place first --
 
 REFUSED = {
     "shrink": (lambda x: x[1:3], X[1:3]),
     "index": (lambda x: x[3], X[3]),
     "stride": (lambda x: x[::3], X[::3]),
-    "mixed": (lambda x: x + jshard.redistribute(Y.astype(np.float32), lies(COLUMNS)), X + Y),
+    "mixed": (lambda x: x + jshard.place(Y.astype(np.float32), lies(COLUMNS)), X + Y),
 }
 
 
@@ -283,7 +281,7 @@ def test_operation_that_jax_refuses_on_a_split_axis_works_after_redistribute(loa
     assert refused(operation, x)
 
     def moved(x):
-        return operation(jshard.redistribute(x, lies(COLUMNS)))
+        return operation(jshard.place(x, lies(COLUMNS)))
 
     result = jax.jit(moved)(x)
     np.testing.assert_allclose(result, expected, rtol=1e-6)
@@ -301,7 +299,7 @@ def test_operations_on_a_split_axis_and_back_again(load):
         return jnp.cumsum(jnp.pad(x, ((2, 2), (0, 0)))[::-1], axis=0)
 
     def there_and_back(x):
-        return jshard.redistribute(along_rows(jshard.redistribute(x, lies(COLUMNS))), lies(ROWS))
+        return jshard.place(along_rows(jshard.place(x, lies(COLUMNS))), lies(ROWS))
 
     x = placed()[0]
     result = jax.jit(there_and_back)(x)

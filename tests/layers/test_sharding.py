@@ -283,7 +283,7 @@ def test_layers_of_jshard_ask_for_the_same_under_shard_as_by_themselves():
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "up": {"row": "data", "column": "tensor"},
                  "down": {"row": "data", "reduction": "tensor", "store": "data"}})  # fmt: skip
     model, x = Ours(nnx.Rngs(0)), jnp.ones((4, 8))
-    x = jshard.redistribute(x, jax.P("data"))
+    x = jshard.place(x, jax.P("data"))
 
     def loss(model, x):
         return jnp.mean(model(x) ** 2)
@@ -409,7 +409,7 @@ class SideBySide(nnx.Module):
 def test_three_layers_of_jshard_side_by_side_bring_their_input_once(words, costs):
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "heads": words})
     model, place = SideBySide(nnx.Rngs(0)), jax.P(None, "tensor") if "sequence" in words else jax.P("data")
-    x = jshard.redistribute(jnp.ones((2, 8, 8)), place)
+    x = jshard.place(jnp.ones((2, 8, 8)), place)
 
     def called(model, x):
         graphdef, state = nnx.split(model)
@@ -616,7 +616,7 @@ def test_what_can_not_be_done_is_a_sentence_each(mistake):
 def test_an_array_that_lies_on_the_mesh_stays_as_it_is():
     jshard.load(PLANS["tensor"])
     f = jshard.shard(lambda x, y: (x * y, x.sum()))
-    x = jshard.redistribute(np.ones((8, 8), np.float32), jax.P(None, "tensor"))
+    x = jshard.place(np.ones((8, 8), np.float32), jax.P(None, "tensor"))
     product, total = f(x, np.ones((8, 8), np.float32))
     assert Layout.of(product).axes == ((), ("tensor",))
     assert total == 64

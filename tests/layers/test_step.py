@@ -187,7 +187,7 @@ def test_step_that_moves_a_parameter(mesh):
     model = mlp()
 
     def move(model):
-        model.up.kernel[...] = jshard.redistribute(model.up.kernel[...], jshard.Layout(jshard.mesh(), None, None))
+        model.up.kernel[...] = jshard.place(model.up.kernel[...], jshard.Layout(jshard.mesh(), None, None))
 
     with pytest.raises(jshard.JShardError) as error:
         jshard.step(move)(model)

@@ -195,10 +195,10 @@ def test_a_mesh_axis_twice_in_a_layout_is_one_sentence():
 
 def test_redistributing_what_does_not_divide_is_one_sentence():
     assert sentence(redistribute, ones((6, 4)), Layout(mesh(), "tensor", None)) == (
-        'jshard.redistribute splits axis 0 of size 6 over mesh axis "tensor" of size 4; use 4 or 8, or pad'
+        'jshard.place splits axis 0 of size 6 over mesh axis "tensor" of size 4; use 4 or 8, or pad'
     )
     assert sentence(redistribute, ones(8), Layout(mesh(), "data", None)) == (
-        "jshard.redistribute lays out 2 axes, but the array (8,) has 1; give 1 axes"
+        "jshard.place lays out 2 axes, but the array (8,) has 1; give 1 axes"
     )
 
 

@@ -1,4 +1,4 @@
-"""`jshard.redistribute`: any layout to any layout, by collectives one can count."""
+"""`jshard.place` to a layout: any layout to any layout, by collectives one can count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import jshard
 from jshard.layers.auto_strategy import Operand
 from jshard.layouts import Layout
-from jshard.layouts.redistribution import as_array, plan_moves
+from jshard.layouts.redistribution import as_array, plan_moves, redistribute
 
 P = jax.P
 NAMES = ("data", "tensor", "pipe")
@@ -52,12 +52,12 @@ def test_any_layout_to_any_layout(pair):
     shape = (8, 16, 24)[: source.rank]
     numbers, cotangent = cases.numbers(shape), cases.numbers(shape, 1)
     x = jax.device_put(numbers, source.sharding)
-    moved = jshard.redistribute(x, target)
+    moved = jshard.place(x, target)
     cases.assert_equal(moved, numbers)
     cases.assert_lies(moved, target.spec)
 
     def both(x, cotangent):
-        y, pull = jax.vjp(lambda x: jshard.redistribute(x, target), x)
+        y, pull = jax.vjp(lambda x: jshard.place(x, target), x)
         return y, *pull(cotangent)
 
     args = x, jax.device_put(cotangent, target.sharding)
@@ -118,38 +118,38 @@ def test_out_of_jit_every_move_is_counted(axis_types):
     with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": axis_types}}) as mesh:
         x = cases.placed(cases.numbers((8, 16)), P("data", "tensor"))
         target = Layout(mesh, None, "tensor")
-        y = jshard.redistribute(x, target)
+        y = jshard.place(x, target)
         cases.assert_equal(y, x)
         cases.assert_lies(y, target.spec)
-        assert jshard.redistribute(y, target) is y
+        assert jshard.place(y, target) is y
 
 
 def test_a_known_source_is_counted_inside_jit_on_an_auto_mesh():
     with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}}) as mesh:
         source, target = Layout(mesh, "data", "tensor"), Layout(mesh, "data", None)
         x = cases.placed(cases.numbers((8, 16)), source.spec)
-        known = jax.jit(functools.partial(jshard.redistribute, layout=target, source=source))
-        unknown = jax.jit(functools.partial(jshard.redistribute, layout=target))
+        known = jax.jit(functools.partial(redistribute, layout=target, source=source))
+        unknown = jax.jit(functools.partial(jshard.place, to=target))
         for f, compiler in ((known, ""), (unknown, "XLA for CPU")):
             cases.assert_equal(f(x), x)
             cases.assert_lies(f(x), target.spec)
             assert [(line.count, line.compiler) for line in jshard.explain(f, x, backward=False)] == [(1, compiler)]
             assert cases.collectives_got(f.lower(x).compile()) == {("all_gather", 4): 1}
-        back = jax.jit(functools.partial(jshard.redistribute, layout=source, source=target))
+        back = jax.jit(functools.partial(redistribute, layout=source, source=target))
         cases.assert_lies(back(known(x)), source.spec)
 
 
 def test_from_the_host_and_from_one_device_it_is_a_transfer():
     target = Layout(jshard.mesh(), "data", ("tensor", "pipe"))
     for x in (cases.numbers((8, 16)), jnp.asarray(cases.numbers((8, 16)))):
-        y = jshard.redistribute(x, target)
+        y = jshard.place(x, target)
         cases.assert_lies(y, target.spec)
         np.testing.assert_array_equal(y, np.asarray(x, np.float32))
 
 
 def test_an_array_of_no_layout_inside_jit_is_sliced():
     target = Layout(jshard.mesh(), "data", None)
-    y = jax.jit(lambda: jshard.redistribute(jnp.ones((8, 4)), target))()
+    y = jax.jit(lambda: jshard.place(jnp.ones((8, 4)), target))()
     cases.assert_lies(y, target.spec)
 
 
@@ -158,8 +158,8 @@ def test_a_scan_of_moves_counts_by_trips():
     x = cases.placed(cases.numbers((8, 16)), P("data"))
 
     def there_and_back(x, _):
-        y = jshard.redistribute(x, Layout(mesh, None, "data"))
-        return jshard.redistribute(y, Layout(mesh, "data", None)), None
+        y = jshard.place(x, Layout(mesh, None, "data"))
+        return jshard.place(y, Layout(mesh, "data", None)), None
 
     f = lambda x: jax.lax.scan(there_and_back, x, None, length=3)[0]
     compiled = jax.jit(f).lower(x).compile()
@@ -174,7 +174,7 @@ def test_a_sharding_or_a_spec_in_place_of_a_layout(jit):
     mesh = jshard.mesh()
     x, target = cases.placed(cases.numbers((8, 16)), P("data")), Layout(mesh, "tensor", None)
     for layout in (jax.NamedSharding(mesh, P("tensor")), P("tensor"), P("tensor", None)):
-        move = lambda x, layout=layout: jshard.redistribute(x, layout)
+        move = lambda x, layout=layout: jshard.place(x, layout)
         y, pull = jax.vjp(jax.jit(move) if jit else move, x)
         cases.assert_lies(y, target.spec)
         cases.assert_equal(y, x)
@@ -185,22 +185,20 @@ def test_a_sharding_or_a_spec_in_place_of_a_layout(jit):
 def test_a_spec_is_over_the_mesh_that_is_set_then_the_loaded_then_that_of_the_array():
     loaded, rows = jshard.mesh(), jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4])
     with jax.set_mesh(rows):
-        x = jshard.redistribute([1.0, 2.0, 3.0, 4.0], P("rows"))
-        assert jax.jit(lambda: jshard.redistribute(jnp.ones(4), P("rows")))().sharding.spec == P("rows")
+        x = jshard.place([1.0, 2.0, 3.0, 4.0], P("rows"))
+        assert jax.jit(lambda: jshard.place(jnp.ones(4), P("rows")))().sharding.spec == P("rows")
     assert x.sharding == jax.NamedSharding(rows, P("rows"))
-    assert jshard.redistribute(x, P("data")).sharding == jax.NamedSharding(loaded, P("data"))
+    assert jshard.place(x, P("data")).sharding == jax.NamedSharding(loaded, P("data"))
     jshard.unload()
-    assert jshard.redistribute(x, P()).sharding == jax.NamedSharding(rows, P(None))
+    assert jshard.place(x, P()).sharding == jax.NamedSharding(rows, P(None))
 
 
 def test_lists_and_numbers_are_arrays():
     x = np.ones(2)
     assert as_array(x, label="it") is x
-    y = jshard.redistribute([1, 2, 3, 4], Layout(jshard.mesh(), "data"))
+    y = jshard.place([1, 2, 3, 4], Layout(jshard.mesh(), "data"))
     assert (y.dtype, [shard.data.tolist() for shard in y.addressable_shards[::4]]) == (jnp.int32, [[1, 2], [3, 4]])
-    assert jshard.redistribute(2.0, P()).sharding.is_fully_replicated
-    stacked = jax.jit(lambda a, b: jshard.redistribute([a, b], P("data")))(1.0, 2.0)
-    cases.assert_lies(stacked, P("data"))
+    assert jshard.place(2.0, P()).sharding.is_fully_replicated
 
 
 TREE = "use jax.tree.map to give it each array of a tree by itself"
@@ -209,8 +207,7 @@ REFUSED = {
     "a word": ("abc", P(), f"takes an array, a list of numbers or a number, and was given a str; {TREE}"),
     "a tree": ({"w": 1}, P(), f"takes an array, a list of numbers or a number, and was given a dict; {TREE}"),
     "unequal lists": ([[1], [1, 2]], P(), f"takes an array, a list of numbers or a number, and was given a list; {TREE}"),
-    "an axis": (1.0, "data", f"was given a str as layout; {KINDS}"),
-    "a device": (1.0, jax.sharding.SingleDeviceSharding(jax.devices()[0]), f"was given a SingleDeviceSharding as layout; {KINDS}"),
+    "nothing": (1.0, None, f"was given a NoneType as layout; {KINDS}"),
     "unconstrained": ([1.0], P(P.UNCONSTRAINED), "was given P(UNCONSTRAINED,), which does not say where each axis lies; "
                       "name a mesh axis or None for each axis"),
     "unreduced": ([1.0], P(unreduced={"data"}), f"was given {P(unreduced={'data'})}, which does not say where each axis lies; "
@@ -225,30 +222,30 @@ REFUSED = {
 def test_what_is_no_array_or_no_layout(case):
     x, layout, sentence = REFUSED[case]
     with pytest.raises(jshard.JShardError) as error:
-        jshard.redistribute(x, layout)
-    assert str(error.value) == f"jshard.redistribute {sentence}"
+        jshard.place(x, layout)
+    assert str(error.value) == f"jshard.place {sentence}"
 
 
 def test_a_spec_with_no_mesh_and_a_sharding_in_memory_of_the_host():
     host = jax.NamedSharding(jshard.mesh(), P(), memory_kind="pinned_host")
     with pytest.raises(jshard.JShardError) as error:
-        jshard.redistribute([1.0], host)
+        jshard.place([1.0], host)
     assert str(error.value) == (
-        "jshard.redistribute was given a sharding in pinned_host, and lays arrays out in the memory of devices; "
-        'use jshard.move(x, "host")'
+        "jshard.place was given a sharding in pinned_host, and lays arrays out in the memory of devices; "
+        "use jshard.place(x, jax.memory.Space.Host)"
     )
     jshard.unload()
     with pytest.raises(jshard.JShardError) as error:
-        jshard.redistribute([1.0], P("data"))
+        jshard.place([1.0], P("data"))
     assert str(error.value) == (
-        "jshard.redistribute was given P('data',), and no mesh is set or loaded that it could mean; "
+        "jshard.place was given P('data',), and no mesh is set or loaded that it could mean; "
         "give it jax.NamedSharding(mesh, P('data',)), or call jshard.load first"
     )
 
 
 def test_a_size_that_does_not_divide():
     with pytest.raises(jshard.JShardError) as error:
-        jshard.redistribute(np.ones((8, 10)), Layout(jshard.mesh(), None, ("data", "tensor")))
+        jshard.place(np.ones((8, 10)), Layout(jshard.mesh(), None, ("data", "tensor")))
     assert str(error.value) == (
-        'jshard.redistribute splits axis 1 of size 10 over mesh axes "data" x "tensor" of size 4; use 8 or 12, or pad'
+        'jshard.place splits axis 1 of size 10 over mesh axes "data" x "tensor" of size 4; use 8 or 12, or pad'
     )

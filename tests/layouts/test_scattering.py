@@ -62,7 +62,7 @@ def test_scatter_in_two_processes_of_two_devices():
         "words": "jshard.scatter was given an array of <U1, which it can't hand out; "
         "give it numbers, for instance x.astype(np.float32)",
         "scattered": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes; "
-        "use jshard.redistribute(x, layout)",
+        "use jshard.place(x, layout)",
         "own meshes": "process 1 called jshard.scatter with Layout([w] on {w: 2}) of devices 2 to 3, root=0, "
         'method="scatter", but process 0 with Layout([w] on {w: 2}) of devices 0 to 1, root=0, method="scatter"; '
         "call it alike on every process",
@@ -70,7 +70,7 @@ def test_scatter_in_two_processes_of_two_devices():
         "devices 0 to 3; call it with the same arrays in the same order on every process",
         "gather roots": "process 1 called jshard.gather with float32[8, 4] on devices 0 to 3, root=1, but process 0 with "
         "float32[8, 4] on devices 0 to 3, root=0; call it with the same arrays in the same order on every process",
-        "move": "process 1 called jshard.move with float32[8, 4] on devices 0 to 3, to devices 2 to 3, but process 0 with "
+        "move": "process 1 called jshard.place with float32[8, 4] on devices 0 to 3, to devices 2 to 3, but process 0 with "
         "float32[8, 4] on devices 0 to 3, to devices 0 to 1; call it with the same arrays in the same order on every process",
         "gather root": "jshard.gather names root -1, but there are 2 processes; use 0 to 1",
     }
@@ -129,7 +129,7 @@ def test_scatter_gather_and_move_keep_every_nan_of_narrow_floats(mesh, monkeypat
     whole = bits.view(jnp.dtype(name))
     y = jshard.scatter(whole, jshard.Layout(mesh(a=2), None, "a"))
     assert jshard.gather(y).tobytes() == whole.tobytes()
-    assert jshard.gather(jshard.move(y, [5])).tobytes() == whole.tobytes()
+    assert jshard.gather(jshard.place(y, [5])).tobytes() == whole.tobytes()
 
 
 @pytest.mark.parametrize("name", ["bool", "int8", "complex64", "int64", "float64", "complex128"])

@@ -30,19 +30,19 @@ def test_what_moves_is_told(mesh, told):
     host, every = np.ones((8, 16), np.float32), list(range(8))
     on_rows, on_columns = "[data, whole] on {data: 2, tensor: 4}", "[whole, tensor] on {data: 2, tensor: 4}"
     on_line = "[a, whole] on {a: 4}, devices 0 to 3"
-    x = jshard.redistribute(host, rows)
-    y = jshard.redistribute(x, columns)
+    x = jshard.place(host, rows)
+    y = jshard.place(x, columns)
     for label in ('signal "a" (f.yaml:1)', "it"):
         jshard.layouts.redistribute(jnp.asarray(host), rows, label=label)
         jshard.layouts.redistribute(x, columns, label=label)
-    jshard.redistribute(x, rows)  # lies so
+    jshard.place(x, rows)  # lies so
     z = jshard.scatter(host, some)
     jshard.scatter(host, some, method="broadcast")
-    jshard.redistribute(z, rows)
+    jshard.place(z, rows)
     jshard.gather(z)
     jshard.gather(z, root=0)
-    away = jshard.move(z, "host")
-    jshard.move(y, [5])
+    away = jshard.place(z, jax.memory.Space.Host)
+    jshard.place(y, [5])
     del away
     on_host(x)  # all of it is here
     bits = {"shape": [8, 16], "dtype": "float32", "bytes": 512}
@@ -57,7 +57,7 @@ def test_what_moves_is_told(mesh, told):
     expected += [
         ("scatter", "", [], "the host of process 0", None, on_line, [0, 1, 2, 3]),
         ("broadcast", "", [], "the host of process 0", None, on_line, [0, 1, 2, 3]),
-        ("redistribute", "", [], on_line, [0, 1, 2, 3], on_rows, every),
+        ("move", "", [], on_line, [0, 1, 2, 3], on_rows, every),
         ("gather", "", [], on_line, [0, 1, 2, 3], "the host of every process", None),
         ("gather", "", [], on_line, [0, 1, 2, 3], "the host of process 0", None),
         ("move", "", [], on_line, [0, 1, 2, 3], "the memory of its hosts", None),

@@ -215,7 +215,7 @@ def test_log_of_a_loop_of_ones_own_lists_its_program_and_what_is_moved(tmp_path)
     x = jshard.signal.tensor(np.ones((8, 2), np.float32), name="rows")
     with pytest.raises(RuntimeError), jshard.log(tmp_path) as log:
         log.program(jshard.signal("rows")(jshard.sum), x, name="total", backward=False)
-        jshard.redistribute(x, Layout(jshard.mesh(), None, None))
+        jshard.place(x, Layout(jshard.mesh(), None, None))
         raise RuntimeError("no\nmore")
     program, collective, moved, ended = written(tmp_path)[1:]
     assert (program["program"], program["collectives"]) == ("total", 1)
@@ -297,12 +297,12 @@ def test_moved_tells_of_each_array_that_goes_elsewhere_and_of_no_other(heard, me
     eight = mesh(data=2, tensor=4)
     rows, columns = Layout(eight, "data", None), Layout(eight, None, "tensor")
     x = jshard.scatter(np.ones((8, 8), np.float32), rows)
-    y = jshard.redistribute(x, columns)
-    assert jshard.redistribute(y, columns) is y
-    jax.jit(lambda x: jshard.redistribute(x, columns))(x)
+    y = jshard.place(x, columns)
+    assert jshard.place(y, columns) is y
+    jax.jit(lambda x: jshard.place(x, columns))(x)
     jshard.gather(y)
-    jshard.move({"y": y}, jax.devices()[:2])
-    jshard.redistribute(jax.random.split(jax.random.key(0), 8), Layout(eight, "data"))
+    jshard.place({"y": y}, jax.devices()[:2])
+    jshard.place(jax.random.split(jax.random.key(0), 8), Layout(eight, "data"))
     on = "{data: 2, tensor: 4}"
     assert [(told["op_name"], told["from"], told["to"], told["moves"]) for what, told in heard if what == "moved"] == [
         ("scatter", "the host of process 0", f"[data, whole] on {on}", []),

@@ -58,7 +58,7 @@ def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
     more = f" and {len(left) - 1} more" if len(left) >= 2 else ""
     return JShardError(
         f'signal "{name}" ({signal.at("expect")}) expects, and only the compiler decides what {first.words}{more} moves',
-        hint="do it inside jax.shard_map, or place its array by jshard.redistribute first",
+        hint="do it inside jax.shard_map, or place its array by jshard.place first",
     )
 
 

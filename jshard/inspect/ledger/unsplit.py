@@ -91,7 +91,7 @@ def _hint(module: Any) -> str:
     for layer in Layer.__subclasses__():
         if type(module) in layer.__mro__:
             return f"use jshard.{layer.__name__} for nnx.{type(module).__name__}"
-    return "lay it out where it is made: jshard.redistribute(x, jax.P(...))"
+    return "lay it out where it is made: jshard.place(x, jax.P(...))"
 
 
 Use = tuple[Path, int]  # the signals around an equation, and the rank that an operand has there

@@ -222,7 +222,7 @@ def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
     if missing:
         raise JShardError(
             f'{name} lies on a mesh with an axis "{missing[0]}", which the configured mesh {dict(mesh.shape)} does not have',
-            hint="place it on jshard.mesh(): jshard.redistribute(x, layout)",
+            hint="place it on jshard.mesh(): jshard.place(x, layout)",
         )
     layout = Layout.from_sharding(NamedSharding(mesh, sharding.spec), len(given.shape))
     layout.shard_shape(given.shape, label=name)

@@ -81,7 +81,7 @@ def test_a_shard_is_told_by_its_axis_and_what_it_is_over(mesh, over):
 
 def test_a_parameter_that_lies_elsewhere_is_told(model):
     for kernel, spec in [(model.blocks[0].up.kernel, jax.P()), (model.blocks[1].down.kernel, jax.P("tensor", "data"))]:
-        kernel.set_value(jshard.redistribute(kernel.get_value(), spec))
+        kernel.set_value(jshard.place(kernel.get_value(), spec))
     differs = {each.parameter: each.differs for each in jshard.explain(model, X).claims}
     moved = "not there yet: its next call moves it"
     assert differs["blocks/0/up/kernel"] == differs["blocks/1/down/kernel"] == moved
@@ -157,7 +157,7 @@ def test_what_is_a_hundredth_to_the_byte_is_not_told(beside, told):
     jshard.load({"jshard": {"mesh": {"data": 2}}})
     model = Other(2)
     model.unused.set_value(jnp.ones(2, jnp.int8))
-    model.split = nnx.Param(jshard.redistribute(jnp.ones(2 * beside, jnp.int8), jax.P("data")))
+    model.split = nnx.Param(jshard.place(jnp.ones(2 * beside, jnp.int8), jax.P("data")))
     assert len(whole(model)) == told
 
 

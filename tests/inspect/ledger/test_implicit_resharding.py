@@ -350,7 +350,7 @@ def test_promise_can_not_be_held_where_the_compiler_decides():
         check_promises(ledger, configuration())
     assert str(told.value) == (
         f'signal "layer1" (the command line) expects, and only the compiler decides what rev over data ({here(2)}) moves; '
-        "do it inside jax.shard_map, or place its array by jshard.redistribute first"
+        "do it inside jax.shard_map, or place its array by jshard.place first"
     )
 
 

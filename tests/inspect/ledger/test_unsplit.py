@@ -22,7 +22,7 @@ AUTO = {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}
 SIGNALS = {"up": {"row": "data", "column": "tensor", "store": "data"}, "down": {"row": "data", "reduction": "tensor"}}
 P = jax.P
 LINEAR = "use jshard.Linear for nnx.Linear"
-OTHER = "lay it out where it is made: jshard.redistribute(x, jax.P(...))"
+OTHER = "lay it out where it is made: jshard.place(x, jax.P(...))"
 
 
 class Model(nnx.Module):

@@ -166,7 +166,7 @@ def test_verify_of_a_jshard_step():
 def test_verify_of_a_result_that_lies_otherwise_on_one_device():
     def f(x, w):
         split = "data" if jshard.mesh().size > 1 else None
-        return jshard.redistribute(x @ w, jshard.Layout(jshard.mesh(), split, None))
+        return jshard.place(x @ w, jshard.Layout(jshard.mesh(), split, None))
 
     assert all_bitwise(verify(f, put((8, 16)), put((16, 8))))
 
