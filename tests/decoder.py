@@ -13,10 +13,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jshard
+from jshard.layers import cross_entropy
 from jshard.layers.abstract import abstract
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import configuration, mesh
-from jshard.training.loss import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)

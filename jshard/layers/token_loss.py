@@ -1,7 +1,8 @@
-"""The loss per token of a language model from its last hidden states: logits of a few places at a time."""
+"""Cross entropy, of logits or of hidden states, whose logits are made for a few places at a time."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,33 +17,59 @@ from jshard.layers import reduce
 CHUNK = 256
 
 
-def cross_entropy(x: Any, head: Any, targets: Any, *, z: float = 0.0, chunk: int = CHUNK) -> Array:
-    """Return the mean over all targets that are not negative of -log softmax(x @ head) at the target.
+def cross_entropy(
+    outputs: Any,
+    targets: Any,
+    *,
+    head: jax.Array | Callable[[Array], Array] | None = None,
+    count: Any = None,
+    z: float = 0.0,
+    chunk: int = CHUNK,
+) -> Array:
+    """Return the mean over all targets of -log softmax(outputs) at the target.
 
-    `x[rows, places, features]` are hidden states, `head[features, words]` a kernel (of a tied table its transpose), and
-    `targets[rows, places]` words. The logits of at most `chunk` places of each row are made at a time, in float32, and made
-    again in the backward pass, unless one chunk is all. `z` times the square of the log of the softmax's denominator is added
-    for each target (z-loss).
+    `outputs[..., classes]` are logits and `targets[...]` classes. Where a row has several targets, the negative ones do not
+    count; `count` replaces the number that the sum is divided by. `z` times the square of the log of the softmax's
+    denominator is added for each target (z-loss).
 
-    Plain JAX: under `jshard.shard` the head's words may be split (`column`), rows and places too. Then each place costs
-    all-reduces of three numbers forward (the maximum, the sum, the logit of the target) and of two in the backward pass,
-    beside the gradient of x, as behind any such kernel. Whatever the chunks, a stored head is gathered once and its gradient
-    summed once, in the dtype of x.
+    With `head` outputs are hidden states `[rows, places, features]`: the logits are `outputs @ head`, a kernel
+    `[features, words]` (of a tied table its transpose), or `head(outputs)`. The logits of at most `chunk` places of each row
+    are made at a time, in float32, and made again in the backward pass, unless one chunk is all.
+
+    Under `jshard.shard` the head's words may be split (`column`), rows and places too. Then each place costs all-reduces of
+    three numbers forward (the maximum, the sum, the logit of the target) and of two in the backward pass, beside the gradient
+    of the hidden states. Whatever the chunks, a stored head is gathered once and its gradient summed once, in their dtype.
     """
-    x, head, targets = jnp.asarray(x), jnp.asarray(head), jnp.asarray(targets)
-    if x.ndim != 3 or head.shape[:-1] != x.shape[2:] or targets.shape != x.shape[:2]:
-        raise JShardError(
-            f"jshard.cross_entropy was given x {x.shape}, head {head.shape} and targets {targets.shape}",
-            hint="give it x[rows, places, features], head[features, words] and targets[rows, places]",
-        )
-    head = head.astype(x.dtype)
+    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+    kernel = None if head is None or callable(head) else jnp.asarray(head)
+    _check_shapes(outputs.shape, None if kernel is None else kernel.shape, targets.shape, has_head=head is not None)
+    if head is None:
+        losses = losses_of(outputs, targets, z)
+    else:
+        logits: Any = head if kernel is None else functools.partial(_product, kernel.astype(outputs.dtype))
+        losses = by_places(lambda x, y: losses_of(logits(x), y, z), outputs, targets, chunk)
+    if targets.ndim < 2:
+        return reduce.mean(losses)
+    counted = targets >= 0
+    dtype = jnp.promote_types(losses.dtype, jnp.float32)  # bfloat16 counts to 256
+    both = jnp.stack([jnp.where(counted, losses, 0.0).astype(dtype), counted.astype(dtype)])
+    sums = reduce.sum(both, axis=tuple(range(1, both.ndim)))  # one all-reduce
+    return sums[0] / (jnp.maximum(sums[1], 1.0) if count is None else count)
 
-    def losses(x: Array, targets: Array) -> Array:
-        return losses_of(jnp.einsum("bcd,dv->bcv", x, head, preferred_element_type=jnp.float32), targets, z)
 
-    counts = targets >= 0
-    each = by_places(losses, x, targets, chunk)
-    return jnp.where(counts, each, 0.0).sum() / jnp.maximum(counts.sum(), 1)
+def _product(kernel: Array, x: Array) -> Array:
+    return jnp.einsum("bcd,dv->bcv", x, kernel, preferred_element_type=jnp.float32)
+
+
+def _check_shapes(outputs: Any, kernel: Any, targets: Any, *, has_head: bool) -> None:
+    if (len(outputs) == 3 if has_head else len(outputs) > 0) and targets == outputs[:-1]:
+        if kernel is None or (len(kernel) == 2 and kernel[0] == outputs[-1]):
+            return
+    given = f"outputs {outputs}" + ("" if kernel is None else f", head {kernel}")
+    hint = "outputs[..., classes] and targets[...]"
+    if has_head:
+        hint = "outputs[rows, places, features], head[features, words] and targets[rows, places]"
+    raise JShardError(f"jshard.cross_entropy was given {given} and targets {targets}", hint=f"give it {hint}")
 
 
 def by_places(f: Callable[[Array, Array], Any], x: Array, targets: Array, chunk: int = CHUNK) -> Any:

@@ -22,7 +22,7 @@ from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract, created
 from jshard.layers.layer import model_arrays, parameters_by_path
 from jshard.layers.sharding import shard
-from jshard.layers.token_loss import CHUNK
+from jshard.layers.token_loss import CHUNK, cross_entropy
 from jshard.signals import device_sets
 from jshard.signals.active_config import mesh_for, unload
 from jshard.signals.config import Configuration
@@ -31,7 +31,7 @@ from jshard.training.chain import Chain
 from jshard.training.components import Component, parameters_of
 from jshard.training.data import Examples, Placement, examples, held_out, numbers_of, part_of, settle, source
 from jshard.training.loop import AHEAD, Step, step_with_gradients
-from jshard.training.loss import Objective, check_called, cross_entropy, has_hidden
+from jshard.training.loss import Objective, check_called, has_hidden
 from jshard.training.optimizer import Optimizer
 from jshard.training.settings import Settings
 from jshard.training.sources import Selectable, Shuffled, Source

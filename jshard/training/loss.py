@@ -21,32 +21,6 @@ from jshard.training.components import Component, parameters_of
 MODES = ("train", "training", "is_training", "deterministic")  # arguments that Flax's views stand in for
 
 
-def cross_entropy(
-    outputs: jax.Array,
-    targets: jax.Array,
-    count: Any = None,
-    *,
-    z: float = 0.0,
-    logits: Callable[[jax.Array], jax.Array] | None = None,
-    chunk: int = CHUNK,
-) -> jax.Array:
-    """Compute the mean over all targets of -log softmax(outputs) at the target. Of several targets in a row those below 0 are
-    left out; `count` is what their sum is divided by, if not by how many there are. `z` times the square of the log of the
-    softmax's denominator is added for each (z-loss). With `logits` outputs are hidden states, of which it computes the
-    logits of at most `chunk` places of each row at a time."""
-    if logits is None:
-        losses = losses_of(outputs, targets, z)
-    else:
-        losses = by_places(lambda x, y: losses_of(logits(x), y, z), outputs, targets, chunk)
-    if targets.ndim < 2:
-        return layers.mean(losses)
-    counted = targets >= 0
-    dtype = jnp.promote_types(losses.dtype, jnp.float32)  # bfloat16 counts to 256
-    both = jnp.stack([jnp.where(counted, losses, 0.0).astype(dtype), counted.astype(dtype)])
-    sums = layers.sum(both, axis=tuple(range(1, both.ndim)))  # one all-reduce
-    return sums[0] / (jnp.maximum(sums[1], 1.0) if count is None else count)
-
-
 def correct(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     """Return 1.0 for each example whose target has the largest output and shares it with no other class, else 0.0."""
     rivals = layers.sum((outputs >= at_targets(outputs, targets)[..., None]).astype(jnp.float32), axis=-1)
@@ -68,8 +42,8 @@ class Objective:
 
     def __call__(self, model: Any, x: Any, targets: Any, *count: Any) -> jax.Array:
         outputs, logits = self._called(model, x, targets)
-        how = {} if logits is None else {"logits": logits, "chunk": self.chunk}
-        return self._checked(self.loss(outputs, targets, *count, **how))
+        how = {} if logits is None else {"head": logits, "chunk": self.chunk}
+        return self._checked(self.loss(outputs, targets, **how, **({"count": count[0]} if count else {})))
 
     def _called(self, model: Any, x: Any, targets: Any, *, all_logits: bool = False) -> tuple[Any, Any]:
         """Return what the model makes of x; of one that has `hidden` and `logits` its hidden states, and `logits`."""

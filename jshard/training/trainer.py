@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from jshard.errors import JShardError, Place
+from jshard.layers.token_loss import cross_entropy
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration, load_configuration
 from jshard.training.chain import Chain
@@ -19,7 +20,6 @@ from jshard.training.components import Component
 from jshard.training.data import Placement, part_of, source
 from jshard.training.experiment import FIGURES, READING, Experiment, Parts
 from jshard.training.loop import AHEAD, placed
-from jshard.training.loss import cross_entropy
 from jshard.training.prefetch import read_ahead
 from jshard.training.train import last_saved
 from jshard.training.train import train as train_experiment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from jshard.training.loss import cross_entropy
+from jshard.layers import cross_entropy
 
 
 def loss(outputs, targets):

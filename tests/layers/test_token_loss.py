@@ -30,7 +30,7 @@ class Model(nnx.Module):
 
 
 def loss(model, x, targets):
-    return jshard.cross_entropy(model.up(x), model.head.kernel[...], targets, z=1e-2, chunk=CHUNK)
+    return jshard.cross_entropy(model.up(x), targets, head=model.head.kernel[...], z=1e-2, chunk=CHUNK)
 
 
 def of_all_logits(model, x, targets):
@@ -93,7 +93,7 @@ def test_any_chunk_is_the_loss_of_all_logits(whole, chunk):
     jshard.unload()
 
     def f(model, x, targets):
-        return jshard.cross_entropy(model.up(x), model.head.kernel[...], targets, z=1e-2, chunk=chunk)
+        return jshard.cross_entropy(model.up(x), targets, head=model.head.kernel[...], z=1e-2, chunk=chunk)
 
     got, gradients = nnx.jit(nnx.value_and_grad(f))(Model(nnx.Rngs(0)), X, TARGETS)
     np.testing.assert_allclose(got, whole[0], rtol=1e-6)
@@ -111,7 +111,7 @@ def test_a_loss_in_chunks_is_that_of_one_device_and_costs_its_formula(whole, nam
     gradients_are_alike(gradients, whole[1])
     moved = collections.Counter()
     for line in jshard.explain(lambda *given: nnx.value_and_grad(f)(*given), model, X, TARGETS):
-        if line.payload > 4 and "head" in line.signal:  # not the number of targets
+        if line.payload > 8 and "head" in line.signal:  # not the two sums
             moved[line.collective, line.phase, *line.mesh_axes] += line.count * line.payload
     assert dict(moved) == wire
 
@@ -138,7 +138,7 @@ def test_the_gradient_of_a_stored_head_is_multiplied_a_part_at_a_time_where_it_l
     model = jshard.shard(Model(nnx.Rngs(0)))
 
     def f(model, x, targets):
-        return jshard.cross_entropy(model.up(x), model.head.kernel[...], targets, z=1e-2, chunk=PLACES)
+        return jshard.cross_entropy(model.up(x), targets, head=model.head.kernel[...], z=1e-2, chunk=PLACES)
 
     step = nnx.value_and_grad(jshard.shard(f))
     got, gradients = nnx.jit(step)(model, X, TARGETS)
@@ -184,7 +184,7 @@ def test_a_loss_in_chunks_holds_an_eighth_of_the_logits():
         return jax.jit(jax.value_and_grad(f, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     jshard.unload()
-    chunked = temporaries(lambda *given: jshard.cross_entropy(*given, chunk=places // 16))
+    chunked = temporaries(lambda x, head, y: jshard.cross_entropy(x, y, head=head, chunk=places // 16))
     assert chunked < temporaries(all_logits) / 8
 
 
@@ -193,14 +193,14 @@ def test_logits_of_one_chunk_are_made_once(chunk, products):
     """And those of several again, behind which there is the gradient of x and that of the head."""
     jshard.unload()
     given = [np.zeros(s, t) for s, t in (((4, 256, 8), "f"), ((8, 16), "f"), ((4, 256), "i"))]
-    gradient = jax.grad(lambda *given: jshard.cross_entropy(*given, chunk=chunk), (0, 1))
+    gradient = jax.grad(lambda x, head, y: jshard.cross_entropy(x, y, head=head, chunk=chunk), (0, 1))
     program = equations(jax.make_jaxpr(gradient)(*given))
     assert [eqn.primitive.name for eqn in program].count("dot_general") == products
 
 
 def test_no_target_is_no_loss():
     jshard.unload()
-    assert jshard.cross_entropy(X, np.ones((WIDTH, WORDS), np.float32), np.full_like(TARGETS, -1)) == 0
+    assert jshard.cross_entropy(X, np.full_like(TARGETS, -1), head=np.ones((WIDTH, WORDS), np.float32)) == 0
 
 
 def test_one_target_is_the_loss_and_z_is_none_unless_said():
@@ -208,7 +208,7 @@ def test_one_target_is_the_loss_and_z_is_none_unless_said():
     head, targets = draw.normal(size=(WIDTH, WORDS)).astype(np.float32), np.full_like(TARGETS, -1)
     targets[2, 3] = 5
     np.testing.assert_allclose(
-        jshard.cross_entropy(X, head, targets), -jax.nn.log_softmax(X[2, 3] @ head)[5], rtol=1e-5
+        jshard.cross_entropy(X, targets, head=head), -jax.nn.log_softmax(X[2, 3] @ head)[5], rtol=1e-5
     )
 
 
@@ -225,8 +225,24 @@ def test_one_target_is_the_loss_and_z_is_none_unless_said():
 )
 def test_arrays_that_do_not_fit_are_told(x, head, targets):
     with pytest.raises(JShardError) as told:
-        jshard.cross_entropy(np.ones(x, np.float32), np.ones(head, np.float32), np.ones(targets, np.int32))
+        jshard.cross_entropy(np.ones(x, np.float32), np.ones(targets, np.int32), head=np.ones(head, np.float32))
     assert str(told.value) == (
-        f"jshard.cross_entropy was given x {x}, head {head} and targets {targets}; give it x[rows, places, features], "
-        "head[features, words] and targets[rows, places]"
+        f"jshard.cross_entropy was given outputs {x}, head {head} and targets {targets}; give it "
+        "outputs[rows, places, features], head[features, words] and targets[rows, places]"
     )
+
+
+def test_logits_that_do_not_fit_their_targets_are_told():
+    with pytest.raises(JShardError) as error:
+        jshard.cross_entropy(np.ones((8, 10)), np.ones((8, 10)))
+    assert str(error.value) == (
+        "jshard.cross_entropy was given outputs (8, 10) and targets (8, 10); give it outputs[..., classes] and targets[...]"
+    )
+
+
+def test_a_head_is_a_kernel_or_a_function_and_logits_need_none(whole):
+    jshard.unload()
+    model = Model(nnx.Rngs(0))
+    hidden, z = model.up(X), {"z": 1e-2}
+    for outputs, head in ((hidden, model.head), (hidden, model.head.kernel[...]), (model.head(hidden), None)):
+        np.testing.assert_allclose(jshard.cross_entropy(outputs, TARGETS, head=head, **z), whole[0], rtol=1e-6)

@@ -13,12 +13,12 @@ import pytest
 
 from jshard.cli import main
 from jshard.errors import JShardError, Place
+from jshard.layers import cross_entropy
 from jshard.signals import active_config
 from jshard.training.checkpoint import steps_in
 from jshard.training.components import Component
 from jshard.training.experiment import Experiment
 from jshard.training.loop import evaluate
-from jshard.training.loss import cross_entropy
 
 FORMS = """
 import jax.numpy as jnp

@@ -22,6 +22,7 @@ from rich.console import Console
 from jshard import layers
 from jshard.cli import main
 from jshard.errors import JShardError
+from jshard.layers import cross_entropy
 from jshard.signals import active_config as current
 from jshard.signals.config import load_configuration
 from jshard.training.chain import optimizers
@@ -29,7 +30,7 @@ from jshard.training.components import check_arguments
 from jshard.training.data import Examples, Placement, examples, padded, settle
 from jshard.training.experiment import Experiment
 from jshard.training.loop import IN_FLIGHT, Step, run
-from jshard.training.loss import correct, cross_entropy
+from jshard.training.loss import correct
 from jshard.training.metrics import written
 from jshard.training.progress import Bar
 from jshard.training.sources import Shuffled
