@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from jshard.training.generation import generate as generate
     from jshard.training.log import log as log
     from jshard.training.optimizer import Optimizer as Optimizer
-    from jshard.training.optimizer import optimizer as optimizer
     from jshard.training.trace import trace as trace
     from jshard.training.trainer import batches as batches
     from jshard.training.trainer import train as train
@@ -91,7 +90,7 @@ _ROOMS = {
     "jshard.training.diff": ("diff",),
     "jshard.training.generation": ("generate",),
     "jshard.training.log": ("log",),
-    "jshard.training.optimizer": ("Optimizer", "optimizer"),
+    "jshard.training.optimizer": ("Optimizer",),
     "jshard.training.trace": ("trace",),
     "jshard.training.trainer": ("batches", "train"),
     "jshard.training.weights": ("load_weights", "save_weights"),

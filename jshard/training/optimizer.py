@@ -34,10 +34,12 @@ class Optimizer(nnx.Optimizer):
 
     optimizer = jshard.Optimizer(model, optax.adamw(1e-3))
     optimizer.update(model, gradients)
+
+    Its `tx` is the optax transformation with that state, for a loop by optax alone: `optimizer.tx.init(parameters)`.
     """
 
     def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
-        super().__init__(model, optimizer(tx, model, wrt), wrt=wrt)
+        super().__init__(model, with_sharded_state(tx, model, wrt), wrt=wrt)
         if configuration() is not None and not _is_on_workers(nnx.state(model, wrt)):
             self.step.set_value(redistribute(self.step.get_value(), Layout(mesh())))
 
@@ -47,12 +49,14 @@ class Optimizer(nnx.Optimizer):
             return super().update(model, grads, **kwargs)
 
 
-def optimizer(
+def with_sharded_state(
     tx: optax.GradientTransformation, model: nnx.Module, wrt: Any = nnx.Param
 ) -> optax.GradientTransformation:
-    """Shard the state of `tx` by the parameters of `model`. Every array of its state that belongs to a parameter is split as
-    the parameter is; under a signal with `store: {optimizer: data}`, over data too, although the parameter is whole there:
-    gradients are sliced, and the updates all-gathered."""
+    """Return `tx` with its state sharded by the parameters of `model`.
+
+    An array of the state that belongs to a parameter is split as the parameter is. Under a signal with `store: {optimizer:
+    data}` it is split over data too, although the parameter is whole: gradients are sliced, and the updates all-gathered.
+    """
     if configuration() is None:
         return tx
     if _is_on_workers(parameters := nnx.state(model, wrt)):

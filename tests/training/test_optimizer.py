@@ -276,10 +276,10 @@ def test_where_nothing_is_split_any_optimizer_works_inside_step():
 # -- other ways to hold it --
 
 
-def test_plain_optax_and_nnx_optimizer_take_jshard_optimizer():
+def test_plain_optax_and_nnx_optimizer_take_the_transformation_of_an_optimizer():
     with cases.loaded(configuration("store optimizer")):
         model, theirs = made(TX["adamw"])
-        tx = jshard.optimizer(TX["adamw"], model)
+        tx = jshard.Optimizer(model, TX["adamw"]).tx
         assert_state_lies("store optimizer", "momentum", jshard_momentum(model))
         held = nnx.Optimizer(model, tx, wrt=nnx.Param)
         parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -302,7 +302,7 @@ def test_without_a_configuration_it_is_the_plain_one():
     model, optimizer = made(TX["adamw"])
     plain = nnx.Optimizer(model, TX["adamw"], wrt=nnx.Param)
     assert jax.tree.structure(nnx.state(optimizer)) == jax.tree.structure(nnx.state(plain))
-    assert jshard.optimizer(TX["adamw"], model) is TX["adamw"]
+    assert optimizer.tx is TX["adamw"]
 
 
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
