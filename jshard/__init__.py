@@ -63,25 +63,8 @@ _ROOMS = {
     "jshard.inspect.verify": ("verify",),
     "jshard.launch.initialize": ("init", "pulse"),
     "jshard.layers": (
-        "Attention",
-        "Decoder",
-        "GatedMLP",
-        "AuxLoss",
-        "Layer",
-        "Linear",
-        "MLP",
-        "MoE",
-        "attend",
-        "cross_entropy",
-        "matmul",
-        "max",
-        "mean",
-        "place",
-        "shard",
-        "stack",
-        "step",
-        "sum",
-        "value_and_grad",
+        *"Attention AuxLoss Decoder GatedMLP Layer Linear MLP MoE attend cross_entropy matmul max mean".split(),
+        *"place shard stack step sum value_and_grad".split(),
     ),
     "jshard.layouts": ("Layout", "gather", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
@@ -104,9 +87,8 @@ _RENAMED = {
     "weights": "jshard.load_weights",
     **{
         name: f"jshard.collectives.{name}"
-        for name in ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute")
+        for name in "all_gather all_reduce all_to_all broadcast permute reduce_scatter send_recv".split()
     },
-    **{name: f"jshard.collectives.{name}" for name in ("reduce_scatter", "send_recv")},
     **{name: f"flax.nnx.{name}" for name in ("Dropout", "Embed", "LayerNorm", "RMSNorm")},
 }
 

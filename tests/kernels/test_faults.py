@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
-from jshard.kernels.lint import missing_barriers, remote_copies
 from jshard.kernels.tpu import dma
+from tests.kernels.barriers import missing_barriers, remote_copies
 
 HERE = Path(__file__).parent
 IN_PROCESS = ["none", "no_receive_wait", "no_send_wait", "slot_written_twice", "wrong_neighbour", "out_of_bounds"]

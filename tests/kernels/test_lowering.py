@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jshard import kernels
 from jshard.jaxprs import equations as every_equation
 from jshard.kernels.chip import CHIPS
-from jshard.kernels.lint import missing_barriers
+from tests.kernels.barriers import missing_barriers
 
 TPUS = [chip.name for chip in CHIPS.values() if chip.platform == "tpu"]
 

@@ -16,7 +16,6 @@ from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
 from jshard.jaxprs import CHECKPOINTS, bare, equations, inner
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
-from jshard.kernels.lint import is_remote
 from jshard.layers.partition.ticks import slot_p
 from jshard.provenance import Cause, often, said, source_of
 from jshard.signals.keys import blamed
@@ -209,6 +208,11 @@ def _line(collective: str, eqn: Any, around: Around, mesh_axes, group, shape, dt
         branches=around.branches,
         **more,
     )
+
+
+def is_remote(eqn: Any) -> bool:
+    """Whether an equation of a kernel copies to another device: the last operand, None for a copy that stays here."""
+    return eqn.primitive.name == "dma_start" and jax.tree.unflatten(eqn.params["tree"], eqn.invars)[-1] is not None
 
 
 def _refuse_unknown(eqn: Any, around: Around) -> None:

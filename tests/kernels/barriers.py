@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
+from jshard.inspect.ledger.jaxpr_walk import is_remote
 from jshard.jaxprs import equations
 
 
@@ -37,11 +36,6 @@ def _copies_too_soon(kernel: Any) -> bool:
         if not waited and is_remote(eqn):
             return True
     return False
-
-
-def is_remote(eqn: Any) -> bool:
-    """Whether an equation of a kernel copies to another device: the last operand, None for a copy that stays here."""
-    return eqn.primitive.name == "dma_start" and jax.tree.unflatten(eqn.params["tree"], eqn.invars)[-1] is not None
 
 
 def _pallas_calls(jaxpr: Any) -> Iterator[Any]:
