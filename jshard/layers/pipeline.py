@@ -48,9 +48,8 @@ class Scheduled(Microbatches):
         if stage is None:
             says = next(signal for signal in present.signals.values() if signal.stage)
             raise JShardError(
-                f"{says} says stage ({says.at('stage')}), and no parameter of the model is claimed by it, or is in a stack "
-                f'called "{says.name}"',
-                hint="give the signal the path of a jshard.stack in the model, as blocks",
+                f"{says} says stage ({says.at('stage')}), and no parameter of the model is claimed by it",
+                hint=f'write match: ["{says.name}/**"], with the path of a jshard.stack in the model',
             )
         stages = program.mesh.shape[stage.mesh_axis]
         self.table = self.meant = table_of(self.asked)

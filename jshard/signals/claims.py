@@ -58,7 +58,11 @@ def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Clai
         here = [path for path in paths if glob.fits(path)]
         if claim.glob == OTHERS:
             here = [path for path in here if path not in found or found[path].glob == OTHERS]
-        for says, hint in () if claim.glob == OTHERS else _misfits(claim.glob, here, paths):
+        if claim.signal.is_stage_alone:  # `staged` reports its globs
+            here = [path for path in here if path not in found or found[path].signal.is_stage_alone]
+        for says, hint in (
+            () if claim.glob == OTHERS or claim.signal.is_stage_alone else _misfits(claim.glob, here, paths)
+        ):
             faults.add((claim.signal.name,), claim.place, f"has match {quoted(claim.glob, LONGEST)}, {says}", hint)
         for path in here:
             first = found.setdefault(path, claim)
@@ -92,21 +96,29 @@ def found_claims(configuration: Configuration, paths: Iterable[str]) -> dict[str
 
 
 def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, Claim]:
-    """Say of each claim whether layers are split over stages: by its own signal, or by that which has the name of the stack
-    that the parameter is in."""
+    """Return the claims with the stage of each: that of its own signal, or of the one that says stage and matches its path."""
     mesh_axis = configuration.stage_axis
-    says = [signal for signal in configuration.signals.values() if signal.stage]
     if mesh_axis is None:
         return found
-    after = dict(found)
+    after, faults = dict(found), Faults()
+    globs = [(claim, glob) for claim, glob in _globs(configuration) if claim.signal.is_stage_alone]
+    for claim, glob in globs:
+        if claim.glob != OTHERS:
+            for says, hint in _misfits(claim.glob, [*filter(glob.fits, found)], found):
+                faults.add((claim.signal.name,), claim.place, f"has match {quoted(claim.glob, LONGEST)}, {says}", hint)
     for path, claim in found.items():
-        signal = next(
-            (each for each in says if each.name == claim.signal.name or path.startswith(f"{each.name}/")), None
-        )
-        if signal is not None:
-            number = int(signal.stage) if signal.stage.isdecimal() else None
-            after[path] = dataclasses.replace(claim, stage=Stage(mesh_axis, signal, number))
-            configuration.placed.add(tuple(signal.name.split("/")))
+        by = [each for each, glob in globs if glob.fits(path)]
+        by = [claim, *by] if claim.signal.stage else by
+        if not by:
+            continue
+        first, *others = by
+        for other in (each for each in others if each.signal is not first.signal and each.glob != OTHERS):
+            says = f"{quoted(path, LONGEST)} is on a stage by {first} and by {other}"
+            faults.add("parameter", other.place, says, "make one of the globs narrower")
+        number = int(first.signal.stage) if first.signal.stage.isdecimal() else None
+        after[path] = dataclasses.replace(claim, stage=Stage(mesh_axis, first.signal, number))
+        configuration.placed.add(tuple(first.signal.name.split("/")))
+    faults.stop()
     return after
 
 
@@ -131,10 +143,10 @@ def ranges(configuration: Configuration, path: str, depth: int) -> list[tuple[in
 
 
 def _globs(configuration: Configuration) -> list[tuple[Claim, Glob]]:
-    """Every glob, `"**"` by itself last."""
+    """Every glob, `"**"` by itself last; those of a stage alone behind all others."""
     signals = configuration.signals.values()
     every = [(Claim(signal, glob.text), glob) for signal in signals for glob in patterns(signal.match)]
-    return sorted(every, key=lambda one: one[0].glob == OTHERS)
+    return sorted(every, key=lambda one: (one[0].signal.is_stage_alone, one[0].glob == OTHERS))
 
 
 def _misfits(glob: str, fits: Collection[str], paths: Collection[str], *, sign: str = "") -> Iterator[tuple[str, str]]:

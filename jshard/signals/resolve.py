@@ -296,7 +296,9 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
             faults.add(about, place, f"has no {key}", f"write {key}: {example}")
     if not staged and ("mesh" in head or not any(signal.shard and signal.shard.workers for signal in signals.values())):
         fault = "has no layers: no signal says stage"
-        faults.add(about, place, fault, "write blocks: {stage: equal}, with the path of a jshard.stack for blocks")
+        faults.add(
+            about, place, fault, 'write layers: {stage: equal, match: ["blocks/**"]}, with the path of a jshard.stack'
+        )
     if head.get("axis_types") == "auto":
         fault = f"is beside axis_types: auto ({reading.places['jshard.axis_types']}), which leaves the program to XLA"
         faults.add(about, place, fault, "write axis_types: explicit")

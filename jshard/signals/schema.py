@@ -268,10 +268,10 @@ SIGNAL: dict[str, Key] = {
     ),
     "stage": Key(
         Stages(),
-        "equal: the layers of the jshard.stack that is called as this signal, or that it claims, are split over the stages "
-        "of jshard.pipeline, as many for each; balance: so that each has about as many FLOP, what is before and behind the "
-        "layers counted; {0..5: 0, 6..11: 1}: those on stage 0, and those on 1. A number: what it claims is on that stage, "
-        "counted from 0.",
+        "equal: the layers of the jshard.stack that this signal matches are split over the stages of jshard.pipeline, as many "
+        "for each; balance: so that each has about as many FLOP, what is before and behind the layers counted; {0..5: 0, 6..9: "
+        "1}: those on stage 0, and those on 1. A number: what it matches is on that stage, counted from 0. A signal that says "
+        "nothing else leaves the layout to the others.",
     ),
     "kernel": Key(_KERNEL, "Which algorithm each op takes here; xla unless said, auto is what kernels.choose says."),
     "match": Key(

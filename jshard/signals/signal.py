@@ -75,5 +75,10 @@ class Signal:
         """The mesh axes that one of AXIS_KEYS names."""
         return self.store_optimizer if key == "store.optimizer" else getattr(self, key)
 
+    @property
+    def is_stage_alone(self) -> bool:
+        """Whether it says a stage and no layout, which it leaves to another signal."""
+        return bool(self.stage) and {key.split(".")[0] for key in self.places} <= {"stage", "match", "extends"}
+
     def __str__(self) -> str:
         return f'signal "{self.name}" ({self.place})'

@@ -191,7 +191,7 @@ ST, LAYERS = ("stage",), (S, R, C)
 
 def on_stages(stage, shape, roles, **keys):
     """What lies in a stack whose layers one signal splits, claimed by another: how, or the sentence that says why not."""
-    load({"jshard": STAGES, "blocks": {"stage": stage}, "own": {"match": "blocks/**", **keys}})
+    load({"jshard": STAGES, "blocks": {"stage": stage, "match": "blocks/**"}, "own": {"match": "blocks/**", **keys}})
     present = configuration()
     assert present is not None
     use = Use("blocks/w", staged(present, claims(present, ["blocks/w"]))["blocks/w"], shape, roles)

@@ -114,7 +114,7 @@ def configured(
             "mesh": {"stage": stages, "data": data, "tensor": tensor},
             "pipeline": asked if chunks is None else {**asked, "chunks": chunks},
         },
-        "blocks": {"stage": layers},
+        "blocks": {"stage": layers, "match": ["blocks/**"]},
         "up": {**split, "column": "tensor", "match": ["blocks/up/**"]},
         "down": {**split, "reduction": "tensor", "match": ["blocks/down/**"]},
         **({} if edges is None else {"edges": {"row": "data", "store": edges, "match": ["embed/**", "norm/**"]}}),
@@ -760,13 +760,13 @@ def test_remat_of_chunks_of_what_is_no_layer_of_a_stage_is_one_sentence():
 
 def test_a_stage_that_no_parameter_is_on_is_one_sentence():
     said = configured(2)
-    said["layers"] = said.pop("blocks")
+    del said["blocks"]["match"]
     jshard.load(said)
     with pytest.raises(JShardError) as error:
         accumulated(loss)(jshard.shard(built()), X, Y)
     assert str(error.value) == (
-        'signal "layers" (<dict>) says stage (<dict>), and no parameter of the model is claimed by it, or is in a stack called '
-        '"layers"; give the signal the path of a jshard.stack in the model, as blocks'
+        'signal "blocks" (<dict>) says stage (<dict>), and no parameter of the model is claimed by it; write match: ["blocks/**"], '
+        "with the path of a jshard.stack in the model"
     )
     said["jshard"]["pipeline"]["axis"] = "stage"
     said["rest"]["stage"] = "equal"

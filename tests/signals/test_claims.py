@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -221,19 +222,75 @@ def test_claims_by_a_star_are_as_those_of_any_other_glob(loaded):
     )
 
 
-def test_claims_are_on_the_stage_of_their_signal_or_of_that_of_their_stack(tmp_path, monkeypatch):
+PIPELINE = "jshard: {mesh: {pipe: 2}, pipeline: {axis: pipe, microbatches: 2}}\n"
+
+
+def stages_of(configuration: Configuration, paths):
+    """The signal of each parameter's layout, that of its stage, the number, and whether layers are split equally."""
+    found = staged(configuration, claims(configuration, paths))
+    assert {claim.stage.mesh_axis for claim in found.values() if claim.stage} <= {"pipe"}
+    return {
+        path: (claim.signal.name, claim.stage and (claim.stage.signal.name, claim.stage.number, claim.stage.is_equal))
+        for path, claim in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "a: {stage: 0, match: 'a/*'}\nm: {match: ['m/*', 'h/*']}\nlayers: {stage: equal, match: 'h/**'}\nz: {stage: 1, match: 'z/*'}\n",
+            {"a/w": ("a", ("a", 0, False)), "m/w": ("m", None), "h/w": ("m", ("layers", None, True)), "z/w": ("z", ("z", 1, False))},
+        ),
+        (  # what is called like the stack and has no match means nothing
+            "m: {match: ['**']}\nh: {stage: equal}\n",
+            {"a/w": ("m", None), "m/w": ("m", None), "h/w": ("m", None), "z/w": ("m", None)},
+        ),
+        (  # all others, on a stage or split, and a layout of all others before that of a stage
+            "any: {stage: 1, match: '**'}\nh: {stage: 0, match: 'h/*'}\nrest: {row: [], match: '**'}\n",
+            {path: ("rest", ("h", 0, False) if path == "h/w" else ("any", 1, False)) for path in ("a/w", "m/w", "h/w", "z/w")},
+        ),
+        (
+            "any: {stage: 1, match: ['**', '!{a,h}/**']}\nh: {stage: 0, column: [], match: '{a,h}/*'}\n",
+            {path: (("h", ("h", 0, False)) if path[0] in "ah" else ("any", ("any", 1, False))) for path in ("a/w", "m/w", "h/w", "z/w")},
+        ),
+    ],
+    ids=["equal", "name", "others", "exceptions"],
+)  # fmt: skip
+def test_claims_are_on_the_stage_of_the_signal_that_matches(text, found, tmp_path):
+    (tmp_path / "c.yaml").write_text(PIPELINE + text)
+    assert stages_of(load_configuration(tmp_path / "c.yaml"), ["a/w", "m/w", "h/w", "z/w"]) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "layers: {stage: equal, match: 'bloks/**'}\nrest: {match: '**'}\n",
+            'signal "layers" (c.yaml:2) has match "bloks/**", which fits no parameter; did you mean "blocks/**"?',
+        ),
+        (
+            "one: {stage: 0, row: [], match: 'blocks/*'}\nlayers: {stage: equal, match: 'blocks/**'}\nrest: {match: '**'}\n",
+            'parameter "blocks/w" is on a stage by signal "one" (c.yaml:2) as "blocks/*" and by signal "layers" (c.yaml:3) as "blocks/**"; '
+            "make one of the globs narrower",
+        ),
+        (
+            "one: {stage: 0, match: 'blocks/*'}\nlayers: {stage: equal, match: 'blocks/**'}\nrest: {match: '**'}\n",
+            'parameter "blocks/w" is on a stage by signal "one" (c.yaml:2) as "blocks/*" and by signal "layers" (c.yaml:3) as "blocks/**"; '
+            "make one of the globs narrower",
+        ),
+        (
+            "layers: {stage: equal, match: 'blocks/**'}\n",
+            'no signal of c.yaml claims 1 of 2 parameters: "head/w"; claim them, or write rest: {match: ["**"]}',
+        ),
+    ],
+)  # fmt: skip
+def test_stages_that_do_not_match_are_told(text, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text(
-        "jshard: {mesh: {pipe: 2}, pipeline: {axis: pipe, microbatches: 2}}\n"
-        "a: {stage: 0, match: 'a/*'}\nm: {match: ['m/*', 'h/*']}\nh: {stage: equal}\nz: {stage: 1, match: 'z/*'}\n"
-    )
-    configuration = load_configuration("c.yaml")
-    paths = ["a/w", "m/w", "h/w", "z/w"]
-    found = {path: claim.stage for path, claim in staged(configuration, claims(configuration, paths)).items()}
-    assert {path: stage and (stage.signal.name, stage.number, stage.is_equal) for path, stage in found.items()} == {
-        "a/w": ("a", 0, False), "m/w": None, "h/w": ("h", None, True), "z/w": ("z", 1, False),
-    }  # fmt: skip
-    assert {stage.mesh_axis for stage in found.values() if stage} == {"pipe"}
+    Path("c.yaml").write_text(PIPELINE + text)
+    with pytest.raises(JShardError) as told:
+        stages_of(load_configuration("c.yaml"), ["blocks/w", "head/w"])
+    assert str(told.value) == says
 
 
 def test_claims_of_a_configuration_without_match(loaded):

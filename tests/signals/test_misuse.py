@@ -634,18 +634,18 @@ IN_A_FILE = {
         MESH + "  pipeline: {}\n",
         "jshard.pipeline (FILE:3) has no axis; write axis: stage",
         "jshard.pipeline (FILE:3) has no microbatches; write microbatches: 8",
-        "jshard.pipeline (FILE:3) has no layers: no signal says stage; write blocks: {stage: equal}, with the path of a "
-        "jshard.stack for blocks",
+        "jshard.pipeline (FILE:3) has no layers: no signal says stage; write layers: {stage: equal, match: "
+        '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline without layers, beside workers and a mesh": (
         MESH + "  pipeline: {axis: data, microbatches: 2}\na: {shard: {axis: 0, workers: [0, 1]}}\n",
-        "jshard.pipeline (FILE:3) has no layers: no signal says stage; write blocks: {stage: equal}, with the path of a "
-        "jshard.stack for blocks",
+        "jshard.pipeline (FILE:3) has no layers: no signal says stage; write layers: {stage: equal, match: "
+        '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline without layers, beside no workers": (
         "jshard: {pipeline: {axis: stage, microbatches: 2}}\na: {shard: {axis: 0}}\n",
-        "jshard.pipeline (FILE:1) has no layers: no signal says stage; write blocks: {stage: equal}, with the path of a "
-        "jshard.stack for blocks",
+        "jshard.pipeline (FILE:1) has no layers: no signal says stage; write layers: {stage: equal, match: "
+        '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline beside": (
         MESH + "  axis_types: auto\n  train: {accumulate: 2}\n  pipeline: {axis: data, microbatches: 2}\n"
