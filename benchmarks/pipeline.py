@@ -72,7 +72,7 @@ def planned(
     jshard.load({
         "jshard": {
             "mesh": {"stage": topology.devices},
-            "pipeline": {"axis": "stage", "microbatches": microbatches, "schedule": schedule},
+            "train": {"microbatches": microbatches}, "pipeline": {"axis": "stage", "schedule": schedule},
         },
         "blocks": {"stage": ranges or "equal", "match": ["**"], "remat": remat},
     })  # fmt: skip

@@ -30,10 +30,10 @@ def configured(kind: str, devices: int, microbatches: int) -> dict[str, Any]:
     if kind == TENSOR:
         return decoder.configured("tensor", devices)
     schedule, _, again = kind.partition(" ")
-    asked = {"axis": "stage", "microbatches": microbatches, "schedule": schedule}
+    asked = {"pipeline": {"axis": "stage", "schedule": schedule}, "train": {"microbatches": microbatches}}
     remat = {"remat": "chunk"} if again else {}
     placed = {"blocks": {"stage": "equal", "match": ["blocks/**"], **remat}, "rest": {"match": ["**"]}}
-    return {"jshard": {"mesh": {"stage": devices}, "pipeline": asked}, **placed}
+    return {"jshard": {"mesh": {"stage": devices}, **asked}, **placed}
 
 
 def variant(

@@ -174,7 +174,7 @@ class Call:
         if len(self.program.jaxpr.outvars) != 1 + len(variables):
             made = len(self.program.jaxpr.outvars) - 1
             raise JShardError(
-                f"the model has {len(variables)} variables before its call and {made} behind it, and accumulate hands them "
+                f"the model has {len(variables)} variables before its call and {made} behind it, and microbatches hand them "
                 "from one microbatch to the next",
                 hint="make every variable when the model is built",
             )
@@ -185,7 +185,7 @@ class Call:
             assert stage is not None
             raise JShardError(
                 f"{stage.signal} is on a stage, and a batch in microbatches goes through stages by a schedule",
-                hint=f"write jshard: {{pipeline: {{axis: {stage.mesh_axis}, microbatches: 4}}}}",
+                hint=f"write jshard: {{pipeline: {{axis: {stage.mesh_axis}}}, train: {{microbatches: 4}}}}",
             )
         by_pieces = _pipelined_pieces if self.program.pieces is not None else _pipelined
         self.program.find_out_axes()

@@ -263,7 +263,7 @@ def load_configuration(
         budget_place=places.get("jshard.budget"),
         topology=head.get("topology"),
         topology_place=places.get("jshard.topology"),
-        pipeline=Pipeline(**head["pipeline"], place=places["jshard.pipeline"]) if "pipeline" in head else None,
+        pipeline=None if "pipeline" not in head else _pipeline(head, places),
     )
     if configuration.pipeline is None or "mesh" in head:
         return configuration
@@ -274,6 +274,10 @@ def load_configuration(
             hint="write mesh: {stage: 4, tensor: 2} beside it, or lists of as many workers each, none in two of them",
         )
     return configuration.by_stages
+
+
+def _pipeline(head: Mapping[str, Any], places: Mapping[str, Place]) -> Pipeline:
+    return Pipeline(**head["pipeline"], microbatches=head["train"]["microbatches"], place=places["jshard.pipeline"])
 
 
 def _mesh(

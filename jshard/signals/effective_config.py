@@ -20,7 +20,7 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
             yield mesh.places.get(name, mesh.place), f"jshard.mesh.{name}", mesh.size_in_words(name)
     if configuration.pipeline is not None:
         for key, value in changed(configuration.pipeline).items():
-            if key != "place":
+            if key not in ("place", "microbatches"):  # a key of the experiment
                 yield configuration.pipeline.place, f"jshard.pipeline.{key}", _word(value)
     for key, value in flat(configuration.train):
         place = configuration.train_places.get(key, Place(configuration.source))

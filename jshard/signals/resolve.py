@@ -282,7 +282,7 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
     if place is None:
         for signal in staged:
             fault = "says stage, and there is no jshard.pipeline"
-            hint = "write jshard: {pipeline: {axis: stage, microbatches: 8}}"
+            hint = "write jshard: {pipeline: {axis: stage}, train: {microbatches: 8}}"
             faults.add((signal.name,), signal.at("stage"), fault, hint)
         for signal in signals.values():
             if signal.remat == "chunk":
@@ -291,9 +291,10 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
         return
     if asked is None or "jshard.pipeline" in reading.broken:
         return
-    for key, example in {"axis": "stage", "microbatches": 8}.items():
-        if key not in asked:
-            faults.add(about, place, f"has no {key}", f"write {key}: {example}")
+    if "axis" not in asked:
+        faults.add(about, place, "has no axis", "write axis: stage")
+    if "microbatches" not in head.get("train", {}) and "jshard.train.microbatches" not in reading.broken:
+        faults.add(about, place, "has no jshard.train.microbatches", "write train: {microbatches: 8} beside it")
     if not staged and ("mesh" in head or not any(signal.shard and signal.shard.workers for signal in signals.values())):
         fault = "has no layers: no signal says stage"
         faults.add(
@@ -302,9 +303,6 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
     if head.get("axis_types") == "auto":
         fault = f"is beside axis_types: auto ({reading.places['jshard.axis_types']}), which leaves the program to XLA"
         faults.add(about, place, fault, "write axis_types: explicit")
-    if "accumulate" in head.get("train", {}):
-        fault = f"takes a batch in microbatches, as jshard.train.accumulate ({reading.places['jshard.train.accumulate']}) does"
-        faults.add(about, place, fault, "remove accumulate")
     for signal in signals.values():
         over = {key: signal.axes(key) for key in AXIS_KEYS if not key.startswith("store")} | {
             "shard.mesh": signal.shard.mesh if signal.shard else ()

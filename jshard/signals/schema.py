@@ -113,7 +113,9 @@ TRAIN: dict[str, Key] = {
         "Functions of outputs and targets that give a number for each row; an evaluation has the mean of each.",
     ),
     "batch": Key(integer("64"), "Examples in a batch, over all devices."),
-    "accumulate": Key(integer("8"), "How many microbatches a batch is taken in, one after the other; 1 unless said."),
+    "microbatches": Key(
+        integer("8"), "How many parts a batch is taken in, one after the other, or through jshard.pipeline; 1 unless said."
+    ),
     "steps": Key(integer("1000"), "How many steps to train."),
     "seed": Key(integer("0", least=0), "The seed of weights and batches."),
     "optimizer": Key(
@@ -195,7 +197,6 @@ JSHARD: dict[str, Key] = {
         Table(
             {
                 "axis": Key(Axis(), "The mesh axis of stages."),
-                "microbatches": Key(integer("8"), "How many microbatches a batch goes through the stages in."),
                 "schedule": Key(
                     _schedule(), "What each stage runs when: a name, or a file with a table of your own; 1f1b unless said."
                 ),

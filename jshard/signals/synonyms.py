@@ -30,9 +30,11 @@ WORDS = {
     "dcn_parallelism dp tp pp cp ep fsdp tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "ici_tensor_parallelism ici_fsdp_parallelism ici_data_parallelism dcn_data_parallelism",
     'mesh, and a signal for each rule: up: {column: tensor, match: ["**/up/**"]}': "logical_axis_rules axis_rules rules",
-    "pipeline: {axis: stage, microbatches: 8}": "pp pipelining pipeline_parallel",
+    "pipeline: {axis: stage}": "pp pipelining pipeline_parallel",
     # under jshard.train
     "batch": "batch_size global_batch global_batch_size train_batch_size per_device_batch_size per_device_train_batch_size",
+    "microbatches": "accumulate accumulation grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps "
+    "micro_batches num_microbatches num_micro_batches n_microbatches",
     "steps": "epochs num_epochs max_steps num_steps total_steps train_steps iters train_iters iterations",
     "optimizer: {name: adamw, learning_rate: 1.0e-3}": "lr learning_rate",
     "optimizer: {name: adamw, clip: 1.0}": "clip clip_grad grad_clip gradient_clipping max_grad_norm",

@@ -116,8 +116,8 @@ class Placement:
     """Where batches lie: rows over the mesh axes that every `row` of the configuration names, so that no layer has to
     gather its input; whole on every device when there are none."""
 
-    def __init__(self, mesh: Mesh | None, signals: Mapping[str, Signal], accumulate: int = 1):
-        self.mesh, self.accumulate = mesh, accumulate
+    def __init__(self, mesh: Mesh | None, signals: Mapping[str, Signal], microbatches: int = 1):
+        self.mesh, self.microbatches = mesh, microbatches
         self.mesh_axes = rows_over(signals)
 
     @property
@@ -135,7 +135,7 @@ class Placement:
         processes, each of them has all its rows."""
         if self._sharding is None or self._sharding.is_fully_addressable:
             return np.arange(batch)
-        held = np.zeros((self.accumulate, batch // self.accumulate), bool)
+        held = np.zeros((self.microbatches, batch // self.microbatches), bool)
         for index in self._sharding.addressable_devices_indices_map(held.shape[1:]).values():
             held[(slice(None), *(index or ()))] = True
         return np.flatnonzero(held)
@@ -143,7 +143,7 @@ class Placement:
     def place(self, size: int, *arrays: Any) -> tuple[Any, ...]:
         """Put batches to train on of `size` rows over all processes, of which these are the `rows` of this one, on the devices:
         with several microbatches in an axis of them before the rows, so that which rows one has is alike on all meshes."""
-        parts = self.accumulate
+        parts = self.microbatches
         where = self._sharding if parts == 1 or self.mesh is None else Layout(self.mesh, (), self.mesh_axes).sharding
         axis, here = int(parts > 1), self.rows(size)
 
@@ -170,11 +170,11 @@ class Placement:
 
     def batch_shapes(self, size: int, *arrays: Any) -> tuple[Any, ...]:
         """Describe what `place` would put on the devices."""
-        shapes = self.shapes(size // self.accumulate, *arrays)
-        if self.accumulate == 1:
+        shapes = self.shapes(size // self.microbatches, *arrays)
+        if self.microbatches == 1:
             return shapes
         where = None if self.mesh is None else Layout(self.mesh, (), self.mesh_axes).sharding
-        with_axis = lambda x: jax.ShapeDtypeStruct((self.accumulate, *x.shape), x.dtype, sharding=where)
+        with_axis = lambda x: jax.ShapeDtypeStruct((self.microbatches, *x.shape), x.dtype, sharding=where)
         return jax.tree.map(with_axis, shapes)
 
     def shapes(self, rows: int, *arrays: Any) -> tuple[Any, ...]:

@@ -81,7 +81,7 @@ class Experiment:
         compiled, not trained."""
         settings = Settings(configuration)
         settings.require("model")
-        placement = Placement(mesh, configuration.signals, settings["accumulate"])
+        placement = Placement(mesh, configuration.signals, settings["microbatches"])
         settings.check_rows(placement.ways)
         component, how = _data(settings, only_shapes)
         with as_user_error(f"{component.path} is called"):
@@ -101,7 +101,7 @@ class Experiment:
         settings, component, how, chain = Settings(configuration), parts.data, parts.how, parts.chain
         model_named, loss_named = parts.model, parts.loss
         batch, seed = settings["batch"], settings["seed"]
-        placement = Placement(mesh, configuration.signals, settings["accumulate"])
+        placement = Placement(mesh, configuration.signals, settings["microbatches"])
         settings.check_rows(placement.ways)
         here = f"{component}, which"
         returned = held_out(settings, here, parts.returned)
@@ -119,7 +119,7 @@ class Experiment:
 
         is_claimed = mesh is not None and (configuration.has_claims or bool(configuration.workers))
         with as_user_error("data is read"):
-            inputs = placement.shapes(batch // settings["accumulate"], data.example()[0]) if is_claimed else ()
+            inputs = placement.shapes(batch // settings["microbatches"], data.example()[0]) if is_claimed else ()
 
         def claimed() -> nnx.Module:
             model = built()
@@ -135,7 +135,7 @@ class Experiment:
                 home, apart = _home_of(model, mesh, configuration)
                 _check_one_program(settings, apart)
                 if home is not mesh:
-                    placement = Placement(home, {}, settings["accumulate"])
+                    placement = Placement(home, {}, settings["microbatches"])
                 settle(model, home)
                 optimizer = settle(parts.optimizer or Optimizer(model, chain.tx), home)
         chain.check_decay(model)
@@ -173,7 +173,11 @@ class Experiment:
     @functools.cached_property
     def _step(self) -> Step:
         return Step(
-            self.model, self.optimizer, self.loss, apart=self.apart is not None, accumulate=self.settings["accumulate"]
+            self.model,
+            self.optimizer,
+            self.loss,
+            apart=self.apart is not None,
+            microbatches=self.settings["microbatches"],
         )
 
     def evaluated_on(self, say: Callable[[str], None]) -> Selectable | None:
@@ -240,7 +244,7 @@ class Experiment:
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
         """Verify one training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and
         the parameters and the optimizer state after it."""
-        step = step_with_gradients(self.loss, self.settings["accumulate"])
+        step = step_with_gradients(self.loss, self.settings["microbatches"])
         args = self.model, self.optimizer, *self.first_batch()
         return verify(step, *args, backward=False, meshes=meshes)
 
@@ -312,19 +316,19 @@ def _check_count(settings: Settings, count: int, batch: int, last: str, placemen
             f"jshard.train.batch ({settings.place('batch')}) is {batch}, but there are {count} examples",
             hint=f"use {count} or fewer",
         )
-    if last == "keep" and (count % batch) % (placement.ways * placement.accumulate):
+    if last == "keep" and (count % batch) % (placement.ways * placement.microbatches):
         raise JShardError(
             f"jshard.train.data.last ({settings.place('data.last')}) is keep, and the last batch has {count % batch} of "
-            f"{count} examples, which can't be split in {placement.ways * placement.accumulate}",
+            f"{count} examples, which can't be split in {placement.ways * placement.microbatches}",
             hint="write last: drop or last: fill",
         )
 
 
 def _check_one_program(settings: Settings, apart: str | None) -> None:
-    if apart is not None and settings["accumulate"] > 1:
+    if apart is not None and settings["microbatches"] > 1:
         raise JShardError(
-            f"jshard.train.accumulate ({settings.place('accumulate')}) is {settings['accumulate']}, and {apart}",
-            hint="remove accumulate",
+            f"jshard.train.microbatches ({settings.place('microbatches')}) is {settings['microbatches']}, and {apart}",
+            hint="remove microbatches",
         )
 
 

@@ -43,12 +43,12 @@ class Step:
         loss: Objective,
         *,
         apart: bool = False,
-        accumulate: int = 1,
+        microbatches: int = 1,
     ):
         compiled: Any = (lambda f, **how: f) if apart else jax.jit
         graph, self.state = nnx.split((model, optimizer))
         where = jax.tree.map(lambda array: array.sharding, self.state)
-        differentiated, scores = gradients_of(model, loss, accumulate), partitioned(model, loss.scores)
+        differentiated, scores = gradients_of(model, loss, microbatches), partitioned(model, loss.scores)
 
         def train(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
@@ -82,28 +82,28 @@ class Step:
         nnx.update((model, optimizer), self.state)
 
 
-def gradients_of(model: Any, loss: Objective, accumulate: int) -> Callable[..., Any]:
+def gradients_of(model: Any, loss: Objective, microbatches: int) -> Callable[..., Any]:
     """Return what gives the loss of a batch and its gradients, by microbatches where the batch is laid out in them."""
-    if accumulate == 1:
+    if microbatches == 1:
         return nnx.value_and_grad(partitioned(model, objective_of(loss)))
     by_microbatches = accumulated(objective_of(loss))
 
     def differentiated(model: Any, x: Any, y: Any) -> Any:
         if len(jax.tree.leaves(y)) > 1 or not loss.divides_by_count(y[0]):
             return by_microbatches(model, x, y)
-        count = jnp.maximum(layers.sum((y >= 0).astype(jnp.float32)), 1.0) / accumulate
-        return by_microbatches(model, x, y, jnp.broadcast_to(count, accumulate))
+        count = jnp.maximum(layers.sum((y >= 0).astype(jnp.float32)), 1.0) / microbatches
+        return by_microbatches(model, x, y, jnp.broadcast_to(count, microbatches))
 
     return differentiated
 
 
-def step_with_gradients(loss: Objective, accumulate: int = 1) -> Callable[..., Named]:
+def step_with_gradients(loss: Objective, microbatches: int = 1) -> Callable[..., Named]:
     """Make a training step as `verify` compares it: it returns the loss and the gradients of the parameters and of inputs that
     are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
 
     def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
-        if accumulate > 1:
-            value, gradients = gradients_of(model, loss, accumulate)(model, x, y)
+        if microbatches > 1:
+            value, gradients = gradients_of(model, loss, microbatches)(model, x, y)
             optimizer.update(model, gradients)
             return _named(value, named_leaves("model", gradients))
         smooth = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))

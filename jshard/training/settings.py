@@ -19,7 +19,7 @@ from jshard.signals.value_types import Table
 
 DEFAULTS: Mapping[str, Any] = {
     "batch": 64,
-    "accumulate": 1,
+    "microbatches": 1,
     "steps": 1000,
     "seed": 0,
     "optimizer": "adamw",
@@ -48,7 +48,7 @@ class Settings:
         self.configuration = configuration
 
     def __getitem__(self, key: str) -> Any:
-        if key == "accumulate" and self.configuration.pipeline is not None:
+        if key == "microbatches" and self.configuration.pipeline is not None:
             return self.configuration.pipeline.microbatches
         return self.configuration.train.get(key, DEFAULTS.get(key))
 
@@ -109,11 +109,11 @@ class Settings:
         """Raise an error when a batch can't be split evenly; in as many ways as the configuration says, unless they are
         known."""
         batch, over = self["batch"], rows_over(self.configuration.signals)
-        parts = self["accumulate"]
+        parts = self["microbatches"]
         if batch % parts:
             below, above = batch // parts * parts, -(-batch // parts) * parts
             pipeline = self.configuration.pipeline
-            asks = f"jshard.train.accumulate ({self.place('accumulate')})"
+            asks = f"jshard.train.microbatches ({self.place('microbatches')})"
             asks = asks if pipeline is None else f"jshard.pipeline ({pipeline.place})"
             raise JShardError(
                 f"{asks} takes {batch} rows in {parts} microbatches",

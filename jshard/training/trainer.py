@@ -43,7 +43,7 @@ def train(
 
     `data` is what a data function returns, or its "train" alone; `shuffle`, `last` and `ahead` say how it is read. `loss` is
     cross entropy unless given, `optimizer` of optax or a `jshard.Optimizer` of the model. All other arguments are keys of
-    `jshard.train` in YAML: steps, batch, accumulate, evaluation, log, output, checkpoint, seed. With `resume` it goes on from
+    `jshard.train` in YAML: steps, batch, microbatches, evaluation, log, output, checkpoint, seed. With `resume` it goes on from
     the last checkpoint, if there is one. Returns the last loss and the figures of the last evaluation.
     """
     how = {key: settings.pop(key) for key in READING if key in settings}
@@ -103,6 +103,12 @@ def _configured(settings: dict[str, Any]) -> Configuration:
     said = load_configuration({"jshard": {"train": settings}})
     present = configuration() or said
     places = MappingProxyType(dict.fromkeys(said.train_places, HERE))
+    count = said.train.get("microbatches")
+    if present.pipeline is not None and count not in (None, present.pipeline.microbatches):
+        raise JShardError(
+            f"jshard.train is given microbatches={count}, and {present.pipeline} ({present.pipeline.place})",
+            hint="leave microbatches away",
+        )
     return dataclasses.replace(present, train=said.train, train_places=places)
 
 

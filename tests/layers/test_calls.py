@@ -159,9 +159,9 @@ STAGED = {  # which layers each stage has, how what the loop goes along too is s
 
 def staged(mesh, f, numbers, axes, **words):
     """A program of layers on two stages, of what the loop goes along too, of what it closes over, and of what it carries."""
-    pipeline = {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}
+    asked = {"train": {"microbatches": 2}, "pipeline": {"axis": "stage", "schedule": "1f1b"}}
     signals = jshard.load({
-        "jshard": {"mesh": {"stage": 2, "tensor": 4}, "pipeline": pipeline},
+        "jshard": {"mesh": {"stage": 2, "tensor": 4}, **asked},
         "blocks": {"stage": numbers}, "a": {"row": "tensor", **words, "match": ["**"]},
     }).signals  # fmt: skip
     claim = Claim(signals["a"], "**", Stage("stage", signals["blocks"]))

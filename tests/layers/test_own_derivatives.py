@@ -119,8 +119,8 @@ class Stack(nnx.Module):
 def test_in_stages_they_are_too():
     own = by_vjp(multiplied)
     expected = nnx.jit(accumulated(loss))(Stack(own, rngs=nnx.Rngs(0)), X)
-    pipeline = {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}
+    asked = {"train": {"microbatches": 2}, "pipeline": {"axis": "stage", "schedule": "1f1b"}}
     split = {"stage": "equal", "row": "data", "match": ["**"]}
-    jshard.load({"jshard": {"mesh": {"stage": 2, "data": 2}, "pipeline": pipeline}, "all": split})
+    jshard.load({"jshard": {"mesh": {"stage": 2, "data": 2}, **asked}, "all": split})
     found = nnx.jit(accumulated(loss))(jshard.shard(Stack(own, rngs=nnx.Rngs(0)), X[0]), X)
     assert_same(found, expected)

@@ -74,7 +74,8 @@ def configured(stages=2, pipeline=True, **words):
     return {
         "jshard": {
             "mesh": {"stage": stages, "data": 2, "tensor": 2},
-            "pipeline": {"axis": "stage", "microbatches": 2},
+            "train": {"microbatches": 2},
+            "pipeline": {"axis": "stage"},
         },
         **first,
         "up0": {"stage": 0, **split, "column": "tensor", "match": ["blocks/0/up/**"]},
@@ -190,7 +191,8 @@ def in_microbatches():
 @pytest.mark.parametrize(("schedule", "store"), [("1f1b", None), ("gpipe", "data"), ("zero_bubble", None)])
 def test_a_schedule_computes_what_one_device_does(schedule, store, in_microbatches):
     said = configured(**({} if store is None else {"store": store}))
-    said["jshard"]["pipeline"] |= {"schedule": schedule, "microbatches": 4}
+    said["jshard"]["pipeline"]["schedule"] = schedule
+    said["jshard"]["train"]["microbatches"] = 4
     jshard.load(said)
     model = jshard.shard(Model(rngs=nnx.Rngs(0)), jax.ShapeDtypeStruct(X.shape, jnp.int32))
     at_rest = jax.tree.map(operator.attrgetter("sharding"), nnx.state(model, nnx.Param))
@@ -207,7 +209,7 @@ def test_a_batch_in_microbatches_without_a_schedule_is_one_sentence():
         accumulated(square)(model, *(np.stack([x, x]) for x in ROWS))
     assert str(told.value) == (
         'signal "second" (<dict>) is on a stage, and a batch in microbatches goes through stages by a schedule; write '
-        "jshard: {pipeline: {axis: stage, microbatches: 4}}"
+        "jshard: {pipeline: {axis: stage}, train: {microbatches: 4}}"
     )
 
 
@@ -274,7 +276,7 @@ def entropy(model, x, y):
 def test_a_file_of_gt_trains_four_stages_of_two_workers_as_one_device_does():
     x, y = np.random.default_rng(2).integers(0, 16, (2, 8, 2, 6), np.int32)
     expected = nnx.jit(accumulated(entropy))(Small(rngs=nnx.Rngs(0)), x, y)
-    jshard.load("examples/gt/pipeline.yaml", ["jshard.pipeline={axis: stage, microbatches: 8}", *CLAIMED])
+    jshard.load("examples/gt/pipeline.yaml", ["jshard.pipeline={axis: stage}", "microbatches=8", *CLAIMED])
     model = jshard.shard(Small(rngs=nnx.Rngs(0)), jax.ShapeDtypeStruct(x.shape[1:], jnp.int32))
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     total = sum(leaf.nbytes for leaf in leaves)
@@ -292,13 +294,22 @@ def test_a_file_of_gt_trains_four_stages_of_two_workers_as_one_device_does():
     assert Cost(generate("1f1b", 4, 8)).lock_step.idle == pytest.approx(3 / 11)
 
 
+def test_microbatches_of_a_run_that_are_not_those_of_its_pipeline_are_refused():
+    jshard.load(configured())
+    with pytest.raises(JShardError) as told:
+        jshard.train(Model(rngs=nnx.Rngs(0)), optax.sgd(0.1), {"train": (X, Y)}, microbatches=4)
+    assert str(told.value) == (
+        "jshard.train is given microbatches=4, and stages over stage, 2 microbatches by 1f1b (<dict>); leave microbatches away"
+    )
+
+
 @pytest.mark.slow
 def test_jshard_train_trains_a_file_of_gt():
     x, y = np.random.default_rng(2).integers(0, 16, (2, 16, 6), np.int32)
     how = {"steps": 3, "batch": 16, "shuffle": False}
     jshard.unload()
     expected = jshard.train(Small(rngs=nnx.Rngs(0)), optax.sgd(0.1), {"train": (x, y)}, **how)
-    jshard.load("examples/gt/pipeline.yaml", ["jshard.pipeline={axis: stage, microbatches: 4}", *CLAIMED])
+    jshard.load("examples/gt/pipeline.yaml", ["jshard.pipeline={axis: stage}", "microbatches=4", *CLAIMED])
     assert jshard.train(Small(rngs=nnx.Rngs(0)), optax.sgd(0.1), {"train": (x, y)}, **how) == pytest.approx(expected)
 
 
@@ -377,7 +388,7 @@ def test_the_demo_of_gt_runs_as_gt_spells_it():
 
 # -- where a program is cut --
 
-NUMBERED = {"jshard": {"mesh": {"stage": 2, "tensor": 2}, "pipeline": {"axis": "stage", "microbatches": 2}}}
+NUMBERED = {"jshard": {"mesh": {"stage": 2, "tensor": 2}, "train": {"microbatches": 2}, "pipeline": {"axis": "stage"}}}
 
 
 class Two(nnx.Module):
@@ -514,7 +525,7 @@ def test_a_stack_that_is_split_equally_has_no_numbers_beside_it(stacked, number)
 def test_on_its_stage_a_parameter_rests_as_all_but_the_stages_split_it(mesh):
     sizes = {"stage": 2, "data": 2, "tensor": 2}
     signals = jshard.load({
-        "jshard": {"mesh": sizes, "pipeline": {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}},
+        "jshard": {"mesh": sizes, "train": {"microbatches": 2}, "pipeline": {"axis": "stage", "schedule": "1f1b"}},
         "whole": {"row": "data", "column": "tensor", "stage": 0},
         "stored": {"row": "data", "column": "tensor", "store": "data", "stage": 1},
     }).signals  # fmt: skip

@@ -55,10 +55,10 @@ def loss(model, x):
 
 
 def words(layers="equal", *, edges=True, pipeline=(), mesh=(), first=(), up=()):
-    asked = {"axis": "stage", "microbatches": MICROBATCHES, **dict(pipeline)}
+    asked = {"train": {"microbatches": MICROBATCHES}, "pipeline": {"axis": "stage", **dict(pipeline)}}
     return {
-        "jshard": {"mesh": {"stage": 2, "data": 2, **dict(mesh)}, "pipeline": asked},
-        "blocks": {"stage": layers},
+        "jshard": {"mesh": {"stage": 2, "data": 2, **dict(mesh)}, **asked},
+        "blocks": {"stage": layers, "match": ["blocks/**"]},
         "up": {"row": "data", **dict(up), "match": ["blocks/up/**"]},
         **({"edges": {"row": "data", **dict(first), "match": ["first/**"]}} if edges else {}),
     }
@@ -314,7 +314,8 @@ def numbered(first, second, third, stages=2, **pipeline):
     return {
         "jshard": {
             "mesh": {"stage": stages, "data": 2},
-            "pipeline": {"axis": "stage", "microbatches": MICROBATCHES, **pipeline},
+            "train": {"microbatches": MICROBATCHES},
+            "pipeline": {"axis": "stage", **pipeline},
         },
         "one": {"match": ["first/**"], "row": "data", **first},
         "two": {"match": ["second/**"], "row": "data", **second},

@@ -26,8 +26,8 @@ def looped(ws, u, x):
 
 def staged(signals):
     """The signals of a pipeline of two stages, of four devices each."""
-    pipeline = {"axis": "stage", "microbatches": 2, "schedule": "1f1b"}
-    return jshard.load({"jshard": {"mesh": {"stage": 2, "data": 4}, "pipeline": pipeline}, **signals}).signals
+    asked = {"train": {"microbatches": 2}, "pipeline": {"axis": "stage", "schedule": "1f1b"}}
+    return jshard.load({"jshard": {"mesh": {"stage": 2, "data": 4}, **asked}, **signals}).signals
 
 
 def test_a_signal_outside_of_loops_is_told_behind_one_that_is_in_a_loop(mesh):

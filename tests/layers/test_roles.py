@@ -185,7 +185,7 @@ def test_an_axis_that_is_not_there_and_a_mesh_axis_twice_are_one_sentence_each()
 
 # -- layers of a pipeline --
 
-STAGES = {"mesh": {"data": 2, "stage": 2, "tensor": 2}, "pipeline": {"axis": "stage", "microbatches": 2}}
+STAGES = {"mesh": {"data": 2, "stage": 2, "tensor": 2}, "train": {"microbatches": 2}, "pipeline": {"axis": "stage"}}
 ST, LAYERS = ("stage",), (S, R, C)
 
 

@@ -411,7 +411,7 @@ def test_variables_that_are_made_in_a_call_of_microbatches_are_a_sentence(before
     with pytest.raises(JShardError) as error:
         call.microbatches(zeros(2, 4, 8))
     assert str(error.value) == (
-        f"the model has {before} variables before its call and {2 - before} behind it, and accumulate hands them from one "
+        f"the model has {before} variables before its call and {2 - before} behind it, and microbatches hand them from one "
         "microbatch to the next; make every variable when the model is built"
     )
 

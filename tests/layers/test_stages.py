@@ -108,11 +108,12 @@ def configured(
     **words,
 ):
     split = {"row": "data", **words}
-    asked = {"axis": "stage", "microbatches": microbatches, "schedule": schedule}
+    asked = {"axis": "stage", "schedule": schedule}
     return {
         "jshard": {
             "mesh": {"stage": stages, "data": data, "tensor": tensor},
             "pipeline": asked if chunks is None else {**asked, "chunks": chunks},
+            "train": {"microbatches": microbatches},
         },
         "blocks": {"stage": layers, "match": ["blocks/**"]},
         "up": {**split, "column": "tensor", "match": ["blocks/up/**"]},

@@ -222,7 +222,7 @@ def test_claims_by_a_star_are_as_those_of_any_other_glob(loaded):
     )
 
 
-PIPELINE = "jshard: {mesh: {pipe: 2}, pipeline: {axis: pipe, microbatches: 2}}\n"
+PIPELINE = "jshard: {mesh: {pipe: 2}, train: {microbatches: 2}, pipeline: {axis: pipe}}\n"
 
 
 def stages_of(configuration: Configuration, paths):

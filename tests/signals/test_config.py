@@ -452,7 +452,7 @@ def test_lists_of_workers_are_stages_of_one_mesh_where_they_can_be():
         said = {name: {"shard": {"axis": 0, "workers": workers}} for name, workers in apart.items()}
         assert load_configuration(said).by_stages is None
         with pytest.raises(JShardError) as told:
-            load_configuration({"jshard": {"pipeline": {"axis": "stage", "microbatches": 2}}, **said})
+            load_configuration({"jshard": {"train": {"microbatches": 2}, "pipeline": {"axis": "stage"}}, **said})
         assert str(told.value) == (
             "jshard.pipeline (<dict>) has no jshard.mesh, and the signals name no workers that could be its stages; write "
             "mesh: {stage: 4, tensor: 2} beside it, or lists of as many workers each, none in two of them"

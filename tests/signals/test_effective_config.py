@@ -60,11 +60,15 @@ def test_every_key_that_says_something_is_a_line(tmp_path, monkeypatch):
 
 
 def test_a_pipeline_is_a_line_for_each_of_its_keys():
-    pipeline = {"axis": "pipe", "microbatches": 4, "schedule": "gpipe"}
-    said = {"jshard": {"mesh": {"pipe": 2}, "pipeline": pipeline}, "a": {"stage": "equal"}}
+    pipeline = {"axis": "pipe", "schedule": "gpipe"}
+    said = {
+        "jshard": {"mesh": {"pipe": 2}, "pipeline": pipeline, "train": {"microbatches": 4}},
+        "a": {"stage": "equal"},
+    }
     assert [(key, value) for _, key, value in lines(load_configuration(said))] == [
         ("jshard.mesh.pipe", "2"),
         *((f"jshard.pipeline.{key}", str(value)) for key, value in pipeline.items()),
+        ("jshard.train.microbatches", "4"),
         ("a.stage", "equal"),
     ]
 

@@ -11,7 +11,7 @@ import pytest
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
 
-PIPE = "jshard: {mesh: {stage: 2}, pipeline: {axis: stage, microbatches: 4}}\nblocks: {stage: {0..5: 0, 6..7: 1}}\n"
+PIPE = "jshard: {mesh: {stage: 2}, train: {microbatches: 4}, pipeline: {axis: stage}}\nblocks: {stage: {0..5: 0, 6..7: 1}}\n"
 MESH = "jshard:\n  mesh: {data: 2, tensor: 4}\n"
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
@@ -510,8 +510,8 @@ IN_A_FILE = {
     ),
     "stage": (
         MESH + "layer1: {stage: equal}\n",
-        'signal "layer1" (FILE:3) says stage, and there is no jshard.pipeline; write jshard: {pipeline: {axis: stage, '
-        "microbatches: 8}}",
+        'signal "layer1" (FILE:3) says stage, and there is no jshard.pipeline; write jshard: {pipeline: {axis: stage}, '
+        "train: {microbatches: 8}}",
     ),
     "ring": (
         MESH + "layer1: {row: data, ring: data}\nlayer2: {ring: rign}\nlayer3: {attention: ulises, ring: tensor}\n"
@@ -614,44 +614,43 @@ IN_A_FILE = {
     ),
     "pipeline": (
         MESH + "  pipeline: 1f1b\n",
-        'jshard.pipeline (FILE:3) is "1f1b", which is not a mapping of axis, microbatches, schedule and chunks; write pipeline: '
-        "{axis: stage}",
+        'jshard.pipeline (FILE:3) is "1f1b", which is not a mapping of axis, schedule and chunks; write pipeline: {axis: '
+        "stage}",
     ),
     "pipeline of wrong words": (
-        MESH + "  pipeline: {axis: stage, microbatches: 0, schedule: 1f1, chunks: [2]}\na: {stage: equal}\n",
+        MESH + "  pipeline: {axis: stage, schedule: 1f1, chunks: [2]}\n  train: {microbatches: 0}\na: {stage: equal}\n",
         'jshard.pipeline.axis (FILE:3) names mesh axis "stage", which is not in jshard.mesh (FILE:2: data, tensor); write data or '
         "tensor",
-        "jshard.pipeline.microbatches (FILE:3) is 0, which is not a whole number of 1 or more; write microbatches: 8",
         'jshard.pipeline.schedule (FILE:3) is "1f1", which is not gpipe, 1f1b, interleaved, zero_bubble or the file of a table; '
         'did you mean "1f1b"?',
         "jshard.pipeline.chunks (FILE:3) is a list, which is not a whole number of 1 or more; write chunks: 1",
+        "jshard.train.microbatches (FILE:4) is 0, which is not a whole number of 1 or more; write microbatches: 8",
     ),
     "pipeline of two axes": (
-        MESH + "  pipeline: {axis: [data, tensor], microbatches: 2}\na: {stage: equal}\n",
+        MESH + "  pipeline: {axis: [data, tensor]}\n  train: {microbatches: 2}\na: {stage: equal}\n",
         "jshard.pipeline.axis (FILE:3) is a list, which is not a mesh axis; write axis: stage",
     ),
     "pipeline without more": (
         MESH + "  pipeline: {}\n",
         "jshard.pipeline (FILE:3) has no axis; write axis: stage",
-        "jshard.pipeline (FILE:3) has no microbatches; write microbatches: 8",
+        "jshard.pipeline (FILE:3) has no jshard.train.microbatches; write train: {microbatches: 8} beside it",
         "jshard.pipeline (FILE:3) has no layers: no signal says stage; write layers: {stage: equal, match: "
         '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline without layers, beside workers and a mesh": (
-        MESH + "  pipeline: {axis: data, microbatches: 2}\na: {shard: {axis: 0, workers: [0, 1]}}\n",
+        MESH + "  pipeline: {axis: data}\n  train: {microbatches: 2}\na: {shard: {axis: 0, workers: [0, 1]}}\n",
         "jshard.pipeline (FILE:3) has no layers: no signal says stage; write layers: {stage: equal, match: "
         '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline without layers, beside no workers": (
-        "jshard: {pipeline: {axis: stage, microbatches: 2}}\na: {shard: {axis: 0}}\n",
+        "jshard: {train: {microbatches: 2}, pipeline: {axis: stage}}\na: {shard: {axis: 0}}\n",
         "jshard.pipeline (FILE:1) has no layers: no signal says stage; write layers: {stage: equal, match: "
         '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline beside": (
-        MESH + "  axis_types: auto\n  train: {accumulate: 2}\n  pipeline: {axis: data, microbatches: 2}\n"
+        MESH + "  axis_types: auto\n  train: {microbatches: 2}\n  pipeline: {axis: data}\n"
         "a: {stage: equal, row: data}\nb: {shard: {axis: 0, mesh: data}}\n",
         "jshard.pipeline (FILE:5) is beside axis_types: auto (FILE:3), which leaves the program to XLA; write axis_types: explicit",
-        "jshard.pipeline (FILE:5) takes a batch in microbatches, as jshard.train.accumulate (FILE:4) does; remove accumulate",
         'signal "a" (FILE:6) names mesh axis "data" for row, which has the stages of jshard.pipeline (FILE:5); use another mesh '
         "axis",
         'signal "b" (FILE:7) names mesh axis "data" for shard.mesh, which has the stages of jshard.pipeline (FILE:5); use another '
@@ -1079,7 +1078,7 @@ ON_THE_COMMAND_LINE = {
         '"laier1.row=data" (the command line) names no signal and no key of jshard.train; did you mean "layer1"?'
     ],
     "zzz=1": [
-        '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, metrics, batch, accumulate, steps, '
+        '"zzz=1" (the command line) names no signal and no key of jshard.train; write model, data, loss, metrics, batch, microbatches, steps, '
         "seed, optimizer, evaluation, output, log, checkpoint, watchdog or a signal"
     ],
     "mesh.data=4": [
@@ -1144,7 +1143,7 @@ ON_THE_COMMAND_LINE = {
         'signal "layer1" (the command line) has an unknown key "include"; write it under "jshard:"'
     ],
     "jshard.train.include=base.yaml": [
-        'jshard.train (the command line) has an unknown key "include"; write model, data, loss, metrics, batch, accumulate, steps, seed, '
+        'jshard.train (the command line) has an unknown key "include"; write model, data, loss, metrics, batch, microbatches, steps, seed, '
         "optimizer, evaluation, output, log, checkpoint or watchdog"
     ],
     "jshard.mesh.dta.x=1": [

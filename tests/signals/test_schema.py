@@ -20,7 +20,7 @@ DESIGN_KEYS = """row column reduction shard sequence store output expert stage r
 match allow extends expect""".split()
 JSHARD_KEYS = "mesh axis_types include strict default topology kernel pipeline budget train".split()
 TRAIN_KEYS = (
-    "metrics model data batch accumulate steps optimizer seed checkpoint log loss evaluation output watchdog".split()
+    "metrics model data batch microbatches steps optimizer seed checkpoint log loss evaluation output watchdog".split()
 )
 
 
@@ -93,7 +93,7 @@ def accepts(schema: dict, value: object, root: dict) -> bool:
     return True
 
 
-PIPELINE = {"axis": "a", "microbatches": 2}
+PIPELINE, PARTS = {"axis": "a"}, {"microbatches": 2}
 VALUES = [
     None, True, False, 0, 1, -1, 3, "a", "", "b", ["a"], ["a", "b"], ["a", "a"], [], [0, 1], [0, 0], {}, {"a": 2},
     {"a": 0}, {"optimizer": "a"}, {"every": 5}, {"every": 0}, {"name": "adamw", "b1": 0.9}, {"path": "m:f", "x": [1]},
@@ -117,11 +117,13 @@ def test_schema_takes_all_that_the_loader_takes(key: str):
             written["jshard"]["train"] = {key.removeprefix("jshard.train."): value}
         elif key.startswith("jshard."):
             written["jshard"][key.removeprefix("jshard.")] = value
-            written["a"] |= {"stage": "equal"} if key == "jshard.pipeline" else {}
+            if key == "jshard.pipeline":
+                written["a"] |= {"stage": "equal"}
+                written["jshard"]["train"] = PARTS
         else:
             needs = {"output": {"reduction": "b", "column": "b"}, "attention": {"ring": "b"}}
             written["x"] = {key: value, **needs.get(key, {})}
-            written["jshard"] |= {"pipeline": PIPELINE} if key == "stage" else {}
+            written["jshard"] |= {"pipeline": PIPELINE, "train": PARTS} if key == "stage" else {}
         try:
             load_configuration(written)
         except JShardError:
@@ -150,7 +152,8 @@ def test_an_axis_of_stages_has_a_name(axis):
 
 @pytest.mark.parametrize("file", ["table.txt", "tables/mine", "tables/mine.txt"])
 def test_a_schedule_may_be_a_file(file):
-    written = {"jshard": {"mesh": {"a": 2}, "pipeline": {**PIPELINE, "schedule": file}}, "a": {"stage": "equal"}}
+    pipeline = {"pipeline": {**PIPELINE, "schedule": file}, "train": PARTS}
+    written = {"jshard": {"mesh": {"a": 2}, **pipeline}, "a": {"stage": "equal"}}
     assert load_configuration(written).pipeline.schedule == file
 
 
@@ -248,7 +251,7 @@ def with_key(key: str, value: Any) -> dict:
             value = {
                 words: int(on) for words, _, on in (each.partition(": ") for each in filter(None, value.split(", ")))
             }
-        return {"jshard": {"mesh": {"a": 2}, "pipeline": PIPELINE}, "x": {"stage": value}}
+        return {"jshard": {"mesh": {"a": 2}, "pipeline": PIPELINE, "train": PARTS}, "x": {"stage": value}}
     train = (
         {"optimizer": {"name": "adamw", "clip": value}} if key == "clip" else {"data": {"text": "t", "held_out": value}}
     )

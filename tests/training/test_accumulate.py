@@ -1,4 +1,4 @@
-"""`accumulate`: a step over microbatches is a step on the whole batch, and its gradients cross the wire once."""
+"""`microbatches`: a step over microbatches is a step on the whole batch, and its gradients cross the wire once."""
 
 from __future__ import annotations
 
@@ -113,16 +113,16 @@ EXPLICIT = [*(("Still", plan) for plan in PLANS), ("Stacked", "data"), ("Stacked
     ],
 )
 def test_a_step_over_microbatches_is_a_step_on_the_whole_batch(model, plan, axis_types):
-    words = ["accumulate=8", f"jshard.axis_types={axis_types}"]
+    words = ["microbatches=8", f"jshard.axis_types={axis_types}"]
     ours = stepped(built(f"{__name__}:{model}", plan, *words))
     close(ours, whole(f"{__name__}:{model}"))
 
 
 @pytest.mark.slow
 def test_dropout_is_drawn_anew_for_each_microbatch_and_alike_on_every_mesh():
-    one = stepped(built("plain:Dense", "none", "accumulate=4"))
+    one = stepped(built("plain:Dense", "none", "microbatches=4"))
     for plan in ("data", "tensor", "fsdp"):
-        close(stepped(built("plain:Dense", plan, "accumulate=4")), one)
+        close(stepped(built("plain:Dense", plan, "microbatches=4")), one)
     assert abs(whole("plain:Dense")[0][0] - one[0][0]) > 1e-3
 
 
@@ -139,7 +139,7 @@ def counts(experiment, phase="backward"):
     ("model", "plan"), [("Still", "data"), ("Stacked", "data"), ("Still", "tensor"), ("Layers", "layers")]
 )
 def test_gradients_cross_the_wire_once(model, plan):
-    parts = built(f"{__name__}:{model}", plan, "accumulate=8")
+    parts = built(f"{__name__}:{model}", plan, "microbatches=8")
     ledger = parts.explain()
     data = [line for line in ledger.only(phase="backward") if "data" in line.axis]
     assert sum(line.count for line in data) == len(jax.tree.leaves(nnx.state(parts.model, nnx.Param)))
@@ -149,7 +149,7 @@ def test_gradients_cross_the_wire_once(model, plan):
 
 
 def test_a_stored_parameter_is_gathered_and_its_gradient_scattered_for_each_microbatch():
-    lines = built(f"{__name__}:Still", "fsdp", "accumulate=4").explain()
+    lines = built(f"{__name__}:Still", "fsdp", "microbatches=4").explain()
     parameters = 6
     found = collections.Counter()
     for line in lines:
@@ -161,14 +161,14 @@ def test_a_stored_parameter_is_gathered_and_its_gradient_scattered_for_each_micr
 @pytest.mark.slow
 def test_a_step_over_microbatches_is_verified():
     for plan in ("tensor", "fsdp"):
-        found = built(f"{__name__}:Still", plan, "accumulate=4").verify()
+        found = built(f"{__name__}:Still", plan, "microbatches=4").verify()
         assert found, str(found)
 
 
 @pytest.mark.seconds
 def test_statistics_and_tokens_go_from_one_microbatch_to_the_next():
-    experiment = built("plain:Filters", "data", "accumulate=4")
-    close(stepped(experiment), stepped(built("plain:Filters", "none", "accumulate=4")))
+    experiment = built("plain:Filters", "data", "microbatches=4")
+    close(stepped(experiment), stepped(built("plain:Filters", "none", "microbatches=4")))
 
 
 def test_without_a_configuration_it_is_the_mean_of_microbatches():
@@ -183,11 +183,11 @@ def test_without_a_configuration_it_is_the_mean_of_microbatches():
     ("words", "sentence"),
     [
         (
-            ["accumulate=5"],
-            "jshard.train.accumulate (the command line) takes 32 rows in 5 microbatches; use batch=30 or batch=35",
+            ["microbatches=5"],
+            "jshard.train.microbatches (the command line) takes 32 rows in 5 microbatches; use batch=30 or batch=35",
         ),
         (
-            ["accumulate=8", "batch=24"],
+            ["microbatches=8", "batch=24"],
             'jshard.train.batch (the command line) splits the 3 rows of each of 8 microbatches over mesh axis "data" of size 2; '
             "use 16 or 32",
         ),

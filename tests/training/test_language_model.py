@@ -157,7 +157,7 @@ def test_run_of_another_file_is_that_of_one_device_and_goes_on_to_the_bit(reques
 @functools.cache
 def of_microbatches() -> list[dict[str, float]]:
     """Losses of a run on one device."""
-    return trained("microbatches", "model.depth=4", "accumulate=4")
+    return trained("microbatches", "model.depth=4", "microbatches=4")
 
 
 @functools.cache
@@ -195,7 +195,7 @@ def test_a_pipeline_goes_on_with_another_number_of_stages():
 @pytest.mark.slow
 def test_unequal_stages_train_as_microbatches_do_and_go_on_with_another_number_of_them(capsys):
     """Five layers, on two stages by balance, which train says, and then on four as ranges say."""
-    alone = trained("five", "model.depth=5", "accumulate=4")
+    alone = trained("five", "model.depth=5", "microbatches=4")
     file = FILE.parents[1] / "pipe-1f1b.yaml"
     capsys.readouterr()
     found = trained("balance", "model.depth=5", "blocks.stage=balance", file=file)
@@ -238,17 +238,17 @@ def loss_of_logits() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", ["one device", "tensor", "fsdp and sequence"])
-def test_logits_of_a_step_are_nowhere_whole_and_its_loss_is_theirs(mesh, accumulate):
+def test_logits_of_a_step_are_nowhere_whole_and_its_loss_is_theirs(mesh, microbatches):
     """No array of a device's rows, places and words is in what is compiled; its loss, and an evaluation's, is that of all."""
-    expected, words = loss_of_logits(), (*WIDER, *MESHES[mesh], f"accumulate={accumulate}")
+    expected, words = loss_of_logits(), (*WIDER, *MESHES[mesh], f"microbatches={microbatches}")
     experiment = Experiment.build(current.load(FILE, words), current.mesh())
     step = experiment.step()
     sizes = current.mesh().shape
-    rows, vocabulary = 16 // accumulate // sizes["data"], 256 // sizes["tensor"]
+    rows, vocabulary = 16 // microbatches // sizes["data"], 256 // sizes["tensor"]
     programs = [experiment.lowered()]
-    if accumulate == 1:
+    if microbatches == 1:
         programs.append(step.scores.lower(step.state, *experiment.first_batch()))
     for each in programs:
         found = re.findall(r"f32\[(\d+(?:,\d+)+)\]", each.compile().as_text())

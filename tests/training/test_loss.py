@@ -329,10 +329,10 @@ def test_examples_held_out_are_evaluated_and_not_trained_on(capsys):
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("mesh", [{"data": 1, "tensor": 1}, {"data": 2, "tensor": 4}], ids=str)
-def test_loss_of_a_step_is_that_of_the_targets_that_count_with_z_and_auxiliary_losses(mesh, accumulate):
-    words = [f"jshard.mesh={json.dumps(mesh)}", f"accumulate={accumulate}", "batch=8", "loss={z: 0.01}"]
+def test_loss_of_a_step_is_that_of_the_targets_that_count_with_z_and_auxiliary_losses(mesh, microbatches):
+    words = [f"jshard.mesh={json.dumps(mesh)}", f"microbatches={microbatches}", "batch=8", "loss={z: 0.01}"]
     configuration = active_config.load("forms.yaml", ["data=forms:masked", "model=forms:Balanced", *words])
     built = Experiment.build(configuration, active_config.mesh())
     (x, y), step = built.data.first(), built.step()

@@ -25,7 +25,7 @@ SIGNALS = {
     "wide": {"row": "data", "column": "tensor", "match": ["up/**"]},
     "rest": {"row": "data", "store": "data", "match": ["**"]},
 }
-SETTINGS = {"batch": 16, "steps": 6, "accumulate": 2, "seed": 3, "evaluation": 3, "log": {"every": 1}}
+SETTINGS = {"batch": 16, "steps": 6, "microbatches": 2, "seed": 3, "evaluation": 3, "log": {"every": 1}}
 
 
 @pytest.fixture(autouse=True)
