@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jshard.cli.target import Target, find_modules_here, function_arguments
 from jshard.cli.terminal import show, tell
@@ -19,6 +20,9 @@ from jshard.signals.globs import numberless
 from jshard.signals.topologies import devices_of, fitted
 from jshard.table import table
 from jshard.training.settings import Settings
+
+if TYPE_CHECKING:
+    from jshard.inspect.ledger.claimed import Claimed
 
 SCHEMA = "jshard.check/1"
 
@@ -71,18 +75,23 @@ class Checked:
     claims: list[dict[str, str]] = dataclasses.field(
         default_factory=list
     )  # one for each parameter, where they are listed
+    rows: list[Claimed] = dataclasses.field(default_factory=list)  # what each claim asks, what is done, and why not
     holds: list[str] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
 
     def print(self) -> None:
-        for line in (*table(list(_alike(self.claims))), *self.holds):
+        for line in (*table(list(_alike(self.claims))), *table([row.cells() for row in self.rows]), *self.holds):
             show(line)
         for sentence in self.broken:
             tell(sentence)
 
     def document(self) -> dict[str, object]:
         means = [{"place": place, "says": words} for place, words in self.meaning]
-        listed = {"claims": self.claims} if self.claims else {}
+        listed: dict[str, object] = {"claims": self.claims} if self.claims else {}
+        if self.rows:
+            from jshard.inspect.ledger.serialize import document_of
+
+            listed["asked"] = list(map(document_of, self.rows))
         return {
             "path": self.target.path, "function": self.target.function, "meaning": means, **listed, "holds": self.holds,
             "broken": self.broken,
@@ -224,6 +233,7 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
         ledger = program.explain()
         # those that a signal names and does not split are told by `unsplit`, with how to mend it
         is_whole = whole(program.model) if isinstance(program, Experiment) and not ledger.unsplit else []
+    checked.rows += ledger.claims
     checked.holds += map(str, (*ledger.left, *ledger.unsplit, *is_whole))
     try:
         if kept := check_promises(ledger, configuration):

@@ -46,11 +46,13 @@ class Rest:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A parameter, how it lies, and the equation that told: the first product or lookup that it is in."""
+    """A parameter, how it lies, and the equation that told: the first product or lookup that it is in. `unscattered` says why
+    no sum under its signal is scattered as `sequence` asks."""
 
     use: Use
     lies: Rest
     told_by: Any = None
+    unscattered: str = ""
 
 
 def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "", stage: Stage | None = None) -> Layout:
@@ -121,12 +123,23 @@ def _layout(use: Use, more: int) -> Rest:
         )
     scanned = [at for at, role in enumerate(use.roles) if role == "scan"]
     at_rest = in_use.also_over(signal.store, use.shape, scanned)
-    for axis in range(len(use.shape)):
-        _check(use, more, at_rest, axis, "store")
     if stage is not None and not stage.is_equal and stage.mesh_axis not in at_rest.mesh_axes:
-        spread = at_rest.also_over(stage.mesh_axis, use.shape, scanned)
-        at_rest = at_rest if any(size % spread.ways(axis) for axis, size in enumerate(use.shape)) else spread
+        at_rest = at_rest.also_over(stage.mesh_axis, use.shape, scanned)
     return Rest(in_use, at_rest)
+
+
+def not_stored(use: Use, lies: Rest) -> str:
+    """Return why `store` leaves a parameter, or its optimizer state, replicated over some mesh axis; "" where it does not."""
+    signal, stored = use.claim.signal, lies.at_rest.also_over(use.claim.signal.store_optimizer, use.shape)
+    names = [name for name in (*signal.store, *signal.store_optimizer) if name not in stored.mesh_axes]
+    if not names:
+        return ""
+    ways = math.prod(stored.mesh.shape[name] for name in names)
+    part = zip(stored.shard_shape(use.shape), use.roles, strict=True)
+    sizes = " and ".join(str(size) for size, role in part if role != "scan")
+    why = f"{sizes} {'do' if ' and ' in sizes else 'does'} not divide by {ways}" if sizes else "it is one number"
+    key = "store" if signal.store else "store.optimizer"
+    return f"{key}: replicated over {' x '.join(names)}, as {why}"
 
 
 def _check(use: Use, more: int, layout: Layout, axis: int, key: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -95,12 +96,17 @@ class Layout:
         return next(divides, axes[0])
 
     def also_over(self, mesh_axes: MeshAxes, shape: Sequence[int] | None = None, keep: Collection[int] = ()) -> Layout:
-        """The same, split over these mesh axes too, along the spare axis. A number by itself stays whole."""
+        """Return the layout split over these mesh axes too, along the spare axis. A number stays whole; so does an array of
+        this shape over each mesh axis that divides none of its axes."""
         names = as_axes(mesh_axes)
         if not names or self.rank <= len(keep):
             return self
         axis = self.spare_axis(names, shape, keep)
-        return self.with_axis(axis, (*self.axes[axis], *names))
+        split = self.with_axis(axis, (*self.axes[axis], *names))
+        if shape is None or not shape[axis] % split.ways(axis):
+            return split
+        one_by_one = sorted(names, key=lambda name: -self.mesh.shape[name]) if names[1:] else []
+        return functools.reduce(lambda layout, name: layout.also_over(name, shape, keep), one_by_one, self)
 
     def shard_shape(self, shape: Sequence[int], *, label: str = "a layout") -> tuple[int, ...]:
         """The shape of one device's part; an error when the rank is another or a size does not divide."""

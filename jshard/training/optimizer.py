@@ -152,9 +152,6 @@ def _places(
         here = placed[path]
         if here.layout is not None and here.signal is not None and here.signal.store_optimizer:
             split = here.layout.also_over(here.signal.store_optimizer, jnp.shape(leaf))
-            split.shard_shape(
-                jnp.shape(leaf), label=f'signal "{here.signal.name}" ({here.signal.at("store.optimizer")})'
-            )
             in_state[path], signals[path] = split.axes, here.signal_path
     return at_rest, in_state, signals
 

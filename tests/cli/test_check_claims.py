@@ -59,6 +59,20 @@ def test_check_of_an_experiment_counts_claims_and_lists_what_lies_whole_and_need
     ]
 
 
+def test_check_has_a_row_for_each_claim(check):
+    experiment = "jshard.train.data=decoder:data", "out.store=data", "keys.sequence=kv"
+    status, out, err = check(*experiment)
+    assert (status, err) == (0, [])
+    (bias,) = [line for line in out if "out/bias x 4" in line and "whole:" not in line]
+    assert bias.endswith("replicated, as a bias of a reduction must be")
+    (kernel,) = [line for line in out if "k/kernel x 4" in line]
+    assert "column: kv, sequence: kv" in kernel and kernel.endswith("sequence: nothing sums over kv")
+    (document,) = json.loads("\n".join(check(*experiment, "--json")[1]))["configurations"]
+    assert [row["differs"] for row in document["asked"] if row["parameter"] == "layers/*/out/bias"] == [
+        "replicated, as a bias of a reduction must be"
+    ]
+
+
 def test_check_tells_what_claims_lack(check):
     status, out, err = check("--claims", 'keys.match=["layers/*/kay/**"]', "rest.match=[]")
     assert status == 2 and not any("parameters are claimed" in line for line in out)

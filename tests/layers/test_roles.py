@@ -6,7 +6,7 @@ import pytest
 
 from jshard.errors import JShardError
 from jshard.layers import Linear
-from jshard.layers.roles import Use, layout_in_use, parameter_layouts
+from jshard.layers.roles import Use, layout_in_use, not_stored, parameter_layouts
 from jshard.signals.active_config import configuration, load, unload
 from jshard.signals.claims import claims, staged
 
@@ -25,6 +25,7 @@ both:
     - both/**
 stored: {row: data, store: data, match: ["stored/**"]}
 split: {store: [data, tensor], match: ["split/**"]}
+zero1: {row: data, store: {optimizer: data}, match: ["zero1/**"]}
 axis: {shard: {axis: 1, mesh: tensor}, store: data, match: ["axis/**"]}
 last: {shard: {axis: -1, mesh: [data, tensor]}, match: ["last/**"]}
 twice:
@@ -81,6 +82,11 @@ CASES = {
     "a filter, stored where it divides": ("stored/w", (3, 3, 6, 8), (R, R, R, C), ((), (), (), ()), ((), (), D, ())),
     "layers of a scan stay whole": ("stored/w", (4, 6, 8), (S, R, C), ((), (), ()), ((), D, ())),
     "a number of each layer": ("stored/w", (4,), (S,), ((),), ((),)),
+    "columns alone where both do not divide": ("both/w", (3, 12), (R, C), ((), T), ((), T)),
+    "a number of each column": ("both/b", (4,), (C,), (T,), (T,)),
+    "stored nowhere": ("stored/w", (3, 5), (R, C), ((), ()), ((), ())),
+    "stored over one of two": ("split/b", (6,), (C,), ((),), (D,)),
+    "stored over each of two": ("split/w", (6, 4), (R, C), ((), ()), (D, T)),
     "stored over two": ("split/w", (4, 16), (R, C), ((), ()), ((), (*D, *T))),
     "shard": ("axis/w", (8, 16), (R, C), ((), T), (D, T)),
     "shard of no use": ("last/w", (8, 16, 8), (None, None, None), ((), (), (*D, *T)), ((), (), (*D, *T))),
@@ -93,6 +99,25 @@ CASES = {
 def test_parameter_lies_as_the_words_and_its_roles_say(case):
     path, shape, roles, in_use, at_rest = CASES[case]
     assert laid(path, shape, roles) == (in_use, at_rest)
+
+
+REPLICATED = {
+    ("stored/w", (3, 5), (R, C)): "store: replicated over data, as 3 and 5 do not divide by 2",
+    ("stored/w", (4, 7), (S, C)): "store: replicated over data, as 7 does not divide by 2",
+    ("stored/w", (), ()): "store: replicated over data, as it is one number",
+    ("both/b", (4,), (C,)): "store: replicated over data, as 1 does not divide by 2",
+    ("split/b", (6,), (C,)): "store: replicated over tensor, as 3 does not divide by 4",
+    ("zero1/b", (5,), (C,)): "store.optimizer: replicated over data, as 5 does not divide by 2",
+    ("zero1/w", (5, 4), (R, C)): "",
+    ("stored/w", (4, 5), (R, C)): "",
+    ("w", (3, 5), (R, C)): "",
+}
+
+
+@pytest.mark.parametrize("use", REPLICATED)
+def test_store_gives_the_reason_why_it_replicates(use):
+    ((path, lies),) = parameter_layouts(used(use)).items()
+    assert not_stored(used(use)[0], lies) == REPLICATED[use]
 
 
 def test_linear_is_one_row_of_the_table():
@@ -121,7 +146,6 @@ def test_what_does_not_divide_is_one_sentence_for_all_that_are_alike():
         ("columns/mlp/w", (8, 10), (R, C)),
         ("columns/ok", (8, 16), (R, C)),
         ("sums/w", (6, 8), (R, C)),
-        ("stored/b", (5,), (C,)),
         ("axis/w", (4, 9), (None, None)),
         ("columns/3/attn/k_proj/w", (8, 6, 16), (R, C, C)),
         ("columns/three", (8, 3, 16), (R, C, C)),
@@ -133,9 +157,7 @@ def test_what_does_not_divide_is_one_sentence_for_all_that_are_alike():
         "size 4; use 8 or 12, or claim it without column",
         'signal "sums" (c.yaml:7) splits axis 0 of "sums/w" (6, 8) claimed at c.yaml:7 over mesh axis "tensor" of size 4; use 4 '
         "or 8, or claim it without reduction",
-        'signal "stored" (c.yaml:13) splits axis 0 of "stored/b" (5,) claimed at c.yaml:13 over mesh axis "data" of size 2; use '
-        "4 or 6, or claim it without store",
-        'signal "axis" (c.yaml:15) splits axis 1 of "axis/w" (4, 9) claimed at c.yaml:15 over mesh axis "tensor" of size 4; use '
+        'signal "axis" (c.yaml:16) splits axis 1 of "axis/w" (4, 9) claimed at c.yaml:16 over mesh axis "tensor" of size 4; use '
         "8 or 12, or claim it without shard",
         'signal "columns" (c.yaml:5) splits axis 1 of "columns/3/attn/k_proj/w" (8, 6, 16) claimed at c.yaml:6 over mesh axis '
         '"tensor" of size 4; write {kv: 2, group: 2} for tensor: 4 in jshard.mesh, column: kv here, and column: [kv, group] where '
@@ -177,9 +199,9 @@ def test_few_heads_of_a_sum_or_over_two_mesh_axes_are_told_as_other_sizes_are():
 
 def test_an_axis_that_is_not_there_and_a_mesh_axis_twice_are_one_sentence_each():
     assert faults_of(("axis/b", (8,), (C,)), ("twice/w", (8, 8), (R, C))) == (
-        'signal "axis" (c.yaml:15) shards axis 1 of "axis/b" (8,); use 0',
-        'signal "twice" (c.yaml:19) names mesh axis "data" for store and for shard (c.yaml:18), which would split "twice/w" (8, 8) '
-        "claimed at c.yaml:20 over it twice; use another mesh axis for one of them",
+        'signal "axis" (c.yaml:16) shards axis 1 of "axis/b" (8,); use 0',
+        'signal "twice" (c.yaml:20) names mesh axis "data" for store and for shard (c.yaml:19), which would split "twice/w" (8, 8) '
+        "claimed at c.yaml:21 over it twice; use another mesh axis for one of them",
     )
 
 
@@ -209,6 +231,7 @@ STAGED = {
     "about as much": (("balance", (3, 7, 6), LAYERS, {}), ((), (), ()), ((), (), ST)),
     "beside what is split": (("balance", (3, 8, 6), LAYERS, {"reduction": "tensor"}), ((), T, ()), ((), T, ST)),
     "where it does not divide": (("balance", (3, 7, 5), LAYERS, {}), ((), (), ()), ((), (), ())),
+    "stored nowhere": (("equal", (4, 7, 5), LAYERS, {"store": "data"}), (ST, (), ()), (ST, (), ())),
     "stored over stages": (("balance", (4, 8, 6), LAYERS, {"store": "stage"}), ((), (), ()), ((), ST, ())),
     "a number of each layer": (("balance", (4,), (S,), {}), ((),), ((),)),
     "layers on stages by name": (({"0..1": 0, "2": 1}, (3, 8, 6), LAYERS, {}), ((), (), ()), ((), ST, ())),
@@ -255,11 +278,6 @@ WRONG_STAGES = {
         ("equal", (4, 8, 5), LAYERS, {"column": "tensor"}),
         f'signal "own" (<dict>) splits axis 2 {AT} (4, 8, 5) claimed at <dict> over mesh axis "tensor" of size 2; use 4 or 6, or '
         "claim it without column",
-    ),
-    "stored": (
-        ("equal", (4, 7, 5), LAYERS, {"store": "data"}),
-        f'signal "own" (<dict>) splits axis 1 {AT} (4, 7, 5) claimed at <dict> over mesh axis "data" of size 2; use 6 or 8, or '
-        "claim it without store",
     ),
     "stored over stages": (
         ("equal", (4, 8, 6), LAYERS, {"store": "stage"}),

@@ -567,13 +567,6 @@ MISTAKES = {
         {"jshard": {"mesh": {"data": 2, "tensor": 4}}, "a": {"row": "data", "match": ["up/**"]}, "b": {"row": "tensor", "match": ["**"]}},
         'signal "b" (<dict>) splits rows over tensor, and signal "a" (<dict>) over data; give both the same row: a batch is split one way',
     ),
-    "store": (
-        {"jshard": {"mesh": {"data": 3}}, "a": {"store": "data", "match": ["**"]}},
-        'signal "a" (<dict>) splits axis 0 of "down/bias" (8,) claimed at <dict> over mesh axis "data" of size 3; use 6 or 9, or claim it without store',
-        'signal "a" (<dict>) splits axis 0 of "down/kernel" (16, 8) claimed at <dict> over mesh axis "data" of size 3; use 15 or 18, or claim it without store',
-        'signal "a" (<dict>) splits axis 0 of "up/bias" (16,) claimed at <dict> over mesh axis "data" of size 3; use 15 or 18, or claim it without store',
-        'signal "a" (<dict>) splits axis 0 of "up/kernel" (8, 16) claimed at <dict> over mesh axis "data" of size 3; use 6 or 9, or claim it without store',
-    ),
     "column": (
         {"jshard": {"mesh": {"data": 3}}, "a": {"column": "data", "match": ["**"]}},
         'signal "a" (<dict>) splits axis 1 of "down/kernel" (16, 8) claimed at <dict> over mesh axis "data" of size 3; use 6 or 9, or claim it without column',

@@ -81,7 +81,9 @@ def test_what_is_split_further_is_split_along_its_first_whole_axis_that_divides(
         (("data", "tensor"), "pipe", None, (), (("data", "pipe"), "tensor")),
         ((None, "tensor"), ("data", "pipe"), (6, 8), (), (None, ("tensor", "data", "pipe"))),
         ((None, None), ("data", "pipe"), (2, 4), (), (None, ("data", "pipe"))),
-        ((None, "tensor"), "data", (3, 2), (), ("data", "tensor")),  # divides nowhere: the first
+        ((None, "tensor"), "data", (3, 2), (), (None, "tensor")),  # divides nowhere
+        ((None, None), ("data", "pipe"), (6, 2), (), ("data", "pipe")),  # both divide no axis, and each divides one
+        ((None,), ("data", "pipe"), (6,), (), ("data",)),
         ((None, None, None), "data", None, (0,), (None, "data", None)),
         ((None,), "data", None, (0,), (None,)),
         ((), "data", None, (), ()),

@@ -213,15 +213,13 @@ def test_optimizer_store_slices_gradients_and_gathers_updates():
         assert cases.wire_bytes(compiled) == ledger.total
 
 
-def test_optimizer_store_that_does_not_divide():
+def test_optimizer_store_replicates_the_state_of_what_does_not_divide():
     signals = {"up": {"store": {"optimizer": "tensor"}}, "down": {}}
     with cases.loaded({"jshard": {"mesh": {"tensor": 4}}, **signals}):
         model = jshard.MLP(16, 30, 8, rngs=nnx.Rngs(0))
-        with pytest.raises(jshard.JShardError) as error:
-            jshard.Optimizer(model, TX["adamw"])
-    assert str(error.value) == (
-        'signal "up" (<dict>) splits axis 0 of size 30 over mesh axis "tensor" of size 4; use 28 or 32, or pad'
-    )
+        momentum = jshard.Optimizer(model, TX["momentum"]).opt_state[0].trace
+        cases.assert_lies(momentum["up"]["bias"][...], P(None))
+        cases.assert_lies(momentum["up"]["kernel"][...], P("tensor", None))
 
 
 # -- what sees only parts --

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flax import nnx
-
 from jshard.errors import Place
-from jshard.layers.layer import parameters_by_path
-from jshard.layers.roles import Placed
+from jshard.layers.roles import Placed, Roles, not_stored
 from jshard.layers.sharded_call import placements
 from jshard.layouts.layout import Layout
+from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import source_of
 from jshard.signals.active_config import configuration
 from jshard.signals.globs import numberless
 from jshard.signals.signal import Signal
 
-WORDS = (
-    "column",
-    "reduction",
-    "expert",
-    "store",
-    "store.optimizer",
-)  # of a signal, that split parameters or what belongs to them
+# of a signal, that split parameters or what belongs to them
+WORDS = "column", "reduction", "sequence", "expert", "store", "store.optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +52,23 @@ def _in_brackets(axes: tuple[str, ...]) -> str:
     return f"[{', '.join(names or '-' for names in axes)}]" if any(axes) else "whole"
 
 
-def claimed(models: Iterable[nnx.Module]) -> tuple[Claimed, ...]:
-    """List the claimed parameters of models that a program of `jshard.shard` was traced for, in the order of the file."""
+def claimed(arrays: Iterable[tuple[Sequence[str], Any]]) -> tuple[Claimed, ...]:
+    """List the claimed parameters among arrays, each behind the words that lead to it, that a program of `jshard.shard` was
+    traced for, in the order of the file."""
     present, found = configuration(), placements()
     if present is None:
         return ()
     alike: dict[Claimed, list[str]] = {}
-    for model in models if found else ():
-        for path, leaf in parameters_by_path(model).items():
-            placed = found.get(path)
-            if placed is not None and placed.use.shape == tuple(leaf.shape) and (claim := placed.use.claim).glob:
-                signal = present.signals[claim.signal.name]  # its lines may be others than when the program was traced
-                alike.setdefault(_entry(placed, signal, numberless(path), leaf), []).append(path)
+    seen: set[str] = set()
+    for words, leaf in arrays if found else ():
+        ends = (slashed(words[start:]) for start in range(len(words)))
+        path = next((end for end in ends if end in found), None)
+        if path is None or path in seen or found[path].use.shape != tuple(leaf.shape):
+            continue
+        seen.add(path)  # an optimizer's state has arrays of the same paths
+        signal = present.signals.get(found[path].use.claim.signal.name)  # its lines may have moved since the trace
+        entry = _entry(found[path], signal or found[path].use.claim.signal, numberless(path), leaf)
+        alike.setdefault(entry, []).append(path)
     rows = [
         dataclasses.replace(each, count=len(paths), parameter=each.parameter if len(paths) >= 2 else paths[0])
         for each, paths in alike.items()
@@ -81,7 +80,7 @@ def _entry(placed: Placed, signal: Signal, path: str, leaf: Any) -> Claimed:
     use, lies, eqn = placed.use, placed.lies, placed.told_by
     told_by = "" if eqn is None else ", ".join(filter(None, (eqn.primitive.name, source_of(eqn))))
     return Claimed(
-        place=signal.at(f"match.{use.claim.glob}"),
+        place=signal.at(f"match.{use.claim.glob}") if use.claim.glob else signal.place,
         signal=signal.name,
         says=declared(signal),
         parameter=path,
@@ -108,15 +107,30 @@ def _words(axes: Axes) -> tuple[str, ...]:
 
 
 def _differences(placed: Placed, signal: Signal, leaf: Any) -> Iterator[str]:
-    lies = placed.lies
-    if placed.told_by is None and signal.shard is None:
+    """Yield what of the words of a signal was not done, and why."""
+    use, lies, eqn = placed.use, placed.lies, placed.told_by
+    if eqn is None and signal.shard is None:
         yield "not used by this program"
-    else:
-        for word in ("column", "reduction") if signal.shard is None else ():
+    elif signal.shard is None:
+        for word in ("column", "reduction", "expert"):
             if (names := signal.axes(word)) and names not in lies.in_use.axes:
-                yield f"no axis for {word}"
-        if not set(signal.store) <= set(lies.at_rest.mesh_axes):
-            yield "no axis for store"
+                yield _why_whole(word, use.roles, "its use" if eqn is None else eqn.primitive.name)
+        if placed.unscattered:
+            yield f"sequence: {placed.unscattered}"
+    if why := not_stored(use, lies):
+        part = math.prod(lies.at_rest.shard_shape(use.shape)) * leaf.dtype.itemsize
+        yield f"{why}; {part:,} B on each device"
     now = Layout.of(leaf)
     if now is not None and now.axes != lies.at_rest.axes:
         yield "not there yet: its next call moves it"
+
+
+def _why_whole(word: str, roles: Roles, operation: str) -> str:
+    """Return why a word splits no axis of a parameter whose first use is this operation."""
+    if word == "reduction" and operation == "add":
+        return "replicated, as a bias of a reduction must be"
+    if not any(roles):
+        is_added = "it is added to an array that no word splits"
+        return f"{word}: {is_added if operation == 'add' else f'its first use, {operation}, is no product'}"
+    has = {"column": "keeps no axis of it", "reduction": "sums over no axis of it", "expert": "has no axis of experts"}
+    return f"{word}: {operation} {has[word]}"

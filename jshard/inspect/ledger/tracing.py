@@ -47,12 +47,14 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
     by_claims = placements()  # what no word splits of these is told beside its claim
     names = [None if "/".join(name or ()) in by_claims else name for name in traced.parameters]
+    by_path = zip(traced.paths, traced.arrays, strict=True)
+    parameters_first = sorted(by_path, key=lambda each: not each[0].is_parameter)
     built_under = {each.signal_path for each in model_arrays(nodes).values()}
     return dataclasses.replace(
         ledger,
         unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *built_under})),
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
-        claims=claimed(models),
+        claims=claimed((each.words, array) for each, array in parameters_first),
         unsplit=unsplit(jaxpr, traced.arrays, names, modules),
         is_auto=bool(
             ledger.lines or traced.meshes or any(e.primitive.name == "sharding_constraint" for e in equations(jaxpr))
@@ -162,9 +164,13 @@ class ArrayPath:
     is_parameter: bool
 
     @property
+    def words(self) -> list[str]:
+        """What leads to it in its argument."""
+        return [*words_of(self.outer[2:]), *map(str, self.inner[1:])]
+
+    @property
     def in_model(self) -> tuple[str, ...]:
-        words = [*words_of(self.outer[2:]), *map(str, self.inner[1:])]
-        return tuple(itertools.dropwhile(str.isdecimal, words))  # the place of the model in a tuple
+        return tuple(itertools.dropwhile(str.isdecimal, self.words))  # the place of the model in a tuple
 
 
 def _paths_in(outer: Sequence[Any], state: Any) -> Iterator[ArrayPath]:

@@ -110,7 +110,7 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
 
 def claims_table(facts: Facts) -> Markup | None:
     """What each claim says beside how its parameters lie."""
-    head = "Line", "Signal", "Says", "Parameter", "Array", "In use", "At rest", "A device's part", "Told by", "But"
+    head = "Line", "Signal", "Asked", "Parameter", "Array", "In use", "At rest", "A device's part", "Told by", "Why not"
     rows = ((linked(each.place, facts.sources), *each.cells()[1:]) for each in facts.ledger.claims)
     return table("claims", head, rows, numbers=()) if facts.ledger.claims else None
 

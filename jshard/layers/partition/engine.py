@@ -78,6 +78,8 @@ class Partition:
         self.marks: Marks = {}
         self.steps: list[Step] | None = None  # kept where somebody wants to read them
         self.moves: list[tuple[Part, Axes, Names]] = []
+        # by signal and mesh axis: "" where a sum is scattered as `sequence` asks, or why it is not
+        self.scattered: dict[tuple[str, str], str] = {}
 
     # -- a jaxpr --
 
@@ -252,6 +254,15 @@ class Partition:
         fields = {"key": key} if key else {}
         with scope(**fields):
             return all_reduce(x, names, op=kind, algorithm=algorithm if kind == "sum" else "auto")  # type: ignore[arg-type]  # kinds are its words
+
+    def unscattered(self, signal: Signal) -> str:
+        """Return why no sum is scattered as the signal's `sequence` asks; "" where one is."""
+        found: dict[str, str] = {}
+        for name in signal.sequence:
+            others = [fault for (_, over), fault in self.scattered.items() if over == name]
+            fault = min(others, default=f"nothing sums over {name}")  # "" where a sum is scattered
+            found[name] = self.scattered.get((signal.name, name)) or fault
+        return ", ".join(fault for name, fault in found.items() if fault and self.sizes[name] >= 2)
 
     def local(self, part: Part, axes: Axes, names: Names) -> Array:
         if self.steps is not None:

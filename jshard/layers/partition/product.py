@@ -15,7 +15,7 @@ from jshard.layers.partition.lazy_product import leaves_in_slices, product_scatt
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.part import Part, moving_as
 from jshard.layouts.axes import FIXED, KEPT, LOOKUP, Factors
-from jshard.provenance import scope
+from jshard.provenance import scope, source_of
 from jshard.signals.signal import Signal
 
 
@@ -131,13 +131,19 @@ def sum_or_scatter(
     at = 1 if out.ndim > 2 else 0
     rest = []
     for name in names:
-        if claim is not None and name in claim.sequence and not out.shape[at] % run.sizes[name]:
-            with scope(key="sequence"):
-                by: Any = dict(claim.kernel).get("reduce_scatter", "auto")
-                out = reduce_scatter(out, name, axis=at, algorithm=by)
-            axes[at] = (*axes[at], name)
-        else:
+        if claim is None or name not in claim.sequence:
             rest.append(name)
+            continue
+        left = out.shape[at] % run.sizes[name]
+        fault = f"{out.shape[at]} places do not divide by {run.sizes[name]} ({source_of(run.eqn)})" if left else ""
+        run.scattered[claim.name, name] = run.scattered.get((claim.name, name)) or fault
+        if fault:
+            rest.append(name)
+            continue
+        with scope(key="sequence"):
+            by: Any = dict(claim.kernel).get("reduce_scatter", "auto")
+            out = reduce_scatter(out, name, axis=at, algorithm=by)
+        axes[at] = (*axes[at], name)
     return run.reduce(out, tuple(rest), "sum", key="reduction" if claim is not None else "") if rest else out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,12 +26,13 @@ from jshard.layers.partition.regather import regathering
 from jshard.layers.partition.unreduced import Marks, unreduced
 from jshard.layers.partition.wanted import wanted
 from jshard.layers.remat import CHUNK
-from jshard.layers.roles import Placed, Use, parameter_layouts
+from jshard.layers.roles import Placed, Use, not_stored, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import Axes
 from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Claim
+from jshard.units import size
 
 RULES = {**by_hand.RULES, **calls.RULES, **cut.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
 
@@ -108,8 +110,26 @@ class Program:
         for number, found in enumerate(parameters):
             if found is not None:
                 self.use[number], self.rest[number] = lie[found.path].in_use.axes, lie[found.path].at_rest.axes
-                self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by)
+                unscattered = trial.unscattered(found.claim.signal)
+                self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by, unscattered)
         _check_remat([each.use for each in self.placed.values()], is_explicit(self.mesh))
+        self._warn_of_replicated()
+
+    def _warn_of_replicated(self) -> None:
+        """Warn if more than 1 % of the parameter bytes rest replicated although their signals store them."""
+        sizes = {i.path: t.size * t.dtype.itemsize for t, i in zip(self.types, self.inputs, strict=True) if i.claim}
+        stored = {path: each for path, each in self.placed.items() if each.use.claim.signal.store}
+        whole = {path: sizes[path] for path, each in stored.items() if not_stored(each.use, each.lies)}
+        held, total = sum(whole.values()), sum(sizes.values())
+        if 100 * held <= total:
+            return
+        placed = stored[max(whole, key=lambda path: whole[path])]
+        signal, more = placed.use.claim.signal, f" and {len(whole) - 1} more" if len(whole) >= 2 else ""
+        warnings.warn(
+            f'signal "{signal.name}" ({signal.at("store")}) leaves {100 * held / total:.3g} % of the parameter bytes '
+            f"replicated ({size(held)} of {size(total)}): {placed.use}{more}; {not_stored(placed.use, placed.lies)}",
+            stacklevel=2,
+        )
 
     def find_out_axes(self, compiled: Any = None, xs: Sequence[Any] = ()) -> None:
         """Find how results are split, and what varies, by a second trace, in which parameters lie where they rest; what no rule

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.training.train_state import TrainState
 
 import jshard
 from jshard.inspect.ledger import Ledger
@@ -61,7 +66,7 @@ def test_a_ledger_ends_with_what_each_claim_says_beside_how_its_parameters_lie(m
         ("c.yaml:2", "wide", "column: tensor, store: data", "blocks/*/up/kernel x 2", "float32[16,32]", "[-, tensor]",
          "at rest [data, tensor]", "[8, 8] each", f"dot_general, {here}", ""),
         ("c.yaml:3", "sums", "reduction: tensor", "blocks/*/down/bias x 2", "float32[16]", "whole", "", "", f"add, {here}",
-         "no axis for reduction"),
+         "replicated, as a bias of a reduction must be"),
         ("c.yaml:3", "sums", "reduction: tensor", "blocks/*/down/kernel x 2", "float32[32,16]", "[tensor, -]", "",
          "[8, 16] each", f"dot_general, {here}", ""),
         ("c.yaml:4", "odd", "shard: axis 1 over tensor", "odd", "float32[2,16]", "[-, tensor]", "", "[2, 4] each", "", ""),
@@ -69,9 +74,9 @@ def test_a_ledger_ends_with_what_each_claim_says_beside_how_its_parameters_lie(m
     ]  # fmt: skip
     assert not ledger.unsplit  # what no word splits is told here alone
     assert " ".join(rows[0]).strip() in " ".join(str(ledger).split())
-    assert "no axis for reduction" in ledger._repr_html_()
+    assert "as a bias of a reduction must be" in ledger._repr_html_()
     assert [each.cells() for each in Ledger.from_json(ledger.to_json()).claims] == rows
-    assert "no axis for reduction" in jshard.report(model, X).html
+    assert "as a bias of a reduction must be" in jshard.report(model, X).html
 
 
 @pytest.mark.parametrize(("mesh", "over"), [((), "workers"), (("d", "t"), "d x t")])
@@ -86,7 +91,7 @@ def test_a_parameter_that_lies_elsewhere_is_told(model):
     moved = "not there yet: its next call moves it"
     assert differs["blocks/0/up/kernel"] == differs["blocks/1/down/kernel"] == moved
     assert differs["blocks/1/up/kernel"] == differs["blocks/*/up/bias"] == ""
-    assert [each.count for each in claimed([Other(8), Other(16), Other(32)])] == [1]
+    assert [each.count for each in claimed((["unused"], np.ones(size)) for size in (8, 16, 32))] == [1]
 
 
 class Other(nnx.Module):
@@ -99,6 +104,144 @@ class Other(nnx.Module):
 def test_a_claim_says_how_parameters_lie_at_rest_where_that_differs():
     claim = Claimed(None, "a", "column: t", "w", 1, "float32[8]", ("t",), ("d",), (2,), "", "")
     assert claim.cells() == ("-", "a", "column: t", "w", "float32[8]", "[t]", "at rest [d]", "[2] each", "", "")
+
+
+# -- other kinds of models --
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["up", "down"], meta_fields=[])
+@dataclasses.dataclass
+class Registered:
+    """A model that is a tree of arrays, as those of Equinox are."""
+
+    up: Any
+    down: Any
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(8, name="down")(linen.relu(linen.Dense(32, name="up", use_bias=False)(x)))
+
+
+class Fp8(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(32, name="up", use_bias=False, dot_general_cls=linen.fp8_ops.Fp8DotGeneralOp)(x)
+
+
+MESH = {"jshard": {"mesh": {"data": 2, "tensor": 4}}}
+UP = {**MESH, "up": {"row": "data", "column": "tensor", "match": ["up/**"]}, "rest": {"row": "data", "match": ["**"]}}
+
+
+def product(params, x):
+    leaf = jax.tree.leaves(params)
+    return (jax.nn.relu(x @ leaf[-1]) @ leaf[0]).sum()
+
+
+def linen_variables():
+    module = jshard.shard(Dense())
+    return jax.jit(module.apply), (module.init(jax.random.key(0), X), X)
+
+
+def linen_parameters():
+    module = jshard.shard(Dense())
+    f = jshard.shard(lambda params, x: module.apply({"params": params}, x).sum())
+    return jax.value_and_grad(f), (module.init(jax.random.key(0), X)["params"], X)
+
+
+def train_state():
+    module = jshard.shard(Dense())
+    params = module.init(jax.random.key(0), X)["params"]
+    state = TrainState.create(apply_fn=module.apply, params=params, tx=optax.adam(1e-3))
+    return lambda state, x: state.apply_fn({"params": state.params}, x).sum(), (state, X)
+
+
+def plain_tree():
+    f = jshard.shard(product)
+    return f, (f.place({"down": {"w": jnp.ones((32, 8))}, "up": {"w": jnp.ones((16, 32))}}, X), X)
+
+
+def registered():
+    f = jshard.shard(lambda params, x: (jax.nn.relu(x @ params.up["w"]) @ params.down["w"]).sum())
+    return f, (f.place(Registered({"w": jnp.ones((16, 32))}, {"w": jnp.ones((32, 8))}), X), X)
+
+
+@pytest.mark.parametrize("kind", [linen_variables, linen_parameters, train_state, plain_tree, registered])
+def test_every_claim_of_every_kind_of_model_has_a_row(kind):
+    jshard.load(UP)
+    f, args = kind()
+    claims = jshard.explain(f, *args).claims
+    rows = {
+        each.parameter.split("/")[0]: (each.says, each.in_use, each.differs)
+        for each in claims
+        if "bias" not in each.parameter
+    }
+    assert rows == {"up": ("column: tensor", ("", "tensor"), ""), "down": ("whole", ("", ""), "")}
+    assert len(claims) == (3 if "linen" in kind.__name__ or kind is train_state else 2)
+
+
+def rows_of(configuration, f, *args):
+    jshard.load({**MESH, **configuration})
+    return {each.parameter: (each.says, each.differs) for each in jshard.explain(f, *args).claims}
+
+
+@pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
+def test_a_product_that_is_hidden_from_its_kernel_is_told():
+    module = jshard.shard(Fp8())
+    jshard.load(UP)
+    variables = module.init(jax.random.key(0), X)
+    why = "column: its first use, custom_vjp_call, is no product"
+    assert rows_of(UP, module.apply, variables, X) == {"up/kernel": ("column: tensor", why)}
+
+
+class Places(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("places", "scatters", "fault"),
+    [
+        (16, True, ""),
+        (17, True, "sequence: 17 places do not divide by 4 (test_claimed.py:HERE)"),
+        (16, False, "sequence: nothing sums over tensor"),
+    ],
+)
+def test_a_sequence_that_is_not_scattered_is_told(places, scatters, fault):
+    words = {"row": "data", "sequence": "tensor"}
+    down = {**words, "reduction": "tensor", "match": ["down/**"]} if scatters else {**words, "match": ["down/**"]}
+    x = np.ones((4, places, 16), np.float32)
+    told = fault.replace("HERE", str(inspect.getsourcelines(Places.__call__)[1] + 1))
+    found = rows_of({"up": {**words, "match": ["up/**"]}, "down": down}, jshard.shard(Places(nnx.Rngs(0))), x)
+    assert found["down/kernel"] == (f"{'reduction: tensor, ' * scatters}sequence: tensor", told)
+    assert found["up/kernel"] == found["up/bias"] == ("sequence: tensor", told)
+
+
+WHY = {
+    "column": ({"column": "tensor"}, lambda p, x: (x @ p["w"]).sum(), (16,), "column: dot_general keeps no axis of it"),
+    "column of what is added": (
+        {"column": "tensor"}, lambda p, x: (x + p["w"]).sum(), (16,), "column: it is added to an array that no word splits"),
+    "reduction": ({"reduction": "tensor"}, lambda p, x: (x * p["w"]).sum(), (16,), "reduction: its first use, mul, is no product"),
+    "expert": ({"expert": "tensor"}, lambda p, x: (x @ p["w"]).sum(), (16, 8), "expert: dot_general has no axis of experts"),
+    "store": ({"store": "data"}, lambda p, x: (x[:, :3] @ p["w"]).sum(), (3, 5),
+              "store: replicated over data, as 3 and 5 do not divide by 2; 60 B on each device"),
+    "shard": ({"shard": {"axis": 0, "mesh": "tensor"}}, lambda p, x: (x @ p["w"]).sum(), (16, 8), ""),
+    "unused": ({"column": "tensor"}, lambda p, x: x.sum(), (16, 8), "not used by this program"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:signal .* of the parameter bytes replicated")
+@pytest.mark.parametrize("case", WHY)
+def test_a_word_that_splits_nothing_says_why(case):
+    words, f, shape, why = WHY[case]
+    found = rows_of(
+        {"w": {**words, "match": ["w"]}}, jshard.shard(lambda params, x: f(params, x)), {"w": jnp.ones(shape)}, X
+    )
+    assert found["w"][1] == why
 
 
 def test_what_lies_whole_and_need_not_is_told_with_the_word_that_would_split_it(model):
