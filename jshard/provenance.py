@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -214,7 +216,7 @@ def _parts(op_name: str) -> Iterator[Part]:
 # -- the user's own line --
 
 _FOLDERS = tuple(f"{Path(file).parent}/" for file in (__file__, jax.__file__))
-_INSIDE = ("/flax/", "<frozen ", "/bin/jshard")
+_INSIDE = ("/flax/", "<frozen ", "/bin/jshard", "/contextlib.py")
 
 
 @functools.cache
@@ -227,6 +229,17 @@ def source_of(eqn: Any) -> str:
     """`model.py:12`: the innermost line of the program that is not jshard's, JAX's or Flax's."""
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     return _own((frame.file_name, frame.start_line) for frame in frames)
+
+
+def line_here() -> str:
+    """`model.py:12`: the innermost line of the running program that is not jshard's, JAX's or Flax's."""
+    return _own((each.f_code.co_filename, each.f_lineno) for each in _running(sys._getframe(1)))
+
+
+def _running(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _own(frames: Iterable[Sequence[Any]]) -> str:

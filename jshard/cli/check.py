@@ -14,7 +14,7 @@ from jshard.cli.target import Target, find_modules_here, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 from jshard.host import computes_on_cpus
-from jshard.signals.claims import claims
+from jshard.signals.claims import Claim, claims, found_claims
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.globs import numberless
 from jshard.signals.topologies import devices_of, fitted
@@ -173,7 +173,7 @@ def _check_claims(checked: Checked, configuration: Configuration, *, listed: boo
     from jshard.training.experiment import parameter_shapes
 
     shapes = parameter_shapes(configuration)
-    found = claims(configuration, shapes)
+    found = claims(configuration, shapes, _claims_by_use(checked.target, configuration, shapes))
     counts = collections.Counter(claim.signal.name for claim in found.values())
     checked.holds.append(
         f"{len(found)} parameters are claimed: {', '.join(f'{name} {n}' for name, n in counts.items())}"
@@ -189,6 +189,20 @@ def _check_claims(checked: Checked, configuration: Configuration, *, listed: boo
             }
             for path, claim in found.items()
         ]
+
+
+def _claims_by_use(
+    target: Target, configuration: Configuration, paths: Mapping[str, str]
+) -> dict[str, Sequence[Claim]]:
+    """Where globs leave parameters, trace the training step for the signals that are active around their uses."""
+    if "data" not in configuration.train or len(found_claims(configuration, paths)) == len(paths):
+        return {}
+    from jshard.cli.experiment import sketched
+    from jshard.signals.active_config import configuration as loaded
+
+    with sketched(target):
+        used = {} if (present := loaded()) is None else present.used
+        return {path: [Claim(signal, "", line=line)] for (_, path), (signal, line) in used.items()}
 
 
 def _alike(claimed: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:

@@ -111,7 +111,7 @@ def model_arrays(model: Any) -> ModelArrays:
             continue  # it runs as part of the one around it
         leaves = {path: leaf for path, leaf in parameters(module) if not found[*root, *path].signal_path}
         names = {slashed(path): path for path in leaves}
-        for name, claim in found_claims(present, names).items():
+        for name, claim in found_claims(present, names, type(module)).items():
             path = names[name]
             under = tuple(claim.signal.name.split("/"))
             found[*root, *path] = ModelArray(under, claim.signal, Layout.of(leaves[path]))

@@ -22,8 +22,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.jaxprs import bare
-from jshard.layers.kernel_support import check_kernels
+from jshard.layers.active_signals import active_signals
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import (
     Argument,
@@ -35,16 +34,15 @@ from jshard.layers.linen import (
 from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.pipeline import Pipelined, PipelinedPieces
+from jshard.layers.program_claims import program_claims
 from jshard.layers.roles import Placed
 from jshard.layers.written_back import WrittenBack, arrays_of_variables
 from jshard.layouts.layout import Layout, check_divides
-from jshard.layouts.mesh import is_explicit
 from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.layouts.redistribution import Axes, redistribute
-from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.claims import Claim, claims, staged
-from jshard.signals.scope import unplaced
+from jshard.signals.claims import Claim
+from jshard.signals.scope import entering, scopes, unplaced
 from jshard.signals.signal import Signal
 
 
@@ -85,8 +83,6 @@ class Call:
         self.arrays = tuple(
             self._array(key, built.get(keys_of(key), ()), x) if _is_array(x) else None for key, x in named
         )
-        if any(signal.dtype.param for signal in present.signals.values()):
-            self.arrays = self._at_rest()
         if not any(each is not None and each.path for each in self.arrays):
             check_nothing_looks_like_parameters(f, args, kwargs, present)
         static = tuple(x if each is None else None for x, each in zip(self.leaves, self.arrays, strict=True))
@@ -94,9 +90,16 @@ class Call:
             context = trace_context()
         situation = _Situation(
             self.graphdef, self.tree, tuple(self.trees), static, tuple(filter(None, self.arrays)), mesh(),
-            present.fingerprint, context,
+            present.fingerprint, context, scopes(),
         )  # fmt: skip
-        self.program, self.out = _program(f, situation)
+        # what was traced before is kept: of a function as long as it lives, with what it closes over; of a method, the last 256
+        is_function = isinstance(f, types.FunctionType)
+        if any(signal.dtype.param for signal in present.signals.values()):
+            arrays = iter((_rest_of_function if is_function else _rest_of_method)(f, situation))
+            self.arrays = tuple(None if each is None else next(arrays) for each in self.arrays)
+            situation = dataclasses.replace(situation, arrays=tuple(filter(None, self.arrays)))
+        self.program, self.out = (_of_function if is_function else _of_method)(f, situation)
+        present.used.update(self.out.used)
 
     def _array(self, key: Any, layer: tuple[str, ...], x: Any) -> _Array:
         kind, words, path = key[0].idx, words_of(key), ""
@@ -108,19 +111,10 @@ class Call:
         abstract = isinstance(x, jax.ShapeDtypeStruct)
         depth = len(words) if kind == _REST and not _is_key(x) else None
         dtype = x.dtype if abstract else jax.typeof(x).dtype
-        return _Array(path, layer, jnp.shape(x), dtype, None if path or abstract else _layout(x, mesh()), depth)
-
-    def _at_rest(self) -> tuple[_Array | None, ...]:
-        """The arrays, with parameters in the dtype that their signals say they rest in."""
-        claimed = _claims([each for each in self.arrays if each is not None])
-        dtype_of = {path: claim.signal.dtype.param for path, claim in claimed.items() if claim.signal.dtype.param}
-
-        def at_rest(array: _Array | None) -> _Array | None:
-            if array is None or array.path not in dtype_of or not jnp.issubdtype(array.dtype, jnp.floating):
-                return array
-            return dataclasses.replace(array, dtype=jnp.dtype(dtype_of[array.path]))
-
-        return tuple(map(at_rest, self.arrays))
+        layout = None if path or abstract else _layout(x, mesh())
+        _, *of = keys_of(key)[:3]
+        owner = type(self.args[of[0]][of[1]]) if kind == _PARAMETERS else None
+        return _Array(path, layer, jnp.shape(x), dtype, layout, depth, owner)
 
     def placed(self, *, every: bool = False) -> list[Any]:
         """All leaves: parameters, and Linen's other variables, where they rest; with `every`, all others where the program
@@ -235,14 +229,16 @@ class _Array:
     dtype: Any
     layout: Layout | None  # where it lies, if it is no parameter
     depth: int | None  # how deep inside an argument it was found; None for what is a model's own
+    owner: type | None  # the class of the model that a parameter is in
 
 
 class _Out:
-    """What a traced function returns, beside arrays; and the arrays that it closes over."""
+    """What a traced function returns, beside arrays; the arrays that it closes over; and what it claims."""
 
     written: WrittenBack
     consts: Sequence[Any] = ()
     compiled: Any = None
+    used: Mapping[tuple[type | None, str], tuple[Signal, str]] = {}  # the claims by active signals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,33 +253,54 @@ class _Situation:
     mesh: Mesh
     fingerprint: Any
     context: Any  # what JAX was told, as by `jax.default_matmul_precision`, and the active signal
+    scopes: tuple[str, ...]  # the names of the active signals
 
     def __hash__(self) -> int:
         return hash((self.arrays, self.fingerprint))
 
 
-def _program(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
-    """Return what was traced before: of a function as long as it lives, with what it closes over; of a method, the last 256."""
-    return _program_of_function(f, s) if isinstance(f, types.FunctionType) else _program_of_method(f, s)
+def _unsharded(f: Callable[..., Any], s: _Situation) -> tuple[Any, WrittenBack, dict[str, Claim]]:
+    """Trace a function as for one device, and return its program, what it writes back, and the claims of its parameters."""
+    written: list[WrittenBack] = []
+
+    def of_one_device(*xs: Any) -> list[Any]:
+        it = iter(xs)
+        given, *states = jax.tree.unflatten(s.tree, [next(it) if x is None else x for x in s.static])
+        before = arrays_of_variables(states[:2])
+        merged = nnx.merge(s.graphdef, *states)
+        args, kwargs = replaced(merged, dict(zip(s.trees, given, strict=True)))
+        result = f(*args, **kwargs)
+        back, flat = WrittenBack.of(result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[1:3], before, xs)
+        written.append(back)
+        return flat
+
+    with alone(), entering() as lines:
+        jaxpr = jax.make_jaxpr(of_one_device)(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in s.arrays))
+    active = active_signals(jaxpr, [each.path if not each.layer else "" for each in s.arrays], lines, s.scopes)
+    parameters = [each for each in s.arrays if each.path]
+    layers, owners = {each.path: each.layer for each in parameters}, {each.path: each.owner for each in parameters}
+    return jaxpr, written[-1], program_claims(layers, owners, active)
+
+
+def _at_rest(f: Callable[..., Any], s: _Situation) -> tuple[_Array, ...]:
+    """The arrays, with parameters in the dtype that their signals say they rest in."""
+    *_, claimed = _unsharded(f, s)
+    dtype_of = {path: claim.signal.dtype.param for path, claim in claimed.items() if claim.signal.dtype.param}
+
+    def at_rest(array: _Array) -> _Array:
+        if array.path not in dtype_of or not jnp.issubdtype(array.dtype, jnp.floating):
+            return array
+        return dataclasses.replace(array, dtype=jnp.dtype(dtype_of[array.path]))
+
+    return tuple(map(at_rest, s.arrays))
 
 
 def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     _check_takes_its_models(f)
     out = _Out()
-
-    def of_one_device(*xs: Any) -> list[Any]:
-        it = iter(xs)
-        trees, *states = jax.tree.unflatten(s.tree, [next(it) if x is None else x for x in s.static])
-        before = arrays_of_variables(states[:2])
-        merged = nnx.merge(s.graphdef, *states)
-        args, kwargs = replaced(merged, dict(zip(s.trees, trees, strict=True)))
-        result = f(*args, **kwargs)
-        out.written, flat = WrittenBack.of(result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[1:3], before, xs)
-        return flat
-
-    with alone():
-        jaxpr = jax.make_jaxpr(of_one_device)(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in s.arrays))
-    claimed = _claims(s.arrays, jaxpr)
+    jaxpr, out.written, claimed = _unsharded(f, s)
+    by_use = {(each.owner, each.path): claimed[each.path] for each in s.arrays if each.path in claimed}
+    out.used = {key: (claim.signal, claim.line) for key, claim in by_use.items() if claim.line}
     signals = [claim.signal for claim in claimed.values()]
     row, ring = agreed(signals, "row"), agreed(signals, "ring")
     # a batch is an argument, or in one; what lies deeper, as statistics, may have another first axis
@@ -317,10 +334,14 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     return program, out
 
 
-_program_of_function = weakref_lru_cache(_traced, maxsize=None, trace_context_in_key=False)
-_program_of_method = functools.lru_cache(maxsize=256)(_traced)
+_of_function, _of_method = (
+    weakref_lru_cache(_traced, maxsize=None, trace_context_in_key=False),
+    functools.lru_cache(256)(_traced),
+)
+_rest_of_function = weakref_lru_cache(_at_rest, maxsize=None, trace_context_in_key=False)
+_rest_of_method = functools.lru_cache(256)(_at_rest)
 # jax.clear_caches() clears these too, as it does JAX's own above: JAX has no public name for that.
-for each in (_program_of_method, _microbatches, _pipelined, _pipelined_pieces):
+for each in (_of_method, _rest_of_method, _microbatches, _pipelined, _pipelined_pieces):
     register_cache(each, "jshard.shard")
 
 
@@ -337,47 +358,6 @@ def _check_takes_its_models(f: Callable[..., Any]) -> None:
                 "and stay what they are now",
                 hint=f"give it {name} as an argument",
             )
-
-
-def _claims(arrays: Sequence[_Array], jaxpr: Any = None) -> dict[str, Claim]:
-    """Find the claim of each parameter: by the signal of the layer around it, else by a glob. In GT's form, whose lists of
-    workers are stages, by the signal that is active where a program uses it first, before a glob."""
-    present = configuration()
-    assert present is not None
-    layers = {each.path: each.layer for each in arrays if each.path}
-    if present.workers and jaxpr is not None:
-        for v, array in zip(bare(jaxpr).invars, arrays, strict=True):
-            if array.path and not array.layer:
-                using = next((eqn for eqn in bare(jaxpr).eqns if v in eqn.invars), None)
-                layers[array.path] = Cause().inside(using.source_info.name_stack.stack).path if using else ()
-    left = [path for path, layer in layers.items() if not layer]
-    found = claims(present, left) if left and present.has_claims else {}
-    found |= {path: Claim(present.lookup(layer), "") for path, layer in layers.items() if layer}
-    for path, claim in found.items():
-        _check_words(claim.signal, path)
-    return staged(present, found)
-
-
-KERNELS = ("all_gather", "all_reduce", "reduce_scatter")  # ops whose algorithm a signal may name
-
-
-def _check_words(signal: Signal, path: str) -> None:
-    """Refuse what a signal asks for and the partition does not do."""
-    asked = {
-        **{f"dtype.{key}": getattr(signal.dtype, key) for key in ("compute", "reduce") if not is_explicit(mesh())},
-        **{
-            f"kernel.{op}": op not in KERNELS or not (is_explicit(mesh()) or word in ("auto", "xla"))
-            for op, word in signal.kernel
-        },
-        "output": signal.output in ("scatter", "sum"), "backward": signal.backward and not signal.stage.isdecimal(),
-        "shard.workers": signal.shard is not None and signal.shard.workers is not None,
-    }  # fmt: skip
-    for key in (key for key, said in asked.items() if said):
-        raise JShardError(
-            f'signal "{signal.name}" ({signal.at(key)}) says {key}, which jshard.shard does not do yet, for {path}',
-            hint=f"remove {key}, or build that layer with jshard.Linear and call the model without jshard.shard",
-        )
-    check_kernels(signal, mesh(), lambda op: None)
 
 
 def closed_over(jaxpr: Any) -> tuple[Any, list[Any]]:

@@ -1,10 +1,10 @@
-"""Which signal claims which parameter of a model that names no signal in its code, by the globs of `match`."""
+"""Which signal claims which parameter of a model: by the globs of `match`, or where it is active around a use."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jshard.errors import Place, nearest, quoted
 from jshard.signals.config import Configuration
@@ -30,30 +30,38 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A signal that claims a parameter, and by which of its globs."""
+    """A signal that claims a parameter, and its glob that does, or the line of the program where it is active."""
 
     signal: Signal
     glob: str
     stage: Stage | None = None
+    line: str = ""  # model.py:12
 
     @property
     def place(self) -> Place:
-        """Where the glob is written."""
+        """The line of the glob, or of the signal."""
         return self.signal.at(f"match.{self.glob}")
 
     def __str__(self) -> str:
-        return f'signal "{self.signal.name}" ({self.place}) as {quoted(self.glob, LONGEST)}'
+        how = f"as {quoted(self.glob, LONGEST)}" if self.glob else f"at {self.line}"
+        return f'signal "{self.signal.name}" ({self.place}) {how}'
 
 
-def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Claim]:
-    """Find the claim of each parameter, in the order of `paths`: their names in a model, joined by slashes.
+def claims(
+    configuration: Configuration, paths: Iterable[str], by_use: Mapping[str, Sequence[Claim]] | None = None
+) -> dict[str, Claim]:
+    """Find the claim of each parameter, in the order of `paths`: their names in a model, joined by slashes. `by_use` has the
+    claims by the signals that are active around its uses.
 
     `"**"` alone claims what nobody else does. A parameter that nobody claims, or two signals do, and a glob, or an alternative
     in it, that no parameter fits, are faults; all are raised as one error. Signals that claim count as used.
     """
     paths, faults = list(paths), Faults()
-    found: dict[str, Claim] = {}
+    found = {path: first for path, (first, *_) in (by_use or {}).items()}
     contested: dict[tuple[Claim, Claim], list[str]] = {}
+    for path, (first, *others) in (by_use or {}).items():
+        for other in others[:1]:
+            contested.setdefault((first, other), []).append(path)
     for claim, glob in _globs(configuration):
         here = [path for path in paths if glob.fits(path)]
         if claim.glob == OTHERS:
@@ -79,7 +87,11 @@ def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Clai
     for (first, second), both in contested.items():
         what, verb = ("parameters", "are") if both[1:] else ("parameter", "is")
         says = f"{_some(both, 1)} {verb} claimed by {first} and by {second}"
-        faults.add(what, second.place, says, "make one of the globs narrower")
+        globs = [each for each in (first, second) if each.glob]
+        hint = "make one of the globs narrower" if globs[1:] else "make the glob narrower, or use that signal there"
+        faults.add(what, second.place, says, hint if globs else "use one signal at both")
+    if configuration.default is not None:
+        found = dict.fromkeys(paths, Claim(configuration.lookup((configuration.default,)), "")) | found
     if left := [path for path in paths if path not in found]:
         place, says = Place(configuration.source), f"claims {len(left)} of {len(paths)} parameters: {_some(left, 3)}"
         faults.add(f"no signal of {place}", place, says, 'claim them, or write rest: {match: ["**"]}')
@@ -88,10 +100,16 @@ def claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Clai
     return {path: found[path] for path in paths}
 
 
-def found_claims(configuration: Configuration, paths: Iterable[str]) -> dict[str, Claim]:
-    """The same for some parameters of a model whose claims are known to have no fault: nothing is told."""
-    globs = _globs(configuration)
-    found = {path: next((claim for claim, glob in globs if glob.fits(path)), None) for path in paths}
+def found_claims(configuration: Configuration, paths: Iterable[str], model: type | None = None) -> dict[str, Claim]:
+    """Find the claims of some parameters of a model that are known to have no fault: by globs, or by their use in a program
+    that was traced before for a model of this class."""
+    globs, used = _globs(configuration), configuration.used
+    found = {
+        path: Claim(used[model, path][0], "", line=used[model, path][1])
+        if (model, path) in used
+        else next((claim for claim, glob in globs if glob.fits(path)), None)
+        for path in paths
+    }
     return {path: claim for path, claim in found.items() if claim is not None}
 
 

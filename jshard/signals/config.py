@@ -95,6 +95,8 @@ class Configuration(Shown):
     # The scopes under which `jshard.signal.tensor` has placed an array, the signals that have claimed a parameter, and what
     # `lookup` and `digest` found before.
     placed: set[tuple[str, ...]] = dataclasses.field(default_factory=set, init=False)
+    # The signals that claim parameters where they are used, and the line, by the class of the model and the parameter's path.
+    used: dict[tuple[type | None, str], tuple[Signal, str]] = dataclasses.field(default_factory=dict, init=False)
     _looked_up: dict[tuple[str, ...], Signal] = dataclasses.field(default_factory=dict, init=False)
     _digests: dict[tuple[str, ...], Hashable] = dataclasses.field(default_factory=dict, init=False)
 
@@ -188,6 +190,10 @@ class Configuration(Shown):
     @functools.cached_property
     def _matcher(self) -> Matcher:
         return Matcher(self.signals.values())
+
+    def names(self, path: tuple[str, ...]) -> bool:
+        """Whether a signal of the configuration has the name of this nesting, or of an end of it."""
+        return bool(self._matcher.find(_components(path))[1])
 
     def lookup(self, path: tuple[str, ...]) -> Signal:
         """The signal for a nesting of scope names, outermost first: by the whole path, else by ever shorter ends."""

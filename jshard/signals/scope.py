@@ -7,6 +7,7 @@ placement is another trace, and equal layers under different names share one.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from jshard.errors import JShardError
 from jshard.layouts.layout import Layout, Placement
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import as_array, redistribute
-from jshard.provenance import scope
+from jshard.provenance import line_here, scope
 from jshard.signals.active_config import configuration, mesh_for, no_fingerprint
 from jshard.signals.device_sets import check_reach
 from jshard.signals.faults import listed
@@ -45,6 +46,8 @@ class Scope:
 
 
 _context = jax.make_user_context(Scope(()))
+Lines = dict[tuple[str, ...], set[str]]  # of each `with`, by the names that are nested there
+_entered: contextvars.ContextVar[Lines | None] = contextvars.ContextVar("entered", default=None)
 unplaced = jax.make_user_context(False)  # a program is traced as for one device: signals name places and place nothing
 
 
@@ -72,6 +75,8 @@ class Entry(contextlib.ContextDecorator):
             present.lookup(path)
             if self.backward is not None:
                 present.lookup((self.backward,))
+        if (lines := _entered.get()) is not None:
+            lines.setdefault(path, set()).add(line_here())
         with contextlib.ExitStack() as exits:
             exits.enter_context(_context(Scope(path, self.backward, self)))
             exits.enter_context(scope(signal="/".join(self.names)))
@@ -84,6 +89,17 @@ class Entry(contextlib.ContextDecorator):
             vars(reason[1])["__jshard_path__"] = active_path()
         exits, self._exits = self._exits, None
         exits.close()
+
+
+@contextlib.contextmanager
+def entering() -> Iterator[Lines]:
+    """Note the line of each `with` that is entered inside."""
+    lines: Lines = {}
+    before = _entered.set(lines)
+    try:
+        yield lines
+    finally:
+        _entered.reset(before)
 
 
 def failed_under(error: Exception) -> tuple[str, ...]:
@@ -111,6 +127,11 @@ def active_path() -> tuple[str, ...]:
     """The names this point is inside, outermost first; outside every scope that of `jshard.default`."""
     path, present = _context.value.path, configuration()
     return path if path or present is None or present.default is None else tuple(present.default.split("/"))
+
+
+def scopes() -> tuple[str, ...]:
+    """The names of the scopes around this point, outermost first."""
+    return _context.value.path
 
 
 def active_digest() -> Hashable:

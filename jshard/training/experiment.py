@@ -21,6 +21,7 @@ from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract, created
 from jshard.layers.layer import model_arrays, parameters_by_path
+from jshard.layers.program_claims import is_run_by_claims
 from jshard.layers.sharding import shard
 from jshard.layers.token_loss import CHUNK, cross_entropy
 from jshard.signals import device_sets
@@ -117,7 +118,8 @@ class Experiment:
             check_called(model_named, model)
             return model
 
-        is_claimed = mesh is not None and (configuration.has_claims or bool(configuration.workers))
+        with as_user_error(f"{model_named.path} is built"):
+            is_claimed = mesh is not None and is_run_by_claims(configuration, built)
         with as_user_error("data is read"):
             inputs = placement.shapes(batch // settings["microbatches"], data.example()[0]) if is_claimed else ()
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jshard.errors import JShardError, kind_of
 from jshard.inspect.user_code_errors import as_user_error
 from jshard.layers.abstract import created
+from jshard.layers.program_claims import is_run_by_claims
 from jshard.layers.sharding import shard
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
@@ -118,7 +119,7 @@ def trained_model(configuration: Configuration, on: Mesh | None, checkpoint: Che
         return named(rngs=nnx.Rngs(settings["seed"]))
 
     with as_user_error(f"{named.path} is built"):
-        if on is not None and configuration.has_claims:
+        if on is not None and is_run_by_claims(configuration, built):
             tokens = jax.ShapeDtypeStruct((ways, ROOM), jnp.int32)
             model = created(built, lambda: shard(built(), tokens), only=nnx.Not(nnx.Param))  # these are read
         else:

@@ -101,3 +101,39 @@ def test_check_of_claims_without_a_model_is_one_sentence(check):
          "jshard.train"],
     )  # fmt: skip
     assert check()[::2] == (0, [])
+
+
+SCOPED = """
+import jax.numpy as jnp
+from flax import nnx
+
+import jshard
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x):
+        with jshard.signal("up"):
+            x = nnx.relu(self.up(x))
+        with jshard.signal("down"):
+            return self.down(x)
+
+
+def data():
+    return {"train": (jnp.ones((16, 8)), jnp.zeros(16, jnp.int32))}
+"""
+
+
+def test_check_and_explain_claim_by_the_signals_around_calls(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("scoped.py").write_text(SCOPED)
+    head = "jshard: {mesh: {data: 2, tensor: 4}, train: {model: scoped:Model, data: scoped:data, batch: 8}}\n"
+    Path("tp.yaml").write_text(head + "up: {row: data, column: tensor}\ndown: {row: data, reduction: tensor}\n")
+    assert main(["check", "tp.yaml", "--claims"]) == 0
+    assert "4 parameters are claimed: down 2, up 2" in capsys.readouterr().out
+    assert main(["explain", "tp.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"tp.yaml:2  up +column: tensor +up/kernel +float32\[8,32\] +\[-, tensor\]", out), out

@@ -445,14 +445,14 @@ def test_on_lists_of_workers_the_signal_around_its_first_use_claims_a_parameter(
     assert claimed(call.program) == {"kernel": "built", "b": "second"}
 
 
-def test_on_a_mesh_that_is_written_the_signal_around_a_use_claims_nothing():
+def test_the_signal_around_a_use_claims_a_parameter():
     jshard.load({"jshard": MESH, "a": {"column": "tensor"}})
 
     def f(params, x):
         with jshard.signal("a"):
             return x @ params["w"]
 
-    assert claimed(described_call(f, ({"w": zeros(8, 8)}, zeros(4, 8)), {}).program) == {}
+    assert claimed(described_call(f, ({"w": zeros(8, 8)}, zeros(4, 8)), {}).program) == {"w": "a"}
 
 
 def test_globs_are_of_parameters_that_no_signal_around_their_layer_claims():

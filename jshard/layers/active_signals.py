@@ -1,0 +1,120 @@
+"""Which signals are active where a traced program uses its parameters: `with jshard.signal("up"): y = self.up(x)`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jshard.jaxprs import bare, called
+from jshard.provenance import Cause, source_of
+from jshard.signals.claims import Claim
+from jshard.signals.config import Configuration
+
+Names = tuple[str, ...]  # of nested signals, outermost first
+Source = frozenset[str] | None  # the parameters that a value is computed from; None: from data too
+
+LAYERS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "gather"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ActiveSignal:
+    """The names of the signals that are active where an equation uses a parameter, and the line of the program."""
+
+    names: Names
+    line: str
+    is_layer: bool  # whether the equation is a product or a lookup
+
+
+def active_signals(
+    program: Any, paths: Sequence[str], lines: Mapping[Names, Collection[str]], around: Names
+) -> dict[str, list[ActiveSignal]]:
+    """Find the signals that each parameter is used under, in program order.
+
+    `paths` names the parameters among the inputs ("" for data), `lines` has the lines of each `with`, and the signals `around`
+    are active for the whole program. A use combines a parameter with data. A parameter without such a use under a signal has
+    the signals that it is cast, reshaped or scaled under.
+    """
+    walk = _Walk(lines)
+    walk.run(bare(program), [frozenset((path,)) if path else None for path in paths], Cause(around))
+    return {path: list((walk.uses.get(path) or walk.changes[path]).values()) for path in {**walk.uses, **walk.changes}}
+
+
+def claims_by_use(present: Configuration, found: Mapping[str, Sequence[ActiveSignal]]) -> dict[str, list[Claim]]:
+    """Return the claim of each parameter by the signal that its first use is under, then those of products and lookups under
+    signals that say something else. A name that the configuration does not have claims nothing."""
+    claimed: dict[str, list[Claim]] = {}
+    for path, uses in found.items():
+        for use in uses:
+            if not present.names(use.names):
+                continue
+            claims = claimed.setdefault(path, [])
+            claim = Claim(present.lookup(use.names), "", line=use.line)
+            if not claims or (use.is_layer and claim.signal not in [each.signal for each in claims]):
+                claims.append(claim)
+    return claimed
+
+
+class _Walk:
+    """A walk over a program that follows its parameters, through casts, loops and calls, to where they are used."""
+
+    def __init__(self, lines: Mapping[Names, Collection[str]]):
+        self.lines = lines
+        self.uses: dict[str, dict[tuple[Names, bool], ActiveSignal]] = {}
+        self.changes: dict[str, dict[tuple[Names, bool], ActiveSignal]] = {}
+
+    def run(self, jaxpr: Any, sources: Sequence[Source], around: Cause) -> list[Source]:
+        known: dict[Any, Source] = dict(zip(jaxpr.invars, sources, strict=True))
+        of = lambda atom: frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
+        for eqn in jaxpr.eqns:
+            here = around.inside(eqn.source_info.name_stack.stack)
+            known |= zip(eqn.outvars, self.results(eqn, list(map(of, eqn.invars)), here), strict=True)
+        return list(map(of, jaxpr.outvars))
+
+    def results(self, eqn: Any, sources: list[Source], here: Cause) -> list[Source]:
+        if not any(sources):  # no parameter goes in
+            return [None if None in sources else frozenset()] * len(eqn.outvars)
+        outs: list[Source] = []
+        for body, operands in _bodies(eqn, sources):
+            outs = self.run(body, operands, here)
+        if outs:
+            return outs
+        parameters = frozenset[str]().union(*filter(None, sources))
+        table = self.uses if None in sources else self.changes
+        for path in parameters if here.path else ():
+            key = here.path, eqn.primitive.name in LAYERS
+            line = _nearest(source_of(eqn), self.lines.get(here.path, ()))
+            table.setdefault(path, {}).setdefault(key, ActiveSignal(here.path, line, key[1]))
+        if None in sources:
+            return [None] * len(eqn.outvars)
+        # a number that is computed from a parameter, as its norm, is no layer's array
+        return [parameters if getattr(v.aval, "ndim", 0) else frozenset() for v in eqn.outvars]
+
+
+def _nearest(source: str, lines: Collection[str]) -> str:
+    """The line of the `with` around a line of the program: the last above it in its file, else any, else that line itself."""
+    number = lambda line: int(line.rpartition(":")[2] or 0)
+    above = [
+        each
+        for each in lines
+        if each.rpartition(":")[0] == source.rpartition(":")[0] and number(each) <= number(source)
+    ]
+    return max(above, key=number, default=min(lines, default=source))
+
+
+def _bodies(eqn: Any, sources: list[Source]) -> Iterator[tuple[Any, list[Source]]]:
+    """The programs that an equation runs, with what goes into each; the last one returns what the equation does."""
+    name, params = eqn.primitive.name, eqn.params
+    if (body := called(eqn)) is not None:
+        yield bare(body), sources
+    elif name == "scan":
+        yield bare(params["jaxpr"]), sources
+    elif name == "cond":
+        yield from ((bare(branch), sources[1:]) for branch in params["branches"])
+    elif name == "while":
+        of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+        carried = sources[of_test + of_body :]
+        yield bare(params["cond_jaxpr"]), [*sources[:of_test], *carried]
+        yield bare(params["body_jaxpr"]), [*sources[of_test : of_test + of_body], *carried]
