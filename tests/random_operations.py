@@ -73,6 +73,7 @@ def places(d: Writer) -> str:
     return d.one((
         f"jnp.argmax({x}, {at})", f"jnp.argmin({x}, {at}, keepdims=True)", f"lax.argmax({x}, {at}, jnp.int32)", f"jnp.argsort({x}, axis={at})",
         f"jnp.searchsorted(jnp.arange(-2.0, 3.0), {x}, side='{d.one(('left', 'right'))}')", f"lax.top_k({x}, {1 + d.below(d.shape(x)[-1])})[1]",
+        f"lax.reduce((lax.stop_gradient({x}),) * 2, (jnp.inf, -jnp.inf), lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])), ({at},))",
         f"lax.reduce_xor({x}.astype(jnp.int32), ({at},))", f"jnp.bincount({x}.astype(jnp.int32).ravel() % 4, length=4)",
     ))
 
@@ -83,7 +84,7 @@ def ordered(d: Writer) -> str:
     at = d.below(len(d.shape(x)))
     y = d.one([x, *d.alike(x)])
     return d.one((
-        f"jnp.sort({x}, axis={at}, descending={d.chance(0.5)})", f"lax.sort({x}, dimension={at})", f"lax.top_k({x}, {1 + d.below(d.shape(x)[-1])})[0]",
+        f"jnp.sort({x}, axis={at}, descending={d.chance(0.5)})", f"lax.sort({x}, dimension={at})", f"lax.top_k({x}, {1 + d.below(d.shape(x)[at])}, axis={at})[0]",
         f"lax.sort(({x}, {y}), dimension={at}, num_keys={d.one((1, 2))})", f"lax.sort(({x}, {y}, {x} * 2), dimension={at}, num_keys={d.one((1, 2, 3))})[1]",
     ))
 
@@ -126,10 +127,10 @@ def dot_general(d: Writer) -> str:
     axes = d.mixed(range(len(shape)))
     batch = axes[: d.one((0, 0, 1))] if len(shape) >= 2 else []
     summed = axes[len(batch) : len(batch) + d.one((1, 1, 2, 0))]
-    if d.chance(0.25) and math.prod(shape) <= 64:  # by itself
+    if d.chance(0.25) and math.prod(shape) <= 64:  # by itself, or by another of its shape
         rest = [a for a in range(len(shape)) if a not in (*batch, *summed)]
         d.grows(math.prod(shape[a] for a in summed), to=2)
-        return f"lax.dot_general({x}, {x}, (({tuple(summed)}, {tuple(summed)}), ({tuple(batch)}, {tuple(batch)})))" if rest else None
+        return f"lax.dot_general({x}, {d.one([x, *d.alike(x)])}, (({tuple(summed)}, {tuple(summed)}), ({tuple(batch)}, {tuple(batch)})))" if rest else None
     free = [d.one(SIZES) for _ in range(d.one((1, 1, 2, 0)))]
     order = d.mixed([*(("b", a) for a in batch), *(("k", a) for a in summed), *(("n", n) for n in free)])
     sizes = [n if kind == "n" else shape[n] for kind, n in order]
@@ -218,12 +219,17 @@ def taken(d: Writer) -> str:
     full = d.indices((*shape[:at], d.one((1, 2, 8)), *shape[at + 1 :]), n)
     width = 1 + d.below(n)
     start = d.indices((4,), n - width + 1)
+    d.grows(3)
+    second = d.indices((shape[0], d.one((1, 2, 4))), shape[1]) if len(shape) >= 2 else ""
+    batched = f"jax.vmap(lambda a, i: a[i])({x}, {second})", f"jax.vmap(lambda a, i: a.at[i].add(2.0))({x}, {second})", f"{x}[jnp.arange({shape[0]})[:, None], {second}]"
+    both = d.indices((4,), shape[0]), d.indices((4,), shape[1]) if len(shape) >= 2 else ""
     begins = ", ".join("i" if a == at else "0" for a in range(len(shape)))
     sizes = tuple(width if a == at else m for a, m in enumerate(shape))
     return d.one((
         f'jnp.take({x}, {i}, axis={at}, mode="{mode}", fill_value=1)' if mode == "fill" else f'jnp.take({x}, {i}, axis={at}, mode="{mode}")',
         f"jnp.take_along_axis({x}, {full}, {at})", f'{x}.at[{":, " * at}{i}].get(mode="{"clip" if mode == "wrap" else mode}")', f"{x}[{':, ' * at}{i}]",
         f"jax.vmap(lambda i: lax.dynamic_slice({x}, ({begins},), {sizes}))({start})",
+        *(each for each in batched if len(shape) >= 2), *(f"{x}[{i}, {j}]" for i, j in [both] if len(shape) >= 2),
     ))
 
 
@@ -240,15 +246,14 @@ def scattered(d: Writer) -> str:
     unique = f"jnp.array({sorted(d.mixed(range(n))[:count])})"
     words = f'indices_are_sorted={d.chance(0.5)}, unique_indices={d.chance(0.5)}, mode="{mode}"'
     fits = len(d.mixed(range(n))[:count]) == count or "." in u and "params" not in u
-    d.grows(5)
+    d.grows(5 * shape[0])
     choices = [f'{x}.at[{colons}{i}].add({u}, mode="{mode}")', f'{x}.at[{colons}{i}].{d.one(("min", "max"))}({u if "params" not in u else "1.0"})']
     if fits:
         choices += [f"{x}.at[{colons}{unique}].set({u}, {words})", f"{x}.at[{colons}{unique}].multiply({u}, unique_indices=True)"]
-    choices += [f"{x}.at[{colons}{d.below(n)}].set({float(d.below(3))})", f"{x}.at[{colons}::2].add(1.0)"]
+    choices += [f"{x}.at[{colons}{d.below(n)}].set({float(d.below(3))})", f"{x}.at[{colons}::2].add(1.0)", f"{x}.at[{colons}{i}].apply(lambda t: t + 1)"]
+    choices += [f"{x}.at[{colons}{i}, {n // 3}:].add(1.0)" for n in shape[at + 1 : at + 2]]
     segments = d.indices((shape[0],), 4)
     choices += [f"jax.ops.segment_sum({x}, {segments}, 4)"]
-    if "segment_sum" in choices[-1]:
-        d.grows(5 * shape[0])
     return d.one(choices)
 
 
@@ -266,9 +271,30 @@ def called(d: Writer) -> str:
     d.grows(2)
     policy = d.one(("", ", policy=jax.checkpoint_policies.dots_saveable", ", prevent_cse=False"))
     return d.one((
-        f"jax.jit(lambda t: {body})({x})", f"jax.checkpoint(lambda t: {body}{policy})({x})", f"own_jvp({x})", f"own_vjp({x})",
+        f"lax.platform_dependent({x}, cpu=lambda t: {body}, default=lambda t: t)", f"jax.jit(lambda t: {body})({x})", f"jax.checkpoint(lambda t: {body}{policy})({x})", f"own_jvp({x})", f"own_vjp({x})",
         f"jax.grad(lambda t: ({body.replace('jnp.flip(t, 0)', 't')} * t).sum())({x})", f"jax.checkpoint(lambda t: jax.jit(lambda t: {body})(t) * t{policy})({x})",
         f"jax.jvp(lambda t: {body}, ({x},), (jnp.ones_like({x}),))[1]", f"jax.vmap(lambda t: {body})({x})" if d.shape(x) else f"jnp.vectorize(lambda t: t + 1)({x})",
+    ))
+
+
+@whole
+def called_with_parameters(d: Writer) -> str:
+    """A product by a parameter inside of a call, which closes over it or takes it."""
+    x = d.float(1)
+    n, times = d.shape(x)[-1], d.one((1, 2))
+    is_product = d.chance(0.7)
+    w = d.parameter((n, n), summed=n, kept=n) if is_product else d.parameter((n,), kept=n)
+    body, policy = f"t {'@' if is_product else '*'} w", d.one(("", ", policy=jax.checkpoint_policies.dots_saveable"))
+    by = body.replace("w", w)
+    d.grows((2 * n) ** times)
+    return d.one((
+        f"jax.checkpoint(lambda t, w: jax.nn.relu({body}){policy})({x}, {w})", f"jax.checkpoint(lambda t: {by} + 1{policy})({x})", f"jax.jit(lambda t, w: {body})({x}, {w})",
+        f"lax.cond({x}.sum() > 0, lambda t: {by}, lambda t: t, {x})", f"lax.cond({d.indices((), 2)} > 0, lambda t, w: {body}, lambda t, w: t - w.sum(), {x}, {w})",
+        f"lax.switch({d.indices((), 3)}, [lambda t: {by}, lambda t: t * 2, lambda t: -t], {x})", f"lax.fori_loop(0, {times}, lambda i, t: {by}, {x})",
+        f"lax.fori_loop(0, {times}, lambda i, c: (c[0] @ c[1] if c[1].ndim > 1 else c[0] * c[1], c[1] * 1), ({x}, {w}))", f"jax.vmap(lambda t, w: {body}, (0, None))({x}, {w})" if d.shape(x)[1:] else f"jax.jit(lambda t: {by})({x})",
+        f"lax.while_loop(lambda c: c[0] < {times}, lambda c: (c[0] + 1, c[1] {by[2:]}), (0, lax.stop_gradient({x})))[1]".replace(w, f"lax.stop_gradient({w})"),
+        f"own_vjp({by.replace('t', x, 1)})", f"own_jvp({by.replace('t', x, 1)})", f"jax.grad(lambda t: ({by} * t).sum())({x})", f"jax.grad(lambda w: (({body.replace('t', x, 1)}) ** 2).sum())({w})",
+        f"lax.scan(lambda c, t: (c, {by}), 0.0, {x})[1]" if d.shape(x)[1:] else f"({by.replace('t', x, 1)})", f"lax.map(lambda t: {by}, {x})" if d.shape(x)[1:] else f"({by.replace('t', x, 1)})",
     ))
 
 
@@ -350,4 +376,4 @@ def drawn(d: Writer) -> str:
 
 
 WHOLE += [reshape, reshape]  # in many forms
-CLAIMED: list[Statement] = [bias, product, product, dot_general, einsum, lookup, convolution, scanned]  # most have parameters
+CLAIMED: list[Statement] = [bias, product, product, dot_general, einsum, lookup, convolution, scanned, called_with_parameters]  # most have parameters

@@ -22,7 +22,13 @@ from random_statements import SIZES
 Axes = tuple[tuple[str, ...], ...]
 LARGEST, MOST, BOUND = 768, 5, 2**12  # elements of a variable, its axes, and how large whole numbers may grow
 
-MESHES = ({"data": 8}, {"data": 2, "tensor": 4}, {"data": 4, "tensor": 2}, {"data": 2, "tensor": 2, "pipe": 2})
+MESHES = (
+    {"data": 8},
+    {"data": 2, "tensor": 4},
+    {"data": 4, "tensor": 2},
+    {"data": 2, "tensor": 2, "pipe": 2},
+    {"data": 2, "tensor": 3},
+)
 
 
 class NoneFits(Exception):
@@ -152,7 +158,7 @@ class Writer:
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
         self.is_whole = self.chance(0.6)
-        self.batch = self.one((8, 8, 8, 16, 4, 6))
+        self.batch = self.one((8, 8, 8, 16, 4, 6, 12))
         features = [self.one(SIZES) for _ in range(self.one((1, 1, 1, 2, 2, 3)))]
         self.parameters: dict[str, dict[str, Array]] = {}
         self.inputs = {"x": Array((self.batch, *features))}
@@ -282,7 +288,7 @@ class Writer:
     # -- the whole --
 
     def program(self, seed: int, kinds: Sequence[random_statements.Statement] = ()) -> Program:
-        count = self.one((1, 2, 2, 3, 3, 4, 5))
+        count = self.one((1, 2, 2, 2, 3, 3, 4))
         kinds = kinds or (random_statements.WHOLE + ([] if self.is_whole else 3 * random_statements.OTHERS))
         if self.chance(0.7):
             while not self.parameters:

@@ -99,7 +99,7 @@ def bias(d: Writer) -> str:
 def two(d: Writer) -> str:
     x = d.float()
     y = d.one([x, *d.alike(x)])
-    f = d.one(("{x} + {y}", "{x} - {y}", "{x} * {y}", "jnp.maximum({x}, {y})", "jnp.minimum({x}, {y})", "jnp.where({x} > {y}, {x}, -{y})"))
+    f = d.one(("{x} + {y}", "{x} - {y}", "{x} * {y}", "jnp.maximum({x}, {y})", "jnp.minimum({x}, {y})", "lax.clamp(-jnp.abs({y}), {x}, jnp.abs({y}) + 1)", "lax.select_n({y} > 1, {x}, {y})", "jnp.where({x} > {y}, {x}, -{y})"))
     d.grows(2, to=2 if "*" in f else None)
     return f.format(x=x, y=y)
 
@@ -148,6 +148,9 @@ def converts(d: Writer) -> str:
 def chosen(d: Writer) -> str:
     b = d.bool()
     shape = d.shape(b)
+    if d.chance(0.3):
+        i = d.int()
+        return f"lax.select_n(jnp.abs({i}) % 3, {i} * 1.0, -{i} * 1.0, {i} * 2.0)"
     return d.one(("jnp.where({b}, 2.0, -1.0)", "lax.select({b}, jnp.full({s}, 3.0), jnp.zeros({s}))", "(~{b}).astype(jnp.float32)",
                   "jnp.logical_xor({b}, True)")).format(b=b, s=shape)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jshard.signals.scope import active, resolve, tensor_layout
 from jshard.signals.signal import Signal
 
 Axis = int | Sequence[int] | None
+Kind = Literal["sum", "mean", "max", "min"]
 
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> jax.Array:
@@ -43,7 +44,7 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> jax.Array:
 class Body:
     """One device's part of a reduction."""
 
-    kind: str
+    kind: Kind
     axes: tuple[int, ...]
     keepdims: bool
     mesh_axes: tuple[str, ...]
@@ -51,7 +52,7 @@ class Body:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         match self.kind:
-            case "max":
+            case "max" | "min":
                 top = _largest(self, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _top(self, x)
                 return top if self.keepdims else jnp.squeeze(top, self.axes)
             case "sum":
@@ -66,7 +67,8 @@ class Body:
 
 
 def _top(body: Body, x: jax.Array) -> jax.Array:
-    return all_reduce(jnp.max(x, body.axes, keepdims=True), body.mesh_axes, op="max", algorithm="xla")
+    of_device = jnp.max if body.kind == "max" else jnp.min
+    return all_reduce(of_device(x, body.axes, keepdims=True), body.mesh_axes, op=body.kind, algorithm="xla")
 
 
 _largest = jax.custom_jvp(_top, nondiff_argnums=(0,))
@@ -74,20 +76,20 @@ _largest = jax.custom_jvp(_top, nondiff_argnums=(0,))
 
 @_largest.defjvp
 def _largest_derivative(body: Body, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Take the mean of the tangents of all elements that are equal to the maximum."""
+    """Take the mean of the tangents of all elements that are equal to the maximum, or minimum."""
     (x,), (moves,) = primals, tangents
     top = _largest(body, x)
-    attained = (x >= top).astype(x.dtype)
+    attained = (x == top).astype(x.dtype)
     total = lambda x: all_reduce(jnp.sum(x, body.axes, keepdims=True), body.mesh_axes, algorithm="xla")
     return top, total(attained * moves / total(attained))
 
 
-def _reduce(kind: str, x: Any, axis: Axis, keepdims: bool) -> jax.Array:
+def _reduce(kind: Kind, x: Any, axis: Axis, keepdims: bool) -> jax.Array:
     with resolve(())[1]:
         return _reduced(kind, jnp.asarray(x), axis, keepdims)
 
 
-def _reduced(kind: str, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
+def _reduced(kind: Kind, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
     axes = _axes(kind, axis, x.ndim)
     if kind == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.float32)
@@ -131,7 +133,7 @@ def _signal_layout(signal: Signal, rank: int, axes: tuple[int, ...]) -> Layout:
     return layout
 
 
-def _local(kind: str, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, all_axes: bool) -> jax.Array:
+def _local(kind: Kind, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, all_axes: bool) -> jax.Array:
     """Reduce inside a shard_map. What varies over a mesh axis is split over it; the signal must say which axis that splits."""
     varying = tuple(sorted(jax.typeof(x).mat.varying))
     if all_axes or not varying:

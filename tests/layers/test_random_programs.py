@@ -31,6 +31,9 @@ FAULTS = {
         THREE,
         placed={"x": (("pipe",), ("data",))},
     ),
+    "10066: the gradient of a maximum was shared among devices, whatever each had of it": small(
+        "jnp.ones(4) * x.max() - x.min()", (16, 4), {"data": 8}, placed={"x": (("data",), ())}
+    ),
 }
 
 

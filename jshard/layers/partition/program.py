@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.jaxprs import bare
-from jshard.layers.partition import by_hand, calls, cut, lookup, product, shape
+from jshard.layers.partition import by_hand, calls, cut, extremes, lookup, product, shape
 from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Parameter, Part, whole
@@ -34,7 +34,9 @@ from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Claim
 from jshard.units import size
 
-RULES = {**by_hand.RULES, **calls.RULES, **cut.RULES, **lookup.RULES, **product.RULES, **shape.RULES}
+RULES = {
+    **by_hand.RULES, **calls.RULES, **cut.RULES, **extremes.RULES, **lookup.RULES, **product.RULES, **shape.RULES,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,31 @@
+"""Rules of maxima and minima over split axes, whose gradient is shared among all elements that attain them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jshard.layers.partition.engine import Partition, Rule, known, shape_of
+from jshard.layers.partition.local_sizes import axes_of
+from jshard.layers.partition.part import Part
+from jshard.layers.reduce import Body
+from jshard.layouts.axes import REDUCTIONS
+
+
+def _extreme(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """Reduce over elements and devices in one step: by two, the gradient would be shared among devices, whatever each has."""
+    found = known(eqn)
+    kind: Any = REDUCTIONS[eqn.primitive.name]
+    choice = run.choose(found, parts)
+    names = [name for factor, some in choice.items() if found.kinds[factor] == kind for name in some]
+    if not names or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return run.by_table(eqn, parts)
+    (x,) = run.placed(parts, found, choice)
+    over = tuple(name for name in names if run.sizes[name] >= 2)
+    out = Body(kind, tuple(eqn.params["axes"]), keepdims=False, mesh_axes=over)(x)
+    out = run.reduce(out, tuple(name for name in names if name not in over), kind)
+    return [Part(shape_of(eqn), axes_of(found.results[0], choice), out)]
+
+
+RULES: dict[str, Rule] = {"reduce_max": _extreme, "reduce_min": _extreme}
