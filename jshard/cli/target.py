@@ -88,8 +88,8 @@ def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False
         "a function in place of an experiment",
         "PATH may be module:function, found from this folder. Each word behind --args is an argument of it: a shape such "
         "as float32[64,784], int32[64] or key[]; with @data,None behind it to lay its axes over mesh axes (a+b is two); or "
-        "module:function again, which is called without arguments and returns an array, a jax.ShapeDtypeStruct, an NNX "
-        "module or optimizer, or a pytree of these; the parts of a tuple are several arguments.",
+        "module:name, an array, a jax.ShapeDtypeStruct, an NNX module or optimizer, or a pytree of these, or a function "
+        "that returns one without arguments; the parts of a tuple are several arguments.",
     )
     added.add_argument("--args", nargs="+", metavar="SHAPE", help="its arguments")
     how = "append" if several else "store"

@@ -59,7 +59,15 @@ class Component:
 
 
 def function_at(label: str, path: str) -> Callable[..., Any]:
-    """Import `module:name`; `label` opens the sentence when it leads nowhere."""
+    """Import `module:function`; `label` opens the sentence when it leads nowhere."""
+    value = value_at(label, path)
+    if not callable(value):
+        raise JShardError(f"{label} that is {kind_of(value)}", hint="name a class or a function")
+    return value
+
+
+def value_at(label: str, path: str) -> Any:
+    """Import `module:name`."""
     module_name, _, name = path.partition(":")
     module = _module(label, module_name)
     value: Any = module
@@ -69,8 +77,6 @@ def function_at(label: str, path: str) -> Callable[..., Any]:
             hint = f'did you mean "{module_name}:{close}"?' if close else f"define {part} in {module.__file__}"
             raise JShardError(f'{label} {module_name} has no "{part}"', hint=hint)
         value = getattr(value, part)
-    if not callable(value):
-        raise JShardError(f"{label} that is {kind_of(value)}", hint="name a class or a function")
     return value
 
 

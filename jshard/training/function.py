@@ -25,7 +25,7 @@ from jshard.layouts.layout import Layout
 from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration
 from jshard.signals.schema import IMPORT_PATH
-from jshard.training.components import function_at, parameters_of
+from jshard.training.components import function_at, parameters_of, value_at
 
 DTYPES = (
     "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int32", "int8", "int16", "int64", "uint32",
@@ -92,14 +92,17 @@ def _mesh_axes(word: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """A function without arguments whose result is an argument; the parts of a tuple are several."""
+    """A model, optimizer, array or tree, or a function without arguments that returns one; a tuple is several arguments."""
 
     word: str
     function: Callable[[], Any]
 
     @classmethod
     def of(cls, word: str) -> Maker:
-        function = function_at(f'--args "{word}" names a function, but', word)
+        value = value_at(label := f'--args "{word}" names a function, but', word)
+        if _is_made(value) or jax.tree.structure(value) != jax.tree.structure(0):
+            return cls(word, lambda: value)
+        function = function_at(label, word)
         needed = [
             each.name for each in parameters_of(function).values() if each.default is each.empty and each.kind < 2
         ]

@@ -76,6 +76,10 @@ class Thing:
     pass
 
 number = 3
+weights, x = {"w": jnp.ones((8, 8))}, np.ones((8, 8), np.float32)
+
+def product(params, x):
+    return jnp.mean(x @ params["w"])
 """
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}
@@ -132,6 +136,18 @@ def test_function_takes_the_parts_of_a_tuple_as_arguments(capsys):
     )
     assert status == 0
     assert "memory: 1,032 B at rest per device" in out
+
+
+def test_function_takes_arrays_models_and_trees_by_their_names(capsys):
+    Path("other.py").write_text(f"{MODULE}\nmade = model()\n")
+    expected = typed(capsys, "explain", "mine:loss", "--config", "mlp.yaml", "--args", "mine:model", "mine:x")
+    assert expected[0] == 0
+    words = "explain", "other:loss", "--config", "mlp.yaml", "--args", "other:made", "other:x"
+    assert typed(capsys, *words) == expected
+    status, out, err = typed(
+        capsys, "explain", "mine:product", "--config", "mlp.yaml", "--args", "mine:weights", "mine:x"
+    )
+    assert (status, err) == (0, "") and out.endswith("total: no collectives\n")
 
 
 def test_function_is_handed_what_is_no_array_as_it_is(capsys):

@@ -217,7 +217,7 @@ def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         if isinstance(numbers, jax.Array) and is_key(given):
             return numbers
-        return jnp.asarray(np.asarray(numbers), dtype)
+        return jnp.asarray(np.asarray(numbers), jax.dtypes.canonicalize_dtype(dtype))
     missing = [axis for axis in sharding.mesh.axis_names if axis not in mesh.axis_names]
     if missing:
         raise JShardError(

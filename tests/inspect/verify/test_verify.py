@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +213,15 @@ def test_verify_of_smooth_operations_by_stand_ins():
     assert all_bitwise(verification)
     for name in ("exp", "log", "rsqrt", "tanh"):
         assert name in verification.probes.split("stand-ins for ")[1].split(", ")
+
+
+def test_verify_takes_numpy_numbers_of_64_bits_without_a_warning():
+    def f(x, y):
+        return (x * jax.nn.one_hot(y, 4)).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all_bitwise(verify(f, put((8, 4), "data"), np.arange(8) % 4))
 
 
 @pytest.mark.seconds
