@@ -31,6 +31,9 @@ class JShardError(ValueError):
         """What IPython shows: the sentence, and no stack of frames."""
         return [f"{type(self).__name__}: {fault}" for fault in self.faults]
 
+    def add_note(self, note: str) -> None:
+        """Leave out JAX's remark on the frames that it hides: the sentence is all that is shown."""
+
     @classmethod
     def of(cls, errors: Iterable[JShardError]) -> JShardError:
         """One error for several, a line each, in the order given and without repeats."""
@@ -84,7 +87,9 @@ def multiples(size: int, of: int) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What a value is: `a list`, `an int`."""
+    """What a value is: `a list`, `an int`, `None`."""
+    if value is None:
+        return "None"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 

@@ -27,7 +27,7 @@ def run(chosen: argparse.Namespace) -> int:
     target = Target.of(chosen)
     if chosen.program:
         from jshard.inspect.compiled.program_text import normalised
-        from jshard.inspect.user_code_errors import as_user_error
+        from jshard.layers.user_code_errors import as_user_error
 
         with as_user_error("it is compiled"):
             compiled = compilable(target).lowered().compile()

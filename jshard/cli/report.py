@@ -40,7 +40,7 @@ def run(chosen: argparse.Namespace) -> int:
         traced = compiled_for(topology, target)
     with traced as found:
         from jshard.inspect.report import report
-        from jshard.inspect.user_code_errors import as_user_error
+        from jshard.layers.user_code_errors import as_user_error
         from jshard.training.function import Function
 
         program, plan = found if isinstance(found, tuple) else (found, None)

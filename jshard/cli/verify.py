@@ -30,7 +30,7 @@ def run(chosen: argparse.Namespace) -> int:
         program = joined(target, {f"--mesh {words}": sizes for words, sizes in meshes.items()})
     import jax
 
-    from jshard.inspect.user_code_errors import as_user_error
+    from jshard.layers.user_code_errors import as_user_error
 
     with as_user_error("it is traced"):
         found = program.verify([*meshes.values()])

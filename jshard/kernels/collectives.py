@@ -102,11 +102,19 @@ def send_recv(x: Array, *, source: int, target: int, axis: MeshAxis) -> Array:
     return jnp.where(axis_index(mesh_axes) == target, arrived, x)  # permute gave the others zeros
 
 
-def all_to_all(x: Array, mesh_axis: MeshAxis, *, split_axis: int, concat_axis: int) -> Array:
+def all_to_all(
+    x: Array, mesh_axis: MeshAxis, *, split_axis: int | None = None, concat_axis: int | None = None
+) -> Array:
     """Split `x` along `split_axis`, send a part to each device along `mesh_axis`, concatenate along `concat_axis`.
 
     Several mesh axes count as one, major first.
     """
+    if split_axis is None or concat_axis is None:
+        raise JShardError(
+            f"all_to_all over mesh axis {_quoted((mesh_axis,) if isinstance(mesh_axis, str) else mesh_axis)} is not told which "
+            "axes it splits and joins",
+            hint="write all_to_all(x, mesh_axis, split_axis=0, concat_axis=1)",
+        )
     mesh_axes = canonicalize_mesh_axes("all_to_all", mesh_axis)
     x = jnp.asarray(x)
     split_axis = _axis("all_to_all", "splits", x, split_axis)

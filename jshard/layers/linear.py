@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, kind_of
 from jshard.layers.body import Arithmetic
 from jshard.layers.layer import Layer, signal_at
 from jshard.layers.sharded_matmul import multiply
 from jshard.layers.strategy import check_parameters, strategy_of
-from jshard.layouts.creation import create
+from jshard.layouts.creation import check_shape, create
 from jshard.layouts.redistribution import as_array
 from jshard.signals.scope import active, outside, resolve
 from jshard.signals.signal import PRODUCT
@@ -40,8 +40,11 @@ class Linear(nnx.Linear, Layer):
         kernel_init: Any = _kernel_init, bias_init: Any = _bias_init, rngs: nnx.Rngs, **arguments: Any,
     ):  # fmt: skip
         Layer.__init__(self)
+        if not hasattr(rngs, "params"):
+            raise JShardError(f"jshard.Linear was given {kind_of(rngs)} as rngs", hint="write rngs=nnx.Rngs(0)")
         signal = active()
         if signal is not None:
+            check_shape((in_features, out_features))
             check_parameters(strategy_of(signal), signal, in_features, out_features, use_bias=use_bias)
             param_dtype, layouts = signal.dtype.param or param_dtype, self.parameter_layouts()
             kernel_init = functools.partial(create, kernel_init, layout=layouts["kernel"])
@@ -65,6 +68,7 @@ class Linear(nnx.Linear, Layer):
             raise JShardError(
                 f"{signal} says where the output lies, and so does out_sharding=", hint="remove out_sharding="
             )
+        inputs = as_array(inputs, label=str(signal))
         if jnp.shape(inputs)[-1:] != (self.in_features,) and not jax.sharding.get_abstract_mesh().manual_axes:
             raise JShardError(
                 f"{signal} has a Linear of {self.in_features} inputs, called with an array of shape {jnp.shape(inputs)}",
@@ -80,9 +84,7 @@ class Linear(nnx.Linear, Layer):
             )
             bias = None if self.bias is None else self.bias[...]
             features = (self.in_features, self.out_features)
-            return multiply(
-                as_array(inputs, label=str(signal)), self.kernel[...], bias, signal, arithmetic, features=features
-            )
+            return multiply(inputs, self.kernel[...], bias, signal, arithmetic, features=features)
 
     def _computing_in(self, dtype: str, inputs: jax.Array) -> jax.Array:
         """Compute in `dtype`, and return it. Operands of the product keep theirs: `jshard.shard` casts them where it sums their

@@ -21,7 +21,7 @@ from jshard.layers.body import Arithmetic
 from jshard.layers.sharded_matmul import multiply
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
-from jshard.layouts.redistribution import replicated
+from jshard.layouts.redistribution import as_array, replicated
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration, mesh, mesh_to_choose_for
 from jshard.signals.scope import active, resolve
@@ -40,7 +40,8 @@ def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
     """
     signal, scope = resolve(())
     with scope:
-        return _product(jnp.asarray(x), jnp.asarray(w), signal, precision)
+        x, w = (jnp.asarray(as_array(each, label="jshard.matmul")) for each in (x, w))
+        return _product(x, w, signal, precision)
 
 
 def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) -> jax.Array:

@@ -16,7 +16,7 @@ from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.collectives import axis_size
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layouts.layout import Layout
-from jshard.layouts.redistribution import redistribute
+from jshard.layouts.redistribution import as_array, redistribute
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.scope import active, resolve, tensor_layout
 from jshard.signals.signal import Signal
@@ -86,7 +86,7 @@ def _largest_derivative(body: Body, primals: Any, tangents: Any) -> tuple[jax.Ar
 
 def _reduce(kind: Kind, x: Any, axis: Axis, keepdims: bool) -> jax.Array:
     with resolve(())[1]:
-        return _reduced(kind, jnp.asarray(x), axis, keepdims)
+        return _reduced(kind, jnp.asarray(as_array(x, label=f"jshard.{kind}")), axis, keepdims)
 
 
 def _reduced(kind: Kind, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:

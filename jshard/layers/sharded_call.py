@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 from jax._src.config import trace_context
 from jax._src.util import register_cache, weakref_lru_cache
 from jax.core import Tracer
@@ -36,8 +38,10 @@ from jshard.layers.partition.part import whole
 from jshard.layers.pipeline import Pipelined, PipelinedPieces
 from jshard.layers.program_claims import program_claims
 from jshard.layers.roles import Placed
+from jshard.layers.user_code_errors import check_mesh_is_known, check_numbers, in_own_words, of_transformation
 from jshard.layers.written_back import WrittenBack, arrays_of_variables
 from jshard.layouts.layout import Layout, check_divides
+from jshard.layouts.mesh import check_in_use
 from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.layouts.redistribution import Axes, redistribute
 from jshard.signals.active_config import configuration, mesh
@@ -68,6 +72,7 @@ class Call:
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         present = configuration()
         assert present is not None
+        check_in_use(mesh())
         self.args = args, kwargs
         self.trees = trees_of_parameters(f, args, kwargs)
         self.graphdef, *states = nnx.split(replaced(self.args, dict.fromkeys(self.trees)), nnx.Param, nnx.Variable, ...)
@@ -110,6 +115,7 @@ class Call:
             path = slashed(words[3:])
         abstract = isinstance(x, jax.ShapeDtypeStruct)
         depth = len(words) if kind == _REST and not _is_key(x) else None
+        check_numbers(x)
         dtype = x.dtype if abstract else jax.typeof(x).dtype
         layout = None if path or abstract else _layout(x, mesh())
         _, *of = keys_of(key)[:3]
@@ -140,12 +146,23 @@ class Call:
         """Give NNX models these parameters."""
         nnx.update(self.args, jax.tree.unflatten(self.tree, placed)[_PARAMETERS])
 
-    def run(self) -> Any:
+    def run(self, name: str) -> Any:
+        """Run the program; `name` is the function's, in errors."""
+        check_mesh_is_known(self.leaves, name)
+        try:
+            return self._run()
+        except (TraceContextError, TypeError) as error:
+            if (sentence := of_transformation(error, self.leaves, name)) is None:
+                raise
+            raise sentence from None
+
+    def _run(self) -> Any:
         leaves = self.placed(every=True)
         operands = self.operands(leaves)
         self.program.find_out_axes(self.out.compiled, operands)
-        numbers = jax.tree.leaves(jax.tree.unflatten(self.tree, leaves)[_PARAMETERS])
-        if not any(isinstance(x, Tracer) for x in numbers):  # a gradient would lie as the parameter did before
+        pairs = zip(leaves, self.leaves, self.arrays, strict=True)
+        moved = [x for x, before, array in pairs if x is not before and array is not None and array.path]
+        if moved and not any(isinstance(x, Tracer) for x in moved):  # a gradient would lie as the parameter did before
             self.keep(leaves)
         return self.ended(self.out.compiled(*operands))
 
@@ -269,7 +286,12 @@ def _unsharded(f: Callable[..., Any], s: _Situation) -> tuple[Any, WrittenBack, 
         before = arrays_of_variables(states[:2])
         merged = nnx.merge(s.graphdef, *states)
         args, kwargs = replaced(merged, dict(zip(s.trees, given, strict=True)))
-        result = f(*args, **kwargs)
+        try:
+            result = f(*args, **kwargs)
+        except Exception as error:
+            if (sentence := in_own_words(error, f, sys._getframe())) is None:
+                raise
+            raise sentence from None
         back, flat = WrittenBack.of(result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[1:3], before, xs)
         written.append(back)
         return flat
@@ -317,6 +339,10 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
         """How the first axes of a batch's arrays are split: rows, and places."""
         if array.depth is None or array.shape[:1] != (batch,):
             return ()
+        if row and (array.layout is None or not array.layout.mesh_axes):
+            signal = next(signal for signal in signals if signal.row)
+            label = f'signal "{signal.name}" ({signal.at("row")})'
+            check_divides(array.shape[0], row, s.mesh, label=label, what=f"{batch} rows")
         return (row, ring) if length > 1 and array.shape[1:2] == (length,) else (row,)
 
     inputs = [

@@ -15,6 +15,7 @@ from jshard.layers.body import Arithmetic, Body
 from jshard.layers.kernel_support import check_kernels
 from jshard.layers.strategy import Strategy, check_sizes, inside_shard_map, strategy_of
 from jshard.layouts.layout import Layout
+from jshard.layouts.mesh import check_in_use
 from jshard.layouts.redistribution import move, plan_moves, redistribute
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration
@@ -125,6 +126,7 @@ def multiply(
     check_kernels(signal, asked.mesh, lambda op: _hindrance(op, asked, arithmetic))
     inside = inside_shard_map((*asked.batch, *asked.column, *asked.reduction, *asked.store), str(signal))
     if not inside:
+        check_in_use(asked.mesh)
         check_sizes(asked, signal, jnp.shape(x), *jnp.shape(w))
         check_reach(x, asked.mesh, signal)
         if signal.backward is None and is_elsewhere(x, asked.mesh):

@@ -17,6 +17,7 @@ from jshard.layers.layer import AuxLoss, is_sharded
 from jshard.layers.layer_stack import in_ranges
 from jshard.layers.linen import trees_of_parameters
 from jshard.layers.sharded_call import Call, alone, described_call
+from jshard.layers.user_code_errors import name_of, own_frames
 from jshard.signals.active_config import configuration, use_stages
 from jshard.signals.scope import unplaced
 
@@ -57,6 +58,9 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             place(program, *args, **kwargs)
         return program
+    if isinstance(program, type):
+        name = program.__name__
+        raise JShardError(f"jshard.shard was given the class {name}", hint=f"build it: jshard.shard({name}(...))")
     if not callable(program) and not isinstance(program, nn.Module):
         raise JShardError(
             f"jshard.shard was given {kind_of(program)}",
@@ -108,8 +112,22 @@ def _sharded_class(cls: type) -> type:
         return _run(cls.__call__, (self, *args), kwargs)
 
     functools.update_wrapper(call, cls.__call__)
-    names = {"__call__": call, "_jshard_original": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (cls,), names)
+    return _subclass(cls, {"__call__": call})
+
+
+def _subclass(cls: Any, names: dict[str, Any]) -> type:
+    """A subclass with these methods that has the name of `cls`, and whose instances are pickled with `cls` in its place."""
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        make, (_, *rest), *state = cls.__reduce_ex__(self, protocol)
+        return _unpickled, (cls, make, *rest), *state
+
+    names = {**names, "__reduce_ex__": reduce_ex, "_jshard_original": cls}
+    return type(cls)(cls.__name__, (cls,), {**names, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _unpickled(cls: Any, make: Callable[..., Any], *rest: Any) -> Any:
+    return make(_sharded_linen_class(cls) if issubclass(cls, nn.Module) else _sharded_class(cls), *rest)
 
 
 @functools.cache
@@ -133,8 +151,7 @@ def _sharded_linen_class(cls: Any) -> type:
         cast = lambda rngs: jax.tree.map(lambda x, like: x.astype(like.dtype), made(rngs), placed)
         return jax.jit(cast, out_shardings=jax.tree.map(lambda x: x.sharding, placed))(rngs)
 
-    names = {"apply": apply, "init": init, "_jshard_original": cls, "__module__": cls.__module__}
-    return type(cls)(cls.__name__, (cls,), {**names, "__qualname__": cls.__qualname__})
+    return _subclass(cls, {"apply": apply, "init": init})
 
 
 def _sharded(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,4 +179,7 @@ def _placed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if configuration() is None or unplaced.value:
         return f(*args, **kwargs)
-    return Call(f, args, kwargs).run()
+    try:
+        return Call(f, args, kwargs).run(name_of(f))
+    except JShardError as error:
+        raise error.with_traceback(own_frames(error.__traceback__)) from None

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jshard.errors import JShardError, kind_of, quoted
 from jshard.layouts.layout import Layout, Placement, as_layout
+from jshard.layouts.mesh import sizes_of
 from jshard.layouts.paths import words_of
 from jshard.layouts.redistribution import as_array, redistribute, replicated
 from jshard.layouts.transfer import HOST, fewer, on_host, transfer
@@ -107,9 +108,8 @@ def _layout(label: str, x: Any, mesh: Mesh) -> Layout:
     present = Layout.of(x) or replicated(mesh, x.ndim)
     for mesh_axis in present.mesh_axes:
         if mesh_axis not in mesh.shape:
-            sizes = ", ".join(f"{each}: {size}" for each, size in mesh.shape.items())
             raise JShardError(
-                f'{label} lies over mesh axis "{mesh_axis}", which the mesh {{{sizes}}} does not have',
+                f'{label} lies over mesh axis "{mesh_axis}", which the mesh {sizes_of(mesh)} does not have',
                 hint=f"give the mesh an axis {mesh_axis}, if only of size 1",
             )
     return Layout(mesh, *present.axes)

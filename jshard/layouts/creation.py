@@ -9,9 +9,11 @@ from types import FunctionType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jshard.errors import JShardError
 from jshard.jaxprs import bound, run
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit, with_axis_types
@@ -21,10 +23,17 @@ def create(
     initializer: Callable[..., jax.Array], key: jax.Array, shape: tuple[int, ...], dtype: Any, layout: Layout
 ) -> jax.Array:
     """Compute `initializer(key, shape, dtype)` shard by shard: the same bits on every mesh as outside jit on one device."""
+    check_shape(shape)
     layout.shard_shape(shape, label="a new array")
     drawn = _Initializer(initializer, _drawn_by(initializer))
     created = _compiled_creation(drawn, shape, jax.dtypes.canonicalize_dtype(dtype), layout)(key)
     return typed_as(created, layout.sharding)
+
+
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Refuse what is no shape: 16.0 equals 16, and would be taken for it, in either direction, by every cache."""
+    if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
+        raise JShardError(f"a new array has the shape {shape}", hint="give it whole numbers")
 
 
 @dataclasses.dataclass(frozen=True)

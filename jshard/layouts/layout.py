@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError, kind_of, multiples
-from jshard.layouts.mesh import present_mesh
+from jshard.layouts.mesh import present_mesh, sizes_of
 
 MeshAxes = str | Sequence[str] | None
 
@@ -30,6 +30,11 @@ class Layout:
     __slots__ = ("axes", "mesh")
 
     def __init__(self, mesh: Mesh, *axes: MeshAxes):
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise JShardError(
+                f"jshard.Layout was given {kind_of(mesh)} as its mesh",
+                hint='write jshard.Layout(jshard.mesh(), "data")',
+            )
         self.mesh = mesh
         self.axes: tuple[tuple[str, ...], ...] = tuple(as_axes(each) for each in axes)
         seen: dict[str, int] = {}
@@ -54,9 +59,8 @@ class Layout:
         return hash((self.mesh, self.axes))
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}: {size}" for name, size in self.mesh.shape.items())
         each = ", ".join("whole" if not names else "+".join(names) for names in self.axes)
-        return f"Layout([{each}] on {{{sizes}}})"
+        return f"Layout([{each}] on {sizes_of(self.mesh)})"
 
     @property
     def rank(self) -> int:

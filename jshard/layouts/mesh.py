@@ -97,6 +97,22 @@ def in_place_of_set(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextMana
     return jax.set_mesh(mesh)
 
 
+def check_in_use(mesh: Mesh | AbstractMesh) -> None:
+    """Raise where `jax.set_mesh` has set another mesh than a program over `mesh` needs."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty or here.manual_axes or (here.shape, here.axis_types) == (mesh.shape, mesh.axis_types):
+        return
+    raise JShardError(
+        f"jax.set_mesh has set the mesh {sizes_of(here)}, and this program is over the mesh {sizes_of(mesh)}",
+        hint="leave jax.set_mesh away, or write jax.set_mesh(jshard.mesh())",
+    )
+
+
+def sizes_of(mesh: Mesh | AbstractMesh) -> str:
+    """`{data: 2, tensor: 4}`"""
+    return f"{{{', '.join(f'{name}: {size}' for name, size in mesh.shape.items())}}}"
+
+
 def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, label: str) -> tuple[Mesh, tuple[str, ...]]:
     """The slice of `mesh` that holds these device numbers, and the mesh axes that span it: `mesh` itself when it is whole.
     A slice is for programs that run outside jit, where types of arrays are no help: its axes are Auto."""

@@ -44,25 +44,32 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
     With `platforms=None` accelerators stay the default where there are some, and the CPU devices are there beside them;
     where there are none, no other backend starts: libtpu would look for a TPU on the network. What the user has set in
     the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. A process that computes on CPUs keeps the
-    memory that it frees.
+    memory that it frees. A call that is refused changes nothing.
     """
-    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
-    asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if not isinstance(count, int) or count < 1:
+        raise JShardError(f"jshard.pretend was given {count!r}", hint="give it a number of devices: jshard.pretend(8)")
+    threads, asked = THREADS_PER_DEVICE * count, os.environ.get("JAX_NUM_CPU_DEVICES", "")
     if asked.isdecimal():
         count = max(count, int(asked))
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     if platforms is None and computes_on_cpus():
         platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
+    if "jax" in sys.modules and not _may_start():
+        _check_started(count, platforms)
+    os.environ.setdefault("PJRT_NPROC", str(threads))
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     if platforms is not None:
         _set_platforms(platforms)
     keep_freed()
-    if "jax" not in sys.modules:
-        return
+    if _may_start():
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _check_started(count: int, platforms: str | None) -> None:
+    """Raise when JAX has started with fewer devices, or on another platform."""
     import jax
 
-    if _may_start():
-        jax.config.update("jax_num_cpu_devices", count)
-        return
     there, backend = len(jax.devices("cpu")), jax.default_backend()
     if there < count or (platforms == "cpu" and backend != "cpu"):
         found = f"with {there} CPU {'device' if there < 2 else 'devices'}" if there < count else f"on {backend}"

@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from jshard.errors import JShardError, kind_of
 from jshard.layouts.layout import Layout, Placement, as_layout
-from jshard.layouts.mesh import is_explicit
+from jshard.layouts.mesh import check_in_use, is_explicit, sizes_of
 from jshard.layouts.transfer_events import moved, where
 from jshard.provenance import scope
 
@@ -109,7 +109,7 @@ def redistribute(
     x = as_array(x, label=label)
     target = layout if isinstance(layout, Layout) else as_layout(layout, x.ndim, label=label, beside=Layout.of(x))
     target.shard_shape(x.shape, label=label)
-    return _move_traced(x, target, source) if isinstance(x, Tracer) else _place(x, target, label)
+    return _move_traced(x, target, source, label) if isinstance(x, Tracer) else _place(x, target, label)
 
 
 def as_array(x: Any, *, label: str) -> Any:
@@ -118,11 +118,11 @@ def as_array(x: Any, *, label: str) -> Any:
         return x
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError):
         raise JShardError(
             f"{label} takes an array, a list of numbers or a number, and was given {kind_of(x)}",
             hint="use jax.tree.map to give it each array of a tree by itself",
-        ) from error
+        ) from None
 
 
 def _place(x: Any, layout: Layout, by: str) -> jax.Array:
@@ -135,15 +135,23 @@ def _place(x: Any, layout: Layout, by: str) -> jax.Array:
         return jax.device_put(x, layout.sharding)  # from the host, or from other devices: a transfer, not a collective
     steps = [f"{step.kind} over {step.mesh_axis}" for step in plan_moves(present.axes, layout.axes)]
     moved("redistribute", x.shape, x.dtype, where(x), layout.sharding, by=by, moves=steps)
+    check_in_use(layout.mesh)
     return _compiled_move(present, layout)(x)
 
 
-def _move_traced(x: jax.Array, layout: Layout, source: Layout | None) -> jax.Array:
+def _move_traced(x: jax.Array, layout: Layout, source: Layout | None, by: str) -> jax.Array:
+    present = Layout.of(x)
+    if present is not None and present.mesh.shape != layout.mesh.shape:
+        raise JShardError(
+            f"{by} brings an array from the mesh {sizes_of(present.mesh)} to the mesh {sizes_of(layout.mesh)}, which one "
+            "compiled program can't",
+            hint="place it first, outside jax.jit",
+        )
+    check_in_use(layout.mesh)
     if not is_explicit(layout.mesh):
         if source is None or source.mesh != layout.mesh:
             return lax.with_sharding_constraint(x, layout.sharding)
         return x if source.axes == layout.axes else _compiled_move(source, layout)(x)
-    present = Layout.of(x)
     if present is None:
         present = replicated(layout.mesh, layout.rank)
         x = jax.sharding.reshard(x, present.sharding)

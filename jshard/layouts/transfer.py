@@ -12,6 +12,7 @@ from jax.sharding import Mesh, Sharding
 
 from jshard.errors import JShardError
 from jshard.layouts.index_ranges import boxes_of, holders, overlap
+from jshard.layouts.mesh import sizes_of
 from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, listed, parcels_of, without_mesh
 from jshard.layouts.shard_buffers import Filling, taking
 from jshard.layouts.transfer_events import moved, where
@@ -62,9 +63,8 @@ def fewer(mesh: Mesh, devices: Sequence[Any], *, label: str) -> Mesh:
         sizes[name] = math.gcd(sizes[name], left)
         left //= sizes[name]
     if left != 1:
-        shape = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
         raise JShardError(
-            f"{label} to {len(devices)} devices, over which the mesh {{{shape}}} can't be made smaller",
+            f"{label} to {len(devices)} devices, over which the mesh {sizes_of(mesh)} can't be made smaller",
             hint=f"give it a number of devices that divides {mesh.size}, or a mesh",
         )
     grid = np.array(list(devices), dtype=object).reshape(tuple(sizes.values()))

@@ -29,14 +29,19 @@ def check_reach(x: Any, mesh: Any, signal: Signal) -> None:
             there = _mesh_of(value)
             raise apart(signal, mesh, _asked_by(there) or "its input", there)
         return
-    trace: Any = x._trace
-    while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":  # JAX keeps the class to itself
-        trace = getattr(trace, "parent_trace", None)
-    if trace is None:
+    if (trace := program_of(x)) is None:
         return
     there, other = _first.setdefault(trace, (mesh, signal))
     if differ(there, mesh):
         raise apart(signal, mesh, other, there)
+
+
+def program_of(x: Any) -> Any:
+    """The trace of the program that `x` is part of, below derivatives and vmaps; None outside `jax.jit`."""
+    trace = x._trace
+    while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":  # JAX keeps the class to itself
+        trace = getattr(trace, "parent_trace", None)
+    return trace
 
 
 def differ(one: Mesh, other: Mesh) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import warnings
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, kind_of
 from jshard.layouts.layout import Layout, Placement
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import as_array, redistribute
@@ -58,11 +59,29 @@ class Entry(contextlib.ContextDecorator):
         self.names = names
         self.backward = backward
         self._exits: contextlib.ExitStack | None = None
+        self.waits = False  # to be entered, by the user who asked for it
+
+    def __call__(self, function: Any) -> Any:
+        """Enter the signal in each call of `function`."""
+        self.waits, name = False, "/".join(self.names)
+        if not callable(function):
+            raise JShardError(
+                f'signal "{name}" is called with {kind_of(function)}',
+                hint=f'write `with jshard.signal("{name}"):`, or jshard.signal.tensor(x, name="{name}")',
+            )
+        return super().__call__(function)
+
+    def __del__(self) -> None:
+        if self.waits:
+            name = "/".join(self.names)
+            text = f'signal "{name}" is named here and never entered; write `with jshard.signal("{name}"):`'
+            warnings.warn(text, stacklevel=2)
 
     def _recreate_cm(self) -> Entry:
         return Entry(*self.names, backward=self.backward)
 
     def __enter__(self) -> Entry:
+        self.waits = False
         if self._exits is not None:
             name = "/".join(self.names)
             raise JShardError(
@@ -185,11 +204,13 @@ class SignalFunction:
 
     def __call__(self, name: str) -> Entry:
         """The scope `name`: everything built or called inside lies as the configuration says of it."""
-        return Entry(*_words(name))
+        return self.context(name)
 
     def context(self, name: str, backward: str | None = None) -> Entry:
         """The same scope, its cotangents lying as the signal `backward` says."""
-        return Entry(*_words(name), backward=backward)
+        entry = Entry(*_words(name), backward=backward)
+        entry.waits = True
+        return entry
 
     def tensor(self, x: Any, name: str | Placement | None = None) -> jax.Array:
         """`x` placed as signal `name` (or the active one) says: by its `shard`, else axis 0 over `row` and the last axis

@@ -13,8 +13,8 @@ import optax
 from flax import nnx
 
 from jshard.errors import JShardError, did_you_mean, quoted
-from jshard.inspect.user_code_errors import as_user_error
 from jshard.layers.layer import parameters
+from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.paths import words_of
 from jshard.signals.globs import Glob, patterns
 from jshard.training import schedules

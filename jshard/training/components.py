@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jshard.errors import JShardError, Place, did_you_mean, kind_of, nearest
-from jshard.inspect.user_code_errors import as_user_error
+from jshard.layers.user_code_errors import as_user_error
 from jshard.signals.faults import COMMAND_LINE
 from jshard.training.settings import Settings
 

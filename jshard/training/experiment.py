@@ -17,13 +17,13 @@ from jshard.inspect.plan import Plan, Topology
 from jshard.inspect.plan.added import with_added
 from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import planned
-from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract, created
 from jshard.layers.layer import model_arrays, parameters_by_path
 from jshard.layers.program_claims import is_run_by_claims
 from jshard.layers.sharding import shard
 from jshard.layers.token_loss import CHUNK, cross_entropy
+from jshard.layers.user_code_errors import as_user_error
 from jshard.signals import device_sets
 from jshard.signals.active_config import mesh_for, unload
 from jshard.signals.config import Configuration

@@ -18,9 +18,9 @@ from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.plan import Plan, Topology, explain, plan
 from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import program_of
-from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.abstract import abstract
+from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration

@@ -15,10 +15,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError, kind_of
-from jshard.inspect.user_code_errors import as_user_error
 from jshard.layers.abstract import created
 from jshard.layers.program_claims import is_run_by_claims
 from jshard.layers.sharding import shard
+from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
 from jshard.signals.active_config import configuration, mesh

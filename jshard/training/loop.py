@@ -18,10 +18,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import layers
-from jshard.inspect.user_code_errors import as_user_error
 from jshard.inspect.verify.inputs import Named, named_leaves
 from jshard.layers.accumulation import accumulated
 from jshard.layers.sharding import objective_of, partitioned
+from jshard.layers.user_code_errors import as_user_error
 from jshard.training.data import Placement, padded
 from jshard.training.loss import Objective
 from jshard.training.prefetch import read_ahead

@@ -21,11 +21,11 @@ from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
 from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
-from jshard.inspect.user_code_errors import as_user_error
 from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
 from jshard.layers.sharded_call import placements
 from jshard.layers.training_step import Untyped
+from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
 from jshard.layouts.paths import keys_of, words_of
 from jshard.signals.active_config import mesh, on_mesh

@@ -18,7 +18,7 @@ from jshard.inspect.plan.comparison import DTYPES
 from jshard.inspect.plan.match import paired
 from jshard.inspect.plan.planning import on_absent, program_of
 from jshard.inspect.plan.topology import Topology
-from jshard.inspect.user_code_errors import as_user_error
+from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import present_mesh
 from jshard.signals.keys import blamed
 

@@ -25,7 +25,7 @@ from jshard.inspect.plan.serialize import document
 from jshard.inspect.plan.text import page
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked, walked
-from jshard.inspect.user_code_errors import as_user_error
+from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import configuration, on_mesh
 from jshard.signals.config import Configuration

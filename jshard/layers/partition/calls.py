@@ -485,8 +485,13 @@ def _dropped(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 def _refused(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     if run.only_looks:
         return run.skipped(eqn)
-    raise JShardError(
-        f"{source_of(eqn)} calls {eqn.primitive.name}, which has collectives and devices of its own",
+    raise own_devices(source_of(eqn), eqn.primitive.name)
+
+
+def own_devices(line: str, name: str) -> JShardError:
+    """Return the error for a call of `name`, which is not for whole arrays."""
+    return JShardError(
+        f"{line} calls {name}, which has collectives and devices of its own",
         hint="give the model its path without it, or write axis_types: auto under jshard, to leave the program to XLA",
     )
 

@@ -1,0 +1,179 @@
+"""What fails in a user's function while it is traced, or called: one sentence with the user's line and signal, and no frame of
+JAX or Flax."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+from flax.errors import TraceContextError
+from jax.core import Tracer
+
+from jshard.errors import JShardError
+from jshard.layers.partition.calls import own_devices
+from jshard.layouts.mesh import is_explicit
+from jshard.signals.active_config import configuration, mesh
+from jshard.signals.device_sets import program_of
+from jshard.signals.scope import failed_under
+
+# Frames of these are not the user's.
+FOREIGN = f"{Path(jax.__file__).parent}/", f"{Path(flax.__file__).parent}/"
+INSIDE = (f"{Path(__file__).parents[1]}/", *FOREIGN)
+LONGEST = 300
+# JAX functions by which a program says where an array lies.
+PLACING = {
+    "with_sharding_constraint": "with_sharding_constraint",
+    "reshard": "reshard",
+    "canonicalize_sharding": "out_sharding",
+}
+# Errors of JAX that mean: Python needs the numbers of an array that is being traced.
+UNKNOWN_YET = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def as_user_error(doing: str) -> Iterator[None]:
+    """Raise what goes wrong inside as one sentence; the original error stays behind it, as its cause."""
+    try:
+        yield
+    except JShardError:
+        raise
+    except Exception as error:
+        raise _sentence(doing, error) from error
+
+
+def in_own_words(error: Exception, f: Callable[..., Any], caller: types.FrameType) -> JShardError | None:
+    """Return the sentence for an error that JAX or Flax raised in `f`, which `caller` calls and `jshard.shard` traces. The type
+    of the error and the functions it comes from decide. None for an error of the user's own."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_foreign = [frame.f_code.co_filename.startswith(FOREIGN) for frame in frames]
+    is_called_wrong = isinstance(error, TypeError) and frames[-1] is caller
+    if isinstance(error, JShardError) or not (is_called_wrong or is_foreign[-1]):
+        return None
+    codes = [frame.f_code for frame in frames[len(frames) - is_foreign[::-1].index(False) :]]
+    frame, name = _own_frame(error), name_of(f)
+    line, present = "the program" if frame is None else f"{_shown(frame.filename)}:{frame.lineno}", configuration()
+    source = "the configuration" if present is None else present.source
+    called = [code.co_name for code in codes if code.co_name != "reraise_with_filtered_traceback"]
+    placing = next((PLACING[each] for each in called if each in PLACING), None)
+    if is_called_wrong:
+        sentence = JShardError(str(error), hint=f"call it as {name}{inspect.signature(f)}")
+    elif isinstance(error, NameError):
+        fault = f"{line} calls {called[0]} over a mesh axis, and jshard.shard runs {name} on whole arrays"
+        sentence = JShardError(fault, hint=f"remove {called[0]}: {source} says what is summed over devices")
+    elif any(Path(code.co_filename).stem == "shard_map" for code in codes):
+        sentence = own_devices(line, "shard_map")
+    elif placing is not None:
+        fault = f"{line} says by {placing} how an array is split, and under jshard.shard {source} does"
+        sentence = JShardError(fault, hint=f"remove {placing}")
+    elif isinstance(error, UNKNOWN_YET):
+        fault = f"{line} needs the numbers of an array while {name} is traced for arrays of any numbers"
+        sentence = JShardError(fault, hint="use jnp.where or jax.lax.cond for if, and jnp for np")
+    else:
+        sentence = _sentence("it is traced", error)
+    return sentence.with_traceback(own_frames(error.__traceback__))
+
+
+def check_numbers(x: Any) -> None:
+    """Refuse an array of numpy that JAX can't hold."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUmM":
+        raise JShardError(
+            f"an array of shape {x.shape} has the dtype {x.dtype}, and JAX holds numbers",
+            hint="give it as numbers: x.astype(np.float32)",
+        )
+
+
+def check_mesh_is_known(leaves: Sequence[Any], name: str) -> None:
+    """Refuse a gradient of the function `name` outside `jax.jit` while no mesh is set: JAX can't begin one."""
+    is_set = not jax.sharding.get_abstract_mesh().empty
+    tracers = [x for x in leaves if isinstance(x, Tracer) and x.to_concrete_value() is not None and not _is_forward(x)]
+    if is_explicit(mesh()) and not is_set and any(program_of(x) is None for x in tracers):
+        raise JShardError(
+            f"{name} is differentiated outside jax.jit, where JAX does not know the mesh",
+            hint="write @nnx.jit above the step, or `with jax.set_mesh(jshard.mesh()):` around it",
+        )
+
+
+def of_transformation(error: Exception, leaves: Sequence[Any], name: str) -> JShardError | None:
+    """Return the sentence for an error of a JAX transformation around a call of `name` on `leaves`; None for any other."""
+    if isinstance(error, TraceContextError):
+        return JShardError(
+            f"{name} changes variables of its model inside a JAX transformation that does not take the model",
+            hint="place the model by jshard.shard(model, x), and give it to nnx.vmap or nnx.grad as an argument",
+        )
+    if not any(map(_is_forward, leaves)):
+        return None
+    return JShardError(
+        f"{name} moves arrays between devices, which jshard differentiates backwards, and jax.jvp forwards",
+        hint="use jax.vjp, jax.grad or jax.jacrev",
+    )
+
+
+def _is_forward(x: Any) -> bool:
+    """Whether `jax.jvp` differentiates `x`. JAX keeps the class to itself."""
+    return type(x).__name__ == "JVPTracer"
+
+
+def name_of(f: Callable[..., Any]) -> str:
+    """`Net.__call__`: a function's name, with its class and without the function it is defined in."""
+    return getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
+
+
+def own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """Leave the frames of JAX and Flax out of a traceback."""
+    if tb is None:
+        return None
+    rest, is_foreign = own_frames(tb.tb_next), tb.tb_frame.f_code.co_filename.startswith(FOREIGN)
+    return rest if is_foreign else types.TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+
+
+def _sentence(doing: str, error: Exception) -> JShardError:
+    frame = _own_frame(error)
+    place = f"{_shown(frame.filename)}:{frame.lineno}" if frame is not None else ""
+    where = f"{place} (in {frame.name}{_signal(error)})" if frame is not None else f"the program{_signal(error)}"
+    message = " ".join(str(error).split()).rstrip(".;:")
+    message = message if len(message) <= LONGEST else message[:LONGEST].rsplit(" ", 1)[0] + " ..."
+    fault = f"{where} fails while {doing}: {type(error).__name__}" + (f": {message}" if message else "")
+    hint = f"fix {place}" if place else "call it by itself to see all of Python's frames"
+    if type(error).__name__ == "ShardingTypeError" and configuration() is not None:  # JAX keeps the class to itself
+        name = "that function" if frame is None else frame.name
+        hint = (
+            f"give {name} to jshard.shard, write output: gather for the signal of the product before it, or axis_types: auto "
+            "under jshard"
+        )
+    return JShardError(fault, hint=hint)
+
+
+def _own_frame(error: Exception) -> traceback.FrameSummary | None:
+    """The innermost frame that is neither jshard's, JAX's nor Flax's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        inside = "/site-packages/" in frame.filename or "/lib/python" in frame.filename
+        if not inside and not frame.filename.startswith((*INSIDE, "<")):
+            return frame
+    return None
+
+
+def _signal(error: Exception) -> str:
+    path = failed_under(error)
+    if not path:
+        return ""
+    present = configuration()
+    place = f" ({present.lookup(path).place})" if present is not None else ""
+    return f', under signal "{"/".join(path)}"{place}'
+
+
+def _shown(filename: str) -> str:
+    """Shorten a path that is inside this folder."""
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except ValueError:
+        return filename
