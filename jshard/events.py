@@ -27,6 +27,7 @@ WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
     "chosen": (COLLECTIVES, "jshard.matmul of {x} and {w}: {words}".format_map),
     "moved": (COLLECTIVES, lambda fields: _moved(fields)),
     "compiled": (INFO, "{program} is compiled: its first call took {seconds:.1f} s".format_map),
+    "compiles_again": (INFO, "{program} compiles again, for arguments {shapes}".format_map),
     "resumed": (INFO, "goes on behind step {step}, from {folder}".format_map),
     "step": (None, "step {step}".format_map),
     "waits": (None, "waits for step {step} for {seconds:.0f} s".format_map),

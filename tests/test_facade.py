@@ -13,7 +13,7 @@ import pytest
 import jshard
 
 PROMISED = """
-load unload mesh signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum mean max collectives schedules Layout
+load unload mesh jit signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum mean max collectives schedules Layout
 Attention Decoder GatedMLP MoE generate
 place scatter gather shard stack step value_and_grad explain plan report diff verify Optimizer train batches pretend
 init pulse log trace load_weights save_weights JShardError __version__

@@ -5,6 +5,7 @@ from jshard.layers.attention import Attention as Attention
 from jshard.layers.decoder import Decoder as Decoder
 from jshard.layers.gated_mlp import GatedMLP as GatedMLP
 from jshard.layers.gradients import value_and_grad as value_and_grad
+from jshard.layers.jitted import jit as jit
 from jshard.layers.layer import AuxLoss as AuxLoss
 from jshard.layers.layer import Layer as Layer
 from jshard.layers.layer_stack import stack as stack

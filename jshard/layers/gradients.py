@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from jshard.errors import JShardError, did_you_mean, multiples
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
 from jshard.layers.accumulation import accumulated
+from jshard.layers.jit_arguments import is_node
+from jshard.layers.jitted import jit
 from jshard.layers.kernel_support import all_reduce_of
-from jshard.layers.layer import model_arrays
+from jshard.layers.layer import is_by_layers, model_arrays
+from jshard.layers.linen import is_variables
 from jshard.layers.reduce import mean
+from jshard.layers.sharding import shard
 from jshard.layers.strategy import Names, inside_shard_map
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import keys_of
@@ -29,50 +36,146 @@ from jshard.signals.scope import active, unplaced
 
 
 def value_and_grad(
-    f: Callable[..., Any], *, over: str | Sequence[str] | None = None, has_aux: bool = False, wrt: Any = nnx.Param
+    f: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    wrt: Any = nnx.Param,
+    over: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """Differentiate as `nnx.value_and_grad(f)`, for `f(model, ...)`, but for the last bit. Inside a `jshard.step` gradients are
-    summed over the mesh axes `over` (those that any `row` names) once, when `f` is done, instead of layer by
-    layer and in each turn of a loop: one sum of each parameter where `f` takes its batch in several parts, and between CPU
-    processes one message for all that are small. The ledger has them under the signal that is active here:
+    """Differentiate `f` as `nnx.value_and_grad` does, partitioned as under `jshard.shard`.
 
-        with jshard.signal("gradients"):
-            value, gradients = jshard.value_and_grad(lambda model: losses(model(x), y))(model)
+    The arguments `argnums` are NNX models, whose variables `wrt` are differentiated; or Linen variables, Equinox modules and
+    other trees, whose gradients are None where a leaf is no floating-point array. Where `f` returns the loss of each row, the
+    value is its mean. Where the configuration says `jshard.pipeline`, rows go through its stages in microbatches, by
+    its schedule, and value and gradients are the means of theirs. Outside of jit the parameters are moved to where they rest.
 
-    Where `f` returns an array, as the loss of each row, the value is its mean, and is summed with the gradients; one number
-    must be reduced in `f` by `jshard.mean`, which is a sum more. Until then each device holds gradients of its own part
-    alone. Over whole arrays layers sum their own, as ever; where the configuration says `jshard.pipeline`, the rows of arrays
-    go through its stages in microbatches, by its schedule, and value and gradients are the means of theirs.
+    Inside a `jax.shard_map` gradients are summed over the mesh axes `over` (those that any `row` names) once, when `f` is done,
+    instead of layer by layer and in each turn of a loop. One number must be reduced in `f` by `jshard.mean`. The ledger has the
+    sums under the signal that is active here.
     """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def own(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        found, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), None)
+        return (mean(found) if jnp.ndim(found) else found), aux
+
+    @functools.wraps(f)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        present = configuration()
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return _in_shard_map(f, over, wrt, has_aux=has_aux)(*args, **kwargs)
+        flat = (*args, *kwargs.values())
+        models = [flat[number] for number in numbers]
+        program = own
+        if present is not None and present.mesh is not None and not unplaced.value:
+            if present.pipeline is not None:
+                return _by_schedule(f, present.pipeline, numbers, wrt, has_aux=has_aux)(*args, **kwargs)
+            if not all(is_node(model) and is_by_layers(model) for model in models):
+                if not any(isinstance(x, Tracer) for x in jax.tree.leaves(flat)):
+                    return eager(*args, **kwargs)
+                program = shard(_with_parameters(own, f, numbers, flat))
+        (value, aux), gradients = _differentiated(program, numbers, wrt)(*args, **kwargs)
+        gradients = gradients[0] if isinstance(argnums, int) else gradients
+        return ((value, aux) if has_aux else value), gradients
+
+    eager = jit(differentiated)
+    return differentiated
+
+
+def _differentiated(f: Callable[..., Any], numbers: Sequence[int], wrt: Any) -> Callable[..., Any]:
+    """Differentiate `f`, which returns a loss and more, by each of these arguments; keywords are counted after the others."""
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        flat, trees = [*args, *kwargs.values()], dict[int, Any]()
+        for number in numbers:
+            if not is_node(flat[number]):
+                leaves, tree = jax.tree.flatten(flat[number])
+                trees[number] = tree, [None if _is_smooth(x) else x for x in leaves]
+                flat[number] = jax.tree.unflatten(tree, [x if _is_smooth(x) else None for x in leaves])
+
+        def call(*given: Any) -> Any:
+            every = list(given)
+            for number, (tree, kept) in trees.items():
+                smooth = tree.flatten_up_to(given[number])
+                every[number] = jax.tree.unflatten(
+                    tree, [x if other is None else other for x, other in zip(smooth, kept, strict=True)]
+                )
+            return f(*every[: len(args)], **dict(zip(kwargs, every[len(args) :], strict=True)))
+
+        by = tuple(number if number in trees else nnx.DiffState(number, wrt) for number in numbers)
+        return nnx.value_and_grad(call, argnums=by, has_aux=True)(*flat)
+
+    return differentiated
+
+
+def _is_smooth(x: Any) -> bool:
+    return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _with_parameters(
+    own: Callable[..., Any], f: Callable[..., Any], numbers: Sequence[int], flat: Sequence[Any]
+) -> Callable[..., Any]:
+    """Name the argument `params` that is differentiated and holds a tree of arrays."""
+    trees = [n for n in numbers if not is_node(flat[n]) and not is_variables(flat[n]) and not hasattr(flat[n], "dtype")]
+
+    @functools.wraps(f)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    if trees:
+        names = [f"argument_{number}" for number in range(len(flat))]
+        with contextlib.suppress(TypeError, ValueError):  # of C, say
+            known = [name for name in inspect.signature(f).parameters if name != "params"]
+            names[: len(known)] = known[: len(flat)]
+        names[trees[0]] = "params"
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        vars(named)["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return named
+
+
+def _by_schedule(
+    f: Callable[..., Any], asked: Pipeline, numbers: Sequence[int], wrt: Any, *, has_aux: bool
+) -> Callable[..., Any]:
+    """Differentiate by microbatches that go through stages."""
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        flat = [*args, *kwargs.values()]
+        is_model = len(numbers) == 1 and is_node(flat[numbers[0]])
+        by = nnx.state(flat[numbers[0]], wrt) if is_model else nnx.State({})
+        if has_aux or not is_model or jax.tree.leaves(nnx.filter_state(by, nnx.Not(nnx.Param))):
+            raise JShardError(
+                f"jshard.value_and_grad by jshard.pipeline ({asked.place}) gives the loss of microbatches, and the gradients "
+                "of parameters of one NNX model",
+                hint="leave has_aux, other argnums and other variables in wrt away, or remove jshard.pipeline",
+            )
+        model = flat.pop(numbers[0])
+
+        def of_microbatch(model: Any, *others: Any) -> jax.Array:
+            given = list(others)
+            given.insert(numbers[0], model)
+            value = f(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            return mean(value) if jnp.ndim(value) else value
+
+        batch = jax.tree.map(functools.partial(_microbatches, asked), tuple(flat))
+        value, gradients = accumulated(of_microbatch)(model, *batch)
+        return value, gradients if wrt is nnx.Param else nnx.filter_state(gradients, wrt)
+
+    return differentiated
+
+
+def _in_shard_map(
+    f: Callable[..., Any], over: str | Sequence[str] | None, wrt: Any, *, has_aux: bool
+) -> Callable[..., Any]:
+    """Differentiate on each device's part, and sum the gradients together."""
 
     def own(model: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         """Return the loss, to which each device adds its part, and aux."""
         found, aux = f(model, *args, **kwargs) if has_aux else (f(model, *args, **kwargs), None)
         return (_part_of_mean(found) if jnp.ndim(found) else found), (jnp.ndim(found), aux)
 
-    def of_microbatch(model: Any, *args: Any) -> jax.Array:
-        value = f(model, *args)
-        return mean(value) if jnp.ndim(value) else value
-
-    unsummed, by_schedule = (
-        nnx.value_and_grad(own, argnums=nnx.DiffState(0, wrt), has_aux=True),
-        accumulated(of_microbatch),
-    )
-
-    @functools.wraps(f)
     def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
         present = configuration()
-        if not jax.sharding.get_abstract_mesh().manual_axes:
-            if present is not None and present.pipeline is not None and not unplaced.value:
-                if has_aux or kwargs or wrt is not nnx.Param:
-                    raise JShardError(
-                        f"jshard.value_and_grad by jshard.pipeline ({present.pipeline.place}) takes arrays in their order, and "
-                        "gives the value and the gradients by all parameters",
-                        hint="leave has_aux, wrt and named arguments away, or remove jshard.pipeline",
-                    )
-                return by_schedule(model, *jax.tree.map(functools.partial(_microbatches, present.pipeline), args))
-            (value, (_, aux)), gradients = unsummed(model, *args, **kwargs)
-            return ((value, aux) if has_aux else value), gradients
         if present is None or not check_vma_enabled():
             raise JShardError(
                 "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on",
@@ -82,6 +185,7 @@ def value_and_grad(
         graph, parameters, rest = nnx.split(model, wrt, ...)
         # What is no parameter is shared with the model, and changes with it.
         apart = nnx.merge(graph, jax.tree.map(lambda x: pvary(x, names), parameters), rest)
+        unsummed = nnx.value_and_grad(own, argnums=nnx.DiffState(0, wrt), has_aux=True)
         (value, (rank, aux)), gradients = unsummed(apart, *args, **kwargs)
         if not rank:
             _check_summed(value, names)
@@ -125,9 +229,7 @@ def _axes(over: str | Sequence[str] | None, present: Configuration) -> Names:
 
 
 def _part_of_mean(losses: jax.Array) -> jax.Array:
-    """Take the mean in global view; inside a shard_map return what this device's shard adds to it."""
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return mean(losses)
+    """Return what this device's shard adds to the mean."""
     ways = math.prod(jax.lax.axis_size(name) for name in jax.typeof(losses).mat.varying)
     return jnp.sum(losses) / (losses.size * ways)
 

@@ -134,6 +134,14 @@ def built_arrays(model: Any) -> ModelArrays:
     return found
 
 
+def is_by_layers(model: Any) -> bool:
+    """Whether all parameters of a model, or of modules in a list, are of layers that were built under signals, which run by
+    themselves."""
+    built = built_arrays(model)
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    return bool(paths) and all(built[path].signal_path for path in paths)
+
+
 def parameters_by_path(model: Any) -> dict[str, Any]:
     """Find the parameters of an NNX model, or of Linen's variables, by the paths that `match` claims them by: what leads to
     each in the model, joined by slashes. `params` is left out of Linen's; a parameter that the model has twice is one; those

@@ -37,6 +37,7 @@ from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.pipeline import Pipelined, PipelinedPieces
 from jshard.layers.program_claims import program_claims
+from jshard.layers.recording import Taken, recorder
 from jshard.layers.roles import Placed
 from jshard.layers.user_code_errors import check_mesh_is_known, check_numbers, in_own_words, of_transformation
 from jshard.layers.written_back import WrittenBack, arrays_of_variables
@@ -126,11 +127,15 @@ class Call:
         """All leaves: parameters, and Linen's other variables, where they rest; with `every`, all others where the program
         takes them."""
         axes, held = iter(self.program.in_axes), len(jax.tree.leaves(list(self.trees.values())))
-        leaves = []
+        leaves, recorded = [], recorder() if every else None
+        if recorded is not None:
+            recorded.rows = recorded.rows or self.out.rows
         for number, (x, array) in enumerate(zip(self.leaves, self.arrays, strict=True)):
             if array is not None:
                 layout = Layout(self.program.mesh, *next(axes))
                 label = f"jshard.shard ({array.path})" if array.path else "jshard.shard"
+                if recorded is not None and isinstance(x, Tracer):
+                    x = recorded.mark(x, Taken(layout, array.dtype, self.program.placed.get(array.path)))
                 if array.path and x.dtype != array.dtype:
                     is_real = not isinstance(x, jax.ShapeDtypeStruct)
                     x = x.astype(array.dtype) if is_real else jax.ShapeDtypeStruct(x.shape, array.dtype)
@@ -253,6 +258,7 @@ class _Out:
     """What a traced function returns, beside arrays; the arrays that it closes over; and what it claims."""
 
     written: WrittenBack
+    rows: tuple[str, ...] = ()  # the mesh axes that split the rows of a batch
     consts: Sequence[Any] = ()
     compiled: Any = None
     used: Mapping[tuple[type | None, str], tuple[Signal, str]] = {}  # the claims by active signals
@@ -351,9 +357,9 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
         for each in s.arrays
     ]  # fmt: skip
     jaxpr, out.consts = closed_over(jaxpr)
-    inputs += [Input(whole(np.ndim(x))) for x in out.consts]
+    inputs += [Input(_given(np.shape(x), _layout(x, s.mesh), ())) for x in out.consts]
     program = Program(s.mesh, jaxpr, inputs, is_called=True, returns_to=out.written.returns_to)
-    out.compiled = jax.jit(program)
+    out.compiled, out.rows = jax.jit(program), row
     _placements.setdefault((s.fingerprint, s.mesh), {}).update(program.placed)
     while len(_placements) > 16:
         _placements.popitem(last=False)

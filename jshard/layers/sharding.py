@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
@@ -13,7 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jshard.errors import JShardError, kind_of
-from jshard.layers.layer import AuxLoss, is_sharded
+from jshard.layers.layer import AuxLoss, is_by_layers, is_sharded
 from jshard.layers.layer_stack import in_ranges
 from jshard.layers.linen import trees_of_parameters
 from jshard.layers.sharded_call import Call, alone, described_call
@@ -102,6 +103,25 @@ def objective_of(loss: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return objective
+
+
+@contextlib.contextmanager
+def as_sharded(modules: Sequence[Any]) -> Iterator[None]:
+    """Run the calls of these NNX modules partitioned, as after `shard(module)`."""
+    before = [(module, type(module)) for module in modules if _is_callable_module(module)]
+    for module, cls in before:
+        module.__class__ = _sharded_class(cls)
+    try:
+        yield
+    finally:
+        for module, cls in before:
+            module.__class__ = cls
+
+
+def _is_callable_module(x: Any) -> bool:
+    """Whether `x` is an NNX module that is called like a function, and no layer that places itself or is sharded already."""
+    is_called = any("__call__" in vars(cls) for cls in type(x).__mro__)
+    return isinstance(x, nnx.Module) and is_called and not is_sharded(x) and not is_by_layers(x)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jshard.errors import JShardError
@@ -21,30 +22,42 @@ def arrays_of_variables(states: Sequence[Any]) -> dict[Path, list[Any]]:
     return {path: jax.tree.leaves(variable) for state in states for path, variable in nnx.to_flat_state(state)}
 
 
+def is_array(x: Any) -> bool:
+    """Whether a leaf is an array, or a number that is traced as one."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct))
+
+
 @dataclasses.dataclass(frozen=True)
 class WrittenBack:
     """The tree of a function's result and of the variables that it leaves."""
 
     tree: Any
+    others: Sequence[Any]  # the leaves that are no arrays, as functions; None for an array
     returns_to: Mapping[int, int]  # by the number of a result: the number of the argument that it replaces
     created: Sequence[Path]
     deleted: Sequence[Path]
 
     @classmethod
     def of(
-        cls, result: Any, states: Sequence[Any], before: Mapping[Path, list[Any]], arguments: Sequence[Any]
+        cls,
+        result: Any,
+        states: Sequence[Any],
+        before: Mapping[Path, list[Any]],
+        arguments: Sequence[Any],
+        *,
+        keep: bool = False,
     ) -> tuple[WrittenBack, list[Any]]:
         """Return the arrays of a traced call in order: its result, the variables that are no parameters, and the parameters
-        that it changes. An unchanged parameter would cost a gather."""
+        that it changes; all of them with `keep`. An unchanged parameter would cost a gather."""
         parameters, variables = (dict(nnx.to_flat_state(state)) for state in states)
         after = arrays_of_variables(states)
         changed = {
             path: each
             for path, each in parameters.items()
-            if any(x is not old for x, old in itertools.zip_longest(after[path], before.get(path, ())))
+            if keep or any(x is not old for x, old in itertools.zip_longest(after[path], before.get(path, ())))
         }
         ends = [nnx.from_flat_state(each.items()) for each in (variables, changed)]
-        flat, tree = jax.tree.flatten((result, *ends))
+        leaves, tree = jax.tree.flatten((result, *ends))
         numbers = {id(x): number for number, x in enumerate(arguments)}
         returns_to, begin = {}, len(jax.tree.leaves(result))
         left = (
@@ -52,17 +65,20 @@ class WrittenBack:
         )
         for number, (path, at) in enumerate(left, begin):
             old = before[path][at] if at < len(before.get(path, ())) else None
-            if old is not None and id(old) in numbers and flat[number].shape == old.shape:
-                returns_to[number] = numbers[id(old)]
+            if old is not None and id(old) in numbers and leaves[number].shape == old.shape:
+                returns_to[sum(map(is_array, leaves[:number]))] = numbers[id(old)]
         created, deleted = (
             [path for path in after if path not in before],
             [path for path in before if path not in after],
         )
-        return cls(tree, returns_to, created, deleted), flat
+        flat, others = list(filter(is_array, leaves)), [None if is_array(x) else x for x in leaves]
+        return cls(tree, others, returns_to, created, deleted), flat
 
     def into(self, arguments: Any, outs: Sequence[Any]) -> Any:
         """Give the models among the arguments their variables, and return the result."""
-        result, *states = jax.tree.unflatten(self.tree, outs)
+        arrays = iter(outs)
+        leaves = [next(arrays) if other is None else other for other in self.others]  # a tree has no leaf None
+        result, *states = jax.tree.unflatten(self.tree, leaves)
         if self.created or self.deleted:
             variables = {path: each for state in states for path, each in nnx.to_flat_state(state)}
             for path in self.deleted:

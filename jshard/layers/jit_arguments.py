@@ -1,0 +1,112 @@
+"""The arguments of a call of a compiled function: their arrays, and the structure that a program is compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jshard.layers.written_back import arrays_of_variables, is_array
+from jshard.layouts.paths import keys_of, words_of
+
+Path = tuple[str, ...]
+
+
+class _Mark:
+    """A place for an array, or for an NNX object, among values that are compiled in."""
+
+
+ARRAY, NODE = _Mark(), _Mark()
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """All of a call's arguments but their arrays."""
+
+    names: tuple[str, ...]  # of the arguments; the first `positional` are given by place
+    positional: int
+    static: tuple[tuple[str, Any], ...]
+    tree: Any
+    graphdef: Any
+    states: Any  # the tree of what NNX splits the objects into
+    values: tuple[
+        Any, ...
+    ]  # the leaves of the states, then of the arguments: ARRAY, NODE or a value that is compiled in
+
+    def holding(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...], dict[str, Any], dict[Any, list[Any]]]:
+        """Return NNX objects that hold these arrays, the arguments with them in, and the arrays of the objects' variables."""
+        states, others = self._parts(arrays)
+        before = arrays_of_variables(states[:2])
+        (nodes,) = nnx.merge(self.graphdef, *states)
+        objects = iter(nodes)
+        given = jax.tree.unflatten(self.tree, [next(objects) if x is NODE else x for x in others])
+        by_name = dict(given) | dict(self.static)
+        args = tuple(by_name[name] for name in self.names[: self.positional])
+        return nodes, args, {name: by_name[name] for name in self.names[self.positional :]}, before
+
+    def states_of(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the states of the NNX objects with these arrays."""
+        return self._parts(arrays)[0]
+
+    def _parts(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        supply, count = iter(arrays), self.states.num_leaves
+        leaves = [next(supply) if value is ARRAY else value for value in self.values]
+        return jax.tree.unflatten(self.states, leaves[:count]), leaves[count:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The structure of a call, its NNX objects, and its arrays: first `in_nodes` of the objects, then all others."""
+
+    structure: Structure
+    nodes: list[Any]
+    arrays: list[Any]
+    paths: list[Path]  # of each array, from the name of its argument
+    in_nodes: int
+    parameters: int  # how many of them are an object's parameters: the first
+
+    @classmethod
+    def of(
+        cls, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[str]
+    ) -> Arguments:
+        """Take a call apart."""
+        names = (*_positional_names(f, len(args)), *kwargs)
+        given = dict(zip(names, (*args, *kwargs.values()), strict=True))
+        compiled_in = tuple((name, given.pop(name)) for name in static if name in given)
+        found, tree = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_node)
+        nodes = [x for _, x in found if is_node(x)]
+        graphdef, *states = nnx.split((nodes,), nnx.Param, nnx.Variable, ...)
+        inside, of_states = jax.tree_util.tree_flatten_with_path(states)
+        outer = [words_of(path) for path, x in found if is_node(x)]
+        of_nodes = [(*outer[keys_of(path)[2]], *words_of(path)[3:]) for path, _ in inside]
+        paths = [*of_nodes, *(tuple(words_of(path)) for path, x in found if not is_node(x))]
+        values = [*(x for _, x in inside), *(NODE if is_node(x) else x for _, x in found)]
+        leaves = [x for x in values if x is not NODE]
+        marked = tuple(ARRAY if is_array(x) else x for x in values)
+        structure = Structure(names, len(args), compiled_in, tree, graphdef, of_states, marked)
+        held = [path[0].idx for path, x in inside if is_array(x)]
+        return cls(
+            structure,
+            nodes,
+            [x for x in leaves if is_array(x)],
+            [path for path, x in zip(paths, leaves, strict=True) if is_array(x)],
+            len(held),
+            held.count(0),
+        )
+
+
+def is_node(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
+
+
+def _positional_names(f: Callable[..., Any], count: int) -> list[str]:
+    try:
+        known = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):  # of C, say
+        known = ()
+    names = [each.name for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return [*names[:count], *(f"argument {at}" for at in range(len(names), count))]

@@ -1,0 +1,240 @@
+"""`jshard.jit`: a function compiled to one program, whose models and optimizers rest as the signals say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax._src.config import trace_context
+from jax.core import Tracer
+
+from jshard import events
+from jshard.layers.jit_arguments import Arguments, Path
+from jshard.layers.layer import is_by_layers
+from jshard.layers.recording import Taken, recording
+from jshard.layers.sharding import as_sharded, shard
+from jshard.layers.written_back import WrittenBack, is_array
+from jshard.layouts.layout import Layout
+from jshard.layouts.paths import words_of
+from jshard.layouts.redistribution import redistribute, replicated
+from jshard.signals.active_config import configuration, mesh, use_stages
+from jshard.signals.scope import unplaced
+
+
+def jit(
+    f: Callable[..., Any] | None = None, *, donate: bool = False, static_argnames: str | Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Compile a function of models, optimizers, parameters and arrays to one program over the mesh that is loaded.
+
+    The first call traces `f` abstractly, reads where parameters rest, and moves NNX models and optimizers there; an optimizer's
+    state rests as its parameters do. Linen variables, TrainStates, Equinox modules and other trees are returned as they rest.
+    A call of the same shapes compiles nothing. Inside, `jshard.value_and_grad` differentiates a partitioned loss; a function
+    that calls no function of jshard is partitioned as a whole. With no configuration loaded nothing is moved.
+
+        @jshard.jit
+        def step(model, optimizer, x, y):
+            loss, gradients = jshard.value_and_grad(loss_fn)(model, x, y)
+            optimizer.update(model, gradients)
+            return loss
+
+    `donate` gives the memory of models, optimizers and trees of parameters to their successors. The arguments called
+    `static_argnames` are compiled in. `.lower(...)` of the result is the program, as of `jax.jit`.
+    """
+    if f is None:
+        return functools.partial(jit, donate=donate, static_argnames=static_argnames)
+    static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    programs: dict[Any, Compiled] = {}
+
+    def compiled_for(arguments: Arguments) -> Compiled:
+        before, types = (arguments.structure, trace_context()), tuple(map(_type, arguments.arrays))
+        if (*before, types) not in programs:
+            if programs and events.listeners:
+                shapes = ", ".join(jax.typeof(x).str_short() for x in arguments.arrays[arguments.in_nodes :])
+                events.tell("compiles_again", program=getattr(f, "__name__", "a function"), shapes=shapes)
+            use_stages()
+            found = Compiled(f, arguments, donate=donate)
+            at_rest = tuple(map(_type, found.placed(list(map(_shape, arguments.arrays)))))
+            programs[*before, types] = programs[*before, at_rest] = found
+        return programs[*before, types]
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if unplaced.value:
+            return f(*args, **kwargs)
+        arguments = Arguments.of(f, args, kwargs, static)
+        return compiled_for(arguments)(arguments)
+
+    def lower(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        arguments = Arguments.of(f, args, kwargs, static)
+        found = compiled_for(arguments)
+        return found.program.lower(*found.apart(found.placed(arguments.arrays)))
+
+    vars(call)["lower"] = lower
+    return call
+
+
+class Compiled:
+    """The program for arguments of one structure. `taken` is where each array rests; None where no mesh is loaded."""
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, *, donate: bool):
+        self.structure, self.donate = arguments.structure, donate
+        self.f, self.taken, self.parameters = _placed(f, arguments)
+        self.donated = _donated(arguments, self.parameters)
+        self.written: WrittenBack | None = None  # known when the program is traced
+        self.program = jax.jit(self._body, donate_argnums=0 if donate else ())
+
+    def __call__(self, arguments: Arguments) -> Any:
+        arrays = self.placed(arguments.arrays)
+        inside = list(zip(arrays, arguments.arrays, strict=True))[: arguments.in_nodes]
+        if any(x is not before and not isinstance(x, Tracer) for x, before in inside):
+            nnx.update((arguments.nodes,), *self.structure.states_of(arrays))
+        outs = self.program(*self.apart(arrays))
+        assert self.written is not None
+        return self.written.into((arguments.nodes,), outs)
+
+    def placed(self, arrays: Sequence[Any]) -> list[Any]:
+        """Move the arrays to where they rest."""
+        return [x if taken is None else _put(x, taken) for x, taken in zip(arrays, self.taken, strict=True)]
+
+    def apart(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the arrays whose memory may be donated, and the others."""
+        both = list(zip(arrays, self.donated, strict=True))
+        return [x for x, donated in both if donated], [x for x, donated in both if not donated]
+
+    def _body(self, donated: list[Any], others: list[Any]) -> list[Any]:
+        supplies = iter(others), iter(donated)
+        arrays = self.placed([next(supplies[each]) for each in self.donated])  # tracers from outside may lie elsewhere
+        nodes, args, kwargs, before = self.structure.holding(arrays)
+        with as_sharded(nodes):
+            result = self.f(*args, **kwargs)
+        states = nnx.split((nodes,), nnx.Param, nnx.Variable, ...)[1:3]
+        self.written, flat = WrittenBack.of(result, states, before, arrays, keep=self.donate)
+        for number, source in self.written.returns_to.items():
+            if (taken := self.taken[source]) is not None:
+                flat[number] = redistribute(flat[number], taken.layout, label="jshard.jit")
+        leaves = [each for each in jax.tree_util.tree_flatten_with_path(result)[0] if is_array(each[1])]
+        for number, (path, x) in enumerate(leaves):
+            if (like := _like(tuple(words_of(path)), jnp.shape(x), self.parameters)) is not None:
+                flat[number] = redistribute(x, like.layout, label="jshard.jit")
+        return flat
+
+
+def _placed(
+    f: Callable[..., Any], arguments: Arguments
+) -> tuple[Callable[..., Any], list[Taken | None], dict[Path, tuple[Any, Taken]]]:
+    """Find where each array rests, and the parameters by path, with their shapes. A function that calls no function of jshard
+    is partitioned as a whole."""
+    present = configuration()
+    if present is None or present.mesh is None:
+        return f, [None] * len(arguments.arrays), {}
+    marks, rows = _marks(f, arguments)
+    if not marks and not is_by_layers(list(arguments.nodes)):
+        f = shard(f)
+        marks, rows = _marks(f, arguments)
+    arrays, paths = arguments.arrays, arguments.paths
+    lies = [_layout(x) for x in arrays]
+    parameters: dict[Path, tuple[Any, Taken]] = {}
+    for number, (path, x) in enumerate(zip(paths, arrays, strict=True)):
+        mark, layout = marks.get(number), lies[number]
+        if mark is not None and mark.placed is not None:
+            parameters[path] = jnp.shape(x), mark
+        elif number < arguments.parameters and mark is None and layout is not None:  # of a layer that placed it itself
+            parameters[path] = jnp.shape(x), Taken(layout, x.dtype)
+    batch = _batch(arguments, parameters)
+    taken: list[Taken | None] = []
+    for number, (path, x) in enumerate(zip(paths, arrays, strict=True)):
+        mark, layout, is_outside = marks.get(number), lies[number], number >= arguments.in_nodes
+        like = None if path in parameters else _like(path, jnp.shape(x), parameters)
+        if path in parameters:
+            found = parameters[path][1]
+        elif is_outside and layout is not None and layout.mesh_axes:
+            found = Taken(layout, None)
+        elif like is not None and not (mark is not None and mark.layout.mesh_axes):
+            found = Taken(_in_state(like), None)
+        elif mark is not None:
+            found = mark
+        elif layout is not None:
+            found = Taken(layout, None)
+        elif is_outside and batch is not None and jnp.shape(x)[:1] == (batch,):
+            split = Layout(mesh(), rows, *(None,) * (jnp.ndim(x) - 1))
+            found = Taken(split if batch % split.ways(0) == 0 else replicated(mesh(), jnp.ndim(x)), None)
+        else:
+            found = Taken(replicated(mesh(), jnp.ndim(x)), None)
+        taken.append(found)
+    return f, taken, parameters
+
+
+def _marks(f: Callable[..., Any], arguments: Arguments) -> tuple[dict[int, Taken], tuple[str, ...]]:
+    """Trace `f` abstractly, and return how its partitioned calls take the arrays, by their numbers, and how they split rows."""
+
+    def traced(*arrays: Any) -> list[Any]:
+        nodes, args, kwargs, _ = arguments.structure.holding(arrays)
+        leaves = jax.tree.leaves((f(*args, **kwargs), nnx.split(nodes)[1]))
+        return list(filter(is_array, leaves))
+
+    with recording() as found:
+        jaxpr = jax.make_jaxpr(traced)(*map(_shape, arguments.arrays))
+    return found.of_arguments(jaxpr), found.rows
+
+
+def _like(path: Path, shape: Any, parameters: Mapping[Path, tuple[Any, Taken]]) -> Taken | None:
+    """Return how the parameter rests whose path has the longest end in common with this path, as an optimizer's state has."""
+    ends = [(_common_end(path, other), taken) for other, (like, taken) in parameters.items() if like == shape]
+    length, taken = max(ends, key=lambda each: each[0], default=(0, None))
+    return taken if length else None
+
+
+def _common_end(one: Path, other: Path) -> int:
+    pairs = enumerate(zip(reversed(one), reversed(other), strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _in_state(like: Taken) -> Layout:
+    """Lay out the optimizer's state of a parameter: `store: {optimizer: ...}` splits it further."""
+    claim = None if like.placed is None else like.placed.use.claim.signal
+    if claim is None or not claim.store_optimizer or like.placed is None:
+        return like.layout
+    return like.placed.lies.in_use.also_over(claim.store_optimizer, like.placed.use.shape)
+
+
+def _batch(arguments: Arguments, parameters: Mapping[Path, Any]) -> int | None:
+    """Return the number of rows: the first axis of the first array that is no model's, of those that lie least deep."""
+    outside = list(zip(arguments.paths, arguments.arrays, strict=True))[arguments.in_nodes :]
+    found = [(len(path), jnp.shape(x)) for path, x in outside if path not in parameters and jnp.ndim(x)]
+    return min(found, key=lambda each: each[0])[1][0] if found else None
+
+
+def _donated(arguments: Arguments, parameters: Mapping[Path, Any]) -> list[bool]:
+    """Tell which arrays are an NNX object's, or of a tree that holds parameters."""
+    trees = {path[0] for path in parameters}
+    return [at < arguments.in_nodes or path[0] in trees for at, path in enumerate(arguments.paths)]
+
+
+def _put(x: Any, taken: Taken) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, taken.dtype or x.dtype, sharding=taken.layout.sharding)
+    if taken.dtype is not None and x.dtype != taken.dtype:
+        x = x.astype(taken.dtype)
+    if not isinstance(x, Tracer) and getattr(x, "sharding", None) == taken.layout.sharding:
+        return x
+    return redistribute(x, taken.layout, label="jshard.jit")
+
+
+def _layout(x: Any) -> Layout | None:
+    found = None if isinstance(x, jax.ShapeDtypeStruct) else Layout.of(x)
+    return found if found is not None and found.mesh == mesh() else None
+
+
+def _type(x: Any) -> tuple[Any, ...]:
+    x = _shape(x)
+    return x.shape, x.dtype, x.weak_type
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=isinstance(x, bool | int | float | complex))

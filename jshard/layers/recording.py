@@ -1,0 +1,92 @@
+"""Find where the arguments of a function rest, from one abstract trace of it.
+
+Each array that goes into a partitioned call is marked by an equation `name` with a number. The layout that the call takes the
+array in belongs to the argument that the marked variable comes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from jax.ad_checkpoint import checkpoint_name
+
+from jshard.jaxprs import bare, called
+from jshard.layers.roles import Placed
+from jshard.layouts.layout import Layout
+
+MARK = "jshard at rest "
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """An array as a partitioned call takes it; `placed` is known of a parameter."""
+
+    layout: Layout
+    dtype: Any
+    placed: Placed | None = None
+
+
+@dataclasses.dataclass
+class Recording:
+    """The arrays that the partitioned calls of one trace take, and the mesh axes that split the rows of their batches."""
+
+    found: list[Taken] = dataclasses.field(default_factory=list)
+    rows: tuple[str, ...] = ()
+
+    def mark(self, x: Any, taken: Taken) -> Any:
+        """Return the array behind an equation that holds the number of `taken`."""
+        self.found.append(taken)
+        return checkpoint_name(x, f"{MARK}{len(self.found) - 1}")
+
+    def of_arguments(self, jaxpr: Any) -> dict[int, Taken]:
+        """Return how the trace takes its arguments, by their numbers."""
+        found: dict[int, int] = {}
+        _follow(bare(jaxpr), {v: number for number, v in enumerate(bare(jaxpr).invars)}, found)
+        return {argument: self.found[mark] for argument, mark in found.items()}
+
+
+_recording = ContextVar[Recording | None]("recording", default=None)
+recorder = _recording.get
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recording]:
+    """Record how partitioned calls take their arrays."""
+    token = _recording.set(found := Recording())
+    try:
+        yield found
+    finally:
+        _recording.reset(token)
+
+
+def _follow(jaxpr: Any, source: dict[Any, int], found: dict[int, int]) -> None:
+    """Follow arguments to their first marks, through calls, loops, and operations that keep the shape."""
+    for eqn in jaxpr.eqns:
+        operands = {at: source[v] for at, v in enumerate(eqn.invars) if not hasattr(v, "val") and v in source}
+        if not operands:
+            continue
+        first = next(iter(operands))
+        if eqn.primitive.name == "name" and eqn.params["name"].startswith(MARK):
+            found.setdefault(operands[first], int(eqn.params["name"].removeprefix(MARK)))
+        for inner, begin in _bodies(eqn):
+            pairs = (
+                (inner.invars[at - begin], eqn.invars[at], number) for at, number in operands.items() if at >= begin
+            )
+            # the slices that a scan runs over have other shapes
+            _follow(inner, {v: number for v, of, number in pairs if v.aval.shape == of.aval.shape}, found)
+        if len(eqn.outvars) == 1 and eqn.outvars[0].aval.shape == eqn.invars[first].aval.shape:
+            source.setdefault(eqn.outvars[0], operands[first])
+
+
+def _bodies(eqn: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the jaxprs that an equation runs on its operands, and the number of the first operand of each."""
+    if eqn.primitive.name == "scan":
+        yield bare(eqn.params["jaxpr"]), 0
+    elif eqn.primitive.name == "cond":
+        yield from ((bare(branch), 1) for branch in eqn.params["branches"])
+    elif called(eqn) is not None:
+        yield bare(called(eqn)), 0

@@ -1,0 +1,396 @@
+"""`jshard.jit` and `jshard.value_and_grad`: each way to train equals plain Flax, rests split, and compiles once per shape."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import jshard
+from jshard.layouts.layout import Layout
+
+IN, HIDDEN, OUT, ROWS = 16, 32, 8, 8
+CONFIGURATION = {
+    "jshard": {"mesh": {"data": 2, "tensor": 4}},
+    "up": {"row": "data", "column": "tensor", "store": "data", "match": ["up/**"]},
+    "down": {"row": "data", "reduction": "tensor", "store": "data", "match": ["down/kernel"]},
+    "rest": {"row": "data", "match": ["**"]},
+}
+SPLIT = {"up": (("data",), ("tensor",)), "down": (("tensor",), ("data",))}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, *, dropout=0.0, norm=False):
+        self.up, self.down = nnx.Linear(IN, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, OUT, rngs=rngs)
+        self.norm = nnx.BatchNorm(HIDDEN, rngs=rngs) if norm else None
+        self.dropout = nnx.Dropout(dropout) if dropout else None
+
+    def __call__(self, x, rngs=None):
+        x = nnx.relu(self.up(x))
+        x = x if self.norm is None else self.norm(x)
+        return self.down(x if self.dropout is None else self.dropout(x, rngs=rngs))
+
+
+def loss_of(model, x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+
+def batch(number, rows=ROWS):
+    rng = np.random.default_rng(number)
+    return rng.normal(size=(rows, IN)).astype("float32"), rng.integers(0, OUT, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to train: the two functions, as Flax or as jshard has them, and what `jit` is given beside the step."""
+
+    jit: Callable[..., Any]
+    value_and_grad: Callable[..., Any]
+
+
+def objects(seed=0, **says):
+    model = Net(nnx.Rngs(seed), **says)
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+# Each way yields, call by call, what the call returned; then the trees in which kernels and moments are looked for.
+
+
+def by_loss(way):
+    model, optimizer = objects()
+
+    @way.jit
+    def step(model, optimizer, x, y):
+        loss, gradients = way.value_and_grad(loss_of)(model, x, y)
+        optimizer.update(model, gradients)
+        return loss
+
+    for number in range(3):
+        yield step(model, optimizer, *batch(number))
+    yield nnx.state((model, optimizer))
+
+
+def by_plain_gradient(way):
+    return by_loss(Way(way.jit, nnx.value_and_grad))
+
+
+def with_aux_keywords_and_static_arguments(way):
+    model, optimizer = objects()
+
+    def loss(model, x, y, scale):
+        logits = model(x) * scale
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), {"logits": logits}
+
+    @functools.partial(way.jit, static_argnames=("kind",))
+    def step(model, optimizer, x, *, y, kind):
+        scale = {"double": 2.0, "once": 1.0}[kind]
+        (value, aux), gradients = way.value_and_grad(lambda model, x, y: loss(model, x, y, scale), has_aux=True)(
+            model, x, y=y
+        )
+        optimizer.update(model, gradients)
+        return value, aux
+
+    for number in range(3):
+        x, y = batch(number)
+        yield step(model, optimizer, x, y=y, kind="double")
+    yield nnx.state((model, optimizer))
+
+
+def two_models(way):
+    (one, first), (other, second) = objects(0), objects(1)
+
+    def loss(one, other, x, y):
+        return loss_of(one, x, y) + ((one(x) - other(x)) ** 2).mean()
+
+    @way.jit
+    def step(one, first, other, second, x, y):
+        value, (ones, others) = way.value_and_grad(loss, argnums=(0, 1))(one, other, x, y)
+        first.update(one, ones)
+        second.update(other, others)
+        return value
+
+    for number in range(3):
+        yield step(one, first, other, second, *batch(number))
+    yield nnx.state((one, first, other, second))
+
+
+def rngs_with_dropout(way):
+    (model, optimizer), rngs = objects(dropout=0.5), nnx.Rngs(7)
+
+    def loss(model, x, y, rngs):
+        return optax.softmax_cross_entropy_with_integer_labels(model(x, rngs=rngs), y).mean()
+
+    @way.jit
+    def step(model, optimizer, rngs, x, y):
+        value, gradients = way.value_and_grad(loss)(model, x, y, rngs)
+        optimizer.update(model, gradients)
+        return value
+
+    for number in range(3):
+        yield step(model, optimizer, rngs, *batch(number))
+    yield nnx.state((model, optimizer))
+
+
+def batch_norm(way):
+    model, optimizer = objects(norm=True)
+
+    @way.jit
+    def step(model, optimizer, x, y):
+        value, gradients = way.value_and_grad(loss_of)(model, x, y)
+        optimizer.update(model, gradients)
+        return value
+
+    for number in range(3):
+        yield step(model, optimizer, *batch(number))
+    yield nnx.state((model, optimizer))
+
+
+def moving_average(way):
+    (model, optimizer), average = objects(), Net(nnx.Rngs(0))
+
+    @way.jit
+    def step(model, optimizer, average, x, y):
+        value, gradients = way.value_and_grad(loss_of)(model, x, y)
+        optimizer.update(model, gradients)
+        both = nnx.state(average, nnx.Param), nnx.state(model, nnx.Param)
+        nnx.update(average, jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, *both))
+        return value
+
+    for number in range(3):
+        yield step(model, optimizer, average, *batch(number))
+    yield nnx.state((model, optimizer, average))
+
+
+def evaluation(way):
+    model, _ = objects()
+    predict = way.jit(lambda model, x: model(x))
+    for number in range(3):
+        yield predict(model, batch(number)[0])
+    yield nnx.state(model)
+
+
+def metrics_beside_the_gradient(way):
+    """The model is called plainly beside the loss."""
+    model, optimizer = objects()
+
+    @way.jit
+    def step(model, optimizer, x, y):
+        value, gradients = way.value_and_grad(loss_of)(model, x, y)
+        optimizer.update(model, gradients)
+        logits = model(x)
+        return value, (logits.argmax(-1) == y).mean(), logits
+
+    for number in range(3):
+        yield step(model, optimizer, *batch(number))
+    yield nnx.state((model, optimizer))
+
+
+def a_loss_that_closes_over_the_batch(way):
+    model, optimizer = objects()
+
+    @way.jit
+    def step(model, optimizer, x, y):
+        value, gradients = way.value_and_grad(lambda model: loss_of(model, x, y))(model)
+        optimizer.update(model, gradients)
+        return value
+
+    for number in range(3):
+        yield step(model, optimizer, *batch(number))
+    yield nnx.state((model, optimizer))
+
+
+def gradients_in_parts(way):
+    model, optimizer = objects()
+
+    def loss(model, x, y):
+        parts = jax.tree.map(lambda each: each.reshape(2, -1, *each.shape[1:]), (x, y))
+        add = lambda total, part: (total + loss_of(model, *part) / 2, None)
+        return jax.lax.scan(add, jnp.float32(0), parts)[0]
+
+    @way.jit
+    def step(model, optimizer, x, y):
+        value, gradients = way.value_and_grad(loss)(model, x, y)
+        optimizer.update(model, gradients)
+        return value
+
+    for number in range(3):
+        yield step(model, optimizer, *batch(number))
+    yield nnx.state((model, optimizer))
+
+
+def a_checkpoint_between_two_steps(way):
+    model, optimizer = objects()
+
+    @way.jit
+    def step(model, optimizer, x, y):
+        value, gradients = way.value_and_grad(loss_of)(model, x, y)
+        optimizer.update(model, gradients)
+        return value
+
+    for number in range(3):
+        yield step(model, optimizer, *batch(number))
+        read = jax.tree.map(np.asarray, nnx.state((model, optimizer)))  # as orbax leaves it on the host
+        nnx.update((model, optimizer), jax.tree.map(jnp.asarray, read))
+    yield step(model, optimizer, *batch(3))
+    yield nnx.state((model, optimizer))
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(OUT, name="down")(linen.relu(linen.Dense(HIDDEN, name="up")(x)))
+
+
+def linen_variables(way):
+    model, tx = Dense(), optax.adam(1e-2)
+    variables = model.init(jax.random.key(0), batch(0)[0])
+    state = tx.init(variables)
+
+    def loss(variables, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(variables, x), y).mean()
+
+    @way.jit
+    def step(variables, state, x, y):
+        value, gradients = way.value_and_grad(loss)(variables, x, y)
+        updates, state = tx.update(gradients, state, variables)
+        return optax.apply_updates(variables, updates), state, value
+
+    for number in range(3):
+        variables, state, value = step(variables, state, *batch(number))
+        yield value
+    yield variables, state
+
+
+def train_state(way):
+    model = Dense()
+    params = model.init(jax.random.key(0), batch(0)[0])["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+    @way.jit
+    def step(state, x, y):
+        def loss(params):
+            logits = state.apply_fn({"params": params}, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        value, gradients = way.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), value
+
+    for number in range(3):
+        state, value = step(state, *batch(number))
+        yield value
+    yield state
+
+
+def by_dict(way, make=lambda up, down: {"up": up, "down": down}, read=lambda params: (params["up"], params["down"])):
+    rng, tx = np.random.default_rng(0), optax.adam(1e-2)
+    weights = [rng.normal(size=size).astype("float32") / 4 for size in ((IN, HIDDEN), (HIDDEN, OUT))]
+    theta = make(*({"kernel": jnp.asarray(each)} for each in weights))
+    state = tx.init(jax.tree.map(lambda x: x if hasattr(x, "dtype") else None, theta))
+
+    def loss(theta, x, y):
+        up, down = read(theta)
+        logits = jax.nn.relu(x @ up["kernel"]) @ down["kernel"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    @way.jit
+    def step(theta, state, x, y):
+        value, gradients = way.value_and_grad(loss)(theta, x, y)
+        updates, state = tx.update(gradients, state)
+        theta = jax.tree.map(lambda u, x: x if u is None else x + u, updates, theta, is_leaf=lambda x: x is None)
+        return theta, state, value
+
+    for number in range(3):
+        theta, state, value = step(theta, state, *batch(number))
+        yield value
+    yield theta, state
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["up", "down", "act"], meta_fields=[])
+@dataclasses.dataclass
+class Layers:
+    """A module in Equinox's form: a tree whose leaves are arrays, and a function."""
+
+    up: Any
+    down: Any
+    act: Any
+
+
+def module_as_a_tree(way):
+    """With a function among its leaves, which plain JAX takes as `None`."""
+    act = jax.nn.relu if way.jit is jshard.jit else None
+    return by_dict(way, lambda up, down: Layers(up, down, act), lambda layers: (layers.up, layers.down))
+
+
+WAYS = {
+    f.__name__: f
+    for f in (
+        by_loss, by_plain_gradient, with_aux_keywords_and_static_arguments, two_models, rngs_with_dropout, batch_norm,
+        moving_average, evaluation, metrics_beside_the_gradient, a_loss_that_closes_over_the_batch, gradients_in_parts,
+        a_checkpoint_between_two_steps, linen_variables, train_state, by_dict, module_as_a_tree,
+    )
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The programs that XLA compiles meanwhile."""
+    found: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listener := lambda name, *_, **__: found.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def close(found, expected):
+    arrays = ([x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")] for tree in (found, expected))
+    for one, other in zip(*arrays, strict=True):
+        if jnp.issubdtype(one.dtype, jnp.inexact):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def kernels(tree):
+    """The layouts of all kernels, and of all that has the path of one, as moments have."""
+    found = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        words = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if "kernel" in words:
+            found[name := "/".join(words)] = Layout.of(x).axes, "up" if "up" in words else "down"
+            assert x.addressable_shards[0].data.size * 8 == x.size, name
+    return found
+
+
+CASES = [
+    *((name, "explicit") for name in WAYS),
+    *((name, "auto") for name in ("by_loss", "batch_norm", "metrics_beside_the_gradient", "train_state")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_each_way_to_train_equals_plain_flax_rests_split_and_compiles_once(name, kind):
+    expected = list(WAYS[name](Way(nnx.jit, nnx.value_and_grad)))
+    jshard.load({**CONFIGURATION, "jshard": {**CONFIGURATION["jshard"], "axis_types": kind}})
+    calls, found, counts = WAYS[name](Way(jshard.jit, jshard.value_and_grad)), [], []
+    while True:
+        with compilations() as compiled:
+            result = next(calls, None)
+        if result is None:
+            break
+        found.append(result)
+        counts.append(len(compiled))
+    close(found, expected)
+    lies = kernels(found[-1])
+    assert lies and all(axes == SPLIT[which] for axes, which in lies.values()), lies
+    assert not any(counts[1:]), counts
