@@ -14,23 +14,10 @@ from typing import Any
 
 import numpy as np
 
-Factored = tuple[tuple[int, ...], ...]  # for each axis of an array, its factors, major first
-KEPT, FIXED, LOOKUP = "kept", "fixed", "lookup"  # any other kind is the reduction over devices: sum, max, min
+from jshard.layouts import primitives
+from jshard.layouts.primitives import FIXED, KEPT, LOOKUP, REDUCTIONS, is_joined, unknown_parameters
 
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type "
-    "cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to "
-    "erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow "
-    "is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not "
-    "one_minus_square or polygamma polynomial population_count pow real "
-    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta "
-    "random_gamma_grad".split()
-)
-REDUCTIONS = {
-    "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min",
-    "reduce_prod": FIXED, "reduce_xor": FIXED, "reduce": FIXED, "argmax": FIXED, "argmin": FIXED,
-}  # fmt: skip
+Factored = tuple[tuple[int, ...], ...]  # for each axis of an array, its factors, major first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +56,13 @@ Rule = Callable[
 
 
 def factors(eqn: Any) -> Factors | None:
-    """Return the factors of an equation; None where no rule is known."""
+    """Return the factors of an equation; None where no rule is known, or a parameter is unknown."""
     name = eqn.primitive.name
-    rule = RULES.get(name) or (_scatter if name.startswith("scatter") else None)
-    if rule is None:
+    rule = RULES.get(name)
+    if rule is None or unknown_parameters(eqn):
         return None
+    if name in REDUCTIONS and not is_joined(name, eqn.invars[0].aval.dtype):
+        rule = _reduce(FIXED)
     given = [tuple(v.aval.shape) for v in eqn.invars]
     made = [tuple(v.aval.shape) for v in eqn.outvars]
     if rule is _elementwise:
@@ -199,6 +188,27 @@ def _dot_general(params: Any, new: _New, given: Any, made: Any) -> Any:
     return [tuple(left), tuple(right)], [(*(left[a] for a in batch), *free)]
 
 
+def _ragged_dot_general(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """Multiply as `dot_general` does. The axis that is divided into groups stays whole, and so do the groups."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    (left, right), (out,) = _dot_general({"dimension_numbers": numbers.dot_dimension_numbers}, new, given, made)
+    (row,), groups = numbers.lhs_ragged_dimensions, [right[axis] for axis in numbers.rhs_group_dimensions]
+    for (factor,) in (left[row], *groups):
+        new.kinds[factor] = FIXED
+    (summed, _), (batch, _) = numbers.dot_dimension_numbers
+    order = [*batch, *(summed if row in summed else (a for a in range(len(left)) if a not in (*summed, *batch)))]
+    lead = [left[axis] for axis in order[: order.index(row)]] if given[2][1:] else []  # one list of sizes serves all
+    out = [of for of in out if of not in groups]
+    grouped = [new(n, FIXED) for n in made[0][: len(made[0]) - len(out)]]
+    return [left, right, (*lead, new(given[2][-1], FIXED))], [(*grouped, *out)]
+
+
+def _bitcast(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """Keep every axis but a last one that one side alone has: the pieces of each number."""
+    lead = new.all(min(given[0], made[0], key=len))
+    return tuple([(*lead, *(new(n, FIXED) for n in shape[len(lead) :])) for shape in each] for each in (given, made))
+
+
 def _convolution(params: Any, new: _New, given: Any, made: Any) -> Any:
     """Batch and features may be split, and groups of either; places in space not."""
     numbers = params["dimension_numbers"]
@@ -219,7 +229,7 @@ def _along(*names: str, also: Callable[[Any], Any] | None = None) -> Rule:
     """The axes that parameters name are fixed; all others go from all operands into all results."""
 
     def rule(params: Any, new: _New, given: Any, made: Any) -> Any:
-        fixed = {int(axis) for name in names if name in params for axis in np.atleast_1d(params[name])}
+        fixed = {int(axis) for name in names for axis in np.atleast_1d(params[name])}
         fixed |= set(also(params)) if also is not None else set()
         kept = {axis: new(n) for axis, n in enumerate(given[0]) if axis not in fixed}
         return tuple([_with_fixed(shape, kept, new) for shape in each] for each in (given, made))
@@ -282,13 +292,15 @@ def _scatter(params: Any, new: _New, given: Any, made: Any) -> Any:
     inserted, together = numbers.inserted_window_dims, numbers.operand_batching_dims
     indices: list[Any] = [new(n, "sum") for n in given[1][:-1]]
     table: list[Any] = []
+    window = [axis for axis in range(len(given[0])) if axis not in (*inserted, *together)]
+    to = dict(zip(numbers.update_window_dims, window, strict=True))
+    whole = [axis for at, axis in to.items() if given[2][at] >= given[0][axis]]
     for axis, n in enumerate(given[0]):
         looked_up = axis in numbers.scatter_dims_to_operand_dims
-        table.append(new(n, LOOKUP if looked_up and axis in inserted else FIXED if looked_up else KEPT))
+        kind = LOOKUP if looked_up and axis in inserted else KEPT if axis in whole and not looked_up else FIXED
+        table.append(new(n, kind))
     for axis, other in zip(together, numbers.scatter_indices_batching_dims, strict=True):
         table[axis] = indices[other] = new(given[0][axis])
-    window = [axis for axis in range(len(table)) if axis not in (*inserted, *together)]
-    to = dict(zip(numbers.update_window_dims, window, strict=True))
     rows = iter(indices)
     updates = []
     for axis, n in enumerate(given[2]):
@@ -370,22 +382,18 @@ def _moved(p: Any) -> list[int]:
 _windowed = _along(also=_moved)
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(primitives.ELEMENTWISE, _elementwise),
     **{name: _reduce(kind) for name, kind in REDUCTIONS.items()},
-    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp split".split(), _along("axis")),
-    **dict.fromkeys("reduce_window_max reduce_window_min reduce_window_sum reduce_window".split(), _windowed),
-    **dict.fromkeys("select_and_scatter_add select_and_gather_add".split(), _windowed),
-    **dict.fromkeys((
-        "random_bits iota random_seed random_split random_fold_in random_wrap random_unwrap random_gamma empty empty2 "
-        "platform_index call_hi_primitive custom_linear_solve regularized_incomplete_beta"  # jax 0.10 can't lower this split
-    ).split(), _made),
-    "broadcast_in_dim": _broadcast, "concatenate": _along("dimension"), "conv_general_dilated": _convolution,
-    "dot_general": _dot_general, "dot_product_attention_fwd_wrapper": _cudnn_attention,
-    "dot_product_attention_bwd_wrapper": _cudnn_attention, "dynamic_slice": _resized,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "expand_dims": _reshape, "fft": _fft, "gather": _gather, "pad": _pad, "random_clone": _elementwise,
-    "reshape": _reshape, "rev": _along("dimensions"), "slice": _resized, "sort": _along("dimension"),
-    "squeeze": _squeeze, "stack": _stack, "tile": _resized, "top_k": _along("axis"), "transpose": _transpose,
-    "unstack": _unstack, "optimization_barrier": _each,
-    **dict.fromkeys("cholesky eig eigh qr lu triangular_solve svd tridiagonal_solve".split(), _batch_of(2)),
+    **dict.fromkeys([*primitives.CUMULATIVE.split(), "split", "top_k"], _along("axis")),
+    **dict.fromkeys(primitives.WINDOWED.split(), _windowed),
+    **dict.fromkeys(primitives.SCATTERS, _scatter),
+    **dict.fromkeys(primitives.FROM_WHOLE.split(), _made),
+    **dict.fromkeys(primitives.ATTENTION.split(), _cudnn_attention),
+    **dict.fromkeys(primitives.MATRICES.split(), _batch_of(2)),
+    "bitcast_convert_type": _bitcast, "broadcast_in_dim": _broadcast, "concatenate": _along("dimension"),
+    "conv_general_dilated": _convolution, "dot_general": _dot_general, "dynamic_slice": _resized,
+    "dynamic_update_slice": _dynamic_update_slice, "fft": _fft, "gather": _gather, "optimization_barrier": _each, "pad": _pad,
+    "ragged_dot_general": _ragged_dot_general, "random_clone": _elementwise, "reshape": _reshape, "rev": _along("dimensions"),
+    "slice": _resized, "sort": _along("dimension"), "squeeze": _squeeze, "stack": _stack, "tile": _resized,
+    "transpose": _transpose, "unstack": _unstack,
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jshard
-from jshard.jaxprs import bare
+from jshard.jaxprs import bare, equations
 from jshard.layers import partition
 from jshard.layers.partition.lookup import _by_place, _counts
 from jshard.layouts.layout import Layout
@@ -158,3 +158,18 @@ def test_it_is_known_along_which_axis_an_array_counts(case):
     f, axis = COUNTS[case]
     program = jax.make_jaxpr(lambda: f(lax.iota(np.int32, 4)))().jaxpr
     assert _counts(program, program.outvars[0]) == axis
+
+
+def test_places_that_are_moved_into_a_devices_part_are_not_told_to_be_sorted_or_distinct(mesh):
+    """What is not here is looked up in a row that is: the gradient of that row would be added to as if it were alone."""
+    f = lambda x, i: look_up(x, i, (0,), unique_indices=True)
+    for way, distinct in ((("data",), ()), False), (((), ("data",)), True):
+        inputs = [partition.Input(way), partition.Input(((), ()))]
+        program = partition.Program(mesh(data=4), jax.make_jaxpr(f)(X[0], PLACES[:, None]), inputs)
+        given = jax.device_put(X[0], Layout(mesh(data=4), *way).sharding)
+        (eqn,) = [
+            each
+            for each in equations(jax.make_jaxpr(program)(given, PLACES[:, None]))
+            if each.primitive is lax.gather_p
+        ]
+        assert (eqn.params["unique_indices"], eqn.params["indices_are_sorted"]) == (distinct, distinct)

@@ -49,6 +49,11 @@ def conv(x, w, *, strides=(1, 1), padding="SAME", groups=1, batches=1):
     )
 
 
+def added_to_part(x, u):
+    """Add to the first elements of some rows: no place says where a window begins."""
+    return lax.scatter_add(x, jnp.arange(0, 8, 2)[:, None], u, lax.ScatterDimensionNumbers((1,), (0,), (0,)))
+
+
 def pooled(x, start, reduce):
     return lax.reduce_window(x, start, reduce, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
@@ -95,9 +100,13 @@ CASES = {
     "argmin and maximum so far": (lambda x: (jnp.argmin(x, 0), lax.cummax(x, 1), lax.cummin(x), lax.cumprod(x, 1), lax.cumlogsumexp(x)), X),
     "attention": (attention, HEADS, normal(2, 4, 4, 8), normal(2, 4, 4, 8)),
     "batched lookup": (loss, X, below(8, 4)),
+    "bits, of several numbers": (lambda x: lax.bitcast_convert_type(x, jnp.float32), normal(4, 8).view(np.uint8).reshape(4, 8, 4)),
+    "bits, in several numbers": (lambda x: lax.bitcast_convert_type(x, jnp.uint8), X),
+    "bits, joined": (lambda x: [f.reduce(x, 0) for f in (jnp.bitwise_or, jnp.bitwise_and, jnp.bitwise_xor)], below(99, 8, 4)),
     "branch": (lambda x: lax.cond(x.sum() > 0, jnp.sin, lambda x: x.T.reshape(4, 8), x), X),
     "checkpoint": (lambda x, w: jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w.T)(x, w), X, normal(8, 8)),
     "clip": (lambda x: jnp.clip(x, -0.5, 0.5), X),
+    "complex, largest": (lambda x, y: (lax.complex(x, y).max(0), jnp.real(lax.complex(x, y).min())), X, normal(4, 8)),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), X, normal(4, 8)),
     "convolution": (conv, IMAGE, normal(3, 3, 8, 4)),
     "convolution, batch groups": (lambda x, w: conv(x, w, batches=2), IMAGE, normal(3, 3, 8, 4)),
@@ -105,6 +114,7 @@ CASES = {
     "convolution, grouped": (lambda x, w: conv(x, w, strides=(2, 2), padding="VALID", groups=4), IMAGE, normal(3, 3, 2, 16)),
     "multiply": (lambda x, y: x * y, normal(8, 4), normal(8, 4)),
     "cumsum": (lambda x: jnp.cumsum(x, 1), X),
+    "cumulated from the end": (lambda x: [f(x, 0, reverse=True) for f in (lax.cumsum, lax.cummax, lax.cumlogsumexp)], X),
     "custom derivative": (lambda x: jax.nn.relu(x) + jax.nn.silu(x), np.maximum(X, 0)),
     "custom reverse derivative": (doubled_backward, X),
     "beta": (lambda x: jax.scipy.special.betainc(2.0, 3.0, jax.nn.sigmoid(x)), X),
@@ -147,6 +157,9 @@ CASES = {
     "scan, from zero": (lambda x: lax.scan(lambda c, x: (c + x, c * 2), jnp.zeros(8), x), X),
     "scatter": (lambda x, u: x.at[jnp.array([0, 2])].set(u), normal(8, 4), normal(2, 4)),
     "scatter-add": (lambda x, at, u: x.at[at].add(u), normal(8, 4), below(8, 8), normal(8, 4)),
+    "scatter, multiplied": (lambda x, u: (x.at[jnp.array([0, 2])].mul(u), x.at[jnp.array([0, 2])].max(u), x.at[jnp.array([0, 2])].min(u)), normal(8, 4), normal(2, 4)),
+    "scatter, of a part of each row": (added_to_part, normal(8, 8), normal(4, 2)),
+    "scatter, subtracted": (lambda x, at, u: x.at[at].subtract(u), normal(8, 4), below(8, 8), normal(8, 4)),
     "searched": (lambda x: jnp.searchsorted(jnp.arange(4.0), x), X),
     "slice": (lambda x: (x[:, 1:5], x[:, ::2]), X),
     "slice, moved along": (lambda x: (x[:, 4:], x[2:, :16:2], x[:, 3:11], x[:, 3:3]), normal(4, 24)),
@@ -158,15 +171,17 @@ CASES = {
     "some places": (lambda x, at: [jnp.take(x, at[:some], 1) for some in (8, 1, 3, 4)], normal(4, 24, 4), below(24, 8)),
     "sort, and added": (lambda x: x + jnp.sort(x, 1), X),
     "sort": (lambda x: jnp.sort(x, 1), X),
+    "sort, by two keys": (lambda x, y: lax.sort((jnp.round(x), y), dimension=0, num_keys=2, is_stable=False), X, normal(4, 8)),
     "split and stack": (lambda x: jnp.stack(jnp.split(x, 2, 1), 1), X),
     "tile": (lambda x: jnp.tile(x, (2, 1)), X),
-    "top k": (lambda x: lax.top_k(x, 2)[0], X),
+    "top k": (lambda x: (lax.top_k(x, 2)[0], lax.top_k(x, 2, axis=0)[0]), X),
+    "three diagonals": (lambda *args: lax.linalg.tridiagonal_solve(*args), normal(8, 4), normal(8, 4) + 5, normal(8, 4), normal(8, 4, 4)),
     "transpose": (lambda x: jnp.transpose(x, (2, 0, 1)), normal(4, 8, 2)),
     "triangle": (jnp.tril, normal(8, 8)),
     "variance": (lambda x: (x.var(0), x.std(1)), X),
     "while": (lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1], X),
 }  # fmt: skip
-NOT_DIFFERENTIABLE = {"while"}
+NOT_DIFFERENTIABLE = {"bits, in several numbers", "scatter, multiplied", "three diagonals", "while"}
 
 
 LONG = {"argmin and maximum so far", "attention", "linear algebra", "random numbers", "some places"}
@@ -447,6 +462,22 @@ def test_a_primitive_without_a_rule_is_an_error_unless_a_signal_allows_it(mesh):
         (1,),
         (1, 8),
     ]  # what is stored, and what the primitive is given
+
+
+def test_a_parameter_that_is_not_known_is_an_error_unless_a_signal_allows_it(mesh):
+    """As one that a newer JAX has: the rule does not know what it does to axes."""
+    traced = jax.make_jaxpr(lambda x: lax.sort(x, dimension=1))(X)
+    (eqn,) = traced.jaxpr.eqns
+    newer = eqn.replace(params={**eqn.params, "descending": True})
+    jaxpr = traced.replace(jaxpr=traced.jaxpr.replace(eqns=[newer]))
+    assert factors(newer) is None
+    with pytest.raises(JShardError) as error:
+        partition.Program(mesh(data=4), jaxpr, [partition.Input((("data",), ()))])
+    assert str(error.value).split(" calls ")[1] == (
+        "sort with descending, which jshard.shard does not know, on an array (4, 8) that is split over data, nearest to any "
+        "signal; write allow: [sort] under that signal, to have the array gathered there, or axis_types: auto under jshard, to "
+        "leave the program to XLA"
+    )
 
 
 def mapped(x):

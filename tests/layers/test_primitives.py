@@ -15,14 +15,18 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax import lax
 from jax._src import traceback_util
 from jax.extend.core import Literal
-from test_partition_rules import CASES, NOT_DIFFERENTIABLE, placed
+from test_partition_rules import CASES, NOT_DIFFERENTIABLE, placed, pooled
 
 from jshard.jaxprs import CALLS, equations
 from jshard.layers import partition
+from jshard.layers.partition.local_sizes import localized
 from jshard.layers.partition.program import RULES
-from jshard.layouts.axes import ELEMENTWISE, factors
+from jshard.layouts.axes import RULES as TABLE_OF_RULES
+from jshard.layouts.axes import factors
+from jshard.layouts.primitives import ELEMENTWISE, PARAMETERS, READ, REFUSED, unknown_parameters
 
 pytestmark = pytest.mark.slow  # what is reached takes six seconds to find
 X, TOKENS, IMAGE = np.ones((4, 4), np.float32), np.ones((4, 4), np.int32), np.ones((2, 4, 4, 4), np.float32)
@@ -115,18 +119,37 @@ def layers() -> Iterator[Any]:
     yield jax.make_jaxpr(lambda x: linen.avg_pool(linen.max_pool(x, (2, 2)), (2, 2)))(IMAGE)
 
 
+def rules() -> Iterator[Any]:
+    """The operations that each rule is held by, and JAX's own functions, of arrays alone."""
+    for name, (f, *args) in CASES.items():
+        yield jax.make_jaxpr(f)(*args)
+        if name not in NOT_DIFFERENTIABLE and (smooth := [at for at, x in enumerate(args) if x.dtype == np.float32]):
+            yield jax.make_jaxpr(jax.grad(lambda *args, f=f: scalar(f(*args)), smooth))(*args)
+    yield jax.make_jaxpr(lambda x: (lax.reduce_precision(x, 5, 4), lax.ragged_dot(x, x[None], jnp.array([4]))))(X)
+    yield jax.make_jaxpr(lambda x: jax.jvp(lambda x: pooled(x, -np.inf, lax.max), (x,), (x,)))(IMAGE)
+    for f in public(lax, lax.linalg):
+        yield next((found for args in GIVEN if (found := traced(f, args)) is not None), None)
+
+
 @pytest.fixture(scope="module")
-def reached() -> dict[str, Any]:
-    """An equation of each primitive. Of functions that refuse what they are given JAX would tidy 2,172 tracebacks, which takes
+def everything() -> list[Any]:
+    """An equation of each primitive with each set of parameters. Of functions that refuse what they are given JAX would tidy 2,172 tracebacks, which takes
     half of the time, and read the lines of the stack at each to see whether it is to."""
     with mock.patch.object(traceback_util, "_is_under_reraiser", lambda error: True):
-        return {
-            eqn.primitive.name: eqn
-            for source in (functions, optimizers, layers)
+        found = {
+            (source is rules, eqn.primitive.name, *eqn.params): eqn
+            for source in (functions, optimizers, layers, rules)
             for jaxpr in source()
             if jaxpr is not None
             for eqn in equations(jaxpr)
         }
+    return [(is_of_rules, eqn) for (is_of_rules, *_), eqn in found.items()]
+
+
+@pytest.fixture(scope="module")
+def reached(everything: list[Any]) -> dict[str, Any]:
+    """An equation of each primitive that Flax, optax and numpy reach."""
+    return {eqn.primitive.name: eqn for is_of_rules, eqn in everything if not is_of_rules}
 
 
 def test_each_primitive_that_flax_optax_and_numpy_reach_has_a_rule(reached):
@@ -194,3 +217,51 @@ def test_the_elementwise_rule_holds_for_each_primitive(reached, mesh):
     for (name, axis), part in zip(programs, parts, strict=True):
         for want, got in zip(whole[name], part, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=f"{name}, axis {axis}")
+
+
+# These no function that is traced here reaches: of a backend, of another JAX, of a program that jshard writes.
+ELSEWHERE = frozenset(
+    "by_hand call_hi_primitive checkpoint closed_call copy_p core_call custom_lin custom_vjp_call_jaxpr dot_product_attention_bwd_wrapper "
+    "dot_product_attention_fwd_wrapper empty eq_to le_to log2 lt_to mesh_cast name one_minus_square pjit polynomial random_gamma_grad "
+    "regathered remat reshard scatter_add scatter_max scatter_min scatter_mul scatter_sub sharding_constraint threefry2x32 "
+    "reduce_window reduce_window_min".split()
+)
+
+
+def test_each_parameter_is_read_or_told_to_be_irrelevant(everything):
+    """A newer JAX with a parameter more is red here, and a sentence to its user: `sort(x, descending=True)`, say."""
+    unknown = {f"{eqn.primitive.name}.{key}" for _, eqn in everything for key in unknown_parameters(eqn)}
+    assert unknown == set()
+    met = {eqn.primitive.name for _, eqn in everything}
+    assert PARAMETERS.keys() - met - ELSEWHERE == set()
+    assert met & (TABLE_OF_RULES.keys() | RULES.keys()) - PARAMETERS.keys() - REFUSED == set()
+
+
+class Read(dict):
+    """Parameters that note which are read."""
+
+    def __init__(self, params: dict[str, Any]):
+        super().__init__(params)
+        self.names: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+
+def test_each_rule_reads_the_parameters_that_are_told_to_be_read(everything):
+    told = {name: set(words.split()) for names, words in READ.items() for name in names.split()}
+    for _, eqn in everything:
+        name, params = eqn.primitive.name, Read(eqn.params)
+        noting = types.SimpleNamespace(primitive=eqn.primitive, params=params, invars=eqn.invars, outvars=eqn.outvars)
+        if (found := factors(noting)) is None:
+            continue
+        made_local = localized(noting, found, {}, {}).keys()
+        wanted = told[name] & eqn.params.keys()
+        if name in RULES:  # and what that rule reads beside
+            assert params.names <= wanted, name
+        else:
+            assert params.names | made_local == wanted, name

@@ -51,6 +51,7 @@ ROLES = {  # how a product by it splits a parameter
     "kernels of experts, before": (lambda w, x: jnp.einsum("eio,ebi->eob", w, x), (3, 8, 8), (3, 4, 8), ((), D, T)),
     "of an axis more": (lambda w, x: jnp.einsum("bi,zio->bzo", x, w.reshape(1, 8, 8)), (8, 8), (4, 8), (D, T)),
     "of a convolution": (lambda w, x: conv(x, w), (3, 3, 8, 4), (2, 4, 4, 8), ((), (), D, T)),
+    "kernels of groups": (lambda w, x: lax.ragged_dot(x, w, jnp.array([1, 0, 3])), (3, 8, 8), (4, 8), ((), D, T)),
     "image": (lambda w, x: conv(w, x), (4, 4, 4, 8), (3, 3, 8, 4), (T, (), (), D)),
     "image of groups": (lambda w, x: conv(w, x, 2), (4, 4, 4, 8), (3, 3, 4, 4), (T, (), (), ())),
 }  # fmt: skip
@@ -189,3 +190,24 @@ def test_a_gradient_is_sent_first_on_tpus_where_a_kernel_is_larger_than_what_it_
         step = jax.grad(lambda w, x: jnp.sum(program(w, x)[0]), argnums=(0, 1))
         names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(step)(*given))]
     assert ("min" in names) == (waits and chip is not None)
+
+
+@pytest.mark.parametrize(
+    "words", [{"column": "tensor"}, {"reduction": "tensor"}, {"row": "data", "store": "data"}], ids=str
+)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_product_of_groups_is_that_of_one_device(mesh, words, compute):
+    w, x, sizes = numbers(3, 8, 8), numbers(8, 8), np.array([3, 0, 5], np.int32)
+
+    def loss(f):
+        return jax.jit(
+            jax.value_and_grad(lambda w, x: sum((jnp.abs(y) / 512).sum() for y in jax.tree.leaves(f(w, x))), (0, 1))
+        )
+
+    f = lambda w, x: lax.ragged_dot(x, w, sizes)
+    program, given = claimed(
+        mesh(**SIZES), f, {**words, "dtype": {"compute": compute, "reduce": "float32"}}, w, x, (D, ())
+    )
+    found, wanted = loss(program)(*given), loss(f)(w, x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6 if compute == "float32" else 2e-2)

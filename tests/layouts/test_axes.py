@@ -46,6 +46,11 @@ def added_in(window, inserted, together=(), of=()):
     return lambda table, at, updates: lax.scatter_add(table, at, updates, numbers)
 
 
+def grouped(x, w, sizes):
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return lax.ragged_dot_general(x, w, sizes, numbers)
+
+
 def along_rows(table, at):
     return jnp.take_along_axis(table, at, axis=1)
 
@@ -135,7 +140,17 @@ TABLE = [
     ("scatter-add", lambda table, at, y: table.at[:, at].add(y), [(8, 4), whole(5), (8, 5)],
      "a b, c d, a c -> a b where a8 b4:lookup c5:sum d1:fixed"),
     ("scatter-add", added_in((1, 2), ()), [(8, 4), whole(5, 1), (5, 2, 3)],
-     "a b, c d, c e f -> a b where a8:fixed b4 c5:sum d1:fixed e2:fixed f3:fixed"),
+     "a b, c d, c e f -> a b where a8:fixed b4:fixed c5:sum d1:fixed e2:fixed f3:fixed"),
+    ("scatter-add", added_in((1,), (0,)), [(8, 4), whole(5, 1), (5, 2)],
+     "a b, c d, c e -> a b where a8:lookup b4:fixed c5:sum d1:fixed e2:fixed"),
+    ("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.uint8), [(2, 3)], "a b -> a b c where a2 b3 c4:fixed"),
+    ("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.int32), [(2, 3)], "a b -> a b where a2 b3"),
+    ("reduce_or", lambda x: lax.reduce_or(x, [1]), [whole(2, 3)], "a b -> a where a2 b3:fixed"),
+    ("ragged_dot_general", lambda x, w, n: lax.ragged_dot(x, w, n), [(8, 4), (3, 4, 5), whole(3)],
+     "a b, c b d, e -> a d where a8:fixed b4:sum c3:fixed d5 e3:fixed"),
+    ("ragged_dot_general", lambda x, w, n: jax.vmap(lax.ragged_dot)(x, w, n), [(2, 8, 4), (2, 3, 4, 5), whole(2, 3)],
+     "a b c, a d c e, a f -> a b e where a2 b8:fixed c4:sum d3:fixed e5 f3:fixed"),
+    ("ragged_dot_general", grouped, [(8, 4), (8, 5), whole(3)], "a b, a c, d -> e b c where a8:fixed b4 c5 d3:fixed e3:fixed"),
     ("scatter-add", jax.grad(lambda table, at: along_rows(table, at).sum()), [(8, 4), whole(8, 3)],
      "a b, a c d, a c -> a b where a8 b4:lookup c3:sum d1:fixed"),
     ("scatter-add", added_in((), (0,), (1,), (0,)), [(4, 8), whole(8, 3, 1), (8, 3)],

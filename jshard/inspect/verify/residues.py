@@ -26,7 +26,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
-from jshard.layouts.axes import ELEMENTWISE
+from jshard.layouts.primitives import ELEMENTWISE
 
 PRIMES = (2039, 1021, 509, 251, 127, 61, 31)
 MOST = 2**31 - 2**12  # int32, with room for one more modulus

@@ -25,7 +25,7 @@ from jshard.layers.partition.readers import is_one_turn
 from jshard.layers.partition.stages import in_turn
 from jshard.layers.partition.ticks import zeros_like_result
 from jshard.layers.remat import CHUNK, recomputed
-from jshard.layouts.axes import ELEMENTWISE
+from jshard.layouts.primitives import ELEMENTWISE
 from jshard.layouts.redistribution import Axes
 from jshard.provenance import scope, source_of
 

@@ -27,7 +27,8 @@ from jshard.layers.partition.fused import fused
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape, localized
 from jshard.layers.partition.part import Names, Part, vary, whole
 from jshard.layers.partition.unreduced import Marks, Step
-from jshard.layouts.axes import ELEMENTWISE, FIXED, KEPT, LOOKUP, Factored, Factors, factors, spread
+from jshard.layouts.axes import Factored, Factors, factors, spread
+from jshard.layouts.primitives import ELEMENTWISE, FIXED, KEPT, LOOKUP, unknown_parameters
 from jshard.layouts.redistribution import Axes, Move
 from jshard.provenance import placed_in, scope, source_of
 from jshard.signals.claims import Stage
@@ -36,7 +37,7 @@ from jshard.signals.signal import Signal
 # Operations after which a parameter is at rest still, those after which it is one still, or pieces of one, and those that are
 # put off where all that goes into them is.
 CASTS = frozenset("convert_element_type copy stop_gradient".split())
-STAYS = CASTS | frozenset("expand_dims reshape slice split squeeze transpose unstack".split())
+STAYS = CASTS | frozenset("reshape slice split squeeze transpose unstack".split())
 PUT_OFF = ELEMENTWISE | STAYS | frozenset("concatenate pad rev stack tile".split())
 
 
@@ -121,7 +122,7 @@ class Partition:
         for part in parts:
             part.settle()
         with self._traced_at(eqn, parts):
-            if eqn.primitive.name not in self.rules and called(eqn) is not None:
+            if eqn.primitive.name not in self.rules and called(eqn) is not None and not unknown_parameters(eqn):
                 with self._within(None if self.path is None else (*self.path, id(eqn))):
                     return self.run(called(eqn), parts)
             with self._step(eqn, parts) as (parts, results):
@@ -171,7 +172,8 @@ class Partition:
 
     def rule(self, eqn: Any, parts: list[Part]) -> list[Part]:
         name = eqn.primitive.name
-        return self.rules[name](self, eqn, parts) if name in self.rules else self.by_table(eqn, parts)
+        is_known = name in self.rules and not unknown_parameters(eqn)
+        return self.rules[name](self, eqn, parts) if is_known else self.by_table(eqn, parts)
 
     def by_table(self, eqn: Any, parts: list[Part]) -> list[Part]:
         name, found = eqn.primitive.name, factors(eqn)
@@ -416,8 +418,14 @@ class Partition:
         if split and name not in (self.nearest.allow if self.nearest is not None else ()):
             over = "+".join(dict.fromkeys(mesh_axis for names in split[0].axes for mesh_axis in names))
             where = "any signal" if self.nearest is None else f"{self.nearest}"
+            unknown = " and ".join(unknown_parameters(eqn))
+            why = (
+                f" with {unknown}, which jshard.shard does not know,"
+                if unknown
+                else ", for which jshard.shard has no rule,"
+            )
             raise JShardError(
-                f"{source_of(eqn)} calls {name}, for which jshard.shard has no rule, on an array {split[0].shape} that is "
+                f"{source_of(eqn)} calls {name}{why} on an array {split[0].shape} that is "
                 f"split over {over}, nearest to {where}",
                 hint=f"write allow: [{name}] under that signal, to have the array gathered there, or axis_types: auto under "
                 "jshard, to leave the program to XLA",

@@ -13,9 +13,9 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from jshard.layers.partition.local_sizes import ranges_of
-from jshard.layouts.axes import ELEMENTWISE
+from jshard.layouts.primitives import ELEMENTWISE
 
-SHAPED = frozenset(("broadcast_in_dim", "expand_dims", "reshape"))
+SHAPED = frozenset(("broadcast_in_dim", "reshape"))
 
 
 @dataclasses.dataclass(frozen=True)

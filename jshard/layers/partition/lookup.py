@@ -15,7 +15,8 @@ from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
 from jshard.layers.partition.part import Moving, Part, moving_as
 from jshard.layers.partition.product import settle, sum_or_scatter
 from jshard.layers.partition.shape import first
-from jshard.layouts.axes import LOOKUP, Factors
+from jshard.layouts.axes import Factors
+from jshard.layouts.primitives import LOOKUP, SCATTERS
 
 
 def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -42,7 +43,9 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     names = tuple(name for each in looked_up.values() for name in each)
     mode = GatherScatterMode.from_any(eqn.params["mode"])
     indices, here, valid = _own(run, shape, indices, numbers.start_index_map, looked_up, mode)
-    (out,) = run.bind(eqn, [table, indices], found, choice, mode=GatherScatterMode.CLIP)
+    # places of other devices are clipped to a row that is here: they are no longer sorted, nor each another
+    at_most = {"mode": GatherScatterMode.CLIP, "indices_are_sorted": False, "unique_indices": False}
+    (out,) = run.bind(eqn, [table, indices], found, choice, **at_most)
     at = [axis for axis in range(out.ndim) if axis not in numbers.offset_dims]
     beside = jnp.zeros((), out.dtype)
     if mode == GatherScatterMode.FILL_OR_DROP:  # what is outside of the table the first device says
@@ -174,7 +177,7 @@ def _own(run: Partition, shape: Any, indices: Array, start: Any, looked_up: Any,
 
 def _scatter(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     found = known(eqn)
-    adds = eqn.primitive.name in ("scatter-add", "scatter_add")
+    adds = eqn.primitive.name[len("scatter_") :] in ("add", "sub")
     choice = run.choose(found, parts)
     # a table written to by places that are split is written whole: only sums of what each device writes can be joined
     sums = [factor for factor, kind in enumerate(found.kinds) if kind == "sum"]
@@ -192,5 +195,5 @@ def _scatter(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
 RULES: dict[str, Rule] = {
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(SCATTERS, _scatter),
 }

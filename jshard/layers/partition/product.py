@@ -14,7 +14,8 @@ from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.lazy_product import leaves_in_slices, product_scattered, product_scattered_first
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.part import Part, moving_as
-from jshard.layouts.axes import FIXED, KEPT, LOOKUP, Factors
+from jshard.layouts.axes import Factors
+from jshard.layouts.primitives import FIXED, KEPT, LOOKUP
 from jshard.provenance import scope, source_of
 from jshard.signals.signal import Signal
 
@@ -88,10 +89,11 @@ def _product(
     dtypes = None if claim is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else claim.dtype
     if dtypes is None or not (dtypes.compute or dtypes.reduce):
         return _multiplied(run, eqn, parts, found, choice)
-    compute = jnp.dtype(dtypes.compute or jnp.result_type(*(each.aval for each in eqn.invars)))
+    compute = jnp.dtype(dtypes.compute or jnp.result_type(*(each.aval for each in eqn.invars[:2])))
     wide = dtypes.reduce or compute
-    operands = [part.summed_in(wide, compute) for part in parts]
-    xs = [x.astype(compute) for x in run.placed(operands, found, choice)]
+    cast = [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]  # all but the sizes of groups
+    operands = [part.summed_in(wide, compute) if c else part for part, c in zip(parts, cast, strict=True)]
+    xs = [x.astype(compute) if c else x for x, c in zip(run.placed(operands, found, choice), cast, strict=True)]
     out_dtype = jnp.dtype(wide if _summed(found, choice) else compute)
     # a convolution of another dtype than its operands has no gradient
     accumulated = out_dtype if eqn.primitive is lax.dot_general_p else compute
@@ -158,4 +160,4 @@ def _convolution(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
 
 PRODUCTS: dict[str, Rule] = {"dot_general": _dot_general, "conv_general_dilated": _convolution}
-RULES: dict[str, Rule] = {**PRODUCTS, "add": _add}
+RULES: dict[str, Rule] = {**PRODUCTS, "add": _add, "ragged_dot_general": _convolution}

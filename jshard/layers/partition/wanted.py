@@ -9,7 +9,8 @@ from jax.extend.core import Literal
 
 from jshard.jaxprs import bare, called
 from jshard.layers.partition.local_sizes import Choice, axes_of
-from jshard.layouts.axes import FIXED, factors, spread
+from jshard.layouts.axes import factors, spread
+from jshard.layouts.primitives import FIXED
 from jshard.layouts.redistribution import Axes
 
 
