@@ -175,6 +175,15 @@ def test_narrow_floats_arrive_to_the_bit(mesh, files, dtype):
     assert Path("again.safetensors").read_bytes() == path.read_bytes()
 
 
+def test_a_number_by_itself_is_read_and_written(mesh, tmp_path):
+    whole = jax.NamedSharding(mesh(data=2, tensor=4), P())
+    saved = {"scale": jnp.float32(3.5), "count": jax.device_put(jnp.int32(7), whole)}
+    jshard.save_weights(saved, path := tmp_path / "numbers.safetensors")
+    for tree in (saved, {name: jax.ShapeDtypeStruct((), x.dtype, sharding=whole) for name, x in saved.items()}):
+        read = jshard.load_weights(tree, path)
+        assert (float(read["scale"]), int(read["count"]), read["count"].sharding) == (3.5, 7, whole)
+
+
 def test_a_tree_without_shardings_goes_where_jax_puts_arrays(files):
     path = files(a__kernel=numbers(3, 4), a__bias=numbers(4))
     tree = {"a": {"kernel": jnp.zeros((3, 4)), "bias": jax.ShapeDtypeStruct((4,), jnp.float32)}}

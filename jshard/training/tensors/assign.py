@@ -109,7 +109,8 @@ class Piece:
         if both is None:
             return None
         seen = [(a - c, b - c) for (a, b), (c, _), kept in zip(both, self.box, self.kept, strict=True) if kept]
-        return part[index(both, box)][(*(slice(None) if kept else 0 for kept in self.kept), ...)], tuple(seen)
+        view = part[(*index(both, box), ...)]  # of a number by itself too, of which part[()] would be a copy
+        return view[(*(slice(None) if kept else 0 for kept in self.kept), ...)], tuple(seen)
 
 
 def assign(
