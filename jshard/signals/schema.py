@@ -202,6 +202,7 @@ JSHARD: dict[str, Key] = {
                 ),
                 "chunks": Key(integer("1"), "Chunks of layers that each stage has; 1 unless said, of interleaved 2."),
             },
+            elsewhere={"microbatches": "jshard.train"},
         ),
         "How the layers of signals with `stage` run as a pipeline.",
     ),
@@ -289,7 +290,7 @@ SIGNAL: dict[str, Key] = {
     "attention": Key(choice(("ring", "ulysses")), "How such devices attend: keys go around a ring, or heads are exchanged."),
 }  # fmt: skip
 
-SIGNAL_TABLE = Table(SIGNAL, elsewhere=tuple(JSHARD))
+SIGNAL_TABLE = Table(SIGNAL, elsewhere=dict.fromkeys(JSHARD, '"jshard:"'))
 JSHARD_TABLE = Table(JSHARD)
 
 _HOW = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jshard.errors import Place, nearest, quoted
@@ -260,7 +260,7 @@ class Table:
     stands_for: str | None = None
     open: bool = False
     required: str | None = None
-    elsewhere: Iterable[str] = ()  # keys that people write here and that belong under jshard
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key written here -> where it belongs
     instead: Table | None = None
 
     @property
@@ -321,7 +321,7 @@ class Table:
         inner = "" if path[0] == "jshard" else "".join(f"{word}." for word in path[1:])
         hint = suggest(name, self.known, f"write {listed(inner + each for each in self.known)}", inside=inner)
         if name in self.elsewhere:
-            hint = 'write it under "jshard:"'
+            hint = f"write it under {self.elsewhere[name]}"
         reading.faults.add(path, place, f"has an unknown key {quoted(inner + name)}", hint)
 
     def json(self) -> dict[str, Any]:

@@ -105,6 +105,7 @@ def configured(
     microbatches=MICROBATCHES,
     edges=None,
     layers="equal",
+    name="blocks",
     **words,
 ):
     split = {"row": "data", **words}
@@ -115,7 +116,7 @@ def configured(
             "pipeline": asked if chunks is None else {**asked, "chunks": chunks},
             "train": {"microbatches": microbatches},
         },
-        "blocks": {"stage": layers, "match": ["blocks/**"]},
+        name: {"stage": layers, "match": ["blocks/**"]},
         "up": {**split, "column": "tensor", "match": ["blocks/up/**"]},
         "down": {**split, "reduction": "tensor", "match": ["blocks/down/**"]},
         **({} if edges is None else {"edges": {"row": "data", "store": edges, "match": ["embed/**", "norm/**"]}}),
@@ -153,6 +154,7 @@ CASES = {
     "zero_bubble, store, 4": (Model, {"stages": 4, "data": 2, "schedule": "zero_bubble", "store": "data"}),
     "1f1b, edges stored": (Model, {"stages": 2, "tensor": 2, "data": 2, "edges": ["data", "stage"], "store": "data"}),
     "1f1b, 8": (Model, {"stages": 8}),
+    "1f1b, by any name": (Model, {"stages": 2, "tensor": 2, "name": "halves"}),
     "interleaved of 4 chunks": (Model, {"stages": 2, "schedule": "interleaved", "chunks": 4}),
     "interleaved of 3 chunks, rows": (Six, {"stages": 2, "data": 2, "schedule": "interleaved", "chunks": 3}),
     "1f1b, remat, a parameter of all": (Scaled, {"stages": 2, "tensor": 2, "remat": "full"}),

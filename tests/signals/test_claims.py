@@ -157,8 +157,12 @@ def test_claims_of_all_others_leave_out_exceptions(loaded):
 
 
 def test_claims_leave_out_ranges_of_a_stack(loaded):
-    configuration = loaded("a: {match: ['h/w', 'h[:]/w', '!h[2:4]/**']}\nb: {match: 'h[2:4]/w'}\n")
+    configuration = loaded("a: {match: ['h*/w', '!h[2:4]/**']}\nrest: {match: '**'}\n")
     assert ranges(configuration, "h", 8) == [(0, 2), (2, 4), (4, 8)]
+    assert claimed(configuration, ["h[0:2]/w", "h[2:4]/w", "h[4:8]/w"]) == {
+        "a": ["h[0:2]/w", "h[4:8]/w"],
+        "rest": ["h[2:4]/w"],
+    }
     assert faults_of(loaded("a: {match: ['h[0:4]/w', '!h[4:6]/w']}\n"), ["h[0:4]/w"]) == (
         'signal "a" (c.yaml:3) has match "!h[4:6]/w", which fits no parameter of its globs; did you mean "!h[0:4]/w"?',
     )

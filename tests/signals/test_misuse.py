@@ -626,6 +626,10 @@ IN_A_FILE = {
         "jshard.pipeline.chunks (FILE:3) is a list, which is not a whole number of 1 or more; write chunks: 1",
         "jshard.train.microbatches (FILE:4) is 0, which is not a whole number of 1 or more; write microbatches: 8",
     ),
+    "pipeline with microbatches": (
+        MESH + "  pipeline: {axis: data, microbatches: 2}\na: {stage: equal}\n",
+        'jshard.pipeline (FILE:3) has an unknown key "microbatches"; write it under jshard.train',
+    ),
     "pipeline of two axes": (
         MESH + "  pipeline: {axis: [data, tensor]}\n  train: {microbatches: 2}\na: {stage: equal}\n",
         "jshard.pipeline.axis (FILE:3) is a list, which is not a mesh axis; write axis: stage",
