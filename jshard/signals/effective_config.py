@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jshard.errors import Place
-from jshard.signals.config import Configuration
+from jshard.signals.config import Configuration, Pipeline
 from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
 
@@ -19,9 +19,8 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
         for name in mesh.names:
             yield mesh.places.get(name, mesh.place), f"jshard.mesh.{name}", mesh.size_in_words(name)
     if configuration.pipeline is not None:
-        for key, value in changed(configuration.pipeline).items():
-            if key not in ("place", "microbatches"):  # a key of the experiment
-                yield configuration.pipeline.place, f"jshard.pipeline.{key}", _word(value)
+        for key, value in pipeline_keys(configuration.pipeline).items():
+            yield configuration.pipeline.place, f"jshard.pipeline.{key}", _word(value)
     for key, value in flat(configuration.train):
         place = configuration.train_places.get(key, Place(configuration.source))
         yield place, f"jshard.train.{key}", _word(value)
@@ -31,6 +30,11 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
             yield signal.at(_written(signal, key)), f"{signal.name}.{key}", value
         if not says:
             yield signal.place, signal.name, "{}"
+
+
+def pipeline_keys(pipeline: Pipeline) -> dict[str, Any]:
+    """Return what stands under `jshard.pipeline`; the number of microbatches is a key of the experiment."""
+    return {key: value for key, value in changed(pipeline).items() if key not in ("place", "microbatches")}
 
 
 def _written(signal: Signal, key: str) -> str:

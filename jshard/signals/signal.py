@@ -4,6 +4,7 @@ alike are equal, so that a cache keyed by a signal is shared by all layers that 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from jshard.errors import Place
@@ -75,10 +76,10 @@ class Signal:
         """The mesh axes that one of AXIS_KEYS names."""
         return self.store_optimizer if key == "store.optimizer" else getattr(self, key)
 
-    @property
+    @functools.cached_property
     def is_stage_alone(self) -> bool:
         """Whether it says a stage and no layout, which it leaves to another signal."""
-        return bool(self.stage) and {key.split(".")[0] for key in self.places} <= {"stage", "match", "extends"}
+        return bool(self.stage) and self == Signal(self.name, stage=self.stage, match=self.match, kernel=self.kernel)
 
     def __str__(self) -> str:
         return f'signal "{self.name}" ({self.place})'

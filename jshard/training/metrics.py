@@ -13,7 +13,7 @@ import yaml
 from jshard.errors import JShardError, Place, refused
 from jshard.run_names import CONFIGURATION
 from jshard.signals.config import Configuration
-from jshard.signals.effective_config import changed
+from jshard.signals.effective_config import changed, pipeline_keys
 from jshard.signals.signal import Signal
 
 TENSORBOARD = "tensorboard"  # in the output folder
@@ -87,7 +87,7 @@ def written(configuration: Configuration) -> str:
         across = configuration.mesh.across
         jshard["mesh"] = {name: {"size": n, "over": "dcn"} if name in across else n for name, n in sizes}
     if configuration.pipeline is not None:
-        jshard["pipeline"] = {key: value for key, value in changed(configuration.pipeline).items() if key != "place"}
+        jshard["pipeline"] = pipeline_keys(configuration.pipeline)
     if configuration.default is not None:
         jshard["default"] = configuration.default
     if configuration.budget is not None:
@@ -107,6 +107,12 @@ def _keys(signal: Signal) -> dict[str, Any]:
     for word in ("keep", "prefetch"):
         if keys.pop(f"store_{word}", False):
             keys["store"] = {"parameters": keys["store"], word: True}
+    if signal.kernel:
+        keys["kernel"] = dict(signal.kernel)
+    if ":" in signal.stage:
+        keys["stage"] = {layers: int(n) for layers, n in (each.split(": ") for each in signal.stage.split(", "))}
+    elif signal.stage.isdecimal():
+        keys["stage"] = int(signal.stage)
     if isinstance(signal.remat, tuple):
         keys["remat"] = {"save": keys["remat"]}
     if "expect" in keys:

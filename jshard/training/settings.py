@@ -48,8 +48,6 @@ class Settings:
         self.configuration = configuration
 
     def __getitem__(self, key: str) -> Any:
-        if key == "microbatches" and self.configuration.pipeline is not None:
-            return self.configuration.pipeline.microbatches
         return self.configuration.train.get(key, DEFAULTS.get(key))
 
     def table(self, key: str) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def _configured(settings: dict[str, Any]) -> Configuration:
             f"jshard.train is given microbatches={count}, and {present.pipeline} ({present.pipeline.place})",
             hint="leave microbatches away",
         )
-    return dataclasses.replace(present, train=said.train, train_places=places)
+    parts = {} if present.pipeline is None else {"microbatches": present.pipeline.microbatches}
+    return dataclasses.replace(present, train=MappingProxyType({**said.train, **parts}), train_places=places)
 
 
 def _component(key: str, function: Callable[..., Any], path: str | None = None) -> Component:

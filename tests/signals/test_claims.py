@@ -255,7 +255,7 @@ def stages_of(configuration: Configuration, paths):
             {path: ("rest", ("h", 0, False) if path == "h/w" else ("any", 1, False)) for path in ("a/w", "m/w", "h/w", "z/w")},
         ),
         (
-            "any: {stage: 1, match: ['**', '!{a,h}/**']}\nh: {stage: 0, column: [], match: '{a,h}/*'}\n",
+            "any: {stage: 1, match: ['**', '!{a,h}/**']}\nh: {stage: 0, remat: true, match: '{a,h}/*'}\n",
             {path: (("h", ("h", 0, False)) if path[0] in "ah" else ("any", ("any", 1, False))) for path in ("a/w", "m/w", "h/w", "z/w")},
         ),
     ],
@@ -274,7 +274,7 @@ def test_claims_are_on_the_stage_of_the_signal_that_matches(text, found, tmp_pat
             'signal "layers" (c.yaml:2) has match "bloks/**", which fits no parameter; did you mean "blocks/**"?',
         ),
         (
-            "one: {stage: 0, row: [], match: 'blocks/*'}\nlayers: {stage: equal, match: 'blocks/**'}\nrest: {match: '**'}\n",
+            "one: {stage: 0, remat: true, match: 'blocks/*'}\nlayers: {stage: equal, match: 'blocks/**'}\nrest: {match: '**'}\n",
             'parameter "blocks/w" is on a stage by signal "one" (c.yaml:2) as "blocks/*" and by signal "layers" (c.yaml:3) as "blocks/**"; '
             "make one of the globs narrower",
         ),

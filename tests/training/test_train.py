@@ -210,12 +210,29 @@ def test_train_evaluates_as_often_as_asked(capsys):
     assert [line[1] for line in said if line[2] == "test"] == ["10/30", "20/30"]
 
 
-@pytest.mark.parametrize("path", ["configs/digits.yaml", "configs/xor.yaml", "configs/mlp.yaml"])
+@pytest.mark.parametrize("path", ["digits", "xor", "mlp", "pipe-1f1b", "pipe-balance"])
 def test_record_writes_a_configuration_that_says_the_same(path, tmp_path):
-    configuration = load_configuration(path)
+    configuration = load_configuration(f"configs/{path}.yaml")
     (tmp_path / "again.yaml").write_text(written(configuration))
     again = load_configuration(str(tmp_path / "again.yaml"))
     assert (again.fingerprint, again.train) == (configuration.fingerprint, configuration.train)
+
+
+def test_record_keeps_the_stages_of_a_pipeline_and_what_its_signals_match(tmp_path):
+    said = {
+        "jshard": {
+            "mesh": {"stage": 2, "data": 2}, "kernel": {"all_reduce": "ring"},
+            "pipeline": {"axis": "stage", "schedule": "gpipe"}, "train": {"microbatches": 4},
+        },
+        "halves": {"stage": {"0..2": 0, "3..7": 1}, "match": ["blocks/**", "!blocks/norm/**"]},
+        "last": {"row": "data", "stage": 1, "match": ["head/**"]},
+        "rest": {"row": "data", "match": ["**"]},
+    }  # fmt: skip
+    configuration = load_configuration(said)
+    (tmp_path / "again.yaml").write_text(written(configuration))
+    again = load_configuration(str(tmp_path / "again.yaml"))
+    assert again.fingerprint == configuration.fingerprint and again.train == configuration.train
+    assert again.signals["halves"].is_stage_alone and configuration.signals["halves"].is_stage_alone
 
 
 def test_record_keeps_every_key_of_a_signal(tmp_path):
