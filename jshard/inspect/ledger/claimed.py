@@ -37,6 +37,7 @@ class Claimed:
     part: tuple[int, ...]  # the shape of one device's part at rest
     told_by: str  # the operation that told which axis a word means: dot_general (model.py:12)
     differs: str  # what of the words was not done
+    annotation: str = ""  # the mesh axes that the model itself names, which nobody heeds
 
     def cells(self) -> tuple[str, ...]:
         """The row of a table."""
@@ -45,22 +46,24 @@ class Claimed:
         part = f"{list(self.part)} each" if any(self.at_rest) else ""
         in_use = _in_brackets(self.in_use)
         lies = times, self.array, in_use, rest, part
-        return str(self.place or "-"), self.signal, self.says, *lies, self.told_by, self.differs
+        annotated = f"annotated {self.annotation} in the model" if self.annotation else ""
+        why = "; ".join(filter(None, (self.differs, annotated)))
+        return str(self.place or "-"), self.signal, self.says, *lies, self.told_by, why
 
 
 def _in_brackets(axes: tuple[str, ...]) -> str:
     return f"[{', '.join(names or '-' for names in axes)}]" if any(axes) else "whole"
 
 
-def claimed(arrays: Iterable[tuple[Sequence[str], Any]]) -> tuple[Claimed, ...]:
-    """List the claimed parameters among arrays, each behind the words that lead to it, that a program of `jshard.shard` was
-    traced for, in the order of the file."""
+def claimed(arrays: Iterable[tuple[Sequence[str], Any, str]]) -> tuple[Claimed, ...]:
+    """List the claimed parameters among arrays that a program of `jshard.shard` was traced for, in the order of the file. Each
+    array stands between the words that lead to it and its annotation in the model."""
     present, found = configuration(), placements()
     if present is None:
         return ()
     alike: dict[Claimed, list[str]] = {}
     seen: set[str] = set()
-    for words, leaf in arrays if found else ():
+    for words, leaf, annotation in arrays if found else ():
         ends = (slashed(words[start:]) for start in range(len(words)))
         path = next((end for end in ends if end in found), None)
         if path is None or path in seen or found[path].use.shape != tuple(leaf.shape):
@@ -68,6 +71,7 @@ def claimed(arrays: Iterable[tuple[Sequence[str], Any]]) -> tuple[Claimed, ...]:
         seen.add(path)  # an optimizer's state has arrays of the same paths
         signal = present.signals.get(found[path].use.claim.signal.name)  # its lines may have moved since the trace
         entry = _entry(found[path], signal or found[path].use.claim.signal, numberless(path), leaf)
+        entry = dataclasses.replace(entry, annotation=annotation)
         alike.setdefault(entry, []).append(path)
     rows = [
         dataclasses.replace(each, count=len(paths), parameter=each.parameter if len(paths) >= 2 else paths[0])

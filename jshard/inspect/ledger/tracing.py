@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -54,7 +55,7 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
         ledger,
         unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *built_under})),
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
-        claims=claimed((each.words, array) for each, array in parameters_first),
+        claims=claimed((each.words, array, each.annotation) for each, array in parameters_first),
         unsplit=unsplit(jaxpr, traced.arrays, names, modules),
         is_auto=bool(
             ledger.lines or traced.meshes or any(e.primitive.name == "sharding_constraint" for e in equations(jaxpr))
@@ -84,7 +85,10 @@ class Traced:
         others = [(path, leaf) for path, leaf in found if not is_node(leaf) and is_array(leaf)]
         self.arrays = [*node_arrays, *(leaf for _, leaf in others)]
         outer = [path for path, leaf in found if is_node(leaf)]
-        self.paths = [*_paths_in(outer, state), *(ArrayPath(path, (), False) for path, _ in others)]
+        boxed, _ = jax.tree_util.tree_flatten_with_path(self.given, is_leaf=lambda x: is_node(x) or is_boxed(x))
+        names = {path: str(box.names) for path, box in boxed if is_boxed(box)}
+        by_themselves = (ArrayPath(path, (), False, names.get(path[:-1], "")) for path, _ in others)
+        self.paths = [*_paths_in(outer, state), *by_themselves]
 
     @property
     def meshes(self) -> set[Any]:
@@ -162,6 +166,7 @@ class ArrayPath:
     outer: tuple[Any, ...]  # the path of the array, or of the module that holds it
     inner: tuple[Any, ...]  # the number of that module, and the keys in it; () for an array by itself
     is_parameter: bool
+    annotation: str = ""  # the mesh axes that the model itself names: ('data', None)
 
     @property
     def words(self) -> list[str]:
@@ -177,9 +182,11 @@ def _paths_in(outer: Sequence[Any], state: Any) -> Iterator[ArrayPath]:
     """For each array of the modules at the paths `outer`."""
     is_variable = lambda each: isinstance(each, nnx.Variable)
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
+        names = variable.get_metadata().get("out_sharding") if is_variable(variable) else None
+        annotation = str(tuple(names)) if names else ""
         for below, _ in jax.tree_util.tree_flatten_with_path(variable)[0]:
             keys = keys_of((*path, *below))
-            yield ArrayPath(outer[keys[0]], keys, isinstance(variable, nnx.Param))
+            yield ArrayPath(outer[keys[0]], keys, isinstance(variable, nnx.Param), annotation)
 
 
 def _lying_on(mesh: Mesh, array: Any) -> Any:
@@ -191,6 +198,11 @@ def _lying_on(mesh: Mesh, array: Any) -> Any:
 
 def is_node(leaf: Any) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+def is_boxed(leaf: Any) -> bool:
+    """Whether it is an array of Linen's that the model has annotated."""
+    return isinstance(leaf, nn.Partitioned)
 
 
 def is_array(leaf: Any) -> bool:

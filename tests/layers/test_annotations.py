@@ -1,0 +1,89 @@
+"""Models that name mesh axes in their code: built and run while a configuration is loaded, whose claims place them."""
+
+from __future__ import annotations
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jshard
+
+MESH = {"mesh": {"data": 2, "tensor": 4}}
+CLAIMS = {
+    "jshard": MESH,
+    "up": {"row": "data", "column": "tensor", "match": ["up/**"]},
+    "rest": {"row": "data", "match": ["**"]},
+}
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+
+
+def annotated(init, *names):
+    return nnx.with_partitioning(init, names)
+
+
+class Annotated(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(16, 32, use_bias=False, kernel_init=annotated(init, None, "model"), rngs=rngs)
+        self.down = nnx.Linear(32, 8, use_bias=False, kernel_init=annotated(init, "model", None), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class AnnotatedLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        init = linen.initializers.lecun_normal()
+        up = linen.Dense(32, use_bias=False, name="up", kernel_init=linen.with_partitioning(init, (None, "model")))
+        down = linen.Dense(
+            8, use_bias=False, name="down", kernel_init=linen.with_logical_partitioning(init, ("model", None))
+        )
+        return down(linen.relu(up(x)))
+
+
+@pytest.mark.parametrize("types", ["explicit", "auto"])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_annotations_of_a_model_are_told_and_claims_place_it(kind, types):
+    def alone(params, x):
+        return jnp.square(nnx.relu(x @ params["up"]["kernel"]) @ params["down"]["kernel"]).mean()
+
+    jshard.load({**CLAIMS, "jshard": {**MESH, "axis_types": types}})
+    if kind == "nnx":
+        model = Annotated(nnx.Rngs(0))
+        params = nnx.to_pure_dict(nnx.state(model))
+        f, differentiated = jshard.shard(lambda model, x: jnp.square(model(x)).mean()), nnx.value_and_grad
+        f.place(model, X)
+    else:
+        module = jshard.shard(AnnotatedLinen())
+        model = module.init(jax.random.key(0), X)["params"]
+        params = linen.unbox(model)
+        f, differentiated = (
+            jshard.shard(lambda params, x: jnp.square(module.apply({"params": params}, x)).mean()),
+            jax.value_and_grad,
+        )
+    value, gradients = (nnx.jit if kind == "nnx" else jax.jit)(differentiated(f))(model, X)
+    expected = jax.value_and_grad(alone)(jax.tree.map(np.asarray, params), X)
+    found = nnx.to_pure_dict(gradients) if kind == "nnx" else linen.unbox(gradients)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), (value, found), expected)
+    cases.assert_lies(found["up"]["kernel"], jax.P(None, "tensor"))
+    rows = {each.parameter: each.cells()[-1] for each in jshard.explain(f, model, X).claims}
+    assert rows == {
+        "up/kernel": "annotated (None, 'model') in the model", "down/kernel": "annotated ('model', None) in the model",
+    }  # fmt: skip
+
+
+def test_flax_heeds_annotations_again_where_nothing_is_loaded():
+    jshard.load({"jshard": MESH})
+    jshard.load(CLAIMS)
+    Annotated(nnx.Rngs(0))
+    jshard.unload()
+    jshard.unload()
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        assert Annotated(nnx.Rngs(0)).up.kernel[...].sharding.spec == jax.P(None, "model")
+    with pytest.raises(ValueError, match="mesh context"):
+        Annotated(nnx.Rngs(0))
