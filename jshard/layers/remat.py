@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard.jaxprs import CALLS, bare
@@ -35,13 +36,45 @@ def recomputed(f: F, remat: str | tuple[str, ...], *, regather: bool = False, in
     if not remat and not regather:
         return f
     # A loop can't be merged with its backward, so nothing has to keep XLA from that; one of a single turn is no loop.
-    return jax.checkpoint(f, policy=_policy(remat), prevent_cse=not in_scan)  # type: ignore[return-value]  # it keeps the signature
+    return _real_checkpoint(f, policy=_policy(remat), prevent_cse=not in_scan)  # type: ignore[return-value]  # it keeps the signature
+
+
+def _real_checkpoint(f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """Hand complex arrays to `jax.checkpoint` as two real ones each. JAX rounds what a checkpoint keeps to its dtype, and has
+    no such operation for complex numbers."""
+
+    def call(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        where = [jnp.iscomplexobj(x) for x in leaves]
+        pairs = [(jnp.real(x), jnp.imag(x)) if c else x for x, c in zip(leaves, where, strict=True)]
+
+        def joined(*pairs: Any) -> Any:
+            return f(*tree.unflatten([jax.lax.complex(*x) if c else x for x, c in zip(pairs, where, strict=True)]))
+
+        return jax.checkpoint(joined, **how)(*pairs)
+
+    return call
 
 
 def _policy(remat: str | tuple[str, ...]) -> Callable[..., bool] | None:
     if isinstance(remat, tuple):
-        return jax.checkpoint_policies.save_only_these_names(*remat)
-    return {"products": _is_product, "": _is_not_gathered}.get(remat)
+        return _of_real(jax.checkpoint_policies.save_only_these_names(*remat))
+    policy = {"products": _is_product, "": _is_not_gathered}.get(remat)
+    return None if policy is None else _of_real(policy)
+
+
+def _of_real(policy: Callable[..., bool]) -> Callable[..., bool]:
+    """Let a policy keep real numbers only: complex ones are computed anew from these."""
+
+    def keeps(primitive: Any, *operands: Any, **params: Any) -> bool:
+        dtypes = [each.dtype for each in operands if hasattr(each, "dtype")]
+        dtypes += [params[key] for key in ("new_dtype", "dtype") if params.get(key) is not None]
+        is_complex = primitive.name in ("complex", "fft") or any(
+            jnp.issubdtype(each, jnp.complexfloating) for each in dtypes
+        )
+        return not is_complex and policy(primitive, *operands, **params)
+
+    return keeps
 
 
 def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -41,6 +41,7 @@ CASES = {  # a program of w, u and x, of which w and u are stored, and its equat
         lambda w, u, x: jnp.cos(loop(jnp.cos(x @ w)) @ w) @ u, "dot_general cos scan dot_general [cos dot_general]21",
     ),
     "what three read": (lambda w, u, x: loop(loop(x @ w) @ w) @ w, "dot_general scan dot_general scan dot_general"),
+    "beside a constant": (lambda w, u, x: (x @ w, 3.0), "[dot_general]21"),
     "what is made of it, and handed back": (
         lambda w, u, x: (jnp.sin(x @ w), loop(x), x @ u), "[dot_general sin]21 scan [dot_general]21",
     ),

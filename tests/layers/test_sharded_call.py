@@ -528,3 +528,42 @@ def test_an_array_in_another_order_is_that_of_one_device(mesh, axis_types):
     found = step(jshard.shard(loss).place({"w": w}, x), x)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def filtered(params, x):
+    """As a Fourier layer does."""
+    return jnp.abs(jnp.fft.ifft(jnp.fft.fft(x @ params["w"]) * params["filter"])), 3.0
+
+
+def recurred(params, x):
+    """As a linear recurrent unit does, along rows, and in a loop."""
+    turn = jnp.exp(-jnp.exp(params["filter"]) + 1j * params["w"][0])
+    u = x @ (params["w"] + 1j * params["v"])
+    combined = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
+    _, states = jax.lax.associative_scan(combined, (jnp.broadcast_to(turn, u.shape), u), axis=1)
+    last, _ = jax.lax.scan(lambda h, u: (turn * h + u @ params["c"], None), jnp.zeros_like(u[0]), u)
+    return jnp.real(states @ params["c"]), jnp.imag(last)
+
+
+@pytest.mark.parametrize(
+    ("axis_types", "words"),  # XLA for CPUs compiles no FFT along columns that it splits itself
+    [("explicit", {}), ("explicit", {"column": "tensor"}), ("auto", {})],
+    ids=str,
+)
+@pytest.mark.parametrize("f", [filtered, recurred])
+def test_a_function_of_complex_numbers_is_that_of_one_device_where_parameters_are_stored(f, axis_types, words):
+    """Complex parameters too, and beside a constant."""
+    normal = lambda *shape: np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
+    params, x = {"w": normal(8, 8), "v": normal(8, 8).T, "filter": normal(8)}, normal(8, 4, 8)
+    params["c"] = (params["w"] + 2j * params["v"]).astype(np.complex64)
+
+    def loss(params, x):
+        return sum((jnp.asarray(y) ** 2).sum() for y in f(params, x)) / 100
+
+    jshard.load(
+        {"jshard": {**MESH, "axis_types": axis_types}, "a": {"row": "data", "store": "data", **words, "match": ["**"]}}
+    )
+    wanted = jax.jit(jax.value_and_grad(loss))(params, x)
+    found = jax.jit(jax.value_and_grad(jshard.shard(loss)))(jshard.shard(loss).place(params, x), x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)

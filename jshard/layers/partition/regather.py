@@ -42,7 +42,8 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
         shared.update(several)
     found = list(made)
     for number, group in enumerate(groups):
-        read = {*_reads([eqn for some in groups[number + 1 :] for eqn in some]), *jaxpr.outvars}
+        results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+        read = _reads([eqn for some in groups[number + 1 :] for eqn in some]) | results
         found += group if number % 2 else _wrapped(jaxpr, made, group, read, roots.keys())
     cut = jaxpr.replace(eqns=found)
     return cut if program is jaxpr else program.replace(jaxpr=cut)
