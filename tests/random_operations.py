@@ -250,7 +250,7 @@ def scattered(d: Writer) -> str:
     choices = [f'{x}.at[{colons}{i}].add({u}, mode="{mode}")', f'{x}.at[{colons}{i}].{d.one(("min", "max"))}({u if "params" not in u else "1.0"})']
     if fits:
         choices += [f"{x}.at[{colons}{unique}].set({u}, {words})", f"{x}.at[{colons}{unique}].multiply({u}, unique_indices=True)"]
-    choices += [f"{x}.at[{colons}{d.below(n)}].set({float(d.below(3))})", f"{x}.at[{colons}::2].add(1.0)", f"{x}.at[{colons}{i}].apply(lambda t: t + 1)"]
+    choices += [f"{x}.at[{colons}{d.below(n)}].set({float(d.below(3))})", f"{x}.at[{colons}::2].add(1.0)", f"lax.stop_gradient({x}).at[{colons}{i}].apply(lambda t: t + 1)"]
     choices += [f"{x}.at[{colons}{i}, {n // 3}:].add(1.0)" for n in shape[at + 1 : at + 2]]
     segments = d.indices((shape[0],), 4)
     choices += [f"jax.ops.segment_sum({x}, {segments}, 4)"]

@@ -322,8 +322,8 @@ class Writer:
         """A configuration: a signal for each layer, or for what no other claims."""
         rows = [] if self.chance(0.15) else self.some(list(mesh), 1)[: self.one((1, 1, 2))]
         rows = rows if self._fits(rows, mesh, [self.batch]) or self.chance(0.02) else []
-        # XLA's partitioner has no reduction by xor, and gradients of windows that are wrong (docs/measurements/fuzz.md)
-        is_auto = self.chance(0.2) and not any(word in self.text for word in ("reduce_xor", "reduce_window"))
+        # XLA's partitioner has no reduction by xor, and wrong gradients of windows and groups (docs/measurements/fuzz.md)
+        is_auto = self.chance(0.2) and not re.search(r"reduce_xor|reduce_window|group_count=[2-9]", self.text)
         how = {"mesh": dict(mesh), "axis_types": "auto" if is_auto else "explicit"}
         signals: dict[str, Any] = {}
         claimed: list[str] = []

@@ -34,6 +34,9 @@ FAULTS = {
     "10066: the gradient of a maximum was shared among devices, whatever each had of it": small(
         "jnp.ones(4) * x.max() - x.min()", (16, 4), {"data": 8}, placed={"x": (("data",), ())}
     ),
+    "20213: a factor of an axis stayed split below one that no longer was": small(
+        "x.reshape(6, 8, 2)", (12, 8), {"data": 4, "tensor": 2}, placed={"x": ((), ("data", "tensor"))}
+    ),
 }
 
 

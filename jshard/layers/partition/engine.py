@@ -368,14 +368,17 @@ class Partition:
         return math.prod(local_shape(part.shape, part.axes, self.sizes))
 
     def _contiguous(self, found: Factors, choice: Choice) -> Choice:
-        """Leave out what would not be one piece of an axis: a minor factor is split only below major ones split to the end."""
-        for of in (of for each in (*found.operands, *found.results) for of in each):
-            open_ = False
-            for factor in of:
-                if open_:
-                    choice.pop(factor, None)
-                ways = math.prod(self.sizes[name] for name in choice.get(factor, ()))
-                open_ |= ways != found.sizes[factor]
+        """Leave out what would not be one piece of an axis: a minor factor is split only below major ones split to the end. What
+        is left out for one array may be such a major factor of another."""
+        before = len(choice) + 1
+        while len(choice) < before:
+            before = len(choice)
+            for of in (of for each in (*found.operands, *found.results) for of in each):
+                open_ = False
+                for factor in of:
+                    if open_:
+                        choice.pop(factor, None)
+                    open_ |= self.ways(choice.get(factor, ())) != found.sizes[factor]
         return choice
 
     def _lazy(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part] | None:
