@@ -1,6 +1,7 @@
-"""Random programs without a fault verify bitwise: layers x strategies x meshes x dtypes x what surrounds them.
+"""Random programs without a fault verify: layers of jshard's by strategies, meshes, dtypes and what surrounds them; and those
+that `make fuzz-programs` draws.
 
-`make verify-random` runs 200; here are the first few. Each is drawn from a seed, so that a failure is found again."""
+`make verify-random` runs 200 of each; here are the first few. Each is drawn from a seed, so that a failure is found again."""
 
 from __future__ import annotations
 
@@ -9,17 +10,18 @@ import dataclasses
 import os
 from typing import Any
 
+import fuzz_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import HealthCheck, Phase, example, given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from random_programs import Writer, program
 
 import jshard
+from jshard.errors import JShardError
 from jshard.inspect.verify import verify
 from jshard.signals.active_config import unload
 
@@ -87,24 +89,27 @@ class Random:
     rows: str | None = None  # the mesh axis that splits the rows of x
 
 
-@st.composite
-def programs(draw: Any) -> Random:
-    mesh = draw(st.sampled_from(MESHES))
+def layers(seed: int) -> Random:
+    """Random layers of jshard's, under random strategies."""
+    draw = Writer(seed)
+    mesh = draw.one(MESHES)
     here = {letter for letter, name in LETTERS.items() if name in mesh}
     loops = [keys for keys in LOOPS if uses(keys) <= here]
-    keys = st.builds(lambda one, other: one | other, st.sampled_from(loops), st.sampled_from(MORE))
-    layer = st.tuples(st.sampled_from(["Linear", "Linear", "MLP", "matmul", "unsigned"]), keys)
-    around = draw(st.sampled_from(["loss", "loss", "jit", "remat", "train", "sgd"]))
+    layer = lambda: (
+        draw.one(["Linear", "Linear", "MLP", "matmul", "unsigned"]),
+        draw.one(loops) | draw.one(MORE),
+    )
+    around = draw.one(["loss", "loss", "jit", "remat", "train", "sgd"])
     return Random(
         mesh,
-        draw(st.sampled_from(["explicit", "explicit", "auto"])),
-        tuple(draw(st.lists(layer, min_size=1, max_size=2))),
-        draw(st.sampled_from(list(ACTIVATIONS))),
-        draw(st.booleans()),
-        draw(st.sampled_from([2, 3])),
-        draw(st.sampled_from([*LOSSES, *(RESULTS if around in ("loss", "jit", "remat") else ())])),
+        draw.one(["explicit", "explicit", "auto"]),
+        tuple(layer() for _ in range(draw.one([1, 2]))),
+        draw.one(list(ACTIVATIONS)),
+        draw.chance(0.5),
+        draw.one([2, 3]),
+        draw.one([*LOSSES, *(RESULTS if around in ("loss", "jit", "remat") else ())]),
         around,
-        draw(st.sampled_from([None, "data"])),
+        draw.one([None, "data"]),
     )
 
 
@@ -180,15 +185,24 @@ UNSIGNED = Random({"data": 8}, "explicit", (("unsigned", {"column": "d"}),), "no
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@settings(
-    max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck), print_blob=False,
-)  # fmt: skip
-@given(programs())
-@example(FLIPS)
-@example(UNSIGNED)
-def test_random_programs_without_a_fault_verify(said):
+@pytest.mark.parametrize("said", [FLIPS, UNSIGNED, *map(layers, range(EXAMPLES))], ids=str)
+def test_random_layers_without_a_fault_verify(said):
     verification = checked(said)
     assert verification.ok, str(verification)
     if not any("dtype" in keys for _, keys in said.layers):  # eight bits can't hold every sum of 64 rows
         assert {finding.verdict for finding in verification.findings} == {"bitwise"}, str(verification)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_random_programs_without_a_fault_verify(seed):
+    said = program(seed)
+    jshard.load(said.configuration)
+    try:
+        verification = verify(jshard.shard(said.function()), *said.data())
+        assert verification.ok, f"{verification}\n{said}"
+    except JShardError as refused:
+        assert fuzz_programs.outcome(said).kind == "refused", f"{refused}\n{said}"
+    finally:
+        unload()
