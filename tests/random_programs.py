@@ -301,7 +301,7 @@ class Writer:
         losses = tuple(name for name in ends if self.types[name].dtype == jnp.float32)
         mesh = self.one(MESHES)
         placed: dict[str, Axes] = {}
-        if self.chance(0.15) or not self.parameters:
+        if self.chance(0.3) or not self.parameters:
             placed = {name: self.lies(each.shape, mesh) for name, each in self.inputs.items() if each.shape}
             placed = {name: axes for name, axes in placed.items() if any(axes)}
         return Program(

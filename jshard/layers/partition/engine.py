@@ -368,8 +368,8 @@ class Partition:
         return math.prod(local_shape(part.shape, part.axes, self.sizes))
 
     def _contiguous(self, found: Factors, choice: Choice) -> Choice:
-        """Leave out what would not be one piece of an axis: a minor factor is split only below major ones split to the end. What
-        is left out for one array may be such a major factor of another."""
+        """Leave out what would not be one piece of an axis: a minor factor is split only below major ones split to the end. A
+        factor left out for one array may be a major one of another."""
         before = len(choice) + 1
         while len(choice) < before:
             before = len(choice)
