@@ -394,3 +394,22 @@ def test_each_way_to_train_equals_plain_flax_rests_split_and_compiles_once(name,
     lies = kernels(found[-1])
     assert lies and all(axes == SPLIT[which] for axes, which in lies.values()), lies
     assert not any(counts[1:]), counts
+
+
+def test_explain_of_a_step_tells_before_its_first_call_what_rests_where_after_it():
+    jshard.load(CONFIGURATION)
+    model, optimizer = objects()
+
+    @jshard.jit
+    def step(model, optimizer, x, y):
+        value, gradients = jshard.value_and_grad(loss_of)(model, x, y)
+        optimizer.update(model, gradients)
+        return value
+
+    before = jshard.explain(step, model, optimizer, *batch(0))
+    assert not model.up.kernel[...].committed  # nothing has moved
+    step(model, optimizer, *batch(0))
+    assert str(before) == str(jshard.explain(step, model, optimizer, *batch(0)))
+    parameters = nnx.state(model, nnx.Param)
+    assert before.held >= 4 * sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(parameters))
+    assert before.held < sum(x.nbytes for x in jax.tree.leaves(parameters))

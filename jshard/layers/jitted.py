@@ -73,7 +73,13 @@ def jit(
         found = compiled_for(arguments)
         return found.program.lower(*found.apart(found.placed(arguments.arrays)))
 
-    vars(call)["lower"] = lower
+    def at_rest(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with shapes for arrays, each sharded as a call leaves it."""
+        arguments = Arguments.of(f, args, kwargs, static)
+        found = compiled_for(arguments)
+        return found.structure.holding(found.placed(list(map(_shape, arguments.arrays))))[1:3]
+
+    vars(call)["lower"], vars(call)["at_rest"] = lower, at_rest
     return call
 
 

@@ -29,7 +29,7 @@ from jshard.layers.training_step import Untyped
 from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
 from jshard.layouts.paths import keys_of, words_of
-from jshard.signals.active_config import mesh, on_mesh
+from jshard.signals.active_config import configuration, mesh, on_mesh
 from jshard.signals.keys import unused
 
 
@@ -76,6 +76,9 @@ class Traced:
     are: what the function changes, it changes in copies."""
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        placed = getattr(f, "at_rest", None)  # of jshard.jit: a call moves its arguments first
+        if placed is not None and configuration() is not None:
+            args, kwargs = placed(*args, **kwargs)
         self.given = (f, args, kwargs)
         found, self.tree = jax.tree_util.tree_flatten_with_path(self.given, is_leaf=is_node)
         self.leaves = [leaf for _, leaf in found]
