@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
 from partitioned import built, counted
 
 import jshard
@@ -243,3 +244,18 @@ def test_a_kernel_of_the_models_own_is_left_to_xla_where_all_is(mesh):
     names = [eqn.primitive.name for eqn in jax.make_jaxpr(program)(*given).eqns]
     jshard.unload()  # other tests here ask for an explicit mesh, in whichever order they run
     assert names == ["pallas_call"]
+
+
+def test_of_branches_by_platform_one_is_compiled(mesh):
+    """The others may be in words of a chip that is not here."""
+    elsewhere = Primitive("elsewhere")
+    elsewhere.def_abstract_eval(lambda x: x)
+    program, given = built(
+        mesh(**SIZES),
+        lambda x: jnp.cos(lax.platform_dependent(x, cpu=jnp.sin, default=elsewhere.bind)),
+        [X],
+        [((), ())],
+    )
+    with jax.set_mesh(mesh(**SIZES)):
+        (found,) = jax.jit(program)(*given)
+    np.testing.assert_allclose(found, np.cos(np.sin(X)), rtol=1e-5)

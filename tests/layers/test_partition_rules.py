@@ -54,6 +54,10 @@ def added_to_part(x, u):
     return lax.scatter_add(x, jnp.arange(0, 8, 2)[:, None], u, lax.ScatterDimensionNumbers((1,), (0,), (0,)))
 
 
+def beyond_the_end(x, y, at):
+    return lax.dynamic_slice(x, (0, at[0]), (8, 2)) + y, lax.dynamic_update_slice(x, x[:3, :2] * 2, (at[1], at[0]))
+
+
 def pooled(x, start, reduce):
     return lax.reduce_window(x, start, reduce, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
@@ -121,6 +125,7 @@ CASES = {
     "diagonal": (jnp.diagonal, normal(8, 8)),
     "dropout": (lambda x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0), X),
     "dynamic slice": (lambda x, at: lax.dynamic_slice(x, (0, at[0]), (4, 2)), X, below(6, 1)),
+    "dynamic slice, beyond the end": (beyond_the_end, normal(8, 8), normal(8, 2), np.array([7, 4], np.int32)),
     "dynamic update": (lambda x, u, at: lax.dynamic_update_slice(x, u, (0, at[0], 0)), normal(4, 8, 4), normal(4, 1, 4), below(8, 1)),
     "embedding": (lambda table, at: table[at], normal(8, 4), below(8, 4, 8)),
     "embedding, beyond its end": (lambda table, at: jnp.take(table, at, axis=0, fill_value=3.0), normal(8, 4), below(12, 4, 8)),

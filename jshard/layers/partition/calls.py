@@ -339,7 +339,12 @@ def _cond(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
     branches, xs = eqn.params["branches"], [part.x for part in given]
     axes, _ = _traced(branch(branches[0], None), xs, made, len(eqn.outvars))
-    outs = lax.switch(run.place(index, ()).x, [branch(each, axes) for each in branches], *xs)
+    bodies, by_platform = [branch(each, axes) for each in branches], eqn.params.get("branches_platforms")
+    if by_platform is None:
+        outs = lax.switch(run.place(index, ()).x, bodies, *xs)
+    else:  # of the others no program may be made here
+        named = {name: body for names, body in zip(by_platform, bodies, strict=True) for name in names or ["default"]}
+        outs = lax.platform_dependent(*xs, **named)
     return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, axes, outs, strict=True)]
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.extend.core import Literal
 
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.local_sizes import local_shape
@@ -67,6 +69,20 @@ def _ordered(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     return [Part(part.shape, part.axes, done[id(part)]) for part in parts]
 
 
+def _inside(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    """Clamp the places of a dynamic slice first, as it does itself. Of a device's slice of the result, or of its gradient, XLA
+    adds both places before it clamps them."""
+    count = len(parts) - len(parts[0].shape)
+    sizes = eqn.params["slice_sizes"] if count == 1 else parts[1].shape
+    for at, (n, size) in enumerate(zip(parts[0].shape, sizes, strict=True), count):
+        atom, part = eqn.invars[at], run.force(parts[at])
+        if not isinstance(atom, Literal) or not 0 <= atom.val <= n - size:
+            zero, last = (np.asarray(min(end, np.iinfo(part.x.dtype).max), part.x.dtype) for end in (0, n - size))
+            parts = [*parts[:at], Part((), (), lax.clamp(zero, part.x, last)), *parts[at + 1 :]]
+    return run.by_table(eqn, parts)
+
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _inside),
     "broadcast_in_dim": _broadcast, "iota": _iota, "optimization_barrier": _ordered, "random_bits": _drawn,
 }  # fmt: skip
