@@ -2,10 +2,8 @@
 how much of what stages send each other no work hides, by a walk through the compiled schedule, which takes all ticks to be like
 their mean; beside it the share that the table has nothing to run beside.
 
-    python -m benchmarks.pipeline [--topology v5e:2x2] [--schedules gpipe,1f1b,shared] [--microbatches 8,16,32] [--layers 8]
+    python -m benchmarks.pipeline [--topology v5e:2x2] [--schedules gpipe,1f1b] [--microbatches 8,16,32] [--layers 8]
         [--counts 3,2,2,1] [--rows 1024] [--width 1024] [--remat chunk] [--quick]
-
-`shared` is zero_bubble with weight gradients that stages of unequal `counts` make for each other.
 
 Layers x + gelu(x up) down in float32, `rows` of x a microbatch, a stage for each chip. It asks for `pip install "jshard[tpu]"`.
 """
@@ -13,8 +11,6 @@ Layers x + gelu(x up) down in float32, `rows` of x a microbatch, a stage for eac
 from __future__ import annotations
 
 import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +22,7 @@ from jshard.inspect.plan import Topology, plan
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.layers.abstract import abstract
 from jshard.layers.accumulation import accumulated
-from jshard.schedules import KINDS, Table, generate, shared
+from jshard.schedules import KINDS, Table, generate
 from jshard.schedules.cost import percent, sends_alone
 from jshard.signals.active_config import configuration
 
@@ -52,12 +48,6 @@ def loss(model: Model, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((model(x) - y) ** 2)
 
 
-def table_of(schedule: str, stages: int, microbatches: int, counts: list[int] | None) -> Table:
-    if schedule == "shared":
-        return shared(generate("zero_bubble", stages, microbatches), counts or [1] * stages)
-    return generate(schedule, stages, microbatches)
-
-
 def planned(
     table: Table, microbatches: int, topology: Topology, counts: list[int] | None, layers: int, rows: int, width: int,
     remat: str | bool,
@@ -65,14 +55,10 @@ def planned(
     each = counts or []
     firsts = [sum(each[:stage]) for stage in range(len(each))]
     ranges = {f"{first}..{first + count - 1}": n for n, (first, count) in enumerate(zip(firsts, each, strict=True))}
-    schedule = table.name
-    if schedule not in KINDS:
-        schedule = f"{tempfile.gettempdir()}/jshard-shared.txt"
-        Path(schedule).write_text(table.text())
     jshard.load({
         "jshard": {
             "mesh": {"stage": topology.devices},
-            "train": {"microbatches": microbatches}, "pipeline": {"axis": "stage", "schedule": schedule},
+            "train": {"microbatches": microbatches}, "pipeline": {"axis": "stage", "schedule": table.name},
         },
         "blocks": {"stage": ranges or "equal", "match": ["**"], "remat": remat},
     })  # fmt: skip
@@ -114,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     counts = [int(word) for word in asked.microbatches.split(",")]
     print("".join(f"{count:>14,}" for count in counts) + "  microbatches")
     for schedule in asked.schedules.split(","):
-        tables = [table_of(schedule, topology.devices, count, by_stage) for count in counts]
+        tables = [generate(schedule, topology.devices, count) for count in counts]
         made = [
             planned(table, count, topology, by_stage, layers, rows, width, asked.remat)
             for table, count in zip(tables, counts, strict=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from jshard.cli.bench import parsed
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError, did_you_mean, quoted
-from jshard.schedules import KINDS, Cost, Table, Times, generate, load, read, shared
+from jshard.schedules import KINDS, Cost, Table, Times, generate, load, read
 from jshard.table import table
 
 SUFFIXES = (".html", ".svg", ".txt")
@@ -35,9 +35,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layers", metavar="2,1,1,1", help="of each stage, where they are unequal: the times are those of one"
-    )
-    parser.add_argument(
-        "--share", action="store_true", help="have stages make each other's weight gradients, where that is shorter"
     )
     parser.add_argument(
         "--size", metavar="16MiB", help="bytes of a microbatch between stages: what is kept and sent in bytes"
@@ -117,11 +114,7 @@ def _with_layers(table: Table, times: Times, chosen: argparse.Namespace) -> Tabl
             f"--layers {chosen.layers} are of {len(times.layers)} stages, and {table.name} has {table.stages}",
             hint=f"write one number for each, as --layers 2{',1' * (table.stages - 1)}",
         )
-    if not chosen.share:
-        return table
-    if not times.layers:
-        raise JShardError("--share needs the layers of each stage", hint=f"add --layers 2{',1' * (table.stages - 1)}")
-    return shared(table, times.layers) if table.splits_weights else table
+    return table
 
 
 def _times(text: str | None, layers: str | None) -> Times:

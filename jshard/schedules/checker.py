@@ -11,7 +11,7 @@ from jshard.errors import JShardError, quoted, refused
 from jshard.schedules.cost import inputs_kept
 from jshard.schedules.table import SLOTS, Key, Op, Table, counted, key_of, needs
 
-OP = re.compile(r"([FBW])([0-9]{1,6})(?:\.([0-9]{1,3}))?(?:@([0-9]{1,3}))?")
+OP = re.compile(r"([FBW])([0-9]{1,6})(?:\.([0-9]{1,3}))?")
 TICK = re.compile(rf"\.|(?:{OP.pattern})+")
 
 
@@ -50,14 +50,12 @@ def read(text: str, source: str, *, most_inputs: int | None = None) -> Table:
     ends = [_after(row[-1], source) for row in rows]
     ticks = [(stage, tick, found) for stage, row in enumerate(rows) for tick, found in enumerate(row)]
     words = [word for stage, tick, found in ticks for word in _ops(found, stage, tick, source)]
-    for word in words:
-        _check_whose(word, len(rows))
     _nothing_twice(words, len(rows))
     by_key = {key_of(word.op, word.stage, len(rows)): word for word in words}
     _nothing_missing(by_key, ends)
     _in_order(by_key, len(rows))
     when = {key: word.tick for key, word in by_key.items()}
-    table = Table.of(source, len(rows), when, {k: word.stage for k, word in by_key.items() if word.op.of is not None})
+    table = Table.of(source, len(rows), when)
     if most_inputs is not None:
         for stage, kept in enumerate(inputs_kept(table)):
             for tick, count in enumerate(kept):
@@ -80,8 +78,7 @@ def _row(line: str, number: int, source: str) -> list[Found]:
         if not TICK.fullmatch(found[0]):
             raise JShardError(
                 f"{quoted(found[0])} ({source}:{number}:{found.start() + 1}) is no tick",
-                hint="write F3, B3 or W3 for microbatch 3, F3.1 for its chunk 1, W3@0 for stage 0's, F4B3 for both, or . to "
-                "wait",
+                hint="write F3, B3 or W3 for microbatch 3, F3.1 for its chunk 1, F4B3 for both, or . to wait",
             )
     return row
 
@@ -96,9 +93,7 @@ def _ops(found: Found, stage: int, tick: int, source: str) -> Iterator[Word]:
     slots = ""
     for each in OP.finditer(word[0]):
         place = f"{source}:{number}:{word.start() + each.start() + 1}"
-        at = Word(
-            Op(each[1], int(each[2]), int(each[3] or 0), int(each[4]) if each[4] else None), stage, tick, place, each[0]
-        )
+        at = Word(Op(each[1], int(each[2]), int(each[3] or 0)), stage, tick, place, each[0])
         if each[1] in slots:
             fault = f"{at.subject} is the second {each[1]} in tick {tick} of stage {stage}"
             raise JShardError(fault, hint="put it in another tick")
@@ -109,29 +104,13 @@ def _ops(found: Found, stage: int, tick: int, source: str) -> Iterator[Word]:
         yield at
 
 
-def _check_whose(word: Word, stages: int) -> None:
-    """Check that what says whose it is are weight gradients of another stage."""
-    if word.op.of is None:
-        return
-    own = word.op._replace(of=None)
-    if word.op.slot != "W":
-        fault = f"{word.subject} says of which stage it is, and weight gradients alone are made elsewhere"
-        raise JShardError(fault, hint=f"write {own} in the row of stage {word.op.of}")
-    if word.op.of == word.stage:
-        raise JShardError(f"{word.subject} stands in the row of stage {word.stage}", hint=f"write {own}")
-    if word.op.of >= stages:
-        fault = f"{word.subject} is of stage {word.op.of}, and the table has {counted(stages, 'stage')}"
-        raise JShardError(fault, hint=f"name one of 0 to {stages - 1}")
-
-
 def _nothing_twice(words: list[Word], stages: int) -> None:
     first: dict[Key, Word] = {}
     for word in words:
         before = first.setdefault(key_of(word.op, word.stage, stages), word)
         if before is not word:
-            after = f"after tick {before.tick}" + (f" of stage {before.stage}" if before.stage != word.stage else "")
             raise JShardError(
-                f"{word.subject} runs a second time on stage {word.stage}, {after}",
+                f"{word.subject} runs a second time on stage {word.stage}, after tick {before.tick}",
                 hint="remove one of them",
             )
 
@@ -160,7 +139,6 @@ def _in_order(by_key: dict[Key, Word], stages: int) -> None:
     for key, word in sorted(by_key.items(), key=lambda each: (each[1].tick, SLOTS.index(each[0].slot), each[1].stage)):
         for needed, lag in needs(key, virtual_stages):
             other = by_key[needed]
-            lag = max(lag, word.stage != other.stage)  # what a W elsewhere needs has to get there
             if word.tick < other.tick + lag:
                 whose = f"of stage {other.stage}" if other.stage != word.stage else "of its own stage"
                 raise JShardError(

@@ -21,7 +21,7 @@ class Times:
     layers: tuple[float, ...] = ()  # of each stage, where they are unequal: the times are those of one
 
     def of(self, slot: str, table: Table, stage: int) -> float:
-        """How long an operation of this slot takes that is of `stage`, wherever it runs."""
+        """Return how long an operation of this slot takes on `stage`."""
         one = self.B + self.W if slot == "B" and not table.splits_weights else getattr(self, slot)
         return one * (self.layers[stage] if self.layers else 1)
 
@@ -59,7 +59,7 @@ def lock_step(table: Table, times: Times) -> Run:
     for tick in range(table.ticks):
         for slot in SLOTS:
             ops = [(stage, op) for stage, row in enumerate(table.rows) for op in row[tick] if op.slot == slot]
-            takes = [times.of(slot, table, stage if op.of is None else op.of) for stage, op in ops]
+            takes = [times.of(slot, table, stage) for stage, _ in ops]
             bars += [Bar(stage, op, now, now + each) for (stage, op), each in zip(ops, takes, strict=True)]
             now += max(takes, default=0)
     return Run(table.stages, tuple(bars))
@@ -73,7 +73,7 @@ def own_pace(table: Table, times: Times) -> Run:
     for key, _ in sorted(table.when.items(), key=lambda each: (each[1], SLOTS.index(each[0].slot))):
         stage, op = table.op(key)
         start = max([free[stage], *(ends[needed] for needed, _ in needs(key, table.virtual_stages))])
-        ends[key] = free[stage] = start + times.of(key.slot, table, key.virtual % table.stages)
+        ends[key] = free[stage] = start + times.of(key.slot, table, stage)
         bars.append(Bar(stage, op, start, free[stage]))
     return Run(table.stages, tuple(bars))
 
@@ -122,11 +122,6 @@ def _sending(table: Table) -> list[Key]:
     """The operations that make something for another stage."""
     ends = {"F": table.virtual_stages - 1, "B": 0}
     return [key for key in table.when if table.stages > 1 and key.virtual != ends.get(key.slot, key.virtual)]
-
-
-def handed_over(table: Table) -> list[int]:
-    """Count by stage the weight gradients of its layers that another stage makes: for each it sends what it has kept."""
-    return [sum(key.virtual % table.stages == stage for key in table.elsewhere) for stage in range(table.stages)]
 
 
 def sends_in_idle_ticks(table: Table) -> list[int]:
@@ -180,8 +175,6 @@ class Cost:
             ("sends, by stage", _spaced(sent_by)),
             ("sends with no work beside them", percent(sends_alone(self.table))),
         ]
-        if self.table.elsewhere:
-            found.append(("weight gradients made elsewhere, by stage", _spaced(handed_over(self.table))))
         if self.bytes_each is not None:
             kept = [self.bytes_each * (both[0] + both[1]) for both in zip(inputs, gradients, strict=True)]
             sent, idle = (

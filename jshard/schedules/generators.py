@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from jshard.schedules.cost import Times, lock_step
 from jshard.schedules.table import Key, Table
 
 KINDS = {  # what they do, and how many chunks of layers a stage has unless said
@@ -36,32 +33,3 @@ def generate(kind: str, stages: int, microbatches: int, chunks: int | None = Non
             if kind == "zero_bubble":  # all stages at once, as a slot costs all what it costs one
                 when[Key("W", microbatch, virtual)] = back + stages - 1
     return Table.of(kind, stages, when)
-
-
-def shared(table: Table, layers: Sequence[float]) -> Table:
-    """Have stages make each other's weight gradients, where they have unequal `layers`: all stages wait for the longest W of a
-    tick, so that a tick has W's of one length, as soon as there is one for each stage. Where that is no shorter, as it is."""
-    when = {key: tick for key, tick in table.when.items() if key.slot != "W"}
-    ready = {key._replace(slot="W"): tick for key, tick in when.items() if key.slot == "B"}
-    elsewhere, tick = {}, 0
-    while ready:
-        by_length: dict[float, list[Key]] = {}
-        for key in sorted(
-            (key for key, made in ready.items() if made < tick), key=lambda key: (key.microbatch, key.virtual)
-        ):
-            by_length.setdefault(layers[key.virtual % table.stages], []).append(key)
-        all_made = tick > max(ready.values())
-        full = [keys for keys in by_length.values() if len(keys) >= table.stages or all_made]
-        if full:
-            chosen = max(full, key=len)[: table.stages]
-            own = {key.virtual % table.stages: key for key in reversed(chosen)}
-            seats = {own[stage]: stage for stage in own}
-            free = [stage for stage in range(table.stages) if stage not in own]
-            for key in chosen:
-                when[key] = tick
-                if key not in seats:
-                    elsewhere[key] = free.pop(0)
-                del ready[key]
-        tick += 1
-    made, times = Table.of(f"{table.name}, shared", table.stages, when, elsewhere), Times(layers=tuple(layers))
-    return made if lock_step(made, times).length < lock_step(table, times).length else table

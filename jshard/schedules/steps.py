@@ -20,10 +20,6 @@ class Steps:
     B and W have `_gradient`, the place of the gradient of their output, NONE where B makes it of the loss: it is put at
     `B_loss` before slot W, which needs it. What F keeps for both lies at `_kept`, what B leaves for W at `_left`, and what the
     last F of a microbatch makes at `_output`, until the loss is computed of it.
-
-    A W that another stage makes is in that one's `W_microbatch` and `W_chunk`, and `W_hops` says how many stages further it is
-    than the stage of its weights. That sends in the same tick what lies at `W_kept1`, `W_left1` and `W_gradient1`, of 1 hop;
-    `W_sends1` is 1 on all stages in the ticks in which one does.
     """
 
     columns: Mapping[str, list[list[int]]]
@@ -32,7 +28,6 @@ class Steps:
     kept: int
     left: int
     outputs: int
-    hops: tuple[int, ...] = ()  # of weight gradients that are made elsewhere
 
 
 def steps(table: Table, *, recomputes: bool = False) -> Steps:
@@ -64,10 +59,6 @@ def steps(table: Table, *, recomputes: bool = False) -> Steps:
         "W": ("gradient", "left"),
     }
     names = [f"{slot}_{what}" for slot in "FBW" for what in (*every, *also[slot])]
-    hops = {key: (stage - key.virtual) % table.stages for key, stage in table.elsewhere.items()}
-    for number in {*hops.values()}:
-        names += [f"W_{what}{number}" for what in ("sends", "kept", "left", "gradient")]
-    names += ["W_hops"] * bool(hops)
     columns = {name: [[NONE] * table.stages for _ in range(table.ticks)] for name in names}
     for key, tick in table.when.items():
         chunk, stage = divmod(key.virtual, table.stages)
@@ -84,14 +75,8 @@ def steps(table: Table, *, recomputes: bool = False) -> Steps:
             found["output"] = at_output.get(forward, NONE)
         if key.slot == "B" and key.virtual == last:
             found |= {"gradient": NONE, "loss": at_gradient.get(back, NONE)}
-        if key in hops:
-            sent = {what: found.pop(what) for what in ("kept", "left", "gradient")}
-            found = {"microbatch": key.microbatch, "chunk": chunk, "hops": hops[key]}
-            for what, number in sent.items():
-                columns[f"W_{what}{hops[key]}"][tick][stage] = number
-            columns[f"W_sends{hops[key]}"][tick] = [1] * table.stages
         for what, number in found.items():
-            columns[f"{key.slot}_{what}"][tick][table.elsewhere.get(key, stage)] = number
+            columns[f"{key.slot}_{what}"][tick][stage] = number
         # what goes out of this stage arrives at another: of F beside slot B, of B beside the next slot F
         if key.slot == "F" and key.virtual < last:
             columns["F_arrives"][tick][(stage + 1) % table.stages] = at_input[key._replace(virtual=key.virtual + 1)]
@@ -99,7 +84,7 @@ def steps(table: Table, *, recomputes: bool = False) -> Steps:
             columns["B_arrives"][tick + 1][(stage - 1) % table.stages] = at_gradient[
                 key._replace(virtual=key.virtual - 1)
             ]
-    return Steps(columns, *(count for _, count in places), hops=tuple(sorted({*hops.values()})))
+    return Steps(columns, *(count for _, count in places))
 
 
 def _places(kept: Mapping[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, int], int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from jshard.table import table as aligned
@@ -13,21 +12,17 @@ from jshard.table import table as aligned
 SLOTS = "FBW"  # in the order in which a tick runs them
 WAITS = "."
 READING = "A row a stage, a word a tick: F3B0 is microbatch 3 forward, then 0 backward; F3.1 is for chunk 1; . waits."
-SHARED = " W3@0 are weight gradients of stage 0, made here."
 
 
 class Op(NamedTuple):
-    """Forward (F), backward (B) or weight gradients (W) of one microbatch through one chunk of a stage's layers: of the stage
-    that runs it, or, of W, of another one's."""
+    """Forward (F), backward (B) or weight gradients (W) of one microbatch through one chunk of a stage's layers."""
 
     slot: str
     microbatch: int
     chunk: int = 0
-    of: int | None = None
 
     def __str__(self) -> str:
-        chunk, of = (f".{self.chunk}" if self.chunk else ""), ("" if self.of is None else f"@{self.of}")
-        return f"{self.slot}{self.microbatch}{chunk}{of}"
+        return f"{self.slot}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
 class Key(NamedTuple):
@@ -50,15 +45,12 @@ class Table:
     rows: tuple[tuple[tuple[Op, ...], ...], ...]
 
     @classmethod
-    def of(
-        cls, name: str, stages: int, when: Mapping[Key, int], elsewhere: Mapping[Key, int] = MappingProxyType({})
-    ) -> Table:
-        """Make the rows of operations by their ticks; `elsewhere` says where a W runs that another stage than its own makes."""
+    def of(cls, name: str, stages: int, when: Mapping[Key, int]) -> Table:
+        """Make the rows of operations by their ticks."""
         rows = [[[] for _ in range(1 + max(when.values()))] for _ in range(stages)]
         for key, tick in sorted(when.items(), key=lambda each: SLOTS.index(each[0].slot)):
             chunk, stage = divmod(key.virtual, stages)
-            of = stage if key in elsewhere else None
-            rows[elsewhere.get(key, stage)][tick].append(Op(key.slot, key.microbatch, chunk, of))
+            rows[stage][tick].append(Op(key.slot, key.microbatch, chunk))
         return cls(name, tuple(tuple(map(tuple, row)) for row in rows))
 
     @property
@@ -85,24 +77,17 @@ class Table:
     @functools.cached_property
     def when(self) -> dict[Key, int]:
         """The tick of each operation."""
-        return {key_of(op, stage, self.stages): tick for stage, tick, op in self._ops()}
-
-    @functools.cached_property
-    def elsewhere(self) -> dict[Key, int]:
-        """The weight gradients that are made on another stage than that of the weights, and on which."""
-        return {key_of(op, stage, self.stages): stage for stage, _, op in self._ops() if op.of is not None}
-
-    def _ops(self) -> Iterator[tuple[int, int, Op]]:
-        for stage, row in enumerate(self.rows):
-            for tick, ops in enumerate(row):
-                yield from ((stage, tick, op) for op in ops)
+        return {
+            key_of(op, stage, self.stages): tick
+            for stage, row in enumerate(self.rows)
+            for tick, ops in enumerate(row)
+            for op in ops
+        }
 
     def op(self, key: Key) -> tuple[int, Op]:
         """The stage that runs an operation, and its word."""
         chunk, stage = divmod(key.virtual, self.stages)
-        return self.elsewhere.get(key, stage), Op(
-            key.slot, key.microbatch, chunk, stage if key in self.elsewhere else None
-        )
+        return stage, Op(key.slot, key.microbatch, chunk)
 
     def where(self, key: Key) -> str:
         """Name an operation by its place, as in stage 1, tick 2, microbatch 0 (W0 of zero_bubble)."""
@@ -115,7 +100,7 @@ class Table:
 
     def text(self) -> str:
         """Write the table as a file to read and to edit, which `read` takes."""
-        return "\n".join([f"# {self}. {READING}{SHARED if self.elsewhere else ''}", *aligned(self.words()), ""])
+        return "\n".join([f"# {self}. {READING}", *aligned(self.words()), ""])
 
     def __str__(self) -> str:
         chunks = self.virtual_stages // self.stages
@@ -125,15 +110,12 @@ class Table:
             counted(self.microbatches, "microbatch"),
             counted(self.ticks, "tick"),
         )
-        if self.elsewhere:
-            of = sum(key.slot == "W" for key in self.when)
-            sizes += (f"{len(self.elsewhere)} of {of} weight gradients made on another stage",)
         return f"{self.name}: {', '.join(sizes)}"
 
 
 def key_of(op: Op, stage: int, stages: int) -> Key:
     """The operation that a stage runs, by the virtual stage that it is of."""
-    return Key(op.slot, op.microbatch, op.chunk * stages + (stage if op.of is None else op.of))
+    return Key(op.slot, op.microbatch, op.chunk * stages + stage)
 
 
 def counted(count: int, noun: str) -> str:

@@ -28,7 +28,7 @@ from jshard.layers.accumulation import accumulated
 from jshard.layers.partition import ticks, watched
 from jshard.layers.sharding import objective_of
 from jshard.provenance import said
-from jshard.schedules import KINDS, generate, read, shared
+from jshard.schedules import KINDS, generate
 from jshard.schedules.steps import steps
 from jshard.signals.active_config import unload
 from jshard.units import size
@@ -914,83 +914,3 @@ def test_nothing_of_an_operation_begins_before_it_is_told(number, monkeypatch):
 
     first, other = (jax.tree.leaves(value(change)[1]) for change in (0, 1))
     assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(first, other, strict=True))
-
-
-def of_shared(tmp_path, microbatches=MICROBATCHES, **words):
-    """Five layers on four stages, the weight gradients of which all make for each other."""
-    layers = (2, 1, 1, 1)
-    table = shared(generate("zero_bubble", 4, microbatches), layers)
-    path = tmp_path / "shared.txt"
-    path.write_text(table.text())
-    said = configured(4, schedule=str(path), microbatches=microbatches, layers=in_ranges(*layers, stages=4), **words)
-    return table, said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [{"tensor": 2}, {"data": 2, "store": "data"}], ids=str)
-def test_weight_gradients_that_another_stage_makes_are_those_of_one_device(words, tmp_path):
-    expected, of_one, _ = of_one_device(depth=5)
-    table, said = of_shared(tmp_path, **words)
-    jshard.load(said)
-    model = jshard.shard(built(depth=5), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
-    at_rest = jax.tree.map(operator.attrgetter("sharding"), nnx.state(model, nnx.Param))
-    value, gradients = nnx.jit(accumulated(loss))(model, X, Y)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    close(gradients, of_one)
-    jax.tree.map(lambda x, where: x.sharding.is_equivalent_to(where, x.ndim) or pytest.fail(), gradients, at_rest)
-    told = jshard.explain(accumulated(loss), model, X, Y)
-    assert f"{len(table.elsewhere)} of 16 weight gradients made on another stage" in str(told)
-    sent = [line for line in told if line.collective == "permute" and line.phase == "backward"]
-    hops = {(there - key.virtual) % 4 for key, there in table.elsewhere.items()}
-    arrays = (
-        7  # of a layer: its input, what the norm divides by and gives, hidden ones, and the gradients of three of these
-    )
-    assert sum(line.count for line in sent if line.each) == 3 * MICROBATCHES + len(table.elsewhere) * arrays
-    assert sum(line.count for line in sent if not line.each) == len(hops) * len(jax.tree.leaves(gradients.blocks))
-
-
-@pytest.mark.slow
-def test_weight_gradients_that_another_stage_makes_are_verified_bitwise_and_named_where_one_is_lost(
-    tmp_path, monkeypatch
-):
-    _, said = of_shared(tmp_path, tensor=2)
-    jshard.load(said)
-    model = jshard.shard(built(depth=5, block=Plain))
-
-    def planted(table, **how):
-        made = steps(table, **how)
-        if table.elsewhere and jshard.mesh().shape["tensor"] == 1:
-            tick, stage = next((n, row.index(max(row))) for n, row in enumerate(made.columns["W_hops"]) if max(row) > 0)
-            made.columns["W_hops"][tick][stage] = made.columns["W_microbatch"][tick][stage] = -1
-        return made
-
-    monkeypatch.setattr(ticks, "steps", planted)
-    found = jshard.verify(accumulated(loss), model, X[:, :2], Y[:, :2], meshes=[{"tensor": 1}])
-    verdicts = {each.verdict for each in found.findings if each.mesh["tensor"] == 2}
-    assert verdicts == {"bitwise"}, str(found)
-    (begin,) = found.beginnings
-    assert re.fullmatch(r"stage \d, tick \d+, microbatch \d \(W\d@\d of .*shared.txt\)", begin.slot)
-    assert begin.looks == "what it adds to the gradients of its layers: nothing"
-
-
-@pytest.mark.slow
-def test_weight_gradients_elsewhere_of_layers_that_are_computed_again_are_refused(tmp_path):
-    _, said = of_shared(tmp_path, remat="full")
-    jshard.load(said)
-    with pytest.raises(JShardError) as error:
-        nnx.jit(accumulated(loss))(jshard.shard(built(depth=5)), X, Y)
-    assert str(error.value) == (
-        f"the table {tmp_path}/shared.txt has weight gradients made on another stage than theirs, and these layers are computed "
-        "again for theirs, by parameters that are not there; leave remat away, or write each W in the row of its stage"
-    )
-
-
-@pytest.mark.slow
-def test_who_watches_hears_weight_gradients_under_the_stage_that_makes_them(tmp_path, monkeypatch):
-    table, said = of_shared(tmp_path)
-    jshard.load(said)
-    heard = []
-    monkeypatch.setattr(events, "operation", lambda where, ended: heard.append((where, ended)))
-    jax.block_until_ready(nnx.jit(accumulated(loss))(built(depth=5), X, Y))
-    told = read(table.text(), f"{tmp_path}/shared.txt")
-    assert collections.Counter(heard) == {(told.where(key), ended): 1 for key in told.when for ended in (False, True)}

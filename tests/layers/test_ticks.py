@@ -11,25 +11,22 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jshard.errors import JShardError
 from jshard.jaxprs import equations
 from jshard.layers.partition.ticks import Model, Slot, run_table, slot_p
 from jshard.provenance import said
-from jshard.schedules import generate, read, shared
+from jshard.schedules import generate, read
 
 WIDTH, ROWS, MICROBATCHES = 3, 2, 4
 BACK = "F0 F1 F2 F3 B0 . B3 B2 B1\n. F0B0 F1 F2 F3 B3 B2 B1 ."  # the last microbatch comes back before others
 # between two outputs and their backwards the last stage runs a chunk that is not the last
 LATE = "F0 F1 F0.1 F1.1 F2 F3 F2.1 F3.1 B0.1 B1.1 . . B2.1 B3.1 B0 B1 B2 B3\n. F0 F1 F0.1 F1.1 F2 F3 B0.1 B1.1 F2.1 F3.1 B2.1 B3.1 B0 B1 B2 B3"
-SHARED = shared(generate("zero_bubble", 3, MICROBATCHES), (3, 1, 1))  # four W's on the stage one or two hops further
 TABLES = {
     "mine": read(BACK, "mine.txt"),
     "late": read(LATE, "late.txt"),
     "gpipe": generate("gpipe", 2, MICROBATCHES),
     "interleaved": generate("interleaved", 2, MICROBATCHES),
     "zero_bubble": generate("zero_bubble", 3, MICROBATCHES),
-    "shared": SHARED,
-    "shared, 2 chunks": shared(generate("zero_bubble", 2, MICROBATCHES, 2), (3, 1)),
+    "zero_bubble, 2 chunks": generate("zero_bubble", 2, MICROBATCHES, 2),
 }
 
 
@@ -91,7 +88,7 @@ def run(table, parts, **by):
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("table, how", [
     ("gpipe", {}), ("gpipe", {"recomputes": True, "shares": True}), ("interleaved", {"shares": True}),
-    ("zero_bubble", {}), ("zero_bubble", {"loops": True}), ("late", {}), ("mine", {"recomputes": True}), ("shared", {"shares": True}), ("shared, 2 chunks", {}),
+    ("zero_bubble", {}), ("zero_bubble", {"loops": True}), ("late", {}), ("mine", {"recomputes": True}), ("zero_bubble", {"shares": True}), ("zero_bubble, 2 chunks", {}),
 ], ids=str)  # fmt: skip
 def test_a_table_computes_what_one_device_does(table, how):
     table, parts = TABLES[table], model(**how)
@@ -108,14 +105,11 @@ def equations_of(table, parts):
 
 
 # in their order: a branch by how often each stage goes into it, and in how many ticks; a permute by how often, and by a stage
-TOLD = {  # B, F, the first of a microbatch, F's; B, its loss, the gradient of the first; W; and of each hop
+TOLD = {  # B, F, the first of a microbatch, F's; B, its loss, the gradient of the first; W
     ("gpipe", False): "backward 4 by 4, 4 of 5, 4 0 of 4, 4 by 4, backward 4 of 5, 0 4 of 4, 4 0 of 4",
     ("interleaved", False): "backward 12 by 8, 8 of 9, 4 0 of 4, 12 by 8, backward 8 of 9, 0 4 of 4, 4 0 of 4",
     ("zero_bubble", True): "backward 8 by 4, 4 of 6, 4 0 0 of 4, 8 by 4, backward 4 of 6, 4 0 0 of 4, 0 0 4 of 4, 4 0 0 of 4, "
     "backward 4 of 4, 4 0 0 of 4",
-    ("shared", False): "backward 8 by 4, 4 of 6, 4 0 0 of 4, 8 by 4, backward 4 of 6, 0 0 4 of 4, 4 0 0 of 4, "
-    "backward 2 3 3 of 5, backward 2 of 2, " + 4 * "2 by 1, " + "backward 1 1 0 of 2, "
-    "backward 2 of 2, " + 4 * "2 by 1, " + "backward 1 0 1 of 2" + 4 * ", backward ",
 }  # fmt: skip
 
 
@@ -141,7 +135,7 @@ def test_chunks_go_around_all_stages_and_one_of_each_from_the_first_to_the_last(
 
 @pytest.mark.parametrize(("table", "recomputes", "made", "kept", "left"), [
     ("gpipe", False, ["F", "B", "sums"], 72, 0), ("zero_bubble", True, ["F", "B", "sums"], 0, 0),
-    ("shared", False, ["F", "B", "sums1", "sums2", "sums"], 72, 24),
+    ("zero_bubble", False, ["F", "B", "sums"], 72, 24),
 ])  # fmt: skip
 def test_what_a_tick_makes_is_marked(table, recomputes, made, kept, left):
     """With what a stage keeps of a microbatch, in bytes: x, a tanh, what that is multiplied by; and the gradient of it for W."""
@@ -149,12 +143,3 @@ def test_what_a_tick_makes_is_marked(table, recomputes, made, kept, left):
     assert [each["slot"] for each in slots] == [
         Slot(name, TABLES[table], "stage", "two each", kept, left) for name in made
     ]
-
-
-def test_weight_gradients_elsewhere_are_refused_of_chunks_that_are_computed_again():
-    with pytest.raises(JShardError) as error:
-        equations_of(SHARED, model(recomputes=True))
-    assert str(error.value) == (
-        "the table zero_bubble, shared has weight gradients made on another stage than theirs, and these layers are computed "
-        "again for theirs, by parameters that are not there; leave remat away, or write each W in the row of its stage"
-    )

@@ -68,12 +68,9 @@ def test_schedule_takes_a_table_of_mine_and_writes_one_to_edit(capsys):
     assert load("tables/other.txt").rows == generate("interleaved", 2, 4).rows
 
 
-def test_shared_weight_gradients_of_unequal_stages_make_a_step_shorter(capsys):
+def test_layers_of_unequal_stages_say_how_long_a_step_is(capsys):
     words = "1f1b zero_bubble --stages 4 --microbatches 16 --layers 2,1,1,1".split()
-    alone, made = typed(capsys, *words)[1], typed(capsys, *words, "--share")[1]
-    assert re.search(r"^as long as, in lock-step +105 +102$", alone, re.MULTILINE)
-    assert re.search(r"^as long as, in lock-step +105 +90$", made, re.MULTILINE)
-    assert re.search(r"^weight gradients made elsewhere, by stage +none +12 4 4 5$", made, re.MULTILINE)
+    assert re.search(r"^as long as, in lock-step +105 +102$", typed(capsys, *words)[1], re.MULTILINE)
 
 
 def test_schedule_times_change_what_waits(capsys):
@@ -120,7 +117,6 @@ MISTAKES = {
     "tables/mine.txt --microbatches 3": "tables/mine.txt has 2 microbatches, and not 3; leave --microbatches away, or write 2",
     "tables/mine.txt --most-inputs 1": '"F1" (tables/mine.txt:2:4) is in tick 1, in which stage 0 keeps 2 inputs, of at most 1; begin a forward later, or end a backward sooner',
     "1f1b --stages 2 --microbatches 4 --most-inputs 2": '"F2B0" (1f1b:2:11) is in tick 2, in which stage 0 keeps 3 inputs, of at most 2; begin a forward later, or end a backward sooner',
-    "zero_bubble --stages 4 --microbatches 4 --share": "--share needs the layers of each stage; add --layers 2,1,1,1",
     "zero_bubble --stages 4 --microbatches 4 --layers 2,1": "--layers 2,1 are of 2 stages, and zero_bubble has 4; write one number for each, as --layers 2,1,1,1",
     "1f1b --stages 2 --microbatches 4 --layers 2,0": '--layers "2,0" is no list of whole numbers; write --layers 2,1,1,1',
     "tables/mine.txt --times F=0": '--times "F=0" is no list of times above 0; write --times F=1,B=1.2,W=0.8',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from jshard.schedules import KINDS, Cost, Key, Times, generate, read
 from jshard.schedules.cost import gradients_kept, inputs_kept, sends, sends_alone, sends_in_idle_ticks
 from jshard.schedules.table import needs
 
-PAGE = (Path(__file__).parents[2] / "docs/pipelines.md").read_text()
 SIZES = [(2, 4), (4, 8), (4, 16), (8, 32)]
 
 
@@ -93,23 +91,3 @@ def test_no_other_place_of_weight_gradients_makes_a_step_of_equal_stages_shorter
     table = generate("zero_bubble", stages, microbatches, chunks)
     busy = collections.Counter(tick for key, tick in table.when.items() if key.slot == "W")
     assert len(busy) == microbatches * chunks and set(busy.values()) == {stages}
-
-
-def test_a_head_pays_for_weight_gradients_elsewhere_where_it_is_as_large_as_the_page_says():
-    """A slot takes as long as the longest operation in it. What the page reckons with: a chunk is computed again in B and in W, and
-    a head, with the loss, in the last stage's B; its weight gradients in W's shared out over all stages, computed again there."""
-    stages, microbatches = 8, 16
-
-    def length(kind: str, of_b: float, head_in_b: float, of_w: float, head_in_w: float) -> float:
-        when = generate(kind, stages, microbatches).when.items()
-        ticks = {slot: {tick for key, tick in when if key.slot == slot} for slot in "FBW"}
-        last = sum(key.slot == "B" and key.virtual == stages - 1 for key, _ in when)
-        shared = microbatches / stages * head_in_w
-        return len(ticks["F"]) + len(ticks["B"]) * of_b + last * head_in_b + len(ticks["W"]) * of_w + shared
-
-    pays = {
-        head: length("zero_bubble", 2, 2 * head, 2, 2 * head) < length("1f1b", 3, 3 * head, 0, 0)
-        for head in (0.17, 0.74, 0.76)
-    }
-    assert pays == {0.17: False, 0.74: False, 0.76: True}
-    assert "0.75 of what a stage's layers take" in " ".join(PAGE.split())

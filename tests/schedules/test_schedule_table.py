@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from jshard.errors import JShardError
-from jshard.schedules import KINDS, Cost, Times, generate, load, read, shared
+from jshard.schedules import KINDS, generate, load, read
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 5), (4, 3), (4, 8), (4, 16), (8, 8)]
 CHUNKS = (1, 2, 3)
@@ -18,7 +18,7 @@ CHUNKS = (1, 2, 3)
 class Machine:
     """Stages that know nothing but what they hold: they run a table, and find out whether it does all that it should."""
 
-    def __init__(self, rows: list[list[list[tuple[str, int, int, int | None]]]]):
+    def __init__(self, rows: list[list[list[tuple[str, int, int]]]]):
         ops = [op for row in rows for tick in row for op in tick]
         self.rows, self.stages = rows, len(rows)
         self.microbatches, self.chunks = (1 + max((op[number] for op in ops), default=-1) for number in (1, 2))
@@ -32,7 +32,7 @@ class Machine:
     def run(self, most_inputs: int | None) -> bool:
         for tick in range(max(map(len, self.rows))):
             most = [len(self.inputs[stage]) + len(self.kept[stage]) for stage in range(self.stages)]
-            sent, arrived = [], [{*half} for half in self.half]  # what another stage can have been sent by now
+            sent = []
             for slot in "FBW":
                 for stage, row in enumerate(self.rows):
                     for op in row[tick] if tick < len(row) else ():
@@ -40,12 +40,10 @@ class Machine:
                             if slot == "F" and (stage, op[2]) == (0, 0):  # read from the batch, now
                                 self.inputs[0].add(op[1:3])
                                 most[0] += 1
-                            whose, what = stage if op[3] is None else op[3], op[1:3]
-                            if whose != stage and what not in arrived[whose]:
+                            what = op[1:3]
+                            if not getattr(self, slot)(stage, what, sent):
                                 return False
-                            if not getattr(self, slot)(whose, what, sent):
-                                return False
-                            self.done[slot, whose, *what] += 1
+                            self.done[slot, stage, *what] += 1
             if most_inputs is not None and max(most) > most_inputs:
                 return False
             for where, stage, what in sent:
@@ -88,7 +86,7 @@ def runs(text: str, most_inputs: int | None = None) -> bool:
     """Whether a table can be read, and does all that it should."""
     rows = [line.split("#")[0].split() for line in text.split("\n")]
     ops = [[[] if word == "." else re.split(r"(?=[FBW])", word)[1:] or [word] for word in row] for row in rows if row]
-    word = r"([FB]\d{1,6}([.]\d{1,3})?|W\d{1,6}([.]\d{1,3})?(@\d{1,3})?)"
+    word = r"[FBW]\d{1,6}([.]\d{1,3})?"
     known = all(re.fullmatch(word, op, re.ASCII) for row in ops for tick in row for op in tick)
     if not known or not all(
         "".join(op[0] for op in tick) in ("", *"FBW", "FB", "FW", "BW", "FBW") for row in ops for tick in row
@@ -102,15 +100,12 @@ def runs(text: str, most_inputs: int | None = None) -> bool:
     ):
         return False
     numbers = [[[numbered(op) for op in tick] for tick in row] for row in ops]
-    others = [(stage, op[3]) for stage, row in enumerate(numbers) for tick in row for op in tick if op[3] is not None]
-    if any(of == stage or of >= len(ops) for stage, of in others):
-        return False
     return bool(numbers) and Machine(numbers).run(most_inputs)
 
 
-def numbered(op: str) -> tuple[str, int, int, int | None]:
-    own, _, of = op[1:].partition("@")
-    return op[0], *map(int, f"{own}.0".split(".")[:2]), int(of) if of else None
+def numbered(op: str) -> tuple[str, int, int]:
+    microbatch, chunk = f"{op[1:]}.0".split(".")[:2]
+    return op[0], int(microbatch), int(chunk)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,21 +118,6 @@ def test_schedules_with_a_name_run_and_read_as_they_are_written(kind, stages, mi
         assert again == made
         assert (again.stages, again.microbatches, again.virtual_stages) == (stages, microbatches, stages * chunks)
         assert again.splits_weights == (kind == "zero_bubble")
-
-
-@pytest.mark.parametrize("layers", [(2, 1, 1, 1), (3, 3, 3, 1), (1, 1, 1, 1), (1, 2), (3, 2, 1)], ids=str)
-def test_shared_weight_gradients_run_and_read_as_they_are_written(layers):
-    for microbatches in (1, 3, 8):
-        alone = generate("zero_bubble", len(layers), microbatches)
-        made = shared(alone, layers)
-        assert runs(made.text()) and read(made.text(), made.name) == made
-        assert {key: tick for key, tick in made.when.items() if key.slot != "W"} == {
-            key: tick for key, tick in alone.when.items() if key.slot != "W"
-        }
-        assert bool(made.elsewhere) == ("@" in made.text())
-        takes = [Cost(table, Times(layers=layers)).lock_step.length for table in (made, alone)]
-        assert takes[0] <= takes[1]
-        assert takes[0] < takes[1] or len({*layers}) == 1 or microbatches < 8
 
 
 def edited(text: str, draw: random.Random) -> str:
@@ -209,8 +189,6 @@ def test_schedules_10_000_random_edits_are_accepted_rightly_or_refused_in_a_sent
     accepted = Counter()
     for number in range(1000):
         made = generate(draw.choice([*KINDS]), draw.choice([1, 2, 3]), draw.choice([2, 3, 4]), draw.choice([1, 1, 2]))
-        if made.splits_weights and draw.random() < 0.5:
-            made = shared(made, draw.choices([1, 2], k=made.stages))
         text = made.text()
         for _ in range(draw.choice([1, 1, 1, 2, 3])):
             text = edited(text, draw)
@@ -233,12 +211,8 @@ def test_schedules_10_000_random_edits_are_accepted_rightly_or_refused_in_a_sent
 
 FAULTS = {
     "": "the table (mine.txt:1:1) has no row; write one for each stage, as F0 F1 B0 B1",
-    "F0 B0W0@2": '"W0@2" (mine.txt:1:6) is of stage 2, and the table has 1 stage; name one of 0 to 0',
-    "F0 B0 W0@0": '"W0@0" (mine.txt:1:7) stands in the row of stage 0; write W0',
-    "F0 B0@1 W0\n. F0B0W0": '"B0@1" (mine.txt:1:4) says of which stage it is, and weight gradients alone are made elsewhere; write B0 in the row of stage 1',
-    "F0 . B0 W0\n. F0B0W0 . W0@0": '"W0@0" (mine.txt:2:12) runs a second time on stage 1, after tick 3 of stage 0; remove one of them',
-    "F0 . B0\n. F0B0W0 W0@0": '"W0@0" (mine.txt:2:10) runs in tick 2 of stage 1, and what it needs, B0 of stage 0, in tick 2; move it to tick 3 or later',
-    "F0 B0x": '"B0x" (mine.txt:1:4) is no tick; write F3, B3 or W3 for microbatch 3, F3.1 for its chunk 1, W3@0 for stage 0\'s, F4B3 for both, or . to wait',
+    "F0 B0W0@2": '"B0W0@2" (mine.txt:1:4) is no tick; write F3, B3 or W3 for microbatch 3, F3.1 for its chunk 1, F4B3 for both, or . to wait',
+    "F0 B0x": '"B0x" (mine.txt:1:4) is no tick; write F3, B3 or W3 for microbatch 3, F3.1 for its chunk 1, F4B3 for both, or . to wait',
     "F0F1 B0": '"F1" (mine.txt:1:3) is the second F in tick 0 of stage 0; put it in another tick',
     "# mine\nF0 B0F1": '"F1" (mine.txt:2:6) stands behind a B, and a tick runs F, then B, then W; write it before the B',
     "F0 B0 F0": '"F0" (mine.txt:1:7) runs a second time on stage 0, after tick 0; remove one of them',

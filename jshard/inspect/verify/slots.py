@@ -65,14 +65,12 @@ class _Run:
 
     def made(self, key: Key) -> list[tuple[str, Note]]:
         """The arrays of one operation, and what they are: of each the devices of its stage, stacked."""
-        tick, chunk, (stage, op) = self.table.when[key], key.virtual // self.table.stages, self.table.op(key)
-        adds = "sums" if op.of is None else f"sums{(stage - op.of) % self.table.stages}"
-        adds = adds if key.slot == ("W" if self.table.splits_weights else "B") else ""
+        tick, (chunk, stage) = self.table.when[key], divmod(key.virtual, self.table.stages)
+        adds = "sums" if key.slot == ("W" if self.table.splits_weights else "B") else ""
         some = []
         for slot, note in self.notes:
             made, (names, _) = slot.made, note.where.lead
             if made in (key.slot, adds):
-                made = "sums" if made == adds else made
                 stacked = note.value.reshape(*(self.mesh[name] for name in names), *note.value.shape[1:])
                 ticks = np.moveaxis(np.take(stacked, stage, names.index(self.mesh_axis)), len(names) - 1, 0)
                 others = tuple(name for name in names if name != self.mesh_axis)

@@ -68,7 +68,6 @@ class Chunk:
         self.kept = [zeros[id(v)] for v in self.places]
         first = lambda *xs: self.halves[0].first(xs)[1]
         self.left = traced(first, *residuals, *jax.tree.leaves(self.y))[1] if splits and not recomputes else None
-        self.late, self.own = {*self._numbers(self.reads[1])}, own  # what of `kept` the gradients of parameters need
         numbers = self._numbers(range(len(residuals)))
         self.stores = self._halves({*range(self.outputs), *numbers.values()}), numbers
 
@@ -101,12 +100,6 @@ class Chunk:
         else:
             outs, left = self.halves[half].first(xs, left)
         return jax.tree.unflatten(self.tree, outs), None if self.left is None else left
-
-    def late_reads_parameters(self) -> bool:
-        """Whether the gradients of parameters need parameters, as where layers are computed again."""
-        again = {self.outputs + n for n in self.reads[1] if self._place(n) is None}
-        some = [n in again for n in range(len(self.program.jaxpr.outvars))]
-        return any(partial_eval.dce_jaxpr(self.program.jaxpr, some)[1][: self.own])
 
     def _output(self, outs: Any) -> Tree:
         return jax.tree.unflatten(jax.tree.structure(self.y), [outs[n] for n in range(self.outputs)])

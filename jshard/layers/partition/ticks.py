@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,21 +11,19 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jshard.errors import JShardError
 from jshard.layers.partition.halves import Place, traced
 from jshard.layers.partition.part import vary
 from jshard.layers.partition.residuals import Chunk, Kept
 from jshard.layers.partition.watched import begins, ended
 from jshard.provenance import scope
-from jshard.schedules import Key, Table, sends
+from jshard.schedules import Table, sends
 from jshard.schedules.steps import NONE, steps
 
 Tree = Any
 
 
 class Slot(NamedTuple):
-    """What is made in each tick of a table: the output of slot F or B, or the sums of weight gradients behind it ("sums", or
-    "sums1" those of the stage 1 hop before).
+    """What each tick of a table makes: the output of slot F or B, or the sums of weight gradients after it ("sums").
     `layers` says how many layers each stage has, where that was asked for; `kept` how many bytes of a microbatch a device keeps
     for the backward of a chunk beside its input, `left` how many B leaves for W."""
 
@@ -104,22 +100,15 @@ def run_table(
         with scope(**by, times=str(sum(slots[slot])), each=str(max(slots[slot]))):
             return lax.ppermute(x, mesh_axis, pairs)
 
-    def only(
-        is_here: Array, due: str | int | dict[Key, int], here: Callable[[], Tree], elsewhere: Callable[[], Tree]
-    ) -> Tree:
-        """Run `here` in the ticks, and on the stages, in which it is due: in a slot, or for the batch or the loss, which the
-        stage of this number has, or for some operations, of which this says on which stages they run."""
+    def only(is_here: Array, due: str | int, here: Callable[[], Tree], elsewhere: Callable[[], Tree]) -> Tree:
+        """Run `here` in the ticks and on the stages in which it is due: in a slot, or, for the batch or the loss, on the stage
+        of this number."""
         if isinstance(due, str):
-            times, turns = (
-                str(chunks * table.microbatches),
-                len({t for key, t in table.when.items() if key.slot == due}),
-            )
-        elif isinstance(due, int):
+            times = str(chunks * table.microbatches)
+            turns = len({t for key, t in table.when.items() if key.slot == due})
+        else:
             turns = table.microbatches
             times = " ".join(str(turns if number == due else 0) for number in range(table.stages))
-        else:
-            turns = len({table.when[key] for key in due})
-            times = " ".join(str(sum(there == number for there in due.values())) for number in range(table.stages))
         with scope(times=times, turns=str(turns)):
             return lax.cond(is_here, here, elsewhere)
 
@@ -193,50 +182,6 @@ def run_table(
         total, sums, of_edges = sums
         return total, *added(sums, of_edges, now["W_chunk"], *ended(table, "W", stage, now, by_parameters))
 
-    if table.elsewhere and (model.recomputes or program.late_reads_parameters()):
-        raise JShardError(
-            f"the table {table.name} has weight gradients made on another stage than theirs, and these layers are computed "
-            "again for theirs, by parameters that are not there",
-            hint="leave remat away, or write each W in the row of its stage",
-        )
-    # the weight gradients that each stage makes of its own layers, and those of the stage so many hops before it
-    own = {key: table.op(key)[0] for key in table.when if key.slot == "W" and key not in table.elsewhere}
-    further: dict[int, dict[Key, int]] = {hops: {} for hops in plan.hops}
-    for key, there in table.elsewhere.items():
-        further[(there - key.virtual) % table.stages][key] = there
-
-    def pairs_of(hops: int) -> list[tuple[int, int]]:
-        return sorted({(key.virtual % table.stages, there) for key, there in further[hops].items()})
-
-    def weights_of(hops: int, now: dict[str, Array], parcel: Tree, sums: Tree) -> Tree:
-        """Add the weight gradients of the stage so many hops before this one, made of what it has sent."""
-        whose = (stage - hops) % table.stages
-        now = begins(table, "W", whose, now)
-        number = now["W_chunk"] * table.stages + whose
-        args = _at(parameters, now["W_chunk"]), edges, _at(inputs, now["W_microbatch"]), number
-        kept, left, by_y = parcel
-        (_, by_own, *by_edges), _ = program.backward(1, args, kept, by_y, left)
-        by_own, by_edges = ended(table, "W", whose, now, (by_own, by_edges))
-        of_own, of_edges = sums
-        return added(of_own, of_edges, now["W_chunk"], by_own, *by_edges)
-
-    def handed_over(hops: int, now: dict[str, Array], held: Buffers) -> Tree:
-        """What a stage sends for its weight gradients, at the stage that makes them. All devices go into the branch of a tick
-        in which one sends, so that other ticks send nothing."""
-        at = lambda what: now[f"W_{what}{hops}"]
-        read = lambda buffers, place: jax.tree.map(lambda x: _at(x, place), buffers)
-        kept = [_at(x, at("kept")) if n in program.late else None for n, x in enumerate(held.kept)]
-        parcel = lambda: (kept, read(held.left, at("left")), read(held.gradients, at("gradient")))
-        counts = Counter(key.virtual % table.stages for key in further[hops])
-        turns = str(len({table.when[key] for key in further[hops]}))
-
-        def sends() -> Tree:
-            with scope(**by, times=str(counts.total()), each=str(max(counts.values()))):
-                return jax.tree.map(lambda x: lax.ppermute(x, mesh_axis, pairs_of(hops)), parcel())
-
-        with scope(times=turns, turns=turns):
-            return lax.cond(now[f"W_sends{hops}"] != NONE, sends, lambda: _zeros(parcel()))
-
     def added(sums: Tree, of_edges: Tree, chunk: Array, by_own: Tree, by_edges: Tree = None) -> tuple[Tree, Tree]:
         sums = jax.tree.map(lambda all_chunks, own: all_chunks.at[chunk].add(own), sums, by_own)
         return sums, of_edges if by_edges is None else _plus(of_edges, by_edges)
@@ -251,8 +196,8 @@ def run_table(
             return jax.tree.unflatten(tree, slot_p.bind(*leaves, slot=slot))
 
     def tick(carry: Any, columns: dict[str, Array]) -> tuple[Any, None]:
-        held, by_x, sums, others = carry
-        now = {name: column[0] if "_sends" in name else column[stage] for name, column in columns.items()}
+        held, by_x, sums = carry
+        now = {name: column[stage] for name, column in columns.items()}
         with scope(phase="backward"):
             comes_back = sent(by_x, "B", backwards)
         idle = _zeros(x), held.kept, held.outputs
@@ -269,18 +214,9 @@ def run_table(
             by_x = marked("B", by_x)
             if separate:
                 held = held._replace(gradients=_put(held.gradients, now["B_loss"], by_y))
-                is_own = now["W_microbatch"] != NONE
-                if plan.hops:
-                    is_own &= now["W_hops"] == NONE
-                sums = only(is_own, own if plan.hops else "W", lambda: weights(now, held, sums), lambda: sums)
-            others = list(others)
-            for n, hops in enumerate(plan.hops):
-                parcel, before = handed_over(hops, now, held), (others[n], sums[2])
-                make = functools.partial(weights_of, hops, now, parcel, before)
-                others[n], of_edges = only(now["W_hops"] == hops, further[hops], make, lambda before=before: before)
-                others[n], sums = marked(f"sums{hops}", others[n]), (*sums[:2], of_edges)
+                sums = only(now["W_microbatch"] != NONE, "W", lambda: weights(now, held, sums), lambda: sums)
             sums = sums[0], marked("sums", sums[1]), sums[2]
-        return (held._replace(inputs=_put(held.inputs, now["F_arrives"], arrives)), by_x, sums, others), None
+        return (held._replace(inputs=_put(held.inputs, now["F_arrives"], arrives)), by_x, sums), None
 
     def buffer(places: int, zeros: Tree) -> Tree:
         return jax.tree.map(lambda x: vary(jnp.zeros((places, *x.shape), x.dtype), jax.typeof(x).mat.varying), zeros)
@@ -294,13 +230,8 @@ def run_table(
     if not model.recomputes:
         kept, left = buffer(plan.kept, program.kept), buffer(plan.left, program.left)
         held = held._replace(kept=kept, left=left, outputs=buffer(plan.outputs + 1, x))
-    others = [zero[1] for _ in plan.hops]
-    (*_, ((total, behind), of_chunks, of_edges), others), _ = lax.scan(tick, (held, _zeros(x), zero, others), columns)
+    (*_, ((total, behind), of_chunks, of_edges)), _ = lax.scan(tick, (held, _zeros(x), zero), columns)
     with scope(phase="backward"):
-        for hops, sums in zip(plan.hops, others, strict=True):
-            with scope(**by):
-                back = [(there, here) for here, there in pairs_of(hops)]
-                of_chunks = _plus(of_chunks, jax.tree.map(lambda x, back=back: lax.ppermute(x, mesh_axis, back), sums))
         of_edges = jax.tree.map(lambda x, equal: lax.psum(x, mesh_axis) if equal else x, of_edges, equal)
     of_chunks, of_edges = jax.tree.map(lambda x: x / table.microbatches, (of_chunks, of_edges))
     with scope(**by):
