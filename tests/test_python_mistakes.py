@@ -247,7 +247,7 @@ CASES = {
     "a tree by another name": (
         "jshard.shard(lambda theta, x: x @ theta['up']['kernel'])({'up': {'kernel': np.ones((8, 16), np.float32)}}, X)",
         '<lambda> takes a tree of arrays as "theta", and no model or tree of parameters for <dict> to claim; if "theta" '
-        "holds the parameters, call that argument params",
+        'holds the parameters, write jshard.shard(<lambda>, parameters="theta")',
     ),
     "Linen without variables": (
         "jshard.shard(nn.Dense(16)).apply({}, X)",

@@ -22,7 +22,7 @@ from jshard.layers.jit_arguments import is_node
 from jshard.layers.jitted import jit
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import is_by_layers, model_arrays
-from jshard.layers.linen import is_variables
+from jshard.layers.linen import has_params
 from jshard.layers.reduce import mean
 from jshard.layers.sharding import shard
 from jshard.layers.strategy import Names, inside_shard_map
@@ -117,7 +117,7 @@ def _with_parameters(
     own: Callable[..., Any], f: Callable[..., Any], numbers: Sequence[int], flat: Sequence[Any]
 ) -> Callable[..., Any]:
     """Name the argument `params` that is differentiated and holds a tree of arrays."""
-    trees = [n for n in numbers if not is_node(flat[n]) and not is_variables(flat[n]) and not hasattr(flat[n], "dtype")]
+    trees = [n for n in numbers if not is_node(flat[n]) and not has_params(flat[n]) and not hasattr(flat[n], "dtype")]
 
     @functools.wraps(f)
     def named(*args: Any, **kwargs: Any) -> Any:

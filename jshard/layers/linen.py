@@ -1,34 +1,67 @@
-"""Which arguments of a call are Linen's parameters, or any other tree of arrays that is called `params`."""
+"""Which arguments of a call are parameters: Linen's, a TrainState's, Equinox's, or a tree of arrays that is called `params`."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import all_leaves
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, did_you_mean
+from jshard.layouts.paths import slashed, words_of
 from jshard.signals.config import Configuration
+from jshard.signals.faults import listed
+from jshard.signals.globs import OTHERS, Glob
 
 Argument = tuple[int, int | str]  # 0 and its place, or 1 and its keyword
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def trees_of_parameters(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Argument, Any]:
-    """Find the arguments that hold parameters: Linen's variables, and what is called `params`."""
+def trees_of_parameters(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
+) -> dict[Argument, Any]:
+    """Find the arguments that hold parameters: Linen's variables, a TrainState, a model that is a callable tree of arrays, as
+    of Equinox, and the arguments of these names."""
     return {
         argument: tree
         for argument, name, tree in _arguments(f, args, kwargs)
-        if is_variables(tree) or (name == "params" and not _is_nnx(tree) and jax.tree.leaves(tree))
+        if has_params(tree) or is_callable_tree(tree) or (name in names and not _is_nnx(tree) and jax.tree.leaves(tree))
     }
 
 
-def is_variables(tree: Any) -> bool:
-    """Whether a tree is a collection of Linen's variables; of these only `params` are parameters."""
-    return isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
+def has_params(tree: Any) -> bool:
+    """Whether a tree has a part `params`, as Linen's variables and a TrainState; of these only `params` are parameters."""
+    if isinstance(tree, Mapping):
+        return isinstance(tree.get("params"), Mapping)
+    return isinstance(getattr(tree, "params", None), Mapping) and not _is_nnx(tree) and not all_leaves([tree])
+
+
+def is_callable_tree(tree: Any) -> bool:
+    """Whether a value is called like a function and is a tree of floating-point arrays, as a model of Equinox is."""
+    if not callable(tree) or isinstance(tree, (type, functools.partial)) or _is_nnx(tree):
+        return False
+    return not all_leaves([tree]) and any(map(_is_floating, jax.tree.leaves(tree)))
+
+
+def check_names(f: Callable[..., Any], names: Sequence[str]) -> None:
+    """Refuse a name of parameters that the function has no argument of."""
+    try:
+        known = inspect.signature(f).parameters
+    except (TypeError, ValueError):  # of C, say
+        return
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return
+    for name in names:
+        if name not in known:
+            raise JShardError(
+                f'jshard.shard({_name(f)}, parameters="{name}"): {_name(f)} has no argument of that name',
+                hint=did_you_mean(name, known, f"use {listed(known)}" if known else "remove parameters"),
+            )
 
 
 def replaced(arguments: Arguments, trees: Mapping[Argument, Any]) -> Arguments:
@@ -43,16 +76,32 @@ def check_nothing_looks_like_parameters(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], present: Configuration
 ) -> None:
     """Refuse a call whose parameters have another name, where signals claim some: they would not be split."""
-    if not present.has_claims:
+    if not present.has_claims and not present.splits_parameters:
         return
     for _, name, tree in _arguments(f, args, kwargs):
-        nested = isinstance(tree, Mapping) and any(isinstance(each, Mapping) for each in tree.values())
-        if nested and any(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(tree)):
+        if _looks_like_parameters(tree, present):
             raise JShardError(
-                f'{getattr(f, "__name__", type(f).__name__)} takes a tree of arrays as "{name}", and no model or tree of '
-                f"parameters for {present.source} to claim",
-                hint=f'if "{name}" holds the parameters, call that argument params',
+                f'{_name(f)} takes a tree of arrays as "{name}", and no model or tree of parameters for {present.source} to '
+                "claim",
+                hint=f'if "{name}" holds the parameters, write jshard.shard({_name(f)}, parameters="{name}")',
             )
+
+
+def _looks_like_parameters(tree: Any, present: Configuration) -> bool:
+    """Whether a tree of floating-point arrays is nested, or has a path that a glob fits."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [words_of(path) for path, x in found if _is_floating(x)]
+    globs = [Glob(glob) for signal in present.signals.values() for glob in signal.match if glob != OTHERS]
+    nested = isinstance(tree, Mapping) and any(isinstance(each, Mapping) for each in tree.values())
+    return bool(paths) and (nested or any(path and glob.fits(slashed(path)) for path in paths for glob in globs))
+
+
+def _is_floating(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _name(f: Callable[..., Any]) -> str:
+    return getattr(f, "__name__", type(f).__name__)
 
 
 def _arguments(

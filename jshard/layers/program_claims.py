@@ -17,7 +17,6 @@ from jshard.signals.config import Configuration
 from jshard.signals.signal import Signal
 
 KERNELS = ("all_gather", "all_reduce", "reduce_scatter")  # ops whose algorithm a signal may name
-SPLITS = ("column", "reduction", "store", "expert", "shard")
 
 
 def program_claims(
@@ -41,7 +40,7 @@ def program_claims(
             by_use[path] = [Claim(signal, "", line=line)]
     if present.workers:  # in GT's form the first use decides
         by_use = {path: found[:1] for path, found in by_use.items()}
-    in_vain = not present.workers and (by_use or (_splits(present) and not any(layers.values())))
+    in_vain = not present.workers and (by_use or (present.splits_parameters and not any(layers.values())))
     must = present.has_claims or present.default or in_vain
     found = claims(present, left, by_use) if left and must else {path: first for path, (first, *_) in by_use.items()}
     found |= {path: Claim(present.lookup(layer), "") for path, layer in layers.items() if layer}
@@ -74,8 +73,6 @@ def is_run_by_claims(present: Configuration, built: Callable[[], nnx.Module]) ->
     a model that has no layer of jshard's."""
     if present.has_claims or present.workers:
         return True
-    return _splits(present) and not any(each.signal_path for each in built_arrays(nnx.eval_shape(built)).values())
-
-
-def _splits(present: Configuration) -> bool:
-    return any(getattr(signal, word) for signal in present.signals.values() for word in SPLITS)
+    return present.splits_parameters and not any(
+        each.signal_path for each in built_arrays(nnx.eval_shape(built)).values()
+    )

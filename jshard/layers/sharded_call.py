@@ -29,7 +29,8 @@ from jshard.layers.layer import built_arrays
 from jshard.layers.linen import (
     Argument,
     check_nothing_looks_like_parameters,
-    is_variables,
+    has_params,
+    is_callable_tree,
     replaced,
     trees_of_parameters,
 )
@@ -70,12 +71,14 @@ _placements: collections.OrderedDict[Any, dict[str, Placed]] = collections.Order
 class Call:
     """One call of a function: its arrays, and the program for arrays like these."""
 
-    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(
+        self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
+    ):
         present = configuration()
         assert present is not None
         check_in_use(mesh())
         self.args = args, kwargs
-        self.trees = trees_of_parameters(f, args, kwargs)
+        self.trees = trees_of_parameters(f, args, kwargs, names)
         self.graphdef, *states = nnx.split(replaced(self.args, dict.fromkeys(self.trees)), nnx.Param, nnx.Variable, ...)
         named, self.tree = jax.tree_util.tree_flatten_with_path((list(self.trees.values()), *states))
         self.leaves = [leaf for _, leaf in named]
@@ -110,8 +113,9 @@ class Call:
     def _array(self, key: Any, layer: tuple[str, ...], x: Any) -> _Array:
         kind, words, path = key[0].idx, words_of(key), ""
         if kind == _TREES:
-            of_linen = is_variables(list(self.trees.values())[key[1].idx])
-            path = slashed(words[2:] if not of_linen else words[3:] if words[2] == "params" else ())
+            tree = list(self.trees.values())[key[1].idx]
+            inside = words[2:] if not has_params(tree) else words[3:] if words[2] == "params" else ()
+            path = slashed(inside) if jnp.issubdtype(x.dtype, jnp.inexact) or not is_callable_tree(tree) else ""
         elif kind == _PARAMETERS:
             path = slashed(words[3:])
         abstract = isinstance(x, jax.ShapeDtypeStruct)
@@ -221,10 +225,13 @@ _pipelined = functools.lru_cache(maxsize=16)(Pipelined)
 _pipelined_pieces = functools.lru_cache(maxsize=16)(PipelinedPieces)
 
 
-def described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def described_call(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
+) -> Call:
     """A call whose arguments may be `jax.ShapeDtypeStruct`s. These are traced, as Flax would take them for constants; models
     and trees of parameters are not."""
-    kept = {(0, at): x for at, x in enumerate(args) if isinstance(x, nnx.Module)} | trees_of_parameters(f, args, kwargs)
+    kept = {(0, at): x for at, x in enumerate(args) if isinstance(x, nnx.Module)}
+    kept |= trees_of_parameters(f, args, kwargs, names)
     leaves, tree = jax.tree.flatten(replaced((args, kwargs), dict.fromkeys(kept)))
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     calls: list[Call] = []
@@ -232,7 +239,7 @@ def described_call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     def call(given: list[Any]) -> None:
         it = iter(given)
         rest = jax.tree.unflatten(tree, [next(it) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
-        calls.append(Call(f, *replaced(rest, kept)))
+        calls.append(Call(f, *replaced(rest, kept), names))
 
     jax.eval_shape(call, shapes)
     return calls[0]

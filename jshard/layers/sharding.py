@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.core import Tracer
 
 from jshard.errors import JShardError, kind_of
-from jshard.layers.layer import AuxLoss, is_by_layers, is_sharded
+from jshard.layers.layer import AuxLoss, is_by_layers, is_sharded, parameters_by_path
 from jshard.layers.layer_stack import in_ranges
-from jshard.layers.linen import trees_of_parameters
+from jshard.layers.linen import check_names, is_callable_tree, trees_of_parameters
+from jshard.layers.recording import recorder
 from jshard.layers.sharded_call import Call, alone, described_call
 from jshard.layers.user_code_errors import name_of, own_frames
 from jshard.signals.active_config import configuration, use_stages
+from jshard.signals.claims import check_globs
 from jshard.signals.scope import unplaced
 
 M = TypeVar("M", bound=nnx.Module | nn.Module)
@@ -40,22 +43,25 @@ class ShardedFunction(Protocol[P, R]):
 @overload
 def shard(program: M, *args: Any, **kwargs: Any) -> M: ...
 @overload
-def shard(program: Callable[P, R]) -> ShardedFunction[P, R]: ...
+def shard(program: Callable[P, R], *, parameters: str | Sequence[str] = "params") -> ShardedFunction[P, R]: ...
 def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a model, or a function that takes one, on each device's part, as the signals say that claim its parameters.
 
     An NNX model keeps its class and code; the parameters of it are placed by a trace of its call with `args`, which may be
     `jax.ShapeDtypeStruct`s, else by its first call. A Linen module keeps them too: its `init` returns placed variables, and its
-    `apply` is partitioned. Of a function the argument called `params` is a tree of parameters, and so is what has a key
-    `"params"`; `shard(f).place(*args)` returns it placed for such a call. With no configuration loaded all runs as it is;
-    on `axis_types: auto` parameters and rows are placed by the same signals, XLA is told what `sequence` splits, and the
-    program is left to it.
+    `apply` is partitioned. Of a function `parameters` names the arguments that are trees of parameters ("params"); Linen's
+    variables, a TrainState and a model of Equinox are such trees under any name. `shard(f).place(*args)` returns them placed.
+
+    With no configuration loaded all runs as it is; on `axis_types: auto` parameters and rows are placed by the same signals,
+    XLA is told what `sequence` splits, and the program is left to it.
     """
     use_stages()
     if isinstance(program, nnx.Module):
         if not is_sharded(program):
-            program.__class__ = _sharded_class(type(program))
+            program.__class__ = _unplaced_class(type(program))
         in_ranges(program)
+        if (present := configuration()) is not None and present.has_claims:
+            check_globs(present, parameters_by_path(program))
         if args or kwargs:
             place(program, *args, **kwargs)
         return program
@@ -67,9 +73,16 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
             f"jshard.shard was given {kind_of(program)}",
             hint="give it a Flax model, or a function that takes one",
         )
+    names = kwargs.pop("parameters", ("params",)) if not isinstance(program, nn.Module) else ()
+    names = (names,) if isinstance(names, str) else tuple(names)
     if args or kwargs:
         linen = isinstance(program, nn.Module)
         name = type(program).__name__ if linen else getattr(program, "__name__", type(program).__name__)
+        if is_callable_tree(program):
+            raise JShardError(
+                f"jshard.shard was given a {name}, which is a tree of arrays and can't be changed in place",
+                hint="write loss = jshard.shard(loss) and model = loss.place(model, ...), which returns it placed",
+            )
         raise JShardError(
             f"jshard.shard was given arguments for {name}, which holds no parameters",
             hint=f"write {'shard(module).init' if linen else f'shard({name}).place'}(...), which returns them placed",
@@ -80,7 +93,13 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
             program = program.clone()
             object.__setattr__(program, "__class__", linen)  # its own refuses what is frozen
         return program
-    return _sharded(program)
+    if is_callable_tree(program):
+        raise JShardError(
+            f"jshard.shard was given a {type(program).__name__}, which is a tree of arrays",
+            hint="give it a function that takes the model, as loss(model, x)",
+        )
+    check_names(program, names if names != ("params",) else ())
+    return _sharded(program, names)
 
 
 def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
@@ -108,9 +127,10 @@ def objective_of(loss: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def as_sharded(modules: Sequence[Any]) -> Iterator[None]:
     """Run the calls of these NNX modules partitioned, as after `shard(module)`."""
-    before = [(module, type(module)) for module in modules if _is_callable_module(module)]
+    not_yet = _unplaced(modules)  # `jshard.jit` places these
+    before = [(module, type(module)) for module in [*not_yet, *filter(_is_callable_module, modules)]]
     for module, cls in before:
-        module.__class__ = _sharded_class(cls)
+        module.__class__ = getattr(cls, "_jshard_placed", None) or _sharded_class(cls)
     try:
         yield
     finally:
@@ -151,6 +171,17 @@ def _unpickled(cls: Any, make: Callable[..., Any], *rest: Any) -> Any:
 
 
 @functools.cache
+def _unplaced_class(cls: type) -> type:
+    """The same of a model whose parameters no call has placed yet. A trace can't move them, and refuses to go on."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(cls.__call__, (self, *args), kwargs)
+
+    functools.update_wrapper(call, cls.__call__)
+    return _subclass(cls, {"__call__": call, "_jshard_placed": _sharded_class(cls)})
+
+
+@functools.cache
 def _sharded_linen_class(cls: Any) -> type:
     """A subclass whose variables are made where they rest, and whose `apply` is partitioned."""
 
@@ -174,32 +205,75 @@ def _sharded_linen_class(cls: Any) -> type:
     return _subclass(cls, {"apply": apply, "init": init})
 
 
-def _sharded(f: Callable[..., Any]) -> Callable[..., Any]:
+def _sharded(f: Callable[..., Any], names: Sequence[str] = ("params",)) -> Callable[..., Any]:
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _run(f, args, kwargs)
+        return _run(f, args, kwargs, names)
 
-    call.place = lambda *args, **kwargs: _placed(f, args, kwargs)  # type: ignore[attr-defined]  # ShardedFunction
+    call.place = lambda *args, **kwargs: _placed(f, args, kwargs, names)  # type: ignore[attr-defined]  # ShardedFunction
     return call
 
 
-def _placed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _placed(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
+) -> Any:
     """Move the parameters of NNX models among the arguments to where such a call has them, and return the trees of parameters
     there, the only one by itself."""
     if configuration() is None:
-        trees = list(trees_of_parameters(f, args, kwargs).values())
+        trees = list(trees_of_parameters(f, args, kwargs, names).values())
     else:
-        call = described_call(f, args, kwargs)
+        for model in _unplaced((*args, *kwargs.values())):
+            model.__class__ = type(model)._jshard_placed
+        call = described_call(f, args, kwargs, names)
+        if not any(each is not None and each.path for each in call.arrays):
+            first = next(iter(getattr(getattr(f, "__code__", None), "co_varnames", ())), "params")
+            raise JShardError(
+                f"{getattr(f, '__name__', 'the function')} has no model and no argument of parameters to place",
+                hint=f'write jshard.shard({getattr(f, "__name__", "f")}, parameters="{first}")',
+            )
         placed = call.placed()
         call.keep(placed)
         trees = call.trees_of(placed)
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
-def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
+) -> Any:
     if configuration() is None or unplaced.value:
         return f(*args, **kwargs)
+    traced = _unplaced_in_trace((*args, *kwargs.values()))
     try:
-        return Call(f, args, kwargs).run(name_of(f))
+        call = Call(f, args, kwargs, names)
+        is_final = recorder() is None  # `jshard.jit` traces once before it places
+        if traced and is_final and any(each.lies.at_rest.mesh_axes for each in call.program.placed.values()):
+            raise _unplaced_error(f, traced[0], args)
+        return call.run(name_of(f))
     except JShardError as error:
         raise error.with_traceback(own_frames(error.__traceback__)) from None
+
+
+def _unplaced(args: Sequence[Any]) -> list[Any]:
+    """Return the models whose parameters nothing has placed."""
+    return [each for each in args if hasattr(type(each), "_jshard_placed")]
+
+
+def _unplaced_in_trace(args: Sequence[Any]) -> list[Any]:
+    """Return the models that nothing has placed and whose parameters are traced; a call of the others places them."""
+    traced = []
+    for model in _unplaced(args):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(nnx.state(model, nnx.Param))):
+            traced.append(model)
+        else:
+            model.__class__ = type(model)._jshard_placed
+    return traced
+
+
+def _unplaced_error(f: Callable[..., Any], model: Any, args: Sequence[Any]) -> JShardError:
+    shapes = [f'jax.ShapeDtypeStruct({x.shape}, "{x.dtype}")' for x in args if hasattr(x, "dtype")]
+    is_its_call = f is type(model)._jshard_original.__call__
+    call = "model = jshard.shard(" if is_its_call else f"jshard.shard({name_of(f)}).place("
+    return JShardError(
+        f"{type(model).__name__} is traced, and no call before has placed its parameters: every device would keep all of them",
+        hint=f"write {call}{', '.join(['model', *shapes])}) before, or @jshard.jit for @nnx.jit",
+    )

@@ -74,7 +74,7 @@ def claims(
             faults.add((claim.signal.name,), claim.place, f"has match {quoted(claim.glob, LONGEST)}, {says}", hint)
         for path in here:
             first = found.setdefault(path, claim)
-            if first.signal is not claim.signal:
+            if first.signal != claim.signal or (first.glob and first.signal is not claim.signal):
                 contested.setdefault((first, claim), []).append(path)
     for signal in configuration.signals.values():
         whole = [Glob(glob.text) for glob in patterns(signal.match)]
@@ -98,6 +98,17 @@ def claims(
     faults.stop()
     configuration.placed.update(tuple(claim.signal.name.split("/")) for claim in found.values())
     return {path: found[path] for path in paths}
+
+
+def check_globs(configuration: Configuration, paths: Collection[str]) -> None:
+    """Raise the faults of the globs for a model whose program is not known. Where a signal has no `match`, it may be active
+    around a use, and a parameter that no glob fits is no fault."""
+    others: dict[str, list[Claim]] = {}
+    if not all(signal.match for signal in configuration.signals.values()):
+        by_globs = found_claims(configuration, paths)
+        others = {path: [Claim(Signal("-"), "")] for path in paths if path not in by_globs}
+    if paths:
+        claims(configuration, paths, others)
 
 
 def found_claims(configuration: Configuration, paths: Iterable[str], model: type | None = None) -> dict[str, Claim]:

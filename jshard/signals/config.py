@@ -187,6 +187,12 @@ class Configuration(Shown):
         """Whether a signal claims parameters, by `match`."""
         return any(signal.match for signal in self.signals.values())
 
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether a signal splits parameters."""
+        words = ("column", "reduction", "store", "expert", "shard")
+        return any(getattr(signal, word) for signal in self.signals.values() for word in words)
+
     @functools.cached_property
     def _matcher(self) -> Matcher:
         return Matcher(self.signals.values())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.core import freeze
+from flax.training.train_state import TrainState
 
 import jshard
 from jshard.errors import JShardError
@@ -249,7 +253,7 @@ def test_what_is_not_called_params_is_a_sentence(alone):
         jshard.shard(lambda weights, x: Decoder().apply({"params": weights}, x))(params, TOKENS)
     assert str(error.value) == (
         '<lambda> takes a tree of arrays as "weights", and no model or tree of parameters for <dict> to claim; '
-        'if "weights" holds the parameters, call that argument params'
+        'if "weights" holds the parameters, write jshard.shard(<lambda>, parameters="weights")'
     )
 
 
@@ -300,7 +304,8 @@ def test_a_tree_of_trees_of_floats_looks_like_parameters(case):
         check_nothing_looks_like_parameters(f, args, kwargs, configuration())
     assert str(error.value) == (
         f'{getattr(f, "__name__", "Strange")} takes a tree of arrays as "{name}", and no model or tree of parameters for '
-        f'<dict> to claim; if "{name}" holds the parameters, call that argument params'
+        f'<dict> to claim; if "{name}" holds the parameters, write jshard.shard({getattr(f, "__name__", "Strange")}, '
+        f'parameters="{name}")'
     )
 
 
@@ -348,3 +353,116 @@ def test_the_page_on_claims_shows_what_runs():
             "down/bias": jax.P(None), "down/kernel": jax.P("tensor", None),
             "up/bias": jax.P("tensor"), "up/kernel": jax.P(None, "tensor"),
         }  # fmt: skip
+
+
+def of_theta(theta, x):
+    return jnp.mean((x @ theta["up"]["kernel"]) ** 2)
+
+
+THETA = {"up": {"kernel": np.ones((16, 8), np.float32)}}
+UP = {"jshard": {"mesh": {"data": 2, "tensor": 4}}, "up": {"row": "data", "column": "tensor", "match": ["up/**"]}}
+
+
+@pytest.mark.parametrize("names", ["theta", ("theta",)])
+def test_parameters_names_the_argument_that_holds_them(names):
+    x = rng.normal(size=(8, 16)).astype(np.float32)
+    jshard.unload()
+    want = jax.grad(of_theta)(THETA, x)["up"]["kernel"]
+    jshard.load(UP)
+    loss = jshard.shard(of_theta, parameters=names)
+    theta = loss.place(THETA, x)
+    assert theta["up"]["kernel"].sharding.spec == jax.P(None, "tensor")
+    gradient = jax.jit(jax.grad(loss))(theta, x)["up"]["kernel"]
+    np.testing.assert_allclose(gradient, want, rtol=1e-5)
+    assert gradient.sharding == theta["up"]["kernel"].sharding
+
+
+UNNAMED = {  # what is called, and the error
+    "a tree of another name that a glob fits": (
+        lambda: jshard.shard(of_theta)(THETA, np.ones((8, 16), np.float32)),
+        'of_theta takes a tree of arrays as "theta", and no model or tree of parameters for <dict> to claim; if "theta" holds '
+        'the parameters, write jshard.shard(of_theta, parameters="theta")',
+    ),
+    "a name that is no argument": (
+        lambda: jshard.shard(of_theta, parameters="thta"),
+        'jshard.shard(of_theta, parameters="thta"): of_theta has no argument of that name; did you mean "theta"?',
+    ),
+    "nothing to place": (
+        lambda: jshard.shard(of_batch).place({"x": np.ones((8, 4), np.float32)}),
+        'of_batch has no model and no argument of parameters to place; write jshard.shard(of_batch, parameters="batch")',
+    ),
+}
+
+
+def of_batch(batch):
+    return batch["x"].sum()
+
+
+@pytest.mark.parametrize("case", UNNAMED)
+def test_parameters_that_nothing_names_are_a_sentence(case):
+    call, words = UNNAMED[case]
+    jshard.load(UP)
+    with pytest.raises(JShardError) as error:
+        call()
+    assert str(error.value) == words
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="up")(x)
+
+
+def test_the_params_of_a_train_state_are_parameters():
+    x = np.ones((8, 16), np.float32)
+    jshard.unload()
+    params = Mlp().init(jax.random.key(0), x)["params"]
+    state = TrainState.create(apply_fn=Mlp().apply, params=params, tx=optax.sgd(0.1))
+    want = Mlp().apply({"params": params}, x)
+    jshard.load({**UP, "up": {**UP["up"], "match": ["up/**"]}})
+    predict = jshard.shard(lambda state, x: state.apply_fn({"params": state.params}, x))
+    placed = predict.place(state, x)
+    assert placed.params["up"]["kernel"].sharding.spec == jax.P(None, "tensor")
+    np.testing.assert_allclose(predict(placed, x), want, rtol=1e-5)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Up:
+    """A model as Equinox has them: a tree of arrays that is called."""
+
+    kernel: jax.Array
+    count: jax.Array
+    activation: Callable = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, x):
+        return self.activation(x @ self.kernel)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Net:
+    up: Up
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+def net_loss(net, x):
+    return jnp.mean(net(x) ** 2)
+
+
+def test_a_callable_tree_of_arrays_is_a_model_under_any_name():
+    x = rng.normal(size=(8, 16)).astype(np.float32)
+    net = Net(Up(jnp.asarray(rng.normal(size=(16, 8)), jnp.float32), jnp.zeros(4, jnp.int32), jnp.tanh))
+    jshard.unload()
+    want = jax.grad(net_loss, allow_int=True)(net, x).up.kernel
+    jshard.load(UP)
+    loss = jshard.shard(net_loss)
+    placed = loss.place(net, x)
+    assert isinstance(placed, Net) and placed.up.kernel.sharding.spec == jax.P(None, "tensor")
+    gradient = jax.jit(jax.grad(loss, allow_int=True))(placed, x).up.kernel
+    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-6)
+    assert gradient.sharding == placed.up.kernel.sharding
+    with pytest.raises(JShardError, match=r"a Net, which is a tree of arrays .* write loss = jshard.shard\(loss\)"):
+        jshard.shard(net, x)

@@ -429,6 +429,7 @@ def test_a_program_goes_from_stage_to_stage_where_it_needs_their_parameters(case
     expected = f(Two(rngs=nnx.Rngs(0)), x)
     jshard.load(said({"stage": 0}, {"stage": 1}))
     model = jshard.shard(Two(rngs=nnx.Rngs(0)))
+    jshard.shard(f).place(model, x)
     run = nnx.jit(jshard.shard(f))
     found = [*equations(jax.make_jaxpr(run)(model, x))]
     assert [len(eqn.outvars) for eqn in found if eqn.primitive.name == "cond"] == made

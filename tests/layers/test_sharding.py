@@ -721,3 +721,66 @@ def test_a_joined_kernel_is_cut_and_not_what_it_makes(form, words):
             counts[line.collective, line.phase, line.cause.key, line.payload] += line.count
     kernel, bias = 4 * WIDTH * 3 * WIDTH // 12, 4 * 3 * WIDTH // 12
     assert counts == {("permute", phase, "column", n): 2 for phase in ("forward", "backward") for n in (kernel, bias)}
+
+
+class Small(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def small_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+SMALL = {
+    "up": {"row": "data", "column": "tensor", "match": ["up/**"]},
+    "rest": {"row": "data", "store": "data", "match": ["**"]},
+}
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+@pytest.mark.parametrize("loss", [small_loss, jshard.shard(small_loss)], ids=["loss", "sharded loss"])
+def test_a_model_that_no_call_has_placed_is_not_traced(axis_types, loss):
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": axis_types}, **SMALL})
+    x = np.ones((8, 16), np.float32)
+    model = jshard.shard(Small(nnx.Rngs(0)))
+    step = nnx.jit(lambda model, x: nnx.grad(loss)(model, x))
+    with pytest.raises(JShardError) as error:
+        step(model, x)
+    line = "model = jshard.shard(model" if loss is small_loss else "jshard.shard(small_loss).place(model"
+    assert str(error.value) == (
+        "Small is traced, and no call before has placed its parameters: every device would keep all of them; write "
+        f'{line}, jax.ShapeDtypeStruct((8, 16), "float32")) before, or @jshard.jit for @nnx.jit'
+    )
+    model = jshard.shard(model, jax.ShapeDtypeStruct((8, 16), "float32"))
+    assert spec(model.up.kernel) == P(None, "tensor")
+    assert spec(nnx.jit(lambda model, x: nnx.grad(loss)(model, x))(model, x)["up"]["kernel"]) == P(None, "tensor")
+    model = jshard.shard(Small(nnx.Rngs(0)))
+    jshard.jit(lambda model, x: nnx.grad(loss)(model, x))(model, x)
+    assert spec(model.up.kernel) == P(None, "tensor")
+    model = jshard.shard(Small(nnx.Rngs(0)))
+    model(x)  # or by a call
+    nnx.jit(lambda model, x: nnx.grad(loss)(model, x))(model, x)
+
+
+def test_a_model_that_nothing_splits_is_traced_before_a_call():
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "rest": {"row": "data", "match": ["**"]}})
+    nnx.jit(small_loss)(jshard.shard(Small(nnx.Rngs(0))), np.ones((8, 16), np.float32))
+
+
+def test_shard_without_arguments_reports_globs_and_unclaimed_parameters():
+    head = {"jshard": {"mesh": {"data": 2, "tensor": 4}}}
+    jshard.load({**head, "up": {**SMALL["up"], "match": ["upp/**"]}, "down": {"match": ["down/**"]}})
+    for _ in range(2):  # a report is the same again
+        with pytest.raises(JShardError) as error:
+            jshard.shard(Small(nnx.Rngs(0)))
+        assert str(error.value) == (
+            'signal "up" (<dict>) has match "upp/**", which fits no parameter; did you mean "up/**"?\n'
+            'no signal of <dict> claims 2 of 4 parameters: "up/bias", "up/kernel"; claim them, or write '
+            'rest: {match: ["**"]}'
+        )
+    jshard.load({**head, "up": SMALL["up"], "down": {"row": "data"}})  # which may be active where the layer is called
+    jshard.shard(Small(nnx.Rngs(0)))

@@ -106,6 +106,7 @@ def test_a_loss_in_chunks_is_that_of_one_device_and_costs_its_formula(whole, nam
     written, wire = PLANS[name]
     jshard.load(written)
     model, f = jshard.shard(Model(nnx.Rngs(0))), jshard.shard(loss)
+    f.place(model, X, TARGETS)
     got, gradients = nnx.jit(nnx.value_and_grad(f))(model, X, TARGETS)
     np.testing.assert_allclose(got, whole[0], rtol=1e-6)
     gradients_are_alike(gradients, whole[1])
@@ -126,6 +127,7 @@ def test_a_stored_head_that_is_cast_in_each_chunk_is_gathered_once_in_that_dtype
         each = by_places(lambda x, y: losses_of(model.head(x).astype(jnp.float32), y, 0.0), model.up(x), targets, CHUNK)
         return each.mean()
 
+    f.place(model, X, np.maximum(TARGETS, 0))
     lines = jshard.explain(lambda *given: nnx.value_and_grad(f)(*given), model, X, np.maximum(TARGETS, 0))
     assert [(line.collective, line.phase, line.count, line.payload) for line in lines if "data" in line.mesh_axes
             and "head" in line.signal and line.payload > 4] == [
@@ -140,6 +142,7 @@ def test_the_gradient_of_a_stored_head_is_multiplied_a_part_at_a_time_where_it_l
     def f(model, x, targets):
         return jshard.cross_entropy(model.up(x), targets, head=model.head.kernel[...], z=1e-2, chunk=PLACES)
 
+    jshard.shard(f).place(model, X, TARGETS)
     step = nnx.value_and_grad(jshard.shard(f))
     got, gradients = nnx.jit(step)(model, X, TARGETS)
     np.testing.assert_allclose(got, whole[0], rtol=1e-6)

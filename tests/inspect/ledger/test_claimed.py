@@ -216,7 +216,9 @@ def test_a_sequence_that_is_not_scattered_is_told(places, scatters, fault):
     down = {**words, "reduction": "tensor", "match": ["down/**"]} if scatters else {**words, "match": ["down/**"]}
     x = np.ones((4, places, 16), np.float32)
     told = fault.replace("HERE", str(inspect.getsourcelines(Places.__call__)[1] + 1))
-    found = rows_of({"up": {**words, "match": ["up/**"]}, "down": down}, jshard.shard(Places(nnx.Rngs(0))), x)
+    configuration = {"up": {**words, "match": ["up/**"]}, "down": down}
+    jshard.load({**MESH, **configuration})
+    found = rows_of(configuration, jshard.shard(Places(nnx.Rngs(0)), x), x)
     assert found["down/kernel"] == (f"{'reduction: tensor, ' * scatters}sequence: tensor", told)
     assert found["up/kernel"] == found["up/bias"] == ("sequence: tensor", told)
 
