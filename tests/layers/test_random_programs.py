@@ -37,7 +37,11 @@ FAULTS = {
     "20213: a factor of an axis stayed split below one that no longer was": small(
         "x.reshape(6, 8, 2)", (12, 8), {"data": 4, "tensor": 2}, placed={"x": ((), ("data", "tensor"))}
     ),
-}
+    "20356: a product by a stored parameter beside a checkpoint, where rows are not split as it is": small(
+        'jax.checkpoint(lambda t: t * t)(x).sum() + x @ params["l0"]["w"]', (16, 12), THREE, w=(12, 8),
+        words={"row": ["data"], "store": ["pipe"]},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -61,8 +61,15 @@ class LazyProduct:
         return dataclasses.replace(self, order=tuple(self.order[at] for at in order))
 
     def _made(self, x: Array, y: Array) -> Array:
-        made = lax.transpose(_bound(self.eqn, [x, y])[0], self.order)
-        return functools.reduce(lambda made, eqn: _bound(eqn, [made])[0], self.then, made)
+        # a slice at a place that varies over mesh axes varies over them, as types of the whole product don't say
+        names = jax.typeof(x).mat.varying | jax.typeof(y).mat.varying
+        made = lax.transpose(_bound(self.eqn, [set_varying(x, names), set_varying(y, names)])[0], self.order)
+        for eqn in self.then:
+            if eqn.primitive.name == "convert_element_type":
+                (made,) = _bound(eqn, [made])
+            else:
+                made = set_varying(made, names | eqn.outvars[0].aval.mat.varying)
+        return made
 
 
 def evaluate(program: Any, xs: Sequence[Any], token: Any) -> list[Any]:
