@@ -1,4 +1,4 @@
-"""What a training step costs: jshard by layers and by `jshard.step`, against the same step written by hand in shard_map,
+"""What a training step costs: jshard by layers and by `jshard.jit`, against the same step written by hand in shard_map,
 plain jit with NamedShardings, and one device. Forward, backward and update; dispatch included; interleaved in one run.
 
 python -m benchmarks.step [--quick] [--devices 4] [--rounds 60] [--optimizer adamw]
@@ -35,7 +35,7 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
     from flax import nnx
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from benchmarks.two_layers import Model, by_layers, losses, threaded
+    from benchmarks.two_layers import Model, Plain, by_layers, losses, threaded
 
     mesh = jshard.mesh()
     tx = {"adamw": optax.adamw, "sgd": optax.sgd}[optimizer](1e-3)
@@ -43,7 +43,7 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
     x = draw.normal(size=(batch, features[0])).astype(np.float32)
     y = draw.integers(0, features[2], size=batch).astype(np.int32)
 
-    # -- jshard: the model says nothing of the mesh, and the same step goes through both doors --
+    # -- jshard: the model says nothing of the mesh, --
 
     def train(model: Model, optimizer: jshard.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
         value, gradients = nnx.value_and_grad(lambda model: jshard.mean(losses(model(x), y)))(model)
@@ -56,10 +56,24 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
 
     rows = jshard.signal.tensor(x, name="rows"), jshard.signal.tensor(y, name="rows")
 
-    def by_step() -> Callable[[], Any]:
-        model, optimizer = made()
-        step = jshard.step(train, donate=True)
-        return lambda: step(model, optimizer, *rows)
+    # -- Flax's own layers: by `jshard.jit`, and by `nnx.jit` on one device, whose dispatch is compared --
+
+    def plain(jit: Callable[..., Any], value_and_grad: Callable[..., Any], **how: Any) -> Callable[[], Any]:
+        model = Plain(features)
+        nnx.update(
+            model, jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), nnx.to_pure_dict(nnx.state(made()[0], nnx.Param)))
+        )
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        def step(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+            value, gradients = value_and_grad(lambda model, x, y: jnp.mean(losses(model(x), y)))(model, x, y)
+            optimizer.update(model, gradients)
+            return value
+
+        compiled = jit(step, **how)
+        return lambda: compiled(model, optimizer, *(rows if jit is jshard.jit else alone))
+
+    alone = jnp.asarray(x), jnp.asarray(y)
 
     # -- the same mathematics without jshard, on plain arrays --
 
@@ -117,9 +131,10 @@ def variants(features: tuple[int, int, int], batch: int, optimizer: str) -> dict
         HAND: by_hand(),
         "shard_map by hand, again": by_hand(),
         "jshard by layers": by_layers(train, made(), *rows),
-        "jshard.step": by_step(),
+        "jshard.jit": plain(jshard.jit, jshard.value_and_grad, donate=True),
         "jit with NamedShardings": by_partitioner(auto_mesh(mesh.devices)),
         "one device": by_partitioner(auto_mesh(mesh.devices[:1, :1])),
+        "nnx.jit, one device": plain(nnx.jit, nnx.value_and_grad, donate_argnums=(0, 1)),
     }
 
 
@@ -170,7 +185,8 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
 
     jshard.pretend(asked.devices)
-    up, down = {"row": "data", "column": "tensor"}, {"row": "data", "reduction": "tensor"}
+    up = {"row": "data", "column": "tensor", "match": ["up/**"]}
+    down = {"row": "data", "reduction": "tensor", "match": ["down/**"]}
     mesh = {"data": 2, "tensor": asked.devices // 2}
     jshard.load({"jshard": {"mesh": mesh}, "up": up, "down": down, "rows": {"row": "data"}})
     print(f"{asked.devices} pretend devices, mesh {{data: 2, tensor: {asked.devices // 2}}}, {asked.optimizer}")

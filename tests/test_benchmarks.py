@@ -42,8 +42,8 @@ def test_quick_benchmark_of_a_step_prints_a_line_for_each_variant(capsys, argume
     told = capsys.readouterr().out
     rows = re.findall(r"^(\S.*?)  +[\d.]+ ms +[\d.]+ - [\d.]+ ms +[\d.]+ +[\d,]+ us$", told, re.MULTILINE)
     assert rows == [
-        "shard_map by hand", "shard_map by hand, again", "jshard by layers", "jshard.step", "jit with NamedShardings",
-        "one device",
+        "shard_map by hand", "shard_map by hand, again", "jshard by layers", "jshard.jit", "jit with NamedShardings",
+        "one device", "nnx.jit, one device",
     ]  # fmt: skip
     assert "16-32-8, batch 32: all variants agree on the losses of three steps" in told
 

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import processes
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import jshard
+from jshard import events
 from jshard.layouts.layout import Layout
 
 IN, HIDDEN, OUT, ROWS = 16, 32, 8, 8
@@ -27,6 +29,11 @@ CONFIGURATION = {
     "rest": {"row": "data", "match": ["**"]},
 }
 SPLIT = {"up": (("data",), ("tensor",)), "down": (("tensor",), ("data",))}
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded():
+    jshard.unload()
 
 
 class Net(nnx.Module):
@@ -413,3 +420,123 @@ def test_explain_of_a_step_tells_before_its_first_call_what_rests_where_after_it
     parameters = nnx.state(model, nnx.Param)
     assert before.held >= 4 * sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(parameters))
     assert before.held < sum(x.nbytes for x in jax.tree.leaves(parameters))
+
+
+def placed(**says):
+    jshard.load({**CONFIGURATION, "jshard": {**CONFIGURATION["jshard"], **says}})
+
+
+def step(model, optimizer, x, y):
+    loss, gradients = jshard.value_and_grad(loss_of)(model, x, y)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def test_with_nothing_loaded_a_step_is_plain_flax():
+    (model, optimizer), (alone, its) = objects(), objects()
+    found = jshard.jit(step)(model, optimizer, *batch(0))
+    assert found == nnx.jit(step)(alone, its, *batch(0))
+    close(nnx.state(model), nnx.state(alone))
+    assert len(model.up.kernel[...].sharding.device_set) == 1
+
+
+def test_the_last_partial_batch_compiles_once_more_and_that_is_told():
+    placed()
+    told, (model, optimizer), compiled = [], objects(), jshard.jit(step)
+    stop = events.listen(lambda what, fields: told.append(dict(fields)) if what == "compiles_again" else None)
+    try:
+        for number, rows in enumerate((8, 8, 6, 8, 6)):
+            with compilations() as found:
+                compiled(model, optimizer, *batch(number, rows))
+            assert bool(found) is (number in (0, 2)), number
+    finally:
+        stop()
+    assert told == [{"program": "step", "shapes": "float32[6,16], int32[6]"}]
+    assert events.WORDS["compiles_again"][1](told[0]) == "step compiles again, for arguments float32[6,16], int32[6]"
+
+
+def test_donated_memory_is_that_of_models_and_optimizers_and_only_where_asked():
+    placed()
+    for donate in (False, True):
+        (model, optimizer), compiled = objects(), jshard.jit(step, donate=donate)
+        x, y = map(jnp.asarray, batch(0))
+        compiled(model, optimizer, x, y)
+        before = [model.up.kernel[...], optimizer.opt_state[0].mu.up.kernel[...]]
+        compiled(model, optimizer, x, y)
+        assert [each.is_deleted() for each in before] == [donate, donate]
+        assert not x.is_deleted()
+    evaluated = jshard.jit(lambda model, x: model(x), donate=True)
+    for _ in range(2):  # a parameter that stays is there behind the call
+        evaluated(model, x)
+
+
+def test_explain_verify_and_lower_take_a_step_and_list_the_collectives_of_its_loss():
+    placed()
+    (model, optimizer), compiled, (x, y) = objects(), jshard.jit(step), batch(0)
+    before = jshard.explain(compiled, model, optimizer, x, y)
+    compiled(model, optimizer, x, y)
+    ledger = jshard.explain(compiled, model, optimizer, x, y)
+    asked = jshard.explain(jshard.value_and_grad(loss_of), model, x, y)
+    lines = lambda ledger: [(e.signal, e.phase, e.collective, e.count, e.wire) for e in ledger.lines]
+    assert lines(ledger) == lines(before) == lines(asked) != []
+    assert jshard.verify(compiled, model, optimizer, x, y).ok
+    assert "reduce-scatter" in compiled.lower(model, optimizer, x, y).compile().as_text()
+
+
+def test_gradients_outside_of_jit_are_of_parameters_that_are_placed():
+    expected = nnx.value_and_grad(loss_of)(Net(nnx.Rngs(0)), *batch(0))
+    placed()
+    model, differentiated = Net(nnx.Rngs(0)), jshard.value_and_grad(loss_of)
+    differentiated(model, *batch(0))
+    with compilations() as found:
+        value, gradients = differentiated(model, *batch(0))
+    assert not found
+    close((value, gradients), expected)
+    assert kernels(gradients) == kernels(nnx.state(model))
+
+
+def test_rows_that_are_closed_over_are_split_as_those_of_an_argument():
+    placed()
+    (model, optimizer), (x, y) = objects(), batch(0)
+
+    def closing(model, optimizer, x, y):
+        loss, gradients = jshard.value_and_grad(lambda model: loss_of(model, x, y))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    wires = [
+        sum(line.count * line.wire for line in jshard.explain(jshard.jit(f), model, optimizer, x, y).lines)
+        for f in (step, closing)
+    ]
+    assert wires[0] == wires[1]
+    assert f"{ROWS // 2},{IN}" in jshard.jit(closing).lower(model, optimizer, x, y).compile().as_text()
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, "tests")
+from processes import join
+join()
+import jax, numpy as np
+import test_jit
+from test_jit import *
+
+model, optimizer = objects()
+x, y = batch(0)
+expected = [float(nnx.jit(test_jit.step)(model, optimizer, x, y)) for _ in range(2)]
+jshard.load({**CONFIGURATION, "jshard": {"mesh": {"data": 2, "tensor": 2}}})
+(model, optimizer), own = objects(), slice(jax.process_index() * 4, jax.process_index() * 4 + 4)
+where = jax.NamedSharding(jshard.mesh(), jax.P("data"))
+mine = [jax.make_array_from_process_local_data(where, each[own]) for each in (x, y)]
+step = jshard.jit(test_jit.step)
+losses = [float(step(model, optimizer, *mine)) for _ in range(2)]
+np.testing.assert_allclose(losses, expected, rtol=1e-5)
+print(model.up.kernel[...].sharding.spec, optimizer.opt_state[0].mu.up.kernel[...].sharding.spec)
+"""
+
+
+def test_two_processes_that_each_pass_their_own_rows_train_as_one(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(SCRIPT)
+    for each in processes.run(script, 2, devices=2):
+        assert each.stdout.strip().splitlines()[-1] == "P('data', 'tensor') P('data', 'tensor')"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,8 +32,11 @@ class Snapshot:
     places: list[int]  # of the arrays among the leaves of `tree`, in the order that the program takes them in
     types: list[tuple[Any, Any]]  # of the variables' numbers, then of the arrays
 
-    def operands(self, args: tuple[Any, ...], situation: Any) -> tuple[list[Any], list[Any]] | None:
-        """Return what the program takes, in its order; None when anything but numbers is not as it was."""
+    def operands(
+        self, args: tuple[Any, ...], situation: Any, place: Callable[[int, Any], Any] = lambda number, x: x
+    ) -> tuple[list[Any], list[Any]] | None:
+        """Return what the program takes, in its order; None when anything but numbers is not as it was. `place(number, x)`
+        moves an array that lies elsewhere."""
         leaves, tree = jax.tree.flatten(_others(args))
         if tree != self.tree or situation != self.situation:
             return None
@@ -43,7 +46,7 @@ class Snapshot:
             if not all(map(operator.is_, container if keys is None else container.values(), values)):
                 return None
         numbers = [variable.get_raw_value() for variable in self.variables]
-        arrays = [leaves[place] for place in self.places]
+        arrays = [place(number, leaves[at]) for number, at in enumerate(self.places)]
         if not _are_like([*numbers, *arrays], self.types):
             return None
         return (numbers, arrays) if [each.get_metadata() for each in self.variables] == self.metadata else None
@@ -59,8 +62,11 @@ def names(args: tuple[Any, ...]) -> tuple[int | None, ...]:
     return tuple(id(each) if isinstance(each, nnx.Pytree) else None for each in args)
 
 
-def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any) -> Snapshot | None:
-    """Take the snapshot of a call whose variables NNX found to hold `numbers`; None when something in it can change unseen."""
+def take(
+    args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any, arrays: list[Any] | None = None
+) -> Snapshot | None:
+    """Take the snapshot of a call whose variables NNX found to hold `numbers`; None when something in it can change unseen.
+    `arrays` are the others as the program takes them, where it takes them in the order of their leaves."""
     parts: list[Part] = []
     found: dict[int, nnx.Variable] = {}
     if not all(_watch(each, parts, found, set()) for each in args if isinstance(each, nnx.Pytree)):
@@ -70,11 +76,14 @@ def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any
     if any(each is None for each in variables) or holders:  # two hold one array, or NNX has found others
         return None
     leaves, tree = jax.tree.flatten(_others(args))
-    order = _order(args, tree)
-    if order is None or sorted(order) != list(range(len(leaves))) or not all(map(_is_array, leaves)):
+    order = _order(args, tree) if arrays is None else list(range(len(leaves)))
+    if order is None or sorted(order) != list(range(len(leaves))):
+        return None
+    arrays = [leaves[place] for place in order] if arrays is None else arrays
+    if len(arrays) != len(leaves) or not all(map(_is_array, arrays)):
         return None
     metadata = [dict(each.get_metadata()) for each in variables]
-    types = [_type(each) for each in (*numbers, *(leaves[place] for place in order))]
+    types = [_type(each) for each in (*numbers, *arrays)]
     return Snapshot(program, situation, tree, parts, variables, metadata, order, types)
 
 

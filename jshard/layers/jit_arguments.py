@@ -44,7 +44,8 @@ class Structure:
         (nodes,) = nnx.merge(self.graphdef, *states)
         objects = iter(nodes)
         given = jax.tree.unflatten(self.tree, [next(objects) if x is NODE else x for x in others])
-        by_name = dict(given) | dict(self.static)
+        static = dict(self.static)
+        by_name = dict(zip((name for name in self.names if name not in static), given, strict=True)) | static
         args = tuple(by_name[name] for name in self.names[: self.positional])
         return nodes, args, {name: by_name[name] for name in self.names[self.positional :]}, before
 
@@ -77,13 +78,15 @@ class Arguments:
         names = (*_positional_names(f, len(args)), *kwargs)
         given = dict(zip(names, (*args, *kwargs.values()), strict=True))
         compiled_in = tuple((name, given.pop(name)) for name in static if name in given)
-        found, tree = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_node)
+        named = tuple(given)
+        found, tree = jax.tree_util.tree_flatten_with_path(tuple(given.values()), is_leaf=is_node)
         nodes = [x for _, x in found if is_node(x)]
         graphdef, *states = nnx.split((nodes,), nnx.Param, nnx.Variable, ...)
         inside, of_states = jax.tree_util.tree_flatten_with_path(states)
-        outer = [words_of(path) for path, x in found if is_node(x)]
+        found = [((named[path[0].idx], *words_of(path[1:])), x) for path, x in found]
+        outer = [path for path, x in found if is_node(x)]
         of_nodes = [(*outer[keys_of(path)[2]], *words_of(path)[3:]) for path, _ in inside]
-        paths = [*of_nodes, *(tuple(words_of(path)) for path, x in found if not is_node(x))]
+        paths = [*of_nodes, *(path for path, x in found if not is_node(x))]
         values = [*(x for _, x in inside), *(NODE if is_node(x) else x for _, x in found)]
         leaves = [x for x in values if x is not NODE]
         marked = tuple(ARRAY if is_array(x) else x for x in values)

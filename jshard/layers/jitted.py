@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax._src.config import trace_context
 from jax.core import Tracer
 
 from jshard import events
+from jshard.layers.call_cache import Snapshot, names, take
 from jshard.layers.jit_arguments import Arguments, Path
 from jshard.layers.layer import is_by_layers
 from jshard.layers.recording import Taken, recording
@@ -61,12 +63,27 @@ def jit(
             programs[*before, types] = programs[*before, at_rest] = found
         return programs[*before, types]
 
+    snapshots: dict[tuple[int | None, ...], Snapshot] = {}
+
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         if unplaced.value:
             return f(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        key, situation = names(given), (tuple(kwargs), trace_context())
+        if (snapshot := snapshots.get(key)) is not None:
+            place = snapshot.program.placed_one
+            if (operands := snapshot.operands(given, situation, place)) is not None:
+                return snapshot.program.again(snapshot, *operands)
         arguments = Arguments.of(f, args, kwargs, static)
-        return compiled_for(arguments)(arguments)
+        program = compiled_for(arguments)
+        result = program(arguments)
+        if not static and (taken := program.snapshot(arguments, given, situation)) is not None:
+            if key not in snapshots:
+                for each in arguments.nodes:
+                    weakref.finalize(each, snapshots.pop, key, None)
+            snapshots[key] = taken
+        return result
 
     def lower(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
         arguments = Arguments.of(f, args, kwargs, static)
@@ -87,8 +104,9 @@ class Compiled:
     """The program for arguments of one structure. `taken` is where each array rests; None where no mesh is loaded."""
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, *, donate: bool):
-        self.structure, self.donate = arguments.structure, donate
+        self.structure, self.donate, self.in_nodes = arguments.structure, donate, arguments.in_nodes
         self.f, self.taken, self.parameters = _placed(f, arguments)
+        self.shapes = list(map(jnp.shape, arguments.arrays))
         self.donated = _donated(arguments, self.parameters)
         self.written: WrittenBack | None = None  # known when the program is traced
         self.program = jax.jit(self._body, donate_argnums=0 if donate else ())
@@ -101,6 +119,31 @@ class Compiled:
         outs = self.program(*self.apart(arrays))
         assert self.written is not None
         return self.written.into((arguments.nodes,), outs)
+
+    def snapshot(self, arguments: Arguments, given: tuple[Any, ...], situation: Any) -> Snapshot | None:
+        """Take the snapshot of a call that has run; None where NNX objects are not arguments by themselves, or change."""
+        count, nodes = arguments.in_nodes, [each for each in given if isinstance(each, nnx.Pytree)]
+        if not nodes or len(nodes) != len(arguments.nodes) or self.written is None or self.written.targets is None:
+            return None
+        if self.donate and any(self.donated[count:]):  # they are gone
+            return None
+        numbers = Arguments.of(self.f, given, {}, ()).arrays[:count]
+        others = [self.placed_one(number, x) for number, x in enumerate(arguments.arrays[count:])]
+        return take(given, numbers, self, situation, others)
+
+    def again(self, snapshot: Snapshot, numbers: list[Any], arrays: list[Any]) -> Any:
+        """Run on the operands of a snapshot, and give its variables what they become."""
+        assert self.written is not None
+        begin, targets = self.written.result.num_leaves, self.written.targets
+        outs = self.program(*self.apart([*numbers, *arrays]))
+        for source, x in zip(targets or (), outs[begin:], strict=True):
+            snapshot.variables[source].set_raw_value(x)
+        return jax.tree.unflatten(self.written.result, outs[:begin])
+
+    def placed_one(self, number: int, x: Any) -> Any:
+        """Move one of the arrays that are no NNX object's to where it rests."""
+        taken, shape = self.taken[self.in_nodes + number], self.shapes[self.in_nodes + number]
+        return _put(x, taken) if taken is not None and jnp.shape(x) == shape else x
 
     def placed(self, arrays: Sequence[Any]) -> list[Any]:
         """Move the arrays to where they rest."""

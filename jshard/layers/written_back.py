@@ -32,6 +32,7 @@ class WrittenBack:
     """The tree of a function's result and of the variables that it leaves."""
 
     tree: Any
+    result: Any  # the tree of the function's result alone
     others: Sequence[Any]  # the leaves that are no arrays, as functions; None for an array
     returns_to: Mapping[int, int]  # by the number of a result: the number of the argument that it replaces
     created: Sequence[Path]
@@ -72,7 +73,15 @@ class WrittenBack:
             [path for path in before if path not in after],
         )
         flat, others = list(filter(is_array, leaves)), [None if is_array(x) else x for x in leaves]
-        return cls(tree, others, returns_to, created, deleted), flat
+        return cls(tree, jax.tree.structure(result), others, returns_to, created, deleted), flat
+
+    @property
+    def targets(self) -> list[int] | None:
+        """The numbers of the arguments that the arrays after the result replace; None where one replaces none."""
+        begin = self.result.num_leaves
+        targets = [self.returns_to.get(number, -1) for number in range(begin, len(self.others))]
+        is_plain = not (self.created or self.deleted) and all(other is None for other in self.others)
+        return targets if is_plain and -1 not in targets else None
 
     def into(self, arguments: Any, outs: Sequence[Any]) -> Any:
         """Give the models among the arguments their variables, and return the result."""
