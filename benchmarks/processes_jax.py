@@ -91,7 +91,7 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
 
     def by_step(differentiate: Any, reduce: Any) -> Step:
         model, optimizer = made()
-        step = jshard.step(functools.partial(train, differentiate, reduce), donate=True)
+        step = jshard.jit(view="shards")(functools.partial(train, differentiate, reduce), donate=True)
         return lambda: step(model, optimizer, *rows)
 
     # -- bare JAX --
@@ -163,7 +163,7 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         HAND: by_hand(),
         "the same, again": by_hand(),
         JSHARD: by_layers(functools.partial(train, nnx.value_and_grad, jshard.mean), made(), *rows),
-        "jshard.step": by_step(nnx.value_and_grad, jshard.mean),
+        "jshard, one shard_map": by_step(nnx.value_and_grad, jshard.mean),
     }
     found["jit with NamedShardings"] = by_partitioner()
     if layout == "data":

@@ -35,7 +35,7 @@ def step_by(value_and_grad: Callable[..., Any]) -> Callable[..., jax.Array]:
         parts = jax.tree.map(lambda rows: rows.reshape(PARTS, -1, *rows.shape[1:]), (x, y))
         return jax.lax.scan(part, jnp.float32(0), parts)[0]
 
-    @jshard.step(outputs=jax.P())
+    @jshard.jit(view="shards", outputs=jax.P())
     def step(model: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
         with jshard.signal("gradients"):
             value, gradients = value_and_grad(lambda model: loss(model, x, y))(model)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from jshard.layers import place as place
     from jshard.layers import shard as shard
     from jshard.layers import stack as stack
-    from jshard.layers import step as step
     from jshard.layers import sum as sum
     from jshard.layers import value_and_grad as value_and_grad
     from jshard.layouts import Layout as Layout
@@ -65,7 +64,7 @@ _ROOMS = {
     "jshard.launch.initialize": ("init", "pulse"),
     "jshard.layers": (
         *"Attention AuxLoss Decoder GatedMLP Layer Linear MLP MoE attend cross_entropy jit matmul max mean".split(),
-        *"load place shard stack step sum value_and_grad".split(),
+        *"load place shard stack sum value_and_grad".split(),
     ),
     "jshard.layouts": ("Layout", "gather", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
@@ -85,6 +84,7 @@ _SUBMODULES = ("collectives", "schedules")
 _RENAMED = {
     "move": "jshard.place",
     "redistribute": "jshard.place",
+    "step": 'jshard.jit(view="shards")',
     "weights": "jshard.load_weights",
     **{
         name: f"jshard.collectives.{name}"

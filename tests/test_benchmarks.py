@@ -209,7 +209,7 @@ def test_quick_benchmark_over_processes_prints_a_line_for_each_variant(capsys):
     names = re.findall(r"^(\S.*?)  +[\d.]+ ms +[\d.]+ - [\d.]+ ms +[\d.]+", told, re.MULTILINE)
     torch, decoders = processes.NO_TORCH not in told, ["plain Flax", "jshard"]
     assert names == [
-        "shard_map by hand", "the same, again", "jshard by layers", "jshard.step", "jit with NamedShardings",
+        "shard_map by hand", "the same, again", "jshard by layers", "jshard, one shard_map", "jit with NamedShardings",
         "jshard.value_and_grad", "by hand, one sum of all", *["DDP", "DDP, loss of all rows"] * torch,
         *decoders, "jshard, sequence too", *["DTensor", "DTensor, sequence too"] * torch,
         *decoders, "jshard, kept", *["FSDP2", "FSDP2, kept"] * torch,

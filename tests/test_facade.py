@@ -15,7 +15,7 @@ import jshard
 PROMISED = """
 load unload mesh jit signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum mean max collectives schedules Layout
 Attention Decoder GatedMLP MoE generate
-place scatter gather shard stack step value_and_grad explain plan report diff verify Optimizer train batches pretend
+place scatter gather shard stack value_and_grad explain plan report diff verify Optimizer train batches pretend
 init pulse log trace load_weights save_weights JShardError __version__
 """.split()
 
@@ -50,6 +50,7 @@ def test_facade_has_the_collectives_and_schedules_in_modules_of_their_own():
         ("move", "; did you mean jshard.place?"),
         ("optimizer", "; did you mean jshard.Optimizer?"),
         ("redistribute", "; did you mean jshard.place?"),
+        ("step", '; did you mean jshard.jit(view="shards")?'),
         ("weights", "; did you mean jshard.load_weights?"),
         ("all_reduce", "; did you mean jshard.collectives.all_reduce?"),
         ("send_recv", "; did you mean jshard.collectives.send_recv?"),

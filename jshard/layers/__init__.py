@@ -20,5 +20,4 @@ from jshard.layers.reduce import mean as mean
 from jshard.layers.reduce import sum as sum
 from jshard.layers.sharding import shard as shard
 from jshard.layers.token_loss import cross_entropy as cross_entropy
-from jshard.layers.training_step import step as step
 from jshard.layers.transfer import place as place

@@ -14,11 +14,13 @@ from jax._src.config import trace_context
 from jax.core import Tracer
 
 from jshard import events
+from jshard.errors import JShardError, did_you_mean
 from jshard.layers.call_cache import Snapshot, names, take
 from jshard.layers.jit_arguments import Arguments, Path
 from jshard.layers.layer import is_by_layers
 from jshard.layers.recording import Taken, recording
 from jshard.layers.sharding import as_sharded, shard
+from jshard.layers.training_step import step
 from jshard.layers.written_back import WrittenBack, is_array
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
@@ -26,9 +28,16 @@ from jshard.layouts.redistribution import redistribute, replicated
 from jshard.signals.active_config import configuration, mesh, use_stages
 from jshard.signals.scope import unplaced
 
+VIEWS = "whole", "shards"
+
 
 def jit(
-    f: Callable[..., Any] | None = None, *, donate: bool = False, static_argnames: str | Sequence[str] = ()
+    f: Callable[..., Any] | None = None,
+    *,
+    donate: bool = False,
+    static_argnames: str | Sequence[str] = (),
+    view: str = "whole",
+    outputs: Any = None,
 ) -> Callable[..., Any]:
     """Compile a function of models, optimizers, parameters and arrays to one program over the mesh that is loaded.
 
@@ -45,9 +54,17 @@ def jit(
 
     `donate` gives the memory of models, optimizers and trees of parameters to their successors. The arguments called
     `static_argnames` are compiled in. `.lower(...)` of the result is the program, as of `jax.jit`.
+
+    With `view="shards"` a function of models of jshard's layers, an optimizer and placed arrays is one shard_map, and sees each
+    device's part: reduce the loss by `jshard.mean`. How results are sharded is found by a trace in global view; `outputs`
+    gives a PartitionSpec for each result of an `f` that runs on parts alone.
     """
+    if view not in VIEWS:
+        raise JShardError(f'jshard.jit is given view="{view}"', hint=did_you_mean(view, VIEWS, "use whole or shards"))
     if f is None:
-        return functools.partial(jit, donate=donate, static_argnames=static_argnames)
+        return functools.partial(jit, donate=donate, static_argnames=static_argnames, view=view, outputs=outputs)
+    if view == "shards":
+        return step(f, outputs=outputs, donate=donate)
     static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     programs: dict[Any, Compiled] = {}
 

@@ -135,11 +135,11 @@ def built_arrays(model: Any) -> ModelArrays:
 
 
 def is_by_layers(model: Any) -> bool:
-    """Whether all parameters of a model, or of modules in a list, are of layers that were built under signals, which run by
-    themselves."""
-    built = built_arrays(model)
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-    return bool(paths) and all(built[path].signal_path for path in paths)
+    """Whether a model, or modules in a list, run layer by layer: all parameters are of layers that were built under signals, or
+    some, and no glob claims the others."""
+    built, present = built_arrays(model), configuration()
+    under = [bool(built[path].signal_path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    return any(under) and (all(under) or present is None or not present.has_claims)
 
 
 def parameters_by_path(model: Any) -> dict[str, Any]:

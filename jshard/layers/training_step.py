@@ -1,4 +1,4 @@
-"""`jshard.step`: a full training step in one shard_map, in which the same layer bodies run on shards."""
+"""`jshard.jit(view='shards')`: a full training step in one shard_map, in which the same layer bodies run on shards."""
 
 from __future__ import annotations
 
@@ -25,17 +25,9 @@ class Untyped(JShardError):
     """A step is traced from outside on an auto mesh, where no tracer tells how its array lies."""
 
 
-def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bool = False) -> Callable[..., Any]:
-    """Compile `f(model, optimizer, x, y)` to one program in one shard_map: layers run their bodies directly, and everything
-    else in `f` sees one device's part. Arguments are NNX objects, which are updated in place, and arrays that lie on the
-    mesh. Reduce the loss with `jshard.mean`, so that it is the loss of the whole batch.
-
-    How the results are sharded is found by tracing `f` in global view; for an `f` that only runs
-    on parts, `outputs` gives a PartitionSpec for each. `donate` gives the memory of the NNX objects to their successors.
-    As of `jax.jit`, `.lower(...)` of the result is the program, to be compiled and read.
-    """
-    if f is None:
-        return functools.partial(step, outputs=outputs, donate=donate)
+def step(f: Callable[..., Any], *, outputs: Any, donate: bool) -> Callable[..., Any]:
+    """Compile `f` to one program in one shard_map, in which layers run their bodies directly. Arguments are NNX objects, which
+    are updated in place, and arrays that lie on the mesh."""
     programs: dict[Any, Any] = {}
     snapshots: dict[tuple[int | None, ...], Snapshot] = {}
 
@@ -44,7 +36,7 @@ def step(f: Callable[..., Any] | None = None, *, outputs: Any = None, donate: bo
         leaves, tree = jax.tree.flatten((variables, arrays))
         if any(isinstance(leaf, Tracer) for leaf in leaves) and not is_explicit(mesh()):
             raise Untyped(
-                f"{_name(f)}, a jshard.step, is traced on an auto mesh, where nothing tells how its arrays lie",
+                f"{_name(f)}, a jshard.jit(view='shards'), is traced on an auto mesh, where nothing tells how its arrays lie",
                 hint="call it outside jax.jit, or write axis_types: explicit",
             )
         layouts = tuple(map(_spec, leaves))
@@ -92,7 +84,8 @@ def _situation() -> Any:
     present = configuration()
     if present is None:
         raise JShardError(
-            "jshard.step needs a mesh, and no configuration is loaded", hint='call jshard.load("configs/mlp.yaml")'
+            "jshard.jit(view='shards') needs a mesh, and no configuration is loaded",
+            hint='call jshard.load("configs/mlp.yaml")',
         )
     return present.fingerprint, mesh(), active_digest()
 
@@ -182,6 +175,6 @@ def _found_outputs(f: Any, run: Any, given: Any, specs: Any) -> Any:
         if spec != _spec(leaf):
             raise JShardError(
                 f"{_name(f)} takes {_argument(path)} lying as {spec} and leaves it as {_spec(leaf)}",
-                hint="redistribute it to where it was, or keep this part of the step outside jshard.step",
+                hint="redistribute it to where it was, or keep this part of the step outside jshard.jit(view='shards')",
             )
     return jax.tree.map(_spec, result)

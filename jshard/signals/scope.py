@@ -256,7 +256,7 @@ def _place(x: Any) -> jax.Array:
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise JShardError(
             f"{signal} is to place an array inside a shard_map, where x is one device's part already",
-            hint="place it before: jshard.signal.tensor(x) outside jshard.step",
+            hint="place it before: jshard.signal.tensor(x) outside jshard.jit(view='shards')",
         )
     present.placed.add(active_path())
     label = str(signal)

@@ -1,4 +1,4 @@
-"""jshard.step recognises a call of the same objects without taking them apart, and sees every change that matters."""
+"""jshard.jit(view='shards') recognises a call of the same objects without taking them apart, and sees every change that matters."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def once(graph, state, x):
 
 
 def expected(steps, change=lambda model, optimizer, turn: None):
-    """The losses of as many steps without jshard.step, `change` applied before each."""
+    """The losses of as many steps without jshard.jit(view='shards'), `change` applied before each."""
     model, optimizer = made()
     losses = []
     for turn in range(steps):
@@ -88,10 +88,11 @@ def expected(steps, change=lambda model, optimizer, turn: None):
 @pytest.mark.parametrize("donate", [False, True])
 def test_second_call_takes_nothing_apart_and_trains_on(splits, donate):
     model, optimizer = made()
-    step = jshard.step(train, donate=donate)
-    losses = [float(step(model, optimizer, placed()))]
+    step = jshard.jit(view="shards")(train, donate=donate)
+    x = placed()
+    losses = [float(step(model, optimizer, x))]
     after_first = len(splits)
-    losses += [float(step(model, optimizer, placed())) for _ in range(4)]
+    losses += [float(step(model, optimizer, x)) for _ in range(4)]
     assert len(splits) == after_first
     np.testing.assert_allclose(losses, expected(5), rtol=1e-5)
     assert int(optimizer.step[...]) == 5
@@ -115,7 +116,7 @@ def emptied(model, optimizer, turn):
 @pytest.mark.parametrize("change", [scaled, replaced, emptied])
 def test_change_between_two_calls_is_seen(change):
     model, optimizer = made()
-    step = jshard.step(train)
+    step = jshard.jit(view="shards")(train)
     losses = []
     for turn in range(4):
         change(model, optimizer, turn)
@@ -127,7 +128,7 @@ def test_change_between_two_calls_is_seen(change):
 def test_kernel_that_lies_elsewhere_than_before_is_seen(axis_types):
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 2}, "axis_types": axis_types}, **SIGNALS})
     model, optimizer = made()
-    step = jshard.step(train)
+    step = jshard.jit(view="shards")(train)
     for _ in range(2):
         step(model, optimizer, placed())
     whole = jshard.place(model.up.kernel[...], jshard.Layout(jshard.mesh(), None, None))
@@ -136,14 +137,14 @@ def test_kernel_that_lies_elsewhere_than_before_is_seen(axis_types):
         step(model, optimizer, placed())
     assert str(error.value) == (
         "train takes argument 0 (up.kernel) lying as P(None, None) and leaves it as P(None, 'tensor'); "
-        "redistribute it to where it was, or keep this part of the step outside jshard.step"
+        "redistribute it to where it was, or keep this part of the step outside jshard.jit(view='shards')"
     )
 
 
 def test_metadata_of_a_variable_is_seen():
     model, _ = made()
 
-    @jshard.step
+    @jshard.jit(view="shards")
     def total(model, x):
         return jshard.sum(model(x)) * model.up.kernel.get_metadata().get("factor", 1.0)
 
@@ -156,7 +157,7 @@ def test_metadata_of_a_variable_is_seen():
 def test_keys_of_a_batch_are_seen():
     model, _ = made()
 
-    @jshard.step
+    @jshard.jit(view="shards")
     def total(model, batch):
         return jshard.sum(model(batch.get("x", batch.get("y"))) * (1.0 if "x" in batch else 2.0))
 
@@ -168,7 +169,7 @@ def test_keys_of_a_batch_are_seen():
 def test_other_batches_dtypes_and_pytrees_of_arrays_are_seen(splits):
     model, _ = made()
 
-    @jshard.step
+    @jshard.jit(view="shards")
     def total(model, batch, scale):
         return jshard.sum(model(batch["x"])) * scale
 
@@ -187,7 +188,7 @@ def test_other_batches_dtypes_and_pytrees_of_arrays_are_seen(splits):
 def test_places_of_modules_among_the_arguments_are_seen():
     model, other = made()[0], made(1)[0]
 
-    @jshard.step
+    @jshard.jit(view="shards")
     def first(one, two, x):
         return jshard.sum((two if one is None else one)(x) * (2.0 if two is None else 1.0))
 
@@ -199,7 +200,7 @@ def test_places_of_modules_among_the_arguments_are_seen():
 def test_another_configuration_is_seen():
     """Also in where the results lie."""
     model, _ = made()
-    outputs = jshard.step(lambda model, x: model(x))
+    outputs = jshard.jit(view="shards")(lambda model, x: model(x))
     before = outputs(model, placed())
     assert outputs(model, placed()).sharding == before.sharding == placed().sharding
     scattered = {"row": "data", "reduction": "tensor", "output": "scatter"}
@@ -229,7 +230,7 @@ def test_odd_modules_are_taken_apart_as_often_as_is_needed(offset):
     model = Odd(nnx.Rngs(0))
     if not offset:
         model.offset = 0.0
-    step = jshard.step(lambda model, x: jshard.sum(model(x)))
+    step = jshard.jit(view="shards")(lambda model, x: jshard.sum(model(x)))
     plain = lambda: float(jnp.sum(model(placed())))
     for turn in range(6):
         if turn == 2:
@@ -319,7 +320,7 @@ def test_arrays_that_are_no_variables_are_seen(array):
 
 
 def test_a_step_keeps_no_model_alive():
-    step = jshard.step(train)
+    step = jshard.jit(view="shards")(train)
     x = placed()
     model, optimizer = made()
     for _ in range(3):
@@ -334,7 +335,7 @@ def test_a_step_keeps_no_model_alive():
 
 def test_live_arrays_are_constant_over_many_calls():
     model, optimizer = made()
-    step, x = jshard.step(train), placed()
+    step, x = jshard.jit(view="shards")(train), placed()
     for _ in range(3):
         step(model, optimizer, x)
     held = len(jax.live_arrays())
@@ -346,7 +347,7 @@ def test_live_arrays_are_constant_over_many_calls():
 def test_variable_made_inside_a_step_is_told():
     model, _ = made()
 
-    @jshard.step
+    @jshard.jit(view="shards")
     def grows(model, x):
         model.extra = nnx.Param(jnp.zeros(()))
         return jshard.sum(model(x))

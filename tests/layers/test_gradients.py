@@ -43,7 +43,7 @@ def loss(model, x, y):
 
 
 def step_by(differentiate, loss=loss, outputs=None):
-    @jshard.step(outputs=outputs)
+    @jshard.jit(view="shards", outputs=outputs)
     def train(model, optimizer, x, y):
         with jshard.signal("gradients"):
             value, gradients = differentiate(lambda model: loss(model, x, y))(model)
@@ -165,7 +165,7 @@ def test_what_is_no_parameter_is_updated_and_aux_is_handed_on():
     with loaded():
         model = Counting()
 
-        @jshard.step
+        @jshard.jit(view="shards")
         def run(model, x, y):
             with jshard.signal("gradients"):
                 (value, twice), gradients = jshard.value_and_grad(
@@ -207,7 +207,7 @@ def test_mistakes_are_told():
 
     with loaded():
         assert 'differs along mesh axis "data"' in refused(
-            jshard.step(lambda m, o, x, y: _value(local, m, x, y), outputs=P())
+            jshard.jit(view="shards")(lambda m, o, x, y: _value(local, m, x, y), outputs=P())
         )
         assert refused(step_by(over("dta"))).startswith('jshard.value_and_grad is over mesh axis "dta", which ')
         assert 'did you mean "data"?' in refused(step_by(over("dta")))
@@ -224,7 +224,7 @@ def test_a_shard_map_that_does_not_say_what_varies_and_one_without_a_configurati
         with pytest.raises(JShardError) as told:
             jax.eval_shape(jax.shard_map(value, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=not is_loaded), x, y)
     assert str(told.value) == (
-        "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on; call it inside jshard.step, or take "
+        "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on; call it inside jshard.jit(view='shards'), or take "
         "nnx.value_and_grad"
     )
 

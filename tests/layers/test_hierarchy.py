@@ -105,7 +105,7 @@ def test_gradients_by_value_and_grad_are_summed_in_each_slice_first():
     expected, by_hand = dense()
     model, _ = loaded("data", Layers)
 
-    @jshard.step
+    @jshard.jit(view="shards")
     def gradients_of(model, x):
         with jshard.signal("up"):
             return jshard.value_and_grad(lambda model: (model(x) ** 2).mean(-1))(model)

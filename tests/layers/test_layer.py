@@ -158,7 +158,7 @@ def test_gradients_of_a_layer_of_ones_own_are_summed_in_the_dtype_of_its_signal(
         model = Model(nnx.Rngs(0))
         assert {arrays(model)[name].dtype for name in NAMES} == {jnp.dtype("bfloat16")}
 
-        @jshard.step
+        @jshard.jit(view="shards")
         def gradients(model, x):
             with jshard.signal("gated"):
                 return jshard.value_and_grad(lambda model: loss(model, x))(model)[1]

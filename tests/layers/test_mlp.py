@@ -86,7 +86,7 @@ def test_mlp_has_exactly_the_collectives_of_its_signals(name, door, axis_types):
             compiled = jax.jit(f).lower(*args).compile()
             results = compiled(*args)
         else:
-            f, args = jshard.step(cases.forward_and_gradients), (model, x, cotangent)
+            f, args = jshard.jit(view="shards")(cases.forward_and_gradients), (model, x, cotangent)
             compiled = f.lower(*args).compile()
             results = f(*args)
         jax.tree.map(cases.assert_equal, results, dense(numbers.shape))

@@ -1,4 +1,4 @@
-"""`jshard.step`: the second door of the same layer bodies, a whole function in one shard_map."""
+"""`jshard.jit(view='shards')`: the second door of the same layer bodies, a whole function in one shard_map."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVERYWHERE = [
 def test_linear_in_every_strategy_through_the_second_door(case, mesh, axis_types):
     with cases.loaded(case.configuration(mesh, axis_types)) as grid:
         args = cases.layer_of(case), *cases.operands(case)
-        f = jshard.step(cases.forward_and_gradients)
+        f = jshard.jit(view="shards")(cases.forward_and_gradients)
         compiled = f.lower(*args).compile()
         cases.assert_results(case, f(*args))
         if axis_types == "explicit":
@@ -82,7 +82,7 @@ def train(model, optimizer, x, y):
 def test_both_doors_train_alike(mesh):
     x, y = batch()
     losses, models = [], []
-    for wrap in (nnx.jit, jshard.step):
+    for wrap in (nnx.jit, jshard.jit(view="shards")):
         model = mlp()
         optimizer = jshard.Optimizer(model, optax.adam(1e-2))
         step = wrap(train)
@@ -97,7 +97,7 @@ def test_both_doors_train_alike(mesh):
 def test_step_traces_once_for_equal_arguments_and_anew_for_others(mesh):
     traces = []
 
-    @jshard.step
+    @jshard.jit(view="shards")
     def double(x):
         traces.append(x.shape)
         return 2 * x
@@ -120,10 +120,10 @@ def test_step_traces_once_for_equal_arguments_and_anew_for_others(mesh):
 
 def test_step_finds_where_results_lie_and_takes_it_from_outputs(mesh):
     x = cases.placed(cases.numbers((8, 16)), P("data", "tensor"))
-    found = jshard.step(lambda x: {"y": x + 1, "rows": jshard.sum(x)})(x)
+    found = jshard.jit(view="shards")(lambda x: {"y": x + 1, "rows": jshard.sum(x)})(x)
     cases.assert_lies(found["y"], P("data", "tensor"))
     cases.assert_lies(found["rows"], P())
-    given = jshard.step(
+    given = jshard.jit(view="shards")(
         lambda x: jshard.collectives.all_gather(x, "tensor", axis=1, result="invariant"), outputs=P("data")
     )(x)
     cases.assert_lies(given, P("data"))
@@ -135,10 +135,10 @@ def test_donate_gives_the_memory_away(mesh):
     model = mlp()
     optimizer = jshard.Optimizer(model, optax.sgd(1e-2))
     before = model.up.kernel[...]
-    jshard.step(train)(model, optimizer, x, y)
+    jshard.jit(view="shards")(train)(model, optimizer, x, y)
     assert not before.is_deleted()
     before = model.up.kernel[...]
-    step = jshard.step(train, donate=True)
+    step = jshard.jit(view="shards")(train, donate=True)
     step(model, optimizer, x, y)
     assert before.is_deleted()
     assert not model.up.kernel[...].is_deleted()
@@ -149,7 +149,7 @@ def test_step_stands_under_jit_scan_and_remat(mesh):
     x, _ = batch()
     model = mlp()
     graph, state = nnx.split(model)
-    step = jshard.step(lambda model, x: nnx.relu(nnx.remat(lambda model, x: model(x))(model, x)))
+    step = jshard.jit(view="shards")(lambda model, x: nnx.relu(nnx.remat(lambda model, x: model(x))(model, x)))
     inside = jax.jit(lambda state, x: step(nnx.merge(graph, state), x))(state, x)
     np.testing.assert_allclose(inside, nnx.relu(model(x)), rtol=1e-5, atol=1e-5)
     twice = jnp.stack([x, 2 * x])
@@ -163,15 +163,15 @@ def test_step_stands_under_jit_scan_and_remat(mesh):
 def test_step_without_a_configuration():
     unload()
     with pytest.raises(jshard.JShardError) as error:
-        jshard.step(train)(1.0)
+        jshard.jit(view="shards")(train)(1.0)
     assert str(error.value) == (
-        'jshard.step needs a mesh, and no configuration is loaded; call jshard.load("configs/mlp.yaml")'
+        "jshard.jit(view='shards') needs a mesh, and no configuration is loaded; call jshard.load(\"configs/mlp.yaml\")"
     )
 
 
 def test_step_of_an_array_that_lies_nowhere(mesh):
     with pytest.raises(jshard.JShardError) as error:
-        jshard.step(train)(mlp(), 1.0, batch()[0], {"y": jnp.ones((8, 8))})
+        jshard.jit(view="shards")(train)(mlp(), 1.0, batch()[0], {"y": jnp.ones((8, 8))})
     assert str(error.value) == (
         "argument 3 (y) of train, an array of shape (8, 8), does not lie on the mesh; "
         'place it first: jshard.signal.tensor(x, name="layer1")'
@@ -180,7 +180,7 @@ def test_step_of_an_array_that_lies_nowhere(mesh):
 
 def test_step_that_returns_another_tree_than_its_outputs_say(mesh):
     with pytest.raises(ValueError, match="out_specs"):
-        jshard.step(lambda x: (x, x), outputs=[P("data"), P("data")])(batch()[0])
+        jshard.jit(view="shards")(lambda x: (x, x), outputs=[P("data"), P("data")])(batch()[0])
 
 
 def test_step_that_moves_a_parameter(mesh):
@@ -190,10 +190,10 @@ def test_step_that_moves_a_parameter(mesh):
         model.up.kernel[...] = jshard.place(model.up.kernel[...], jshard.Layout(jshard.mesh(), None, None))
 
     with pytest.raises(jshard.JShardError) as error:
-        jshard.step(move)(model)
+        jshard.jit(view="shards")(move)(model)
     assert str(error.value) == (
         "move takes argument 0 (up.kernel) lying as P(None, 'tensor') and leaves it as P(None, None); "
-        "redistribute it to where it was, or keep this part of the step outside jshard.step"
+        "redistribute it to where it was, or keep this part of the step outside jshard.jit(view='shards')"
     )
 
 
@@ -203,7 +203,7 @@ def test_step_that_returns_the_mean_of_a_part(mesh, returns):
         return returns(jnp.mean(x))
 
     with pytest.raises(jshard.JShardError) as error:
-        jshard.step(losses)(batch()[0])
+        jshard.jit(view="shards")(losses)(batch()[0])
     assert str(error.value) == (
         'losses returns an array of shape () that differs along mesh axis "data": each device has that of its part; reduce '
         "over all devices: jshard.mean(x) in place of jnp.mean(x), as jshard.sum and jshard.max"
@@ -213,11 +213,11 @@ def test_step_that_returns_the_mean_of_a_part(mesh, returns):
 def test_step_inside_jit_on_an_auto_mesh_tells_that_nothing_says_how_arrays_lie():
     with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}}):
         x = cases.placed(cases.numbers((8, 8)), P("data"))
-        stepped = jshard.step(lambda x: jshard.mean(x))
+        stepped = jshard.jit(view="shards")(lambda x: jshard.mean(x))
         with pytest.raises(jshard.JShardError) as error:
             jax.jit(stepped)(x)
         assert str(error.value) == (
-            "<lambda>, a jshard.step, is traced on an auto mesh, where nothing tells how its arrays lie; "
+            "<lambda>, a jshard.jit(view='shards'), is traced on an auto mesh, where nothing tells how its arrays lie; "
             "call it outside jax.jit, or write axis_types: explicit"
         )
 
@@ -226,5 +226,5 @@ def test_step_finds_where_results_lie_where_an_auto_mesh_is_set():
     with cases.loaded({"jshard": {"mesh": {"data": 2}, "axis_types": "auto"}}):
         x = cases.placed(np.ones((8, 8), np.float32), P("data"))
         with jax.set_mesh(jshard.mesh()):
-            doubled, total = jshard.step(lambda x: (2 * x, jshard.sum(x)))(x)
+            doubled, total = jshard.jit(view="shards")(lambda x: (2 * x, jshard.sum(x)))(x)
         assert (doubled.sharding.spec, total.sharding.spec, float(total)) == (P("data"), P(), 64.0)

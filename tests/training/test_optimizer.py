@@ -80,7 +80,7 @@ def by_layers(model, optimizer):
 
 
 def in_one_shard_map(model, optimizer):
-    program = jshard.step(train)
+    program = jshard.jit(view="shards")(train)
     return lambda x, y: program(model, optimizer, x, y)
 
 
@@ -238,20 +238,20 @@ def test_an_optimizer_that_reduces_over_whole_parameters_inside_step(tx, primiti
     with cases.loaded(configuration("tensor")):
         model, optimizer = made(tx)
         with pytest.raises(jshard.JShardError) as error:
-            jshard.step(train)(model, optimizer, *batch())
+            jshard.jit(view="shards")(train)(model, optimizer, *batch())
     assert str(error.value) == (
-        f"the optimizer reduces over whole parameters ({primitive}), and inside jshard.step it sees one device's part; "
-        "hand the gradients out of jshard.step and call optimizer.update under jax.jit"
+        f"the optimizer reduces over whole parameters ({primitive}), and inside jshard.jit(view='shards') it sees one device's part; "
+        "hand the gradients out of jshard.jit(view='shards') and call optimizer.update under jax.jit"
     )
 
 
 def test_the_mend_works():
-    """Gradients handed out of jshard.step, the update under jit."""
+    """Gradients handed out of jshard.jit(view='shards'), the update under jit."""
     with cases.loaded(configuration("tensor")):
         model, optimizer = made(TX["adafactor"])
         other, its_optimizer = made(TX["adafactor"])
 
-        @jshard.step
+        @jshard.jit(view="shards")
         def gradients_of(model, x, y):
             return nnx.grad(lambda model: jshard.mean((model(x) - y) ** 2))(model)
 
@@ -267,8 +267,8 @@ def test_the_mend_works():
 def test_where_nothing_is_split_any_optimizer_works_inside_step():
     with cases.loaded({"jshard": {"mesh": {"data": 2}}, "up": {"row": "data"}, "down": {"row": "data"}}):
         model, optimizer = made(TX["adafactor"])
-        first = float(jshard.step(train)(model, optimizer, *batch()))
-        assert float(jshard.step(train)(model, optimizer, *batch())) < first
+        first = float(jshard.jit(view="shards")(train)(model, optimizer, *batch()))
+        assert float(jshard.jit(view="shards")(train)(model, optimizer, *batch())) < first
 
 
 # -- other ways to hold it --

@@ -68,7 +68,7 @@ def _verified(
     sides = [_Side(program, configured, configured, tell)]
     try:
         sides[0].trace()
-    except Untyped:  # a jshard.step on an auto mesh: the same, where types say how arrays lie
+    except Untyped:  # view='shards' on an auto mesh: the same, where types say how arrays lie
         configured = with_axis_types(configured, "explicit")
         sides = [_Side(program, configured, configured, tell)]
     _check_own(program, sides[0].trace()[0])

@@ -75,7 +75,7 @@ def moved(x):
 
 
 def stepped(x):
-    return jshard.step(lambda x: jshard.sum(x), outputs=jax.P())(x)
+    return jshard.jit(view="shards")(lambda x: jshard.sum(x), outputs=jax.P())(x)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_verify_of_a_training_step_compares_what_it_leaves_behind(wrap):
 
 @pytest.mark.seconds
 def test_verify_of_a_jshard_step():
-    @jshard.step
+    @jshard.jit(view="shards")
     def train(model, optimizer, x):
         value, gradients = nnx.value_and_grad(lambda model, x: jshard.mean(model(x) ** 2))(model, x)
         optimizer.update(model, gradients)

@@ -295,12 +295,12 @@ def test_stand_ins_are_followed_through_everything_that_holds_a_program():
     assert told == [{"exp"}, set(), {"exp"}, {"comparison", "sin"}, set(), {"tanh"}, {"log"}, set()]
 
 
-# -- jshard.step on an auto mesh --
+# -- jshard.jit(view='shards') on an auto mesh --
 
 
 @pytest.mark.slow
 def test_a_jshard_step_on_an_auto_mesh_is_explained_and_proven_as_on_an_explicit_one():
-    @jshard.step
+    @jshard.jit(view="shards")
     def train(model, optimizer, x):
         value, gradients = nnx.value_and_grad(lambda model, x: jshard.mean(model(x) ** 2))(model, x)
         optimizer.update(model, gradients)
