@@ -221,9 +221,9 @@ def _placed(
             found = Taken(layout, None)
         elif like is not None and not (mark is not None and mark.layout.mesh_axes):
             found = Taken(_in_state(like), None)
-        elif mark is not None:
+        elif mark is not None and (mark.layout.mesh_axes or layout is None):
             found = mark
-        elif layout is not None:
+        elif layout is not None:  # as a cache, which the program has split
             found = Taken(layout, None)
         elif is_outside and batch is not None and jnp.shape(x)[:1] == (batch,):
             split = Layout(mesh(), rows, *(None,) * (jnp.ndim(x) - 1))
