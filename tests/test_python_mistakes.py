@@ -44,6 +44,18 @@ class Net(nnx.Module):
 def loss(model, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
 
+def step(model, optimizer, x, y):
+    value, gradients = jshard.value_and_grad(loss)(model, x, y)
+    optimizer.update(model, gradients)
+    return value
+
+def objects():
+    model = Net()
+    return model, jshard.Optimizer(model, optax.adam(1e-3))
+
+def split():
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "all": {"row": "data", "column": "tensor", "match": ["**"]}})
+
 def sharded():
     return jshard.shard(Net(), X)
 
@@ -306,21 +318,21 @@ CASES = {
     ),
     "with_sharding_constraint": (
         "inside(lambda x: jax.lax.with_sharding_constraint(x, P('data')))",
-        "mine.py:1 says by with_sharding_constraint how an array is split, and under jshard.shard <dict> does; remove "
-        "with_sharding_constraint",
+        "mine.py:1 says by with_sharding_constraint how an array is split, and <dict> says so for all of Odd.__call__; "
+        "remove with_sharding_constraint",
     ),
     "with_sharding_constraint by a sharding": (
         "inside(lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(jshard.mesh(), P('data'))))",
-        "mine.py:1 says by with_sharding_constraint how an array is split, and under jshard.shard <dict> does; remove "
-        "with_sharding_constraint",
+        "mine.py:1 says by with_sharding_constraint how an array is split, and <dict> says so for all of Odd.__call__; "
+        "remove with_sharding_constraint",
     ),
     "reshard": (
         "inside(lambda x: jax.sharding.reshard(x, P('data')))",
-        "mine.py:1 says by reshard how an array is split, and under jshard.shard <dict> does; remove reshard",
+        "mine.py:1 says by reshard how an array is split, and <dict> says so for all of Odd.__call__; remove reshard",
     ),
     "shard_map": (
         "inside(jax.shard_map(lambda x: x * 2, mesh=jshard.mesh(), in_specs=P('data'), out_specs=P('data')))",
-        "net.py:27 calls shard_map, which has collectives and devices of its own; give the model its path without it, or "
+        "net.py:39 calls shard_map, which has collectives and devices of its own; give the model its path without it, or "
         "write axis_types: auto under jshard, to leave the program to XLA",
     ),
     "shard_map without a mesh": (
@@ -330,23 +342,23 @@ CASES = {
     ),
     "psum": (
         "inside(lambda x: jax.lax.psum(x, 'data'))",
-        "mine.py:1 calls psum over a mesh axis, and jshard.shard runs Odd.__call__ on whole arrays; remove psum: <dict> "
-        "says what is summed over devices",
+        "mine.py:1 calls psum over a mesh axis, and Odd.__call__ is given whole arrays; remove psum: <dict> says what is "
+        "summed over devices",
     ),
     "axis_index": (
         "inside(lambda x: x * jax.lax.axis_index('data'))",
-        "mine.py:1 calls axis_index over a mesh axis, and jshard.shard runs Odd.__call__ on whole arrays; remove "
-        "axis_index: <dict> says what is summed over devices",
+        "mine.py:1 calls axis_index over a mesh axis, and Odd.__call__ is given whole arrays; remove axis_index: <dict> "
+        "says what is summed over devices",
     ),
     "if of an array": (
         "inside(lambda x: x if x.sum() > 0 else -x)",
-        "mine.py:1 needs the numbers of an array while Odd.__call__ is traced for arrays of any numbers; use jnp.where "
-        "or jax.lax.cond for if, and jnp for np",
+        "mine.py:1 needs the numbers of an array while Odd.__call__ is traced for arrays of any numbers; return the "
+        "array, or use jnp.where or jax.lax.cond for if, and jnp for np",
     ),
     "numpy of an array": (
         "inside(lambda x: x + np.asarray(x))",
-        "mine.py:1 needs the numbers of an array while Odd.__call__ is traced for arrays of any numbers; use jnp.where "
-        "or jax.lax.cond for if, and jnp for np",
+        "mine.py:1 needs the numbers of an array while Odd.__call__ is traced for arrays of any numbers; return the "
+        "array, or use jnp.where or jax.lax.cond for if, and jnp for np",
     ),
     "a word for a layout": (
         "jshard.place(X, 'data')",
@@ -495,6 +507,11 @@ CASES = {
         'signal "up" (<dict>) brings an array from the mesh {data: 2, tensor: 4} to the mesh {data: 4}, which one '
         "compiled program can't; place it first, outside jax.jit",
     ),
+    "an optimizer that multiplies parameters": (
+        "jshard.Optimizer(sharded(), optax.contrib.muon(1e-3))",
+        'the optimizer multiplies whole parameters, and down.kernel of shape (16, 8) lies split over mesh axis "tensor"; '
+        "use one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone",
+    ),
     "a product that does not fit": (
         "jshard.matmul(X, np.ones((9, 16), np.float32))",
         "jshard.matmul of (8, 8) and (9, 16): the last axis of x does not match the first of w; use x[..., K] and w[K, N]",
@@ -526,6 +543,125 @@ CASES = {
         "per_device(lambda x: jshard.collectives.all_to_all(x, 'data'))",
         'all_to_all over mesh axis "data" is not told which axes it splits and joins; write all_to_all(x, mesh_axis, '
         "split_axis=0, concat_axis=1)",
+    ),
+    "jit of a number": (
+        "jshard.jit(3)",
+        "jshard.jit was given an int; give it a Flax model, or a function that takes one",
+    ),
+    "jit of a class": (
+        "jshard.jit(Net)",
+        "jshard.jit was given the class Net; build it: jshard.jit(Net(...))",
+    ),
+    "an optimizer forgotten": (
+        "jshard.jit(step)(Net(), X, Y)",
+        "step() missing 1 required positional argument: 'y'; call it as step(model, optimizer, x, y)",
+    ),
+    "a batch forgotten": (
+        "jshard.jit(step)(*objects(), None, Y)",
+        "net.py:16 (in __call__) fails while it is traced: AttributeError: 'NoneType' object has no attribute 'ndim'; "
+        "fix net.py:16",
+    ),
+    "seven rows in a step": (
+        "jshard.jit(step)(*objects(), X[:7], Y[:7])",
+        'signal "down" (<dict>) splits 7 rows over mesh axis "data" of size 2; use 6 or 8, or pad',
+    ),
+    "labels of another number": (
+        "jshard.jit(step)(*objects(), X, Y[:5])",
+        "net.py:19 (in loss) fails while it is traced: ValueError: Incompatible shapes for broadcasting: shapes=[(5, 1), "
+        "(8, 1)]; fix net.py:19",
+    ),
+    "a step under another mesh of jax.set_mesh": (
+        "model, optimizer = objects()\n"
+        "with jax.set_mesh(jax.make_mesh((8,), ('z',))):\n"
+        "    jshard.jit(step)(model, optimizer, X, Y)",
+        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; leave "
+        "jax.set_mesh away, or write jax.set_mesh(jshard.mesh())",
+    ),
+    "the model sharded, the loss not": (
+        "@jshard.jit\n"
+        "def step(model, x, y):\n"
+        "    return nnx.value_and_grad(loss)(model, x, y)\n"
+        "\n"
+        "split()\n"
+        "step(jshard.shard(Net(), X), X, Y)",
+        "net.py:19 computes in global view with an array that lies split, and JAX can't tell how its result would lie; "
+        "give loss to jshard.shard, write output: gather for the signal of the product before it, or axis_types: auto "
+        "under jshard",
+    ),
+    "a sum over devices in a loss": (
+        "@jshard.jit\n"
+        "def step(model, x, y):\n"
+        "    return jshard.value_and_grad(lambda model: jax.lax.psum(loss(model, x, y), 'data'))(model)\n"
+        "\n"
+        "step(Net(), X, Y)",
+        "mine.py:3 calls psum over a mesh axis, and <lambda> is given whole arrays; remove psum: <dict> says what is "
+        "summed over devices",
+    ),
+    "a number of a loss": (
+        "@jshard.jit\n"
+        "def step(model, x, y):\n"
+        "    return float(jshard.value_and_grad(loss)(model, x, y)[0])\n"
+        "\n"
+        "step(Net(), X, Y)",
+        "mine.py:3 needs the numbers of an array while step is traced for arrays of any numbers; return the array, or "
+        "use jnp.where or jax.lax.cond for if, and jnp for np",
+    ),
+    "if of a loss": (
+        "@jshard.jit\n"
+        "def step(model, x, y):\n"
+        "    value, gradients = jshard.value_and_grad(loss)(model, x, y)\n"
+        "    if value > 1:\n"
+        "        return gradients\n"
+        "\n"
+        "step(Net(), X, Y)",
+        "mine.py:4 needs the numbers of an array while step is traced for arrays of any numbers; return the array, or "
+        "use jnp.where or jax.lax.cond for if, and jnp for np",
+    ),
+    "a step that closes over its model": (
+        "model, optimizer = objects()\n"
+        "\n"
+        "@jshard.jit\n"
+        "def step(x, y):\n"
+        "    return jshard.value_and_grad(loss)(model, x, y)\n"
+        "\n"
+        "step(X, Y)",
+        "step (mine.py:3) uses the model model and does not take it: its parameters would not be placed, and stay what "
+        "they are now; give it model as an argument",
+    ),
+    "muon in a user's loop": (
+        "split()\n"
+        "model = Net()\n"
+        "jshard.jit(step)(model, nnx.Optimizer(model, optax.contrib.muon(1e-3), wrt=nnx.Param), X, Y)",
+        "net.py:23 updates parameters that lie split by an optimizer that multiplies whole ones; use one that treats "
+        "each element by itself, such as optax.adamw",
+    ),
+    "a placement in a step": (
+        "jshard.jit(lambda model, x: jax.lax.with_sharding_constraint(model(x), P('data')))(Net(), X)",
+        "mine.py:1 says by with_sharding_constraint how an array is split, and <dict> says so for all of <lambda>; "
+        "remove with_sharding_constraint",
+    ),
+    "a gradient by nothing": (
+        "jshard.value_and_grad(loss)()",
+        "loss is given 0 arguments, and differentiated by argument 0, from 0; call it as loss(model, x, y)",
+    ),
+    "a gradient by an argument too far": (
+        "jshard.value_and_grad(loss, argnums=5)(Net(), X, Y)",
+        "loss is given 3 arguments, and differentiated by argument 5, from 0; call it as loss(model, x, y)",
+    ),
+    "a loss of whole numbers": (
+        "jshard.value_and_grad(lambda model, x: model(x).argmax())(Net(), X)",
+        "<lambda> returns an array of int32, which has no gradient; return the loss, and with has_aux=True a pair of the "
+        "loss and what else it gives",
+    ),
+    "more than a loss": (
+        "jshard.value_and_grad(lambda model, x: (model(x).mean(), 1))(Net(), X)",
+        "<lambda> returns a tuple, which has no gradient; return the loss, and with has_aux=True a pair of the loss and "
+        "what else it gives",
+    ),
+    "a loss that is none": (
+        "jshard.value_and_grad(lambda model, x: None)(Net(), X)",
+        "<lambda> returns None, which has no gradient; return the loss, and with has_aux=True a pair of the loss and "
+        "what else it gives",
     ),
 }
 

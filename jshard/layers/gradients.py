@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from jshard.errors import JShardError, did_you_mean, multiples
+from jshard.errors import JShardError, did_you_mean, kind_of, multiples
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
 from jshard.layers.accumulation import accumulated
@@ -26,6 +26,7 @@ from jshard.layers.linen import has_params
 from jshard.layers.reduce import mean
 from jshard.layers.sharding import shard
 from jshard.layers.strategy import Names, inside_shard_map
+from jshard.layers.user_code_errors import boundary, name_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import keys_of
 from jshard.layouts.redistribution import redistribute
@@ -58,14 +59,27 @@ def value_and_grad(
 
     def own(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         found, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), None)
-        return (mean(found) if jnp.ndim(found) else found), aux
+        dtype = getattr(found, "dtype", None)
+        if not isinstance(found, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
+            what = f"an array of {dtype}" if dtype is not None else kind_of(found)
+            fault = f"{name_of(f)} returns {what}, which has no gradient"
+            raise JShardError(
+                fault, hint="return the loss, and with has_aux=True a pair of the loss and what else it gives"
+            )
+        return (mean(found) if jnp.ndim(found) else jnp.asarray(found)), aux
 
+    @boundary
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         present = configuration()
         if jax.sharding.get_abstract_mesh().manual_axes:
             return _in_shard_map(f, over, wrt, has_aux=has_aux)(*args, **kwargs)
         flat = (*args, *kwargs.values())
+        if max(numbers) >= len(flat):
+            fault = (
+                f"{name_of(f)} is given {len(flat)} arguments, and differentiated by argument {max(numbers)}, from 0"
+            )
+            raise JShardError(fault, hint=f"call it as {name_of(f)}{inspect.signature(f)}")
         models = [flat[number] for number in numbers]
         program = own
         if present is not None and present.mesh is not None and not unplaced.value:

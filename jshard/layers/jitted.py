@@ -19,8 +19,10 @@ from jshard.layers.call_cache import Snapshot, names, take
 from jshard.layers.jit_arguments import Arguments, Path
 from jshard.layers.layer import is_by_layers
 from jshard.layers.recording import Taken, recording
-from jshard.layers.sharding import as_sharded, shard
+from jshard.layers.sharded_call import check_takes_its_models
+from jshard.layers.sharding import as_sharded, check_program, shard
 from jshard.layers.training_step import step
+from jshard.layers.user_code_errors import boundary, in_own_words
 from jshard.layers.written_back import WrittenBack, is_array
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
@@ -63,8 +65,10 @@ def jit(
         raise JShardError(f'jshard.jit is given view="{view}"', hint=did_you_mean(view, VIEWS, "use whole or shards"))
     if f is None:
         return functools.partial(jit, donate=donate, static_argnames=static_argnames, view=view, outputs=outputs)
+    check_program("jshard.jit", f)
     if view == "shards":
         return step(f, outputs=outputs, donate=donate)
+    f = in_own_words(f)
     static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     programs: dict[Any, Compiled] = {}
 
@@ -75,6 +79,8 @@ def jit(
                 shapes = ", ".join(jax.typeof(x).str_short() for x in arguments.arrays[arguments.in_nodes :])
                 events.tell("compiles_again", program=getattr(f, "__name__", "a function"), shapes=shapes)
             use_stages()
+            if configuration() is not None:
+                check_takes_its_models(f)
             found = Compiled(f, arguments, donate=donate)
             at_rest = tuple(map(_type, found.placed(list(map(_shape, arguments.arrays)))))
             programs[*before, types] = programs[*before, at_rest] = found
@@ -82,6 +88,7 @@ def jit(
 
     snapshots: dict[tuple[int | None, ...], Snapshot] = {}
 
+    @boundary
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         if unplaced.value:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -299,12 +298,7 @@ def _unsharded(f: Callable[..., Any], s: _Situation) -> tuple[Any, WrittenBack, 
         before = arrays_of_variables(states[:2])
         merged = nnx.merge(s.graphdef, *states)
         args, kwargs = replaced(merged, dict(zip(s.trees, given, strict=True)))
-        try:
-            result = f(*args, **kwargs)
-        except Exception as error:
-            if (sentence := in_own_words(error, f, sys._getframe())) is None:
-                raise
-            raise sentence from None
+        result = in_own_words(f)(*args, **kwargs)
         back, flat = WrittenBack.of(result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[1:3], before, xs)
         written.append(back)
         return flat
@@ -331,7 +325,7 @@ def _at_rest(f: Callable[..., Any], s: _Situation) -> tuple[_Array, ...]:
 
 
 def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
-    _check_takes_its_models(f)
+    check_takes_its_models(f)
     out = _Out()
     jaxpr, out.written, claimed = _unsharded(f, s)
     by_use = {(each.owner, each.path): claimed[each.path] for each in s.arrays if each.path in claimed}
@@ -384,8 +378,9 @@ for each in (_of_method, _rest_of_method, _microbatches, _pipelined, _pipelined_
     register_cache(each, "jshard.shard")
 
 
-def _check_takes_its_models(f: Callable[..., Any]) -> None:
+def check_takes_its_models(f: Callable[..., Any]) -> None:
     """Refuse a model that a function only closes over: its parameters would be constants, and stay what they are now."""
+    f = inspect.unwrap(f)
     if not isinstance(f, types.FunctionType):
         return
     used = inspect.getclosurevars(f)

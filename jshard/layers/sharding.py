@@ -20,7 +20,7 @@ from jshard.layers.layer_stack import in_ranges
 from jshard.layers.linen import check_names, is_callable_tree, trees_of_parameters
 from jshard.layers.recording import recorder
 from jshard.layers.sharded_call import Call, alone, described_call
-from jshard.layers.user_code_errors import name_of, own_frames
+from jshard.layers.user_code_errors import boundary, name_of
 from jshard.signals.active_config import configuration, use_stages
 from jshard.signals.claims import check_globs
 from jshard.signals.scope import unplaced
@@ -65,14 +65,8 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             place(program, *args, **kwargs)
         return program
-    if isinstance(program, type):
-        name = program.__name__
-        raise JShardError(f"jshard.shard was given the class {name}", hint=f"build it: jshard.shard({name}(...))")
-    if not callable(program) and not isinstance(program, nn.Module):
-        raise JShardError(
-            f"jshard.shard was given {kind_of(program)}",
-            hint="give it a Flax model, or a function that takes one",
-        )
+    if not isinstance(program, nn.Module):
+        check_program("jshard.shard", program)
     names = kwargs.pop("parameters", ("params",)) if not isinstance(program, nn.Module) else ()
     names = (names,) if isinstance(names, str) else tuple(names)
     if args or kwargs:
@@ -100,6 +94,16 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
         )
     check_names(program, names if names != ("params",) else ())
     return _sharded(program, names)
+
+
+def check_program(op_name: str, program: Any) -> None:
+    """Refuse what is no function, and a class in place of a model."""
+    if isinstance(program, type):
+        name = program.__name__
+        raise JShardError(f"{op_name} was given the class {name}", hint=f"build it: {op_name}({name}(...))")
+    if not callable(program):
+        fault = f"{op_name} was given {kind_of(program)}"
+        raise JShardError(fault, hint="give it a Flax model, or a function that takes one")
 
 
 def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
@@ -214,6 +218,7 @@ def _sharded(f: Callable[..., Any], names: Sequence[str] = ("params",)) -> Calla
     return call
 
 
+@boundary
 def _placed(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
 ) -> Any:
@@ -237,20 +242,18 @@ def _placed(
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
+@boundary
 def _run(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
 ) -> Any:
     if configuration() is None or unplaced.value:
         return f(*args, **kwargs)
     traced = _unplaced_in_trace((*args, *kwargs.values()))
-    try:
-        call = Call(f, args, kwargs, names)
-        is_final = recorder() is None  # `jshard.jit` traces once before it places
-        if traced and is_final and any(each.lies.at_rest.mesh_axes for each in call.program.placed.values()):
-            raise _unplaced_error(f, traced[0], args)
-        return call.run(name_of(f))
-    except JShardError as error:
-        raise error.with_traceback(own_frames(error.__traceback__)) from None
+    call = Call(f, args, kwargs, names)
+    is_final = recorder() is None  # `jshard.jit` traces once before it places
+    if traced and is_final and any(each.lies.at_rest.mesh_axes for each in call.program.placed.values()):
+        raise _unplaced_error(f, traced[0], args)
+    return call.run(name_of(f))
 
 
 def _unplaced(args: Sequence[Any]) -> list[Any]:

@@ -4,7 +4,9 @@ JAX or Flax."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +16,7 @@ from typing import Any
 import flax
 import jax
 import numpy as np
+import optax
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
@@ -25,7 +28,7 @@ from jshard.signals.device_sets import program_of
 from jshard.signals.scope import failed_under
 
 # Frames of these are not the user's.
-FOREIGN = f"{Path(jax.__file__).parent}/", f"{Path(flax.__file__).parent}/"
+FOREIGN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (jax, flax, optax, np))
 INSIDE = (f"{Path(__file__).parents[1]}/", *FOREIGN)
 LONGEST = 300
 # JAX functions by which a program says where an array lies.
@@ -51,9 +54,37 @@ def as_user_error(doing: str) -> Iterator[None]:
         raise _sentence(doing, error) from error
 
 
-def in_own_words(error: Exception, f: Callable[..., Any], caller: types.FrameType) -> JShardError | None:
-    """Return the sentence for an error that JAX or Flax raised in `f`, which `caller` calls and `jshard.shard` traces. The type
-    of the error and the functions it comes from decide. None for an error of the user's own."""
+def in_own_words(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f`, which a function of jshard traces, with a sentence for each error that JAX or Flax raises in it."""
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return f(*args, **kwargs)
+        except Exception as error:
+            if (sentence := _translated(error, f, sys._getframe())) is None:
+                raise
+            raise sentence from None
+
+    return call
+
+
+def boundary(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call`, which a user calls, with no frame of JAX or Flax under it in the traceback of a JShardError."""
+
+    @functools.wraps(call)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except JShardError as error:
+            raise error.with_traceback(_own_frames(error.__traceback__)) from None
+
+    return bounded
+
+
+def _translated(error: Exception, f: Callable[..., Any], caller: types.FrameType) -> JShardError | None:
+    """Return the sentence for an error that JAX or Flax raised in `f`, which `caller` calls. The type of the error and the
+    functions it comes from decide. None for an error of the user's own."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_foreign = [frame.f_code.co_filename.startswith(FOREIGN) for frame in frames]
     is_called_wrong = isinstance(error, TypeError) and frames[-1] is caller
@@ -68,19 +99,27 @@ def in_own_words(error: Exception, f: Callable[..., Any], caller: types.FrameTyp
     if is_called_wrong:
         sentence = JShardError(str(error), hint=f"call it as {name}{inspect.signature(f)}")
     elif isinstance(error, NameError):
-        fault = f"{line} calls {called[0]} over a mesh axis, and jshard.shard runs {name} on whole arrays"
+        fault = f"{line} calls {called[0]} over a mesh axis, and {name} is given whole arrays"
         sentence = JShardError(fault, hint=f"remove {called[0]}: {source} says what is summed over devices")
     elif any(Path(code.co_filename).stem == "shard_map" for code in codes):
         sentence = own_devices(line, "shard_map")
     elif placing is not None:
-        fault = f"{line} says by {placing} how an array is split, and under jshard.shard {source} does"
+        fault = f"{line} says by {placing} how an array is split, and {source} says so for all of {name}"
         sentence = JShardError(fault, hint=f"remove {placing}")
     elif isinstance(error, UNKNOWN_YET):
         fault = f"{line} needs the numbers of an array while {name} is traced for arrays of any numbers"
-        sentence = JShardError(fault, hint="use jnp.where or jax.lax.cond for if, and jnp for np")
+        sentence = JShardError(fault, hint="return the array, or use jnp.where or jax.lax.cond for if, and jnp for np")
+    elif _is_ambiguous(error) and "update_fn" in called:
+        fault = f"{line} updates parameters that lie split by an optimizer that multiplies whole ones"
+        sentence = JShardError(fault, hint="use one that treats each element by itself, such as optax.adamw")
+    elif _is_ambiguous(error):
+        fault = (
+            f"{line} computes in global view with an array that lies split, and JAX can't tell how its result would lie"
+        )
+        sentence = JShardError(fault, hint=_view_hint(frame))
     else:
         sentence = _sentence("it is traced", error)
-    return sentence.with_traceback(own_frames(error.__traceback__))
+    return sentence.with_traceback(_own_frames(error.__traceback__))
 
 
 def check_numbers(x: Any) -> None:
@@ -128,11 +167,11 @@ def name_of(f: Callable[..., Any]) -> str:
     return getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
 
 
-def own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
+def _own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
     """Leave the frames of JAX and Flax out of a traceback."""
     if tb is None:
         return None
-    rest, is_foreign = own_frames(tb.tb_next), tb.tb_frame.f_code.co_filename.startswith(FOREIGN)
+    rest, is_foreign = _own_frames(tb.tb_next), tb.tb_frame.f_code.co_filename.startswith(FOREIGN)
     return rest if is_foreign else types.TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
 
 
@@ -144,13 +183,22 @@ def _sentence(doing: str, error: Exception) -> JShardError:
     message = message if len(message) <= LONGEST else message[:LONGEST].rsplit(" ", 1)[0] + " ..."
     fault = f"{where} fails while {doing}: {type(error).__name__}" + (f": {message}" if message else "")
     hint = f"fix {place}" if place else "call it by itself to see all of Python's frames"
-    if type(error).__name__ == "ShardingTypeError" and configuration() is not None:  # JAX keeps the class to itself
-        name = "that function" if frame is None else frame.name
-        hint = (
-            f"give {name} to jshard.shard, write output: gather for the signal of the product before it, or axis_types: auto "
-            "under jshard"
-        )
+    if _is_ambiguous(error) and configuration() is not None:
+        hint = _view_hint(frame)
     return JShardError(fault, hint=hint)
+
+
+def _is_ambiguous(error: Exception) -> bool:
+    """Whether types don't tell how a result lies. JAX keeps the class to itself."""
+    return type(error).__name__ == "ShardingTypeError"
+
+
+def _view_hint(frame: traceback.FrameSummary | None) -> str:
+    name = "that function" if frame is None else frame.name
+    return (
+        f"give {name} to jshard.shard, write output: gather for the signal of the product before it, or axis_types: auto "
+        "under jshard"
+    )
 
 
 def _own_frame(error: Exception) -> traceback.FrameSummary | None:

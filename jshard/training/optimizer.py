@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
+from jshard.layers.user_code_errors import boundary
 from jshard.layouts.creation import typed_as
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import homes_of, with_axis_types
@@ -38,6 +39,7 @@ class Optimizer(nnx.Optimizer):
     Its `tx` is the optax transformation with that state, for a loop by optax alone: `optimizer.tx.init(parameters)`.
     """
 
+    @boundary
     def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
         super().__init__(model, with_sharded_state(tx, model, wrt), wrt=wrt)
         if configuration() is not None and not _is_on_workers(nnx.state(model, wrt)):
@@ -197,7 +199,7 @@ class _Update:
             except Exception as error:
                 if type(error).__name__ != "ShardingTypeError":  # JAX keeps the class to itself
                     raise
-                raise _mixes_parts(like) from error
+                raise _mixes_parts(like) from None
         after = program.outvars[len(program.outvars) - len(jax.tree.leaves(state)) :]
         return cls([_axes_of_type(result.aval) for result in after], _first_reduction(program))
 
