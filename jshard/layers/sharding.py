@@ -227,8 +227,7 @@ def _placed(
     if configuration() is None:
         trees = list(trees_of_parameters(f, args, kwargs, names).values())
     else:
-        for model in _unplaced((*args, *kwargs.values())):
-            model.__class__ = type(model)._jshard_placed
+        as_placed((*args, *kwargs.values()))
         call = described_call(f, args, kwargs, names)
         if not any(each is not None and each.path for each in call.arrays):
             first = next(iter(getattr(getattr(f, "__code__", None), "co_varnames", ())), "params")
@@ -261,6 +260,12 @@ def _unplaced(args: Sequence[Any]) -> list[Any]:
     return [each for each in args if hasattr(type(each), "_jshard_placed")]
 
 
+def as_placed(models: Sequence[Any]) -> None:
+    """Take models as if a call had placed them, for a trace that only reads what such a call does."""
+    for model in _unplaced(models):
+        model.__class__ = type(model)._jshard_placed
+
+
 def _unplaced_in_trace(args: Sequence[Any]) -> list[Any]:
     """Return the models that nothing has placed and whose parameters are traced; a call of the others places them."""
     traced = []
@@ -273,7 +278,9 @@ def _unplaced_in_trace(args: Sequence[Any]) -> list[Any]:
 
 
 def _unplaced_error(f: Callable[..., Any], model: Any, args: Sequence[Any]) -> JShardError:
-    shapes = [f'jax.ShapeDtypeStruct({x.shape}, "{x.dtype}")' for x in args if hasattr(x, "dtype")]
+    shapes = [
+        f'jax.ShapeDtypeStruct({x.shape}, "{x.dtype}")' for x in args if hasattr(x, "dtype") and hasattr(x, "shape")
+    ]
     is_its_call = f is type(model)._jshard_original.__call__
     call = "model = jshard.shard(" if is_its_call else f"jshard.shard({name_of(f)}).place("
     return JShardError(

@@ -7,14 +7,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+from jax.core import Tracer
+
 from jshard.errors import Place
 from jshard.layers.roles import Placed, Roles, not_stored
 from jshard.layers.sharded_call import placements
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed
-from jshard.layouts.redistribution import Axes
+from jshard.layouts.redistribution import Axes, replicated
 from jshard.provenance import source_of
-from jshard.signals.active_config import configuration
+from jshard.signals.active_config import configuration, mesh
 from jshard.signals.globs import numberless
 from jshard.signals.signal import Signal
 
@@ -82,6 +85,7 @@ def claimed(arrays: Iterable[tuple[Sequence[str], Any, str]]) -> tuple[Claimed, 
 
 def _entry(placed: Placed, signal: Signal, path: str, leaf: Any) -> Claimed:
     use, lies, eqn = placed.use, placed.lies, placed.told_by
+    now = _layout_now(leaf) or lies.at_rest
     told_by = "" if eqn is None else ", ".join(filter(None, (eqn.primitive.name, source_of(eqn))))
     return Claimed(
         place=signal.at(f"match.{use.claim.glob}") if use.claim.glob else signal.place,
@@ -91,8 +95,8 @@ def _entry(placed: Placed, signal: Signal, path: str, leaf: Any) -> Claimed:
         count=1,
         array=f"{leaf.dtype}[{','.join(map(str, use.shape))}]",
         in_use=_words(lies.in_use.axes),
-        at_rest=_words(lies.at_rest.axes),
-        part=lies.at_rest.shard_shape(use.shape),
+        at_rest=_words(now.axes),
+        part=now.shard_shape(use.shape),
         told_by=told_by,
         differs="; ".join(_differences(placed, signal, leaf)),
     )
@@ -124,9 +128,16 @@ def _differences(placed: Placed, signal: Signal, leaf: Any) -> Iterator[str]:
     if why := not_stored(use, lies):
         part = math.prod(lies.at_rest.shard_shape(use.shape)) * leaf.dtype.itemsize
         yield f"{why}; {part:,} B on each device"
-    now = Layout.of(leaf)
+    now = _layout_now(leaf)
     if now is not None and now.axes != lies.at_rest.axes:
         yield "not there yet: its next call moves it"
+
+
+def _layout_now(leaf: Any) -> Layout | None:
+    """Return the layout of an array that exists, whole where one device alone has it; None of a description."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return Layout.of(leaf)
+    return Layout.of(leaf) or replicated(mesh(), leaf.ndim)
 
 
 def _why_whole(word: str, roles: Roles, operation: str) -> str:

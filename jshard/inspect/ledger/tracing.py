@@ -25,6 +25,7 @@ from jshard.inspect.ledger.unsplit import unsplit
 from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
 from jshard.layers.sharded_call import placements
+from jshard.layers.sharding import as_placed
 from jshard.layers.training_step import Untyped
 from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
@@ -115,6 +116,7 @@ class Traced:
         """The modules with these arrays in them, and the function and its arguments with those."""
         states = self.state_tree.num_leaves
         nodes = nnx.merge(self.graph, jax.tree.unflatten(self.state_tree, arrays[:states]))
+        as_placed(nodes)
         modules, others = iter(nodes), iter(arrays[states:])
         leaves = [next(modules) if is_node(e) else next(others) if is_array(e) else e for e in self.leaves]
         return nodes, jax.tree.unflatten(self.tree, leaves)

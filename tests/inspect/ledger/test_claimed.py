@@ -94,6 +94,18 @@ def test_a_parameter_that_lies_elsewhere_is_told(model):
     assert [each.count for each in claimed((["unused"], np.ones(size), "") for size in (8, 16, 32))] == [1]
 
 
+def test_at_rest_is_read_from_the_arrays(tmp_path):
+    """A model that was given to jshard.shard without an example lies on one device until its first call moves it."""
+    jshard.load({**MESH, "all": {"row": "data", "store": "data", "match": ["**"]}})
+    model = jshard.shard(nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
+    rows = {each.parameter: each for each in jshard.explain(model, X).claims}
+    assert rows["kernel"].at_rest == ("", "") and rows["kernel"].part == (16, 32)
+    assert rows["kernel"].differs == "not there yet: its next call moves it"
+    model(X)
+    row = next(each for each in jshard.explain(model, X).claims if each.parameter == "kernel")
+    assert row.part == model.kernel[...].addressable_shards[0].data.shape != (16, 32) and row.differs == ""
+
+
 class Other(nnx.Module):
     """Its parameter has the name of one of the model's."""
 
@@ -231,7 +243,8 @@ WHY = {
     "expert": ({"expert": "tensor"}, lambda p, x: (x @ p["w"]).sum(), (16, 8), "expert: dot_general has no axis of experts"),
     "store": ({"store": "data"}, lambda p, x: (x[:, :3] @ p["w"]).sum(), (3, 5),
               "store: replicated over data, as 3 and 5 do not divide by 2; 60 B on each device"),
-    "shard": ({"shard": {"axis": 0, "mesh": "tensor"}}, lambda p, x: (x @ p["w"]).sum(), (16, 8), ""),
+    "shard": ({"shard": {"axis": 0, "mesh": "tensor"}}, lambda p, x: (x @ p["w"]).sum(), (16, 8),
+              "not there yet: its next call moves it"),
     "unused": ({"column": "tensor"}, lambda p, x: x.sum(), (16, 8), "not used by this program"),
 }  # fmt: skip
 
