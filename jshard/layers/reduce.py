@@ -18,7 +18,7 @@ from jshard.layers.kernel_support import all_reduce_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import as_array, redistribute
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.scope import active, resolve, tensor_layout
+from jshard.signals.scope import active, resolve, tensor_layout, unplaced
 from jshard.signals.signal import Signal
 
 Axis = int | Sequence[int] | None
@@ -114,6 +114,10 @@ def _program(body: Body, source: Layout, target: Layout, x: jax.Array) -> jax.Ar
 def _layout(x: jax.Array, axes: tuple[int, ...]) -> Layout | None:
     """Return how `x` is sharded, if it is; else how the active signal shards it; None where nothing is known or asked."""
     present, signal = Layout.of(x), active()
+    if (
+        unplaced.value
+    ):  # a program that is partitioned as a whole; what a function closes over lies somewhere all the same
+        return None
     if present is not None and present.mesh_axes:
         if isinstance(present.mesh, jax.sharding.Mesh):
             return present

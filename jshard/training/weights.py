@@ -26,7 +26,7 @@ from jshard.run_names import MANIFEST
 from jshard.training.arrays import stored
 from jshard.training.manifest import flush
 from jshard.training.progress import byte_bar, silent
-from jshard.training.tensors.assign import Leaf, Piece, assign, joined, leaves_of
+from jshard.training.tensors.assign import Leaf, Piece, assign, joined, leaves_of, path_in_tree
 from jshard.training.tensors.rename import Renaming, Same
 from jshard.training.tensors.safetensors import (
     BLOCK,
@@ -84,7 +84,7 @@ def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None
     events.tell("weights_read", file=str(path), parameters=len(wanted), read=count, of=of, seconds=seconds)
     if isinstance(model, nnx.Module):
         return model
-    return jax.tree.unflatten(jax.tree.structure(model), [read.get(leaf.path, leaf.value) for leaf in leaves])
+    return jax.tree_util.tree_map_with_path(lambda path, x: read.get(path_in_tree(path), x), model)
 
 
 def save_weights(

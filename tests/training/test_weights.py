@@ -177,11 +177,13 @@ def test_narrow_floats_arrive_to_the_bit(mesh, files, dtype):
 
 def test_a_number_by_itself_is_read_and_written(mesh, tmp_path):
     whole = jax.NamedSharding(mesh(data=2, tensor=4), P())
-    saved = {"scale": jnp.float32(3.5), "count": jax.device_put(jnp.int32(7), whole)}
+    saved = {"scale": jnp.float32(3.5), "count": jax.device_put(jnp.int32(7), whole), "step": 2, "act": jax.nn.relu}
     jshard.save_weights(saved, path := tmp_path / "numbers.safetensors")
-    for tree in (saved, {name: jax.ShapeDtypeStruct((), x.dtype, sharding=whole) for name, x in saved.items()}):
+    described = {name: jax.ShapeDtypeStruct((), saved[name].dtype, sharding=whole) for name in ("scale", "count")}
+    for tree in (saved, {**saved, **described}, {**saved, "step": 0}):
         read = jshard.load_weights(tree, path)
         assert (float(read["scale"]), int(read["count"]), read["count"].sharding) == (3.5, 7, whole)
+        assert (int(read["step"]), read["act"]) == (2, jax.nn.relu)
 
 
 def test_a_tree_without_shardings_goes_where_jax_puts_arrays(files):

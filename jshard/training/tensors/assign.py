@@ -66,12 +66,11 @@ class Leaf:
 
 
 def leaves_of(model: Any) -> list[Leaf]:
-    """The parameters of an NNX module, and other variables, in the order of its state; or the leaves of a tree."""
+    """The parameters of an NNX module, and other variables, in the order of its state; or the arrays and numbers of a tree."""
     if not isinstance(model, nnx.Module):
-        flat = [(words_of(path), value) for path, value in jax.tree_util.tree_flatten_with_path(model)[0]]
-        return [
-            Leaf(slashed(words[words[0] == "params" :]), value) for words, value in flat
-        ]  # Linen's, as claims have them
+        flat = jax.tree_util.tree_flatten_with_path(model)[0]
+        numbers = [(path, jnp.asarray(x) if isinstance(x, int | float | complex) else x) for path, x in flat]
+        return [Leaf(path_in_tree(path), x) for path, x in numbers if hasattr(x, "dtype")]
     found, faults = [], []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         name, value = slashed(path), variable.get_value()
@@ -86,6 +85,12 @@ def leaves_of(model: Any) -> list[Leaf]:
     if faults:
         raise joined(faults)
     return found
+
+
+def path_in_tree(path: Sequence[Any]) -> str:
+    """Name a leaf; Linen's parameters as claims do, without `params`."""
+    words = words_of(path)
+    return slashed(words[words[:1] == ["params"] :])
 
 
 @dataclasses.dataclass(frozen=True)
