@@ -16,11 +16,7 @@ RELATIVE = re.compile(r"\[([^]]+)\]\((?![a-z]+:|#)([^)#]+)[^)]*\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    names = {name: getattr(jshard, name) for name in dir(jshard) if name != "__version__"}
-    entries = [
-        f"::: jshard.{name}\n" if _is_ours(value) else f"## `jshard.{name}`\n\nis Flax's `nnx.{name}`.\n"
-        for name, value in names.items()
-    ]
+    entries = [f"::: jshard.{name}\n" for name in dir(jshard) if name != "__version__"]
     pages = {
         "index.md": (ROOT / "README.md").read_text().replace("](docs/", "]("),
         "api.md": "# API\n\n" + "\n".join(entries),
@@ -28,10 +24,6 @@ def on_files(files: Files, config: Any) -> Files:
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
-
-
-def _is_ours(value: Any) -> bool:
-    return getattr(value, "__module__", type(value).__module__).startswith("jshard")
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:

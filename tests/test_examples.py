@@ -77,6 +77,21 @@ def test_a_batch_in_parts_moves_its_gradients_once():
     assert layers.groups()[1:] == once.groups()[1:] and float(once[3]) < float(once[2])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nnx", "linen", "dict", "equinox"])
+def test_first_steps_lose_the_same_on_one_device_and_on_two_meshes_one_after_the_other(kind, extra):
+    if kind == "equinox":
+        extra("equinox")
+    shown = printed(f"examples.first_steps_{kind}")
+    assert "\nconfigs/first-steps/tensor.yaml:4  down  forward   all_reduce  over tensor (4) " in shown
+    assert "\nEQUAL on {data: 2, tensor: 4} and on one device: " in shown
+    found = re.findall(r"^(.*): losses ([\d., ]+); a device holds \((\d+), (\d+)\) of ", shown, re.MULTILINE)
+    assert [(what, 64 * 256 // (int(rows) * int(columns))) for what, _, rows, columns in found] == [
+        ("one device", 1), ("tensor", 4), ("then FSDP", 8)]  # fmt: skip
+    one, *rest = ([float(loss) for loss in losses.split(", ")] for _, losses, _, _ in found)
+    assert sum(rest, []) == pytest.approx(one, abs=2e-3)
+
+
 def test_gt_signals_place_as_gt_means():
     assert printed("examples.gt_signals").splitlines() == [
         "batch    (1, 8) on workers [0, 1, 2, 3, 4, 5, 6, 7]",
