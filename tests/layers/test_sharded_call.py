@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -567,3 +569,37 @@ def test_a_function_of_complex_numbers_is_that_of_one_device_where_parameters_ar
     found = jax.jit(jax.value_and_grad(jshard.shard(loss)))(jshard.shard(loss).place(params, x), x)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_grouped_convolution_on_several_automatic_axes_is_refused(groups):
+    """XLA's partitioner multiplies the gradient of its kernel by the size of a mesh axis that splits nothing."""
+
+    def loss(params, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            x, params["w"], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        )
+        return (y**2).sum()
+
+    draw = np.random.default_rng(0)
+    x = draw.integers(-3, 4, (4, 4, 4, 4)).astype(np.float32)
+    params = {"w": draw.integers(-3, 4, (3, 3, 4 // groups, 4)).astype(np.float32)}
+    expected = jax.grad(loss)(params, x)["w"]
+    for axis_types, mesh in (
+        ("explicit", {"data": 2, "tensor": 4}),
+        ("auto", {"data": 4}),
+        ("auto", {"data": 2, "tensor": 4}),
+    ):
+        jshard.load({"jshard": {"mesh": mesh, "axis_types": axis_types}, "w": {"row": "data", "match": ["w"]}})
+        gradient = jax.jit(jax.grad(jshard.shard(loss)))
+        if groups == 1 or axis_types == "explicit" or len(mesh) == 1:
+            np.testing.assert_array_equal(gradient(params, x)["w"], expected)
+            continue
+        with pytest.raises(JShardError) as error:
+            gradient(params, x)
+        assert re.fullmatch(
+            r"XLA gives wrong gradients of a grouped convolution \(test_sharded_call.py:\d+\) on axis_types: auto and mesh "
+            r"\{'data': 2, 'tensor': 4\}; write axis_types: explicit, or a mesh of one axis",
+            str(error.value),
+        )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
-from jshard.jaxprs import bare
+from jshard.jaxprs import bare, equations
 from jshard.layers.partition import by_hand, calls, cut, extremes, lookup, product, shape
 from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.named import named
@@ -30,6 +30,7 @@ from jshard.layers.roles import Placed, Use, not_stored, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import Axes
+from jshard.provenance import source_of
 from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Claim
 from jshard.units import size
@@ -115,6 +116,8 @@ class Program:
                 unscattered = trial.unscattered(found.claim.signal)
                 self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by, unscattered)
         _check_remat([each.use for each in self.placed.values()], is_explicit(self.mesh))
+        if not is_explicit(self.mesh):
+            _check_grouped(self.jaxpr, self.mesh)
         self._warn_of_replicated()
 
     def _warn_of_replicated(self) -> None:
@@ -220,6 +223,21 @@ class Program:
             return [run.place(part, axes).x for part, axes in zip(ends, self.out_axes, strict=True)]
 
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
+
+
+def _check_grouped(jaxpr: Any, mesh: Mesh) -> None:
+    """Raise an error for a grouped convolution on several automatic mesh axes: XLA's partitioner multiplies the gradient of its
+    kernel by the size of an axis that splits nothing. JAX 0.10.2 and 0.12.0 do so without jshard as well."""
+    if sum(size >= 2 for size in mesh.shape.values()) < 2:
+        return
+    for eqn in equations(jaxpr):
+        counts = [eqn.params.get(name, 1) for name in ("feature_group_count", "batch_group_count")]
+        if eqn.primitive.name == "conv_general_dilated" and max(counts) >= 2:
+            raise JShardError(
+                f"XLA gives wrong gradients of a grouped convolution ({source_of(eqn)}) on axis_types: auto and mesh "
+                f"{dict(mesh.shape)}",
+                hint="write axis_types: explicit, or a mesh of one axis",
+            )
 
 
 def _check_remat(uses: Sequence[Use], is_explicit: bool) -> None:
