@@ -114,9 +114,7 @@ def _program(body: Body, source: Layout, target: Layout, x: jax.Array) -> jax.Ar
 def _layout(x: jax.Array, axes: tuple[int, ...]) -> Layout | None:
     """Return how `x` is sharded, if it is; else how the active signal shards it; None where nothing is known or asked."""
     present, signal = Layout.of(x), active()
-    if (
-        unplaced.value
-    ):  # a program that is partitioned as a whole; what a function closes over lies somewhere all the same
+    if unplaced.value:  # only arrays that the function closes over have a layout here
         return None
     if present is not None and present.mesh_axes:
         if isinstance(present.mesh, jax.sharding.Mesh):
