@@ -26,6 +26,7 @@ from benchmarks import (
     processes,
     stages,
     step,
+    strangers,
     verify,
     watchdog,
     weights,
@@ -255,3 +256,29 @@ def test_verify_tells_what_it_took_and_that_all_is_bitwise():
     assert re.fullmatch(
         r"decoder +24 of 24 arrays bitwise +[\d.]+ s +[\d.]+ s of the processor", verify.verified("decoder")
     )
+
+
+@pytest.mark.filterwarnings("ignore:signal .* of the parameter bytes")
+def test_strangers_equal_one_device_or_are_refused_or_differ():
+    weights = iter((1.0, 1.0, 1.0, 2.0))
+
+    def build():
+        loss = lambda params, x: jnp.square(x @ params["w"]).mean()
+        return loss, {"w": jnp.full((16, 10), next(weights))}, (np.ones((8, 16), np.float32),)
+
+    stranger = strangers.Stranger("nobody", build, columns=("w",))
+    layouts = {"fsdp": strangers.FSDP, "tensor": stranger.tensor(), "another model": strangers.FSDP}
+    found = dict(strangers.outcomes(stranger, layouts))
+    assert found["fsdp"] == "equal"
+    assert found["tensor"].startswith(
+        'refused: signal "columns" (<dict>) splits axis 1 of "w" (16, 10) claimed at <dict> over'
+    )
+    assert found["another model"].startswith("DIFFERS by ")
+
+
+def test_strangers_name_their_packages(capsys):
+    strangers.main(["--packages"])
+    assert "equinox==" in capsys.readouterr().out
+    assert {each.package for each in strangers.MODELS.values()} == {
+        each.split("==")[0] for each in strangers.PACKAGES.split()
+    }
