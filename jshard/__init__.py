@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from jshard.layers import attend as attend
     from jshard.layers import cross_entropy as cross_entropy
     from jshard.layers import jit as jit
-    from jshard.layers import load as load
     from jshard.layers import matmul as matmul
     from jshard.layers import max as max
     from jshard.layers import mean as mean
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from jshard.layouts import gather as gather
     from jshard.layouts import scatter as scatter
     from jshard.layouts.pretend import pretend as pretend
+    from jshard.signals.active_config import load as load
     from jshard.signals.active_config import mesh as mesh
     from jshard.signals.active_config import unload as unload
     from jshard.signals.scope import signal as signal
@@ -64,11 +64,11 @@ _ROOMS = {
     "jshard.launch.initialize": ("init", "pulse"),
     "jshard.layers": (
         *"Attention AuxLoss Decoder GatedMLP Layer Linear MLP MoE attend cross_entropy jit matmul max mean".split(),
-        *"load place shard stack sum value_and_grad".split(),
+        *"place shard stack sum value_and_grad".split(),
     ),
     "jshard.layouts": ("Layout", "gather", "scatter"),
     "jshard.layouts.pretend": ("pretend",),
-    "jshard.signals.active_config": ("mesh", "unload"),
+    "jshard.signals.active_config": ("load", "mesh", "unload"),
     "jshard.signals.scope": ("signal",),
     "jshard.training.diff": ("diff",),
     "jshard.training.generation": ("generate",),

@@ -1,6 +1,5 @@
 """Floor 3: Flax NNX modules and functions whose collectives are written out."""
 
-from jshard.layers.annotations import load as load
 from jshard.layers.attending import attend as attend
 from jshard.layers.attention import Attention as Attention
 from jshard.layers.decoder import Decoder as Decoder

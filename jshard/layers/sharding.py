@@ -58,7 +58,8 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
     use_stages()
     if isinstance(program, nnx.Module):
         if not is_sharded(program):
-            program.__class__ = _unplaced_class(type(program))
+            as_it_is = _sharded_class if is_by_layers(program) else _unplaced_class
+            program.__class__ = as_it_is(type(program))
         in_ranges(program)
         if (present := configuration()) is not None and present.has_claims:
             check_globs(present, parameters_by_path(program))
@@ -229,7 +230,8 @@ def _placed(
     else:
         as_placed((*args, *kwargs.values()))
         call = described_call(f, args, kwargs, names)
-        if not any(each is not None and each.path for each in call.arrays):
+        has_model = any(isinstance(x, nnx.Module) for x in (*args, *kwargs.values()))
+        if not has_model and not any(each is not None and each.path for each in call.arrays):
             first = next(iter(getattr(getattr(f, "__code__", None), "co_varnames", ())), "params")
             raise JShardError(
                 f"{getattr(f, '__name__', 'the function')} has no model and no argument of parameters to place",

@@ -345,9 +345,11 @@ def _pad(params: Any, new: _New, given: Any, made: Any) -> Any:
 
 def _cudnn_attention(params: Any, new: _New, given: Any, made: Any) -> Any:
     """NVIDIA's attention of `q, k, v, bias`, of the lengths of both, and of offsets and pages; backward also of what was kept.
-    Rows and heads go on, but where dropout is drawn for all rows, or documents are told by offsets."""
+    Rows and heads go on, but where dropout is drawn for all rows, a function changes scores, or offsets
+    tell documents apart."""
     q, k, _, bias, *lengths = given[:10]
-    if params["dropout_rate"] or any(math.prod(shape) for shape in lengths[2:]):
+    is_whole = params["dropout_rate"] or params.get("score_mod") is not None  # a function of scores, since jax 0.12
+    if is_whole or any(math.prod(shape) for shape in lengths[2:]):
         return _fixed(given, new), _fixed(made, new)
     heads, places = (1, 2) if params["layout"] else (2, 1)
     rows, groups = new(q[0]), new(k[heads])

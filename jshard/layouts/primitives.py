@@ -52,7 +52,7 @@ READ = {
     "conv_general_dilated": "dimension_numbers feature_group_count batch_group_count",
     "dot_general": "dimension_numbers",
     "ragged_dot_general": "ragged_dot_dimension_numbers",
-    ATTENTION: "layout dropout_rate",
+    ATTENTION: "layout dropout_rate score_mod",
     "dynamic_slice": "slice_sizes",
     "fft": "fft_lengths",
     "gather": "dimension_numbers slice_sizes mode fill_value",

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,6 @@ class _Loaded:
 
 _loaded = _Loaded()
 _fingerprint = jax.make_user_context(None)
-listeners: list[Callable[[Configuration | None], None]] = []  # of rooms above
 
 
 def no_fingerprint() -> contextlib.AbstractContextManager[Any]:
@@ -58,24 +57,16 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence
     configuration = load_configuration(source, overrides)
     with _loaded.lock:
         _become(configuration)
-        tell_listeners()
     if events.listeners:
         for place, key, value in lines(configuration):
             events.tell("config", place=str(place), key=key, value=value)
     return configuration
 
 
-def tell_listeners() -> None:
-    """Call the listeners: a configuration was loaded or unloaded."""
-    for listener in listeners:
-        listener(_loaded.configuration)
-
-
 def unload() -> None:
     """No configuration: every signal is a no-op again, and the program runs as plain Flax."""
     with _loaded.lock:
         _become(None)
-        tell_listeners()
 
 
 def configuration() -> Configuration | None:

@@ -90,7 +90,7 @@ def reference(how):
 
 def run(how):
     return nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(
-        jshard.shard(Attention(nnx.Rngs(0), **HOW[how])), X, SEGMENTS
+        jshard.shard(Attention(nnx.Rngs(0), **HOW[how]), X, SEGMENTS), X, SEGMENTS
     )
 
 

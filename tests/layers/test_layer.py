@@ -192,8 +192,8 @@ def test_layers_say_where_their_parameters_rest_only_under_a_signal():
 class Outer(nnx.Module):
     """Holds a model that is sharded by itself too."""
 
-    def __init__(self):
-        self.inner = jshard.shard(nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)))
+    def __init__(self, inner):
+        self.inner = inner
         with jshard.signal("a"):
             self.built = jshard.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
         self.own = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
@@ -205,8 +205,9 @@ class Outer(nnx.Module):
 def test_arrays_of_sharded_models_are_under_their_claims():
     """Those of a model inside of one are claimed by their paths from the outermost."""
     words = {"a": {"row": "data", "store": "data", "match": ["inner/**"]}, "b": {"row": "data", "match": ["**"]}}
+    inner = [jshard.shard(nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))) for _ in range(2)]
     with cases.loaded({"jshard": {"mesh": {"data": 2}}, **words}):
-        both = nnx.List([jshard.shard(Outer(), X), jshard.shard(Outer(), X)])
+        both = nnx.List([jshard.shard(Outer(each), X) for each in inner])
         found = model_arrays(both)
         for number, outer in enumerate(both):
             for name, under in {"inner": "a", "built": "a", "own": "b"}.items():

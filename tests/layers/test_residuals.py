@@ -59,7 +59,7 @@ def filled(places, arrays):
 
 def stepped(chunk, args, by_y):
     """Forward and backward, as a pipeline runs them: by the places of what is kept and left, or by what is made again."""
-    before, count = args[:-1], 1 + bool(chunk.late or chunk.left)
+    before, count = args[:-1], 1 + bool(chunk.reads[1] or chunk.left)
     if chunk.recomputes:
         y, kept = chunk.again(0, args)
         each = [kept, *(chunk.again(1, args)[1] for _ in range(count - 1))]
@@ -112,7 +112,8 @@ def test_a_backward_has_what_is_made_of_the_microbatch_and_makes_the_rest_again(
     said, *counts, operations = CASES[case]
     args, (by_y, expected) = made(), whole()
     chunk = Chunk(run, args, **{word: word in said for word in SAID})
-    assert [len(jax.tree.leaves(each)) for each in (chunk.kept, list(chunk.late), chunk.left)] == counts
+    late = {*chunk._numbers(chunk.reads[1])}  # what the gradients of parameters read of what is kept
+    assert [len(jax.tree.leaves(each)) for each in (chunk.kept, list(late), chunk.left)] == counts
     step = lambda args, by_y: stepped(chunk, args, by_y)
     counted = Counter(eqn.primitive.name for eqn in equations(jax.make_jaxpr(step)(args, by_y)))
     assert {name: counted[name] for name in operations} == operations
@@ -145,17 +146,3 @@ def test_a_loop_makes_nothing_that_nobody_reads(case):
     chunk = Chunk(looped, args, **{word: word in said for word in SAID})
     program = jax.make_jaxpr(lambda args, by_y: stepped(chunk, args, by_y))(args, by_y)
     assert [len(eqn.outvars) for eqn in equations(program) if eqn.primitive.name == "scan"] == results
-
-
-def test_gradients_of_parameters_need_these_where_they_are_made_again_for_them():
-    args = made()
-    linear = lambda own, edges, given, number, x: {"y": x["y"] @ own[0], "z": x["z"] @ own[1] + own[2][0]}
-
-    def added(own, edges, given, number, x):
-        each = [op(number.astype(np.float32)) * w[0] for op, w in zip((jnp.sin, jnp.cos, jnp.exp), own, strict=True)]
-        return {"y": x["y"] + each[0], "z": x["z"] + each[1] + each[2]}
-
-    said = {"shares": False, "splits": True, "recomputes": False}
-    assert Chunk(run, args, **said).late_reads_parameters()
-    assert not Chunk(linear, args, **said).late_reads_parameters()
-    assert not Chunk(added, args, **said).late_reads_parameters()

@@ -225,7 +225,7 @@ def test_gathering_ahead_of_unrolled_layers_is_refused_in_a_sentence():
     with pytest.raises(
         JShardError, match="for layers of which 2 are one turn of their loop .*; remove `unroll`, or store"
     ):
-        nnx.value_and_grad(jshard.shard(loss))(jshard.shard(built(unroll=2), X), X)
+        nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(jshard.shard(built(unroll=2), X), X)
 
 
 def step_of(mesh, **words):

@@ -207,7 +207,7 @@ REFUSED = {
     "a word": ("abc", P(), f"takes an array, a list of numbers or a number, and was given a str; {TREE}"),
     "a tree": ({"w": 1}, P(), f"takes an array, a list of numbers or a number, and was given a dict; {TREE}"),
     "unequal lists": ([[1], [1, 2]], P(), f"takes an array, a list of numbers or a number, and was given a list; {TREE}"),
-    "nothing": (1.0, None, f"was given a NoneType as layout; {KINDS}"),
+    "nothing": (1.0, None, f"was given None as layout; {KINDS}"),
     "unconstrained": ([1.0], P(P.UNCONSTRAINED), "was given P(UNCONSTRAINED,), which does not say where each axis lies; "
                       "name a mesh axis or None for each axis"),
     "unreduced": ([1.0], P(unreduced={"data"}), f"was given {P(unreduced={'data'})}, which does not say where each axis lies; "

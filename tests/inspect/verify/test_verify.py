@@ -191,7 +191,7 @@ def test_verify_lets_one_device_choose_as_the_mesh_does():
 
     x, w = put((16, 8), "data"), put((8, 8))
     assert [told.words for told in jshard.explain(f, x, w).choices] == [
-        "row=data, 0 B on the wire per device forward, 224 B backward"
+        "row=data, 0 B on the wire per device forward, 224 B backward, 1/8 of the arithmetic"
     ]
     verification = verify(f, x, w, meshes=[{"data": 2}])
     assert verification.ok, str(verification)
