@@ -209,7 +209,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-STANDS = "permute of blocks over stage (tests/launch/staged.yaml:14)"
+STANDS = "permute of blocks over stage (tests/launch/staged.yaml:15)"
 
 
 @pytest.mark.slow
