@@ -426,7 +426,7 @@ def test_unequal_stages_are_verified_bitwise(schedule, layers, stages, tensor):
 def test_without_microbatches_every_stage_runs_layers_that_no_stage_has_equally():
     """Each gathered as it is used."""
     jshard.load(configured(2, tensor=2, data=2, layers=in_ranges(3, 5, stages=2)))
-    model, x, y = jshard.shard(built(dropout=0.0)), X[0], Y[0]
+    model, x, y = jshard.shard(built(dropout=0.0), X[0]), X[0], Y[0]
     found = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, x, y)
     logits = nnx.jit(lambda model, x: model(x))(model, x)
     unload()
@@ -439,7 +439,7 @@ def test_without_microbatches_every_stage_runs_layers_that_no_stage_has_equally(
 def test_without_microbatches_the_stages_run_one_after_the_other():
     """Forward, as in an evaluation, and for gradients of any loss."""
     jshard.load(configured(2, tensor=2, data=2))
-    model, x, y = jshard.shard(built(dropout=0.0)), X[0], Y[0]
+    model, x, y = jshard.shard(built(dropout=0.0), X[0]), X[0], Y[0]
     value, gradients = nnx.jit(nnx.value_and_grad(jshard.shard(loss)))(model, x, y)
     logits = nnx.jit(lambda model, x: model(x))(model, x)
     graph, state = nnx.split(model)
