@@ -94,9 +94,10 @@ PARTS = {  # files that others include, and those of other programs
 FOLDERS = (
     "configs/adopt/",
     "configs/decoder/",
+    "configs/first-steps/",
     "configs/lm/",
     "configs/pipe-",
-)  # of models elsewhere, too large here, or with text: own tests
+)  # of models elsewhere, too large here, with text, or without an experiment: own tests
 ELSEWHERE = {path for path in FILES if path.startswith(FOLDERS)} - {"configs/adopt/transformer.yaml"}
 ELSEWHERE |= {"examples/gt/pipeline.yaml"}  # tests/layers/test_pieces.py
 
