@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Primitives that call a jaxpr on their operands one by one, and the parameter that holds it.
 CALLS = {
@@ -38,6 +40,23 @@ def called(eqn: Any) -> Any:
     """The jaxpr, closed or not, that an equation calls on its operands; None where it calls none."""
     found = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
     return found if hasattr(bare(found), "eqns") else None
+
+
+def bodies(eqn: Any, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
+    """Yield the jaxprs that an equation runs, each with those of `operands` that go into it; the last one returns the results.
+    `operands` has a value for each operand of the equation."""
+    name, params = eqn.primitive.name, eqn.params
+    if (body := called(eqn)) is not None:
+        yield bare(body), list(operands)
+    elif name == "scan":
+        yield bare(params["jaxpr"]), list(operands)
+    elif name == "cond":
+        yield from ((bare(branch), list(operands[1:])) for branch in params["branches"])
+    elif name == "while":
+        of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+        carried = operands[of_test + of_body :]
+        yield bare(params["cond_jaxpr"]), [*operands[:of_test], *carried]
+        yield bare(params["body_jaxpr"]), [*operands[of_test : of_test + of_body], *carried]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

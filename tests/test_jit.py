@@ -73,18 +73,25 @@ def objects(seed=0, **says):
 # Each way yields, call by call, what the call returned; then the trees in which kernels and moments are looked for.
 
 
-def by_loss(way):
-    model, optimizer = objects()
-
+def step_of(way, loss=loss_of):
     @way.jit
     def step(model, optimizer, x, y):
-        loss, gradients = way.value_and_grad(loss_of)(model, x, y)
+        value, gradients = way.value_and_grad(loss)(model, x, y)
         optimizer.update(model, gradients)
-        return loss
+        return value
 
+    return step
+
+
+def trained(way, model, optimizer, loss=loss_of):
+    step = step_of(way, loss)
     for number in range(3):
         yield step(model, optimizer, *batch(number))
     yield nnx.state((model, optimizer))
+
+
+def by_loss(way):
+    return trained(way, *objects())
 
 
 def by_plain_gradient(way):
@@ -149,17 +156,7 @@ def rngs_with_dropout(way):
 
 
 def batch_norm(way):
-    model, optimizer = objects(norm=True)
-
-    @way.jit
-    def step(model, optimizer, x, y):
-        value, gradients = way.value_and_grad(loss_of)(model, x, y)
-        optimizer.update(model, gradients)
-        return value
-
-    for number in range(3):
-        yield step(model, optimizer, *batch(number))
-    yield nnx.state((model, optimizer))
+    return trained(way, *objects(norm=True))
 
 
 def moving_average(way):
@@ -217,32 +214,16 @@ def a_loss_that_closes_over_the_batch(way):
 
 
 def gradients_in_parts(way):
-    model, optimizer = objects()
-
     def loss(model, x, y):
         parts = jax.tree.map(lambda each: each.reshape(2, -1, *each.shape[1:]), (x, y))
         add = lambda total, part: (total + loss_of(model, *part) / 2, None)
         return jax.lax.scan(add, jnp.float32(0), parts)[0]
 
-    @way.jit
-    def step(model, optimizer, x, y):
-        value, gradients = way.value_and_grad(loss)(model, x, y)
-        optimizer.update(model, gradients)
-        return value
-
-    for number in range(3):
-        yield step(model, optimizer, *batch(number))
-    yield nnx.state((model, optimizer))
+    return trained(way, *objects(), loss)
 
 
 def a_checkpoint_between_two_steps(way):
-    model, optimizer = objects()
-
-    @way.jit
-    def step(model, optimizer, x, y):
-        value, gradients = way.value_and_grad(loss_of)(model, x, y)
-        optimizer.update(model, gradients)
-        return value
+    (model, optimizer), step = objects(), step_of(way)
 
     for number in range(3):
         yield step(model, optimizer, *batch(number))

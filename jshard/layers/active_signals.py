@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
-from jshard.jaxprs import bare, called
+from jshard.jaxprs import bare, bodies, run
 from jshard.provenance import Cause, source_of
 from jshard.signals.claims import Claim
 from jshard.signals.config import Configuration
@@ -66,18 +64,14 @@ class _Walk:
         self.changes: dict[str, dict[tuple[Names, bool], ActiveSignal]] = {}
 
     def run(self, jaxpr: Any, sources: Sequence[Source], around: Cause) -> list[Source]:
-        known: dict[Any, Source] = dict(zip(jaxpr.invars, sources, strict=True))
-        of = lambda atom: frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
-        for eqn in jaxpr.eqns:
-            here = around.inside(eqn.source_info.name_stack.stack)
-            known |= zip(eqn.outvars, self.results(eqn, list(map(of, eqn.invars)), here), strict=True)
-        return list(map(of, jaxpr.outvars))
+        step = lambda eqn, operands: self.results(eqn, operands, around.inside(eqn.source_info.name_stack.stack))
+        return run(jaxpr, [*[frozenset()] * len(jaxpr.constvars), *sources], step, constant=lambda literal: frozenset())
 
     def results(self, eqn: Any, sources: list[Source], here: Cause) -> list[Source]:
         if not any(sources):  # no parameter goes in
             return [None if None in sources else frozenset()] * len(eqn.outvars)
         outs: list[Source] = []
-        for body, operands in _bodies(eqn, sources):
+        for body, operands in bodies(eqn, sources):
             outs = self.run(body, operands, here)
         if outs:
             return outs
@@ -102,19 +96,3 @@ def _nearest(source: str, lines: Collection[str]) -> str:
         if each.rpartition(":")[0] == source.rpartition(":")[0] and number(each) <= number(source)
     ]
     return max(above, key=number, default=min(lines, default=source))
-
-
-def _bodies(eqn: Any, sources: list[Source]) -> Iterator[tuple[Any, list[Source]]]:
-    """The programs that an equation runs, with what goes into each; the last one returns what the equation does."""
-    name, params = eqn.primitive.name, eqn.params
-    if (body := called(eqn)) is not None:
-        yield bare(body), sources
-    elif name == "scan":
-        yield bare(params["jaxpr"]), sources
-    elif name == "cond":
-        yield from ((bare(branch), sources[1:]) for branch in params["branches"])
-    elif name == "while":
-        of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
-        carried = sources[of_test + of_body :]
-        yield bare(params["cond_jaxpr"]), [*sources[:of_test], *carried]
-        yield bare(params["body_jaxpr"]), [*sources[of_test : of_test + of_body], *carried]

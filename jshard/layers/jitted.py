@@ -68,8 +68,12 @@ def jit(
     check_program("jshard.jit", f)
     if view == "shards":
         return step(f, outputs=outputs, donate=donate)
-    f = in_own_words(f)
     static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    return _jitted(in_own_words(f), static, donate=donate)
+
+
+def _jitted(f: Callable[..., Any], static: Sequence[str], *, donate: bool) -> Callable[..., Any]:
+    """Return a function that compiles `f` once for arguments of one structure."""
     programs: dict[Any, Compiled] = {}
 
     def compiled_for(arguments: Arguments) -> Compiled:
@@ -167,11 +171,11 @@ class Compiled:
     def placed_one(self, number: int, x: Any) -> Any:
         """Move one of the arrays that are no NNX object's to where it rests."""
         taken, shape = self.taken[self.in_nodes + number], self.shapes[self.in_nodes + number]
-        return _put(x, taken) if taken is not None and jnp.shape(x) == shape else x
+        return taken.put(x, "jshard.jit") if taken is not None and jnp.shape(x) == shape else x
 
     def placed(self, arrays: Sequence[Any]) -> list[Any]:
         """Move the arrays to where they rest."""
-        return [x if taken is None else _put(x, taken) for x, taken in zip(arrays, self.taken, strict=True)]
+        return [x if at is None else at.put(x, "jshard.jit") for x, at in zip(arrays, self.taken, strict=True)]
 
     def apart(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the arrays whose memory may be donated, and the others."""
@@ -225,18 +229,18 @@ def _placed(
         if path in parameters:
             found = parameters[path][1]
         elif is_outside and layout is not None and layout.mesh_axes:
-            found = Taken(layout, None)
+            found = Taken(layout)
         elif like is not None and not (mark is not None and mark.layout.mesh_axes):
-            found = Taken(_in_state(like), None)
+            found = Taken(_in_state(like))
         elif mark is not None and (mark.layout.mesh_axes or layout is None):
             found = mark
         elif layout is not None:  # as a cache, which the program has split
-            found = Taken(layout, None)
+            found = Taken(layout)
         elif is_outside and batch is not None and jnp.shape(x)[:1] == (batch,):
             split = Layout(mesh(), rows, *(None,) * (jnp.ndim(x) - 1))
-            found = Taken(split if batch % split.ways(0) == 0 else replicated(mesh(), jnp.ndim(x)), None)
+            found = Taken(split if batch % split.ways(0) == 0 else replicated(mesh(), jnp.ndim(x)))
         else:
-            found = Taken(replicated(mesh(), jnp.ndim(x)), None)
+            found = Taken(replicated(mesh(), jnp.ndim(x)))
         taken.append(found)
     return f, taken, parameters
 
@@ -285,16 +289,6 @@ def _donated(arguments: Arguments, parameters: Mapping[Path, Any]) -> list[bool]
     """Tell which arrays are an NNX object's, or of a tree that holds parameters."""
     trees = {path[0] for path in parameters}
     return [at < arguments.in_nodes or path[0] in trees for at, path in enumerate(arguments.paths)]
-
-
-def _put(x: Any, taken: Taken) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, taken.dtype or x.dtype, sharding=taken.layout.sharding)
-    if taken.dtype is not None and x.dtype != taken.dtype:
-        x = x.astype(taken.dtype)
-    if not isinstance(x, Tracer) and getattr(x, "sharding", None) == taken.layout.sharding:
-        return x
-    return redistribute(x, taken.layout, label="jshard.jit")
 
 
 def _layout(x: Any) -> Layout | None:

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
-from jshard.jaxprs import bare, called
+from jshard.jaxprs import bare, bodies
 from jshard.layers.roles import Placed
 from jshard.layouts.layout import Layout
+from jshard.layouts.redistribution import redistribute
 
 MARK = "jshard at rest "
 
@@ -26,8 +29,18 @@ class Taken:
     """An array as a partitioned call takes it; `placed` is known of a parameter."""
 
     layout: Layout
-    dtype: Any
+    dtype: Any = None  # None: its own
     placed: Placed | None = None
+
+    def put(self, x: Any, label: str) -> Any:
+        """Return the array, or its description, in this layout and dtype."""
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, self.dtype or x.dtype, sharding=self.layout.sharding)
+        if self.dtype is not None and x.dtype != self.dtype:
+            x = x.astype(self.dtype)
+        if not isinstance(x, Tracer) and getattr(x, "sharding", None) == self.layout.sharding:
+            return x
+        return redistribute(x, self.layout, label=label)
 
 
 @dataclasses.dataclass
@@ -72,21 +85,11 @@ def _follow(jaxpr: Any, source: dict[Any, int], found: dict[int, int]) -> None:
         first = next(iter(operands))
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(MARK):
             found.setdefault(operands[first], int(eqn.params["name"].removeprefix(MARK)))
-        for inner, begin in _bodies(eqn):
+        for inner, given in bodies(eqn, range(len(eqn.invars))):
             pairs = (
-                (inner.invars[at - begin], eqn.invars[at], number) for at, number in operands.items() if at >= begin
+                (v, eqn.invars[at], operands[at]) for v, at in zip(inner.invars, given, strict=True) if at in operands
             )
             # the slices that a scan runs over have other shapes
             _follow(inner, {v: number for v, of, number in pairs if v.aval.shape == of.aval.shape}, found)
         if len(eqn.outvars) == 1 and eqn.outvars[0].aval.shape == eqn.invars[first].aval.shape:
             source.setdefault(eqn.outvars[0], operands[first])
-
-
-def _bodies(eqn: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the jaxprs that an equation runs on its operands, and the number of the first operand of each."""
-    if eqn.primitive.name == "scan":
-        yield bare(eqn.params["jaxpr"]), 0
-    elif eqn.primitive.name == "cond":
-        yield from ((bare(branch), 1) for branch in eqn.params["branches"])
-    elif called(eqn) is not None:
-        yield bare(called(eqn)), 0

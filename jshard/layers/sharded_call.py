@@ -139,10 +139,8 @@ class Call:
                 label = f"jshard.shard ({array.path})" if array.path else "jshard.shard"
                 if recorded is not None and isinstance(x, Tracer):
                     x = recorded.mark(x, Taken(layout, array.dtype, self.program.placed.get(array.path)))
-                if array.path and x.dtype != array.dtype:
-                    is_real = not isinstance(x, jax.ShapeDtypeStruct)
-                    x = x.astype(array.dtype) if is_real else jax.ShapeDtypeStruct(x.shape, array.dtype)
-                x = _put(x, layout, label) if every or array.path or number < held else x
+                if every or array.path or number < held:
+                    x = Taken(layout, array.dtype if array.path else None).put(x, label)
             leaves.append(x)
         return leaves
 
@@ -179,7 +177,7 @@ class Call:
         arrays = [x for x, array in zip(placed, self.arrays, strict=True) if array is not None]
         axes = self.program.in_axes[len(arrays) :]
         consts = zip(self.out.consts, axes, strict=True)
-        return arrays + [_put(x, Layout(self.program.mesh, *a), "jshard.shard") for x, a in consts]
+        return arrays + [Taken(Layout(self.program.mesh, *a)).put(x, "jshard.shard") for x, a in consts]
 
     def ended(self, outs: Sequence[Any]) -> Any:
         """Give NNX models the variables that the program leaves, and return its result."""
@@ -212,7 +210,7 @@ class Call:
         xs = self.operands(self.placed(every=True))
         given = [x for x in self.leaves if _is_array(x)]
         for n, x in zip(batch, jax.tree.leaves(nnx.split(batches, nnx.Variable, ...)[2]), strict=True):
-            xs[n] = _put(x, Layout(self.program.mesh, (), *self.program.in_axes[n]), "jshard.shard")
+            xs[n] = Taken(Layout(self.program.mesh, (), *self.program.in_axes[n])).put(x, "jshard.shard")
         value, gradients, kept = run(xs)
         self.ended([value, *kept])
         lay = [Layout.of(given[n]) for n in parameters]
@@ -433,12 +431,6 @@ def _is_array(leaf: Any) -> bool:
 def _is_key(x: Any) -> bool:
     """The two numbers of a `jax.random.PRNGKey` are no rows."""
     return x.shape == (2,) and x.dtype == np.uint32
-
-
-def _put(x: Any, layout: Any, label: str) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding)
-    return redistribute(x, layout, label=label)
 
 
 def _layout(x: Any, on: Mesh) -> Layout | None:

@@ -153,11 +153,7 @@ def _is_callable_module(x: Any) -> bool:
 def _sharded_class(cls: type) -> type:
     """A subclass whose call is partitioned: instances of it are instances of `cls`."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(cls.__call__, (self, *args), kwargs)
-
-    functools.update_wrapper(call, cls.__call__)
-    return _subclass(cls, {"__call__": call})
+    return _subclass(cls, {"__call__": _partitioned_call(cls)})
 
 
 def _subclass(cls: Any, names: dict[str, Any]) -> type:
@@ -178,12 +174,14 @@ def _unpickled(cls: Any, make: Callable[..., Any], *rest: Any) -> Any:
 @functools.cache
 def _unplaced_class(cls: type) -> type:
     """The same of a model whose parameters no call has placed yet. A trace can't move them, and refuses to go on."""
+    return _subclass(cls, {"__call__": _partitioned_call(cls), "_jshard_placed": _sharded_class(cls)})
 
+
+def _partitioned_call(cls: type) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(cls.__call__, (self, *args), kwargs)
 
-    functools.update_wrapper(call, cls.__call__)
-    return _subclass(cls, {"__call__": call, "_jshard_placed": _sharded_class(cls)})
+    return functools.update_wrapper(call, cls.__call__)
 
 
 @functools.cache

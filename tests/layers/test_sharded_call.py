@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
-from jshard.layers import sharded_call
+from jshard.layers import recording
 from jshard.layers.sharded_call import Call, described_call, placements
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import use_stages
@@ -136,7 +136,7 @@ def puts(monkeypatch):
         told.append((label, np.shape(x), str(x.dtype)))
         return x
 
-    monkeypatch.setattr(sharded_call, "_put", put)
+    monkeypatch.setattr(recording, "redistribute", put)
     return told
 
 
@@ -497,7 +497,7 @@ def test_what_a_function_closes_over_is_handed_to_its_program():
 def test_of_an_array_that_is_only_described_it_is_said_where_it_lies():
     jshard.load({"jshard": MESH, "a": WORDS})
     layout = Layout(jshard.mesh(), ("data",), ())
-    of = lambda x: sharded_call._put(x, layout, label="x")
+    of = lambda x: recording.Taken(layout).put(x, label="x")
     described, array = of(jax.ShapeDtypeStruct((4, 8), "float32")), of(zeros(4, 8))
     assert (described.sharding, array.sharding) == (layout.sharding, layout.sharding)
     assert isinstance(described, jax.ShapeDtypeStruct) and isinstance(array, jax.Array)
