@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jshard.layers import Linear as Linear
     from jshard.layers import MoE as MoE
     from jshard.layers import attend as attend
+    from jshard.layers import create as create
     from jshard.layers import cross_entropy as cross_entropy
     from jshard.layers import jit as jit
     from jshard.layers import matmul as matmul
@@ -63,7 +64,7 @@ _ROOMS = {
     "jshard.inspect.verify": ("verify",),
     "jshard.launch.initialize": ("init", "pulse"),
     "jshard.layers": (
-        *"Attention AuxLoss Decoder GatedMLP Layer Linear MLP MoE attend cross_entropy jit matmul max mean".split(),
+        *"Attention AuxLoss Decoder GatedMLP Layer Linear MLP MoE attend create cross_entropy jit matmul max mean".split(),
         *"place shard stack sum value_and_grad".split(),
     ),
     "jshard.layouts": ("Layout", "gather", "scatter"),

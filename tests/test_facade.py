@@ -15,7 +15,7 @@ import jshard
 PROMISED = """
 load unload mesh jit signal AuxLoss Layer Linear MLP attend cross_entropy matmul sum mean max collectives schedules Layout
 Attention Decoder GatedMLP MoE generate
-place scatter gather shard stack value_and_grad explain plan report diff verify Optimizer train batches pretend
+place scatter gather create shard stack value_and_grad explain plan report diff verify Optimizer train batches pretend
 init pulse log trace load_weights save_weights JShardError __version__
 """.split()
 

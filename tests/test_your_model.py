@@ -14,6 +14,9 @@ from tests.outside import users_environment
 
 PAGE = (Path(__file__).parent.parent / "docs/your-model.md").read_text()
 SHOWN = re.findall(r"^```console\n\$ (python|jshard) ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+CREATED = [
+    (command, f"created.py {words[9:]}", says) for command, words, says in SHOWN if words.startswith("train.py ")
+]
 
 
 def blocks(kind: str) -> list[str]:
@@ -21,10 +24,15 @@ def blocks(kind: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "words", "says"), SHOWN, ids=[words for _, words, _ in SHOWN])
+@pytest.mark.parametrize(
+    ("command", "words", "says"), [*SHOWN, *CREATED], ids=[words for _, words, _ in [*SHOWN, *CREATED]]
+)
 def test_page_prints_what_its_program_prints(tmp_path, command, words, says):
-    files = ["model.py", "train.py", "data.py", "fsdp.yaml", "tensor.yaml", "trained.yaml"]
-    for name, text in zip(files, [*blocks("python"), *blocks("yaml")], strict=True):
+    files = ["model.py", "train.py", "created.py", "data.py", "fsdp.yaml", "tensor.yaml", "trained.yaml"]
+    texts = dict(zip(files, [*blocks("python"), *blocks("yaml")], strict=True))
+    plain = re.compile(r"^model = .*\noptimizer = .*\n", re.MULTILINE)
+    texts["created.py"] = plain.sub(texts["created.py"], texts["train.py"])
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(
         [sys.executable, *(["-m", "jshard"] if command == "jshard" else []), *words.split()],

@@ -2,6 +2,7 @@
 
 from jshard.layers.attending import attend as attend
 from jshard.layers.attention import Attention as Attention
+from jshard.layers.creating import create as create
 from jshard.layers.decoder import Decoder as Decoder
 from jshard.layers.gated_mlp import GatedMLP as GatedMLP
 from jshard.layers.gradients import value_and_grad as value_and_grad

@@ -9,8 +9,9 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.layers.creating import described
 from jshard.layers.layer_stack import in_ranges
-from jshard.layouts.creation import create_all
+from jshard.layers.uncreated import created as created_arrays
 from jshard.layouts.mesh import with_axis_types
 from jshard.signals.active_config import configuration, mesh, on_mesh
 
@@ -46,12 +47,8 @@ def created(factory: Callable[[], Model], placed: Callable[[], Model], only: Any
     """Build what `placed()` returns, with the numbers that the same model has of `factory()`: each device computes its part,
     and no array is whole on one that holds a part of it. What the filter `only` leaves out stays a shape alone."""
     model = abstract(placed)
-    where = jax.tree.map(lambda array: array.sharding, nnx.state(model, only))
-    dtypes = jax.tree.map(lambda array: array.dtype, nnx.state(model, only))
-
-    def drawn() -> nnx.State:
-        cast = lambda x, dtype: x if x.dtype == dtype else x.astype(dtype)  # a signal may say another to rest in
-        return jax.tree.map(cast, nnx.state(in_ranges(factory()), only), dtypes)
-
-    nnx.update(model, create_all(drawn, where))
+    asked, drawn = nnx.state(model, only), nnx.state(described(lambda: in_ranges(factory())), only)
+    shapes = jax.tree.map(lambda array, drawn: drawn.at(array.sharding, array.dtype), asked, drawn)
+    leaves, tree = jax.tree.flatten(shapes)
+    nnx.update(model, jax.tree.unflatten(tree, created_arrays(leaves)))
     return model

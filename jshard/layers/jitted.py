@@ -22,10 +22,11 @@ from jshard.layers.recording import Taken, recording
 from jshard.layers.sharded_call import check_takes_its_models
 from jshard.layers.sharding import as_sharded, check_program, shard
 from jshard.layers.training_step import step
+from jshard.layers.uncreated import Uncreated, created
 from jshard.layers.user_code_errors import boundary, in_own_words
 from jshard.layers.written_back import WrittenBack, is_array
 from jshard.layouts.layout import Layout
-from jshard.layouts.paths import words_of
+from jshard.layouts.paths import slashed, words_of
 from jshard.layouts.redistribution import redistribute, replicated
 from jshard.signals.active_config import configuration, mesh, use_stages
 from jshard.signals.scope import unplaced
@@ -140,7 +141,7 @@ class Compiled:
         self.program = jax.jit(self._body, donate_argnums=0 if donate else ())
 
     def __call__(self, arguments: Arguments) -> Any:
-        arrays = self.placed(arguments.arrays)
+        arrays = created(self.placed(arguments.arrays))
         inside = list(zip(arrays, arguments.arrays, strict=True))[: arguments.in_nodes]
         if any(x is not before and not isinstance(x, Tracer) for x, before in inside):
             nnx.update((arguments.nodes,), *self.structure.states_of(arrays))
@@ -226,6 +227,8 @@ def _placed(
     for number, (path, x) in enumerate(zip(paths, arrays, strict=True)):
         mark, layout, is_outside = marks.get(number), lies[number], number >= arguments.in_nodes
         like = None if path in parameters else _like(path, jnp.shape(x), parameters)
+        if like is not None and jnp.ndim(x):
+            _check_not_whole(path, x, [y for other, y in zip(paths, arrays, strict=True) if other in parameters])
         if path in parameters:
             found = parameters[path][1]
         elif is_outside and layout is not None and layout.mesh_axes:
@@ -292,7 +295,7 @@ def _donated(arguments: Arguments, parameters: Mapping[Path, Any]) -> list[bool]
 
 
 def _layout(x: Any) -> Layout | None:
-    found = None if isinstance(x, jax.ShapeDtypeStruct) else Layout.of(x)
+    found = x.layout if isinstance(x, Uncreated) else None if isinstance(x, jax.ShapeDtypeStruct) else Layout.of(x)
     return found if found is not None and found.mesh == mesh() else None
 
 
@@ -305,3 +308,12 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=isinstance(x, bool | int | float | complex))
+
+
+def _check_not_whole(path: Path, x: Any, parameters: Sequence[Any]) -> None:
+    """Refuse an optimizer's array that is whole on one device already, where its model is not created yet."""
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and any(isinstance(y, Uncreated) for y in parameters):
+        raise JShardError(
+            f"{slashed(path)}, of shape {x.shape}, is whole on one device, and jshard.create has not made the model yet",
+            hint="write optimizer = jshard.create(nnx.Optimizer, model, ...) too",
+        )

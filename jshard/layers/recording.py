@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from jshard.jaxprs import bare, bodies
 from jshard.layers.roles import Placed
+from jshard.layers.uncreated import Uncreated
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
 
@@ -34,6 +35,8 @@ class Taken:
 
     def put(self, x: Any, label: str) -> Any:
         """Return the array, or its description, in this layout and dtype."""
+        if isinstance(x, Uncreated):
+            return x.at(self.layout.sharding, self.dtype)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, self.dtype or x.dtype, sharding=self.layout.sharding)
         if self.dtype is not None and x.dtype != self.dtype:

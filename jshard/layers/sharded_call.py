@@ -39,6 +39,7 @@ from jshard.layers.pipeline import Pipelined, PipelinedPieces
 from jshard.layers.program_claims import program_claims
 from jshard.layers.recording import Taken, recorder
 from jshard.layers.roles import Placed
+from jshard.layers.uncreated import created
 from jshard.layers.user_code_errors import check_mesh_is_known, check_numbers, in_own_words, of_transformation
 from jshard.layers.written_back import WrittenBack, arrays_of_variables
 from jshard.layouts.layout import Layout, check_divides
@@ -142,7 +143,7 @@ class Call:
                 if every or array.path or number < held:
                     x = Taken(layout, array.dtype if array.path else None).put(x, label)
             leaves.append(x)
-        return leaves
+        return created(leaves)
 
     def trees_of(self, placed: list[Any]) -> list[Any]:
         """The trees of parameters among these leaves."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +24,15 @@ def create(
     """Compute `initializer(key, shape, dtype)` shard by shard: the same bits on every mesh as outside jit on one device."""
     check_shape(shape)
     layout.shard_shape(shape, label="a new array")
-    drawn = _Initializer(initializer, _drawn_by(initializer))
-    created = _compiled_creation(drawn, shape, jax.dtypes.canonicalize_dtype(dtype), layout)(key)
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return create_by(lambda: initializer(key, shape, dtype), layout)
+
+
+def create_by(drawn: Callable[[], jax.Array], layout: Layout) -> jax.Array:
+    """Compute `drawn()` shard by shard: the same bits on every mesh as outside jit on one device. Equal layers, which differ in
+    the arrays that `drawn` reads alone, are one program."""
+    closed = jax.make_jaxpr(drawn)()
+    created = _compiled_creation(_Drawing(_identity(closed), closed.jaxpr), layout)(*closed.consts)
     return typed_as(created, layout.sharding)
 
 
@@ -37,25 +43,36 @@ def check_shape(shape: tuple[int, ...]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Initializer:
-    """What draws an array; equal to others that draw the same."""
+class _Drawing:
+    """A program that draws an array; equal to others that do the same with other constants."""
 
-    draw: Callable[..., jax.Array] = dataclasses.field(compare=False)
-    drawn_by: Any
+    identity: Any
+    jaxpr: Any = dataclasses.field(compare=False)
 
 
-def _drawn_by(initializer: Any) -> Any:
-    """Tell JAX's initializers apart by code and arguments: it makes a function at each `lecun_normal()`, for which each layer
-    of a deep model would need a program of its own. Any other function is told apart by itself."""
-    jax_s_own = jax.nn.initializers.normal.__globals__
-    if not isinstance(initializer, FunctionType) or initializer.__globals__ is not jax_s_own:
-        return initializer
-    arguments = [
-        cell.cell_contents for cell in initializer.__closure__ or ()
-    ]  # the default is a dtype, and one is given
-    if not all(isinstance(each, int | float | str | type | tuple | list | None) for each in arguments):
-        return initializer
-    return initializer.__code__, tuple((type(each), repr(each)) for each in arguments)  # -0.0 == 0.0
+def _identity(closed: Any) -> Any:
+    """Return what two programs have in common that differ in their constants alone."""
+    numbers: dict[Any, int] = {}
+
+    def name(atom: Any) -> Any:
+        if hasattr(atom, "val"):
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return numbers.setdefault(atom, len(numbers))
+
+    each = lambda eqn: (*map(name, eqn.invars), *map(name, eqn.outvars))
+    inputs = tuple((name(variable), variable.aval) for variable in closed.jaxpr.constvars)
+    equations = tuple(
+        (eqn.primitive, tuple(map(_hashable, eqn.params.values())), *each(eqn)) for eqn in closed.jaxpr.eqns
+    )
+    return inputs, equations, *map(name, closed.jaxpr.outvars)
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:  # Python's only way to ask
+        return type(value), id(value)  # the program that is compiled holds it
+    return value
 
 
 def typed_as(created: Any, sharding: NamedSharding) -> Any:
@@ -66,28 +83,14 @@ def typed_as(created: Any, sharding: NamedSharding) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled_creation(initializer: _Initializer, shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:
-    def creation(key: jax.Array) -> jax.Array:
-        (created,) = _step_by_step(lambda key: initializer.draw(key, shape, dtype), key)
-        return _moved_from_rows(created, layout) if _is_narrow(layout, shape) else created
+def _compiled_creation(drawing: _Drawing, layout: Layout) -> Any:
+    def creation(*consts: Any) -> jax.Array:
+        (created,) = _step_by_step(drawing.jaxpr, consts)
+        return _moved_from_rows(created, layout) if _is_narrow(layout, created.shape) else created
 
     # On absent devices nothing is made, and vmap takes no out_shardings there: the type that follows says the same.
     absent = isinstance(layout.mesh, AbstractMesh)
     return jax.jit(creation, out_shardings=None if absent else layout.sharding)
-
-
-def create_all(f: Callable[[], Any], where: Any) -> Any:
-    """Compute `f()`, a tree of arrays, shard by shard as `where` has it: the same bits on every mesh as outside jit on one
-    device, where `f` draws each array by one initializer."""
-
-    def creation() -> list[jax.Array]:
-        drawn = _step_by_step(f)
-        layouts = [Layout.from_sharding(each, x.ndim) for x, each in zip(drawn, jax.tree.leaves(where), strict=True)]
-        each = zip(drawn, layouts, strict=True)
-        return [_moved_from_rows(x, layout) if _is_narrow(layout, x.shape) else x for x, layout in each]
-
-    made = jax.jit(creation, out_shardings=jax.tree.leaves(where))()
-    return jax.tree.unflatten(jax.tree.structure(where), made)
 
 
 NARROW = 8  # XLA's CPU loops over fewer numbers round erf_inv in another way (docs/design/0005-layers.md)
@@ -122,13 +125,13 @@ def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
     return jax.lax.slice_in_dim(constrained(created, *rows, last), 0, created.shape[axis] - padded[axis][1], axis=axis)
 
 
-def _step_by_step(f: Callable[..., Any], *args: jax.Array) -> list[jax.Array]:
-    """The arrays of `f(*args)`, each operation rounded as when it runs alone: compiled as a whole, XLA would fold constants
-    together and draw numbers that differ in the last bit from what Flax draws."""
+def _step_by_step(jaxpr: Any, xs: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr, each operation rounded as when it runs alone: compiled as a whole, XLA would fold constants together and
+    draw numbers that differ in the last bit from what Flax draws."""
     apart = jax.lax.optimization_barrier
     return run(
-        jax.make_jaxpr(f)(*args),
-        args,
+        jaxpr,
+        xs,
         lambda eqn, given: apart(tuple(bound(eqn, given))),
         lambda literal: apart(jax.numpy.asarray(literal.val, literal.aval.dtype)),
     )

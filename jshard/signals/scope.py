@@ -244,21 +244,30 @@ class SignalFunction:
         return "/".join(_context.value.path) or None
 
 
-def _place(x: Any) -> jax.Array:
+def signal_here(call: str) -> Signal:
+    """Return the active signal for `call`, which places an array as the signal says."""
     signal, present = active(), configuration()
+    assert present is not None
+    if signal is None:
+        name = next(iter(present.signals), "inputs")
+        raise JShardError(
+            f"{call} stands under no signal of {present.source}",
+            hint=f'write `with jshard.signal("{name}"):` around it',
+        )
+    present.placed.add(active_path())
+    return signal
+
+
+def _place(x: Any) -> jax.Array:
+    present = configuration()
     if present is None:
         return x
-    if signal is None:
-        raise JShardError(
-            f"jshard.signal.tensor(x) stands under no signal of {present.source}",
-            hint=f'name one: jshard.signal.tensor(x, name="{next(iter(present.signals), "inputs")}")',
-        )
+    signal = signal_here("jshard.signal.tensor(x)")
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise JShardError(
             f"{signal} is to place an array inside a shard_map, where x is one device's part already",
             hint="place it before: jshard.signal.tensor(x) outside jshard.jit(view='shards')",
         )
-    present.placed.add(active_path())
     label = str(signal)
     x = as_array(x, label=label)
     layout = tensor_layout(signal, x.ndim)

@@ -282,7 +282,7 @@ def test_tensor_takes_lists_numbers_and_shardings_and_says_when_no_signal_holds(
     with pytest.raises(JShardError) as told:
         jshard.signal.tensor(np.ones(4))
     assert str(told.value) == (
-        'jshard.signal.tensor(x) stands under no signal of <dict>; name one: jshard.signal.tensor(x, name="a")'
+        'jshard.signal.tensor(x) stands under no signal of <dict>; write `with jshard.signal("a"):` around it'
     )
 
 

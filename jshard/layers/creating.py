@@ -1,0 +1,113 @@
+"""`jshard.create`: models, optimizers and arrays that no device ever holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax._src.core import trace_state_clean
+
+from jshard.layers.jit_arguments import is_node
+from jshard.layers.layer import built_arrays
+from jshard.layers.layer_stack import in_ranges
+from jshard.layers.uncreated import Recipe, Uncreated, created
+from jshard.layers.user_code_errors import boundary, in_own_words, name_of
+from jshard.layouts.paths import keys_of
+from jshard.provenance import line_here
+from jshard.signals.active_config import configuration
+from jshard.signals.scope import signal, signal_here, tensor_layout
+
+TAG = "jshard.create"  # of the context in which NNX keeps the identity of objects across the trace
+
+
+@boundary
+def create(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what `f(*args, **kwargs)` returns, without an array that is whole on one device.
+
+    A model, an optimizer or a tree of parameters holds shapes until a function under `jshard.jit` takes it; each device then
+    makes its own shards, with the numbers of plain creation. An optimizer of such a model is created likewise. One array,
+    under a signal, is made at once, at the signal's layout.
+
+        model = jshard.create(Model, rngs=nnx.Rngs(0))
+        optimizer = jshard.create(nnx.Optimizer, model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    With no configuration loaded, and in a trace, it is `f(*args, **kwargs)`.
+    """
+    if (present := configuration()) is None or present.mesh is None:
+        return f(*args, **kwargs)
+    if not trace_state_clean():
+        result = f(*args, **kwargs)
+        return signal.tensor(result) if isinstance(result, jax.Array) else result
+    result = described(f, *args, **kwargs)
+    if not isinstance(result, Uncreated):
+        return result
+    return created([result.at(tensor_layout(signal_here("jshard.create"), result.ndim).sharding)])[0]
+
+
+def described(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Trace `f` abstractly, and return its result with shapes in it. NNX objects among the arguments are changed as by a call:
+    streams of random numbers have moved on."""
+    found, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    given = [x for x in found if _is_array(x)]
+    with nnx.update_context(TAG):
+        with nnx.split_context(TAG) as context:
+            graph, state = context.split(list(filter(is_node, found)))
+        held, structure = jax.tree.flatten(state)
+        form: list[Any] = []
+
+        def traced(*xs: Any) -> list[Any]:
+            with nnx.merge_context(TAG, True) as context:
+                nodes = context.merge(graph, jax.tree.unflatten(structure, xs[: len(held)]))
+            objects, arrays = iter(nodes), iter(xs[len(held) :])
+            inner = [next(objects) if is_node(x) else next(arrays) if _is_array(x) else x for x in found]
+            args, kwargs = jax.tree.unflatten(tree, inner)
+            leaves, of_result = jax.tree.flatten(in_own_words(f)(*args, **kwargs), is_leaf=is_node)
+            leaves = [in_ranges(x) if isinstance(x, nnx.Module) else x for x in leaves]
+            with nnx.split_context(TAG) as context:
+                after, left = context.split((nodes, list(filter(is_node, leaves))))
+            paths, of_left = jax.tree_util.tree_flatten_with_path(left)
+            form[:] = after, of_left, [keys_of(path)[0] == 0 for path, _ in paths], leaves, of_result
+            return [*(x for _, x in paths), *filter(_is_array, leaves)]
+
+        jaxpr = jax.make_jaxpr(traced)(*held, *given)
+        after, of_left, are_given, leaves, of_result = form
+        outs = _shapes(Recipe.of(f"jshard.create({name_of(f)}) at {line_here()}", jaxpr, [*held, *given]), are_given)
+        with nnx.merge_context(TAG, False) as context:
+            _, made = context.merge(after, jax.tree.unflatten(of_left, outs[: len(are_given)]))
+    objects, arrays = iter(made), iter(outs[len(are_given) :])
+    for node in made:
+        _lay_out(node)
+    result = [next(objects) if is_node(x) else next(arrays) if _is_array(x) else x for x in leaves]
+    return jax.tree.unflatten(of_result, result)
+
+
+def _shapes(recipe: Recipe, are_given: Sequence[bool]) -> list[Any]:
+    """Return a shape for each result of a recipe; an array, where the result is an operand or a small part of an argument."""
+    operands = dict(zip(recipe.jaxpr.invars, recipe.operands, strict=True))
+    outs = []
+    for number, variable in enumerate(recipe.jaxpr.outvars):
+        is_variable = not hasattr(variable, "val")
+        if is_variable and variable in operands:
+            outs.append(operands[variable])
+        elif is_variable and variable in recipe.known and number < len(are_given) and are_given[number]:
+            outs.append(recipe.known[variable])
+        else:
+            outs.append(Uncreated(variable.aval, recipe, number))
+    return outs
+
+
+def _lay_out(node: Any) -> None:
+    """Give the shapes in layers of jshard that were built under signals the sharding and dtype of their signal."""
+    if not isinstance(node, nnx.Module):
+        return
+    built = built_arrays(node)
+    for path, variable in nnx.to_flat_state(nnx.state(node)):
+        x, known = variable.get_raw_value(), built[path]
+        if known.layout is not None and known.signal is not None and isinstance(x, Uncreated):
+            variable.set_raw_value(x.at(known.layout.sharding, known.signal.dtype.param))
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
