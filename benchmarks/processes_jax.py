@@ -89,10 +89,18 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
     def laid(numbers: Any, sharding: Any) -> jax.Array:
         return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
-    def by_step(differentiate: Any, reduce: Any) -> Step:
-        model, optimizer = made()
-        step = jshard.jit(view="shards")(functools.partial(train, differentiate, reduce), donate=True)
-        return lambda: step(model, optimizer, *rows)
+    def in_one_shard_map(differentiate: Any, reduce: Any) -> Step:
+        graph, state = nnx.split(made())
+        specs = jax.tree.map(lambda x: x.sharding.spec, state)
+
+        def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+            model, optimizer = nnx.merge(graph, state)
+            value = train(differentiate, reduce, model, optimizer, x, y)
+            return nnx.state((model, optimizer)), value
+
+        in_specs, out_specs = (specs, batch_spec, batch_spec), (specs, whole)
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return threaded(jax.jit(mapped, donate_argnums=0), state, *rows)
 
     # -- bare JAX --
 
@@ -163,11 +171,11 @@ def steps(layout: str, weights: list[Any], x: Any, y: Any, optimizer: str) -> di
         HAND: by_hand(),
         "the same, again": by_hand(),
         JSHARD: by_layers(functools.partial(train, nnx.value_and_grad, jshard.mean), made(), *rows),
-        "jshard, one shard_map": by_step(nnx.value_and_grad, jshard.mean),
+        "jshard, one shard_map": in_one_shard_map(nnx.value_and_grad, jshard.mean),
     }
     found["jit with NamedShardings"] = by_partitioner()
     if layout == "data":
-        found[TOGETHER] = by_step(jshard.value_and_grad, lambda losses: losses)
+        found[TOGETHER] = in_one_shard_map(jshard.value_and_grad, lambda losses: losses)
         found["by hand, one sum of all"] = by_hand("flat")
     return found
 

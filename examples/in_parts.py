@@ -25,8 +25,11 @@ CONFIGURATION = {
 }
 
 
-def step_by(value_and_grad: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """A training step on a batch in parts. Each device takes its own rows in parts, so no row moves."""
+def step_by(value_and_grad: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+    """Return a training step in one shard_map, and its state. Each device takes its own rows in parts, so no row moves."""
+    model = jshard.MLP(784, 1024, 10, rngs=nnx.Rngs(0))
+    graph, state = nnx.split((model, jshard.Optimizer(model, optax.sgd(0.02))))
+    specs, rows = jax.tree.map(lambda x: x.sharding.spec, state), jax.P("data")
 
     def loss(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
         def part(total: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -35,14 +38,15 @@ def step_by(value_and_grad: Callable[..., Any]) -> Callable[..., jax.Array]:
         parts = jax.tree.map(lambda rows: rows.reshape(PARTS, -1, *rows.shape[1:]), (x, y))
         return jax.lax.scan(part, jnp.float32(0), parts)[0]
 
-    @jshard.jit(view="shards", outputs=jax.P())
-    def step(model: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+    def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+        model, optimizer = nnx.merge(graph, state)
         with jshard.signal("gradients"):
             value, gradients = value_and_grad(lambda model: loss(model, x, y))(model)
         optimizer.update(model, gradients)
-        return value
+        return nnx.state((model, optimizer)), value
 
-    return step
+    in_specs, out_specs = (specs, rows, rows), (specs, jax.P())
+    return jax.jit(jax.shard_map(step, mesh=jshard.mesh(), in_specs=in_specs, out_specs=out_specs)), state
 
 
 def main() -> None:
@@ -52,12 +56,13 @@ def main() -> None:
     x, y = draw.normal(size=(64, 784)).astype(np.float32), draw.normal(size=(64, 10)).astype(np.float32)
     batch = jshard.signal.tensor(x, name="gradients"), jshard.signal.tensor(y, name="gradients")
     for name, value_and_grad in (("nnx", nnx.value_and_grad), ("jshard", jshard.value_and_grad)):
-        model = jshard.MLP(784, 1024, 10, rngs=nnx.Rngs(0))
-        optimizer = jshard.Optimizer(model, optax.sgd(0.02))
-        step = step_by(value_and_grad)
-        asked = jshard.explain(step, model, optimizer, *batch, backward=False)
+        step, state = step_by(value_and_grad)
+        asked = jshard.explain(step, state, *batch, backward=False)
         moved = sum(line.count * line.wire for line in asked.lines if line.phase == "backward")
-        losses = [float(step(model, optimizer, *batch)) for _ in range(5)]
+        losses = []
+        for _ in range(5):
+            state, value = step(state, *batch)
+            losses.append(float(value))
         print(f"{name}.value_and_grad: {moved:,} B on the wire for gradients, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 

@@ -85,7 +85,7 @@ _SUBMODULES = ("collectives", "schedules")
 _RENAMED = {
     "move": "jshard.place",
     "redistribute": "jshard.place",
-    "step": 'jshard.jit(view="shards")',
+    "step": "jshard.jit",
     "weights": "jshard.load_weights",
     **{
         name: f"jshard.collectives.{name}"

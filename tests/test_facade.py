@@ -50,7 +50,7 @@ def test_facade_has_the_collectives_and_schedules_in_modules_of_their_own():
         ("move", "; did you mean jshard.place?"),
         ("optimizer", "; did you mean jshard.Optimizer?"),
         ("redistribute", "; did you mean jshard.place?"),
-        ("step", '; did you mean jshard.jit(view="shards")?'),
+        ("step", "; did you mean jshard.jit?"),
         ("weights", "; did you mean jshard.load_weights?"),
         ("all_reduce", "; did you mean jshard.collectives.all_reduce?"),
         ("send_recv", "; did you mean jshard.collectives.send_recv?"),

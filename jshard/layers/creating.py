@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax._src.core import trace_state_clean
+from jax.sharding import NamedSharding
 
 from jshard.layers.jit_arguments import is_node
 from jshard.layers.layer import built_arrays
@@ -16,7 +17,7 @@ from jshard.layers.uncreated import Recipe, Uncreated, created
 from jshard.layers.user_code_errors import boundary, in_own_words, name_of
 from jshard.layouts.paths import keys_of
 from jshard.provenance import line_here
-from jshard.signals.active_config import configuration
+from jshard.signals.active_config import configuration, mesh
 from jshard.signals.scope import signal, signal_here, tensor_layout
 
 TAG = "jshard.create"  # of the context in which NNX keeps the identity of objects across the trace
@@ -94,8 +95,14 @@ def _shapes(recipe: Recipe, are_given: Sequence[bool]) -> list[Any]:
         elif is_variable and variable in recipe.known and number < len(are_given) and are_given[number]:
             outs.append(recipe.known[variable])
         else:
-            outs.append(Uncreated(variable.aval, recipe, number))
+            outs.append(Uncreated(variable.aval, recipe, number, sharding=_typed(variable.aval)))
     return outs
+
+
+def _typed(aval: Any) -> NamedSharding | None:
+    """Return the sharding that the type of an array names, as on an explicit mesh."""
+    spec = aval.sharding.spec
+    return NamedSharding(mesh(), spec) if any(spec) else None
 
 
 def _lay_out(node: Any) -> None:

@@ -193,7 +193,7 @@ def _in_shard_map(
         if present is None or not check_vma_enabled():
             raise JShardError(
                 "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on",
-                hint="call it inside jshard.jit(view='shards'), or take nnx.value_and_grad",
+                hint="load one, leave check_vma on, or take nnx.value_and_grad",
             )
         names = _axes(over, present)
         graph, parameters, rest = nnx.split(model, wrt, ...)

@@ -14,14 +14,13 @@ from jax._src.config import trace_context
 from jax.core import Tracer
 
 from jshard import events
-from jshard.errors import JShardError, did_you_mean
+from jshard.errors import JShardError
 from jshard.layers.call_cache import Snapshot, names, take
 from jshard.layers.jit_arguments import Arguments, Path
 from jshard.layers.layer import is_by_layers
 from jshard.layers.recording import Taken, recording
 from jshard.layers.sharded_call import check_takes_its_models
 from jshard.layers.sharding import as_sharded, check_program, shard
-from jshard.layers.training_step import step
 from jshard.layers.uncreated import Uncreated, created
 from jshard.layers.user_code_errors import boundary, in_own_words
 from jshard.layers.written_back import WrittenBack, is_array
@@ -31,16 +30,12 @@ from jshard.layouts.redistribution import redistribute, replicated
 from jshard.signals.active_config import configuration, mesh, use_stages
 from jshard.signals.scope import unplaced
 
-VIEWS = "whole", "shards"
-
 
 def jit(
     f: Callable[..., Any] | None = None,
     *,
     donate: bool = False,
     static_argnames: str | Sequence[str] = (),
-    view: str = "whole",
-    outputs: Any = None,
 ) -> Callable[..., Any]:
     """Compile a function of models, optimizers, parameters and arrays to one program over the mesh that is loaded.
 
@@ -57,18 +52,10 @@ def jit(
 
     `donate` gives the memory of models, optimizers and trees of parameters to their successors. The arguments called
     `static_argnames` are compiled in. `.lower(...)` of the result is the program, as of `jax.jit`.
-
-    With `view="shards"` a function of models of jshard's layers, an optimizer and placed arrays is one shard_map, and sees each
-    device's part: reduce the loss by `jshard.mean`. How results are sharded is found by a trace in global view; `outputs`
-    gives a PartitionSpec for each result of an `f` that runs on parts alone.
     """
-    if view not in VIEWS:
-        raise JShardError(f'jshard.jit is given view="{view}"', hint=did_you_mean(view, VIEWS, "use whole or shards"))
     if f is None:
-        return functools.partial(jit, donate=donate, static_argnames=static_argnames, view=view, outputs=outputs)
+        return functools.partial(jit, donate=donate, static_argnames=static_argnames)
     check_program("jshard.jit", f)
-    if view == "shards":
-        return step(f, outputs=outputs, donate=donate)
     static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     return _jitted(in_own_words(f), static, donate=donate)
 
@@ -234,7 +221,8 @@ def _placed(
         elif is_outside and layout is not None and layout.mesh_axes:
             found = Taken(layout)
         elif like is not None and not (mark is not None and mark.layout.mesh_axes):
-            found = Taken(_in_state(like))
+            is_split = like.placed is None and layout is not None and layout.mesh_axes  # by `jshard.Optimizer`
+            found = Taken(layout if is_split else _in_state(like))
         elif mark is not None and (mark.layout.mesh_axes or layout is None):
             found = mark
         elif layout is not None:  # as a cache, which the program has split

@@ -195,6 +195,6 @@ def inside_shard_map(names: Sequence[str], label: str) -> bool:
     if manual and missing is not None:
         raise JShardError(
             f'{label} is over mesh axis "{missing}", inside a shard_map over {", ".join(sorted(manual))} only',
-            hint="use jshard.jit(view='shards'), or a shard_map over every mesh axis",
+            hint="use a shard_map over every mesh axis",
         )
     return bool(manual)

@@ -266,7 +266,7 @@ def _place(x: Any) -> jax.Array:
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise JShardError(
             f"{signal} is to place an array inside a shard_map, where x is one device's part already",
-            hint="place it before: jshard.signal.tensor(x) outside jshard.jit(view='shards')",
+            hint="place it before: jshard.signal.tensor(x) outside the shard_map",
         )
     label = str(signal)
     x = as_array(x, label=label)

@@ -226,17 +226,16 @@ def _axes_of_type(aval: Any) -> Axes:
 
 
 def _check_elementwise(known: Iterable[_Update], transform: Any, operands: Any, extra: dict[str, Any]) -> None:
-    """Raise an error inside jshard.jit(view='shards'), where an optimizer sees parts: one that sums over a parameter would sum
-    over the part."""
+    """Raise an error inside a shard_map, where an optimizer that sums over a parameter would sum over its shard."""
     reductions = [update.reduction for update in known]
     if not reductions:
         reductions = [_first_reduction(jax.make_jaxpr(lambda *each: transform(*each, **extra))(*operands).jaxpr)]
     reduction = next((name for name in reductions if name is not None), None)
     if reduction is not None:
         raise JShardError(
-            f"the optimizer reduces over whole parameters ({reduction}), and inside jshard.jit(view='shards') it sees one "
-            "device's part",
-            hint="hand the gradients out of jshard.jit(view='shards') and call optimizer.update under jax.jit",
+            f"the optimizer reduces over whole parameters ({reduction}), and inside a shard_map it sees one "
+            "device's shard",
+            hint="return the gradients from the shard_map, and call optimizer.update outside",
         )
 
 

@@ -1,4 +1,4 @@
-"""jshard.jit(view='shards') recognises a call of the same objects without taking them apart, and sees every change that matters."""
+"""`jshard.jit` recognises a call of the same objects without taking them apart, and sees every change that matters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.errors import JShardError
 from jshard.layers.call_cache import take
 from jshard.signals.active_config import unload
 
@@ -74,7 +73,7 @@ def once(graph, state, x):
 
 
 def expected(steps, change=lambda model, optimizer, turn: None):
-    """The losses of as many steps without jshard.jit(view='shards'), `change` applied before each."""
+    """The losses of as many steps without jshard.jit, `change` applied before each."""
     model, optimizer = made()
     losses = []
     for turn in range(steps):
@@ -88,7 +87,7 @@ def expected(steps, change=lambda model, optimizer, turn: None):
 @pytest.mark.parametrize("donate", [False, True])
 def test_second_call_takes_nothing_apart_and_trains_on(splits, donate):
     model, optimizer = made()
-    step = jshard.jit(view="shards")(train, donate=donate)
+    step = jshard.jit(train, donate=donate)
     x = placed()
     losses = [float(step(model, optimizer, x))]
     after_first = len(splits)
@@ -116,7 +115,7 @@ def emptied(model, optimizer, turn):
 @pytest.mark.parametrize("change", [scaled, replaced, emptied])
 def test_change_between_two_calls_is_seen(change):
     model, optimizer = made()
-    step = jshard.jit(view="shards")(train)
+    step = jshard.jit(train)
     losses = []
     for turn in range(4):
         change(model, optimizer, turn)
@@ -128,23 +127,20 @@ def test_change_between_two_calls_is_seen(change):
 def test_kernel_that_lies_elsewhere_than_before_is_seen(axis_types):
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 2}, "axis_types": axis_types}, **SIGNALS})
     model, optimizer = made()
-    step = jshard.jit(view="shards")(train)
+    step = jshard.jit(train)
     for _ in range(2):
         step(model, optimizer, placed())
     whole = jshard.place(model.up.kernel[...], jshard.Layout(jshard.mesh(), None, None))
     model.up.kernel.set_raw_value(whole)
-    with pytest.raises(JShardError) as error:
-        step(model, optimizer, placed())
-    assert str(error.value) == (
-        "train takes argument 0 (up.kernel) lying as P(None, None) and leaves it as P(None, 'tensor'); "
-        "redistribute it to where it was, or keep this part of the step outside jshard.jit(view='shards')"
-    )
+    losses = [float(step(model, optimizer, placed()))]
+    np.testing.assert_allclose(losses, expected(3)[2:], rtol=1e-5)
+    assert model.up.kernel[...].sharding.spec == jax.P(None, "tensor")  # moved back
 
 
 def test_metadata_of_a_variable_is_seen():
     model, _ = made()
 
-    @jshard.jit(view="shards")
+    @jshard.jit
     def total(model, x):
         return jshard.sum(model(x)) * model.up.kernel.get_metadata().get("factor", 1.0)
 
@@ -157,7 +153,7 @@ def test_metadata_of_a_variable_is_seen():
 def test_keys_of_a_batch_are_seen():
     model, _ = made()
 
-    @jshard.jit(view="shards")
+    @jshard.jit
     def total(model, batch):
         return jshard.sum(model(batch.get("x", batch.get("y"))) * (1.0 if "x" in batch else 2.0))
 
@@ -169,7 +165,7 @@ def test_keys_of_a_batch_are_seen():
 def test_other_batches_dtypes_and_pytrees_of_arrays_are_seen(splits):
     model, _ = made()
 
-    @jshard.jit(view="shards")
+    @jshard.jit
     def total(model, batch, scale):
         return jshard.sum(model(batch["x"])) * scale
 
@@ -181,14 +177,15 @@ def test_other_batches_dtypes_and_pytrees_of_arrays_are_seen(splits):
         np.testing.assert_allclose(
             total(model, {"x": placed(x), "no": None}, jnp.float32(scale)), dense(x, scale), rtol=1e-5
         )
-    with pytest.raises(JShardError):
-        total(model, {"x": X, "no": None}, jnp.float32(1))  # from the host: does not lie on the mesh
+    np.testing.assert_allclose(
+        total(model, {"x": X, "no": None}, jnp.float32(1)), dense(X, 1.0), rtol=1e-5
+    )  # from the host
 
 
 def test_places_of_modules_among_the_arguments_are_seen():
     model, other = made()[0], made(1)[0]
 
-    @jshard.jit(view="shards")
+    @jshard.jit
     def first(one, two, x):
         return jshard.sum((two if one is None else one)(x) * (2.0 if two is None else 1.0))
 
@@ -200,7 +197,7 @@ def test_places_of_modules_among_the_arguments_are_seen():
 def test_another_configuration_is_seen():
     """Also in where the results lie."""
     model, _ = made()
-    outputs = jshard.jit(view="shards")(lambda model, x: model(x))
+    outputs = jshard.jit(lambda model, x: model(x))
     before = outputs(model, placed())
     assert outputs(model, placed()).sharding == before.sharding == placed().sharding
     scattered = {"row": "data", "reduction": "tensor", "output": "scatter"}
@@ -230,7 +227,7 @@ def test_odd_modules_are_taken_apart_as_often_as_is_needed(offset):
     model = Odd(nnx.Rngs(0))
     if not offset:
         model.offset = 0.0
-    step = jshard.jit(view="shards")(lambda model, x: jshard.sum(model(x)))
+    step = jshard.jit(lambda model, x: jshard.sum(model(x)))
     plain = lambda: float(jnp.sum(model(placed())))
     for turn in range(6):
         if turn == 2:
@@ -320,7 +317,7 @@ def test_arrays_that_are_no_variables_are_seen(array):
 
 
 def test_a_step_keeps_no_model_alive():
-    step = jshard.jit(view="shards")(train)
+    step = jshard.jit(train)
     x = placed()
     model, optimizer = made()
     for _ in range(3):
@@ -335,7 +332,7 @@ def test_a_step_keeps_no_model_alive():
 
 def test_live_arrays_are_constant_over_many_calls():
     model, optimizer = made()
-    step, x = jshard.jit(view="shards")(train), placed()
+    step, x = jshard.jit(train), placed()
     for _ in range(3):
         step(model, optimizer, x)
     held = len(jax.live_arrays())
@@ -344,17 +341,13 @@ def test_live_arrays_are_constant_over_many_calls():
     assert len(jax.live_arrays()) == held
 
 
-def test_variable_made_inside_a_step_is_told():
+def test_variable_made_inside_a_step_is_there_after_it():
     model, _ = made()
 
-    @jshard.jit(view="shards")
+    @jshard.jit
     def grows(model, x):
         model.extra = nnx.Param(jnp.zeros(()))
         return jshard.sum(model(x))
 
-    with pytest.raises(JShardError) as error:
-        grows(model, placed())
-    assert str(error.value) == (
-        "grows leaves its arguments with other variables than it found in them; "
-        "make every module and variable before the step"
-    )
+    assert grows(model, placed()) == grows(model, placed())
+    assert float(model.extra[...]) == 0

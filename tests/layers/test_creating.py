@@ -260,3 +260,20 @@ def test_mistakes_are_one_sentence(fsdp):
         with pytest.raises(JShardError) as told:
             early()
         assert re.sub(r"float32\[\d.*\] when", "float32[32, 64] when", str(told.value)) == UNMADE.format(line) + hint
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_moments_that_rest_split_further_are_created_and_stay_so(kind):
+    signals = {
+        "up": {"row": "data", "column": "tensor", "store": {"optimizer": "data"}},
+        "down": {"reduction": "tensor"},
+    }
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": kind}, **signals})
+    makes = [lambda f, *args, **kwargs: f(*args, **kwargs), *([jshard.create] if kind == "explicit" else [])]
+    for make in makes:
+        model = make(jshard.MLP, 32, 64, 16, rngs=nnx.Rngs(0))
+        optimizer = make(jshard.Optimizer, model, optax.adam(1e-2))
+        for _ in range(2):
+            step(model, optimizer, X, Y)
+            assert raw(optimizer.opt_state[0].mu.up.kernel).addressable_shards[0].data.shape == (16, 16)
+    unload()

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.errors import JShardError
@@ -43,7 +44,7 @@ def loss(model, x, y):
 
 
 def step_by(differentiate, loss=loss, outputs=None):
-    @jshard.jit(view="shards", outputs=outputs)
+    @in_one_shard_map(outputs=outputs)
     def train(model, optimizer, x, y):
         with jshard.signal("gradients"):
             value, gradients = differentiate(lambda model: loss(model, x, y))(model)
@@ -110,6 +111,8 @@ def test_the_losses_of_rows_are_summed_with_the_gradients(sizes, says):
         ours, found = trained(step, model := mlp())
         np.testing.assert_allclose(ours, losses, rtol=1e-6)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, state)
+        if "axis_types" in says:
+            return
         asked = jshard.explain(step, model, jshard.Optimizer(model, optax.sgd(0.1)), *batch(), backward=False)
         over_data = [(line.signal, line.phase) for line in asked.lines if line.axis == "data"]
         assert set(over_data) == {("gradients", "backward")}
@@ -165,7 +168,7 @@ def test_what_is_no_parameter_is_updated_and_aux_is_handed_on():
     with loaded():
         model = Counting()
 
-        @jshard.jit(view="shards")
+        @in_one_shard_map
         def run(model, x, y):
             with jshard.signal("gradients"):
                 (value, twice), gradients = jshard.value_and_grad(
@@ -207,7 +210,7 @@ def test_mistakes_are_told():
 
     with loaded():
         assert 'differs along mesh axis "data"' in refused(
-            jshard.jit(view="shards")(lambda m, o, x, y: _value(local, m, x, y), outputs=P())
+            in_one_shard_map(lambda m, o, x, y: _value(local, m, x, y), outputs=P())
         )
         assert refused(step_by(over("dta"))).startswith('jshard.value_and_grad is over mesh axis "dta", which ')
         assert 'did you mean "data"?' in refused(step_by(over("dta")))
@@ -224,7 +227,7 @@ def test_a_shard_map_that_does_not_say_what_varies_and_one_without_a_configurati
         with pytest.raises(JShardError) as told:
             jax.eval_shape(jax.shard_map(value, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=not is_loaded), x, y)
     assert str(told.value) == (
-        "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on; call it inside jshard.jit(view='shards'), or take "
+        "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on; load one, leave check_vma on, or take "
         "nnx.value_and_grad"
     )
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.signals.active_config import unload
@@ -105,7 +106,7 @@ def test_gradients_by_value_and_grad_are_summed_in_each_slice_first():
     expected, by_hand = dense()
     model, _ = loaded("data", Layers)
 
-    @jshard.jit(view="shards")
+    @in_one_shard_map
     def gradients_of(model, x):
         with jshard.signal("up"):
             return jshard.value_and_grad(lambda model: (model(x) ** 2).mean(-1))(model)

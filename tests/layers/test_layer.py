@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.errors import JShardError
@@ -158,7 +159,7 @@ def test_gradients_of_a_layer_of_ones_own_are_summed_in_the_dtype_of_its_signal(
         model = Model(nnx.Rngs(0))
         assert {arrays(model)[name].dtype for name in NAMES} == {jnp.dtype("bfloat16")}
 
-        @jshard.jit(view="shards")
+        @in_one_shard_map
         def gradients(model, x):
             with jshard.signal("gated"):
                 return jshard.value_and_grad(lambda model: loss(model, x))(model)[1]

@@ -264,5 +264,5 @@ def test_tensor_inside_a_shard_map_is_one_sentence():
         )
     assert str(caught.value) == (
         'signal "s" (<dict>) is to place an array inside a shard_map, where x is one device\'s part already; place it '
-        "before: jshard.signal.tensor(x) outside jshard.jit(view='shards')"
+        "before: jshard.signal.tensor(x) outside the shard_map"
     )

@@ -13,6 +13,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from one_shard_map import in_one_shard_map
 
 import jshard
 
@@ -79,12 +80,17 @@ def by_layers(model, optimizer):
     return step
 
 
-def in_one_shard_map(model, optimizer):
-    program = jshard.jit(view="shards")(train)
+def by_one_shard_map(model, optimizer):
+    program = in_one_shard_map(train)
     return lambda x, y: program(model, optimizer, x, y)
 
 
-DOORS = {"layers": by_layers, "step": in_one_shard_map}
+def by_jit(model, optimizer):
+    program = jshard.jit(train)
+    return lambda x, y: program(model, optimizer, x, y)
+
+
+DOORS = {"layers": by_layers, "jit": by_jit, "shards": by_one_shard_map}
 
 
 def assert_state_lies(name, tx, optimizer):
@@ -126,9 +132,9 @@ def unsharded():
         *((name, tx, "layers", "explicit") for name in SIGNALS for tx in TX),
         *((name, "adamw", "layers", "auto") for name in SIGNALS),
         ("tensor", "adafactor", "layers", "auto"),
-        *((name, "adamw", "step", "explicit") for name in SIGNALS),
-        ("store", "momentum", "step", "explicit"),
-        ("store optimizer", "adamw", "step", "auto"),
+        *((name, "adamw", door, "explicit") for name in SIGNALS for door in ("jit", "shards")),
+        ("store", "momentum", "shards", "explicit"),
+        ("store optimizer", "adamw", "jit", "auto"),
     ],
 )
 def test_twenty_steps_equal_unsharded_and_state_lies_as_parameters_do(name, tx, door, axis_types, unsharded):
@@ -160,7 +166,7 @@ def executions(f, folder):
     return collections.Counter(name for name in names if name.startswith("PjitFunction"))
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ["layers", "jit"])
 def test_a_step_is_one_dispatch_compiles_once_and_transfers_nothing(door, tmp_path):
     with cases.loaded(configuration("tensor")):
         step, args = DOORS[door](*made(TX["adamw"])), batch()
@@ -176,7 +182,7 @@ def test_a_step_is_one_dispatch_compiles_once_and_transfers_nothing(door, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ["layers", "jit"])
 def test_live_arrays_stay_constant_over_a_thousand_steps(door):
     with cases.loaded(configuration("tensor")):
         step, args = DOORS[door](*made(TX["adamw"])), batch()
@@ -238,20 +244,20 @@ def test_an_optimizer_that_reduces_over_whole_parameters_inside_step(tx, primiti
     with cases.loaded(configuration("tensor")):
         model, optimizer = made(tx)
         with pytest.raises(jshard.JShardError) as error:
-            jshard.jit(view="shards")(train)(model, optimizer, *batch())
+            in_one_shard_map(train)(model, optimizer, *batch())
     assert str(error.value) == (
-        f"the optimizer reduces over whole parameters ({primitive}), and inside jshard.jit(view='shards') it sees one device's part; "
-        "hand the gradients out of jshard.jit(view='shards') and call optimizer.update under jax.jit"
+        f"the optimizer reduces over whole parameters ({primitive}), and inside a shard_map it sees one device's shard; "
+        "return the gradients from the shard_map, and call optimizer.update outside"
     )
 
 
 def test_the_mend_works():
-    """Gradients handed out of jshard.jit(view='shards'), the update under jit."""
+    """Gradients returned from the shard_map, the update under jit."""
     with cases.loaded(configuration("tensor")):
         model, optimizer = made(TX["adafactor"])
         other, its_optimizer = made(TX["adafactor"])
 
-        @jshard.jit(view="shards")
+        @in_one_shard_map
         def gradients_of(model, x, y):
             return nnx.grad(lambda model: jshard.mean((model(x) - y) ** 2))(model)
 
@@ -267,8 +273,8 @@ def test_the_mend_works():
 def test_where_nothing_is_split_any_optimizer_works_inside_step():
     with cases.loaded({"jshard": {"mesh": {"data": 2}}, "up": {"row": "data"}, "down": {"row": "data"}}):
         model, optimizer = made(TX["adafactor"])
-        first = float(jshard.jit(view="shards")(train)(model, optimizer, *batch()))
-        assert float(jshard.jit(view="shards")(train)(model, optimizer, *batch())) < first
+        first = float(in_one_shard_map(train)(model, optimizer, *batch()))
+        assert float(in_one_shard_map(train)(model, optimizer, *batch())) < first
 
 
 # -- other ways to hold it --

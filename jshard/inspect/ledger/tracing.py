@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.claimed import claimed
@@ -26,24 +26,17 @@ from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
 from jshard.layers.sharded_call import placements
 from jshard.layers.sharding import as_placed
-from jshard.layers.training_step import Untyped
 from jshard.layers.user_code_errors import as_user_error
-from jshard.layouts.mesh import is_explicit, present_mesh, with_axis_types
+from jshard.layouts.mesh import is_explicit, present_mesh
 from jshard.layouts.paths import keys_of, words_of
-from jshard.signals.active_config import configuration, mesh, on_mesh
+from jshard.signals.active_config import configuration
 from jshard.signals.keys import unused
 
 
 def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
     """The ledger of what a function asks for whose arrays are those of these modules and optimizers, or of what they were
     split into."""
-    loaded, is_typed = present_mesh(), False
-    try:
-        jaxpr = _jaxpr(traced, backward)
-    except Untyped:  # the same, where types say how arrays lie
-        twin, is_typed = with_axis_types(mesh(), "explicit"), True
-        with on_mesh(twin):
-            jaxpr = _jaxpr(traced.with_arrays([_lying_on(twin, array) for array in traced.arrays]), backward)
+    loaded, jaxpr = present_mesh(), _jaxpr(traced, backward)
     ledger = read(jaxpr)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
@@ -61,7 +54,7 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
         is_auto=bool(
             ledger.lines or traced.meshes or any(e.primitive.name == "sharding_constraint" for e in equations(jaxpr))
         )
-        and not (is_typed or all(map(is_explicit, traced.meshes if loaded is None else [loaded]))),
+        and not all(map(is_explicit, traced.meshes if loaded is None else [loaded])),
     )
 
 
@@ -192,13 +185,6 @@ def _paths_in(outer: Sequence[Any], state: Any) -> Iterator[ArrayPath]:
         for below, _ in jax.tree_util.tree_flatten_with_path(variable)[0]:
             keys = keys_of((*path, *below))
             yield ArrayPath(outer[keys[0]], keys, isinstance(variable, nnx.Param), annotation)
-
-
-def _lying_on(mesh: Mesh, array: Any) -> Any:
-    sharding = getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return array
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, sharding.spec))
 
 
 def is_node(leaf: Any) -> bool:

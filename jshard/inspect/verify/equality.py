@@ -32,8 +32,7 @@ from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.slots import first_slot
 from jshard.inspect.verify.verification import Finding, Verification, in_words
 from jshard.jaxprs import equations
-from jshard.layers.training_step import Untyped
-from jshard.layouts.mesh import build_mesh, with_axis_types
+from jshard.layouts.mesh import build_mesh
 from jshard.layouts.put import on_host, raw
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh, on_mesh
@@ -66,11 +65,6 @@ def _verified(
 ) -> Verification:
     configured = mesh()
     sides = [_Side(program, configured, configured, tell)]
-    try:
-        sides[0].trace()
-    except Untyped:  # view='shards' on an auto mesh: the same, where types say how arrays lie
-        configured = with_axis_types(configured, "explicit")
-        sides = [_Side(program, configured, configured, tell)]
     _check_own(program, sides[0].trace()[0])
     reference = _Side(program, _of_ones(configured), configured, tell)
     sides += [_Side(program, _resized(configured, sizes), configured, tell) for sizes in meshes]

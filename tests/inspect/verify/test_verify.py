@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.errors import JShardError
@@ -154,7 +155,7 @@ def test_verify_of_a_training_step_compares_what_it_leaves_behind(wrap):
 
 @pytest.mark.seconds
 def test_verify_of_a_jshard_step():
-    @jshard.jit(view="shards")
+    @in_one_shard_map
     def train(model, optimizer, x):
         value, gradients = nnx.value_and_grad(lambda model, x: jshard.mean(model(x) ** 2))(model, x)
         optimizer.update(model, gradients)

@@ -293,29 +293,3 @@ def test_stand_ins_are_followed_through_everything_that_holds_a_program():
     found = inexact_on_the_way(jax.make_jaxpr(f)(x, x))
     told = [set(names) for names in found]
     assert told == [{"exp"}, set(), {"exp"}, {"comparison", "sin"}, set(), {"tanh"}, {"log"}, set()]
-
-
-# -- jshard.jit(view='shards') on an auto mesh --
-
-
-@pytest.mark.slow
-def test_a_jshard_step_on_an_auto_mesh_is_explained_and_proven_as_on_an_explicit_one():
-    @jshard.jit(view="shards")
-    def train(model, optimizer, x):
-        value, gradients = nnx.value_and_grad(lambda model, x: jshard.mean(model(x) ** 2))(model, x)
-        optimizer.update(model, gradients)
-        return value
-
-    told = {}
-    for axis_types in ("explicit", "auto"):
-        step = experiment(f"jshard.axis_types={axis_types}", "layer2.store={optimizer: data}")
-        x, _ = step.first_batch()
-        told[axis_types] = str(jshard.explain(train, step.model, step.optimizer, x))
-        wrapped = str(
-            jshard.explain(lambda model, optimizer, x: train(model, optimizer, x), step.model, step.optimizer, x)
-        )
-        assert wrapped == told[axis_types]
-    assert told["auto"] == told["explicit"] and " update " in told["auto"]
-    verification = verify(train, step.model, step.optimizer, x)
-    assert verification.ok and "model.up.kernel after" in by_name(verification), str(verification)
-    assert not jax.typeof(step.model.up.kernel[...]).sharding.mesh.are_all_axes_explicit  # as it was
