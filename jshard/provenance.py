@@ -20,7 +20,9 @@ from jax._src import source_info_util
 from jshard.errors import Place
 
 PHASES = ("forward", "backward", "update")  # in the order of a training step
-FIELDS = frozenset(("signal", "claim", "phase", "key", "reason", "chosen", "again", "times", "each", "turns"))
+FIELDS = frozenset(
+    ("signal", "claim", "phase", "key", "reason", "chosen", "again", "times", "each", "turns", "program")
+)
 GUARD = re.compile(r"jshard\[([^\]]*)\]")  # `jshard[signal=up]`; what a user types in a scope is left alone
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 JOINED = re.compile(r"((?:.*?/)?)\((.*)\)")
@@ -36,6 +38,7 @@ def scope(**fields: str):
     took by itself, in words; `again` is remat around what is computed a second time and differentiated there;
     `times` and `turns`, of a branch in a loop, are how often each device takes it in all turns, a number for each stage
     where they differ, and in how many any does;
+    `program` is the number of the partitioned program that is called;
     `times` and `each`, of a send in a loop, how often it is asked for in all turns, by all devices and by the one most often.
     """
     assert fields.keys() <= FIELDS, fields

@@ -246,7 +246,7 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
             return
         ledger = program.explain()
         # those that a signal names and does not split are told by `unsplit`, with how to mend it
-        is_whole = whole(program.model) if isinstance(program, Experiment) and not ledger.unsplit else []
+        is_whole = whole(program.model, ledger.placed) if isinstance(program, Experiment) and not ledger.unsplit else []
     checked.rows += ledger.claims
     checked.holds += map(str, (*ledger.left, *ledger.unsplit, *is_whole))
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
+from jshard.jaxprs import equations
 from jshard.layers.active_signals import active_signals
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import (
@@ -46,6 +48,7 @@ from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import check_in_use
 from jshard.layouts.paths import keys_of, slashed, words_of
 from jshard.layouts.redistribution import Axes, redistribute
+from jshard.provenance import said, scope
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim
 from jshard.signals.scope import entering, scopes, unplaced
@@ -59,13 +62,15 @@ def alone() -> Iterator[None]:
         yield
 
 
-def placements() -> Mapping[str, Placed]:
-    """How parameters lie by the program that was traced last for them, by path, under what is loaded now."""
-    present = configuration()
-    return {} if present is None or present.mesh is None else _placements.get((present.fingerprint, mesh()), {})
+_programs: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()  # by the number in name stacks
+_numbers = itertools.count()
 
 
-_placements: collections.OrderedDict[Any, dict[str, Placed]] = collections.OrderedDict()
+def placements(jaxpr: Any) -> dict[str, Placed]:
+    """Return how parameters lie, by path, in the programs that a trace calls. Calls outside the trace change nothing."""
+    numbers = dict.fromkeys(said(eqn.source_info.name_stack.stack, "program") for eqn in equations(jaxpr))
+    programs = filter(None, map(_programs.get, numbers))
+    return {path: placed for program in programs for path, placed in program.placed.items()}
 
 
 class Call:
@@ -171,7 +176,9 @@ class Call:
         moved = [x for x, before, array in pairs if x is not before and array is not None and array.path]
         if moved and not any(isinstance(x, Tracer) for x in moved):  # a gradient would lie as the parameter did before
             self.keep(leaves)
-        return self.ended(self.out.compiled(*operands))
+        with scope(program=self.out.number):
+            outs = self.out.compiled(*operands)
+        return self.ended(outs)
 
     def operands(self, placed: list[Any]) -> list[Any]:
         """What the program takes: the arrays among these leaves, and those that the function closes over."""
@@ -212,7 +219,8 @@ class Call:
         given = [x for x in self.leaves if _is_array(x)]
         for n, x in zip(batch, jax.tree.leaves(nnx.split(batches, nnx.Variable, ...)[2]), strict=True):
             xs[n] = Taken(Layout(self.program.mesh, (), *self.program.in_axes[n])).put(x, "jshard.shard")
-        value, gradients, kept = run(xs)
+        with scope(program=self.out.number):
+            value, gradients, kept = run(xs)
         self.ended([value, *kept])
         lay = [Layout.of(given[n]) for n in parameters]
         return value, [g if at is None else redistribute(g, at) for g, at in zip(gradients, lay, strict=True)]
@@ -266,6 +274,7 @@ class _Out:
     rows: tuple[str, ...] = ()  # the mesh axes that split the rows of a batch
     consts: Sequence[Any] = ()
     compiled: Any = None
+    number: str = ""  # of the program
     used: Mapping[tuple[type | None, str], tuple[Signal, str]] = {}  # the claims by active signals
 
 
@@ -328,7 +337,7 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     out = _Out()
     jaxpr, out.written, claimed = _unsharded(f, s)
     by_use = {(each.owner, each.path): claimed[each.path] for each in s.arrays if each.path in claimed}
-    out.used = {key: (claim.signal, claim.line) for key, claim in by_use.items() if claim.line}
+    out.used = {key: (claim.signal, claim.line) for key, claim in by_use.items() if claim.line and key[0]}
     signals = [claim.signal for claim in claimed.values()]
     row, ring = agreed(signals, "row"), agreed(signals, "ring")
     # a batch is an argument, or in one; what lies deeper, as statistics, may have another first axis
@@ -359,10 +368,8 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     jaxpr, out.consts = closed_over(jaxpr)
     inputs += [Input(_given(np.shape(x), _layout(x, s.mesh), ())) for x in out.consts]
     program = Program(s.mesh, jaxpr, inputs, is_called=True, returns_to=out.written.returns_to)
-    out.compiled, out.rows = jax.jit(program), row
-    _placements.setdefault((s.fingerprint, s.mesh), {}).update(program.placed)
-    while len(_placements) > 16:
-        _placements.popitem(last=False)
+    out.compiled, out.rows, out.number = jax.jit(program), row, str(next(_numbers))
+    _programs[out.number] = program
     return program, out
 
 

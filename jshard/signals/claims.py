@@ -54,7 +54,7 @@ def claims(
     claims by the signals that are active around its uses.
 
     `"**"` alone claims what nobody else does. A parameter that nobody claims, or two signals do, and a glob, or an alternative
-    in it, that no parameter fits, are faults; all are raised as one error. Signals that claim count as used.
+    in it, that no parameter fits, are faults; all are raised as one error.
     """
     paths, faults = list(paths), Faults()
     found = {path: first for path, (first, *_) in (by_use or {}).items()}
@@ -96,7 +96,6 @@ def claims(
         place, says = Place(configuration.source), f"claims {len(left)} of {len(paths)} parameters: {_some(left, 3)}"
         faults.add(f"no signal of {place}", place, says, 'claim them, or write rest: {match: ["**"]}')
     faults.stop()
-    configuration.placed.update(tuple(claim.signal.name.split("/")) for claim in found.values())
     return {path: found[path] for path in paths}
 
 
@@ -146,7 +145,6 @@ def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, C
             faults.add("parameter", other.place, says, "make one of the globs narrower")
         number = int(first.signal.stage) if first.signal.stage.isdecimal() else None
         after[path] = dataclasses.replace(claim, stage=Stage(mesh_axis, first.signal, number))
-        configuration.placed.add(tuple(first.signal.name.split("/")))
     faults.stop()
     return after
 

@@ -92,10 +92,11 @@ class Configuration(Shown):
     topology_place: Place | None = None
     pipeline: Pipeline | None = None
     workers: tuple[tuple[int, ...], ...] = ()  # the devices of each stage, where signals in GT's form have said so
-    # The scopes under which `jshard.signal.tensor` has placed an array, the signals that have claimed a parameter, and what
-    # `lookup` and `digest` found before.
+    # The scopes under which `jshard.signal.tensor` has placed an array: data, which stands in no trace of the function that it
+    # is given to. A signal in it is in use for every model, so no report names it "unused"; no layout depends on it.
     placed: set[tuple[str, ...]] = dataclasses.field(default_factory=set, init=False)
-    # The signals that claim parameters where they are used, and the line, by the class of the model and the parameter's path.
+    # The signals that claim parameters where they are used, and the line, by the class of the NNX model and the path:
+    # another function of the model leaves its parameters there. Trees have no class, and each function claims its own.
     used: dict[tuple[type | None, str], tuple[Signal, str]] = dataclasses.field(default_factory=dict, init=False)
     _looked_up: dict[tuple[str, ...], Signal] = dataclasses.field(default_factory=dict, init=False)
     _digests: dict[tuple[str, ...], Hashable] = dataclasses.field(default_factory=dict, init=False)

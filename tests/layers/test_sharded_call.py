@@ -16,7 +16,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
 from jshard.layers import recording
-from jshard.layers.sharded_call import Call, described_call, placements
+from jshard.layers.sharded_call import Call, described_call
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import use_stages
 
@@ -111,20 +111,50 @@ def test_the_signal_that_a_layer_was_built_under_claims_its_parameters():
     assert layers == [("layer/bias", ("a",)), ("layer/kernel", ("a",)), ("", ())]
 
 
-def test_where_parameters_lie_is_known_of_what_is_loaded_now_and_of_its_mesh():
-    jshard.unload()
-    assert placements() == {}
-    jshard.load({"a": {"dtype": {"compute": "bfloat16"}}})
-    assert placements() == {}
-    jshard.load({"jshard": MESH, "signal of this test": WORDS})
-    assert placements() == {}
-    described_call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {})
-    model = Counting(nnx.Rngs(0))
-    described_call(lambda model, x: model(x), (model, zeros(4, 8)), {})
-    assert placements()["linear/kernel"].lies.in_use.axes == ((), ("tensor",))
-    assert placements().keys() == {"first/second", "linear/kernel", "linear/bias"}  # of both
-    jshard.load({"jshard": {"mesh": {"data": 1, "tensor": 4}}, "signal of this test": WORDS})
-    assert placements() == {}
+class Multiplied(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(zeros(16, 16))
+
+    def __call__(self, x):
+        with jshard.signal("inside"):
+            x = x + 1
+        return x @ self.w[...]
+
+
+class Summed(Multiplied):
+    def __call__(self, x):
+        return x * self.w[...].sum(0)
+
+
+def test_what_is_told_of_a_model_does_not_hang_on_the_models_that_were_traced_before():
+    def told(*classes):
+        jshard.load({"jshard": MESH, "a": {"column": "tensor", "match": ["w"]}, "inside": {}})
+        models = {cls: jshard.shard(cls(), zeros(4, 16)) for cls in classes}
+        functions = {cls: nnx.jit(lambda model, x: model(x)) for cls in classes}
+        of = lambda cls: jshard.explain(functions[cls], models[cls], zeros(4, 16))
+        first = {cls: of(cls) for cls in classes}
+        again = {cls: of(cls) for cls in reversed(classes)}  # their traces are JAX's own of before
+        assert {cls: str(each) for cls, each in again.items()} == {cls: str(each) for cls, each in first.items()}
+        return first
+
+    found = told(Multiplied, Summed)
+    assert {cls: str(each) for cls, each in told(Summed, Multiplied).items()} == {
+        cls: str(each) for cls, each in found.items()
+    }
+    assert found[Multiplied].placed["w"].lies.in_use.axes == ((), ("tensor",))
+    assert found[Summed].placed["w"].lies.in_use.axes == ((), ())
+    assert [each.signal for each in found[Summed].unused] == ["inside"] and not found[Multiplied].unused
+
+
+def test_a_claim_by_use_is_not_that_of_the_parameters_of_another_function():
+    def used(params, x):
+        with jshard.signal("a"):
+            return x @ params["w"]
+
+    jshard.load({"jshard": MESH, "a": {"column": "tensor"}, "rest": {"reduction": "tensor", "match": ["**"]}})
+    for f, axes in ((used, ((), ("tensor",))), (lambda params, x: x @ params["w"], (("tensor",), ()))):
+        lies = described_call(f, ({"w": zeros(16, 16)}, zeros(4, 16)), {}).program.placed["w"].lies
+        assert lies.in_use.axes == axes
 
 
 @pytest.fixture
@@ -359,19 +389,6 @@ def test_signals_that_split_rows_in_several_ways_are_a_sentence(more):
         'signal "a" (<dict>) splits rows over data, and signal "b" (<dict>) over tensor; give both the same row: a batch is split '
         "one way"
     )
-
-
-def test_where_parameters_lie_is_known_of_the_sixteen_that_were_traced_last():
-    def load(number):
-        jshard.load({"jshard": MESH, f"signal {number}": WORDS})
-
-    for number in range(17):
-        load(number)
-        described_call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {})
-    assert placements()
-    for number, found in ((0, False), (1, True)):
-        load(number)
-        assert bool(placements()) is found
 
 
 def test_a_batch_is_what_lies_least_deep():

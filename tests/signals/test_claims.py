@@ -13,7 +13,6 @@ from jshard.errors import JShardError
 from jshard.signals.claims import claims, ranges, staged
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.globs import Glob, spellings
-from jshard.signals.keys import unused
 
 MESH = "jshard:\n  mesh: {data: 2, tensor: 4}\n"
 PATHS = [
@@ -337,15 +336,6 @@ def test_claims_that_overlap_in_the_inner_stack_alone_are_not_double(loaded):
         'parameter "h[0:4]/g[1:2]/w" is claimed by signal "a" (c.yaml:3) as "h[0:4]/g[0:2]/w" and by signal "b" (c.yaml:4) '
         'as "h[:8]/g[1:4]/w"; make one of the globs narrower',
     )
-
-
-def test_claims_count_as_used(loaded, monkeypatch):
-    configuration = loaded("a: {match: 'layers/**'}\nrest: {match: '**'}\nother: {}\n")
-    monkeypatch.setattr("jshard.signals.keys.configuration", lambda: configuration)
-    assert [signal.name for signal in unused(())] == ["a", "rest", "other"]
-    claims(configuration, PATHS)
-    assert [signal.name for signal in unused(())] == ["other"]
-    claims(loaded("a: {match: 'layers/**'}\nb: {match: '**'}\n"), PATHS)
 
 
 def test_claims_are_told_in_words(loaded):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jax.core import Tracer
 
 from jshard.errors import Place
 from jshard.layers.roles import Placed, Roles, not_stored
-from jshard.layers.sharded_call import placements
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes, replicated
@@ -58,10 +57,10 @@ def _in_brackets(axes: tuple[str, ...]) -> str:
     return f"[{', '.join(names or '-' for names in axes)}]" if any(axes) else "whole"
 
 
-def claimed(arrays: Iterable[tuple[Sequence[str], Any, str]]) -> tuple[Claimed, ...]:
-    """List the claimed parameters among arrays that a program of `jshard.shard` was traced for, in the order of the file. Each
-    array stands between the words that lead to it and its annotation in the model."""
-    present, found = configuration(), placements()
+def claimed(arrays: Iterable[tuple[Sequence[str], Any, str]], found: Mapping[str, Placed]) -> tuple[Claimed, ...]:
+    """List the parameters among arrays that programs have placed as `found` says, in the order of the file. Each array stands
+    between the words that lead to it and its annotation in the model."""
+    present = configuration()
     if present is None:
         return ()
     alike: dict[Claimed, list[str]] = {}

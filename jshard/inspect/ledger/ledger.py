@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.interpreters import partial_eval
@@ -18,6 +18,7 @@ from jshard.inspect.ledger.memory import KINDS, Rest
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.jaxprs import bare
+from jshard.layers.roles import Placed
 from jshard.schedules import Cost
 from jshard.table import Block, Rows, Shown, as_text
 from jshard.units import exact_size
@@ -37,6 +38,7 @@ class Ledger(Shown):
     unused: tuple[Unused, ...] = ()
     left: tuple[Left, ...] = ()  # what the compiler moves and nobody asked for; not in the sums
     memory: tuple[Rest, ...] = ()  # what a training step holds between steps; empty where there is no optimizer
+    placed: Mapping[str, Placed] = dataclasses.field(default_factory=dict, repr=False, compare=False)  # by path
     claims: tuple[Claimed, ...] = ()  # what the claims of a model say, and how its parameters lie
     unsplit: tuple[Unsplit, ...] = ()  # parameters that lie whole under a signal that would split them
     is_auto: bool = False  # whether arrays lie on Auto axes, where the compiler adds collectives of its own
@@ -184,6 +186,7 @@ class Ledger(Shown):
         # "claims", "left", "unsplit", "is_auto", "compiler" and "stages" are newer than the others
         return cls(
             **{key: tuple(entry_of(kind, each) for each in document.get(key, ())) for key, kind in kinds.items()},
+            placed={},
             is_auto=document.get("is_auto", False),
             compiler=document.get("compiler", ""),
             stages=tuple(map(Staged.of, document.get("stages", ()))),

@@ -40,16 +40,19 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
     ledger = read(jaxpr)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
-    by_claims = placements()  # what no word splits of these is told beside its claim
-    names = [None if "/".join(name or ()) in by_claims else name for name in traced.parameters]
+    placed = placements(jaxpr)  # what no word splits of these is told beside its claim
+    names = [None if "/".join(name or ()) in placed else name for name in traced.parameters]
     by_path = zip(traced.paths, traced.arrays, strict=True)
     parameters_first = sorted(by_path, key=lambda each: not each[0].is_parameter)
-    built_under = {each.signal_path for each in model_arrays(nodes).values()}
+    claiming = [each.use.claim for each in placed.values()]
+    signals = [claim.signal for claim in claiming] + [claim.stage.signal for claim in claiming if claim.stage]
+    under = {each.signal_path for each in model_arrays(nodes).values()} | {tuple(s.name.split("/")) for s in signals}
     return dataclasses.replace(
         ledger,
-        unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *built_under})),
+        unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *under})),
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
-        claims=claimed((each.words, array, each.annotation) for each, array in parameters_first),
+        placed=placed,
+        claims=claimed(((each.words, array, each.annotation) for each, array in parameters_first), placed),
         unsplit=unsplit(jaxpr, traced.arrays, names, modules),
         is_auto=bool(
             ledger.lines or traced.meshes or any(e.primitive.name == "sharding_constraint" for e in equations(jaxpr))

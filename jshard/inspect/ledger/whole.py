@@ -11,8 +11,7 @@ from flax import nnx
 from jshard.inspect.ledger.memory import on_a_device
 from jshard.inspect.ledger.unsplit import is_split
 from jshard.layers.layer import ModelArray, model_arrays, parameters
-from jshard.layers.roles import Roles
-from jshard.layers.sharded_call import placements
+from jshard.layers.roles import Placed, Roles
 from jshard.layouts.paths import slashed
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.globs import numberless
@@ -21,7 +20,7 @@ from jshard.signals.signal import Signal
 MOST = 12
 
 
-def whole(model: nnx.Module) -> list[str]:
+def whole(model: nnx.Module, placed: Mapping[str, Placed]) -> list[str]:
     """A sentence for all that are alike, the largest first, as long as those left are more than a hundredth of the parameters
     on a device; of more than twelve the others are counted."""
     present = configuration()
@@ -29,7 +28,7 @@ def whole(model: nnx.Module) -> list[str]:
         return []
     alike: dict[tuple[str, ...], list[str]] = {}
     sizes, held = collections.Counter[tuple[str, ...]](), 0
-    for path, array, leaf, roles in _parameters(model):
+    for path, array, leaf, roles in _parameters(model, placed):
         size = on_a_device(leaf)
         held += size
         signal = array.signal or Signal("-")
@@ -54,9 +53,9 @@ def whole(model: nnx.Module) -> list[str]:
     return found
 
 
-def _parameters(model: nnx.Module) -> Iterator[tuple[str, ModelArray, Any, Roles]]:
+def _parameters(model: nnx.Module, placed: Mapping[str, Placed]) -> Iterator[tuple[str, ModelArray, Any, Roles]]:
     """The path of each parameter, its signal, its array, and the roles of its axes as far as they are known."""
-    arrays, placed, modules = model_arrays(model), placements(), dict(nnx.iter_modules(model))
+    arrays, modules = model_arrays(model), dict(nnx.iter_modules(model))
     for keys, leaf in parameters(model):
         path, (*around, name) = slashed(keys), keys
         roles: Roles = (None,) * leaf.ndim

@@ -91,7 +91,8 @@ def test_a_parameter_that_lies_elsewhere_is_told(model):
     moved = "not there yet: its next call moves it"
     assert differs["blocks/0/up/kernel"] == differs["blocks/1/down/kernel"] == moved
     assert differs["blocks/1/up/kernel"] == differs["blocks/*/up/bias"] == ""
-    assert [each.count for each in claimed((["unused"], np.ones(size), "") for size in (8, 16, 32))] == [1]
+    arrays = ((["unused"], np.ones(size), "") for size in (8, 16, 32))
+    assert [each.count for each in claimed(arrays, jshard.explain(model, X).placed)] == [1]
 
 
 def test_at_rest_is_read_from_the_arrays(tmp_path):
@@ -259,8 +260,13 @@ def test_a_word_that_splits_nothing_says_why(case):
     assert found["w"][1] == why
 
 
+def told_whole(model, x):
+    """What `check` says lies whole, by the roles that a call with `x` gives the parameters."""
+    return whole(model, jshard.explain(model, x).placed)
+
+
 def test_what_lies_whole_and_need_not_is_told_with_the_word_that_would_split_it(model):
-    assert whole(model) == [
+    assert told_whole(model, X) == [
         "c.yaml:3  sums  whole: blocks/*/down/bias x 2 float32[16], 128 B on each device; would be split by store: data (16 in 2)",
         "c.yaml:5  rest  whole: unused float32[16], 64 B on each device; would be split by store: data (16 in 2), store: tensor (16 in "
         "4)",
@@ -270,13 +276,13 @@ def test_what_lies_whole_and_need_not_is_told_with_the_word_that_would_split_it(
 def test_what_is_less_than_a_hundredth_is_not_told():
     jshard.load({"jshard": {"mesh": {"data": 8}}, "kernel": {"row": "data", "store": "data", "match": ["kernel"]},
                  "bias": {"row": "data", "match": ["bias"]}})  # fmt: skip
-    assert len(whole(jshard.shard(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), np.ones((8, 64))))) == 1
-    assert whole(jshard.shard(nnx.Linear(1024, 8, rngs=nnx.Rngs(0)), np.ones((8, 1024)))) == []
+    assert len(told_whole(jshard.shard(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), np.ones((8, 64))), np.ones((8, 64)))) == 1
+    assert told_whole(jshard.shard(nnx.Linear(1024, 8, rngs=nnx.Rngs(0)), np.ones((8, 1024))), np.ones((8, 1024))) == []
 
 
 def test_a_kernel_of_data_parallel_training_is_told_with_every_word():
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "all": {"row": "data", "match": ["**"]}})
-    found = whole(jshard.shard(nnx.Linear(16, 6, use_bias=False, rngs=nnx.Rngs(0)), X))
+    found = told_whole(jshard.shard(nnx.Linear(16, 6, use_bias=False, rngs=nnx.Rngs(0)), X), X)
     assert found == [
         "<dict>  all  whole: kernel float32[16,6], 384 B on each device; would be split by store: data (16 in 2), reduction: tensor "
         "(16 in 4)"
@@ -286,8 +292,8 @@ def test_a_kernel_of_data_parallel_training_is_told_with_every_word():
 @pytest.mark.parametrize("rows", [8, 32])
 def test_of_a_model_of_other_shapes_only_what_any_array_can_be_is_told(rows):
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}}, "all": {"row": "data", "match": ["**"]}})
-    jshard.shard(nnx.Linear(16, 6, use_bias=False, rngs=nnx.Rngs(0)), X)
-    (found,) = whole(nnx.Linear(rows, 6, use_bias=False, rngs=nnx.Rngs(0)))
+    placed = jshard.explain(jshard.shard(nnx.Linear(16, 6, use_bias=False, rngs=nnx.Rngs(0))), X).placed
+    (found,) = whole(nnx.Linear(rows, 6, use_bias=False, rngs=nnx.Rngs(0)), placed)
     assert found.endswith(f"would be split by store: data ({rows} in 2), store: tensor ({rows} in 4)")
 
 
@@ -304,7 +310,7 @@ def test_layers_of_jshard_are_told_by_their_own_axes():
     jshard.load({"jshard": {"mesh": {"data": 2, "one": 1, "tensor": 4}}, "layer": {"row": "data"}})
     with jshard.signal("layer"):
         layer = jshard.Linear(6, 16, use_bias=False, rngs=nnx.Rngs(0))
-    assert whole(layer) == [
+    assert whole(layer, {}) == [
         "<dict>  layer  whole: kernel float32[6,16], 384 B on each device; would be split by store: data (6 in 2), column: tensor "
         "(16 in 4)"
     ]
@@ -316,14 +322,14 @@ def test_what_is_a_hundredth_to_the_byte_is_not_told(beside, told):
     model = Other(2)
     model.unused.set_value(jnp.ones(2, jnp.int8))
     model.split = nnx.Param(jshard.place(jnp.ones(2 * beside, jnp.int8), jax.P("data")))
-    assert len(whole(model)) == told
+    assert len(whole(model, {})) == told
 
 
 def test_nothing_could_be_split_without_a_mesh():
     jshard.unload()
-    assert whole(Other(2)) == []
+    assert whole(Other(2), {}) == []
     jshard.load({"a": {}})
-    assert whole(Other(2)) == []
+    assert whole(Other(2), {}) == []
 
 
 class Many(nnx.Module):
@@ -336,7 +342,7 @@ class Many(nnx.Module):
 
 def test_of_many_that_lie_whole_the_largest_are_told():
     jshard.load({"jshard": {"mesh": {"data": 2}}, "all": {"row": "data", "match": ["**"]}})
-    found = whole(jshard.shard(Many(), X))
+    found = told_whole(jshard.shard(Many(), X), X)
     assert len(found) == 13
     assert found[0].startswith("<dict>  all  whole: parts/13 float32[66], 264 B on each device; ")
     assert found[-1] == "others lie whole and need not, 328 B on each device"
