@@ -221,8 +221,8 @@ def _placed(
         elif is_outside and layout is not None and layout.mesh_axes:
             found = Taken(layout)
         elif like is not None and not (mark is not None and mark.layout.mesh_axes):
-            is_split = like.placed is None and layout is not None and layout.mesh_axes  # by `jshard.Optimizer`
-            found = Taken(layout if is_split else _in_state(like))
+            is_kept = like.placed is None and layout is not None and layout.mesh_axes  # split by `jshard.Optimizer`
+            found = Taken(layout if layout is not None and is_kept else _in_state(like))
         elif mark is not None and (mark.layout.mesh_axes or layout is None):
             found = mark
         elif layout is not None:  # as a cache, which the program has split
