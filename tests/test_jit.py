@@ -464,6 +464,17 @@ def test_explain_verify_and_lower_take_a_step_and_list_the_collectives_of_its_lo
     assert "reduce-scatter" in compiled.lower(model, optimizer, x, y).compile().as_text()
 
 
+def test_a_jitted_function_runs_under_jit_scan_and_remat():
+    x, _ = batch(0)
+    expected = nnx.relu(Net(nnx.Rngs(0))(x))
+    placed()
+    graph, state = nnx.split(Net(nnx.Rngs(0)))
+    predict = jshard.jit(lambda model, x: nnx.relu(nnx.remat(lambda model, x: model(x))(model, x)))
+    close(jax.jit(lambda state, x: predict(nnx.merge(graph, state), x))(state, x), expected)
+    _, stacked = jax.lax.scan(lambda state, x: (state, predict(nnx.merge(graph, state), x)), state, jnp.stack([x, x]))
+    close(stacked[0], expected)
+
+
 def test_gradients_outside_of_jit_are_of_parameters_that_are_placed():
     expected = nnx.value_and_grad(loss_of)(Net(nnx.Rngs(0)), *batch(0))
     placed()

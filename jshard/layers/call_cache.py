@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
@@ -29,11 +28,10 @@ class Snapshot:
     parts: list[Part]
     variables: list[Any]
     metadata: list[dict[str, Any]]
-    places: list[int]  # of the arrays among the leaves of `tree`, in the order that the program takes them in
     types: list[tuple[Any, Any]]  # of the variables' numbers, then of the arrays
 
     def operands(
-        self, args: tuple[Any, ...], situation: Any, place: Callable[[int, Any], Any] = lambda number, x: x
+        self, args: tuple[Any, ...], situation: Any, place: Callable[[int, Any], Any]
     ) -> tuple[list[Any], list[Any]] | None:
         """Return what the program takes, in its order; None when anything but numbers is not as it was. `place(number, x)`
         moves an array that lies elsewhere."""
@@ -46,15 +44,10 @@ class Snapshot:
             if not all(map(operator.is_, container if keys is None else container.values(), values)):
                 return None
         numbers = [variable.get_raw_value() for variable in self.variables]
-        arrays = [place(number, leaves[at]) for number, at in enumerate(self.places)]
+        arrays = [place(number, x) for number, x in enumerate(leaves)]
         if not _are_like([*numbers, *arrays], self.types):
             return None
         return (numbers, arrays) if [each.get_metadata() for each in self.variables] == self.metadata else None
-
-    def keep(self, numbers: Sequence[jax.Array]) -> None:
-        """Put the results of the program into the variables."""
-        for variable, number in zip(self.variables, numbers, strict=True):
-            variable.set_raw_value(number)
 
 
 def names(args: tuple[Any, ...]) -> tuple[int | None, ...]:
@@ -62,11 +55,9 @@ def names(args: tuple[Any, ...]) -> tuple[int | None, ...]:
     return tuple(id(each) if isinstance(each, nnx.Pytree) else None for each in args)
 
 
-def take(
-    args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any, arrays: list[Any] | None = None
-) -> Snapshot | None:
+def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any, arrays: list[Any]) -> Snapshot | None:
     """Take the snapshot of a call whose variables NNX found to hold `numbers`; None when something in it can change unseen.
-    `arrays` are the others as the program takes them, where it takes them in the order of their leaves."""
+    `arrays` are the others as the program takes them, in the order of their leaves."""
     parts: list[Part] = []
     found: dict[int, nnx.Variable] = {}
     if not all(_watch(each, parts, found, set()) for each in args if isinstance(each, nnx.Pytree)):
@@ -75,29 +66,16 @@ def take(
     variables: list[Any] = [holders.pop(id(each), None) for each in numbers]
     if any(each is None for each in variables) or holders:  # two hold one array, or NNX has found others
         return None
-    leaves, tree = jax.tree.flatten(_others(args))
-    order = _order(args, tree) if arrays is None else list(range(len(leaves)))
-    if order is None or sorted(order) != list(range(len(leaves))):
-        return None
-    arrays = [leaves[place] for place in order] if arrays is None else arrays
-    if len(arrays) != len(leaves) or not all(map(_is_array, arrays)):
+    tree = jax.tree.structure(_others(args))
+    if len(arrays) != tree.num_leaves or not all(map(_is_array, arrays)):
         return None
     metadata = [dict(each.get_metadata()) for each in variables]
     types = [_type(each) for each in (*numbers, *arrays)]
-    return Snapshot(program, situation, tree, parts, variables, metadata, order, types)
+    return Snapshot(program, situation, tree, parts, variables, metadata, types)
 
 
 def _others(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if isinstance(each, nnx.Pytree) else each for each in args)
-
-
-def _order(args: tuple[Any, ...], tree: Any) -> list[int] | None:
-    """Find the order in which NNX hands on the arrays among the arguments: each is marked with its number. None where a module
-    has arrays of its own."""
-    marked = jax.tree.unflatten(tree, [np.asarray(place) for place in range(tree.num_leaves)])
-    mixed = tuple(ours if isinstance(ours, nnx.Pytree) else mark for ours, mark in zip(args, marked, strict=True))
-    found = jax.tree.leaves(nnx.split(mixed, nnx.Variable, ...)[2])
-    return None if any(map(np.ndim, found)) else [int(leaf) for leaf in found]
 
 
 def _watch(value: Any, parts: list[Part], variables: dict[int, nnx.Variable], seen: set[int]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.signals.active_config import unload
@@ -44,6 +45,28 @@ def test_linear_in_every_strategy(case, mesh, axis_types):
         cases.assert_results(case, compiled(state, x, cotangent))
         ledger = cases.assert_priced(run, (state, x, cotangent), compiled)
         cases.assert_collectives(case, grid, ledger, compiled)
+
+
+IN_ONE_PROGRAM = [
+    *((case, "2x4", "explicit") for case in cases.on("2x4")),
+    *((case, "2x4", "auto") for case in cases.on("2x4", ("row column gather", "row reduction scatter", "store"))),
+    *((case, "8", "explicit") for case in cases.on("8", ("column gather", "reduction scatter", "store"))),
+    *((case, "1x1", "explicit") for case in cases.on("1x1", ("row column gather", "store reduction"))),
+    *((case, "4x2", "explicit") for case in cases.on("4x2", ("row reduction scatter", "store column"))),
+    *((case, "2x2x2", "explicit") for case in cases.on("2x2x2") if "p" in case.uses),
+]
+
+
+@pytest.mark.quick(12)
+@pytest.mark.parametrize("door", [jshard.jit, in_one_shard_map], ids=["jit", "shard_map"])
+@pytest.mark.parametrize(("case", "mesh", "axis_types"), IN_ONE_PROGRAM, ids=str)
+def test_linear_in_every_strategy_by_jit_and_in_a_shard_map_around_it(case, mesh, axis_types, door):
+    with cases.loaded(case.configuration(mesh, axis_types)) as grid:
+        args, f = (cases.layer_of(case), *cases.operands(case)), door(cases.forward_and_gradients)
+        compiled = f.lower(*args).compile()
+        cases.assert_results(case, f(*args))
+        if axis_types == "explicit" or door is jshard.jit:  # no tracer of an auto mesh tells the helper how it lies
+            cases.assert_collectives(case, grid, cases.assert_priced(f, args, compiled), compiled)
 
 
 # -- out of jit, under scan and under remat --

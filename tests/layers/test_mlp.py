@@ -72,7 +72,7 @@ def dense(shape):
 
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
-@pytest.mark.parametrize("door", ["layer", "step"])
+@pytest.mark.parametrize("door", ["layer", "jit", "shard_map"])
 @pytest.mark.parametrize("name", CASES)
 def test_mlp_has_exactly_the_collectives_of_its_signals(name, door, axis_types):
     signals, spec, parameters, forward, backward = CASES[name]
@@ -87,7 +87,8 @@ def test_mlp_has_exactly_the_collectives_of_its_signals(name, door, axis_types):
             compiled = jax.jit(f).lower(*args).compile()
             results = compiled(*args)
         else:
-            f, args = in_one_shard_map(cases.forward_and_gradients), (model, x, cotangent)
+            wrap = jshard.jit if door == "jit" else in_one_shard_map
+            f, args = wrap(cases.forward_and_gradients), (model, x, cotangent)
             compiled = f.lower(*args).compile()
             results = f(*args)
         jax.tree.map(cases.assert_equal, results, dense(numbers.shape))
@@ -101,7 +102,7 @@ def test_mlp_has_exactly_the_collectives_of_its_signals(name, door, axis_types):
         again = {kind: count for kind, count in backward.items() if name == "store" and kind[0] == "all_gather"}
         joined = asked - collections.Counter(again)  # by XLA for CPU, outside loops
         assert cases.collectives_got(compiled) in (asked, joined)
-        if door == "layer" or axis_types == "explicit":
+        if door != "shard_map" or axis_types == "explicit":
             ledger = cases.assert_priced(f, args, compiled)
             assert cases.collectives_asked(ledger.only(phase="forward")) == forward
             assert cases.collectives_asked(ledger.only(phase="backward")) == backward
