@@ -30,7 +30,9 @@ def accumulated(f: Callable[..., Any]) -> Callable[..., Any]:
         present = configuration()
         if present is None or present.mesh is None or unplaced.value or not is_explicit(mesh()):
             return _in_turn(partitioned(model, f), model, *batches)
-        return _on_parts(f, model, *batches)
+        call = Call(f, (model, *jax.tree.map(lambda x: x[0], batches)), {})
+        value, gradients = call.microbatches(*batches)
+        return value, jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Param)), gradients)
 
     return differentiated
 
@@ -56,9 +58,3 @@ def _in_turn(f: Callable[..., Any], model: Any, *batches: Any) -> Any:
     nnx.update(model, variables)
     count = jax.tree.leaves(batches)[0].shape[0]
     return total / count, jax.tree.map(lambda x: x / count, sums)
-
-
-def _on_parts(f: Callable[..., Any], model: Any, *batches: Any) -> Any:
-    call = Call(f, (model, *jax.tree.map(lambda x: x[0], batches)), {})
-    value, gradients = call.microbatches(*batches)
-    return value, jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Param)), gradients)

@@ -101,20 +101,15 @@ def _differentiated(f: Callable[..., Any], numbers: Sequence[int], wrt: Any) -> 
     """Differentiate `f`, which returns a loss and more, by each of these arguments; keywords are counted after the others."""
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        flat, trees = [*args, *kwargs.values()], dict[int, Any]()
-        for number in numbers:
-            if not is_node(flat[number]):
-                leaves, tree = jax.tree.flatten(flat[number])
-                trees[number] = tree, [None if _is_smooth(x) else x for x in leaves]
-                flat[number] = jax.tree.unflatten(tree, [x if _is_smooth(x) else None for x in leaves])
+        flat = [*args, *kwargs.values()]
+        trees = {number: flat[number] for number in numbers if not is_node(flat[number])}
+        for number, tree in trees.items():
+            flat[number] = jax.tree.map(lambda x: x if _is_smooth(x) else None, tree)
 
         def call(*given: Any) -> Any:
             every = list(given)
-            for number, (tree, kept) in trees.items():
-                smooth = tree.flatten_up_to(given[number])
-                every[number] = jax.tree.unflatten(
-                    tree, [x if other is None else other for x, other in zip(smooth, kept, strict=True)]
-                )
+            for number, tree in trees.items():
+                every[number] = jax.tree.map(lambda x, smooth: smooth if _is_smooth(x) else x, tree, given[number])
             return f(*every[: len(args)], **dict(zip(kwargs, every[len(args) :], strict=True)))
 
         by = tuple(number if number in trees else nnx.DiffState(number, wrt) for number in numbers)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
+from jshard.layers.linen import positional_names
 from jshard.layers.written_back import arrays_of_variables, is_array
 from jshard.layouts.paths import keys_of, words_of
 
@@ -67,6 +67,7 @@ class Arguments:
     nodes: list[Any]
     arrays: list[Any]
     paths: list[Path]  # of each array, from the name of its argument
+    keys: list[tuple[Any, ...]]  # of each array that is in an object: the number of the object, and the keys in it
     in_nodes: int
     parameters: int  # how many of them are an object's parameters: the first
 
@@ -75,7 +76,7 @@ class Arguments:
         cls, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[str]
     ) -> Arguments:
         """Take a call apart."""
-        names = (*_positional_names(f, len(args)), *kwargs)
+        names = (*positional_names(f, len(args)), *kwargs)
         given = dict(zip(names, (*args, *kwargs.values()), strict=True))
         compiled_in = tuple((name, given.pop(name)) for name in static if name in given)
         named = tuple(given)
@@ -97,6 +98,7 @@ class Arguments:
             nodes,
             [x for x in leaves if is_array(x)],
             [path for path, x in zip(paths, leaves, strict=True) if is_array(x)],
+            [keys_of(path)[2:] for path, x in inside if is_array(x)],
             len(held),
             held.count(0),
         )
@@ -104,12 +106,3 @@ class Arguments:
 
 def is_node(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
-
-
-def _positional_names(f: Callable[..., Any], count: int) -> list[str]:
-    try:
-        known = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):  # of C, say
-        known = ()
-    names = [each.name for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return [*names[:count], *(f"argument {at}" for at in range(len(names), count))]

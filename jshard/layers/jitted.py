@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jshard import events
 from jshard.errors import JShardError
 from jshard.layers.call_cache import Snapshot, names, take
 from jshard.layers.jit_arguments import Arguments, Path
-from jshard.layers.layer import is_by_layers
+from jshard.layers.layer import built_arrays, is_by_layers
 from jshard.layers.recording import Taken, recording
 from jshard.layers.sharded_call import check_takes_its_models
 from jshard.layers.sharding import as_sharded, check_program, shard
@@ -184,7 +185,7 @@ class Compiled:
         leaves = [each for each in jax.tree_util.tree_flatten_with_path(result)[0] if is_array(each[1])]
         for number, (path, x) in enumerate(leaves):
             if (like := _like(tuple(words_of(path)), jnp.shape(x), self.parameters)) is not None:
-                flat[number] = redistribute(x, like.layout, label="jshard.jit")
+                flat[number] = redistribute(x, self.parameters[like][1].layout, label="jshard.jit")
         return flat
 
 
@@ -200,15 +201,22 @@ def _placed(
     if not marks and not is_by_layers(list(arguments.nodes)):
         f = shard(f)
         marks, rows = _marks(f, arguments)
-    arrays, paths = arguments.arrays, arguments.paths
+    arrays, paths, built = arguments.arrays, arguments.paths, built_arrays(arguments.nodes)
     lies = [_layout(x) for x in arrays]
     parameters: dict[Path, tuple[Any, Taken]] = {}
+    in_state: dict[Path, Layout] = {}  # where the state that an optimizer keeps for the parameter rests
     for number, (path, x) in enumerate(zip(paths, arrays, strict=True)):
         mark, layout = marks.get(number), lies[number]
         if mark is not None and mark.placed is not None:
-            parameters[path] = jnp.shape(x), mark
+            parameters[path], signal = (jnp.shape(x), mark), mark.placed.use.claim.signal
+            in_state[path] = mark.placed.lies.in_use if signal.store_optimizer else mark.layout
         elif number < arguments.parameters and mark is None and layout is not None:  # of a layer that placed it itself
-            parameters[path] = jnp.shape(x), Taken(layout, x.dtype)
+            parameters[path], signal = (jnp.shape(x), Taken(layout, x.dtype)), built[arguments.keys[number]].signal
+            in_state[path] = layout
+        else:
+            continue
+        if signal is not None and signal.store_optimizer:
+            in_state[path] = in_state[path].also_over(signal.store_optimizer, jnp.shape(x))
     batch = _batch(arguments, parameters)
     taken: list[Taken | None] = []
     for number, (path, x) in enumerate(zip(paths, arrays, strict=True)):
@@ -221,8 +229,7 @@ def _placed(
         elif is_outside and layout is not None and layout.mesh_axes:
             found = Taken(layout)
         elif like is not None and not (mark is not None and mark.layout.mesh_axes):
-            is_kept = like.placed is None and layout is not None and layout.mesh_axes  # split by `jshard.Optimizer`
-            found = Taken(layout if layout is not None and is_kept else _in_state(like))
+            found = Taken(in_state[like])
         elif mark is not None and (mark.layout.mesh_axes or layout is None):
             found = mark
         elif layout is not None:  # as a cache, which the program has split
@@ -249,24 +256,15 @@ def _marks(f: Callable[..., Any], arguments: Arguments) -> tuple[dict[int, Taken
     return found.of_arguments(jaxpr), found.rows
 
 
-def _like(path: Path, shape: Any, parameters: Mapping[Path, tuple[Any, Taken]]) -> Taken | None:
-    """Return how the parameter rests whose path has the longest end in common with this path, as an optimizer's state has."""
-    ends = [(_common_end(path, other), taken) for other, (like, taken) in parameters.items() if like == shape]
-    length, taken = max(ends, key=lambda each: each[0], default=(0, None))
-    return taken if length else None
-
-
-def _common_end(one: Path, other: Path) -> int:
-    pairs = enumerate(zip(reversed(one), reversed(other), strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _in_state(like: Taken) -> Layout:
-    """Lay out the optimizer's state of a parameter: `store: {optimizer: ...}` splits it further."""
-    claim = None if like.placed is None else like.placed.use.claim.signal
-    if claim is None or not claim.store_optimizer or like.placed is None:
-        return like.layout
-    return like.placed.lies.in_use.also_over(claim.store_optimizer, like.placed.use.shape)
+def _like(path: Path, shape: Any, parameters: Mapping[Path, tuple[Any, Taken]]) -> Path | None:
+    """Return the path of the parameter that has the longest end in common with this path, as that of an optimizer's state."""
+    ends = [
+        (len(commonprefix([path[::-1], other[::-1]])), other)
+        for other, (like, _) in parameters.items()
+        if like == shape
+    ]
+    length, parameter = max(ends, key=lambda each: each[0], default=(0, None))
+    return parameter if length else None
 
 
 def _batch(arguments: Arguments, parameters: Mapping[Path, Any]) -> int | None:

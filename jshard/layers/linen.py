@@ -107,15 +107,20 @@ def _name(f: Callable[..., Any]) -> str:
 def _arguments(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Argument, str, Any]]:
+    for at, (name, x) in enumerate(zip(positional_names(f, len(args)), args, strict=True)):
+        yield (0, at), name, x
+    for name, x in kwargs.items():
+        yield (1, name), name, x
+
+
+def positional_names(f: Callable[..., Any], count: int) -> list[str]:
+    """Return the names that `f` has for its first arguments; of those without a name, as "argument 2"."""
     try:
         known = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # of C, say
         known = ()
     names = [each.name for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    for at, x in enumerate(args):
-        yield (0, at), names[at] if at < len(names) else f"argument {at}", x
-    for name, x in kwargs.items():
-        yield (1, name), name, x
+    return [*names[:count], *(f"argument {at}" for at in range(len(names), count))]
 
 
 def _is_nnx(tree: Any) -> bool:

@@ -153,11 +153,6 @@ def scopes() -> tuple[str, ...]:
     return _context.value.path
 
 
-def active_digest() -> Hashable:
-    """What a program traced here can depend on, for caches beside jit's own."""
-    return _context.value.digest
-
-
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
     """Leave every signal: keys and numbers that are drawn inside hang on none, and are one program for all of them."""

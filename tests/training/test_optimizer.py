@@ -228,6 +228,14 @@ def test_optimizer_store_replicates_the_state_of_what_does_not_divide():
         cases.assert_lies(momentum["up"]["kernel"][...], P("tensor", None))
 
 
+def test_state_that_comes_from_the_host_rests_split_again_under_jit():
+    with cases.loaded(configuration("store optimizer")):
+        model, optimizer = made(TX["adamw"])
+        nnx.update(optimizer, jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), nnx.state(optimizer)))
+        jshard.jit(train)(model, optimizer, *batch())
+        assert_state_lies("store optimizer", "adamw", optimizer)
+
+
 # -- what sees only parts --
 
 
