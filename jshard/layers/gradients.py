@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jshard.layers.jit_arguments import is_node
 from jshard.layers.jitted import jit
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import is_by_layers, model_arrays
-from jshard.layers.linen import has_params
+from jshard.layers.linen import has_params, positional_names
 from jshard.layers.reduce import mean
 from jshard.layers.sharding import shard
 from jshard.layers.strategy import Names, inside_shard_map
@@ -88,7 +87,8 @@ def value_and_grad(
             if not all(is_node(model) and is_by_layers(model) for model in models):
                 if not any(isinstance(x, Tracer) for x in jax.tree.leaves(flat)):
                     return eager(*args, **kwargs)
-                program = shard(_with_parameters(own, f, numbers, flat))
+                names = *positional_names(f, len(args)), *kwargs
+                program = _partitioned(own, f, numbers, dict(zip(names, flat, strict=True)))
         (value, aux), gradients = _differentiated(program, numbers, wrt)(*args, **kwargs)
         gradients = gradients[0] if isinstance(argnums, int) else gradients
         return ((value, aux) if has_aux else value), gradients
@@ -122,25 +122,16 @@ def _is_smooth(x: Any) -> bool:
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _with_parameters(
-    own: Callable[..., Any], f: Callable[..., Any], numbers: Sequence[int], flat: Sequence[Any]
+def _partitioned(
+    own: Callable[..., Any], f: Callable[..., Any], numbers: Sequence[int], given: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Name the argument `params` that is differentiated and holds a tree of arrays."""
-    trees = [n for n in numbers if not is_node(flat[n]) and not has_params(flat[n]) and not hasattr(flat[n], "dtype")]
-
-    @functools.wraps(f)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    if trees:
-        names = [f"argument_{number}" for number in range(len(flat))]
-        with contextlib.suppress(TypeError, ValueError):  # of C, say
-            known = [name for name in inspect.signature(f).parameters if name != "params"]
-            names[: len(known)] = known[: len(flat)]
-        names[trees[0]] = "params"
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        vars(named)["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-    return named
+    """Partition `own`, which is called as `f`. Arguments that are differentiated and hold trees of arrays are parameters."""
+    names = [
+        name
+        for name, x in (list(given.items())[n] for n in numbers)
+        if not is_node(x) and not has_params(x) and not hasattr(x, "dtype")
+    ]
+    return shard(functools.wraps(f)(own), parameters=[*names, *given.keys() & {"params"}])
 
 
 def _by_schedule(

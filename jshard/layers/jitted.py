@@ -184,8 +184,11 @@ class Compiled:
                 flat[number] = redistribute(flat[number], taken.layout, label="jshard.jit")
         leaves = [each for each in jax.tree_util.tree_flatten_with_path(result)[0] if is_array(each[1])]
         for number, (path, x) in enumerate(leaves):
-            if (like := _like(tuple(words_of(path)), jnp.shape(x), self.parameters)) is not None:
-                flat[number] = redistribute(x, self.parameters[like][1].layout, label="jshard.jit")
+            layouts = {
+                self.parameters[like][1].layout for like in _like(tuple(words_of(path)), jnp.shape(x), self.parameters)
+            }
+            if len(layouts) == 1:  # of two, layers of two models have its path: it lies as it is made
+                flat[number] = redistribute(x, layouts.pop(), label="jshard.jit")
         return flat
 
 
@@ -221,7 +224,7 @@ def _placed(
     taken: list[Taken | None] = []
     for number, (path, x) in enumerate(zip(paths, arrays, strict=True)):
         mark, layout, is_outside = marks.get(number), lies[number], number >= arguments.in_nodes
-        like = None if path in parameters else _like(path, jnp.shape(x), parameters)
+        like = None if path in parameters else next(iter(_like(path, jnp.shape(x), parameters)), None)
         if like is not None and jnp.ndim(x):
             _check_not_whole(path, x, [y for other, y in zip(paths, arrays, strict=True) if other in parameters])
         if path in parameters:
@@ -256,15 +259,12 @@ def _marks(f: Callable[..., Any], arguments: Arguments) -> tuple[dict[int, Taken
     return found.of_arguments(jaxpr), found.rows
 
 
-def _like(path: Path, shape: Any, parameters: Mapping[Path, tuple[Any, Taken]]) -> Path | None:
-    """Return the path of the parameter that has the longest end in common with this path, as that of an optimizer's state."""
-    ends = [
-        (len(commonprefix([path[::-1], other[::-1]])), other)
-        for other, (like, _) in parameters.items()
-        if like == shape
-    ]
-    length, parameter = max(ends, key=lambda each: each[0], default=(0, None))
-    return parameter if length else None
+def _like(path: Path, shape: Any, parameters: Mapping[Path, tuple[Any, Taken]]) -> list[Path]:
+    """Return the paths of the parameters that have the longest end in common with this path, as that of an optimizer's state,
+    and of these the most words: `D/opt_state/mu/up/kernel` is of `D/params/up/kernel`."""
+    alike = [other for other, (like, _) in parameters.items() if like == shape and other[-1:] == path[-1:]]
+    rank = {other: (len(commonprefix([path[::-1], other[::-1]])), len({*path} & {*other})) for other in alike}
+    return [other for other in alike if rank[other] == max(rank.values())]
 
 
 def _batch(arguments: Arguments, parameters: Mapping[Path, Any]) -> int | None:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.tree_util import all_leaves
 
-from jshard.errors import JShardError, did_you_mean
+from jshard.errors import JShardError, did_you_mean, quoted
 from jshard.layouts.paths import slashed, words_of
 from jshard.signals.config import Configuration
 from jshard.signals.faults import listed
 from jshard.signals.globs import OTHERS, Glob
+from jshard.signals.parameter_path import ParameterPath
 
 Argument = tuple[int, int | str]  # 0 and its place, or 1 and its keyword
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,6 +33,11 @@ def trees_of_parameters(
         for argument, name, tree in _arguments(f, args, kwargs)
         if has_params(tree) or is_callable_tree(tree) or (name in names and not _is_nnx(tree) and jax.tree.leaves(tree))
     }
+
+
+def argument_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Argument, str]:
+    """The name of each argument."""
+    return {argument: name for argument, name, _ in _arguments(f, args, kwargs)}
 
 
 def has_params(tree: Any) -> bool:
@@ -78,22 +84,25 @@ def check_nothing_looks_like_parameters(
     """Refuse a call whose parameters have another name, where signals claim some: they would not be split."""
     if not present.has_claims and not present.splits_parameters:
         return
-    for _, name, tree in _arguments(f, args, kwargs):
-        if _looks_like_parameters(tree, present):
-            raise JShardError(
-                f'{_name(f)} takes a tree of arrays as "{name}", and no model or tree of parameters for {present.source} to '
-                "claim",
-                hint=f'if "{name}" holds the parameters, write jshard.shard({_name(f)}, parameters="{name}")',
-            )
+    names = [name for _, name, tree in _arguments(f, args, kwargs) if _looks_like_parameters(tree, name, present)]
+    if names:
+        both, holds = " and ".join(map(quoted, names)), "hold" if names[1:] else "holds"
+        asked = f"({', '.join(map(quoted, names))})" if names[1:] else both
+        raise JShardError(
+            f"{_name(f)} takes a tree of arrays as {both}, and no model or tree of parameters for {present.source} to claim",
+            hint=f"if {both} {holds} the parameters, write jshard.shard({_name(f)}, parameters={asked})",
+        )
 
 
-def _looks_like_parameters(tree: Any, present: Configuration) -> bool:
+def _looks_like_parameters(tree: Any, name: str, present: Configuration) -> bool:
     """Whether a tree of floating-point arrays is nested, or has a path that a glob fits."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = [words_of(path) for path, x in found if _is_floating(x)]
     globs = [Glob(glob) for signal in present.signals.values() for glob in signal.match if glob != OTHERS]
     nested = isinstance(tree, Mapping) and any(isinstance(each, Mapping) for each in tree.values())
-    return bool(paths) and (nested or any(path and glob.fits(slashed(path)) for path in paths for glob in globs))
+    return bool(paths) and (
+        nested or any(path and glob.fits(ParameterPath.of(name, slashed(path))) for path in paths for glob in globs)
+    )
 
 
 def _is_floating(x: Any) -> bool:

@@ -14,6 +14,7 @@ from jshard.layouts.mesh import is_explicit
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim, claims, staged
 from jshard.signals.config import Configuration
+from jshard.signals.parameter_path import below
 from jshard.signals.signal import Signal
 
 KERNELS = ("all_gather", "all_reduce", "reduce_scatter")  # ops whose algorithm a signal may name
@@ -35,8 +36,8 @@ def program_claims(
     left = [path for path, layer in layers.items() if not layer]
     by_use = {path: found for path, found in claims_by_use(present, active).items() if not layers[path]}
     for path in left:
-        if path not in by_use and (owners[path], path) in present.used:
-            signal, line = present.used[owners[path], path]
+        if path not in by_use and (key := (owners[path], below(path))) in present.used:
+            signal, line = present.used[key]
             by_use[path] = [Claim(signal, "", line=line)]
     if present.workers:  # in GT's form the first use decides
         by_use = {path: found[:1] for path, found in by_use.items()}

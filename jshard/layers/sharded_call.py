@@ -29,6 +29,7 @@ from jshard.layers.active_signals import active_signals
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import (
     Argument,
+    argument_names,
     check_nothing_looks_like_parameters,
     has_params,
     is_callable_tree,
@@ -51,6 +52,7 @@ from jshard.layouts.redistribution import Axes, redistribute
 from jshard.provenance import said, scope
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim
+from jshard.signals.parameter_path import ParameterPath, below
 from jshard.signals.scope import entering, scopes, unplaced
 from jshard.signals.signal import Signal
 
@@ -87,6 +89,11 @@ class Call:
         self.graphdef, *states = nnx.split(replaced(self.args, dict.fromkeys(self.trees)), nnx.Param, nnx.Variable, ...)
         named, self.tree = jax.tree_util.tree_flatten_with_path((list(self.trees.values()), *states))
         self.leaves = [leaf for _, leaf in named]
+        called = argument_names(f, args, kwargs)
+        inner = [self._inner(key, x) if _is_array(x) else None for key, x in named]
+        holders = [self._argument(key) for (key, _), path in zip(named, inner, strict=True) if path is not None]
+        of = lambda key, path: ParameterPath.of(called[self._argument(key)], path, led=len({*holders}) > 1)
+        paths = ["" if path is None else of(key, path) for (key, _), path in zip(named, inner, strict=True)]
         self.kinds = [key[0].idx for key, x in named if _is_array(x)]
         modules = [(at, each) for at, each in enumerate(args) if isinstance(each, nnx.Module)]
         built = {
@@ -95,7 +102,8 @@ class Call:
             for path, each in built_arrays(module).items()
         }
         self.arrays = tuple(
-            self._array(key, built.get(keys_of(key), ()), x) if _is_array(x) else None for key, x in named
+            self._array(key, path, built.get(keys_of(key), ()), x) if _is_array(x) else None
+            for (key, x), path in zip(named, paths, strict=True)
         )
         if not any(each is not None and each.path for each in self.arrays):
             check_nothing_looks_like_parameters(f, args, kwargs, present)
@@ -104,7 +112,7 @@ class Call:
             context = trace_context()
         situation = _Situation(
             self.graphdef, self.tree, tuple(self.trees), static, tuple(filter(None, self.arrays)), mesh(),
-            present.fingerprint, context, scopes(),
+            present.fingerprint, context, scopes(), tuple(called[each] for each in dict.fromkeys(holders)),
         )  # fmt: skip
         # what was traced before is kept: of a function as long as it lives, with what it closes over; of a method, the last 256
         is_function = isinstance(f, types.FunctionType)
@@ -115,14 +123,23 @@ class Call:
         self.program, self.out = (_of_function if is_function else _of_method)(f, situation)
         present.used.update(self.out.used)
 
-    def _array(self, key: Any, layer: tuple[str, ...], x: Any) -> _Array:
-        kind, words, path = key[0].idx, words_of(key), ""
+    def _argument(self, key: Any) -> Argument:
+        """The argument that a leaf is in."""
+        return list(self.trees)[key[1].idx] if key[0].idx == _TREES else keys_of(key)[1:3]
+
+    def _inner(self, key: Any, x: Any) -> str | None:
+        """The path of a parameter below its argument; None of what is no parameter."""
+        kind, words = key[0].idx, words_of(key)
         if kind == _TREES:
-            tree = list(self.trees.values())[key[1].idx]
-            inside = words[2:] if not has_params(tree) else words[3:] if words[2] == "params" else ()
-            path = slashed(inside) if jnp.issubdtype(x.dtype, jnp.inexact) or not is_callable_tree(tree) else ""
-        elif kind == _PARAMETERS:
-            path = slashed(words[3:])
+            tree = self.trees[self._argument(key)]
+            is_whole_number = is_callable_tree(tree) and not jnp.issubdtype(x.dtype, jnp.inexact)
+            if is_whole_number or (has_params(tree) and words[2] != "params"):
+                return None
+            return slashed(words[3:] if has_params(tree) else words[2:])
+        return (slashed(words[3:]) or None) if kind == _PARAMETERS else None
+
+    def _array(self, key: Any, path: str, layer: tuple[str, ...], x: Any) -> _Array:
+        kind, words = key[0].idx, words_of(key)
         abstract = isinstance(x, jax.ShapeDtypeStruct)
         depth = len(words) if kind == _REST and not _is_key(x) else None
         check_numbers(x)
@@ -258,7 +275,7 @@ _TREES, _PARAMETERS, _STATE, _REST = range(4)  # what a call is split into; the 
 class _Array:
     """What a program is traced for, of one array of a call."""
 
-    path: str  # of a parameter; "" of all others
+    path: str  # a ParameterPath; "" of all that is no parameter
     layer: tuple[str, ...]  # the signal that a layer of jshard around it was built under
     shape: tuple[int, ...]
     dtype: Any
@@ -291,6 +308,7 @@ class _Situation:
     fingerprint: Any
     context: Any  # what JAX was told, as by `jax.default_matmul_precision`, and the active signal
     scopes: tuple[str, ...]  # the names of the active signals
+    holders: tuple[str, ...]  # the arguments that hold parameters
 
     def __hash__(self) -> int:
         return hash((self.arrays, self.fingerprint))
@@ -336,8 +354,16 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     check_takes_its_models(f)
     out = _Out()
     jaxpr, out.written, claimed = _unsharded(f, s)
-    by_use = {(each.owner, each.path): claimed[each.path] for each in s.arrays if each.path in claimed}
-    out.used = {key: (claim.signal, claim.line) for key, claim in by_use.items() if claim.line and key[0]}
+    by_use: dict[tuple[type | None, str], list[Claim]] = {}
+    for each in s.arrays:
+        if each.owner is not None and each.path in claimed and claimed[each.path].line:
+            by_use.setdefault((each.owner, below(each.path)), []).append(claimed[each.path])
+    # two models of one class that are used under two signals leave none for a third
+    out.used = {
+        key: (first.signal, first.line)
+        for key, (first, *others) in by_use.items()
+        if all(claim.signal == first.signal for claim in others)
+    }
     signals = [claim.signal for claim in claimed.values()]
     row, ring = agreed(signals, "row"), agreed(signals, "ring")
     # a batch is an argument, or in one; what lies deeper, as statistics, may have another first axis

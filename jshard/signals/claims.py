@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from jshard.errors import Place, nearest, quoted
+from jshard.errors import JShardError, Place, nearest, quoted
 from jshard.signals.config import Configuration
 from jshard.signals.faults import Faults, listed
 from jshard.signals.globs import LONGEST, OTHERS, RANGE, Glob, layers_of, narrowed, patterns, respelt, spellings
+from jshard.signals.parameter_path import ParameterPath, below
 from jshard.signals.signal import Signal
 
 
@@ -57,6 +59,7 @@ def claims(
     in it, that no parameter fits, are faults; all are raised as one error.
     """
     paths, faults = list(paths), Faults()
+    heads = _heads(configuration)
     found = {path: first for path, (first, *_) in (by_use or {}).items()}
     contested: dict[tuple[Claim, Claim], list[str]] = {}
     for path, (first, *others) in (by_use or {}).items():
@@ -69,7 +72,7 @@ def claims(
         if claim.signal.is_stage_alone:  # `staged` reports its globs
             here = [path for path in here if path not in found or found[path].signal.is_stage_alone]
         for says, hint in (
-            () if claim.glob == OTHERS or claim.signal.is_stage_alone else _misfits(claim.glob, here, paths)
+            () if claim.glob == OTHERS or claim.signal.is_stage_alone else _misfits(claim.glob, here, paths, heads)
         ):
             faults.add((claim.signal.name,), claim.place, f"has match {quoted(claim.glob, LONGEST)}, {says}", hint)
         for path in here:
@@ -80,7 +83,7 @@ def claims(
         whole = [Glob(glob.text) for glob in patterns(signal.match)]
         for text in (text for text in signal.match if text.startswith("!")):
             theirs = [path for path in paths if any(glob.fits(path) for glob in whole)]
-            for says, hint in _misfits(text[1:], [*filter(Glob(text[1:]).fits, theirs)], theirs, sign="!"):
+            for says, hint in _misfits(text[1:], [*filter(Glob(text[1:]).fits, theirs)], theirs, heads, sign="!"):
                 faults.add(
                     (signal.name,), signal.at(f"match.{text}"), f"has match {quoted(text, LONGEST)}, {says}", hint
                 )
@@ -107,7 +110,22 @@ def check_globs(configuration: Configuration, paths: Collection[str]) -> None:
         by_globs = found_claims(configuration, paths)
         others = {path: [Claim(Signal("-"), "")] for path in paths if path not in by_globs}
     if paths:
+        _check_under_some_name(configuration, paths, others)
+
+
+def _check_under_some_name(
+    configuration: Configuration, paths: Collection[str], others: Mapping[str, Sequence[Claim]]
+) -> None:
+    """Raise the faults of the globs unless there are none where the model is the argument of a name that leads some of them."""
+    tops = {path.partition("/")[0] for path in paths}
+    try:
         claims(configuration, paths, others)
+    except JShardError:
+        for head in (head for head in _heads(configuration) if head.isidentifier() and nearest(head, tops) is None):
+            with contextlib.suppress(JShardError):  # the first error is raised if no name mends it
+                claims(configuration, [ParameterPath.of(head, path) for path in paths], others)
+                return
+        raise
 
 
 def found_claims(configuration: Configuration, paths: Iterable[str], model: type | None = None) -> dict[str, Claim]:
@@ -115,8 +133,8 @@ def found_claims(configuration: Configuration, paths: Iterable[str], model: type
     that was traced before for a model of this class."""
     globs, used = _globs(configuration), configuration.used
     found = {
-        path: Claim(used[model, path][0], "", line=used[model, path][1])
-        if (model, path) in used
+        path: Claim(used[model, below(path)][0], "", line=used[model, below(path)][1])
+        if (model, below(path)) in used
         else next((claim for claim, glob in globs if glob.fits(path)), None)
         for path in paths
     }
@@ -132,7 +150,7 @@ def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, C
     globs = [(claim, glob) for claim, glob in _globs(configuration) if claim.signal.is_stage_alone]
     for claim, glob in globs:
         if claim.glob != OTHERS:
-            for says, hint in _misfits(claim.glob, [*filter(glob.fits, found)], found):
+            for says, hint in _misfits(claim.glob, [*filter(glob.fits, found)], found, _heads(configuration)):
                 faults.add((claim.signal.name,), claim.place, f"has match {quoted(claim.glob, LONGEST)}, {says}", hint)
     for path, claim in found.items():
         by = [each for each, glob in globs if glob.fits(path)]
@@ -176,16 +194,34 @@ def _globs(configuration: Configuration) -> list[tuple[Claim, Glob]]:
     return sorted(every, key=lambda one: (one[0].signal.is_stage_alone, one[0].glob == OTHERS))
 
 
-def _misfits(glob: str, fits: Collection[str], paths: Collection[str], *, sign: str = "") -> Iterator[tuple[str, str]]:
-    """Yield what of a glob fits no path, all of it or one of its alternatives, and what was meant. `sign` stands before it."""
+def _heads(configuration: Configuration) -> set[str]:
+    """The first parts of all globs, where the name of an argument may stand."""
+    return {head for _, glob in _globs(configuration) for head in glob.heads}
+
+
+def _is_of_another(glob: str, paths: Collection[str], heads: Collection[str]) -> bool:
+    """Whether a glob is led by the name of a model that this program does not take: names lead the globs of those it takes."""
+    arguments = {path.argument if isinstance(path, ParameterPath) else "" for path in paths}
+    known = arguments | {below(path).partition("/")[0] for path in paths}
+    others = (each.isidentifier() and nearest(each, known) is None for each in Glob(glob).heads)
+    return arguments <= {*heads} and all(others)
+
+
+def _misfits(
+    glob: str, fits: Collection[str], paths: Collection[str], heads: Collection[str], *, sign: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield what of a glob fits no path, all of it or one of its alternatives, and what was meant. `sign` stands before it.
+    `heads` are the first parts of all globs: those of models that the program does not take are left out."""
     none = "fits no parameter of its globs" if sign else "fits no parameter"
     if not fits and any(map(Glob(glob).fits, paths)):
         yield "whose exceptions leave it no parameter", "remove one of them"
     elif not fits:
+        if _is_of_another(glob, paths, heads):
+            return
         yield f"which {none}", _meant(glob, paths, sign)
     else:
         for alternative, alone in narrowed(glob):
-            if not any(map(Glob(alone).fits, paths)):
+            if not any(map(Glob(alone).fits, paths)) and not _is_of_another(alone, paths, heads):
                 yield f"whose alternative {quoted(alternative)} {none}", _meant(alone, paths, sign)
 
 
@@ -194,6 +230,7 @@ def _meant(glob: str, paths: Collection[str], sign: str) -> str:
     if meant := next((each for each in respelt(glob) if any(map(Glob(each).fits, paths))), None):
         return f"did you mean {quoted(sign + meant, LONGEST)}?"
     parts = next(spellings(glob)).split("/")
+    paths = [*map(below, paths), *(path.led for path in paths if isinstance(path, ParameterPath))]
     leads = (any(map(Glob("/".join([*parts[: at + 1], "**"])).fits, paths)) for at in range(len(parts)))
     number = next(number for number, one in enumerate(leads) if not one)
     before, after = parts[:number], parts[number + 1 :]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jshard.errors import Place, quoted
 from jshard.signals.faults import Path
 from jshard.signals.nodes import Node
+from jshard.signals.parameter_path import ParameterPath, below
 from jshard.signals.value_types import Names, Reading
 
 OTHERS = "**"  # by itself: the parameters that nobody else claims
@@ -49,6 +50,7 @@ class Glob:
 
     def __init__(self, text: str, exceptions: Sequence[Glob] = ()):
         self.text, self.exceptions = text, exceptions
+        self.heads = {one.partition("/")[0] for one in spellings(text)}  # the names of arguments, where they lead
         # Each part of a path ends in a slash here, so that "**" is any number of parts wherever it stands.
         self._fits = re.compile("|".join(map(_regex, spellings(text)))).fullmatch
         letters = [part.strip("/") for piece, *_ in _choices(text)[::2] for part in re.split("[*?]", piece)]
@@ -56,7 +58,9 @@ class Glob:
         self._ranges = [found[0] for found in RANGE.finditer(text)]
 
     def fits(self, path: str) -> bool:
-        fits = any(self._holds in one and self._fits(f"{one}/") is not None for one in self._widened(path))
+        ways = [below(path), *([path.led] if isinstance(path, ParameterPath) and path.argument in self.heads else [])]
+        wide = itertools.chain(*map(self._widened, ways))
+        fits = any(self._holds in one and self._fits(f"{one}/") is not None for one in wide)
         return fits and not any(each.fits(path) for each in self.exceptions)
 
     def _widened(self, path: str) -> Iterator[str]:

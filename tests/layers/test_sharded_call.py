@@ -87,7 +87,7 @@ def test_of_a_call_parameters_have_paths_and_of_the_rest_is_known_how_deep_it_is
         ("", (3,), "float32", 3), ("", (4, 8), "float32", 3),
     ]  # fmt: skip
     both = found(of_params_and_linen, {"first": {"second": zeros(4)}}, variables)
-    assert [path for path, *_ in both] == ["first/second", "", "dense/kernel", ""]
+    assert [path for path, *_ in both] == ["params/first/second", "", "variables/dense/kernel", ""]
 
 
 def test_it_is_known_how_an_array_lies_on_the_mesh_unless_it_is_a_parameter():
@@ -461,7 +461,7 @@ def test_on_lists_of_workers_the_signal_around_its_first_use_claims_a_parameter(
             return jnp.sin(x @ layer.kernel[...]) @ params["b"]
 
     call = described_call(of_layer, (layer, {"b": zeros(8, 8)}, zeros(4, 8)), {})
-    assert claimed(call.program) == {"kernel": "built", "b": "second"}
+    assert claimed(call.program) == {"layer/kernel": "built", "params/b": "second"}
 
 
 def test_the_signal_around_a_use_claims_a_parameter():

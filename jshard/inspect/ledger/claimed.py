@@ -18,6 +18,7 @@ from jshard.layouts.redistribution import Axes, replicated
 from jshard.provenance import source_of
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.globs import numberless
+from jshard.signals.parameter_path import below
 from jshard.signals.signal import Signal
 
 # of a signal, that split parameters or what belongs to them
@@ -57,17 +58,22 @@ def _in_brackets(axes: tuple[str, ...]) -> str:
     return f"[{', '.join(names or '-' for names in axes)}]" if any(axes) else "whole"
 
 
-def claimed(arrays: Iterable[tuple[Sequence[str], Any, str]], found: Mapping[str, Placed]) -> tuple[Claimed, ...]:
+def claimed(arrays: Iterable[tuple[str, Sequence[str], Any, str]], found: Mapping[str, Placed]) -> tuple[Claimed, ...]:
     """List the parameters among arrays that programs have placed as `found` says, in the order of the file. Each array stands
-    between the words that lead to it and its annotation in the model."""
+    between the name of its argument and the words that lead to it there, and its annotation in the model."""
     present = configuration()
     if present is None:
         return ()
     alike: dict[Claimed, list[str]] = {}
+    by_end: dict[str, list[str]] = {}
+    for path in found:
+        by_end.setdefault(below(path), []).append(path)
     seen: set[str] = set()
-    for words, leaf, annotation in arrays if found else ():
-        ends = (slashed(words[start:]) for start in range(len(words)))
-        path = next((end for end in ends if end in found), None)
+    for argument, words, leaf, annotation in arrays if found else ():
+        ends = (slashed(words[start:]) for start in range(max(len(words), 1)))
+        fits = next((by_end[end] for end in ends if end in by_end), [])
+        own = [each for each in fits if getattr(each, "argument", "") == argument] or fits
+        path = own[0] if len(own) == 1 else None  # of two, a function inside has other names for its arguments
         if path is None or path in seen or found[path].use.shape != tuple(leaf.shape):
             continue
         seen.add(path)  # an optimizer's state has arrays of the same paths

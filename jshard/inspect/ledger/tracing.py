@@ -24,6 +24,7 @@ from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
 from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
+from jshard.layers.linen import argument_names
 from jshard.layers.sharded_call import placements
 from jshard.layers.sharding import as_placed
 from jshard.layers.user_code_errors import as_user_error
@@ -31,6 +32,7 @@ from jshard.layouts.mesh import is_explicit, present_mesh
 from jshard.layouts.paths import keys_of, words_of
 from jshard.signals.active_config import configuration
 from jshard.signals.keys import unused
+from jshard.signals.parameter_path import below
 
 
 def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
@@ -41,7 +43,8 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
     placed = placements(jaxpr)  # what no word splits of these is told beside its claim
-    names = [None if "/".join(name or ()) in placed else name for name in traced.parameters]
+    inner = {*map(below, placed)}
+    names = [None if "/".join(name or ()) in inner else name for name in traced.parameters]
     by_path = zip(traced.paths, traced.arrays, strict=True)
     parameters_first = sorted(by_path, key=lambda each: not each[0].is_parameter)
     claiming = [each.use.claim for each in placed.values()]
@@ -52,7 +55,9 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
         unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *under})),
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
         placed=placed,
-        claims=claimed(((each.words, array, each.annotation) for each, array in parameters_first), placed),
+        claims=claimed(
+            ((traced.argument(each), each.words, array, each.annotation) for each, array in parameters_first), placed
+        ),
         unsplit=unsplit(jaxpr, traced.arrays, names, modules),
         is_auto=bool(
             ledger.lines or traced.meshes or any(e.primitive.name == "sharding_constraint" for e in equations(jaxpr))
@@ -88,7 +93,13 @@ class Traced:
         boxed, _ = jax.tree_util.tree_flatten_with_path(self.given, is_leaf=lambda x: is_node(x) or is_boxed(x))
         names = {path: str(box.names) for path, box in boxed if is_boxed(box)}
         by_themselves = (ArrayPath(path, (), False, names.get(path[:-1], "")) for path, _ in others)
+        self.arguments = argument_names(f, args, kwargs)
         self.paths = [*_paths_in(outer, state), *by_themselves]
+
+    def argument(self, path: ArrayPath) -> str:
+        """The name of the argument that an array is in; "" in the function."""
+        place, *name = keys_of(path.outer)[:2]
+        return self.arguments.get((place - 1, *name), "") if name else ""  # type: ignore[arg-type]
 
     @property
     def meshes(self) -> set[Any]:
@@ -185,8 +196,8 @@ def _paths_in(outer: Sequence[Any], state: Any) -> Iterator[ArrayPath]:
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
         names = variable.get_metadata().get("out_sharding") if is_variable(variable) else None
         annotation = str(tuple(names)) if names else ""
-        for below, _ in jax.tree_util.tree_flatten_with_path(variable)[0]:
-            keys = keys_of((*path, *below))
+        for inside, _ in jax.tree_util.tree_flatten_with_path(variable)[0]:
+            keys = keys_of((*path, *inside))
             yield ArrayPath(outer[keys[0]], keys, isinstance(variable, nnx.Param), annotation)
 
 

@@ -91,7 +91,7 @@ def test_a_parameter_that_lies_elsewhere_is_told(model):
     moved = "not there yet: its next call moves it"
     assert differs["blocks/0/up/kernel"] == differs["blocks/1/down/kernel"] == moved
     assert differs["blocks/1/up/kernel"] == differs["blocks/*/up/bias"] == ""
-    arrays = ((["unused"], np.ones(size), "") for size in (8, 16, 32))
+    arrays = (("", ["unused"], np.ones(size), "") for size in (8, 16, 32))
     assert [each.count for each in claimed(arrays, jshard.explain(model, X).placed)] == [1]
 
 
