@@ -324,7 +324,9 @@ class Writer:
         rows = rows if self._fits(rows, mesh, [self.batch]) or self.chance(0.02) else []
         # What XLA's partitioner does wrong, or ends the process at (docs/measurements/fuzz.md)
         is_auto = self.chance(0.2) and not re.search(
-            r"reduce_xor|reduce_window|dynamic_|group_count=(?!1\b)", self.text
+            r"reduce_xor|reduce_window|dynamic_|group_count=(?!1\b)"
+            r"|conv_general_dilated\(.*?, \((?:1, )*[2-9]|dilation=\((?:1, )*[2-9]",
+            self.text,
         )
         how = {"mesh": dict(mesh), "axis_types": "auto" if is_auto else "explicit"}
         signals: dict[str, Any] = {}
