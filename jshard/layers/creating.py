@@ -8,8 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax._src.core import trace_state_clean
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from jshard.errors import JShardError
 from jshard.layers.jit_arguments import is_node
 from jshard.layers.layer import built_arrays
 from jshard.layers.layer_stack import in_ranges
@@ -50,6 +52,7 @@ def create(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def described(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Trace `f` abstractly, and return its result with shapes in it. NNX objects among the arguments are changed as by a call:
     streams of random numbers have moved on."""
+    name = f"jshard.create({name_of(f)}) at {line_here()}"
     found, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     given = [x for x in found if _is_array(x)]
     with nnx.update_context(TAG):
@@ -64,17 +67,19 @@ def described(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             objects, arrays = iter(nodes), iter(xs[len(held) :])
             inner = [next(objects) if is_node(x) else next(arrays) if _is_array(x) else x for x in found]
             args, kwargs = jax.tree.unflatten(tree, inner)
-            leaves, of_result = jax.tree.flatten(in_own_words(f)(*args, **kwargs), is_leaf=is_node)
+            with nnx.use_eager_sharding(False):  # else an annotated variable asks for a mesh with axes of its names
+                leaves, of_result = jax.tree.flatten(in_own_words(f)(*args, **kwargs), is_leaf=is_node)
             leaves = [in_ranges(x) if isinstance(x, nnx.Module) else x for x in leaves]
             with nnx.split_context(TAG) as context:
                 after, left = context.split((nodes, list(filter(is_node, leaves))))
+            _check_nothing_is_static(name, after)
             paths, of_left = jax.tree_util.tree_flatten_with_path(left)
             form[:] = after, of_left, [keys_of(path)[0] == 0 for path, _ in paths], leaves, of_result
             return [*(x for _, x in paths), *filter(_is_array, leaves)]
 
         jaxpr = jax.make_jaxpr(traced)(*held, *given)
         after, of_left, are_given, leaves, of_result = form
-        outs = _shapes(Recipe.of(f"jshard.create({name_of(f)}) at {line_here()}", jaxpr, [*held, *given]), are_given)
+        outs = _shapes(Recipe.of(name, jaxpr, [*held, *given]), are_given)
         with nnx.merge_context(TAG, False) as context:
             _, made = context.merge(after, jax.tree.unflatten(of_left, outs[: len(are_given)]))
     objects, arrays = iter(made), iter(outs[len(are_given) :])
@@ -82,6 +87,16 @@ def described(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _lay_out(node)
     result = [next(objects) if is_node(x) else next(arrays) if _is_array(x) else x for x in leaves]
     return jax.tree.unflatten(of_result, result)
+
+
+def _check_nothing_is_static(name: str, graph: Any) -> None:
+    """Refuse an array that a model computes and holds outside of its variables: it would be a tracer after the trace."""
+    for attribute, held in graph.attributes:
+        if isinstance(getattr(held, "value", None), Tracer):
+            raise JShardError(
+                f"{name} computes the array {attribute} and holds it in no variable",
+                hint=f"hold it in one, as self.{attribute} = nnx.Variable(...), or build the model without jshard.create",
+            )
 
 
 def _shapes(recipe: Recipe, are_given: Sequence[bool]) -> list[Any]:

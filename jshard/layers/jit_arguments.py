@@ -37,6 +37,10 @@ class Structure:
         Any, ...
     ]  # the leaves of the states, then of the arguments: ARRAY, NODE or a value that is compiled in
 
+    def __hash__(self) -> int:
+        """Leave out what a model may hold that has no hash, as a list; equality does not."""
+        return hash((self.names, self.positional, self.tree, self.states))
+
     def holding(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...], dict[str, Any], dict[Any, list[Any]]]:
         """Return NNX objects that hold these arrays, the arguments with them in, and the arrays of the objects' variables."""
         states, others = self._parts(arrays)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -32,8 +33,31 @@ def create_by(drawn: Callable[[], jax.Array], layout: Layout) -> jax.Array:
     """Compute `drawn()` shard by shard: the same bits on every mesh as outside jit on one device. Equal layers, which differ in
     the arrays that `drawn` reads alone, are one program."""
     closed = jax.make_jaxpr(drawn)()
-    created = _compiled_creation(_Drawing(_identity(closed), closed.jaxpr), layout)(*closed.consts)
-    return typed_as(created, layout.sharding)
+    jaxpr, consts, shape = closed.jaxpr, list(closed.consts), closed.jaxpr.outvars[0].aval.shape
+    for factor in _factors(jaxpr):
+        where = layout if factor.aval.shape == shape else Layout(layout.mesh, *((),) * factor.aval.ndim)
+        consts.append(_created(_piece(jaxpr, [factor]), consts, where))
+        jaxpr = _piece(jaxpr, jaxpr.outvars, factor)
+    return typed_as(_created(jaxpr, consts, layout), layout.sharding)
+
+
+def _created(jaxpr: Any, consts: Sequence[Any], layout: Layout) -> jax.Array:
+    return _compiled_creation(_Drawing(_identity(jaxpr), jaxpr), layout)(*consts)
+
+
+def _factors(jaxpr: Any) -> list[Any]:
+    """Return the arrays that an equation makes and another adds to: XLA for CPUs would round a product and a sum once."""
+    made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if len(eqn.outvars) == 1 and eqn.outvars[0].aval.ndim}
+    added = [v for eqn in jaxpr.eqns if eqn.primitive.name in ("add", "sub") for v in eqn.invars]
+    is_factor = lambda v: not hasattr(v, "val") and v in made and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    return [v for v in dict.fromkeys(filter(is_factor, added)) if made[v].primitive.name not in ("add", "sub")]
+
+
+def _piece(jaxpr: Any, outs: Sequence[Any], known: Any = None) -> Any:
+    """Return the program of some variables, to which one variable may be known."""
+    more, eqns = ([], jaxpr.eqns) if known is None else ([known], [e for e in jaxpr.eqns if known not in e.outvars])
+    names = jaxpr.debug_info.with_unknown_names()
+    return jaxpr.replace(constvars=[*jaxpr.constvars, *more], outvars=list(outs), eqns=eqns, debug_info=names)
 
 
 def check_shape(shape: tuple[int, ...]) -> None:
@@ -50,7 +74,7 @@ class _Drawing:
     jaxpr: Any = dataclasses.field(compare=False)
 
 
-def _identity(closed: Any) -> Any:
+def _identity(jaxpr: Any) -> Any:
     """Return what two programs have in common that differ in their constants alone."""
     numbers: dict[Any, int] = {}
 
@@ -60,11 +84,9 @@ def _identity(closed: Any) -> Any:
         return numbers.setdefault(atom, len(numbers))
 
     each = lambda eqn: (*map(name, eqn.invars), *map(name, eqn.outvars))
-    inputs = tuple((name(variable), variable.aval) for variable in closed.jaxpr.constvars)
-    equations = tuple(
-        (eqn.primitive, tuple(map(_hashable, eqn.params.values())), *each(eqn)) for eqn in closed.jaxpr.eqns
-    )
-    return inputs, equations, *map(name, closed.jaxpr.outvars)
+    inputs = tuple((name(variable), variable.aval) for variable in jaxpr.constvars)
+    equations = tuple((eqn.primitive, tuple(map(_hashable, eqn.params.values())), *each(eqn)) for eqn in jaxpr.eqns)
+    return inputs, equations, *map(name, jaxpr.outvars)
 
 
 def _hashable(value: Any) -> Any:

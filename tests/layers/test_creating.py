@@ -277,3 +277,66 @@ def test_moments_that_rest_split_further_are_created_and_stay_so(kind):
             step(model, optimizer, X, Y)
             assert raw(optimizer.opt_state[0].mu.up.kernel).addressable_shards[0].data.shape == (16, 16)
     unload()
+
+
+class Affine(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (64, 96)) * 0.3 + 1.0)
+        self.v = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (64, 96), jnp.float32) - self.w[...] * 0.7)
+
+
+def test_products_and_sums_are_rounded_one_by_one_as_in_plain_creation(fsdp):
+    model = jshard.create(Affine, rngs=nnx.Rngs(0))
+    jshard.jit(lambda model: None)(model)
+    assert_same_numbers(model, Affine(rngs=nnx.Rngs(0)))
+
+
+class Listed(nnx.Module):
+    """Holds what has no hash."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.sizes, self.body = nnx.static([32, 16]), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.body(x)
+
+
+class Angled(Listed):
+    def __init__(self, *, rngs: nnx.Rngs):
+        super().__init__(rngs=rngs)
+        self.angle = nnx.static(jnp.arange(16) * 0.1)
+
+
+class Annotated(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        initializer = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.body = nnx.Linear(32, 16, kernel_init=initializer, rngs=rngs)
+
+    def __call__(self, x):
+        return self.body(x)
+
+
+def test_a_model_that_holds_a_list_runs_under_jit_and_is_created(fsdp):
+    for make in (lambda f, **kwargs: f(**kwargs), jshard.create):
+        assert output(make(Listed, rngs=nnx.Rngs(0)), X).shape == (16, 16)
+    with pytest.raises(JShardError) as told:
+        jshard.create(Angled, rngs=nnx.Rngs(0))
+    line = test_a_model_that_holds_a_list_runs_under_jit_and_is_created.__code__.co_firstlineno + 4
+    assert str(told.value) == (
+        f"jshard.create(Angled) at test_creating.py:{line} computes the array angle and holds it in no variable; hold it in one, "
+        "as self.angle = nnx.Variable(...), or build the model without jshard.create"
+    )
+
+
+@pytest.mark.parametrize("axes", ["explicit", "auto"])
+def test_an_annotated_model_is_created_and_trains_where_its_claims_say(axes):
+    jshard.load({"jshard": {"mesh": {"data": 8}, "axis_types": axes}, "all": {**FSDP, "match": ["**"]}})
+    model = jshard.create(Annotated, rngs=nnx.Rngs(0))
+    optimizer = jshard.create(nnx.Optimizer, model, optax.adam(1e-2), wrt=nnx.Param)
+    losses = [float(step(model, optimizer, X, Y)) for _ in range(2)]
+    unload()
+    with nnx.use_eager_sharding(False):
+        plain = Annotated(rngs=nnx.Rngs(0))
+        its = nnx.Optimizer(plain, optax.adam(1e-2), wrt=nnx.Param)
+    np.testing.assert_allclose(losses, [float(step(plain, its, X, Y)) for _ in range(2)], rtol=1e-6)
+    assert raw(model.body.kernel).addressable_shards[0].data.shape == (4, 16)
