@@ -47,8 +47,8 @@ def created(factory: Callable[[], Model], placed: Callable[[], Model], only: Any
     """Build what `placed()` returns, with the numbers that the same model has of `factory()`: each device computes its part,
     and no array is whole on one that holds a part of it. What the filter `only` leaves out stays a shape alone."""
     model = abstract(placed)
-    asked, drawn = nnx.state(model, only), nnx.state(described(lambda: in_ranges(factory())), only)
-    shapes = jax.tree.map(lambda array, drawn: drawn.at(array.sharding, array.dtype), asked, drawn)
-    leaves, tree = jax.tree.flatten(shapes)
-    nnx.update(model, jax.tree.unflatten(tree, created_arrays(leaves)))
+    asked, tree = jax.tree.flatten(nnx.state(model, only))
+    drawn = jax.tree.leaves(nnx.state(described(lambda: in_ranges(factory())), only))
+    shapes = [x.at(like.sharding, like.dtype) for x, like in zip(drawn, asked, strict=True)]
+    nnx.update(model, jax.tree.unflatten(tree, created_arrays(shapes)))
     return model
