@@ -183,7 +183,8 @@ class ArrayPath:
     @property
     def words(self) -> list[str]:
         """What leads to it in its argument."""
-        return [*words_of(self.outer[2:]), *map(str, self.inner[1:])]
+        within = self.outer[2 if keys_of(self.outer)[0] else 1 :]  # the function itself may be the model
+        return [*words_of(within), *map(str, self.inner[1:])]
 
     @property
     def in_model(self) -> tuple[str, ...]:
