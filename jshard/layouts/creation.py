@@ -33,7 +33,8 @@ def create_by(drawn: Callable[[], jax.Array], layout: Layout) -> jax.Array:
     """Compute `drawn()` shard by shard: the same bits on every mesh as outside jit on one device. Equal layers, which differ in
     the arrays that `drawn` reads alone, are one program."""
     closed = jax.make_jaxpr(drawn)()
-    jaxpr, consts, shape = closed.jaxpr, list(closed.consts), closed.jaxpr.outvars[0].aval.shape
+    jaxpr, consts = _piece(closed.jaxpr, closed.jaxpr.outvars), list(closed.consts)
+    shape = jaxpr.outvars[0].aval.shape
     for factor in _factors(jaxpr):
         where = layout if factor.aval.shape == shape else Layout(layout.mesh, *((),) * factor.aval.ndim)
         consts.append(_created(_piece(jaxpr, [factor]), consts, where))
@@ -54,10 +55,11 @@ def _factors(jaxpr: Any) -> list[Any]:
 
 
 def _piece(jaxpr: Any, outs: Sequence[Any], known: Any = None) -> Any:
-    """Return the program of some variables, to which one variable may be known."""
+    """Return the program of some variables, whose constants are inputs; so is a variable that is known."""
     more, eqns = ([], jaxpr.eqns) if known is None else ([known], [e for e in jaxpr.eqns if known not in e.outvars])
     names = jaxpr.debug_info.with_unknown_names()
-    return jaxpr.replace(constvars=[*jaxpr.constvars, *more], outvars=list(outs), eqns=eqns, debug_info=names)
+    inputs = [*jaxpr.constvars, *jaxpr.invars, *more]
+    return jaxpr.replace(constvars=[], invars=inputs, outvars=list(outs), eqns=eqns, debug_info=names)
 
 
 def check_shape(shape: tuple[int, ...]) -> None:
@@ -84,7 +86,7 @@ def _identity(jaxpr: Any) -> Any:
         return numbers.setdefault(atom, len(numbers))
 
     each = lambda eqn: (*map(name, eqn.invars), *map(name, eqn.outvars))
-    inputs = tuple((name(variable), variable.aval) for variable in jaxpr.constvars)
+    inputs = tuple((name(variable), variable.aval) for variable in jaxpr.invars)
     equations = tuple((eqn.primitive, tuple(map(_hashable, eqn.params.values())), *each(eqn)) for eqn in jaxpr.eqns)
     return inputs, equations, *map(name, jaxpr.outvars)
 
