@@ -101,6 +101,9 @@ def _translated(error: Exception, f: Callable[..., Any], caller: types.FrameType
     elif isinstance(error, NameError):
         fault = f"{line} calls {called[0]} over a mesh axis, and {name} is given whole arrays"
         sentence = JShardError(fault, hint=f"remove {called[0]}: {source} says what is summed over devices")
+    elif "shard_value" in called:  # of Flax, for a variable that is annotated
+        fault = f"{line} annotates a parameter, and Flax looks for mesh axes of these names when it is built"
+        sentence = JShardError(fault, hint="write nnx.with_partitioning(..., eager_sharding=False): claims place it")
     elif any(Path(code.co_filename).stem == "shard_map" for code in codes):
         sentence = own_devices(line, "shard_map")
     elif placing is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from flax import linen, nnx
 
 import jshard
+from jshard.errors import JShardError
 
 MESH = {"mesh": {"data": 2, "tensor": 4}}
 CLAIMS = {
@@ -43,6 +46,44 @@ class AnnotatedLinen(linen.Module):
             8, use_bias=False, name="down", kernel_init=linen.with_logical_partitioning(init, ("model", None))
         )
         return down(linen.relu(up(x)))
+
+
+class Named(nnx.Module):
+    def __init__(self, name, rngs, **words):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, name), **words)
+        self.up = nnx.Linear(16, 32, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tensor"])
+def test_an_annotated_model_is_built_by_a_word_at_its_annotation(name):
+    """Flax refuses plain construction before jshard is called; the metadata of other variables stays as it is."""
+    jshard.unload()
+    before = Named(name, nnx.Rngs(0), eager_sharding=False)
+    jshard.load({"jshard": MESH, "all": {"column": "tensor", "match": ["**"]}})
+    with pytest.raises(ValueError, match="An auto mesh context or metadata is required"):
+        Named(name, nnx.Rngs(0))
+    with pytest.raises(JShardError) as told:
+        jshard.jit(lambda x: Named(name, nnx.Rngs(0))(x))(X)
+    line = inspect.getsourcelines(Named)[1] + 3
+    assert str(told.value) == (
+        f"tests/layers/test_annotations.py:{line} annotates a parameter, and Flax looks for mesh axes of these names when it is "
+        "built; write nnx.with_partitioning(..., eager_sharding=False): claims place it"
+    )
+    plain = Named(name, nnx.Rngs(0), eager_sharding=False)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(before), nnx.state(plain))
+    assert plain.up.bias.get_metadata() == nnx.Linear(1, 1, rngs=nnx.Rngs(0)).bias.get_metadata()
+    expected = np.asarray(plain(X))
+    created = jshard.create(Named, name, nnx.Rngs(0))
+    call = jshard.jit(lambda model, x: model(x))
+    for f, model in ((call, created), (jshard.shard(plain, X), None)):
+        given = (X,) if model is None else (model, X)
+        np.testing.assert_allclose(f(*given), expected, rtol=1e-5, atol=1e-6)
+        rows = {each.parameter: each.cells()[-1] for each in jshard.explain(f, *given).claims}
+        assert rows == {"up/bias": "", "up/kernel": f"annotated (None, '{name}') in the model"}
+        cases.assert_lies((model or plain).up.kernel[...], jax.P(None, "tensor"))
 
 
 @pytest.mark.parametrize("types", ["explicit", "auto"])
