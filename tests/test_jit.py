@@ -222,6 +222,31 @@ def gradients_in_parts(way):
     return trained(way, *objects(), loss)
 
 
+def aux_in_parts(way):
+    """The gradients of a loss over parts, and what it adds up beside them."""
+    model, optimizer = objects()
+
+    def loss(model, x, y):
+        def add(total, part):
+            logits = model(part[0])
+            value = optax.softmax_cross_entropy_with_integer_labels(logits, part[1]).mean()
+            return (total[0] + value / 2, total[1] + (logits.argmax(-1) == part[1]).mean() / 2), logits
+
+        parts = jax.tree.map(lambda each: each.reshape(2, -1, *each.shape[1:]), (x, y))
+        (value, right), logits = jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), parts)
+        return value, {"right": right, "logits": logits.reshape(-1, OUT)}
+
+    @way.jit
+    def step(model, optimizer, x, y):
+        found, gradients = way.value_and_grad(loss, has_aux=True)(model, x, y)
+        optimizer.update(model, gradients)
+        return found
+
+    for number in range(3):
+        yield step(model, optimizer, *batch(number))
+    yield nnx.state((model, optimizer))
+
+
 def a_checkpoint_between_two_steps(way):
     (model, optimizer), step = objects(), step_of(way)
 
@@ -324,7 +349,7 @@ WAYS = {
     for f in (
         by_loss, by_plain_gradient, with_aux_keywords_and_static_arguments, two_models, rngs_with_dropout, batch_norm,
         moving_average, evaluation, metrics_beside_the_gradient, a_loss_that_closes_over_the_batch, gradients_in_parts,
-        a_checkpoint_between_two_steps, linen_variables, train_state, by_dict, module_as_a_tree,
+        aux_in_parts, a_checkpoint_between_two_steps, linen_variables, train_state, by_dict, module_as_a_tree,
     )
 }  # fmt: skip
 

@@ -5,32 +5,35 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
+from jax.flatten_util import ravel_pytree
+from jax.tree_util import keystr
 
 from jshard.errors import JShardError, did_you_mean, kind_of, multiples
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
-from jshard.layers.accumulation import accumulated
-from jshard.layers.jit_arguments import is_node
+from jshard.layers.jit_arguments import Arguments, is_node
 from jshard.layers.jitted import jit
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import is_by_layers, model_arrays
-from jshard.layers.linen import has_params, positional_names
+from jshard.layers.linen import Argument, arguments, replaced, trees_of_parameters
 from jshard.layers.reduce import mean
-from jshard.layers.sharding import shard
+from jshard.layers.sharded_call import Call
+from jshard.layers.sharding import sharded
 from jshard.layers.strategy import Names, inside_shard_map
 from jshard.layers.user_code_errors import boundary, name_of
+from jshard.layers.written_back import is_array
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import keys_of
 from jshard.layouts.redistribution import redistribute
 from jshard.provenance import scope
-from jshard.signals.active_config import configuration, mesh
+from jshard.signals.active_config import configuration, mesh, use_stages
 from jshard.signals.config import Configuration, Pipeline
 from jshard.signals.scope import active, unplaced
 
@@ -47,8 +50,8 @@ def value_and_grad(
 
     The arguments `argnums` are NNX models, whose variables `wrt` are differentiated; or Linen variables, Equinox modules and
     other trees, whose gradients are None where a leaf is no floating-point array. Where `f` returns the loss of each row, the
-    value is its mean. Where the configuration says `jshard.pipeline`, rows go through its stages in microbatches, by
-    its schedule, and value and gradients are the means of theirs. Outside of jit the parameters are moved to where they rest.
+    value is its mean. Where the configuration says `jshard.pipeline`, rows go through its stages in microbatches, by its
+    schedule; value, aux and gradients are the means of theirs. Outside of jit the parameters are moved to where they rest.
 
     Inside a `jax.shard_map` gradients are summed over the mesh axes `over` (those that any `row` names) once, when `f` is done,
     instead of layer by layer and in each turn of a loop. One number must be reduced in `f` by `jshard.mean`. The ledger has the
@@ -56,15 +59,14 @@ def value_and_grad(
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
+    @functools.wraps(f)
     def own(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         found, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), None)
         dtype = getattr(found, "dtype", None)
         if not isinstance(found, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
             what = f"an array of {dtype}" if dtype is not None else kind_of(found)
-            fault = f"{name_of(f)} returns {what}, which has no gradient"
-            raise JShardError(
-                fault, hint="return the loss, and with has_aux=True a pair of the loss and what else it gives"
-            )
+            hint = "return the loss, and with has_aux=True a pair of the loss and what else it gives"
+            raise JShardError(f"{name_of(f)} returns {what}, which has no gradient", hint=hint)
         return (mean(found) if jnp.ndim(found) else jnp.asarray(found)), aux
 
     @boundary
@@ -79,17 +81,18 @@ def value_and_grad(
                 f"{name_of(f)} is given {len(flat)} arguments, and differentiated by argument {max(numbers)}, from 0"
             )
             raise JShardError(fault, hint=f"call it as {name_of(f)}{inspect.signature(f)}")
-        models = [flat[number] for number in numbers]
-        program = own
+        run = _differentiated(own, numbers, wrt)
         if present is not None and present.mesh is not None and not unplaced.value:
-            if present.pipeline is not None:
-                return _by_schedule(f, present.pipeline, numbers, wrt, has_aux=has_aux)(*args, **kwargs)
-            if not all(is_node(model) and is_by_layers(model) for model in models):
+            by = [list(arguments(f, args, kwargs))[number] for number in numbers]
+            if present.pipeline is not None or not all(is_node(x) and is_by_layers(x) for *_, x in by):
                 if not any(isinstance(x, Tracer) for x in jax.tree.leaves(flat)):
                     return eager(*args, **kwargs)
-                names = *positional_names(f, len(args)), *kwargs
-                program = _partitioned(own, f, numbers, dict(zip(names, flat, strict=True)))
-        (value, aux), gradients = _differentiated(program, numbers, wrt)(*args, **kwargs)
+                use_stages()
+                names = ["params", *(name for _, name, x in by if not is_node(x) and not hasattr(x, "dtype"))]
+                run = _differentiated(sharded(own, names), numbers, wrt)
+                if present.pipeline is not None:
+                    run = functools.partial(_by_schedule, own, present.pipeline, [at for at, *_ in by], wrt, names)
+        (value, aux), gradients = run(*args, **kwargs)
         gradients = gradients[0] if isinstance(argnums, int) else gradients
         return ((value, aux) if has_aux else value), gradients
 
@@ -122,46 +125,86 @@ def _is_smooth(x: Any) -> bool:
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _partitioned(
-    own: Callable[..., Any], f: Callable[..., Any], numbers: Sequence[int], given: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Partition `own`, which is called as `f`. Arguments that are differentiated and hold trees of arrays are parameters."""
-    names = [
-        name
-        for name, x in (list(given.items())[n] for n in numbers)
-        if not is_node(x) and not has_params(x) and not hasattr(x, "dtype")
-    ]
-    return shard(functools.wraps(f)(own), parameters=[*names, *given.keys() & {"params"}])
-
-
 def _by_schedule(
-    f: Callable[..., Any], asked: Pipeline, numbers: Sequence[int], wrt: Any, *, has_aux: bool
-) -> Callable[..., Any]:
-    """Differentiate by microbatches that go through stages."""
+    own: Callable[..., Any],
+    asked: Pipeline,
+    by: list[Argument],
+    wrt: Any,
+    names: list[str],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Differentiate by microbatches that go through stages. One vector holds the loss and aux: both are means."""
+    given = {place: x for place, _, x in arguments(own, args, kwargs)}
+    trees = trees_of_parameters(own, args, kwargs, names)
+    apart: list[Callable[[jax.Array], Any]] = []  # of each trace, what takes its vector apart
 
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
-        flat = [*args, *kwargs.values()]
-        is_model = len(numbers) == 1 and is_node(flat[numbers[0]])
-        by = nnx.state(flat[numbers[0]], wrt) if is_model else nnx.State({})
-        if has_aux or not is_model or jax.tree.leaves(nnx.filter_state(by, nnx.Not(nnx.Param))):
-            raise JShardError(
-                f"jshard.value_and_grad by jshard.pipeline ({asked.place}) gives the loss of microbatches, and the gradients "
-                "of parameters of one NNX model",
-                hint="leave has_aux, other argnums and other variables in wrt away, or remove jshard.pipeline",
-            )
-        model = flat.pop(numbers[0])
+    @functools.wraps(own)
+    def of_microbatch(*one: Any, **more: Any) -> jax.Array:
+        value, aux = own(*one, **more)
+        vector, back = value, lambda value: (value, aux)
+        if jax.tree.leaves(aux):
+            _check_aux(aux, _aux_shapes(own, args, kwargs), asked)
+            # aux has no gradient: the loss is all of the vector that is differentiated
+            vector, back = ravel_pytree((value, jax.tree.map(jax.lax.stop_gradient, aux)))
+        apart.append(back)
+        return vector
 
-        def of_microbatch(model: Any, *others: Any) -> jax.Array:
-            given = list(others)
-            given.insert(numbers[0], model)
-            value = f(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
-            return mean(value) if jnp.ndim(value) else value
+    for place in by:
+        _check_is_parameters(given[place], place in trees, wrt, asked)
+    rows = {place: x for place, x in given.items() if place not in trees and not is_node(x)}
+    batches = jax.tree.map(lambda x: _microbatches(asked, x) if is_array(x) else x, rows)
+    call_with = jax.tree.map(lambda x: x[0] if is_array(x) else x, batches)
+    for place in trees.keys() & set(by):
+        call_with[place] = jax.tree.map(lambda x: jnp.asarray(x) if _is_smooth(x) else x, trees[place])
+    call = Call(of_microbatch, *replaced((args, kwargs), call_with), names)
+    value, gradients = call.microbatches(batches, by)
+    return apart[-1](value), tuple(_gradient(given[at], wrt, each) for at, each in zip(by, gradients, strict=True))
 
-        batch = jax.tree.map(functools.partial(_microbatches, asked), tuple(flat))
-        value, gradients = accumulated(of_microbatch)(model, *batch)
-        return value, gradients if wrt is nnx.Param else nnx.filter_state(gradients, wrt)
 
-    return differentiated
+def _check_is_parameters(x: Any, is_tree: bool, wrt: Any, asked: Pipeline) -> None:
+    about = f"jshard.value_and_grad by jshard.pipeline ({asked.place}) differentiates by parameters, and"
+    if not is_node(x) and not is_tree:
+        what = f"an array of shape {x.shape}" if hasattr(x, "shape") else kind_of(x)
+        raise JShardError(f"{about} is given {what}", hint='differentiate by a tree, as {"scale": array}')
+    if is_node(x) and jax.tree.leaves(nnx.filter_state(nnx.state(x, wrt), nnx.Not(nnx.Param))):
+        what = f"wrt={getattr(wrt, '__name__', wrt)} selects other variables of {type(x).__name__}"
+        raise JShardError(f"{about} {what}", hint="write wrt=nnx.Param, or remove jshard.pipeline")
+
+
+def _check_aux(aux: Any, shapes: Sequence[tuple[int, ...]], asked: Pipeline) -> None:
+    """Refuse aux whose mean over microbatches is not that of all rows, which has these shapes."""
+    for (path, x), shape in zip(jax.tree_util.tree_flatten_with_path(aux)[0], shapes, strict=True):
+        dtype, what = getattr(x, "dtype", None), ""
+        if not isinstance(x, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
+            what = f"is {kind_of(x) if dtype is None else f'an array of {dtype}'}"
+        elif jnp.shape(x) != shape:
+            what = f"has shape {jnp.shape(x)} of a microbatch and {shape} of all rows"
+        if what:
+            about = f"jshard.pipeline ({asked.place}) takes the mean of aux over microbatches, and aux{keystr(path)}"
+            raise JShardError(f"{about} {what}", hint="return its mean over rows, or compute it by another call")
+
+
+def _aux_shapes(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Return the shapes of the leaves of aux for all rows."""
+    call, shapes = Arguments.of(own, args, kwargs, ()), list[tuple[int, ...]]()
+
+    def traced(arrays: Sequence[Any]) -> None:
+        _, args, kwargs, _ = call.structure.holding(arrays)
+        shapes[:] = [getattr(x, "shape", ()) for x in jax.tree.leaves(own(*args, **kwargs)[1])]
+
+    jax.eval_shape(traced, [jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype) for x in call.arrays])
+    return shapes
+
+
+def _gradient(x: Any, wrt: Any, leaves: Sequence[Any]) -> Any:
+    """Return the gradients of the floating-point leaves of an argument in its form; None for other leaves."""
+    found = iter(leaves)
+    gradient = jax.tree.map(
+        lambda x: next(found) if _is_smooth(x) else None, nnx.state(x, nnx.Param) if is_node(x) else x
+    )
+    return nnx.filter_state(gradient, wrt) if is_node(x) and wrt is not nnx.Param else gradient
 
 
 def _in_shard_map(

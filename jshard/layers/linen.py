@@ -13,6 +13,7 @@ from flax import nnx
 from jax.tree_util import all_leaves
 
 from jshard.errors import JShardError, did_you_mean, quoted
+from jshard.layers.user_code_errors import name_of
 from jshard.layouts.paths import slashed, words_of
 from jshard.signals.config import Configuration
 from jshard.signals.faults import listed
@@ -30,14 +31,14 @@ def trees_of_parameters(
     of Equinox, and the arguments of these names."""
     return {
         argument: tree
-        for argument, name, tree in _arguments(f, args, kwargs)
+        for argument, name, tree in arguments(f, args, kwargs)
         if has_params(tree) or is_callable_tree(tree) or (name in names and not _is_nnx(tree) and jax.tree.leaves(tree))
     }
 
 
 def argument_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Argument, str]:
     """The name of each argument."""
-    return {argument: name for argument, name, _ in _arguments(f, args, kwargs)}
+    return {argument: name for argument, name, _ in arguments(f, args, kwargs)}
 
 
 def has_params(tree: Any) -> bool:
@@ -65,7 +66,7 @@ def check_names(f: Callable[..., Any], names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise JShardError(
-                f'jshard.shard({_name(f)}, parameters="{name}"): {_name(f)} has no argument of that name',
+                f'jshard.shard({name_of(f)}, parameters="{name}"): {name_of(f)} has no argument of that name',
                 hint=did_you_mean(name, known, f"use {listed(known)}" if known else "remove parameters"),
             )
 
@@ -84,13 +85,13 @@ def check_nothing_looks_like_parameters(
     """Refuse a call whose parameters have another name, where signals claim some: they would not be split."""
     if not present.has_claims and not present.splits_parameters:
         return
-    names = [name for _, name, tree in _arguments(f, args, kwargs) if _looks_like_parameters(tree, name, present)]
+    names = [name for _, name, tree in arguments(f, args, kwargs) if _looks_like_parameters(tree, name, present)]
     if names:
         both, holds = " and ".join(map(quoted, names)), "hold" if names[1:] else "holds"
         asked = f"({', '.join(map(quoted, names))})" if names[1:] else both
         raise JShardError(
-            f"{_name(f)} takes a tree of arrays as {both}, and no model or tree of parameters for {present.source} to claim",
-            hint=f"if {both} {holds} the parameters, write jshard.shard({_name(f)}, parameters={asked})",
+            f"{name_of(f)} takes a tree of arrays as {both}, and no model or tree of parameters for {present.source} to claim",
+            hint=f"if {both} {holds} the parameters, write jshard.shard({name_of(f)}, parameters={asked})",
         )
 
 
@@ -109,13 +110,10 @@ def _is_floating(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _name(f: Callable[..., Any]) -> str:
-    return getattr(f, "__name__", type(f).__name__)
-
-
-def _arguments(
+def arguments(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Argument, str, Any]]:
+    """Yield the place, the name and the value of each argument of a call."""
     for at, (name, x) in enumerate(zip(positional_names(f, len(args)), args, strict=True)):
         yield (0, at), name, x
     for name, x in kwargs.items():

@@ -21,7 +21,7 @@ from jshard.jaxprs import scanned
 from jshard.layers.balance import Costs, balanced, in_ranges, spelled
 from jshard.layers.partition import Microbatches, Program
 from jshard.layers.partition.engine import Partition, SomeLayers
-from jshard.layers.partition.part import Names, Part, names_of, vary
+from jshard.layers.partition.part import Names, Part, names_of, vary, whole
 from jshard.layers.partition.pieces import Group, Piece, check_smooth, piece
 from jshard.layers.partition.stages import Counts, from_chunks, from_stages, to_chunks, to_stages
 from jshard.layers.partition.ticks import Model, run_table
@@ -213,7 +213,7 @@ class Pipelined(Scheduled):
         def last(edges: Any, x: Any, given: Any) -> tuple[Array, list[Array]]:
             how, (value, *left) = run(cut.last, edges, given, between(x))
             numbers = [self.variables[at] for at in self.of_data]
-            return how.place(value, ()).x, [
+            return how.place(value, whole(len(value.shape))).x, [
                 how.place(p, program.in_axes[n]).x for n, p in zip(numbers, left, strict=True)
             ]
 

@@ -30,6 +30,7 @@ from jshard.layers.layer import built_arrays
 from jshard.layers.linen import (
     Argument,
     argument_names,
+    arguments,
     check_nothing_looks_like_parameters,
     has_params,
     is_callable_tree,
@@ -95,11 +96,11 @@ class Call:
         of = lambda key, path: ParameterPath.of(called[self._argument(key)], path, led=len({*holders}) > 1)
         paths = ["" if path is None else of(key, path) for (key, _), path in zip(named, inner, strict=True)]
         self.kinds = [key[0].idx for key, x in named if _is_array(x)]
-        modules = [(at, each) for at, each in enumerate(args) if isinstance(each, nnx.Module)]
+        self.arguments = [self._argument(key) for key, x in named if _is_array(x)]
         built = {
-            (_PARAMETERS, 0, at, *path): each.signal_path
-            for at, module in modules
-            for path, each in built_arrays(module).items()
+            (_PARAMETERS, *of, *path): each.signal_path
+            for of, _, x in arguments(f, args, kwargs)
+            for path, each in (built_arrays(x) if isinstance(x, nnx.Module) else {}).items()
         }
         self.arrays = tuple(
             self._array(key, path, built.get(keys_of(key), ()), x) if _is_array(x) else None
@@ -208,11 +209,16 @@ class Call:
         """Give NNX models the variables that the program leaves, and return its result."""
         return self.out.written.into(self.args, outs)
 
-    def microbatches(self, *batches: Any) -> tuple[Any, list[Any]]:
-        """Return the mean loss of what has an axis of microbatches before that of the arguments behind the model, and its
-        gradients by the parameters of the model, in the order of its state."""
-        of_kind = [tuple(n for n, each in enumerate(self.kinds) if each == kind) for kind in range(_TREES, _REST + 1)]
-        _, parameters, variables, batch = of_kind
+    def microbatches(self, batches: Mapping[Argument, Any], by: Sequence[Argument]) -> tuple[Any, list[list[Any]]]:
+        """Return the mean over `batches`, arguments with an axis of microbatches before their own, and the gradients by the
+        floating-point parameters of each argument in `by`, in the order of its leaves."""
+        places = list(zip(self.kinds, self.arguments, self.program.inputs, filter(None, self.arrays), strict=False))
+        smooth = [kind <= _PARAMETERS and jnp.issubdtype(x.dtype, jnp.inexact) for kind, _, _, x in places]
+        owned = [[n for n, (_, at, *_) in enumerate(places) if smooth[n] and at == each] for each in by]
+        staged = [n for n, (_, at, i, _) in enumerate(places) if i.claim and i.claim.stage and at not in by]
+        parameters = (*sum(owned, []), *staged)
+        variables = tuple(n for n, (kind, *_) in enumerate(places) if kind == _STATE)
+        batch = tuple(n for n, (kind, at, *_) in enumerate(places) if kind == _REST and at in batches)
         if len(self.program.jaxpr.outvars) != 1 + len(variables):
             made = len(self.program.jaxpr.outvars) - 1
             raise JShardError(
@@ -231,16 +237,18 @@ class Call:
             )
         by_pieces = _pipelined_pieces if self.program.pieces is not None else _pipelined
         self.program.find_out_axes()
-        run = (by_pieces if by_schedule else _microbatches)(self.program, *of_kind[1:]).run
+        run = (by_pieces if by_schedule else _microbatches)(self.program, parameters, variables, batch).run
         xs = self.operands(self.placed(every=True))
         given = [x for x in self.leaves if _is_array(x)]
-        for n, x in zip(batch, jax.tree.leaves(nnx.split(batches, nnx.Variable, ...)[2]), strict=True):
+        rows = nnx.split(replaced(self.args, {**dict.fromkeys(self.arguments), **batches}), nnx.Variable, ...)[2]
+        for n, x in zip(batch, filter(_is_array, jax.tree.leaves(rows)), strict=True):
             xs[n] = Taken(Layout(self.program.mesh, (), *self.program.in_axes[n])).put(x, "jshard.shard")
         with scope(program=self.out.number):
             value, gradients, kept = run(xs)
         self.ended([value, *kept])
-        lay = [Layout.of(given[n]) for n in parameters]
-        return value, [g if at is None else redistribute(g, at) for g, at in zip(gradients, lay, strict=True)]
+        lay = {n: (g, Layout.of(given[n])) for n, g in zip(parameters, gradients, strict=True)}
+        moved = {n: g if at is None else redistribute(g, at) for n, (g, at) in lay.items()}
+        return value, [[moved[n] for n in numbers] for numbers in owned]
 
 
 _microbatches = functools.lru_cache(maxsize=16)(Microbatches)

@@ -88,7 +88,7 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
             object.__setattr__(program, "__class__", linen)  # its own refuses what is frozen
         return program
     check_names(program, names if names != ("params",) else ())
-    return _sharded(program, names)
+    return sharded(program, names)
 
 
 def check_program(op_name: str, program: Any) -> None:
@@ -108,7 +108,7 @@ def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
 
 def partitioned(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f`, a function of the model, partitioned where the model is."""
-    return _sharded(f) if is_sharded(model) else f
+    return sharded(f) if is_sharded(model) else f
 
 
 def objective_of(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,7 +219,9 @@ def _sharded_linen_class(cls: Any) -> type:
     return _subclass(cls, {"apply": apply, "init": init})
 
 
-def _sharded(f: Callable[..., Any], names: Sequence[str] = ("params",)) -> Callable[..., Any]:
+def sharded(f: Callable[..., Any], names: Sequence[str] = ("params",)) -> Callable[..., Any]:
+    """Partition each call of `f`, whose arguments `names` are trees of parameters."""
+
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         return _run(f, args, kwargs, names)

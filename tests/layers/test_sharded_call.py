@@ -428,7 +428,7 @@ def test_variables_that_are_made_in_a_call_of_microbatches_are_a_sentence(before
     jshard.load({"jshard": MESH, "a": {"row": "data", "match": ["**"]}})
     call = Call(lambda model, x: model(x), (Making(before), zeros(4, 8)), {})
     with pytest.raises(JShardError) as error:
-        call.microbatches(zeros(2, 4, 8))
+        call.microbatches({(0, 1): zeros(2, 4, 8)}, [(0, 0)])
     assert str(error.value) == (
         f"the model has {before} variables before its call and {2 - before} behind it, and microbatches hand them from one "
         "microbatch to the next; make every variable when the model is built"

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from jshard.layers.partition.part import Names, names_of, vary
+from jshard.layers.partition.part import Names, names_of, vary, whole
 from jshard.layers.partition.program import Program
 from jshard.layouts.layout import Layout
 from jshard.provenance import scope
 
 
 class Microbatches:
-    """`run(xs)` of the inputs of a program that returns a loss and what it leaves in its variables. Those numbered `batch` have
-    an axis of microbatches before their own; `parameters` are those to differentiate by. It returns the mean of the
-    losses, that of the gradients, which lie as the parameters rest, and the variables behind the last microbatch.
+    """`run(xs)` of the inputs of a program that returns a loss, or a vector of it and of numbers without a gradient, and its
+    variables. Inputs `batch` have an axis of microbatches before their own; `parameters` are differentiated. It returns the
+    mean of losses, that of gradients, which lie as the parameters rest, and the variables behind the last microbatch.
 
     What a parameter at rest is split over by `store` is gathered for each microbatch, and its gradient scattered: it is never
     whole between them."""
@@ -70,7 +70,8 @@ class Microbatches:
             return (total + value, list(map(jnp.add, sums, gradients)), variables), None
 
         zeros = [vary(jnp.zeros_like(x), jax.typeof(x).mat.varying) for x in parameters]
-        start = jnp.zeros((), self.program.jaxpr.outvars[0].aval.dtype), zeros, [xs[n] for n in self.variables]
+        value = self.program.jaxpr.outvars[0].aval
+        start = jnp.zeros(value.shape, value.dtype), zeros, [xs[n] for n in self.variables]
         (total, sums, variables), _ = lax.scan(turn, start, batch)
         count = next(iter(batch.values())).shape[0]
         gradients = [self._summed(n, x / count) for n, x in zip(self.parameters, sums, strict=True)]
@@ -95,7 +96,7 @@ class Microbatches:
             parts[number].asked = uses
         value, *state = run.run(self.program.jaxpr, parts)
         kept = [run.place(part, self.program.in_axes[n]).x for part, n in zip(state, self.variables, strict=True)]
-        return run.place(value, ()).x, kept
+        return run.place(value, whole(len(value.shape))).x, kept
 
     def _summed(self, number: int, gradient: Array) -> Array:
         claim, at_rest = self.program.inputs[number].claim, names_of(self.program.in_axes[number])

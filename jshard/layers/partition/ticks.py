@@ -57,8 +57,8 @@ class Model(NamedTuple):
 
     `edges` are what all stages have, and `given` is one microbatch: `first(edges, given)` is what goes into the first chunk of
     layers, `chunk(own, edges, x, given, number)` runs one, the number of which says how many are before it, and returns arrays
-    like x; `last(edges, x, given)` is the loss, summed over devices where its rows are split, and what is left behind by the
-    microbatch. Where `shares` is false no gradient by `edges` comes out of a chunk.
+    like x; `last(edges, x, given)` is the loss, or a vector of it and of numbers without a gradient, summed over devices where
+    its rows are split, and what is left behind by the microbatch. Where `shares` is false a chunk has no gradient by `edges`.
     """
 
     first: Callable[[Tree, Tree], Tree]
@@ -154,7 +154,8 @@ def run_table(
 
         def of_loss() -> Any:
             out = y if model.recomputes else _at(held.outputs, now["B_output"])
-            (value, after), (by_edges, by_y) = jax.value_and_grad(model.last, (0, 1), has_aux=True)(edges, out, given)
+            value, back, after = jax.vjp(lambda *x: model.last(x[0], x[1], given), edges, out, has_aux=True)
+            by_edges, by_y = back(jnp.ones_like(value))
             is_last = now["B_microbatch"] == table.microbatches - 1
             after = jax.tree.map(lambda new, old: jnp.where(is_last, new, old), after, behind)
             return by_y, (total + value.astype(jnp.float32), after), _plus(of_edges, by_edges)
@@ -221,9 +222,9 @@ def run_table(
     def buffer(places: int, zeros: Tree) -> Tree:
         return jax.tree.map(lambda x: vary(jnp.zeros((places, *x.shape), x.dtype), jax.typeof(x).mat.varying), zeros)
 
-    _, behind = zeros_like_result(model.last, edges, x, _at(inputs, 0))
+    total, behind = zeros_like_result(model.last, edges, x, _at(inputs, 0))
     behind = jax.tree.map(lambda x: vary(x, staged), behind)
-    zero = (vary(jnp.zeros(()), staged), behind), *_zeros((parameters, edges))
+    zero = (vary(jnp.zeros(total.shape), staged), behind), *_zeros((parameters, edges))
     columns = {name: jnp.array(column, jnp.int32) for name, column in plan.columns.items()}
     # one place more than is needed, for what comes where nothing is due
     held = Buffers(buffer(plan.inputs + 1, x), buffer(plan.gradients + 1, x))
