@@ -74,6 +74,11 @@ def value_and_grad(
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         present = configuration()
         if jax.sharding.get_abstract_mesh().manual_axes:
+            if numbers != (0,):
+                fault = (
+                    f"jshard.value_and_grad inside a shard_map differentiates by argument 0, and argnums is {argnums}"
+                )
+                raise JShardError(fault, hint=f"give {name_of(f)} the model first, and leave argnums away")
             return _in_shard_map(f, over, wrt, has_aux=has_aux)(*args, **kwargs)
         flat = (*args, *kwargs.values())
         if max(numbers) >= len(flat):

@@ -232,6 +232,19 @@ def test_a_shard_map_that_does_not_say_what_varies_and_one_without_a_configurati
     )
 
 
+def test_other_arguments_inside_a_shard_map_are_told():
+    with loaded() as mesh:
+        x, y = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in batch())
+        model = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+        value = lambda x, y: jshard.value_and_grad(losses_of_rows, argnums=1)(model, x, y)[0]
+        with pytest.raises(JShardError) as told:
+            jax.eval_shape(jax.shard_map(value, mesh=mesh, in_specs=P(), out_specs=P()), x, y)
+    assert str(told.value) == (
+        "jshard.value_and_grad inside a shard_map differentiates by argument 0, and argnums is 1; "
+        "give losses_of_rows the model first, and leave argnums away"
+    )
+
+
 def test_rows_go_in_microbatches_and_numbers_with_each():
     asked = types.SimpleNamespace(microbatches=4, place="a.yaml:3")
     x = np.arange(48.0).reshape(8, 2, 3)
