@@ -147,8 +147,8 @@ def test_a_shard_map_over_some_mesh_axes_is_one_sentence():
     x = redistribute(ones((8, 16), np.float32), Layout(mesh(), "data", None))
     call = jax.shard_map(layer, mesh=mesh(), in_specs=P("data", None), out_specs=P("data", None), axis_names={"data"})
     assert sentence(jax.jit(call), x) == (
-        'signal "stored" (c.yaml:8) is over mesh axis "tensor", inside a shard_map over data only; use jshard.jit(view=\'shards\'), or a '
-        "shard_map over every mesh axis"
+        'signal "stored" (c.yaml:8) is over mesh axis "tensor", inside a shard_map over data only; use a shard_map '
+        "over every mesh axis"
     )
 
 
