@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import time
 from pathlib import Path
 
 import pytest
@@ -57,11 +56,8 @@ def test_page_prints_what_its_commands_print(block, there, capsys):
 def test_page_prints_what_its_plan_prints(block, there, capsys, extra, kept_plans):
     """And again without the compiler, for 6.9 billion parameters on 256 chips."""
     extra("v5e:16x16")
-    began = time.perf_counter()
     [first] = prints_what_it_shows(BLOCKS[block], capsys)
-    took, began = time.perf_counter() - began, time.perf_counter()
     [again] = prints_what_it_shows(BLOCKS[block], capsys)
-    assert "looked up" in first or time.perf_counter() - began < took / 4
     assert "looked up" in again.splitlines()[0] and again.splitlines()[1:] == first.splitlines()[1:]
 
 
