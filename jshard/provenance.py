@@ -8,7 +8,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,11 @@ def source_of(eqn: Any) -> str:
 def line_here() -> str:
     """`model.py:12`: the innermost line of the running program that is not jshard's, JAX's or Flax's."""
     return _own((each.f_code.co_filename, each.f_lineno) for each in _running(sys._getframe(1)))
+
+
+def is_inside(names: Collection[str]) -> bool:
+    """Tell whether a function of one of these names is running."""
+    return any(frame.f_code.co_name in names for frame in _running(sys._getframe(1)))
 
 
 def _running(frame: types.FrameType | None) -> Iterator[types.FrameType]:

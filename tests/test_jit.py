@@ -512,6 +512,13 @@ def test_gradients_outside_of_jit_are_of_parameters_that_are_placed():
     assert kernels(gradients) == kernels(nnx.state(model))
 
 
+def test_a_number_among_parameters_is_one_of_them():
+    jshard.load({"jshard": CONFIGURATION["jshard"], "all": {"row": "data", "column": "tensor", "match": ["**"]}})
+    params, (x, _) = {"kernel": np.ones((IN, 4), np.float32), "scale": 2.0}, batch(0)
+    loss = lambda params, x: jnp.mean((x @ params["kernel"] * params["scale"]) ** 2)
+    close(jshard.jit(jshard.value_and_grad(loss))(params, x), jax.value_and_grad(loss)(params, x))
+
+
 def test_rows_that_are_closed_over_are_split_as_those_of_an_argument():
     placed()
     (model, optimizer), (x, y) = objects(), batch(0)

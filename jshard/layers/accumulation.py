@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.layers.sharded_call import Call
-from jshard.layers.sharding import partitioned
+from jshard.layers.sharding import call_of, partitioned
 from jshard.layouts.mesh import is_explicit
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.scope import unplaced
@@ -30,7 +29,7 @@ def accumulated(f: Callable[..., Any]) -> Callable[..., Any]:
         present = configuration()
         if present is None or present.mesh is None or unplaced.value or not is_explicit(mesh()):
             return _in_turn(partitioned(model, f), model, *batches)
-        call = Call(f, (model, *jax.tree.map(lambda x: x[0], batches)), {})
+        call = call_of(f, (model, *jax.tree.map(lambda x: x[0], batches)), {})
         value, (gradients,) = call.microbatches({(0, at): x for at, x in enumerate(batches, 1)}, [(0, 0)])
         return value, jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Param)), gradients)
 

@@ -10,11 +10,10 @@ from jshard.jaxprs import bare, bodies, run
 from jshard.provenance import Cause, source_of
 from jshard.signals.claims import Claim
 from jshard.signals.config import Configuration
+from jshard.signals.plain_layers import LAYERS
 
 Names = tuple[str, ...]  # of nested signals, outermost first
 Source = frozenset[str] | None  # the parameters that a value is computed from; None: from data too
-
-LAYERS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "gather"))
 
 
 @dataclasses.dataclass(frozen=True)

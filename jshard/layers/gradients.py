@@ -24,8 +24,7 @@ from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import is_by_layers, model_arrays
 from jshard.layers.linen import Argument, arguments, replaced, trees_of_parameters
 from jshard.layers.reduce import mean
-from jshard.layers.sharded_call import Call
-from jshard.layers.sharding import sharded
+from jshard.layers.sharding import call_of, sharded
 from jshard.layers.strategy import Names, inside_shard_map
 from jshard.layers.user_code_errors import boundary, name_of
 from jshard.layers.written_back import is_array
@@ -163,7 +162,7 @@ def _by_schedule(
     call_with = jax.tree.map(lambda x: x[0] if is_array(x) else x, batches)
     for place in trees.keys() & set(by):
         call_with[place] = jax.tree.map(lambda x: jnp.asarray(x) if _is_smooth(x) else x, trees[place])
-    call = Call(of_microbatch, *replaced((args, kwargs), call_with), names)
+    call = call_of(of_microbatch, *replaced((args, kwargs), call_with), names)
     value, gradients = call.microbatches(batches, by)
     return apart[-1](value), tuple(_gradient(given[at], wrt, each) for at, each in zip(by, gradients, strict=True))
 

@@ -29,7 +29,7 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed, words_of
 from jshard.layouts.redistribution import redistribute, replicated
 from jshard.signals.active_config import configuration, mesh, use_stages
-from jshard.signals.scope import unplaced
+from jshard.signals.scope import entering, unplaced
 
 
 def jit(
@@ -175,7 +175,7 @@ class Compiled:
         supplies = iter(others), iter(donated)
         arrays = self.placed([next(supplies[each]) for each in self.donated])  # tracers from outside may lie elsewhere
         nodes, args, kwargs, before = self.structure.holding(arrays)
-        with as_sharded(nodes):
+        with as_sharded(nodes), entering():
             result = self.f(*args, **kwargs)
         states = nnx.split((nodes,), nnx.Param, nnx.Variable, ...)[1:3]
         self.written, flat = WrittenBack.of(result, states, before, arrays, keep=self.donate)
@@ -254,7 +254,7 @@ def _marks(f: Callable[..., Any], arguments: Arguments) -> tuple[dict[int, Taken
         leaves = jax.tree.leaves((f(*args, **kwargs), nnx.split(nodes)[1]))
         return list(filter(is_array, leaves))
 
-    with recording() as found:
+    with recording() as found, entering():
         jaxpr = jax.make_jaxpr(traced)(*map(_shape, arguments.arrays))
     return found.of_arguments(jaxpr), found.rows
 

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
@@ -39,6 +40,7 @@ class Taken:
             return x.at(self.layout.sharding, self.dtype)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, self.dtype or x.dtype, sharding=self.layout.sharding)
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)  # a number among parameters
         if self.dtype is not None and x.dtype != self.dtype:
             x = x.astype(self.dtype)
         if not isinstance(x, Tracer) and getattr(x, "sharding", None) == self.layout.sharding:

@@ -123,6 +123,7 @@ class Call:
             situation = dataclasses.replace(situation, arrays=tuple(filter(None, self.arrays)))
         self.program, self.out = (_of_function if is_function else _of_method)(f, situation)
         present.used.update(self.out.used)
+        present.placed.update(tuple(each.use.claim.signal.name.split("/")) for each in self.program.placed.values())
 
     def _argument(self, key: Any) -> Argument:
         """The argument that a leaf is in."""

@@ -260,12 +260,19 @@ def _run(
 ) -> Any:
     if configuration() is None or unplaced.value:
         return f(*args, **kwargs)
+    return call_of(f, args, kwargs, names).run(name_of(f))
+
+
+def call_of(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
+) -> Call:
+    """Return a call of `f`, and refuse one that would leave the parameters of a traced model whole on every device."""
     traced = _unplaced_in_trace((*args, *kwargs.values()))
     call = Call(f, args, kwargs, names)
     is_final = recorder() is None  # `jshard.jit` traces once before it places
     if traced and is_final and any(each.lies.at_rest.mesh_axes for each in call.program.placed.values()):
         raise _unplaced_error(f, traced[0], args)
-    return call.run(name_of(f))
+    return call
 
 
 def _unplaced(args: Sequence[Any]) -> list[Any]:

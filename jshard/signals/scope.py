@@ -23,6 +23,7 @@ from jshard.provenance import line_here, scope
 from jshard.signals.active_config import configuration, mesh_for, no_fingerprint
 from jshard.signals.device_sets import check_reach
 from jshard.signals.faults import listed
+from jshard.signals.plain_layers import Watch, splits, watching
 from jshard.signals.signal import Signal
 
 
@@ -60,6 +61,7 @@ class Entry(contextlib.ContextDecorator):
         self.backward = backward
         self._exits: contextlib.ExitStack | None = None
         self.waits = False  # to be entered, by the user who asked for it
+        self.is_read = False  # by a layer, a placement or a partitioned call below
 
     def __call__(self, function: Any) -> Any:
         """Enter the signal in each call of `function`."""
@@ -88,7 +90,7 @@ class Entry(contextlib.ContextDecorator):
                 f'signal "{name}" is entered a second time through one object',
                 hint=f'write `with jshard.signal("{name}"):` anew',
             )
-        path = (*_context.value.path, *self.names)
+        path = (*_here().path, *self.names)
         present = configuration()
         if present is not None:
             present.lookup(path)
@@ -99,6 +101,8 @@ class Entry(contextlib.ContextDecorator):
         with contextlib.ExitStack() as exits:
             exits.enter_context(_context(Scope(path, self.backward, self)))
             exits.enter_context(scope(signal="/".join(self.names)))
+            self._watch = None if self.is_read else _watch(path)
+            exits.enter_context(watching(self._watch))
             self._exits = exits.pop_all()
         return self
 
@@ -106,8 +110,20 @@ class Entry(contextlib.ContextDecorator):
         assert self._exits is not None
         if isinstance(reason[1], Exception) and not failed_under(reason[1]):
             vars(reason[1])["__jshard_path__"] = active_path()
+        path, watch, present = _context.value.path, self._watch, configuration()
         exits, self._exits = self._exits, None
         exits.close()
+        if watch is not None and present is not None and not self.is_read and reason[1] is None:
+            watch.warn(has_split=path in present.placed)
+
+
+def _watch(path: tuple[str, ...]) -> Watch | None:
+    """Watch the plain layers under these signals, where nothing of jshard runs them."""
+    present = configuration()
+    if present is None or present.mesh is None or _entered.get() is not None or unplaced.value:
+        return None
+    signal = present.lookup(path)
+    return Watch(signal) if splits(signal) and not jax.sharding.get_abstract_mesh().manual_axes else None
 
 
 @contextlib.contextmanager
@@ -119,6 +135,14 @@ def entering() -> Iterator[Lines]:
         yield lines
     finally:
         _entered.reset(before)
+
+
+def _here() -> Scope:
+    """Return the scope of this point, for a reader that does what its signal says."""
+    here = _context.value
+    if here.entry is not None:
+        here.entry.is_read = True
+    return here
 
 
 def failed_under(error: Exception) -> tuple[str, ...]:
@@ -144,13 +168,13 @@ def active() -> Signal | None:
 
 def active_path() -> tuple[str, ...]:
     """The names this point is inside, outermost first; outside every scope that of `jshard.default`."""
-    path, present = _context.value.path, configuration()
+    path, present = _here().path, configuration()
     return path if path or present is None or present.default is None else tuple(present.default.split("/"))
 
 
 def scopes() -> tuple[str, ...]:
     """The names of the scopes around this point, outermost first."""
-    return _context.value.path
+    return _here().path
 
 
 @contextlib.contextmanager
@@ -166,9 +190,9 @@ def resolve(remembered: tuple[str, ...]) -> tuple[Signal | None, contextlib.Abst
     present, path = configuration(), remembered or active_path()
     if present is None or _context.value.path or not path:
         return active(), contextlib.nullcontext()
-    if unplaced.value:
-        return None, Entry(*path)
-    return present.lookup(path), Entry(*path)
+    entry = Entry(*path)
+    entry.is_read = True
+    return None if unplaced.value else present.lookup(path), entry
 
 
 def tensor_layout(signal: Signal, rank: int, label: str = "") -> Layout:

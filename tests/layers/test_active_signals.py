@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import warnings
 from pathlib import Path
 
 import jax
@@ -66,6 +68,43 @@ def by_path(tree):
 
 def load(signals=SIGNALS, axis_types="explicit", **head):
     return jshard.load({"jshard": {"mesh": MESH, "axis_types": axis_types, **head}, **signals})
+
+
+def linen_model():
+    """Build a model that is called as an NNX model is."""
+    return functools.partial(LinenModel().apply, {"params": linen_parameters()})
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+@pytest.mark.parametrize("build", [nnx_model, linen_model])
+def test_a_plain_layer_under_a_signal_outside_of_jit_and_shard_is_one_sentence(build, axis_types):
+    """Nothing is said where layers are built or split, of a signal that splits nothing, and of arrays that are split."""
+    load({**SIGNALS, "layer2": {}}, axis_types)
+    called = lambda x: model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = build()
+        if build is nnx_model:
+            jshard.create(Model, nnx.Rngs(0))
+    text = (
+        'signal "layer1" (<dict>) is entered at test_active_signals.py:{}, and the plain layer under it runs whole on every '
+        "device; write @jshard.jit above the step, or loss = jshard.shard(loss)"
+    )
+    line = (Model.__call__ if build is nnx_model else LinenModel.__call__.__wrapped__).__code__.co_firstlineno
+    for run in (called, nnx.jit(called), nnx.jit(jax.grad(lambda x: called(x).sum()))):
+        with pytest.warns(UserWarning) as found:
+            run(X)
+        assert [str(each.message) for each in found] == [text.format(line + (1 if build is nnx_model else 2))]
+        assert Path(found[0].filename).name == "test_active_signals.py"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load({**SIGNALS, "layer2": {}}, axis_types, mesh={"data": 8, "tensor": 1})  # one column
+        called(X)
+        load({**SIGNALS, "layer2": {}}, axis_types)
+        jshard.explain(called, X)
+        jshard.jit(lambda model, x: model(x))(split := nnx_model(), X)
+        split(X)
+        nnx.jit(lambda model, x: model(x))(split, X)
 
 
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])

@@ -10,6 +10,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
+from jshard.layers.accumulation import accumulated
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 
@@ -764,6 +766,37 @@ def test_a_model_that_no_call_has_placed_is_not_traced(axis_types, loss):
     model = jshard.shard(Small(nnx.Rngs(0)))
     model(x)  # or by a call
     nnx.jit(lambda model, x: nnx.grad(loss)(model, x))(model, x)
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+def test_microbatches_of_a_model_that_no_call_has_placed_are_not_traced(axis_types):
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": axis_types}, **SMALL})
+    model, batches = jshard.shard(Small(nnx.Rngs(0))), np.ones((2, 8, 16), np.float32)
+    with pytest.raises(JShardError, match="Small is traced, and no call before has placed its parameters"):
+        nnx.jit(accumulated(small_loss))(model, batches)
+    pipeline = {"jshard": {"mesh": {"data": 2, "pipe": 4}, "pipeline": {"axis": "pipe"}, "train": {"microbatches": 2}}}
+    jshard.load({**pipeline, "up": {"row": "data", "stage": "equal", "match": ["**"]}})
+    layers = jshard.stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 4, rngs=nnx.Rngs(0))
+    step = nnx.jit(lambda model, x: jshard.value_and_grad(small_loss)(model, x))
+    with pytest.raises(JShardError, match="is traced, and no call before has placed its parameters"):
+        step(jshard.shard(layers), batches[0])
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+def test_an_optimizer_that_was_built_before_the_first_call_is_split_by_the_first_step(axis_types):
+    jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": axis_types}, **SMALL})
+    model, x = jshard.shard(Small(nnx.Rngs(0))), np.ones((8, 16), np.float32)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    model(x)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(small_loss)(model, x))
+
+    step(model, optimizer, x)
+    shapes = lambda x: jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), jax.tree.leaves(x))
+    for moments in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
+        assert shapes(moments) == shapes(nnx.state(model)) == [(4,), (16, 8), (8,), (16, 8)]
 
 
 def test_a_model_that_nothing_splits_is_traced_before_a_call():

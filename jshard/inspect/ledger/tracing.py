@@ -33,6 +33,7 @@ from jshard.layouts.paths import keys_of, words_of
 from jshard.signals.active_config import configuration
 from jshard.signals.keys import unused
 from jshard.signals.parameter_path import below
+from jshard.signals.scope import entering
 
 
 def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
@@ -131,7 +132,8 @@ class Traced:
     def call(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         """The function's arrays, and the state its modules are left in."""
         nodes, (f, args, kwargs) = self.holding(arrays)
-        returned = jax.tree.leaves(f(*args, **kwargs))
+        with entering():  # the ledger lists layers that run whole
+            returned = jax.tree.leaves(f(*args, **kwargs))
         return [leaf for leaf in returned if is_array(leaf)], jax.tree.leaves(nnx.split(nodes)[1])
 
     def lacks_backward(self, backward: bool | None) -> bool:
