@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,9 +19,7 @@ from jshard.inspect.plan.aot import LIMIT, exported, flattened
 from jshard.inspect.plan.comparison import compare
 from jshard.inspect.plan.estimate import estimate
 from jshard.inspect.plan.memory import memory_of
-from jshard.inspect.plan.result import Result
-from jshard.inspect.plan.serialize import document
-from jshard.inspect.plan.text import page
+from jshard.inspect.plan.result import Plan
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked, walked
 from jshard.layers.user_code_errors import as_user_error
@@ -30,19 +27,6 @@ from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import configuration, on_mesh
 from jshard.signals.config import Configuration
 from jshard.signals.topologies import fitted, hint_of
-from jshard.table import Block, Shown
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Plan(Shown, Result):
-    """What was asked, what the compiler made of it, what memory it needs and what time a model gives. It prints as a page."""
-
-    def blocks(self) -> Iterator[Block]:
-        return page(self)
-
-    def to_json(self) -> str:
-        """One document, its schema named in it."""
-        return document(self)
 
 
 def plan(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from jshard.inspect.plan.comparison import Comparison, Row
 from jshard.inspect.plan.estimate import MODEL, Estimate, in_words
 from jshard.inspect.plan.memory import Memory
-from jshard.inspect.plan.planning import Plan
 from jshard.inspect.report.facts import Facts
 from jshard.markup import Child, Markup, element
 from jshard.pages.shell import legend, stack, table
@@ -17,11 +16,11 @@ HEAD = ("Line", "Signal", "Phase", "Collective", "Over", *SIDES, "What the compi
 
 
 def asked_got(facts: Facts, colours: Colours) -> Markup:
-    if facts.plan is None:
+    plan = facts.plan
+    if plan is None:
         words = "Not planned: nothing was compiled, so nothing is said here of what the compiler makes of it. To see it, type "
         command = f"jshard report {facts.title} --topology cpu:{facts.devices}"
         return element("p", words, element("code", command), ".", class_="quiet")
-    plan: Plan = facts.plan
     too_large = element(
         "p", "The program was too large to be compiled to its end: there is no text to compare with.", class_="quiet"
     )

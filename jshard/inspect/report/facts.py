@@ -8,6 +8,7 @@ from typing import Any
 
 from jshard.errors import Place
 from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.plan.result import Plan
 from jshard.inspect.report.array_placement import AT_REST, Laid
 
 
@@ -30,7 +31,7 @@ class Facts:
     ledger: Ledger
     texts: tuple[Text, ...]
     settings: frozenset[Place] = frozenset()  # lines about the experiment, where no word means a mesh axis
-    plan: Any = None
+    plan: Plan | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:

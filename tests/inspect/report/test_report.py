@@ -31,7 +31,7 @@ from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.comparison import Comparison, Difference, Row
 from jshard.inspect.plan.estimate import Estimate, Part
 from jshard.inspect.plan.memory import Memory
-from jshard.inspect.plan.planning import Plan
+from jshard.inspect.plan.result import Plan
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.report import report
 from jshard.inspect.report.array_placement import Laid
