@@ -48,7 +48,7 @@ def bodies(eqn: Any, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
     name, params = eqn.primitive.name, eqn.params
     if (body := called(eqn)) is not None:
         yield bare(body), list(operands)
-    elif name == "scan":
+    elif name in ("scan", "shard_map"):
         yield bare(params["jaxpr"]), list(operands)
     elif name == "cond":
         yield from ((bare(branch), list(operands[1:])) for branch in params["branches"])

@@ -22,6 +22,7 @@ class ActiveSignal:
 
     names: Names
     line: str
+    rank: int  # of the parameter where it is used first: in a loop without the axis of its trips
     is_layer: bool  # whether the equation is a product or a lookup
 
 
@@ -61,6 +62,7 @@ class _Walk:
         self.lines = lines
         self.uses: dict[str, dict[tuple[Names, bool], ActiveSignal]] = {}
         self.changes: dict[str, dict[tuple[Names, bool], ActiveSignal]] = {}
+        self.ranks: dict[str, int] = {}
 
     def run(self, jaxpr: Any, sources: Sequence[Source], around: Cause) -> list[Source]:
         step = lambda eqn, operands: self.results(eqn, operands, around.inside(eqn.source_info.name_stack.stack))
@@ -76,10 +78,13 @@ class _Walk:
             return outs
         parameters = frozenset[str]().union(*filter(None, sources))
         table = self.uses if None in sources else self.changes
-        for path in parameters if here.path else ():
-            key = here.path, eqn.primitive.name in LAYERS
-            line = _nearest(source_of(eqn), self.lines.get(here.path, ()))
-            table.setdefault(path, {}).setdefault(key, ActiveSignal(here.path, line, key[1]))
+        for path in parameters:
+            at = next(at for at, of in enumerate(sources) if path in (of or ()))
+            rank = self.ranks.setdefault(path, len(eqn.invars[at].aval.shape))
+            if here.path:
+                key = here.path, eqn.primitive.name in LAYERS
+                line = _nearest(source_of(eqn), self.lines.get(here.path, ()))
+                table.setdefault(path, {}).setdefault(key, ActiveSignal(here.path, line, rank, key[1]))
         if None in sources:
             return [None] * len(eqn.outvars)
         # a number that is computed from a parameter, as its norm, is no layer's array

@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
 from jshard.errors import Place
 from jshard.inspect.ledger.memory import on_a_device
-from jshard.jaxprs import bare, called
+from jshard.layers.active_signals import active_signals
 from jshard.layers.layer import Layer
-from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.signal import Signal
 
@@ -49,16 +47,16 @@ def unsplit(
     if present is None:
         return ()
     found: dict[Any, list[tuple[str, int]]] = {}
-    uses = _first_uses(jaxpr, {})
+    uses = active_signals(jaxpr, [f"{number}" * (name is not None) for number, name in enumerate(names)], {}, ())
     for number, (array, name) in enumerate(zip(arrays, names, strict=True)):
-        if name is None or number not in uses or is_split(array):
+        use = next(iter(uses.get(f"{number}", ())), None)
+        if name is None or use is None or is_split(array):
             continue
-        path, rank = uses[number]
-        signal = present.lookup(path) if path else Signal("-")
-        if keys := _splitting(signal, rank, mesh().shape):
+        signal = present.lookup(use.names)
+        if keys := _splitting(signal, use.rank, mesh().shape):
             words = ", ".join(f"{key}: {' x '.join(axes)}" for key, axes in keys)
             hint = _hint(modules.get(name[:-1]))
-            remark = (signal.at(keys[0][0]), "/".join(path), words, hint)
+            remark = (signal.at(keys[0][0]), "/".join(use.names), words, hint)
             found.setdefault(remark, []).append((".".join(name), on_a_device(array)))
     return tuple(
         Unsplit(place, signal, _listed([name for name, _ in each]), sum(size for _, size in each), words, hint)
@@ -92,33 +90,3 @@ def _hint(module: Any) -> str:
         if type(module) in layer.__mro__:
             return f"use jshard.{layer.__name__} for nnx.{type(module).__name__}"
     return "lay it out where it is made: jshard.place(x, jax.P(...))"
-
-
-Use = tuple[Path, int]  # the signals around an equation, and the rank that an operand has there
-
-
-def _first_uses(jaxpr: Any, known: dict[int, dict[int, Use]]) -> dict[int, Use]:
-    """For operands by number: the first equation that takes it, one under a signal where there is one."""
-    if id(jaxpr) in known:  # equal layers share one
-        return known[id(jaxpr)]
-    numbers = {variable: number for number, variable in enumerate(jaxpr.invars)}
-    found: dict[int, Use] = {}
-    named: set[int] = set()  # those that are found under a signal
-    for eqn in jaxpr.eqns:
-        taken = {at: each for at, each in enumerate(eqn.invars) if not isinstance(each, Literal) and each in numbers}
-        if named.issuperset(numbers[each] for each in taken.values()):
-            continue
-        path = Cause().inside(eqn.source_info.name_stack.stack).path
-        inner = eqn.params["jaxpr"] if eqn.primitive.name in ("shard_map", "scan") else called(eqn)
-        uses = {at: ((), len(each.aval.shape)) for at, each in taken.items()}
-        if inner is not None:
-            uses = _first_uses(bare(inner), known)
-        for at, (below, rank) in ((at, use) for at, use in uses.items() if at in taken):
-            number = numbers[taken[at]]
-            if number in named or (number in found and not (path or below)):
-                continue
-            found[number] = (*path, *below), rank
-            if path or below:
-                named.add(number)
-    known[id(jaxpr)] = found
-    return found

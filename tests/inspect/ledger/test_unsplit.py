@@ -14,7 +14,8 @@ from flax import nnx
 
 import jshard
 from jshard.inspect.ledger import Ledger
-from jshard.inspect.ledger.unsplit import _first_uses, _listed, _splitting
+from jshard.inspect.ledger.unsplit import _listed, _splitting
+from jshard.layers.active_signals import active_signals
 from jshard.provenance import scope
 from jshard.signals.signal import Shard, Signal
 
@@ -58,12 +59,18 @@ def step(model, optimizer, x):
     optimizer.update(model, nnx.grad(lambda model: model(x).sum())(model))
 
 
+def mapped(model, x):
+    graph, state = nnx.split(model)
+    call = lambda state, x: nnx.merge(graph, state)(x)
+    return jax.shard_map(call, mesh=jshard.mesh(), in_specs=P(), out_specs=P())(state, x)
+
+
 def scanned(model, x):
     return jax.lax.scan(lambda x, _: (model(x), None), x, length=2)[0]
 
 
-@pytest.mark.parametrize("f", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), nnx.remat(lambda m, x: m(x)), scanned],
-                         ids=["plain", "jit", "remat", "scan"])  # fmt: skip
+@pytest.mark.parametrize("f", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), nnx.remat(lambda m, x: m(x)), scanned, mapped],
+                         ids=["plain", "jit", "remat", "scan", "shard_map"])  # fmt: skip
 def test_parameters_of_plain_layers_are_told_through_every_call(f):
     with cases.loaded({"jshard": AUTO, **SIGNALS}):
         assert sorted(unsplit(f, Model(nnx.Linear, nnx.Rngs(0)), X)) == sorted(WHOLE)
@@ -145,8 +152,11 @@ def test_operands_of_one_equation_may_have_been_used_before():
         with scope(signal="down"):
             return x @ (a + b)
 
-    uses = _first_uses(jax.make_jaxpr(f)(X, X, X).jaxpr, {})
-    assert uses == {0: (("up",), 2), 1: (("down",), 2), 2: (("up",), 2)}
+    uses = active_signals(jax.make_jaxpr(f)(X, X, X).jaxpr, ["a", "b", ""], {}, ())
+    assert {path: (first.names, first.rank) for path, (first, *_) in uses.items()} == {
+        "a": (("up",), 2),
+        "b": (("down",), 2),
+    }
 
 
 @pytest.mark.parametrize(
