@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, PROVABLE, SUMS, is_scrambled, touches_floats
-from jshard.jaxprs import bare, called, equations, inner, scanned
+from jshard.jaxprs import bare, called, equations, inner, run, scanned
 from jshard.provenance import Cause, source_of
 
 Names = frozenset[str]
@@ -40,26 +40,22 @@ def _stood_in(eqn: Any) -> Names:
 
 
 def _reached(jaxpr: Any, given: Sequence[Names]) -> list[Names]:
-    known: dict[Any, Names] = dict(zip(jaxpr.invars, given, strict=True))
+    return run(jaxpr, [*[NONE] * len(jaxpr.constvars), *given], _reached_by, constant=lambda literal: NONE)
 
-    def of(variable: Any) -> Names:
-        return NONE if isinstance(variable, Literal) else known.get(variable, NONE)
 
-    for eqn in jaxpr.eqns:
-        name, operands = eqn.primitive.name, [of(variable) for variable in eqn.invars]
-        body = eqn.params["jaxpr"] if name == "shard_map" else called(eqn)
-        if body is not None:
-            results = _reached(bare(body), operands)
-        elif name == "cond":
-            branches = [_reached(bare(branch), operands[1:]) for branch in eqn.params["branches"]]
-            results = [operands[0].union(*each) for each in zip(*branches, strict=True)]
-        elif name == "scan":
-            results = _reached_in_loop(eqn, operands)
-        else:  # a while loop among them: each of its results by all that is in it
-            inside = [each for body in inner(eqn) for each in inexact_operations(body)]
-            results = [_stood_in(eqn).union(inside, *operands)] * len(eqn.outvars)
-        known |= zip(eqn.outvars, results, strict=True)
-    return [of(variable) for variable in jaxpr.outvars]
+def _reached_by(eqn: Any, operands: list[Names]) -> list[Names]:
+    name = eqn.primitive.name
+    body = eqn.params["jaxpr"] if name == "shard_map" else called(eqn)
+    if body is not None:
+        return _reached(bare(body), operands)
+    if name == "cond":
+        branches = [_reached(bare(branch), operands[1:]) for branch in eqn.params["branches"]]
+        return [operands[0].union(*each) for each in zip(*branches, strict=True)]
+    if name == "scan":
+        return _reached_in_loop(eqn, operands)
+    # a while loop among them: each of its results by all that is in it
+    inside = [each for body in inner(eqn) for each in inexact_operations(body)]
+    return [_stood_in(eqn).union(inside, *operands)] * len(eqn.outvars)
 
 
 def _reached_in_loop(eqn: Any, operands: list[Names]) -> list[Names]:

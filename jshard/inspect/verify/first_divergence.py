@@ -155,31 +155,26 @@ def _assembled(
         for order in itertools.permutations(tiled):
             if list(order) != sorted(order, key=lambda name: role[name]):  # only the order on one axis matters
                 continue
-            found.append((_built(parts, names, role, order), tuple(name for name in live if role[name] == "sum")))
+            summed = tuple(name for name in live if role[name] == "sum")
+            found.append((_built(parts, role, order, names, shape), summed))
     return iter(sorted(found, key=lambda each: len(each[1])))
 
 
-def _built(parts: np.ndarray, names: list[str], role: Mapping[str, Any], order: Sequence[str]) -> Any:
-    held = list(names)
-    for name in names:
-        at = held.index(name)
+def _built(
+    parts: np.ndarray, role: Mapping[str, Any], order: Sequence[str], names: Sequence[str], shape: tuple[int, ...]
+) -> np.ndarray | None:
+    """Sum over mesh axes, keep one of equal parts, and lay the others side by side, the last of `order` inmost."""
+    for at, name in enumerate(names):
         if role.get(name, "same") == "same":
             first = np.take(parts, [0], at)
             if not np.array_equal(parts, np.broadcast_to(first, parts.shape), equal_nan=True):
                 return None
-            parts = np.take(first, 0, at)
-            held.remove(name)
+            parts = first
         elif role[name] == "sum":
-            parts = parts.sum(at)
-            held.remove(name)
-    for name in reversed(order):  # the last is the minor one
-        at, axis = held.index(name), len(held) - 1 + role[name]
-        parts = np.moveaxis(parts, at, axis)
-        held.remove(name)
-        parts = parts.reshape(
-            (*parts.shape[:axis], parts.shape[axis] * parts.shape[axis + 1], *parts.shape[axis + 2 :])
-        )
-    return parts
+            parts = parts.sum(at, keepdims=True)
+    gone = [at for at, name in enumerate(names) if name not in order]
+    tiled = [[*(names.index(n) for n in order if role[n] == axis), len(names) + axis] for axis in range(len(shape))]
+    return parts.transpose(*gone, *itertools.chain(*tiled)).reshape(shape)
 
 
 DIFFER = "values differ"

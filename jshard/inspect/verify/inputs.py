@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from jshard.inspect.ledger.tracing import Traced, is_array, is_inexact
 from jshard.inspect.verify.residues import mixed
 from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
+from jshard.layers.linen import positional_names
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, slashed, words_of
 from jshard.layouts.put import is_key, kind, on_host, put, raw, typed
@@ -79,7 +79,7 @@ class Program:
 
         self.traced = Traced(named, (f, *args), kwargs)
         self.backward, self.with_gradients = backward, None
-        self.names = self._names(_parameter_names(f, args, kwargs))
+        self.names = self._names(["f", *positional_names(f, len(args))])
         self.of_optimizers: set[str] = set()  # the names of their state
         self.signals = self._signals()
 
@@ -87,7 +87,7 @@ class Program:
     def given(self) -> list[Any]:
         return self.traced.arrays
 
-    def _names(self, arguments: dict[tuple[str, int | str], str]) -> list[str]:
+    def _names(self, arguments: Sequence[str]) -> list[str]:
         """`model.up.kernel` or `batch["x"]` for every array that goes in, modules' first."""
         paths = [(_label(each.outer, arguments), *map(str, each.inner[1:])) for each in self.traced.paths]
         return [".".join(filter(None, words)) for words in paths]
@@ -176,29 +176,12 @@ def _cotangent(name: str, leaf: Any) -> Any:
     return jnp.where(small < 0, small, small + 1).astype(leaf.dtype)
 
 
-def _parameter_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:
-    """Name the positional arguments as the function does."""
-    try:
-        signature = inspect.signature(f)
-    except (TypeError, ValueError):  # a builtin has none
-        return {}
-    names: dict[Any, str] = {}
-    for number, parameter in zip(range(len(args)), signature.parameters.values(), strict=False):
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names[number] = parameter.name
-    return names
-
-
-def _label(path: tuple[Any, ...], arguments: dict[Any, str]) -> str:
+def _label(path: tuple[Any, ...], arguments: Sequence[str]) -> str:
     """A path into (named, (f, *args), kwargs), in the user's words."""
     if not path or key_of(path[0]) == 0:
         return ""
-    if key_of(path[0]) == 2:
-        return f"{key_of(path[1])}{jax.tree_util.keystr(path[2:])}"
-    number = key_of(path[1]) - 1
-    if number < 0:
-        return "f" + jax.tree_util.keystr(path[2:])
-    return arguments.get(number, f"argument {number + 1}") + jax.tree_util.keystr(path[2:])
+    name = key_of(path[1]) if key_of(path[0]) == 2 else arguments[key_of(path[1])]
+    return f"{name}{jax.tree_util.keystr(path[2:])}"
 
 
 def _as_given(name: str, array: Any) -> Any:
