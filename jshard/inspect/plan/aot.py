@@ -132,22 +132,11 @@ def exported(program: Any, leaves: Sequence[Any], donated: Sequence[int], topolo
         platforms=[topology.platform],
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS],
     )(*leaves)
-    meshes: list[Any] = list(dict.fromkeys(leaf.sharding.mesh for leaf in leaves))
     job = {
         "platform": topology.platform,
         "name": topology.name,
         "target": topology.target,
-        "meshes": [
-            {
-                "names": list(mesh.axis_names),
-                "sizes": list(mesh.axis_sizes),
-                "kinds": [kind.name for kind in mesh.axis_types],
-            }
-            for mesh in meshes
-        ],
-        "arguments": [{"mesh": meshes.index(leaf.sharding.mesh), "spec": list(leaf.sharding.spec)} for leaf in leaves],
         "donated": list(donated),
-        "options": {},
     }
     return Exported(bytes(export.serialize()), json.dumps(job, sort_keys=True), meaning_of(export.mlir_module()))
 

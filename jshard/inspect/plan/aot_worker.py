@@ -15,7 +15,7 @@ import jax
 import jax.export
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 
 def absent_devices(platform: str, name: str, target: dict[str, str]) -> Any:
@@ -28,30 +28,19 @@ def absent_devices(platform: str, name: str, target: dict[str, str]) -> Any:
 def compiled(folder: Path) -> Any:
     """The program of `folder`, compiled for the devices of its job."""
     job = json.loads((folder / "job.json").read_text())
-    devices = absent_devices(job["platform"], job["name"], job["target"])
+    devices = np.array(absent_devices(job["platform"], job["name"], job["target"]))
     exported = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
-    meshes = [
-        Mesh(
-            np.array(devices).reshape(mesh["sizes"]),
-            tuple(mesh["names"]),
-            axis_types=tuple(AxisType[kind] for kind in mesh["kinds"]),
-        )
-        for mesh in job["meshes"]
-    ]
     arguments = [
-        jax.ShapeDtypeStruct(
-            aval.shape,
-            aval.dtype,
-            sharding=NamedSharding(meshes[argument["mesh"]], PartitionSpec(*map(_entry, argument["spec"]))),
-        )
-        for aval, argument in zip(exported.in_avals, job["arguments"], strict=True)
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_on(devices, lies))
+        for aval, lies in zip(exported.in_avals, exported._in_named_shardings, strict=True)
     ]
+    return jax.jit(exported.call, donate_argnums=job["donated"]).lower(*arguments).compile()
 
-    return jax.jit(exported.call, donate_argnums=job["donated"]).lower(*arguments).compile(job["options"])
 
-
-def _entry(entry: Any) -> Any:
-    return tuple(entry) if isinstance(entry, list) else entry
+def _on(devices: Any, lies: Any) -> NamedSharding:
+    """Where an argument lies on its abstract mesh, on these devices."""
+    mesh = Mesh(devices.reshape(lies.mesh.axis_sizes), lies.mesh.axis_names, axis_types=lies.mesh.axis_types)
+    return NamedSharding(mesh, lies.spec)
 
 
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
