@@ -13,10 +13,25 @@ from jshard.markup import Child, Markup, element
 from jshard.version import __version__
 
 HERE = Path(__file__).parent
+Figure = tuple[str, Child, Child]  # a name, the figure, and what it is of
 
 
-def document(title: str, *content: Child, styles: Iterable[Path] = (), scripts: Iterable[Path] = ()) -> str:
-    """The whole page; styles and scripts come behind those that all pages have."""
+def document(
+    title: str,
+    command: str,
+    *,
+    skip: tuple[str, str],
+    links: Iterable[tuple[str, str]],
+    about: str,
+    figures: Iterable[Figure],
+    sections: Iterable[Markup | None],
+    footer: Sequence[str],
+    more: Iterable[Markup] = (),
+    styles: Iterable[Path] = (),
+    scripts: Iterable[Path] = (),
+) -> str:
+    """The whole page of a command. `skip` and `links` are words and where they lead; the last sentence of the `footer` follows
+    the version. Styles and scripts come behind those that all pages have; `more` is for the scripts."""
     style = _joined([HERE / "style.css", *styles])
     script = _joined([HERE / "theme.js", *scripts])
     policy = (
@@ -29,10 +44,29 @@ def document(title: str, *content: Child, styles: Iterable[Path] = (), scripts: 
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
         element("meta", name="generator", content=f"jshard {__version__}"),
-        element("title", title),
+        element("title", f"{title} · jshard {command}"),
         element("style", Markup(style)),
     )
-    body = element("body", content, element("script", Markup(script)))
+    tiles = element(
+        "dl",
+        [
+            element("div", element("dt", name), element("dd", value), element("dd", says, class_="quiet"))
+            for name, value, says in figures
+        ],
+        class_="tiles",
+    )
+    shown = element("p", about, class_="about") if about else None
+    opening = element("div", element("h1", title), shown, tiles, class_="opening")
+    *notes, last = footer
+    body = element(
+        "body",
+        element("a", skip[0], href=skip[1], class_="skip"),
+        _bar(links),
+        element("main", opening, sections),
+        element("footer", [element("p", words) for words in (*notes, f"jshard {__version__}. {last}")]),
+        more,
+        element("script", Markup(script)),
+    )
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
@@ -56,12 +90,12 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def bar(links: Iterable[tuple[str, str]]) -> Markup:
+def _bar(links: Iterable[tuple[str, str]]) -> Markup:
     """The bar at the top: where one can go on the page, and the choice of light or dark."""
     return element(
         "header",
         element("span", "jshard", class_="brand"),
-        element("nav", [element("a", word, href=target) for target, word in links], aria_label="sections"),
+        element("nav", [element("a", word, href=target) for word, target in links], aria_label="sections"),
         element(
             "button",
             element("span", "Theme: ", class_="long"),
@@ -132,15 +166,3 @@ def table(
         class_="plain-table",
     )
     return element("div", made, class_="scroller", tabindex=0, role="region", aria_label=label)
-
-
-def tiles(found: Iterable[tuple[str, Child, Child]]) -> Markup:
-    """A name, a figure and what it is of, five times."""
-    return element(
-        "dl",
-        [
-            element("div", element("dt", name), element("dd", value), element("dd", says, class_="quiet"))
-            for name, value, says in found
-        ],
-        class_="tiles",
-    )

@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jshard.markup import Markup, element
-from jshard.pages.shell import bar, document, legend, section, table, tiles
+from jshard.pages.shell import document, legend, section, table
 from jshard.pages.words import svg
 from jshard.schedules.cost import Cost, Run, compared, percent
 from jshard.schedules.table import SLOTS, Table
 from jshard.table import BETWEEN
 from jshard.table import table as aligned
-from jshard.version import __version__
 
 SAYS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 # The class of a colour in the style of all pages, and the same for a picture that stands alone.
@@ -91,22 +90,16 @@ def _panel(run: Run, title: str, top: float, scale: float) -> Iterator[Markup]:
 
 def page(costs: Sequence[Cost]) -> str:
     """The whole page: figures side by side, the picture, and each table as text."""
-    names = [cost.table.name for cost in costs]
     head, *rows = compared(costs)
-    figures = [(cost.table.name, percent(cost.lock_step.idle), "idle in lock-step") for cost in costs]
     texts = [element("pre", cost.table.text(), tabindex=0, class_="scroller") for cost in costs]
     return document(
-        f"{' and '.join(names)} · jshard schedule",
-        bar((("#figures", "Figures"), ("#picture", "Picture"), ("#tables", "Tables"))),
-        element(
-            "main",
-            element(
-                "div",
-                element("h1", ", ".join(names)),
-                element("p", " · ".join(str(cost.table) for cost in costs), class_="about"),
-                tiles(figures),
-                class_="opening",
-            ),
+        ", ".join(cost.table.name for cost in costs),
+        "schedule",
+        skip=("To the tables", "#tables"),
+        links=(("Figures", "#figures"), ("Picture", "#picture"), ("Tables", "#tables")),
+        about=" · ".join(str(cost.table) for cost in costs),
+        figures=[(cost.table.name, percent(cost.lock_step.idle), "idle in lock-step") for cost in costs],
+        sections=(
             section(
                 "figures",
                 "What it costs",
@@ -121,7 +114,7 @@ def page(costs: Sequence[Cost]) -> str:
             ),
             section("tables", "The tables", "As files to edit, which jshard schedule takes.", *texts),
         ),
-        element("footer", element("p", f"jshard {__version__}. Nothing has run.")),
+        footer=["Nothing has run."],
     )
 
 

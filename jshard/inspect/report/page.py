@@ -17,18 +17,18 @@ from jshard.inspect.report.model_tree import model_tree
 from jshard.inspect.report.pictures import Pictures
 from jshard.inspect.report.source import source
 from jshard.inspect.report.stages import stages
-from jshard.markup import Child, Markup, data, element
-from jshard.pages.shell import bar, document, section, tiles
+from jshard.markup import Markup, data, element
+from jshard.pages.shell import Figure, document, section
 from jshard.pages.words import Colours, amount, measured, size, times
-from jshard.version import __version__
 
 HERE = Path(__file__).parent
 LINKS = (
-    ("#source", "YAML"),
-    ("#places", "Layout"),
-    ("#ledger-section", "Wire"),
-    ("#memory", "Memory"),
-    ("#plan", "Plan"),
+    ("YAML", "#source"), ("Layout", "#places"), ("Wire", "#ledger-section"), ("Memory", "#memory"), ("Plan", "#plan"),
+)  # fmt: skip
+FOOTER = (
+    "Bytes on the wire are per device, for a group of n and a payload b: all-reduce 2b(n−1)/n; all-gather, reduce-scatter and "
+    "all-to-all b(n−1)/n; permute b. A gradient is counted as large as its parameter.",
+    "What was asked is read from the program's own jaxpr, its backward included; nothing ran.",
 )
 
 
@@ -43,12 +43,13 @@ def page(facts: Facts) -> str:
         source(facts, colours),
     )
     return document(
-        f"{facts.title} · jshard report",
-        element("a", "To the ledger", href="#ledger-section", class_="skip"),
-        bar(LINKS),
-        element(
-            "main",
-            _opening(facts, colours),
+        facts.title,
+        "report",
+        skip=("To the ledger", "#ledger-section"),
+        links=LINKS,
+        about=" · ".join(facts.about),
+        figures=_figures(facts, colours),
+        sections=(
             priced if facts.texts else None,
             section(
                 "places",
@@ -81,21 +82,20 @@ def page(facts: Facts) -> str:
             section("plan", "Asked against got", None, asked_got(facts, colours)),
             None if facts.texts else priced,
         ),
-        _footer(),
-        pictures.templates(),
-        data(pictures.fields | {"devices": _devices(facts)}, "facts"),
+        footer=FOOTER,
+        more=(*pictures.templates(), data(pictures.fields | {"devices": _devices(facts)}, "facts")),
         scripts=[HERE / "script.js"],
     )
 
 
-def _opening(facts: Facts, colours: Colours) -> Markup:
+def _figures(facts: Facts, colours: Colours) -> list[Figure]:
     shape = facts.mesh.shape if facts.mesh is not None else {}
     chips = [colours.chip(name, count) for name, count in shape.items()]
     parameters = sum(math.prod(array.shape) for array in facts.of(PARAMETER))
     heaviest = max((sum(device.values()) for device in facts.memory), default=0)
     ledger = facts.ledger
     phases = " · ".join(f"{phase} {size(total)}" for phase, total in ledger.by("phase").items())
-    figures: list[tuple[str, Child, Child]] = [
+    return [
         ("Devices", f"{facts.devices:,}", chips or "no mesh"),
         ("Parameters", amount(parameters), times(len(facts.of(PARAMETER)), "array")),
         ("On the wire", measured(ledger.total, name="wire"), phases or "nothing moves"),
@@ -106,13 +106,6 @@ def _opening(facts: Facts, colours: Colours) -> Markup:
         ),
         ("At rest", measured(heaviest, name="rest"), "on the device that holds most"),
     ]
-    return element(
-        "div",
-        element("h1", facts.title),
-        element("p", " · ".join(facts.about), class_="about") if facts.about else None,
-        tiles(figures),
-        class_="opening",
-    )
 
 
 def _places(facts: Facts, colours: Colours, pictures: Pictures) -> Markup:
@@ -152,18 +145,3 @@ def _devices(facts: Facts) -> list[str]:
         ", ".join(f"{name} {index}" for name, index in zip(sizes, at, strict=True))
         for at in np.ndindex(*sizes.values())
     ]
-
-
-def _footer() -> Markup:
-    return element(
-        "footer",
-        element(
-            "p",
-            "Bytes on the wire are per device, for a group of n and a payload b: all-reduce 2b(n−1)/n; all-gather, "
-            "reduce-scatter and all-to-all b(n−1)/n; permute b. A gradient is counted as large as its parameter.",
-        ),
-        element(
-            "p",
-            f"jshard {__version__}. What was asked is read from the program's own jaxpr, its backward included; nothing ran.",
-        ),
-    )

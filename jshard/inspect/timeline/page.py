@@ -8,28 +8,33 @@ from pathlib import Path
 from jshard.inspect.timeline.lanes import Bar, Drawing, Lane
 from jshard.inspect.timeline.words import by_signal, share, span, steps_in_words, sums
 from jshard.markup import Child, Markup, data, element
-from jshard.pages.shell import bar, document, section, stack, table, tiles
+from jshard.pages.shell import Figure, document, section, stack, table
 from jshard.pages.words import breakable, signal_name, times
 from jshard.schedules import Cost
 from jshard.schedules.drawing import drawn as schedule
-from jshard.version import __version__
 
 HERE = Path(__file__).parent
-LINKS = (("#timeline", "Timeline"), ("#devices", "Devices"), ("#signals", "Signals"), ("#operations", "Operations"))
+LINKS = (("Timeline", "#timeline"), ("Devices", "#devices"), ("Signals", "#signals"), ("Operations", "#operations"))
 LONGEST = 30
 READING = "A lane for each device, a bar for each operation; point at one to see what it is."
 KEYS = "+ and − zoom, ← and → move, 0 shows all, ] and [ go from operation to operation."
+FOOTER = (
+    "An operation is one that XLA compiled and a device ran, under the name that the compiled program gives it. What signal it "
+    "stands under is told by the name stack that the program was written under; of operations that were fused, by that of the "
+    "last."
+)
 
 
 def page(drawn: Drawing) -> str:
     """The whole page."""
     return document(
-        f"{drawn.title} · jshard timeline",
-        element("a", "To the longest operations", href="#operations", class_="skip"),
-        bar(LINKS),
-        element(
-            "main",
-            _opening(drawn),
+        drawn.title,
+        "timeline",
+        skip=("To the longest operations", "#operations"),
+        links=LINKS,
+        about=" · ".join(drawn.about),
+        figures=_figures(drawn),
+        sections=(
             section("timeline", "What ran, where and when", " ".join((READING, *drawn.notes)), _picture(drawn)),
             None
             if drawn.table is None
@@ -54,18 +59,18 @@ def page(drawn: Drawing) -> str:
             ),
             section("operations", "The longest operations", None, _operations(drawn)),
         ),
-        _footer(drawn),
-        data(_events(drawn), "events"),
+        footer=(FOOTER, f"{len(drawn.bars):,} events were captured in the time shown, and each is a bar."),
+        more=[data(_events(drawn), "events")],
         styles=[HERE / "style.css"],
         scripts=[HERE / "script.js"],
     )
 
 
-def _opening(drawn: Drawing) -> Markup:
+def _figures(drawn: Drawing) -> list[Figure]:
     length, moving = drawn.length * len(drawn.lanes), drawn.total("collectives")
     steps = [window.end - window.start for window in drawn.steps]
     which = steps_in_words([window.step for window in drawn.steps]) or "none"
-    figures: list[tuple[str, Child, Child]] = [
+    return [
         (
             "Operations",
             element("data", f"{len(drawn.bars):,}", value=len(drawn.bars), data_total="events"),
@@ -80,13 +85,6 @@ def _opening(drawn: Drawing) -> Markup:
         ),
         ("Idle", share(drawn.total("idle"), length), "neither, on average"),
     ]
-    return element(
-        "div",
-        element("h1", drawn.title),
-        element("p", " · ".join(drawn.about), class_="about"),
-        tiles(figures),
-        class_="opening",
-    )
 
 
 def _picture(drawn: Drawing) -> Markup:
@@ -249,18 +247,3 @@ def _events(drawn: Drawing) -> dict[str, object]:
 def _short(nanoseconds: float) -> float | int:
     rounded = round(nanoseconds, 1)
     return int(rounded) if rounded.is_integer() else rounded
-
-
-def _footer(drawn: Drawing) -> Markup:
-    return element(
-        "footer",
-        element(
-            "p",
-            "An operation is one that XLA compiled and a device ran, under the name that the compiled program gives it. What "
-            "signal it stands under is told by the name stack that the program was written under; of operations that were "
-            "fused, by that of the last.",
-        ),
-        element(
-            "p", f"jshard {__version__}. {len(drawn.bars):,} events were captured in the time shown, and each is a bar."
-        ),
-    )
