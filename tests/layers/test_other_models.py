@@ -12,7 +12,7 @@ from flax import nnx
 from other_models import MODELS, TINY, is_installed
 
 import jshard
-from jshard.inspect.compiled.traffic import wire_bytes
+from jshard.inspect.compiled.schedule import wire_bytes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"

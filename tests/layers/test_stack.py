@@ -16,8 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled.hlo_text import Program
-from jshard.inspect.compiled.schedule import Done, Loop, Start, schedule_of
-from jshard.inspect.compiled.traffic import collectives_in
+from jshard.inspect.compiled.schedule import Done, Loop, Start, collectives_in, schedule_of
 from jshard.jaxprs import equations, scanned
 from jshard.layers.abstract import created
 from jshard.layers.layer_stack import in_ranges

@@ -18,7 +18,7 @@ import jshard
 from jshard import events
 from jshard.errors import JShardError
 from jshard.flops import arithmetic_of
-from jshard.inspect.compiled.traffic import collectives_in
+from jshard.inspect.compiled.schedule import collectives_in
 from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.ledger.diff import compare
 from jshard.inspect.plan.comparison import compare as against

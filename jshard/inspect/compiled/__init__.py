@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from jshard.inspect.compiled.traffic import CompiledCollective as CompiledCollective
-from jshard.inspect.compiled.traffic import collectives_in as collectives_in
-from jshard.inspect.compiled.traffic import wire_bytes as wire_bytes
+from jshard.inspect.compiled.collective import CompiledCollective as CompiledCollective
+from jshard.inspect.compiled.schedule import collectives_in as collectives_in
+from jshard.inspect.compiled.schedule import wire_bytes as wire_bytes

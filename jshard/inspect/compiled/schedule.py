@@ -1,10 +1,12 @@
-"""The schedule of a compiled program: its work in the order of time, and where collectives begin and are waited for."""
+"""The schedule of a compiled program: its work in the order of time, and where collectives begin and are waited for; and all of
+its collectives: what XLA made of what was asked."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.hlo_text import KIND_OF, Computation, Instruction, Program, Site
@@ -52,6 +54,18 @@ class Branches:
 
 
 Event = Work | Start | Done | Loop | Branches
+
+
+def collectives_in(compiled: Any) -> list[CompiledCollective]:
+    """The collectives of `compiled` (a compiled program, or its text), in the order of the text's calls. Loops count by
+    their trips, and every branch of a conditional counts."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    return list(collectives_of(schedule_of(Program(text))))
+
+
+def wire_bytes(compiled: Any) -> int:
+    """Bytes that each device puts on the wire in one run of a compiled program (or of its text)."""
+    return sum(got.total for got in collectives_in(compiled))
 
 
 def schedule_of(program: Program) -> tuple[Event, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from jax._src.config import compilation_cache_include_metadata_in_key
 from jax.sharding import Mesh
 
-from jshard.inspect.compiled.traffic import collectives_in
+from jshard.inspect.compiled.schedule import collectives_in
 from jshard.inspect.ledger.entries import Line, joined
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.tracing import Traced, ledger_of

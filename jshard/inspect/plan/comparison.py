@@ -77,14 +77,6 @@ class Comparison:
     def differences(self) -> list[tuple[Row, Difference]]:
         return [(row, each) for row in self.rows for each in row.differences]
 
-    def by_signal(self) -> dict[str, tuple[int, int]]:
-        """Bytes on the wire asked and got, by signal."""
-        sums: dict[str, tuple[int, int]] = {}
-        for row in self.rows:
-            asked, got = sums.get(row.signal, (0, 0))
-            sums[row.signal] = (asked + row.wire_asked, got + row.wire_got)
-        return sums
-
 
 def compare(
     ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int], chip: Chip = CHIPS["cpu"]

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 from jshard.errors import Place
 from jshard.inspect.compiled.collective import Large
-from jshard.inspect.compiled.traffic import largest_results
+from jshard.inspect.compiled.hlo_text import Program
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.topology import Topology
+from jshard.provenance import cause
 from jshard.signals.config import Configuration
 from jshard.units import size
 
@@ -78,3 +79,14 @@ def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], pr
     capacity, is_cpu = topology.chip.device_memory or None, topology.chip.platform == "cpu"
     peak = None if is_cpu else sizes.get("peak")  # XLA for CPU leaves temporaries out of it
     return Memory(parts, sum(parts.values()), capacity, rest, largest, **budget, peak=peak)
+
+
+def largest_results(text: str) -> tuple[Large, ...]:
+    """The arrays that a compiled program puts into memory while it runs, the largest first. Of those of one shape only one
+    is named: they may well take each other's place."""
+    program = Program(text)
+    found: dict[str, Large] = {}
+    for bytes_, shape, op_name in program.results(program.entry):
+        if shape not in found or found[shape].signal == "-":
+            found[shape] = Large(bytes_, shape, cause(op_name).signal)
+    return tuple(sorted(found.values(), key=lambda each: -each.size))

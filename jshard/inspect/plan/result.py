@@ -143,9 +143,6 @@ class Plan(Shown):
             "wire": {
                 "asked": self.asked.total,
                 "got": None if comparison is None else comparison.got,
-                "signals": {}
-                if comparison is None
-                else {signal: {"asked": asked, "got": got} for signal, (asked, got) in comparison.by_signal().items()},
                 "rows": rows,
             },
             "memory": {

@@ -115,7 +115,7 @@ def narrowest_sum(jaxpr: Any, asked: Asked) -> float:
     for eqn, here, narrowed in _leaves(bare(jaxpr).eqns, narrowed_for_a_sum(bare(jaxpr))):
         if eqn.primitive.name in SUMS or eqn.primitive.name == "convert_element_type":
             dtype = getattr(eqn.outvars[0].aval, "dtype", jnp.int32)
-            of_sum = any(_is_in(v, narrowed) for v in (*eqn.invars, *eqn.outvars))
+            of_sum = any(is_in(v, narrowed) for v in (*eqn.invars, *eqn.outvars))
             if jnp.issubdtype(dtype, jnp.floating) and (not of_sum or str(dtype) in asked(here.cause.path)):
                 last = max(last, float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0)
     return last
@@ -169,5 +169,6 @@ def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:
     return found
 
 
-def _is_in(variable: Any, some: Set[Any]) -> bool:
+def is_in(variable: Any, some: Set[Any]) -> bool:
+    """Whether a variable, and no literal, is one of `some`."""
     return not isinstance(variable, Literal) and variable in some

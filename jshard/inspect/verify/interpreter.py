@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_array, is_inexact
-from jshard.inspect.verify.dataflow import Asked, narrowed_for_a_sum
+from jshard.inspect.verify.dataflow import Asked, is_in, narrowed_for_a_sum
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later
 from jshard.inspect.verify.residues import SUMS, coarse, embedded, is_float, results_of, touches_floats
 from jshard.jaxprs import bare, bound, called, inner, scanned
@@ -217,7 +217,7 @@ class _Level:
         made = {variable: number for number, eqn in eqns for variable in eqn.outvars if is_array(variable.aval)}
         names = [eqn.primitive.name for eqn in self.jaxpr.eqns]
         for eqn in self.jaxpr.eqns:
-            if eqn.primitive.name in SUMS or any(inner(eqn)) or any(_is_in(v, self.of_sums) for v in eqn.invars):
+            if eqn.primitive.name in SUMS or any(inner(eqn)) or any(is_in(v, self.of_sums) for v in eqn.invars):
                 self.of_sums.update(eqn.outvars)
         leaving: dict[Any, None] = {v: None for v, n in made.items() if names[n] == "shard_map" or names[n] in SUMS}
         for eqn, here in zip(self.jaxpr.eqns, self.inside, strict=True):
@@ -246,10 +246,6 @@ def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
         lambda part: jnp.isnan(part).any()[None], mesh=where.mesh, in_specs=where.spec, out_specs=PartitionSpec(names)
     )
     return look(x), names
-
-
-def _is_in(variable: Any, some: set[Any]) -> bool:
-    return not isinstance(variable, Literal) and variable in some
 
 
 def _holds_noted(eqn: Any) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.inspect.compiled.traffic import collectives_in
+from jshard.inspect.compiled.schedule import collectives_in
 
 HLO = Path(__file__).parents[2] / "data" / "hlo"
 SIZES = {"data": 2, "tensor": 4}
