@@ -147,14 +147,15 @@ def _by_a_table(eqn: Any, around: Around) -> Around | None:
     return dataclasses.replace(around, count=count, each=around.before * int(each) if each else None)
 
 
-def _mesh_axes(eqn: Any) -> tuple[str, ...]:
+def mesh_axes_of(eqn: Any) -> tuple[str, ...]:
+    """The mesh axes that a collective names."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(name for name in (names if isinstance(names, (tuple, list)) else (names,)) if isinstance(name, str))
 
 
 def _collective(eqn: Any, around: Around) -> Iterator[Line]:
     kind = KIND_OF[eqn.primitive.name]
-    mesh_axes = _mesh_axes(eqn)
+    mesh_axes = mesh_axes_of(eqn)
     if not (mesh_axes and around.count):
         return
     groups = eqn.params.get("axis_index_groups")
@@ -216,7 +217,7 @@ def is_remote(eqn: Any) -> bool:
 
 
 def _refuse_unknown(eqn: Any, around: Around) -> None:
-    mesh_axes = [name for name in _mesh_axes(eqn) if name in around.sizes]
+    mesh_axes = [name for name in mesh_axes_of(eqn) if name in around.sizes]
     if mesh_axes:
         raise JShardError(
             f'the program calls {eqn.primitive.name} over mesh axis "{mesh_axes[0]}", which jshard has no price for',

@@ -23,7 +23,7 @@ from jshard.inspect.plan.result import Plan
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked, walked
 from jshard.layers.user_code_errors import as_user_error
-from jshard.layouts.mesh import absent_mesh
+from jshard.layouts.mesh import absent_mesh, sizes_of
 from jshard.signals.active_config import configuration, on_mesh
 from jshard.signals.config import Configuration
 from jshard.signals.topologies import fitted, hint_of
@@ -128,9 +128,9 @@ def _away(topology: Topology, arrays: list[Any]) -> Any:
 
 def _twin(mesh: Any, topology: Topology) -> Any:
     if mesh.size != topology.devices:
-        sizes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
         raise JShardError(
-            f"an argument lies on a mesh of {mesh.size} devices, {{{sizes}}}, and {topology.name} has {topology.devices:,}",
+            f"an argument lies on a mesh of {mesh.size} devices, {sizes_of(mesh)}, and {topology.name} has "
+            f"{topology.devices:,}",
             hint=hint_of(mesh.size, topology.name, "use topology=", "the sizes of the mesh"),
         )
     bare = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape), axis_types=mesh.axis_types)

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshard.errors import Place
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.result import Plan
 from jshard.inspect.report.array_placement import AT_REST, Laid
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A file of the configuration, line by line."""
-
-    source: str
-    lines: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +22,13 @@ class Facts:
     mesh: Any  # of devices, or an abstract one where they need not be here; None: one device
     arrays: tuple[Laid, ...]
     ledger: Ledger
-    texts: tuple[Text, ...]
+    texts: Mapping[str, Sequence[str]]  # the lines of each file of the configuration
     settings: frozenset[Place] = frozenset()  # lines about the experiment, where no word means a mesh axis
     plan: Plan | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return tuple(text.source for text in self.texts)
+        return tuple(self.texts)
 
     def of(self, *kinds: str) -> list[Laid]:
         return [array for array in self.arrays if array.kind in kinds]

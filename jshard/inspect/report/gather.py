@@ -18,7 +18,7 @@ from jshard.inspect.ledger.memory import held, place_of
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan.added import with_added
 from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
-from jshard.inspect.report.facts import Facts, Text
+from jshard.inspect.report.facts import Facts
 from jshard.jaxprs import inner
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
@@ -86,7 +86,7 @@ def _facts(
     mesh = current.mesh() if is_placed else max(meshes, key=lambda mesh: mesh.size, default=None)
     places = [] if present is None else present.train_places.values()
     settings = frozenset(Place(place.source, place.line) for place in places)
-    return Facts(title, about, mesh, arrays, ledger, () if present is None else _texts(present), settings, plan)
+    return Facts(title, about, mesh, arrays, ledger, {} if present is None else _texts(present), settings, plan)
 
 
 # -- arrays --
@@ -159,15 +159,12 @@ def _between(jaxpr: Any, outside: Cause) -> Iterator[Laid]:
 # -- the text --
 
 
-def _texts(present: Configuration) -> tuple[Text, ...]:
+def _texts(present: Configuration) -> dict[str, list[str]]:
     """The files that the configuration was read from, the one that was named first."""
     places = [Place(present.source), *present.train_places.values()]
     places += [place for signal in present.signals.values() for place in (signal.place, *signal.places.values())]
     places += [] if present.mesh is None else [present.mesh.place]
-    texts = []
-    for source in dict.fromkeys(place.source for place in places):
-        if source == present.source or any(place.source == source and place.line for place in places):
-            path = Path(source)
-            if path.is_file():
-                texts.append(Text(source, tuple(path.read_text(encoding="utf-8").splitlines())))
-    return tuple(texts)
+    sources = dict.fromkeys(place.source for place in places if place.line or place.source == present.source)
+    return {
+        source: Path(source).read_text(encoding="utf-8").splitlines() for source in sources if Path(source).is_file()
+    }

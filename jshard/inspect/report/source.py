@@ -50,16 +50,14 @@ def source(facts: Facts, colours: Colours) -> Markup:
     found = costs(facts)
     most = max((cost.total for cost in found.values()), default=0) or 1
     blocks, shown = [], set()
-    for text in facts.texts:
+    for name, lines in facts.texts.items():
         rows = []
-        for number, line in enumerate(text.lines, 1):
-            place = Place(text.source, number)
+        for number, line in enumerate(lines, 1):
+            place = Place(name, number)
             shown.add(place)
             rows.append(_line(place, line, found.get(place), most, facts, colours))
-        name = element("h3", breakable(text.source))
-        blocks.append(
-            element("div", name if len(facts.texts) > 1 else None, element("ol", rows, class_="code"), class_="file")
-        )
+        head = element("h3", breakable(name)) if len(facts.texts) > 1 else None
+        blocks.append(element("div", head, element("ol", rows, class_="code"), class_="file"))
     elsewhere = {place: cost for place, cost in found.items() if place not in shown and (cost.count or cost.rest)}
     if elsewhere:
         blocks.append(

@@ -72,8 +72,8 @@ class Drawing:
         return sum(getattr(lane, what) for lane in self.lanes)
 
 
-def rows(spans: Sequence[Span]) -> tuple[list[int], int]:
-    """Return the row of each span, and how many there are: the first free one, so that what runs inside another is below it.
+def rows(spans: Sequence[Span]) -> list[int]:
+    """Return the row of each span: the first free one, so that what runs inside another is below it.
 
     Spans are sorted by start.
     """
@@ -85,7 +85,7 @@ def rows(spans: Sequence[Span]) -> tuple[list[int], int]:
             ends.append(end)
         ends[row] = end
         found.append(row)
-    return found, len(ends)
+    return found
 
 
 def lane(name: str, rank: int, bars: Iterable[Bar], length: float) -> Lane:

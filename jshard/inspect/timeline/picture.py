@@ -25,8 +25,8 @@ WORDS = {"compute": "computes", "collective": "collective", "around": "a loop or
 MOST = 30_000  # pixels in height that readers of PNGs take
 
 
-def drawn(timeline: Drawing) -> tuple[bytes, int]:
-    """Return the file, and how many bars were drawn into it."""
+def drawn(timeline: Drawing) -> bytes:
+    """Return the file, a bar in it for each event."""
     *tops, bottom = itertools.accumulate((lane.rows * ROW + GAP for lane in timeline.lanes), initial=HEAD + AXIS)
     height = bottom + FOOT + 40 * len(timeline.notes)
     if height > MOST:
@@ -49,12 +49,10 @@ def drawn(timeline: Drawing) -> tuple[bytes, int]:
         sheet.text((LEFT + at * scale + 6, HEAD + 28), span(at), 19, SOFT)
     for lane, top in zip(timeline.lanes, tops, strict=True):
         sheet.text((EDGE, top + 4), lane.name, 22)
-    count = 0
     for bar in timeline.bars:
         sheet.bar(bar, LEFT + bar.start * scale, tops[bar.lane] + bar.row * ROW, bar.duration * scale)
-        count += 1
     _foot(sheet, timeline, bottom)
-    return sheet.file(count), count
+    return sheet.file()
 
 
 def _ticks(length: float) -> Iterator[float]:
@@ -86,7 +84,6 @@ class _Sheet:
         try:
             image: Any = importlib.import_module("PIL.Image")
             fonts: Any = importlib.import_module("PIL.ImageFont")
-            self.png: Any = importlib.import_module("PIL.PngImagePlugin")
             pen: Any = importlib.import_module("PIL.ImageDraw")
         except ImportError:
             raise JShardError(
@@ -117,8 +114,7 @@ class _Sheet:
             words = bar.op if len(bar.op) <= letters else f"{bar.op[: letters - 1]}…"
             self.text((begin + 6, top + 3), words, 19, SOFT if bar.kind == "around" else PAPER)
 
-    def file(self, bars: int) -> bytes:
-        info, into = self.png.PngInfo(), io.BytesIO()
-        info.add_text("jshard bars", str(bars))
-        self.image.save(into, "PNG", pnginfo=info)
+    def file(self) -> bytes:
+        into = io.BytesIO()
+        self.image.save(into, "PNG")
         return into.getvalue()

@@ -36,7 +36,7 @@ class Timeline(Drawing):
 
     def save_png(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture; needs Pillow."""
-        return write(Path(path), drawn(self)[0], "the timeline", "--png timeline.png")
+        return write(Path(path), drawn(self), "the timeline", "--png timeline.png")
 
     def json_lines(self) -> Iterator[str]:
         """Write each event as one document, the schema in the first line."""
@@ -90,7 +90,7 @@ def timeline(folder: str | os.PathLike[str], step: int | None = None) -> Timelin
 
 
 def _bars(number: int, events: Sequence[Event], begin: float, capture: Capture) -> list[Bar]:
-    placed, _ = rows([(event.start, event.end) for event in events])
+    placed = rows([(event.start, event.end) for event in events])
     return [
         Bar(
             lane=number,

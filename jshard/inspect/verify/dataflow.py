@@ -3,7 +3,6 @@ coarser to be summed."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.extend.core import Literal
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, PROVABLE, SUMS, is_scrambled, touches_floats
 from jshard.jaxprs import bare, called, equations, inner, run, scanned
-from jshard.provenance import Cause, source_of
+from jshard.provenance import source_of
 
 Names = frozenset[str]
 NONE: Names = frozenset()
@@ -73,26 +72,16 @@ def meshes_in(jaxpr: Any) -> list[Any]:
     return [eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Obstacle:
-    """An operation that numbers modulo a prime can't stand for."""
-
-    primitive: str
-    cause: Cause
-
-    def __str__(self) -> str:
-        cause = self.cause
-        at = f' in signal "{cause.signal}"' if cause.path else f" at {cause.source}" if cause.source else ""
-        return f"{self.primitive}{at} has no exact stand-in"
-
-
-def obstacle(jaxpr: Any, platform: str) -> Obstacle | None:
-    """The first operation of a jaxpr that can't be proven in every bit on devices of `platform`."""
+def obstacle(jaxpr: Any, platform: str) -> str | None:
+    """Name the first operation of a jaxpr that can't be proven in every bit on devices of `platform`: that numbers modulo a
+    prime can't stand for."""
     for outer in bare(jaxpr).eqns:
         for eqn, here, _ in _leaves([outer]):
             if _stops(eqn, platform):
                 cause = here.blamed(eqn)
-                return Obstacle(eqn.primitive.name, dataclasses.replace(cause, source=cause.source or source_of(outer)))
+                source = cause.source or source_of(outer)
+                at = f' in signal "{cause.signal}"' if cause.path else f" at {source}" if source else ""
+                return f"{eqn.primitive.name}{at} has no exact stand-in"
     return None
 
 

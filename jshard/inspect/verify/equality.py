@@ -207,7 +207,7 @@ class _Trial:
         platform = reference.mesh.devices.flat[0].platform
         found = next(filter(None, (obstacle(jaxpr, platform) for jaxpr in jaxprs)), None)
         self.modulus = None if found else modulus_for([eqn for jaxpr in jaxprs for eqn in equations(jaxpr)])
-        self.why = "" if self.modulus else str(found or "a sum has more terms than any modulus allows")
+        self.why = "" if self.modulus else found or "a sum has more terms than any modulus allows"
         self.exactly = Evaluation(self.modulus, asked=_asked)
 
     @functools.cached_property

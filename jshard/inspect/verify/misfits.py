@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jshard.inspect.ledger.jaxpr_walk import KIND_OF, Around
+from jshard.inspect.ledger.jaxpr_walk import KIND_OF, Around, mesh_axes_of
 from jshard.jaxprs import bare, inner
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration
@@ -56,9 +56,7 @@ def _moves(jaxpr: Any, around: Around) -> Iterator[Misfit]:
         made |= dict.fromkeys(eqn.outvars, (eqn, here))
         cause, kind = here.cause, KIND_OF.get(eqn.primitive.name)
         if kind is not None and cause.redistributed and cause.path and cause.phase == "forward":
-            names = eqn.params.get("axis_name", ())
-            mesh_axes = (names,) if isinstance(names, str) else tuple(names)
-            result = eqn.outvars[0].aval
+            mesh_axes, result = mesh_axes_of(eqn), eqn.outvars[0].aval
             array = f"{result.dtype}[{','.join(map(str, result.shape))}]"
             yield Misfit(
                 _left_by(eqn, cause, made, mesh_axes), here.blamed(eqn, mesh_axes), kind.name, mesh_axes, array

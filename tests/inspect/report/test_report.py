@@ -36,7 +36,7 @@ from jshard.inspect.plan.topology import Topology
 from jshard.inspect.report import report
 from jshard.inspect.report.array_placement import Laid
 from jshard.inspect.report.drawing import lines, picture
-from jshard.inspect.report.facts import Facts, Text
+from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.mesh_picture import ACROSS, MOST_DEVICES, Strip, strips
 from jshard.inspect.report.page import page
 from jshard.inspect.report.source import costs
@@ -409,7 +409,7 @@ def hostile() -> Facts:
         ledger=Ledger(
             (line(cause=Cause((word,), chosen=word, place=place, source=word), mesh_axes=(word,), branches=(word,)),)
         ),
-        texts=(Text(word, (word, f"{word}: {word} # {word}")),),
+        texts={word: (word, f"{word}: {word} # {word}")},
     )
 
 
@@ -481,7 +481,7 @@ def test_report_of_a_deep_model_on_a_large_mesh_stays_small():
     ]  # fmt: skip
     asked = [line(cause=Cause((f"block/w{w}",), phase), mesh_axes=(axis,), payload=64 * w)
              for phase in ("forward", "backward") for _ in range(48) for w in range(16) for axis in sizes]  # fmt: skip
-    text = page(Facts("deep", (), grid, tuple(arrays), Ledger(tuple(asked)), ()))
+    text = page(Facts("deep", (), grid, tuple(arrays), Ledger(tuple(asked)), {}))
     assert len(text.encode()) < 2_000_000
     assert f"The first {MOST_DEVICES:,} of 2,048 devices are drawn." in text
     assert numbers(text, "wire")[0] == sum(each.total for each in asked)
@@ -636,7 +636,7 @@ def test_browser_mesh_axes_can_be_read_in_all_their_colours(browser, tmp_path, s
     asked = tuple(line(mesh_axes=(name,)) for name in names)
     target = tmp_path / "colours.html"
     target.write_text(
-        page(Facts("colours", (), grid, (laid(mesh=grid, shape=(256, 4), axes=(tuple(names), ())),), Ledger(asked), ()))
+        page(Facts("colours", (), grid, (laid(mesh=grid, shape=(256, 4), axes=(tuple(names), ())),), Ledger(asked), {}))
     )
     opened = Window(browser, target)
     opened.show(scheme=scheme)
@@ -670,13 +670,13 @@ def test_page_says_what_the_compiler_adds_on_auto_axes():
         "": unknown,
         "XLA for CPU": "none added by XLA for CPU; what another chip's adds: jshard plan",
     }.items():
-        text = page(Facts("auto", (), None, (laid(),), Ledger((), is_auto=True, compiler=compiler), ()))
+        text = page(Facts("auto", (), None, (laid(),), Ledger((), is_auto=True, compiler=compiler), {}))
         assert f"On axis_types: auto {says}." in html.unescape(text)
 
 
 def test_browser_shows_a_program_that_asks_for_nothing(browser, tmp_path):
     target = tmp_path / "plain.html"
-    target.write_text(page(Facts("plain", (), None, (laid(),), Ledger(()), ())), encoding="utf-8")
+    target.write_text(page(Facts("plain", (), None, (laid(),), Ledger(()), {})), encoding="utf-8")
     opened = Window(browser, target)
     assert browser.get_log("browser") == []
     assert opened.js("document.querySelector('#said').textContent") == (
@@ -705,7 +705,7 @@ def pod(**changes) -> Facts:
             line(cause=Cause((LONG,), "backward", place=place), mesh_axes=("tensor",), payload=2**26),
             line(cause=Cause(phase="backward", asked=False), mesh_axes=("data", "tensor"), group=256),
         )),
-        texts=(Text(place.source, ("jshard: {mesh: {tensor: 2, data: 128}}", f"{LONG}: {{row: data, reduction: tensor}}")),),
+        texts={place.source: ("jshard: {mesh: {tensor: 2, data: 128}}", f"{LONG}: {{row: data, reduction: tensor}}")},
         plan=planned(),
     )  # fmt: skip
     return dataclasses.replace(facts, **changes)

@@ -326,23 +326,21 @@ def test_picture_has_a_bar_for_every_event(tmp_path, extra):
     image_module = extra("PIL.Image")
     from jshard.inspect.timeline.picture import AXIS, COLOURS, HEAD, ROW, drawn
 
-    content, count = drawn(many(40, name="a"))
-    image = image_module.open(io.BytesIO(content)).convert("RGB")
+    image = image_module.open(io.BytesIO(drawn(many(40, name="a")))).convert("RGB")
     colours = {tuple(bytes.fromhex(colour[1:])) for colour in COLOURS.values()} - {(255, 255, 255)}
     found = 0
     for lane_ in (0, 1):
         y = HEAD + AXIS + lane_ * (ROW + 16) + ROW - 8  # below the words
         line = [image.getpixel((x, y)) in colours for x in range(image.width)]
         found += sum(now and not before for before, now in zip([False, *line], line, strict=False))
-    assert (count, found) == (80, 80)
-    assert drawn(many(4000))[1] == 8000
+    assert found == 80
 
 
 def test_span_and_rows():
     assert [span(ns) for ns in (0, 412.4, 999.6, 1234, 45_600, 9_996_000, 3e9)] == [
         "0 ns", "412 ns", "1.00 µs", "1.23 µs", "45.6 µs", "10.0 ms", "3.00 s",
     ]  # fmt: skip
-    assert rows([(0, 10), (2, 4), (3, 4), (4, 12), (10, 11)]) == ([0, 1, 2, 1, 0], 3)
+    assert rows([(0, 10), (2, 4), (3, 4), (4, 12), (10, 11)]) == [0, 1, 2, 1, 0]
     assert union([(0, 10), (2, 4), (8, 12), (20, 21)]) == 13
 
 

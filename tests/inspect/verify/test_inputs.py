@@ -179,9 +179,9 @@ def test_an_obstacle_is_named_with_its_line():
         (lambda x: lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ x, x), "while"),
     ):
         line = f.__code__.co_firstlineno
-        assert str(obstacle(jax.make_jaxpr(f)(x), "cpu")) == f"{name} at test_inputs.py:{line} has no exact stand-in"
+        assert obstacle(jax.make_jaxpr(f)(x), "cpu") == f"{name} at test_inputs.py:{line} has no exact stand-in"
     conv = jax.make_jaxpr(lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"))(x)
-    assert obstacle(conv, "cpu") is None and obstacle(conv, "gpu").primitive == "conv_general_dilated"
+    assert obstacle(conv, "cpu") is None and obstacle(conv, "gpu").startswith("conv_general_dilated ")
     for f in (lambda x: lax.fori_loop(0, 3, lambda _, c: c @ x, x), lambda x: lax.sort(jnp.exp(x))):
         assert obstacle(jax.make_jaxpr(f)(x), "cpu") is None
 
