@@ -13,7 +13,7 @@ from jshard.inspect.compiled.schedule import collectives_in
 from jshard.inspect.ledger.entries import Line, joined
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.tracing import Traced, ledger_of
-from jshard.inspect.plan.aot import compile_absent, exported, flattened
+from jshard.inspect.plan.aot import compile_absent, exported
 from jshard.inspect.plan.comparison import DTYPES
 from jshard.inspect.plan.match import paired
 from jshard.inspect.plan.planning import on_absent, program_of
@@ -65,8 +65,7 @@ def _compiled_here(traced: Traced, backward: bool | None) -> str:
 def _compiled_elsewhere(traced: Traced, backward: bool | None, mesh: Any) -> str:
     topology = Topology.of(f"cpu:{mesh.size}")
     there = Traced(*traced.holding([on_absent(each, mesh, topology) for each in traced.arrays])[1])
-    flat, leaves, donated = flattened(*program_of(there, backward))
-    return compile_absent(exported(flat, leaves, donated, topology), topology).text
+    return compile_absent(exported(*program_of(there, backward), topology), topology).text
 
 
 def _added(ledger: Ledger, text: str, sizes: Mapping[str, int], compiler: str) -> Iterator[Line]:

@@ -25,7 +25,7 @@ import jax.export
 from jshard.errors import JShardError
 from jshard.inspect.compiled.collective import Large
 from jshard.inspect.plan.topology import Topology
-from jshard.jaxprs import equations
+from jshard.jaxprs import bare, equations
 from jshard.provenance import cause, op_name, source_of
 
 LIMIT = 600  # seconds that a compilation may take
@@ -88,28 +88,15 @@ def _assembler(plugin: str) -> bool:
     return _there(wheel) or shutil.which("ptxas") is not None or Path("/usr/local/cuda/bin/ptxas").exists()
 
 
-def flattened(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any], tuple[int, ...]]:
-    """`program` (jitted) as a jitted function of its arrays one by one, with those, and the numbers of the donated ones:
-    the other process knows nothing of the user's own classes."""
-    infos = jax.tree.leaves(program.trace(*args, **kwargs).args_info, is_leaf=lambda each: hasattr(each, "donated"))
-    donated = tuple(number for number, info in enumerate(infos) if info.donated)
-    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        return jax.tree.leaves(program(*args, **kwargs))
-
-    return jax.jit(flat, donate_argnums=donated), leaves, donated
-
-
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """A program for another process: its bytes, the job that says how to compile them, and what it says but for the lines
-    of the source that it was written on and called from."""
+    """A program for another process: its bytes, the job that says how to compile them, what it says but for the lines of the
+    source that it was written on and called from, and its jaxpr."""
 
     program: bytes
     job: str
     meaning: bytes
+    jaxpr: Any = None
 
 
 PLACE = re.compile(r"#loc\d*")
@@ -124,11 +111,23 @@ def meaning_of(module: str) -> bytes:
     return hashlib.sha256(bare.encode()).digest()
 
 
-def exported(program: Any, leaves: Sequence[Any], donated: Sequence[int], topology: Topology) -> Exported:
-    """A flat program for arrays that lie on absent meshes."""
+def exported(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology) -> Exported:
+    """A jitted program of arrays that lie on absent meshes, as one of its arrays one by one: the other process knows nothing of
+    the user's own classes."""
+    infos = jax.tree.leaves(program.trace(*args, **kwargs).args_info, is_leaf=lambda each: hasattr(each, "donated"))
+    donated = [number for number, info in enumerate(infos) if info.donated]
+    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(program(*args, **kwargs))
+
+    jitted = jax.jit(flat, donate_argnums=donated)
+    jaxpr = bare(jitted.trace(*leaves).jaxpr)
+    check_stays_on_devices(jaxpr)
     # Custom calls are whatever kernels the program has; the program is compiled by this very version of JAX.
     export = jax.export.export(
-        program,
+        jitted,
         platforms=[topology.platform],
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS],
     )(*leaves)
@@ -136,9 +135,9 @@ def exported(program: Any, leaves: Sequence[Any], donated: Sequence[int], topolo
         "platform": topology.platform,
         "name": topology.name,
         "target": topology.target,
-        "donated": list(donated),
+        "donated": donated,
     }
-    return Exported(bytes(export.serialize()), json.dumps(job, sort_keys=True), meaning_of(export.mlir_module()))
+    return Exported(bytes(export.serialize()), json.dumps(job, sort_keys=True), meaning_of(export.mlir_module()), jaxpr)
 
 
 KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call", "AllocateBuffer")

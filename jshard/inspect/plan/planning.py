@@ -15,7 +15,7 @@ from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan import aot as deviceless
 from jshard.inspect.plan import cache as plans
-from jshard.inspect.plan.aot import LIMIT, exported, flattened
+from jshard.inspect.plan.aot import LIMIT, exported
 from jshard.inspect.plan.comparison import compare
 from jshard.inspect.plan.estimate import estimate
 from jshard.inspect.plan.memory import memory_of
@@ -64,12 +64,7 @@ def planned(
 ) -> Plan:  # fmt: skip
     """The plan of a jitted program of shapes that lie on absent meshes, of which `ledger` says what it asks for."""
     with as_user_error("it is traced"):
-        flat, leaves, donated = flattened(program, args, kwargs)
-        traced = flat.trace(*leaves).jaxpr
-        jaxpr = getattr(traced, "jaxpr", traced)
-        deviceless.check_stays_on_devices(jaxpr)
-        arithmetic = arithmetic_of(jaxpr)
-        export = exported(flat, leaves, donated, topology)
+        export = exported(program, args, kwargs, topology)
     key = plans.key(export)
     compiled = plans.load(key) if cache else None
     cached = compiled is not None
@@ -86,7 +81,7 @@ def planned(
         got=found.collectives,
         comparison=compare(ledger, found.collectives, sizes, topology.chip) if compiled.text else None,
         memory=memory,
-        estimate=estimate(ledger, found, arithmetic, memory, topology),
+        estimate=estimate(ledger, found, arithmetic_of(export.jaxpr), memory, topology),
         compilers=_compilers(topology),
         seconds=compiled.seconds,
         cached=cached,

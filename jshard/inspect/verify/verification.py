@@ -98,18 +98,11 @@ class Verification(Shown):
 
     def to_json(self) -> str:
         """One document, `"schema": "jshard.verify/1"`."""
-        findings = [
-            {
-                **_plain(each),
-                "place": each.cause.place and str(each.cause.place),
-                "signal": "/".join(each.cause.path) or None,
-            }
-            for each in self.findings
-        ]
+        findings = [{**_plain(each), "signal": "/".join(each.cause.path) or None} for each in self.findings]
         begins = [
             {
-                **_plain(each), "cause": each.looks, "place": each.cause.place and str(each.cause.place),
-                "path": each.cause.signal, "phase": each.cause.phase, "source": each.cause.source,
+                **_plain(each), "cause": each.looks, "path": each.cause.signal, "phase": each.cause.phase,
+                "source": each.cause.source,
             }
             for each in self.beginnings
         ]  # fmt: skip
@@ -128,8 +121,8 @@ class Verification(Shown):
 
 
 def _plain(entry: Finding | FirstDivergence) -> dict[str, Any]:
-    left_out = "cause", "looks"
-    return {name: value for name, value in vars(entry).items() if name not in left_out}
+    fields = {name: value for name, value in vars(entry).items() if name not in ("cause", "looks")}
+    return {**fields, "place": entry.cause.place and str(entry.cause.place)}
 
 
 def in_words(mesh: Mapping[str, int]) -> str:

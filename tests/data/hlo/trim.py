@@ -17,7 +17,7 @@ import decoder
 import jshard
 from jshard.inspect.compiled import collectives_in
 from jshard.inspect.compiled.hlo_text import COMPUTATION, INSTRUCTION, KIND_OF, Instruction
-from jshard.inspect.plan.aot import compile_absent, exported, flattened
+from jshard.inspect.plan.aot import compile_absent, exported
 from jshard.inspect.plan.topology import Topology
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import on_mesh
@@ -30,7 +30,7 @@ def compiled(name: str) -> str:
     with on_mesh(absent_mesh(sizes)):
         step, args = decoder.training_step(decoder.TINY)
         there = Topology.of(name)
-        return compile_absent(exported(*flattened(step, args, {}), there), there).text
+        return compile_absent(exported(step, args, {}, there), there).text
 
 
 def trimmed(text: str) -> str:
