@@ -17,7 +17,7 @@ from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.errors import JShardError
-from jshard.inspect.report.array_placement import GRADIENT, OPTIMIZER, PARAMETER
+from jshard.inspect.report.facts import GRADIENT, OPTIMIZER, PARAMETER
 from jshard.inspect.report.gather import facts_of_function
 from jshard.layers.layer import ModelArray, ModelArrays, model_arrays, parameters_by_path
 from jshard.layouts.layout import Layout

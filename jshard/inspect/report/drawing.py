@@ -6,8 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jshard.inspect.report.array_placement import Laid
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import Facts, Laid
 from jshard.markup import Markup, element
 from jshard.pages.words import Colours, svg
 

@@ -4,13 +4,95 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
 
 from jshard.errors import Place
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.result import Plan
-from jshard.inspect.report.array_placement import AT_REST, Laid
+
+PARAMETER = "parameter"
+GRADIENT = "gradient"
+OPTIMIZER = "optimizer state"
+OTHER = "other state"
+ACTIVATION = "activation"
+BATCH = "batch"
+Index = tuple[int, ...]  # of a part, along each axis of its array
+AT_REST: tuple[str, ...] = (PARAMETER, GRADIENT, OPTIMIZER, OTHER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """One array and how it lies. `axes` are the mesh axes of each of its axes; `mesh` is None when no mesh tells."""
+
+    kind: str
+    path: tuple[str, ...]
+    signal: str  # "-" when no signal was around
+    place: Place | None
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    axes: tuple[tuple[str, ...], ...]
+    mesh: Any
+    note: str = ""
+    device: Any = None  # the only one that holds it
+
+    @property
+    def ways(self) -> tuple[int, ...]:
+        """Into how many parts each axis is split."""
+        if self.mesh is None:
+            return (1,) * len(self.shape)
+        return tuple(math.prod(self.mesh.shape[name] for name in names) for names in self.axes)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of one device's part."""
+        return tuple(size // ways for size, ways in zip(self.shape, self.ways, strict=True))
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes on each device that holds a part."""
+        return math.prod(self.local) * self.itemsize
+
+    @property
+    def bytes_whole(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def is_everywhere(self, full_mesh: Any) -> bool:
+        """Whether every device of the whole mesh holds a part."""
+        if self.mesh is None or full_mesh is None:
+            return self.device is None or not isinstance(full_mesh, Mesh)
+        return dict(self.mesh.shape) == dict(full_mesh.shape)
+
+    def tiles(self, full_mesh: Any) -> list[Index | None]:
+        """For each device of the whole mesh, in its order, the index of its part along each axis; None: holds nothing.
+        An array that nobody has placed is taken to be on every device, as jit takes it."""
+        count = 1 if full_mesh is None else full_mesh.size
+        if self.mesh is None or full_mesh is None:
+            full: Index = (0,) * len(self.shape)
+            if self.device is None or not isinstance(full_mesh, Mesh):
+                return [full] * count
+            return [full if device == self.device else None for device in full_mesh.devices.flat]
+        parts = self._parts()
+        if self.is_everywhere(full_mesh):
+            return list(parts)
+        assert isinstance(self.mesh, Mesh) and isinstance(full_mesh, Mesh), "a slice of a mesh names its devices"
+        by_device = dict(zip(self.mesh.devices.flat, parts, strict=True))
+        return [by_device.get(device) for device in full_mesh.devices.flat]
+
+    def _parts(self) -> list[Index]:
+        """For each device of the array's own mesh."""
+        sizes = self.mesh.shape
+        places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
+        found = np.zeros((self.mesh.size, len(self.axes)), int)
+        for axis, names in enumerate(self.axes):
+            for name in names:
+                found[:, axis] = found[:, axis] * sizes[name] + places[name]
+        return list(map(tuple, found.tolist()))
 
 
 @dataclasses.dataclass(frozen=True)

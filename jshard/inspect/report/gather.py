@@ -17,8 +17,7 @@ from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import held, place_of
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan.added import with_added
-from jshard.inspect.report.array_placement import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Laid
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Facts, Laid
 from jshard.jaxprs import inner
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout

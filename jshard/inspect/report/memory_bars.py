@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from jshard.inspect.report.array_placement import AT_REST
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import AT_REST, Facts
 from jshard.markup import Markup, element
 from jshard.pages.shell import legend, stack, table
 from jshard.pages.words import linked, measured, signal_name, size

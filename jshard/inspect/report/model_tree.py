@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jshard.inspect.report.array_placement import ACTIVATION, BATCH, OPTIMIZER, OTHER, PARAMETER, Laid
 from jshard.inspect.report.drawing import glyph
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import ACTIVATION, BATCH, OPTIMIZER, OTHER, PARAMETER, Facts, Laid
 from jshard.inspect.report.pictures import Pictures
 from jshard.markup import Markup, element
 from jshard.pages.words import Colours, breakable, linked, measured, times

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jshard.inspect.report.array_placement import PARAMETER
 from jshard.inspect.report.asked_got import asked_got
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import PARAMETER, Facts
 from jshard.inspect.report.ledger_table import by_axis, claims_table, ledger_table
 from jshard.inspect.report.memory_bars import memory_bars
 from jshard.inspect.report.mesh_picture import mesh_picture

@@ -3,9 +3,8 @@ once, so that a page does not grow with the depth of a model."""
 
 from __future__ import annotations
 
-from jshard.inspect.report.array_placement import Laid
 from jshard.inspect.report.drawing import Picture, caption, fills, picture, sheet, split_by
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import Facts, Laid
 from jshard.markup import Markup, element, joined
 from jshard.pages.words import Colours, linked, measured
 

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 
 from jshard.errors import Place
-from jshard.inspect.report.array_placement import AT_REST
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import AT_REST, Facts
 from jshard.markup import Markup, element, escaped
 from jshard.pages.shell import stack
 from jshard.pages.words import Colours, anchor, breakable, measured, times

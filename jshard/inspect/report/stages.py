@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jshard.inspect.ledger.entries import Staged
-from jshard.inspect.report.array_placement import PARAMETER
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import PARAMETER, Facts
 from jshard.markup import Child, Markup, element
 from jshard.pages.shell import table
 from jshard.pages.words import measured

@@ -34,9 +34,8 @@ from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.result import Plan
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.report import report
-from jshard.inspect.report.array_placement import Laid
 from jshard.inspect.report.drawing import lines, picture
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import Facts, Laid
 from jshard.inspect.report.mesh_picture import ACROSS, MOST_DEVICES, Strip, strips
 from jshard.inspect.report.page import page
 from jshard.inspect.report.source import costs
