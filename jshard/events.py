@@ -70,21 +70,6 @@ def listen(listener: Listener) -> Callable[[], None]:
     return stop
 
 
-# -- what devices do --
-
-operation: Callable[[str, bool], None] | None = None
-
-
-def hear_operations(hears: Callable[[str, bool], None]) -> None:
-    """From now on `hears(where, ended)` is called as a CPU device begins or ends an operation of a pipeline's table, in
-    programs that are traced from now on. For the one who watches this process: it costs a call into Python each time."""
-    global operation
-    operation = hears
-
-
-# -- stderr --
-
-
 def listener(environment: Mapping[str, str]) -> Listener | None:
     """What prints the events that `JSHARD_LOG` asks for on stderr; None where it asks for none, or another rank speaks."""
     asked = [word.strip() for word in environment.get("JSHARD_LOG", "").split(",") if word.strip()]

@@ -223,17 +223,17 @@ class _CallingBack:
 
 
 def keep_what_calls_python() -> None:
-    """JAX 0.10 keeps no program that calls Python, as a launched pipeline does, which tells what it begins and ends, and each
-    interpreted kernel. Such a program only numbers whom it calls. Not what takes a token, which XLA can't write."""
-    from jax._src import buffer_callback, callback, compiler
+    """JAX 0.10 keeps no program that calls Python, as each interpreted kernel does. Such a program only numbers whom it calls.
+    Not what takes a token, which XLA can't write."""
+    from jax._src import callback, compiler
 
     if not OLD:
         return
     compile_, write = compiler.compile_or_get_cached, compiler._cache_write
-    modules = {buffer_callback.__name__, callback.__name__}
 
     def compiled(backend: Any, computation: Any, devices: Any, options: Any, callbacks: Any, *args: Any) -> Any:
-        if callbacks and {each.__module__ for each in callbacks} <= modules and not _tokens(_main(computation)):
+        own = callbacks and {each.__module__ for each in callbacks} == {callback.__name__}
+        if own and not _tokens(_main(computation)):
             backend = _CallingBack(backend, callbacks)
         return compile_(backend, computation, devices, options, callbacks, *args)
 

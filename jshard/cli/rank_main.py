@@ -16,7 +16,6 @@ from rich.console import Console
 from jshard.cli.experiment import opened, pretended
 from jshard.cli.target import Target
 from jshard.errors import JShardError
-from jshard.events import hear_operations
 from jshard.inspect.ledger import Ledger
 from jshard.launch.agreement import agree
 from jshard.launch.cluster_env import found
@@ -94,8 +93,7 @@ def join(
 
 
 def joined_experiment(target: Target) -> Experiment:
-    """Join with an experiment, whose stages say what they do; the first process prints what its step asks for."""
-    hear_operations(pulse().operates)
+    """Join with an experiment; the first process prints what its step asks for."""
     experiment = joined(target, preemption=True)
     assert isinstance(experiment, Experiment)
     if jax.process_index() == 0:

@@ -8,7 +8,6 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
 from typing import Any
 
 STATUS = "JSHARD_LAUNCH_STATUS"  # the launcher's pipe: its file descriptor, in this process's environment
@@ -16,9 +15,6 @@ ALL = "JSHARD_LAUNCH_ALL"  # set where one launcher has started all processes, a
 BAR = "JSHARD_LAUNCH_BAR"  # set where the launcher draws a bar of what the first process says
 MEMORY = "JSHARD_LAUNCH_MEMORY"  # its memory, which outlives this process and so tells where it was killed
 PLACE = struct.Struct("<q24s")  # step and phase
-OPERATION = struct.Struct(
-    "<?127s"
-)  # behind it: whether the operation of a pipeline that its devices began last has ended
 LOOKS = 64  # the last so many decide how late a process is
 ENOUGH = 16
 
@@ -32,11 +28,10 @@ class Pulse:
         self.results: collections.deque[tuple[int, Any]] = collections.deque(maxlen=64)
         self.looks: collections.deque[tuple[float, int, bool]] = collections.deque(maxlen=LOOKS)  # when, step, is idle
         self.done = self.handed = 0
-        self.operation, self.has_ended = "", False  # what its devices began last of a pipeline's table
         self.stands_in = ""  # the collective that others wait in for this process, where it is known
         pipe, memory = os.environ.get(STATUS), os.environ.get(MEMORY)
         self.pipe = int(pipe) if pipe else None
-        self.memory = mmap.mmap(int(memory), PLACE.size + OPERATION.size) if memory else None
+        self.memory = mmap.mmap(int(memory), PLACE.size) if memory else None
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Set the phase that this process is in from now on."""
@@ -45,12 +40,6 @@ class Pulse:
             self.step = step
         if self.memory is not None:
             PLACE.pack_into(self.memory, 0, self.step, phase.encode())
-
-    def operates(self, operation: str, ended: bool) -> None:
-        """Set the operation of a pipeline's table that this process's devices have begun, or ended. From their threads."""
-        self.operation, self.has_ended = operation, ended
-        if self.memory is not None:
-            OPERATION.pack_into(self.memory, PLACE.size, ended, operation.encode())
 
     def stands(self, place: str) -> None:
         """Set the collective that the others wait for this process in. Told at once: it may be killed before a beat."""
@@ -94,10 +83,7 @@ class Pulse:
     @property
     def facts(self) -> dict[str, Any]:
         names = ("step", "done", "of", "says", "stands_in")
-        facts = {"phase": self.doing, **{name: getattr(self, name) for name in names}}
-        if self.operation:
-            facts |= {"operation": self.operation, "has_ended": self.has_ended}
-        return facts | self.pace
+        return {"phase": self.doing, **{name: getattr(self, name) for name in names}, **self.pace}
 
     @property
     def doing(self) -> str:
@@ -112,10 +98,3 @@ class Pulse:
             os.write(self.pipe, json.dumps({**self.facts, **more}).encode() + b"\n")
         except OSError:  # the launcher is gone, and with it whoever would read
             self.pipe = None
-
-
-def last_of(facts: Mapping[str, Any]) -> str:
-    """Say which operation the devices of a process began last, behind what else is said of it; empty where none is known."""
-    if not facts.get("operation"):
-        return ""
-    return f", and had last {'ended' if facts['has_ended'] else 'begun'} {facts['operation']}"

@@ -11,7 +11,6 @@ from typing import Any
 
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import Membership
-from jshard.launch.heartbeat import last_of
 
 ANSWERS = 2.0  # seconds that a process has to answer in
 MISSED = 4.5  # seconds without a note, of which there is one a second, after which a process is gone
@@ -67,7 +66,7 @@ def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JSh
         same = rank in first and first[rank]["beats"] == note["beats"]
         if same and note["phase"] != "ended" and rank != membership.rank:
             return rank, JShardError(
-                f"rank {rank} is gone: it was in step {note['step']}{last_of(note)}{waited}",
+                f"rank {rank} is gone: it was in step {note['step']}{waited}",
                 hint=f"look at process {note['pid']} on {note['host']}: it was killed, or its host is gone",
             )
     return None

@@ -80,32 +80,21 @@ def odd_one(notes: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> in
     if gone or len(behind) < len(notes):
         return behind[0]
     phases = [note["phase"] for note in notes.values()]
-    at_work = [
-        rank for rank in ranks if notes[rank].get("has_ended") is False
-    ]  # at an operation, the others behind one
-    if len(at_work) == 1 and set(phases) == {"step"}:
-        return at_work[0]
     rare = min(set(phases), key=lambda phase: (phases.count(phase), phase == "step"))
     return next(rank for rank in ranks if notes[rank]["phase"] == rare) if len(set(phases)) > 1 else None
 
 
 def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd: int | None) -> list[str]:
     """Make a line for each rank; an arrow points at the one that differs."""
-    has_stages = any("operation" in note for note in notes.values())
-    heads = ("rank", "host", "process", "alive", "phase", "step", "done", "late", "stands in (inferred)")
-    rows: list[tuple[str, ...]] = [(*heads, *(["operation"] if has_stages else []))]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "host", "process", "alive", "phase", "step", "done", "late", "stands in (inferred)")
+    ]
     for rank, note in sorted(notes.items()):
         has = "yes" if alive[rank] else "no"
         late = f"{1000 * note['late']:.0f} ms" if "late" in note else "-"
         waits = note["phase"] == "step" and note["done"] < note["step"]
         place = (note.get("stands_in") or "-") if waits else "-"
         each = (rank, note["host"], note["pid"], has, note["phase"], note["step"], note["done"], late, place)
-        rows.append((*map(str, each), *([_operation(note)] if has_stages else [])))
+        rows.append(tuple(map(str, each)))
     arrows = ["", *("  <--" if rank == odd else "" for rank in sorted(notes))]
     return [line + arrow for line, arrow in zip(text.table(rows), arrows, strict=True)]
-
-
-def _operation(note: Mapping[str, Any]) -> str:
-    if "operation" not in note:
-        return "-"
-    return f"{'ended' if note['has_ended'] else 'began'} {note['operation']}"

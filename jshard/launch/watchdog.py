@@ -14,7 +14,7 @@ from typing import Any
 from jshard.errors import JShardError
 from jshard.launch import kv_store
 from jshard.launch.cluster_env import Membership
-from jshard.launch.heartbeat import Pulse, last_of
+from jshard.launch.heartbeat import Pulse
 from jshard.launch.peer_loss import answered
 from jshard.launch.rank_status import Slow, odd_one, table
 
@@ -174,8 +174,7 @@ def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: f
 def _doing(note: Mapping[str, Any]) -> str:
     if note["phase"] == "after":
         return f"it was behind step {note['step']}, reading data, evaluating or saving"
-    where = f"it was in step {note['step']}" + ("" if note["phase"] == "step" else f" ({note['phase']})")
-    return where + last_of(note)
+    return f"it was in step {note['step']}" + ("" if note["phase"] == "step" else f" ({note['phase']})")
 
 
 def _waits(pulse: Pulse) -> str:

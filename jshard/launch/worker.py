@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jshard.launch.heartbeat import MEMORY, OPERATION, PLACE, STATUS, last_of
+from jshard.launch.heartbeat import MEMORY, PLACE, STATUS
 
 OUTLIVE = Path(__file__).with_name("parent_death.py")
 # What gloo says of each group of devices, and nobody asked: in pieces, among which those of other threads may stand.
@@ -44,7 +44,7 @@ class Worker:
         self.facts: dict[str, Any] = {}
         self.status: int | None = None  # set when its end has been seen
         self.memory = tempfile.TemporaryFile()
-        self.memory.truncate(PLACE.size + OPERATION.size)
+        self.memory.truncate(PLACE.size)
         reading, writing = os.pipe()
         memory = self.memory.fileno()
         self.process = subprocess.Popen(
@@ -97,7 +97,7 @@ class Worker:
         step, phase = self._place()
         if not step:
             return "before its first step"
-        return (f"in step {step}" if phase in ("step", "ended") else f"in step {step} ({phase})") + self._operation()
+        return f"in step {step}" if phase in ("step", "ended") else f"in step {step} ({phase})"
 
     def waited_in(self) -> str:
         """Name the collective that the others waited in for it, once it had begun to step; empty where it is not known."""
@@ -108,10 +108,6 @@ class Worker:
         """Read the step and the phase that it wrote last; step 0 before its first."""
         step, phase = PLACE.unpack(os.pread(self.memory.fileno(), PLACE.size, 0))
         return step, phase.rstrip(b"\0").decode()
-
-    def _operation(self) -> str:
-        has_ended, operation = OPERATION.unpack(os.pread(self.memory.fileno(), OPERATION.size, PLACE.size))
-        return last_of({"operation": operation.rstrip(b"\0").decode(), "has_ended": has_ended})
 
     def how_ended(self) -> str:
         """`was killed by SIGKILL` or `ended with status 3`."""

@@ -1,12 +1,10 @@
-"""A model on stages, of which one process is killed, or hangs, in the operation of its table and the step that STAGED says:
-`kill 5 "stage 2, tick 4"`; once, before `jshard launch` starts all again."""
+"""A model on stages, of which one process gets the signal, at the step and of the rank, that STAGED says: `SIGKILL 5 1`;
+once, before `jshard launch` starts all again."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
-import time
 from typing import Any
 
 import jax
@@ -14,7 +12,6 @@ import numpy as np
 from flax import nnx
 
 import jshard
-from jshard import events
 from jshard.run_names import RESTART
 
 WIDTH = 8
@@ -42,20 +39,19 @@ def data() -> dict[str, Any]:
     return {"train": (numbers.normal(size=(64, WIDTH)).astype(np.float32), numbers.integers(0, WIDTH, 64))}
 
 
-def disturb(fault: str, step: int, place: str) -> None:
-    hears = events.operation
+def disturb(name: str, step: int) -> None:
+    pulse = jshard.pulse()
+    waits = pulse.waits
 
-    def operation(where: str, ended: bool) -> None:
-        assert hears is not None
-        hears(where, ended)
-        if where.startswith(place) and not ended and jshard.pulse().step == step:
-            if fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(600)
+    def disturbed(number: int, result: Any) -> None:
+        waits(number, result)
+        if number == step:  # handed to the devices
+            os.kill(os.getpid(), signal.Signals[name])
 
-    events.hear_operations(operation)
+    pulse.waits = disturbed
 
 
 if "STAGED" in os.environ and RESTART not in os.environ:
-    name, number, place = shlex.split(os.environ["STAGED"])
-    disturb(name, int(number), place)
+    name, step, rank = os.environ["STAGED"].split()
+    if os.environ.get("JAX_PROCESS_ID") == rank:
+        disturb(name, int(step))

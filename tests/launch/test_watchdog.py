@@ -52,33 +52,6 @@ def test_watchdog_shows_all_ranks_and_marks_the_one_that_differs():
     ]
 
 
-def test_watchdog_finds_the_one_stage_that_is_at_an_operation_and_shows_what_each_began():
-    said = notes(("step", 5), ("step", 5), ("step", 5))
-    told = (
-        ("stage 0, tick 1, microbatch 1 (F1 of 1f1b)", True),
-        ("stage 1, tick 1, microbatch 0 (F0 of 1f1b)", False),
-    )
-    for rank, (operation, ended) in enumerate(told):
-        pulse = Pulse()
-        pulse.operates(operation, ended)
-        said[rank] |= {"operation": pulse.facts["operation"], "has_ended": pulse.facts["has_ended"]}
-    assert odd_one(said, []) == 1
-    assert table(said, dict.fromkeys(said, True), 1) == [
-        "rank  host  process  alive  phase  step  done  late  stands in (inferred)  operation",
-        "0     node  10       yes    step   5     4     -     -                     ended stage 0, tick 1, microbatch 1 (F1 of 1f1b)",
-        "1     node  11       yes    step   5     4     -     -                     began stage 1, tick 1, microbatch 0 (F0 of 1f1b)  <--",
-        "2     node  12       yes    step   5     4     -     -                     -",
-    ]
-    assert watchdog._doing(said[1]) == (
-        "it was in step 5, and had last begun stage 1, tick 1, microbatch 0 (F0 of 1f1b)"
-    )
-    assert watchdog._doing(said[2]) == "it was in step 5"
-    said[2]["has_ended"] = False  # two are at one: they wait for each other inside a stage, or both stand
-    assert odd_one(said, []) is None
-    said[2] |= {"has_ended": True, "phase": "data"}  # late in its data: the others wait for it inside an operation
-    assert odd_one(said, []) == 2
-
-
 def test_launch_and_train_compare_no_clocks_on_the_wall():
     """`time.time` may say when something was; how long it took, and who is late, says a clock that only counts on."""
     rooms = [Path(watchdog.__file__).parent, Path(watchdog.__file__).parents[1] / "train"]

@@ -15,7 +15,6 @@ from drawn import drawn
 from flax import nnx
 
 import jshard
-from jshard import events
 from jshard.errors import JShardError
 from jshard.flops import arithmetic_of
 from jshard.inspect.compiled.schedule import collectives_in
@@ -25,7 +24,7 @@ from jshard.inspect.plan.comparison import compare as against
 from jshard.inspect.timeline import capture
 from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
-from jshard.layers.partition import ticks, watched
+from jshard.layers.partition import ticks
 from jshard.layers.sharding import objective_of
 from jshard.provenance import said
 from jshard.schedules import KINDS, generate
@@ -856,50 +855,3 @@ def test_a_program_is_as_long_for_more_microbatches(schedule):
         made = jax.make_jaxpr(lambda state, x: accumulated(loss)(nnx.merge(graph, state), x, x))(state, x)  # noqa: B023
         lengths.add(sum(1 for _ in equations(made)))
     assert len(lengths) == 1, lengths
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
-def test_who_watches_hears_each_operation_begin_and_end_and_nothing_else_changes(schedule, monkeypatch):
-    """On each device of a stage, once and in the order of the table; unwatched, nothing of it is in the program."""
-    jshard.load(configured(2, tensor=2, schedule=schedule))
-
-    def run():
-        model = built()
-        traced = Traced(accumulated(loss), (model, X, Y), {})
-        lines, arithmetic = str(ledger_of(traced, traced.nodes)), arithmetic_of(traced.forward(), remat=False)
-        lowered = nnx.jit(lambda model, x, y: accumulated(loss)(model, x, y)).lower(model, X, Y)
-        found = jax.tree.map(np.asarray, lowered.compile()(model, X, Y))
-        return "callback" in lowered.as_text(), found, lines, arithmetic
-
-    is_called, *alone = run()
-    assert not is_called
-    heard = []
-    monkeypatch.setattr(events, "operation", lambda where, ended: heard.append((where, ended)))
-    is_called, *watched = run()
-    jax.tree.map(np.testing.assert_array_equal, alone[0], watched[0])
-    assert is_called and alone[1:] == watched[1:]
-    table = generate(schedule, 2, MICROBATCHES)
-    assert collections.Counter(heard) == {(table.where(key), ended): 2 for key in table.when for ended in (False, True)}
-    first = {each: heard.index(each) for each in heard}
-    for key, tick in table.when.items():
-        assert first[table.where(key), False] < first[table.where(key), True]
-        for other, later in table.when.items():
-            if later > tick and (key.virtual - other.virtual) % 2 == 0:
-                assert first[table.where(key), True] < first[table.where(other), False]
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["microbatch", "chunk", "input", "kept"])
-def test_nothing_of_an_operation_begins_before_it_is_told(number, monkeypatch):
-    """What it works on is what comes back from who hears of it: there another number is another result."""
-    jshard.load(configured(2, schedule="interleaved"))
-    monkeypatch.setattr(events, "operation", lambda where, ended: None)
-
-    def value(change):
-        changed = lambda hear, same, **how: lambda numbers, *made: numbers.at[number].add(change)
-        monkeypatch.setattr(watched, "buffer_callback", changed)
-        return nnx.jit(lambda *args: accumulated(loss)(*args))(built(dropout=0.0), X, Y)
-
-    first, other = (jax.tree.leaves(value(change)[1]) for change in (0, 1))
-    assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(first, other, strict=True))

@@ -14,7 +14,6 @@ from jax.interpreters import mlir
 from jshard.layers.partition.halves import Place, traced
 from jshard.layers.partition.part import vary
 from jshard.layers.partition.residuals import Chunk, Kept
-from jshard.layers.partition.watched import begins, ended
 from jshard.provenance import scope
 from jshard.schedules import Table, sends
 from jshard.schedules.steps import NONE, steps
@@ -119,11 +118,10 @@ def run_table(
     of_chunk = _at(parameters, 0), edges, _at(inputs, 0), stage, x
     program = Chunk(run, of_chunk, shares=model.shares, splits=separate, recomputes=model.recomputes)
 
-    def called(now: dict[str, Array], slot: str) -> tuple[dict[str, Array], tuple[Tree, Tree, Tree, Array]]:
-        """The numbers of what a slot works on, and that, but for the input: parameters, microbatch, number of the chunk."""
-        now = begins(table, slot, stage, now)
+    def called(now: dict[str, Array], slot: str) -> tuple[Tree, Tree, Tree, Array]:
+        """Return what a slot works on, but for the input: parameters, edges, microbatch, number of the chunk."""
         number = now[f"{slot}_chunk"] * table.stages + stage
-        return now, (_at(parameters, now[f"{slot}_chunk"]), edges, _at(inputs, now[f"{slot}_microbatch"]), number)
+        return _at(parameters, now[f"{slot}_chunk"]), edges, _at(inputs, now[f"{slot}_microbatch"]), number
 
     def input_of(now: dict[str, Array], slot: str, given: Tree, held: Buffers) -> Tree:
         place = now[f"{slot}_input"]
@@ -131,12 +129,12 @@ def run_table(
         return only(place == NONE, 0, lambda: first(edges, given), lambda: there)
 
     def forward(now: dict[str, Array], held: Buffers) -> tuple[Tree, Tree, Tree]:
-        now, args = called(now, "F")
+        args = called(now, "F")
         x = input_of(now, "F", args[2], held)
         if model.recomputes:
-            return ended(table, "F", stage, now, run(*args, x)), held.kept, held.outputs
+            return run(*args, x), held.kept, held.outputs
         y, kept = program.forward((*args, x), _places(held.kept, now["F_kept"]))
-        return ended(table, "F", stage, now, y), kept, _put(held.outputs, now["F_output"], y)
+        return y, kept, _put(held.outputs, now["F_output"], y)
 
     def kept_of(now: dict[str, Array], slot: str, args: tuple[Tree, ...], held: Buffers) -> tuple[Tree, Kept]:
         """The output of a chunk, and what is kept of it for this slot, or made again."""
@@ -147,7 +145,7 @@ def run_table(
         return None, _places(held.kept, now[f"{slot}_kept"])
 
     def backward(now: dict[str, Array], held: Buffers, sums: Any) -> Any:
-        now, args = called(now, "B")
+        args = called(now, "B")
         y, kept = kept_of(now, "B", args, held)
         (total, behind), sums, of_edges = sums
         given = args[2]
@@ -173,15 +171,15 @@ def run_table(
             return _plus(of_edges, jax.vjp(lambda edges: first(edges, given), edges)[1](by_x)[0])
 
         of_edges = only(now["B_input"] == NONE, 0, of_first, lambda: of_edges)
-        return ended(table, "B", stage, now, by_x), by_y, (total, sums, of_edges), left
+        return by_x, by_y, (total, sums, of_edges), left
 
     def weights(now: dict[str, Array], held: Buffers, sums: Any) -> Any:
-        now, args = called(now, "W")
+        args = called(now, "W")
         _, kept = kept_of(now, "W", args, held)
         by_y, left = _at(held.gradients, now["W_gradient"]), _places(held.left, now["W_left"])
         (_, *by_parameters), _ = program.backward(1, args, kept, by_y, left)
         total, sums, of_edges = sums
-        return total, *added(sums, of_edges, now["W_chunk"], *ended(table, "W", stage, now, by_parameters))
+        return total, *added(sums, of_edges, now["W_chunk"], *by_parameters)
 
     def added(sums: Tree, of_edges: Tree, chunk: Array, by_own: Tree, by_edges: Tree = None) -> tuple[Tree, Tree]:
         sums = jax.tree.map(lambda all_chunks, own: all_chunks.at[chunk].add(own), sums, by_own)
