@@ -15,6 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jshard"
 FLOORS = {
+    "algorithms": -1,
     "chips": 0,
     "collectives": 2,
     "errors": -1,  # the cellar, which the floor above stands on
@@ -54,6 +55,7 @@ INSPECT = {
     "timeline": 4,
 }
 WITHOUT = {
+    "algorithms": "jax flax",
     "chips": "jax flax",
     "errors": "jax flax",
     "events": "jax flax",
@@ -74,6 +76,7 @@ WITHOUT = {
     "signals": "flax",
 }
 WITHOUT_JAX = (
+    "algorithms",
     "chips",
     "errors",
     "events",

@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jshard.algorithms import ALGORITHMS
 from jshard.errors import JShardError, did_you_mean
 from jshard.kernels import product_times
 from jshard.kernels.all_reduction import all_reduce
@@ -23,7 +24,7 @@ from jshard.kernels.collectives import COLLECTIVES, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
-from jshard.kernels.select_algorithm import ALGORITHMS, LONGEST_RING, NO_KERNELS
+from jshard.kernels.select_algorithm import LONGEST_RING, NO_KERNELS
 
 MOVES = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 PRODUCTS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}

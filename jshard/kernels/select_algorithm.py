@@ -10,20 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jshard.algorithms import ALGORITHMS
 from jshard.errors import JShardError, did_you_mean
 from jshard.kernels import chip as chips
 from jshard.kernels import slices
 from jshard.kernels.chip import Chip
 from jshard.kernels.deterministic_sum import between_processes
 
-ALGORITHMS = {
-    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"),
-    "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
-    "all_gather": ("auto", "in_order", "permute", "ring", "torus", "xla"),
-    "matmul": ("auto", "pallas", "xla"),
-    "all_gather_matmul": ("auto", "fused", "permute", "xla"),
-    "matmul_reduce_scatter": ("auto", "fused", "permute", "xla"),
-}
 # Words that run on every chip: XLA's own operations.
 NO_KERNELS = ("auto", "hierarchical", "in_order", "permute", "xla")
 DTYPES = ("float32", "bfloat16", "int32", "int8")

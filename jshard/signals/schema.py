@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jshard.errors import Place
+from jshard.algorithms import ALGORITHMS
 from jshard.schedules import KINDS
 from jshard.signals.axes import Axes, Axis, Mesh, Workers
-from jshard.signals.faults import Path
 from jshard.signals.globs import Globs
-from jshard.signals.nodes import Node
 from jshard.signals.topologies import TopologyName
 from jshard.signals.value_types import (
     Key,
     Names,
-    Reading,
     Single,
     Stages,
     Table,
@@ -38,30 +35,12 @@ COLLECTIVES = {
     "psum_scatter": "reduce_scatter", "permute": "permute", "all_to_all": "all_to_all",
 }  # fmt: skip
 
-# The algorithms of each kernel, as in jshard.kernels.select_algorithm, which imports JAX; a test holds them equal.
-KERNELS = {
-    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"),
-    "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
-    "all_gather": ("auto", "in_order", "permute", "ring", "torus", "xla"),
-    "matmul": ("auto", "pallas", "xla"),
-    "all_gather_matmul": ("auto", "fused", "permute", "xla"), "matmul_reduce_scatter": ("auto", "fused", "permute", "xla"),
-}  # fmt: skip
-
 
 def _component(what: str, example: str, further: dict[str, Key] | None = None, instead: Table | None = None) -> Key:
     """Something named by its import path, with arguments."""
     path = dataclasses.replace(IMPORT_PATH, example=example)
     keys = {"path": Key(path, "Its import path, module:name.")} | (further or {})
     return Key(Table(keys, bare=path, stands_for="path", open=True, required="path", instead=instead), what)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Paths(Names):
-    def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
-        means_something = IMPORT_PATH.parse(name) is not None
-        if not means_something:
-            reading.wrong(self, Node(name, place), path)
-        return means_something
 
 
 def _schedule() -> Single:
@@ -109,7 +88,7 @@ TRAIN: dict[str, Key] = {
         "The loss: its import path, or a mapping of path and arguments; without a path that of cross entropy.",
     ),
     "metrics": Key(
-        _Paths("an import path or a list of import paths", "[examples.digits:hits]"),
+        Names("an import path or a list of import paths", "[examples.digits:hits]", each=IMPORT_PATH),
         "Functions of outputs and targets that give a number for each row; an evaluation has the mean of each.",
     ),
     "batch": Key(integer("64"), "Examples in a batch, over all devices."),
@@ -180,7 +159,7 @@ TRAIN: dict[str, Key] = {
     ),
 }  # fmt: skip
 
-_KERNEL = Table({op: Key(choice(words), f"How {op} is done.") for op, words in KERNELS.items()})
+_KERNEL = Table({op: Key(choice(words), f"How {op} is done.") for op, words in ALGORITHMS.items()})
 
 JSHARD: dict[str, Key] = {
     "mesh": Key(

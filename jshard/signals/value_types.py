@@ -227,11 +227,12 @@ class Names:
     wants: str
     example: str
     noun: str = ""  # before a name in a fault
+    each: Single | None = None  # what a name has to be, if not any text
 
     def read(self, node: Node, path: Path, reading: Reading) -> tuple[str, ...]:
         found: list[str] = []
         for each in node.value if isinstance(node.value, list) else [node]:
-            if not isinstance(each.value, str) or not each.value:
+            if not isinstance(each.value, str) or not each.value or (self.each and self.each.parse(each.value) is None):
                 reading.wrong(self, each, path)
             elif each.value in found:
                 fault = f"lists {self.noun}{quoted(each.value)} twice in {dotted(path[1:])}"

@@ -10,11 +10,10 @@ from flax import nnx
 
 import jshard
 from jshard import kernels
+from jshard.algorithms import ALGORITHMS
 from jshard.errors import JShardError
 from jshard.inspect.plan import explain
-from jshard.kernels.select_algorithm import ALGORITHMS
 from jshard.signals.active_config import configuration
-from jshard.signals.schema import KERNELS
 
 pytestmark = pytest.mark.usefixtures("nothing_loaded")
 
@@ -198,7 +197,3 @@ def test_product_that_chooses_its_strategy_takes_the_kernels_of_its_signal():
     )
     with kernels.interpret(), jshard.signal("layer"):
         assert "pallas_call" in str(jax.make_jaxpr(jshard.matmul)(x, x))
-
-
-def test_schema_knows_the_algorithms_that_there_are():
-    assert KERNELS == ALGORITHMS

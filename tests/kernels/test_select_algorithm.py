@@ -15,9 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
+from jshard.algorithms import ALGORITHMS
 from jshard.errors import JShardError
 from jshard.kernels import chip as chips
-from jshard.kernels.select_algorithm import ALGORITHMS, TABLE
+from jshard.kernels.select_algorithm import TABLE
 from tests.kernels.test_lowering import lowered
 
 

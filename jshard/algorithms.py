@@ -1,0 +1,10 @@
+"""The algorithms of each op that a signal or a caller may name."""
+
+ALGORITHMS = {
+    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"),
+    "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
+    "all_gather": ("auto", "in_order", "permute", "ring", "torus", "xla"),
+    "matmul": ("auto", "pallas", "xla"),
+    "all_gather_matmul": ("auto", "fused", "permute", "xla"),
+    "matmul_reduce_scatter": ("auto", "fused", "permute", "xla"),
+}
