@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -231,28 +231,24 @@ def _along(*names: str, also: Callable[[Any], Any] | None = None) -> Rule:
     def rule(params: Any, new: _New, given: Any, made: Any) -> Any:
         fixed = {int(axis) for name in names for axis in np.atleast_1d(params[name])}
         fixed |= set(also(params)) if also is not None else set()
-        kept = {axis: new(n) for axis, n in enumerate(given[0]) if axis not in fixed}
-        return tuple([_with_fixed(shape, kept, new) for shape in each] for each in (given, made))
+        return _keeping([axis for axis in range(len(given[0])) if axis not in fixed], new, given, made)
 
     return rule
 
 
-def _with_fixed(shape: Sequence[int], kept: dict[int, tuple[int, ...]], new: _New) -> Factored:
-    return tuple(kept[axis] if axis in kept else new(n, FIXED) for axis, n in enumerate(shape))
+def _keeping(axes: Iterable[int], new: _New, given: Any, made: Any) -> Any:
+    """Let these axes go on from all operands into all results. All others are fixed."""
+    kept = {axis: new(given[0][axis]) for axis in axes}
+    return tuple(
+        [tuple(kept[axis] if axis in kept else new(n, FIXED) for axis, n in enumerate(shape)) for shape in each]
+        for each in (given, made)
+    )
 
 
 def _resized(params: Any, new: _New, given: Any, made: Any) -> Any:
-    """Axes that have another size afterwards are fixed (a slice, a tile); all others go on."""
-    return _by_size(new, given, made, given[0], made[0])
-
-
-def _by_size(new: _New, given: Any, made: Any, one: Sequence[int], other: Sequence[int]) -> Any:
-    kept = {axis: new(n) for axis, (n, m) in enumerate(zip(one, other, strict=True)) if n == m}
-    return tuple([_with_fixed(shape, kept, new) if shape else () for shape in each] for each in (given, made))
-
-
-def _dynamic_update_slice(params: Any, new: _New, given: Any, made: Any) -> Any:
-    return _by_size(new, given, made, given[0], given[1])
+    """Axes that differ in size between arrays are fixed (a slice, an update, a tile); all others go on."""
+    sizes = zip(*filter(None, (*given, *made)), strict=True)
+    return _keeping([axis for axis, each in enumerate(sizes) if len({*each}) == 1], new, given, made)
 
 
 def _stack(params: Any, new: _New, given: Any, made: Any) -> Any:
@@ -321,26 +317,14 @@ def _made(params: Any, new: _New, given: Any, made: Any) -> Any:
     return _fixed(given, new), [new.all(shape) for shape in made]
 
 
-def _batch_of(last: int) -> Rule:
-    """The last axes are fixed; those before are many of the same."""
-
-    def rule(params: Any, new: _New, given: Any, made: Any) -> Any:
-        lead = new.all(given[0][: len(given[0]) - last])
-        return tuple(
-            [tuple(lead[a] if a < len(lead) else new(n, FIXED) for a, n in enumerate(shape)) for shape in each]
-            for each in (given, made)
-        )
-
-    return rule
-
-
-def _fft(params: Any, new: _New, given: Any, made: Any) -> Any:
-    return _batch_of(len(params["fft_lengths"]))(params, new, given, made)
+def _batch(params: Any, new: _New, given: Any, made: Any) -> Any:
+    """The last axes are fixed, of matrices two; those before are many of the same."""
+    last = len(params["fft_lengths"]) if "fft_lengths" in params else 2
+    return _keeping(range(len(given[0]) - last), new, given, made)
 
 
 def _pad(params: Any, new: _New, given: Any, made: Any) -> Any:
-    kept = {axis: new(n) for axis, n in enumerate(given[0]) if not any(params["padding_config"][axis])}
-    return [_with_fixed(given[0], kept, new), ()], [_with_fixed(made[0], kept, new)]
+    return _keeping([axis for axis, each in enumerate(params["padding_config"]) if not any(each)], new, given, made)
 
 
 def _cudnn_attention(params: Any, new: _New, given: Any, made: Any) -> Any:
@@ -391,10 +375,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(primitives.SCATTERS, _scatter),
     **dict.fromkeys(primitives.FROM_WHOLE.split(), _made),
     **dict.fromkeys(primitives.ATTENTION.split(), _cudnn_attention),
-    **dict.fromkeys(primitives.MATRICES.split(), _batch_of(2)),
+    **dict.fromkeys(primitives.MATRICES.split(), _batch),
     "bitcast_convert_type": _bitcast, "broadcast_in_dim": _broadcast, "concatenate": _along("dimension"),
     "conv_general_dilated": _convolution, "dot_general": _dot_general, "dynamic_slice": _resized,
-    "dynamic_update_slice": _dynamic_update_slice, "fft": _fft, "gather": _gather, "optimization_barrier": _each, "pad": _pad,
+    "dynamic_update_slice": _resized, "fft": _batch, "gather": _gather, "optimization_barrier": _each, "pad": _pad,
     "ragged_dot_general": _ragged_dot_general, "random_clone": _elementwise, "reshape": _reshape, "rev": _along("dimensions"),
     "slice": _resized, "sort": _along("dimension"), "squeeze": _squeeze, "stack": _stack, "tile": _resized,
     "transpose": _transpose, "unstack": _unstack,
