@@ -51,13 +51,8 @@ def _keys(signal: Signal) -> Iterator[tuple[str, str]]:
         elif key in ("kernel", "expect"):
             value = dict(value)
         if key not in ("name", "place", "places"):
-            spelled = {
-                "store_keep": "store.keep",
-                "store_prefetch": "store.prefetch",
-                "store_optimizer": "store.optimizer",
-                "remat": "remat.save" if isinstance(value, tuple) else "remat",
-            }
-            for name, inside in flat(value, spelled.get(key, key)):
+            spelled = "remat.save" if key == "remat" and isinstance(value, tuple) else key.replace("store_", "store.")
+            for name, inside in flat(value, spelled):
                 yield name, _word(inside)
 
 

@@ -267,12 +267,7 @@ def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str
         fault = "has store without parameters"
     if fault:
         faults.add((written.name,), place, fault, hint)
-    return {
-        "store": values.get("parameters", ()),
-        "store_keep": values.get("keep", False),
-        "store_prefetch": values.get("prefetch", False),
-        "store_optimizer": values.get("optimizer", ()),
-    }
+    return {{"parameters": "store"}.get(key, f"store_{key}"): value for key, value in values.items()}
 
 
 def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, Signal], faults: Faults) -> None:

@@ -74,7 +74,8 @@ class Signal:
 
     def axes(self, key: str) -> tuple[str, ...]:
         """The mesh axes that one of AXIS_KEYS names."""
-        return self.store_optimizer if key == "store.optimizer" else getattr(self, key)
+        axes: tuple[str, ...] = getattr(self, key.replace(".", "_"))
+        return axes
 
     @functools.cached_property
     def is_stage_alone(self) -> bool:
