@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshard.errors import JShardError, did_you_mean
+from jshard.errors import JShardError, did_you_mean, multiples
 from jshard.kernels.slices import size_along
 
 MeshAxis = str | Sequence[str]
@@ -268,10 +268,9 @@ def _axis(op_name: str, verb: str, x: Array, axis: int) -> int:
 def _check_divides(op_name: str, x: Array, axis: int, mesh_axes: tuple[str, ...]) -> None:
     group, size = axis_size(mesh_axes), x.shape[axis]
     if size % group:
-        below, above = size // group * group, -(-size // group) * group
         raise JShardError(
             f"{op_name} splits axis {axis} of size {size} over mesh axis {_quoted(mesh_axes)} of size {group}",
-            hint=f"use {f'{below} or ' if below else ''}{above}, or pad",
+            hint=f"use {multiples(size, group)}, or pad",
         )
 
 

@@ -103,20 +103,15 @@ def claims(
 
 
 def check_globs(configuration: Configuration, paths: Collection[str]) -> None:
-    """Raise the faults of the globs for a model whose program is not known. Where a signal has no `match`, it may be active
-    around a use, and a parameter that no glob fits is no fault."""
+    """Raise the faults of the globs for a model whose program is not known, unless there are none where the model is the
+    argument of a name that leads some globs. Where a signal has no `match`, it may be active around a use, and a parameter
+    that no glob fits is no fault."""
     others: dict[str, list[Claim]] = {}
     if not all(signal.match for signal in configuration.signals.values()):
         by_globs = found_claims(configuration, paths)
         others = {path: [Claim(Signal("-"), "")] for path in paths if path not in by_globs}
-    if paths:
-        _check_under_some_name(configuration, paths, others)
-
-
-def _check_under_some_name(
-    configuration: Configuration, paths: Collection[str], others: Mapping[str, Sequence[Claim]]
-) -> None:
-    """Raise the faults of the globs unless there are none where the model is the argument of a name that leads some of them."""
+    if not paths:
+        return
     tops = {path.partition("/")[0] for path in paths}
     try:
         claims(configuration, paths, others)
