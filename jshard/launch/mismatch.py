@@ -9,9 +9,9 @@ from collections.abc import Mapping
 Facts = Mapping[str, str]
 
 
-def differing(by_rank: Mapping[int, Facts]) -> tuple[int, int, str] | None:
-    """Find the lowest rank that differs from most (from rank 0 where no side has more), a rank that it differs from, and the
-    first fact that they differ in; None when all say the same."""
+def in_words(topic: str, by_rank: Mapping[int, Facts]) -> str | None:
+    """Name the lowest rank that differs from most (from rank 0 where no side has more), and the first fact: `rank 2 has another
+    configuration than rank 0: jshard.train.batch is 32, and 64 at rank 0`. Return None when all say the same."""
     texts = {rank: json.dumps(facts, sort_keys=True) for rank, facts in by_rank.items()}
     votes = collections.Counter(texts.values())
     lowest = min(by_rank)
@@ -22,16 +22,6 @@ def differing(by_rank: Mapping[int, Facts]) -> tuple[int, int, str] | None:
     other = next(each for each in sorted(by_rank) if texts[each] == usual)
     mine, theirs = by_rank[rank], by_rank[other]
     fact = next(name for name in [*theirs, *mine] if mine.get(name) != theirs.get(name))
-    return rank, other, fact
-
-
-def in_words(topic: str, by_rank: Mapping[int, Facts]) -> str | None:
-    """`rank 2 has another configuration than rank 0: jshard.train.batch is 32, and 64 at rank 0`, or None."""
-    found = differing(by_rank)
-    if found is None:
-        return None
-    rank, other, fact = found
-    mine, theirs = by_rank[rank].get(fact), by_rank[other].get(fact)
-    has = "is not there" if mine is None else f"is {mine}"
-    had = "not there" if theirs is None else theirs
+    has = f"is {mine[fact]}" if mine.get(fact) is not None else "is not there"
+    had = theirs[fact] if theirs.get(fact) is not None else "not there"
     return f"rank {rank} has another {topic} than rank {other}: {fact} {has}, and {had} at rank {other}"
