@@ -30,7 +30,8 @@ def accumulated(f: Callable[..., Any]) -> Callable[..., Any]:
         if present is None or present.mesh is None or unplaced.value or not is_explicit(mesh()):
             return _in_turn(partitioned(model, f), model, *batches)
         call = call_of(f, (model, *jax.tree.map(lambda x: x[0], batches)), {})
-        value, (gradients,) = call.microbatches({(0, at): x for at, x in enumerate(batches, 1)}, [(0, 0)])
+        name, *names = call.given
+        value, (gradients,) = call.microbatches(dict(zip(names, batches, strict=True)), [name])
         return value, jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Param)), gradients)
 
     return differentiated

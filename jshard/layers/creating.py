@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jshard.errors import JShardError
-from jshard.layers.jit_arguments import is_node
+from jshard.layers.call_arguments import is_node
 from jshard.layers.layer import built_arrays
 from jshard.layers.layer_stack import in_ranges
 from jshard.layers.uncreated import Recipe, Uncreated, created

@@ -18,11 +18,11 @@ from jax.tree_util import keystr
 from jshard.errors import JShardError, did_you_mean, kind_of, multiples
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
-from jshard.layers.jit_arguments import Arguments, is_node
+from jshard.layers.call_arguments import Arguments, is_node
 from jshard.layers.jitted import jit
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import is_by_layers, model_arrays
-from jshard.layers.linen import Argument, arguments, replaced, trees_of_parameters
+from jshard.layers.linen import arguments, trees_of_parameters
 from jshard.layers.reduce import mean
 from jshard.layers.sharding import call_of, sharded
 from jshard.layers.strategy import Names, inside_shard_map
@@ -87,15 +87,16 @@ def value_and_grad(
             raise JShardError(fault, hint=f"call it as {name_of(f)}{inspect.signature(f)}")
         run = _differentiated(own, numbers, wrt)
         if present is not None and present.mesh is not None and not unplaced.value:
-            by = [list(arguments(f, args, kwargs))[number] for number in numbers]
-            if present.pipeline is not None or not all(is_node(x) and is_by_layers(x) for *_, x in by):
+            given = list(arguments(f, args, kwargs).items())
+            by = [given[number] for number in numbers]
+            if present.pipeline is not None or not all(is_node(x) and is_by_layers(x) for _, x in by):
                 if not any(isinstance(x, Tracer) for x in jax.tree.leaves(flat)):
                     return eager(*args, **kwargs)
                 use_stages()
-                names = ["params", *(name for _, name, x in by if not is_node(x) and not hasattr(x, "dtype"))]
+                names = ["params", *(name for name, x in by if not is_node(x) and not hasattr(x, "dtype"))]
                 run = _differentiated(sharded(own, names), numbers, wrt)
                 if present.pipeline is not None:
-                    run = functools.partial(_by_schedule, own, present.pipeline, [at for at, *_ in by], wrt, names)
+                    run = functools.partial(_by_schedule, own, present.pipeline, [name for name, _ in by], wrt, names)
         (value, aux), gradients = run(*args, **kwargs)
         gradients = gradients[0] if isinstance(argnums, int) else gradients
         return ((value, aux) if has_aux else value), gradients
@@ -132,7 +133,7 @@ def _is_smooth(x: Any) -> bool:
 def _by_schedule(
     own: Callable[..., Any],
     asked: Pipeline,
-    by: list[Argument],
+    by: list[str],
     wrt: Any,
     names: list[str],
     /,
@@ -140,8 +141,8 @@ def _by_schedule(
     **kwargs: Any,
 ) -> Any:
     """Differentiate by microbatches that go through stages. One vector holds the loss and aux: both are means."""
-    given = {place: x for place, _, x in arguments(own, args, kwargs)}
-    trees = trees_of_parameters(own, args, kwargs, names)
+    given = arguments(own, args, kwargs)
+    trees = trees_of_parameters(given, names)
     apart: list[Callable[[jax.Array], Any]] = []  # of each trace, what takes its vector apart
 
     @functools.wraps(own)
@@ -155,14 +156,15 @@ def _by_schedule(
         apart.append(back)
         return vector
 
-    for place in by:
-        _check_is_parameters(given[place], place in trees, wrt, asked)
-    rows = {place: x for place, x in given.items() if place not in trees and not is_node(x)}
+    for name in by:
+        _check_is_parameters(given[name], name in trees, wrt, asked)
+    rows = {name: x for name, x in given.items() if name not in trees and not is_node(x)}
     batches = jax.tree.map(lambda x: _microbatches(asked, x) if is_array(x) else x, rows)
-    call_with = jax.tree.map(lambda x: x[0] if is_array(x) else x, batches)
-    for place in trees.keys() & set(by):
-        call_with[place] = jax.tree.map(lambda x: jnp.asarray(x) if _is_smooth(x) else x, trees[place])
-    call = call_of(of_microbatch, *replaced((args, kwargs), call_with), names)
+    one = given | jax.tree.map(lambda x: x[0] if is_array(x) else x, batches)
+    for name in trees.keys() & set(by):
+        one[name] = jax.tree.map(lambda x: jnp.asarray(x) if _is_smooth(x) else x, trees[name])
+    positional = tuple(one.values())[: len(args)]
+    call = call_of(of_microbatch, positional, {name: one[name] for name in kwargs}, names)
     value, gradients = call.microbatches(batches, by)
     return apart[-1](value), tuple(_gradient(given[at], wrt, each) for at, each in zip(by, gradients, strict=True))
 
@@ -192,7 +194,7 @@ def _check_aux(aux: Any, shapes: Sequence[tuple[int, ...]], asked: Pipeline) -> 
 
 def _aux_shapes(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
     """Return the shapes of the leaves of aux for all rows."""
-    call, shapes = Arguments.of(own, args, kwargs, ()), list[tuple[int, ...]]()
+    call, shapes = Arguments.of(own, args, kwargs), list[tuple[int, ...]]()
 
     def traced(arrays: Sequence[Any]) -> None:
         _, args, kwargs, _ = call.structure.holding(arrays)

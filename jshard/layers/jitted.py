@@ -16,8 +16,8 @@ from jax.core import Tracer
 
 from jshard import events
 from jshard.errors import JShardError
+from jshard.layers.call_arguments import PARAMETER, Arguments, Path
 from jshard.layers.call_cache import Snapshot, names, take
-from jshard.layers.jit_arguments import Arguments, Path
 from jshard.layers.layer import built_arrays, is_by_layers
 from jshard.layers.recording import Taken, recording
 from jshard.layers.sharded_call import check_takes_its_models
@@ -144,7 +144,7 @@ class Compiled:
             return None
         if self.donate and any(self.donated[count:]):  # they are gone
             return None
-        numbers = Arguments.of(self.f, given, {}, ()).arrays[:count]
+        numbers = Arguments.of(self.f, given, {}).arrays[:count]
         others = [self.placed_one(number, x) for number, x in enumerate(arguments.arrays[count:])]
         return take(given, numbers, self, situation, others)
 
@@ -213,7 +213,9 @@ def _placed(
         if mark is not None and mark.placed is not None:
             parameters[path], signal = (jnp.shape(x), mark), mark.placed.use.claim.signal
             in_state[path] = mark.placed.lies.in_use if signal.store_optimizer else mark.layout
-        elif number < arguments.parameters and mark is None and layout is not None:  # of a layer that placed it itself
+        elif (
+            arguments.kinds[number] == PARAMETER and mark is None and layout is not None
+        ):  # of a layer that placed it itself
             parameters[path], signal = (jnp.shape(x), Taken(layout, x.dtype)), built[arguments.keys[number]].signal
             in_state[path] = layout
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,25 +20,15 @@ from jshard.signals.faults import listed
 from jshard.signals.globs import OTHERS, Glob
 from jshard.signals.parameter_path import ParameterPath
 
-Argument = tuple[int, int | str]  # 0 and its place, or 1 and its keyword
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-def trees_of_parameters(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
-) -> dict[Argument, Any]:
+def trees_of_parameters(given: Mapping[str, Any], names: Sequence[str] = ("params",)) -> dict[str, Any]:
     """Find the arguments that hold parameters: Linen's variables, a TrainState, a model that is a callable tree of arrays, as
     of Equinox, and the arguments of these names."""
     return {
-        argument: tree
-        for argument, name, tree in arguments(f, args, kwargs)
+        name: tree
+        for name, tree in given.items()
         if has_params(tree) or is_callable_tree(tree) or (name in names and not _is_nnx(tree) and jax.tree.leaves(tree))
     }
-
-
-def argument_names(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Argument, str]:
-    """The name of each argument."""
-    return {argument: name for argument, name, _ in arguments(f, args, kwargs)}
 
 
 def has_params(tree: Any) -> bool:
@@ -71,21 +61,13 @@ def check_names(f: Callable[..., Any], names: Sequence[str]) -> None:
             )
 
 
-def replaced(arguments: Arguments, trees: Mapping[Argument, Any]) -> Arguments:
-    """Return the arguments with trees in place of some."""
-    args, kwargs = arguments
-    return tuple(trees.get((0, at), x) for at, x in enumerate(args)), {
-        k: trees.get((1, k), x) for k, x in kwargs.items()
-    }
-
-
 def check_nothing_looks_like_parameters(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], present: Configuration
+    f: Callable[..., Any], given: Mapping[str, Any], present: Configuration
 ) -> None:
     """Refuse a call whose parameters have another name, where signals claim some: they would not be split."""
     if not present.has_claims and not present.splits_parameters:
         return
-    names = [name for _, name, tree in arguments(f, args, kwargs) if _looks_like_parameters(tree, name, present)]
+    names = [name for name, tree in given.items() if _looks_like_parameters(tree, name, present)]
     if names:
         both, holds = " and ".join(map(quoted, names)), "hold" if names[1:] else "holds"
         asked = f"({', '.join(map(quoted, names))})" if names[1:] else both
@@ -110,14 +92,9 @@ def _is_floating(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def arguments(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Argument, str, Any]]:
-    """Yield the place, the name and the value of each argument of a call."""
-    for at, (name, x) in enumerate(zip(positional_names(f, len(args)), args, strict=True)):
-        yield (0, at), name, x
-    for name, x in kwargs.items():
-        yield (1, name), name, x
+def arguments(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, those by place first."""
+    return dict(zip((*positional_names(f, len(args)), *kwargs), (*args, *kwargs.values()), strict=True))
 
 
 def positional_names(f: Callable[..., Any], count: int) -> list[str]:

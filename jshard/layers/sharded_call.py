@@ -21,22 +21,14 @@ from flax.errors import TraceContextError
 from jax._src.config import trace_context
 from jax._src.util import register_cache, weakref_lru_cache
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
 from jshard.layers.active_signals import active_signals
+from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE, Arguments, Structure
 from jshard.layers.layer import built_arrays
-from jshard.layers.linen import (
-    Argument,
-    argument_names,
-    arguments,
-    check_nothing_looks_like_parameters,
-    has_params,
-    is_callable_tree,
-    replaced,
-    trees_of_parameters,
-)
+from jshard.layers.linen import check_nothing_looks_like_parameters, has_params, is_callable_tree, trees_of_parameters
 from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.part import whole
 from jshard.layers.pipeline import Pipelined, PipelinedPieces
@@ -45,10 +37,10 @@ from jshard.layers.recording import Taken, recorder
 from jshard.layers.roles import Placed
 from jshard.layers.uncreated import created
 from jshard.layers.user_code_errors import check_mesh_is_known, check_numbers, in_own_words, of_transformation
-from jshard.layers.written_back import WrittenBack, arrays_of_variables
+from jshard.layers.written_back import WrittenBack
 from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import check_in_use
-from jshard.layouts.paths import keys_of, slashed, words_of
+from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes, redistribute
 from jshard.provenance import said, scope
 from jshard.signals.active_config import configuration, mesh
@@ -85,141 +77,88 @@ class Call:
         present = configuration()
         assert present is not None
         check_in_use(mesh())
-        self.args = args, kwargs
-        self.trees = trees_of_parameters(f, args, kwargs, names)
-        self.graphdef, *states = nnx.split(replaced(self.args, dict.fromkeys(self.trees)), nnx.Param, nnx.Variable, ...)
-        named, self.tree = jax.tree_util.tree_flatten_with_path((list(self.trees.values()), *states))
-        self.leaves = [leaf for _, leaf in named]
-        called = argument_names(f, args, kwargs)
-        inner = [self._inner(key, x) if _is_array(x) else None for key, x in named]
-        holders = [self._argument(key) for (key, _), path in zip(named, inner, strict=True) if path is not None]
-        of = lambda key, path: ParameterPath.of(called[self._argument(key)], path, led=len({*holders}) > 1)
-        paths = ["" if path is None else of(key, path) for (key, _), path in zip(named, inner, strict=True)]
-        self.kinds = [key[0].idx for key, x in named if _is_array(x)]
-        self.arguments = [self._argument(key) for key, x in named if _is_array(x)]
-        built = {
-            (_PARAMETERS, *of, *path): each.signal_path
-            for of, _, x in arguments(f, args, kwargs)
-            for path, each in (built_arrays(x) if isinstance(x, nnx.Module) else {}).items()
-        }
-        self.arrays = tuple(
-            self._array(key, path, built.get(keys_of(key), ()), x) if _is_array(x) else None
-            for (key, x), path in zip(named, paths, strict=True)
-        )
-        if not any(each is not None and each.path for each in self.arrays):
-            check_nothing_looks_like_parameters(f, args, kwargs, present)
-        static = tuple(x if each is None else None for x, each in zip(self.leaves, self.arrays, strict=True))
+        call = Arguments.of(f, args, kwargs, is_array=_is_array)
+        self.structure, self.given, self.nodes = call.structure, call.given, call.nodes
+        self.arrays, self.kinds, self.arguments = call.arrays, call.kinds, [path[0] for path in call.paths]
+        self.trees = trees_of_parameters(call.given, names)
+        described = _described(call, self.trees)
+        if not any(each.path for each in described):
+            check_nothing_looks_like_parameters(f, call.given, present)
         with alone():  # as it is traced: a mesh that is in use is none of it
             context = trace_context()
-        situation = _Situation(
-            self.graphdef, self.tree, tuple(self.trees), static, tuple(filter(None, self.arrays)), mesh(),
-            present.fingerprint, context, scopes(), tuple(called[each] for each in dict.fromkeys(holders)),
-        )  # fmt: skip
+        s = _Situation(call.structure, described, mesh(), present.fingerprint, context, scopes())
         # what was traced before is kept: of a function as long as it lives, with what it closes over; of a method, the last 256
         is_function = isinstance(f, types.FunctionType)
         if any(signal.dtype.param for signal in present.signals.values()):
-            arrays = iter((_rest_of_function if is_function else _rest_of_method)(f, situation))
-            self.arrays = tuple(None if each is None else next(arrays) for each in self.arrays)
-            situation = dataclasses.replace(situation, arrays=tuple(filter(None, self.arrays)))
-        self.program, self.out = (_of_function if is_function else _of_method)(f, situation)
+            s = dataclasses.replace(s, arrays=(_rest_of_function if is_function else _rest_of_method)(f, s))
+        self.program, self.out = (_of_function if is_function else _of_method)(f, s)
+        self.described = s.arrays
         present.used.update(self.out.used)
         present.placed.update(tuple(each.use.claim.signal.name.split("/")) for each in self.program.placed.values())
 
-    def _argument(self, key: Any) -> Argument:
-        """The argument that a leaf is in."""
-        return list(self.trees)[key[1].idx] if key[0].idx == _TREES else keys_of(key)[1:3]
-
-    def _inner(self, key: Any, x: Any) -> str | None:
-        """The path of a parameter below its argument; None of what is no parameter."""
-        kind, words = key[0].idx, words_of(key)
-        if kind == _TREES:
-            tree = self.trees[self._argument(key)]
-            is_whole_number = is_callable_tree(tree) and not jnp.issubdtype(x.dtype, jnp.inexact)
-            if is_whole_number or (has_params(tree) and words[2] != "params"):
-                return None
-            return slashed(words[3:] if has_params(tree) else words[2:])
-        return (slashed(words[3:]) or None) if kind == _PARAMETERS else None
-
-    def _array(self, key: Any, path: str, layer: tuple[str, ...], x: Any) -> _Array:
-        kind, words = key[0].idx, words_of(key)
-        abstract = isinstance(x, jax.ShapeDtypeStruct)
-        depth = len(words) if kind == _REST and not _is_key(x) else None
-        check_numbers(x)
-        dtype = x.dtype if abstract else jax.typeof(x).dtype
-        layout = None if path or abstract else _layout(x, mesh())
-        _, *of = keys_of(key)[:3]
-        owner = type(self.args[of[0]][of[1]]) if kind == _PARAMETERS else None
-        return _Array(path, layer, jnp.shape(x), dtype, layout, depth, owner)
-
     def placed(self, *, every: bool = False) -> list[Any]:
-        """All leaves: parameters, and Linen's other variables, where they rest; with `every`, all others where the program
+        """All arrays: parameters, and Linen's other variables, where they rest; with `every`, all others where the program
         takes them."""
-        axes, held = iter(self.program.in_axes), len(jax.tree.leaves(list(self.trees.values())))
-        leaves, recorded = [], recorder() if every else None
+        axes, recorded = iter(self.program.in_axes), recorder() if every else None
+        arrays = []
         if recorded is not None:
             recorded.rows = recorded.rows or self.out.rows
-        for number, (x, array) in enumerate(zip(self.leaves, self.arrays, strict=True)):
-            if array is not None:
-                layout = Layout(self.program.mesh, *next(axes))
-                label = f"jshard.shard ({array.path})" if array.path else "jshard.shard"
-                if recorded is not None and isinstance(x, Tracer):
-                    x = recorded.mark(x, Taken(layout, array.dtype, self.program.placed.get(array.path)))
-                if every or array.path or number < held:
-                    x = Taken(layout, array.dtype if array.path else None).put(x, label)
-            leaves.append(x)
-        return created(leaves)
+        for x, argument, array in zip(self.arrays, self.arguments, self.described, strict=True):
+            layout = Layout(self.program.mesh, *next(axes))
+            label = f"jshard.shard ({array.path})" if array.path else "jshard.shard"
+            if recorded is not None and isinstance(x, Tracer):
+                x = recorded.mark(x, Taken(layout, array.dtype, self.program.placed.get(array.path)))
+            if every or array.path or argument in self.trees:
+                x = Taken(layout, array.dtype if array.path else None).put(x, label)
+            arrays.append(x)
+        return created(arrays)
 
-    def trees_of(self, placed: list[Any]) -> list[Any]:
-        """The trees of parameters among these leaves."""
-        return jax.tree.unflatten(self.tree, placed)[_TREES]
-
-    def keep(self, placed: list[Any]) -> None:
-        """Give NNX models these parameters."""
-        nnx.update(self.args, jax.tree.unflatten(self.tree, placed)[_PARAMETERS])
+    def kept(self, placed: list[Any]) -> list[Any]:
+        """Give NNX models the parameters among these arrays, and return the trees of parameters with theirs."""
+        nnx.update((self.nodes,), self.structure.states_of(placed)[0])
+        _, args, kwargs, _ = self.structure.holding(placed)
+        return [x for name, x in zip(self.given, (*args, *kwargs.values()), strict=True) if name in self.trees]
 
     def run(self, name: str) -> Any:
         """Run the program; `name` is the function's, in errors."""
-        check_mesh_is_known(self.leaves, name)
+        check_mesh_is_known(self.arrays, name)
         try:
             return self._run()
         except (TraceContextError, TypeError) as error:
-            if (sentence := of_transformation(error, self.leaves, name)) is None:
+            if (sentence := of_transformation(error, self.arrays, name)) is None:
                 raise
             raise sentence from None
 
     def _run(self) -> Any:
-        leaves = self.placed(every=True)
-        operands = self.operands(leaves)
+        arrays = self.placed(every=True)
+        operands = self.operands(arrays)
         self.program.find_out_axes(self.out.compiled, operands)
-        pairs = zip(leaves, self.leaves, self.arrays, strict=True)
-        moved = [x for x, before, array in pairs if x is not before and array is not None and array.path]
+        pairs = zip(arrays, self.arrays, self.described, strict=True)
+        moved = [x for x, before, array in pairs if x is not before and array.path]
         if moved and not any(isinstance(x, Tracer) for x in moved):  # a gradient would lie as the parameter did before
-            self.keep(leaves)
+            nnx.update((self.nodes,), self.structure.states_of(arrays)[0])
         with scope(program=self.out.number):
             outs = self.out.compiled(*operands)
-        return self.ended(outs)
+        return self.out.written.into((self.nodes,), outs)
 
     def operands(self, placed: list[Any]) -> list[Any]:
-        """What the program takes: the arrays among these leaves, and those that the function closes over."""
-        arrays = [x for x, array in zip(placed, self.arrays, strict=True) if array is not None]
-        axes = self.program.in_axes[len(arrays) :]
-        consts = zip(self.out.consts, axes, strict=True)
-        return arrays + [Taken(Layout(self.program.mesh, *a)).put(x, "jshard.shard") for x, a in consts]
+        """What the program takes: these arrays, and those that the function closes over."""
+        consts = zip(self.out.consts, self.program.in_axes[len(placed) :], strict=True)
+        return placed + [Taken(Layout(self.program.mesh, *a)).put(x, "jshard.shard") for x, a in consts]
 
-    def ended(self, outs: Sequence[Any]) -> Any:
-        """Give NNX models the variables that the program leaves, and return its result."""
-        return self.out.written.into(self.args, outs)
-
-    def microbatches(self, batches: Mapping[Argument, Any], by: Sequence[Argument]) -> tuple[Any, list[list[Any]]]:
+    def microbatches(self, batches: Mapping[str, Any], by: Sequence[str]) -> tuple[Any, list[list[Any]]]:
         """Return the mean over `batches`, arguments with an axis of microbatches before their own, and the gradients by the
         floating-point parameters of each argument in `by`, in the order of its leaves."""
-        places = list(zip(self.kinds, self.arguments, self.program.inputs, filter(None, self.arrays), strict=False))
-        smooth = [kind <= _PARAMETERS and jnp.issubdtype(x.dtype, jnp.inexact) for kind, _, _, x in places]
+        places = list(zip(self.kinds, self.arguments, self.program.inputs, self.described, strict=False))
+        smooth = [
+            (kind == PARAMETER or at in self.trees) and jnp.issubdtype(x.dtype, jnp.inexact)
+            for kind, at, _, x in places
+        ]
         owned = [[n for n, (_, at, *_) in enumerate(places) if smooth[n] and at == each] for each in by]
         staged = [n for n, (_, at, i, _) in enumerate(places) if i.claim and i.claim.stage and at not in by]
         parameters = (*sum(owned, []), *staged)
-        variables = tuple(n for n, (kind, *_) in enumerate(places) if kind == _STATE)
-        batch = tuple(n for n, (kind, at, *_) in enumerate(places) if kind == _REST and at in batches)
+        variables = tuple(n for n, (kind, *_) in enumerate(places) if kind == VARIABLE)
+        batch = tuple(n for n, (kind, at, *_) in enumerate(places) if kind == OUTSIDE and at in batches)
         if len(self.program.jaxpr.outvars) != 1 + len(variables):
             made = len(self.program.jaxpr.outvars) - 1
             raise JShardError(
@@ -240,44 +179,51 @@ class Call:
         self.program.find_out_axes()
         run = (by_pieces if by_schedule else _microbatches)(self.program, parameters, variables, batch).run
         xs = self.operands(self.placed(every=True))
-        given = [x for x in self.leaves if _is_array(x)]
-        rows = nnx.split(replaced(self.args, {**dict.fromkeys(self.arguments), **batches}), nnx.Variable, ...)[2]
-        for n, x in zip(batch, filter(_is_array, jax.tree.leaves(rows)), strict=True):
+        rows = [x for name in self.given if name in batches for x in jax.tree.leaves(batches[name]) if _is_array(x)]
+        for n, x in zip(batch, rows, strict=True):
             xs[n] = Taken(Layout(self.program.mesh, (), *self.program.in_axes[n])).put(x, "jshard.shard")
         with scope(program=self.out.number):
             value, gradients, kept = run(xs)
-        self.ended([value, *kept])
-        lay = {n: (g, Layout.of(given[n])) for n, g in zip(parameters, gradients, strict=True)}
+        self.out.written.into((self.nodes,), [value, *kept])
+        lay = {n: (g, Layout.of(self.arrays[n])) for n, g in zip(parameters, gradients, strict=True)}
         moved = {n: g if at is None else redistribute(g, at) for n, (g, at) in lay.items()}
         return value, [[moved[n] for n in numbers] for numbers in owned]
+
+
+def _described(call: Arguments, trees: Mapping[str, Any]) -> tuple[_Array, ...]:
+    """Describe each array of a call; `trees` are the arguments that hold parameters, and are no NNX objects."""
+    built, keys = built_arrays(call.nodes), [*call.keys, *[()] * (len(call.arrays) - len(call.keys))]
+    inner = [_inner(path, x, kind, trees) for path, x, kind in zip(call.paths, call.arrays, call.kinds, strict=True)]
+    led = len({path[0] for path, each in zip(call.paths, inner, strict=True) if each is not None}) > 1
+    described = []
+    for (argument, *words), x, kind, key, path in zip(call.paths, call.arrays, call.kinds, keys, inner, strict=True):
+        check_numbers(x)
+        abstract, is_own = isinstance(x, jax.ShapeDtypeStruct), kind == PARAMETER
+        path = "" if path is None else ParameterPath.of(argument, path, led=led)
+        described.append(_Array(
+            path, built[key].signal_path if is_own else (), jnp.shape(x), x.dtype if abstract else jax.typeof(x).dtype,
+            None if path else _layout(x, mesh()),
+            len(words) if kind == OUTSIDE and argument not in trees and not _is_key(x) else None,
+            type(call.given[argument]) if is_own else None,
+        ))  # fmt: skip
+    return tuple(described)
+
+
+def _inner(path: Sequence[str], x: Any, kind: int, trees: Mapping[str, Any]) -> str | None:
+    """The path of a parameter below its argument; None of what is no parameter."""
+    argument, *words = path
+    if argument not in trees:
+        return (slashed(words) or None) if kind == PARAMETER else None
+    tree = trees[argument]
+    is_whole_number = is_callable_tree(tree) and not jnp.issubdtype(x.dtype, jnp.inexact)
+    if is_whole_number or (has_params(tree) and words[0] != "params"):
+        return None
+    return slashed(words[1:] if has_params(tree) else words)
 
 
 _microbatches = functools.lru_cache(maxsize=16)(Microbatches)
 _pipelined = functools.lru_cache(maxsize=16)(Pipelined)
 _pipelined_pieces = functools.lru_cache(maxsize=16)(PipelinedPieces)
-
-
-def described_call(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
-) -> Call:
-    """A call whose arguments may be `jax.ShapeDtypeStruct`s. These are traced, as Flax would take them for constants; models
-    and trees of parameters are not."""
-    kept = {(0, at): x for at, x in enumerate(args) if isinstance(x, nnx.Module)}
-    kept |= trees_of_parameters(f, args, kwargs, names)
-    leaves, tree = jax.tree.flatten(replaced((args, kwargs), dict.fromkeys(kept)))
-    shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    calls: list[Call] = []
-
-    def call(given: list[Any]) -> None:
-        it = iter(given)
-        rest = jax.tree.unflatten(tree, [next(it) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
-        calls.append(Call(f, *replaced(rest, kept), names))
-
-    jax.eval_shape(call, shapes)
-    return calls[0]
-
-
-_TREES, _PARAMETERS, _STATE, _REST = range(4)  # what a call is split into; the last three are of NNX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,16 +254,12 @@ class _Out:
 class _Situation:
     """All that a program is traced for. A model may hold what has no hash: its arrays' names and types have to do."""
 
-    graphdef: Any
-    tree: Any
-    trees: tuple[Argument, ...]
-    static: tuple[Any, ...]  # the leaves that are no arrays
+    structure: Structure
     arrays: tuple[_Array, ...]
     mesh: Mesh
     fingerprint: Any
     context: Any  # what JAX was told, as by `jax.default_matmul_precision`, and the active signal
     scopes: tuple[str, ...]  # the names of the active signals
-    holders: tuple[str, ...]  # the arguments that hold parameters
 
     def __hash__(self) -> int:
         return hash((self.arrays, self.fingerprint))
@@ -328,13 +270,9 @@ def _unsharded(f: Callable[..., Any], s: _Situation) -> tuple[Any, WrittenBack, 
     written: list[WrittenBack] = []
 
     def of_one_device(*xs: Any) -> list[Any]:
-        it = iter(xs)
-        given, *states = jax.tree.unflatten(s.tree, [next(it) if x is None else x for x in s.static])
-        before = arrays_of_variables(states[:2])
-        merged = nnx.merge(s.graphdef, *states)
-        args, kwargs = replaced(merged, dict(zip(s.trees, given, strict=True)))
+        nodes, args, kwargs, before = s.structure.holding(xs)
         result = in_own_words(f)(*args, **kwargs)
-        back, flat = WrittenBack.of(result, nnx.split(merged, nnx.Param, nnx.Variable, ...)[1:3], before, xs)
+        back, flat = WrittenBack.of(result, nnx.split((nodes,), nnx.Param, nnx.Variable, ...)[1:3], before, xs)
         written.append(back)
         return flat
 
@@ -477,5 +415,8 @@ def _is_key(x: Any) -> bool:
 
 
 def _layout(x: Any, on: Mesh) -> Layout | None:
-    found = Layout.of(x)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        found = Layout.from_sharding(x.sharding, x.ndim) if isinstance(x.sharding, NamedSharding) else None
+    else:
+        found = Layout.of(x)
     return found if found is not None and found.mesh.shape == on.shape else None

@@ -18,9 +18,9 @@ from jax.tree_util import all_leaves
 from jshard.errors import JShardError, kind_of
 from jshard.layers.layer import AuxLoss, is_by_layers, is_sharded, parameters_by_path
 from jshard.layers.layer_stack import in_ranges
-from jshard.layers.linen import check_names, is_callable_tree, trees_of_parameters
+from jshard.layers.linen import arguments, check_names, is_callable_tree, trees_of_parameters
 from jshard.layers.recording import recorder
-from jshard.layers.sharded_call import Call, alone, described_call
+from jshard.layers.sharded_call import Call, alone
 from jshard.layers.user_code_errors import boundary, name_of
 from jshard.signals.active_config import configuration, use_stages
 from jshard.signals.claims import check_globs
@@ -237,20 +237,18 @@ def _placed(
     """Move the parameters of NNX models among the arguments to where such a call has them, and return the trees of parameters
     there, the only one by itself."""
     if configuration() is None:
-        trees = list(trees_of_parameters(f, args, kwargs, names).values())
+        trees = list(trees_of_parameters(arguments(f, args, kwargs), names).values())
     else:
         as_placed((*args, *kwargs.values()))
-        call = described_call(f, args, kwargs, names)
+        call = Call(f, args, kwargs, names)
         has_model = any(isinstance(x, nnx.Module) for x in (*args, *kwargs.values()))
-        if not has_model and not any(each is not None and each.path for each in call.arrays):
+        if not has_model and not any(each.path for each in call.described):
             first = next(iter(getattr(getattr(f, "__code__", None), "co_varnames", ())), "params")
             raise JShardError(
                 f"{getattr(f, '__name__', 'the function')} has no model and no argument of parameters to place",
                 hint=f'write jshard.shard({getattr(f, "__name__", "f")}, parameters="{first}")',
             )
-        placed = call.placed()
-        call.keep(placed)
-        trees = call.trees_of(placed)
+        trees = call.kept(call.placed())
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 

@@ -15,6 +15,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
 from jshard.layers.balance import Costs
+from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE
 from jshard.layers.partition.stages import Counts
 from jshard.layers.pipeline import Pipelined, PipelinedPieces, present_table
 from jshard.layers.sharded_call import Call
@@ -67,7 +68,9 @@ def words(layers="equal", *, edges=True, pipeline=(), mesh=(), first=(), up=()):
 def made(f=loss, *, depth=LAYERS, kind=Pipelined, model=Model, given=(X,)):
     call = Call(f, (model(depth, rngs=nnx.Rngs(0)), *given), {})
     call.program.find_out_axes()
-    return kind(call.program, *([n for n, each in enumerate(call.kinds) if each == of] for of in (1, 2, 3)))
+    return kind(
+        call.program, *([n for n, each in enumerate(call.kinds) if each == of] for of in (PARAMETER, VARIABLE, OUTSIDE))
+    )
 
 
 def traced(found):

@@ -16,7 +16,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.jaxprs import equations
 from jshard.layers import recording
-from jshard.layers.sharded_call import Call, described_call
+from jshard.layers.sharded_call import Call
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import use_stages
 
@@ -65,8 +65,8 @@ def of_params_and_linen(params, variables):
 
 def found(f, *args, **kwargs):
     """Of each array its path, its shape, its dtype and how deep it was."""
-    arrays = Call(f, args, kwargs).arrays
-    return [(a.path, a.shape, str(a.dtype), a.depth) for a in arrays if a is not None]
+    arrays = Call(f, args, kwargs).described
+    return [(a.path, a.shape, str(a.dtype), a.depth) for a in arrays]
 
 
 def test_of_a_call_parameters_have_paths_and_of_the_rest_is_known_how_deep_it_is():
@@ -74,17 +74,17 @@ def test_of_a_call_parameters_have_paths_and_of_the_rest_is_known_how_deep_it_is
     model, key = Counting(nnx.Rngs(0)), np.asarray([0, 1], "uint32")
     assert found(of, model, {"x": zeros(4, 8)}, key) == [
         ("linear/bias", (16,), "float32", None), ("linear/kernel", (8, 16), "float32", None),
-        ("", (4,), "float32", None), ("", (4, 8), "float32", 4), ("", (2,), "uint32", None),
+        ("", (4,), "float32", None), ("", (4, 8), "float32", 1), ("", (2,), "uint32", None),
     ]  # fmt: skip
     # two numbers that are no key: of another dtype, or of two axes; and one number
     others = [zeros(2, dtype=dtype) for dtype in ("uint8", "int64")] + [zeros(1, dtype="uint32")]
     for x in (zeros(2), zeros(2, 2, dtype="uint32"), *others):
         path, shape, _, depth = found(of, model, {"x": zeros(4, 8)}, x)[-1]
-        assert (path, shape, depth) == ("", x.shape, 3)
+        assert (path, shape, depth) == ("", x.shape, 0)
     variables = {"params": {"dense": {"kernel": zeros(8, 16)}}, "stats": {"mean": zeros(4)}, "cache": {"of": zeros(2)}}
     assert found(of_linen, variables, zeros(3), x=np.zeros((4, 8))) == [
         ("", (2,), "float32", None), ("dense/kernel", (8, 16), "float32", None), ("", (4,), "float32", None),
-        ("", (3,), "float32", 3), ("", (4, 8), "float32", 3),
+        ("", (3,), "float32", 0), ("", (4, 8), "float32", 0),
     ]  # fmt: skip
     both = found(of_params_and_linen, {"first": {"second": zeros(4)}}, variables)
     assert [path for path, *_ in both] == ["params/first/second", "", "variables/dense/kernel", ""]
@@ -99,15 +99,15 @@ def test_it_is_known_how_an_array_lies_on_the_mesh_unless_it_is_a_parameter():
     params = {"w": jax.device_put(zeros(8, 8), split.sharding)}
     said = jax.ShapeDtypeStruct((4, 8), "float32", sharding=split.sharding)
     for x, layout in ((lies, split), (said, split), (other, None)):
-        arrays = described_call(lambda x, params: x @ params["w"], (x, params), {}).arrays
-        found = arrays[1].layout and (arrays[1].layout.axes, arrays[1].layout.mesh.shape)
-        assert arrays[0].layout is None and found == (layout and (layout.axes, mesh.shape))
+        arrays = Call(lambda x, params: x @ params["w"], (x, params), {}).described
+        found = arrays[0].layout and (arrays[0].layout.axes, arrays[0].layout.mesh.shape)
+        assert arrays[1].layout is None and found == (layout and (layout.axes, mesh.shape))
 
 
 def test_the_signal_that_a_layer_was_built_under_claims_its_parameters():
     jshard.load({"jshard": MESH, "a": {"column": "tensor"}})
     call = Call(lambda model, x: model(x), (Layered(nnx.Rngs(0)), zeros(4, 8)), {})
-    layers = [(each.path, each.layer) for each in call.arrays if each is not None]
+    layers = [(each.path, each.layer) for each in call.described]
     assert layers == [("layer/bias", ("a",)), ("layer/kernel", ("a",)), ("", ())]
 
 
@@ -153,7 +153,7 @@ def test_a_claim_by_use_is_not_that_of_the_parameters_of_another_function():
 
     jshard.load({"jshard": MESH, "a": {"column": "tensor"}, "rest": {"reduction": "tensor", "match": ["**"]}})
     for f, axes in ((used, ((), ("tensor",))), (lambda params, x: x @ params["w"], (("tensor",), ()))):
-        lies = described_call(f, ({"w": zeros(16, 16)}, zeros(4, 16)), {}).program.placed["w"].lies
+        lies = Call(f, ({"w": zeros(16, 16)}, zeros(4, 16)), {}).program.placed["w"].lies
         assert lies.in_use.axes == axes
 
 
@@ -173,11 +173,11 @@ def puts(monkeypatch):
 def test_parameters_and_variables_of_linen_are_brought_to_the_mesh_and_all_else_for_a_run_alone(puts):
     jshard.load({"jshard": MESH, "a": {**WORDS, "dtype": {"param": "bfloat16"}}})
     variables = {"params": {"dense": {"kernel": zeros(8, 16)}}, "stats": {"mean": zeros(4)}}
-    call = described_call(of_linen, (variables, zeros(3)), {"x": zeros(4, 8)})
+    call = Call(of_linen, (variables, zeros(3)), {"x": zeros(4, 8)})
     kept = [("jshard.shard (dense/kernel)", (8, 16), "bfloat16"), ("jshard.shard", (4,), "float32")]
     placed = call.placed()
     assert puts == kept
-    assert call.trees_of(placed)[0]["params"]["dense"]["kernel"].dtype == "bfloat16"
+    assert call.kept(placed)[0]["params"]["dense"]["kernel"].dtype == "bfloat16"
     puts.clear()
     call.placed(every=True)
     assert puts == [*kept, ("jshard.shard", (3,), "float32"), ("jshard.shard", (4, 8), "float32")]
@@ -191,7 +191,7 @@ def test_a_parameter_of_whole_numbers_rests_as_it_is_and_one_of_its_dtype_is_not
         ("jshard.shard (first/second)", (8,), "int32"), ("jshard.shard (third)", (8,), "float32"),
         ("jshard.shard (x)", (8,), "float32"),
     ]  # fmt: skip
-    assert placed[2] is params["x"]
+    assert placed[3] is params["x"]
 
 
 def test_what_looks_like_parameters_is_asked_where_there_are_none_by_name():
@@ -232,7 +232,7 @@ def test_the_first_axes_of_a_batch_are_split(case):
     def f(params, xs):
         return params["w"].sum() + sum(x.sum() for x in xs)
 
-    program = described_call(f, ({"w": zeros(4, 3)}, xs), {}).program
+    program = Call(f, ({"w": zeros(4, 3)}, xs), {}).program
     assert [in_words(axes) for axes in program.in_axes[1:]] == split
 
 
@@ -254,7 +254,7 @@ def test_a_batch_on_the_mesh_stays_as_it_lies_but_for_places(case):
     words, shape, spec, split = LIES[case]
     jshard.load({"jshard": MESH, "a": {**words, "match": ["**"]}})
     x = jax.device_put(zeros(*shape), jax.NamedSharding(jshard.mesh(), spec))
-    program = described_call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(3)}, x), {}).program
+    program = Call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(3)}, x), {}).program
     assert in_words(program.in_axes[1]) == split
 
 
@@ -265,7 +265,7 @@ def test_what_lies_on_the_mesh_and_has_other_places_than_the_batch_stays_as_it_i
     def f(params, first, x):
         return params["w"].sum() + first.sum() + x.sum()
 
-    program = described_call(f, ({"w": zeros(3)}, zeros(4, 8), x), {}).program
+    program = Call(f, ({"w": zeros(3)}, zeros(4, 8), x), {}).program
     assert [in_words(axes) for axes in program.in_axes[1:]] == ["data tensor", "data -"]
 
 
@@ -384,7 +384,7 @@ def test_signals_that_split_rows_in_several_ways_are_a_sentence(more):
     jshard.load({"jshard": MESH, **{name: {"row": axes, "match": [name]} for name, axes in rows.items()}})
     params = {name: zeros(4) for name in rows}
     with pytest.raises(JShardError) as told:
-        described_call(lambda params, x: sum(w.sum() for w in params.values()) + x.sum(), (params, zeros(8, 8)), {})
+        Call(lambda params, x: sum(w.sum() for w in params.values()) + x.sum(), (params, zeros(8, 8)), {})
     assert str(told.value) == (
         'signal "a" (<dict>) splits rows over data, and signal "b" (<dict>) over tensor; give both the same row: a batch is split '
         "one way"
@@ -397,7 +397,7 @@ def test_a_batch_is_what_lies_least_deep():
     def f(params, deep, x):
         return params["w"].sum() + deep["a"]["b"].sum() + x.sum()
 
-    program = described_call(f, ({"w": zeros(2)}, {"a": {"b": zeros(6, 2)}}, zeros(4, 2)), {}).program
+    program = Call(f, ({"w": zeros(2)}, {"a": {"b": zeros(6, 2)}}, zeros(4, 2)), {}).program
     assert program.in_axes[1:] == [((), ()), (("data",), ())]
 
 
@@ -405,7 +405,7 @@ def test_a_batch_is_what_lies_least_deep():
 def test_places_that_a_ring_does_not_divide_are_a_sentence(places, use):
     jshard.load({"jshard": MESH, "a": {"row": "data", "ring": "tensor", "match": ["**"]}})
     with pytest.raises(JShardError) as told:
-        described_call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(2)}, zeros(4, places)), {})
+        Call(lambda params, x: params["w"].sum() + x.sum(), ({"w": zeros(2)}, zeros(4, places)), {})
     assert str(told.value) == (
         f'signal "a" (<dict>) splits {places} places of each row over mesh axis "tensor" of size 4; use {use}, or pad'
     )
@@ -428,7 +428,7 @@ def test_variables_that_are_made_in_a_call_of_microbatches_are_a_sentence(before
     jshard.load({"jshard": MESH, "a": {"row": "data", "match": ["**"]}})
     call = Call(lambda model, x: model(x), (Making(before), zeros(4, 8)), {})
     with pytest.raises(JShardError) as error:
-        call.microbatches({(0, 1): zeros(2, 4, 8)}, [(0, 0)])
+        call.microbatches({"x": zeros(2, 4, 8)}, ["model"])
     assert str(error.value) == (
         f"the model has {before} variables before its call and {2 - before} behind it, and microbatches hand them from one "
         "microbatch to the next; make every variable when the model is built"
@@ -451,7 +451,7 @@ def test_on_lists_of_workers_the_signal_around_its_first_use_claims_a_parameter(
             return jnp.sin(x @ params["b"]) @ params["a"]
 
     params = {name: zeros(8, 8) for name in ("a", "b", "c")}  # of which nothing uses the last
-    assert claimed(described_call(f, (params, zeros(4, 8)), {}).program) == {"a": "first", "b": "second"}
+    assert claimed(Call(f, (params, zeros(4, 8)), {}).program) == {"a": "first", "b": "second"}
 
     with jshard.signal("built"):
         layer = jshard.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
@@ -460,7 +460,7 @@ def test_on_lists_of_workers_the_signal_around_its_first_use_claims_a_parameter(
         with jshard.signal("second"):
             return jnp.sin(x @ layer.kernel[...]) @ params["b"]
 
-    call = described_call(of_layer, (layer, {"b": zeros(8, 8)}, zeros(4, 8)), {})
+    call = Call(of_layer, (layer, {"b": zeros(8, 8)}, zeros(4, 8)), {})
     assert claimed(call.program) == {"layer/kernel": "built", "params/b": "second"}
 
 
@@ -471,12 +471,12 @@ def test_the_signal_around_a_use_claims_a_parameter():
         with jshard.signal("a"):
             return x @ params["w"]
 
-    assert claimed(described_call(f, ({"w": zeros(8, 8)}, zeros(4, 8)), {}).program) == {"w": "a"}
+    assert claimed(Call(f, ({"w": zeros(8, 8)}, zeros(4, 8)), {}).program) == {"w": "a"}
 
 
 def test_globs_are_of_parameters_that_no_signal_around_their_layer_claims():
     jshard.load({"jshard": MESH, "a": {"column": "tensor"}, "b": {"match": ["others/**"]}})
-    program = described_call(lambda model, x: model(x), (Layered(nnx.Rngs(0)), zeros(4, 8)), {}).program
+    program = Call(lambda model, x: model(x), (Layered(nnx.Rngs(0)), zeros(4, 8)), {}).program
     assert claimed(program) == {"layer/bias": "a", "layer/kernel": "a"}
 
 
@@ -494,7 +494,7 @@ def test_what_a_signal_says_and_is_not_done_is_a_sentence(kind, words, key):
     jshard.load({"jshard": {**MESH, "axis_types": kind}, "a": {**words, "match": ["**"]}})
     told = None
     try:
-        described_call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {})
+        Call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {})
     except JShardError as error:
         told = str(error)
     assert told == (
@@ -507,7 +507,7 @@ def test_what_a_signal_says_and_is_not_done_is_a_sentence(kind, words, key):
 def test_what_a_function_closes_over_is_handed_to_its_program():
     jshard.load({"jshard": MESH, "a": WORDS})
     closed = np.ones((4, 8), np.float32)
-    call = described_call(lambda params, x: (x * closed + params["w"]).sum(), ({"w": zeros(8)}, zeros(4, 8)), {})
+    call = Call(lambda params, x: (x * closed + params["w"]).sum(), ({"w": zeros(8)}, zeros(4, 8)), {})
     assert (len(call.program.inputs), call.out.consts[0].shape) == (3, (4, 8))
 
 

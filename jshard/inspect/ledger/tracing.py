@@ -24,7 +24,7 @@ from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
 from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
-from jshard.layers.linen import argument_names
+from jshard.layers.linen import positional_names
 from jshard.layers.sharded_call import placements
 from jshard.layers.sharding import as_placed
 from jshard.layers.user_code_errors import as_user_error
@@ -94,13 +94,13 @@ class Traced:
         boxed, _ = jax.tree_util.tree_flatten_with_path(self.given, is_leaf=lambda x: is_node(x) or is_boxed(x))
         names = {path: str(box.names) for path, box in boxed if is_boxed(box)}
         by_themselves = (ArrayPath(path, (), False, names.get(path[:-1], "")) for path, _ in others)
-        self.arguments = argument_names(f, args, kwargs)
+        self.positional = positional_names(f, len(args))
         self.paths = [*_paths_in(outer, state), *by_themselves]
 
     def argument(self, path: ArrayPath) -> str:
         """The name of the argument that an array is in; "" in the function."""
-        place, *name = keys_of(path.outer)[:2]
-        return self.arguments.get((place - 1, *name), "") if name else ""  # type: ignore[arg-type]
+        place, *key = keys_of(path.outer)[:2]
+        return (self.positional[key[0]] if place == 1 else key[0]) if key and place else ""
 
     @property
     def meshes(self) -> set[Any]:

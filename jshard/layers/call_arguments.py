@@ -1,4 +1,4 @@
-"""The arguments of a call of a compiled function: their arrays, and the structure that a program is compiled for."""
+"""The arguments of a call: their arrays, and the structure that a program is traced for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard.layers.linen import positional_names
+from jshard.layers.linen import arguments
 from jshard.layers.written_back import arrays_of_variables, is_array
 from jshard.layouts.paths import keys_of, words_of
 
@@ -21,6 +21,7 @@ class _Mark:
 
 
 ARRAY, NODE = _Mark(), _Mark()
+PARAMETER, VARIABLE, OTHER, OUTSIDE = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,23 +66,28 @@ class Structure:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The structure of a call, its NNX objects, and its arrays: first `in_nodes` of the objects, then all others."""
+    """The structure of a call, its NNX objects, and its arrays: first those of the objects, then all others."""
 
     structure: Structure
+    given: dict[str, Any]  # the arguments that are not compiled in, by name
     nodes: list[Any]
     arrays: list[Any]
     paths: list[Path]  # of each array, from the name of its argument
     keys: list[tuple[Any, ...]]  # of each array that is in an object: the number of the object, and the keys in it
-    in_nodes: int
-    parameters: int  # how many of them are an object's parameters: the first
+    kinds: list[int]  # of each array: PARAMETER or VARIABLE or OTHER of an object, or OUTSIDE of all
 
     @classmethod
     def of(
-        cls, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], static: Sequence[str]
+        cls,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        static: Sequence[str] = (),
+        is_array: Callable[[Any], bool] = is_array,
     ) -> Arguments:
-        """Take a call apart."""
-        names = (*positional_names(f, len(args)), *kwargs)
-        given = dict(zip(names, (*args, *kwargs.values()), strict=True))
+        """Take a call apart. The arguments `static`, and leaves that are no arrays, are compiled in."""
+        given = arguments(f, args, kwargs)
+        names = tuple(given)
         compiled_in = tuple((name, given.pop(name)) for name in static if name in given)
         named = tuple(given)
         found, tree = jax.tree_util.tree_flatten_with_path(tuple(given.values()), is_leaf=is_node)
@@ -90,22 +96,25 @@ class Arguments:
         inside, of_states = jax.tree_util.tree_flatten_with_path(states)
         found = [((named[path[0].idx], *words_of(path[1:])), x) for path, x in found]
         outer = [path for path, x in found if is_node(x)]
-        of_nodes = [(*outer[keys_of(path)[2]], *words_of(path)[3:]) for path, _ in inside]
-        paths = [*of_nodes, *(path for path, x in found if not is_node(x))]
+        leaves = [(path[0].idx, (*outer[keys_of(path)[2]], *words_of(path)[3:]), x) for path, x in inside]
+        leaves += [(OUTSIDE, path, x) for path, x in found if not is_node(x)]
+        arrays = [each for each in leaves if is_array(each[2])]
         values = [*(x for _, x in inside), *(NODE if is_node(x) else x for _, x in found)]
-        leaves = [x for x in values if x is not NODE]
-        marked = tuple(ARRAY if is_array(x) else x for x in values)
-        structure = Structure(names, len(args), compiled_in, tree, graphdef, of_states, marked)
-        held = [path[0].idx for path, x in inside if is_array(x)]
+        marked = tuple(ARRAY if x is not NODE and is_array(x) else x for x in values)
         return cls(
-            structure,
+            Structure(names, len(args), compiled_in, tree, graphdef, of_states, marked),
+            given,
             nodes,
-            [x for x in leaves if is_array(x)],
-            [path for path, x in zip(paths, leaves, strict=True) if is_array(x)],
+            [x for _, _, x in arrays],
+            [path for _, path, _ in arrays],
             [keys_of(path)[2:] for path, x in inside if is_array(x)],
-            len(held),
-            held.count(0),
+            [kind for kind, _, _ in arrays],
         )
+
+    @property
+    def in_nodes(self) -> int:
+        """The number of arrays that are in objects: the first."""
+        return len(self.keys)
 
 
 def is_node(x: Any) -> bool:
