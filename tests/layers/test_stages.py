@@ -131,6 +131,10 @@ def of_one_device(kind=Model, what=loss, **how):
     return jax.tree.map(np.asarray, (*nnx.jit(accumulated(what))(model, X, Y), counts(model)))
 
 
+def sharded(model):
+    return jshard.shard(model, jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+
+
 def counts(model):
     return [x for x in jax.tree.leaves(nnx.state(model, nnx.RngState)) if x.dtype == jnp.uint32]
 
@@ -202,7 +206,7 @@ def test_a_schedule_computes_what_one_device_does(case):
     kind, how = CASES[case]
     expected, of_one, left = of_one_device(kind)
     jshard.load(configured(**how))
-    model = jshard.shard(built(kind), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+    model = sharded(built(kind))
     at_rest = jax.tree.map(operator.attrgetter("sharding"), nnx.state(model, nnx.Param))
     kernel = model.blocks.up.kernel[...]
     is_equal = "layers" not in how
@@ -224,7 +228,7 @@ def test_a_schedule_computes_what_one_device_does(case):
 def test_the_ledger_counts_a_send_once_for_each_microbatch_and_hop(case, remat):
     """And what a stage does as often as it does it: no idle tick, and what is computed again says so."""
     jshard.load(configured(4, tensor=2, schedule=case, remat=remat))
-    model = jshard.shard(built(dropout=0.0))
+    model = sharded(built(dropout=0.0))
     traced = Traced(accumulated(loss), (model, X, Y), {})
     lines = ledger_of(traced, traced.nodes)
     hops, of_x = (7, 2) if case == "interleaved" else (3, 1)
@@ -267,7 +271,7 @@ def test_the_ledger_counts_the_layers_of_the_stage_that_has_most(schedule, count
     stages = len(counts) // (2 if schedule == "interleaved" else 1)
     depth = sum(counts)
     jshard.load(configured(stages, tensor=2, schedule=schedule, layers=in_ranges(*counts, stages=stages)))
-    model = jshard.shard(built(depth=depth, dropout=0.0))
+    model = sharded(built(depth=depth, dropout=0.0))
     traced = Traced(accumulated(loss), (model, X, Y), {})
     lines = ledger_of(traced, traced.nodes)
     assert not any(line.branches for line in lines)
@@ -298,7 +302,7 @@ def test_balance_places_layers_by_flop_and_says_why():
     jshard.load(configured(4, schedule="1f1b", layers="balance"))
     model = built(depth=11, dropout=0.0)
     model.embed = nnx.Embed(words, WIDTH, rngs=nnx.Rngs(0))
-    model = jshard.shard(model, jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+    model = sharded(model)
     found = jshard.explain(accumulated(loss), model, X, Y)
     (told,) = (each.layers for each in found.stages)
     assert told == (
@@ -316,7 +320,7 @@ def test_ledger_report_difference_and_timeline_tell_the_schedule():
     ledgers = {}
     for schedule, remat in (("zero_bubble", False), ("1f1b", False), ("gpipe", "chunk"), ("1f1b", "chunk")):
         jshard.load(configured(2, tensor=2, schedule=schedule, remat=remat))
-        model = jshard.shard(built(dropout=0.0), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+        model = sharded(built(dropout=0.0))
         ledgers[schedule if remat else f"{schedule}, kept"] = jshard.explain(accumulated(loss), model, X, Y)
     says = "1f1b: 2 stages, 4 microbatches, 6 ticks, 20.0 % idle in lock-step"
     assert str(ledgers["1f1b"]).splitlines().count(says) == 1
@@ -362,7 +366,7 @@ def test_the_compiled_text_costs_what_the_table_says(case, counts, remat):
     is_equal = len({*counts}) == 1
     placed = "equal" if is_equal else in_ranges(*counts, stages=2)
     jshard.load(configured(2, tensor=2, schedule=case, layers=placed, remat=remat))
-    model = jshard.shard(built(dropout=0.0))
+    model = sharded(built(dropout=0.0))
     table = generate(case, 2, MICROBATCHES)
     compiled = nnx.jit(accumulated(loss)).lower(model, X, Y).compile()
     found = collections.Counter()
@@ -394,7 +398,7 @@ def verified(schedule, stages):
     """With tensor parallelism inside stages where there are devices for it, and without: against one reference."""
     tensor = 2 if stages < 8 else 1
     jshard.load(configured(stages, tensor=tensor, schedule=schedule, microbatches=2))
-    model = jshard.shard(built(depth=16 if (stages, schedule) == (8, "interleaved") else LAYERS, block=Plain))
+    model = sharded(built(depth=16 if (stages, schedule) == (8, "interleaved") else LAYERS, block=Plain))
     without = [{"tensor": 1}] * (tensor - 1)
     return jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False, meshes=without)
 
@@ -415,7 +419,7 @@ def test_a_schedule_is_verified_bitwise(schedule, stages, tensor):
 ], ids=str)  # fmt: skip
 def test_unequal_stages_are_verified_bitwise(schedule, layers, stages, tensor):
     jshard.load(configured(stages, tensor=tensor, schedule=schedule, microbatches=2, layers=layers))
-    model = jshard.shard(built(block=Plain))
+    model = sharded(built(block=Plain))
     found = jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False)
     assert found, str(found)
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
@@ -456,7 +460,7 @@ def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced):
     """The rows of a batch, as they are, in `jshard.value_and_grad`."""
     expected, of_one, left = of_one_device()
     jshard.load(configured(2, tensor=2, data=2))
-    model, differentiated = jshard.shard(built()), jshard.value_and_grad(loss)
+    model, differentiated = sharded(built()), jshard.value_and_grad(loss)
     x, y = (part.reshape(-1, *part.shape[2:]) for part in (X, Y))
     if not is_traced:
         of_rows = jshard.value_and_grad(lambda model, x, y, scale: scale * loss(model, x, y)[None])
@@ -474,7 +478,7 @@ def test_a_loop_of_ones_own_runs_by_the_schedule(is_traced):
     )
     wrt = nnx.All(nnx.Param, nnx.PathContains("embed"))
     named = jshard.value_and_grad(lambda y, *, model, x: loss(model, x, y), argnums=1, wrt=wrt)
-    _, some = nnx.jit(named)(y, model=jshard.shard(built()), x=x)
+    _, some = nnx.jit(named)(y, model=sharded(built()), x=x)
     close(some, nnx.filter_state(of_one, wrt))
 
 
@@ -514,7 +518,7 @@ def test_dropout_is_that_of_no_pipeline_bitwise(stages, schedule, layers):
     expected = of_one_device(Whole, weighed)[:2]
     said = configured(stages, data=2, schedule=schedule, layers=layers)
     jshard.load({key: words for key, words in said.items() if key not in ("up", "down")})
-    found = nnx.jit(accumulated(weighed))(jshard.shard(built(Whole)), X, Y)
+    found = nnx.jit(accumulated(weighed))(sharded(built(Whole)), X, Y)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert np.any(found[1]["blocks"]["scale"][...])
 
@@ -529,7 +533,7 @@ def test_mixed_precision_inside_stages_is_that_of_no_pipeline():
         if pipeline is None:
             del how["jshard"]["pipeline"], how["blocks"]
         jshard.load(how)
-        model = jshard.shard(built(dropout=0.0), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+        model = sharded(built(dropout=0.0))
         eqns = equations(Traced(accumulated(loss), (model, X, Y), {}).forward())
         products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
         claimed = [eqn for eqn in products if said(eqn.source_info.name_stack.stack, "claim") in ("up", "down")]
@@ -598,7 +602,7 @@ def test_experts_inside_stages_leave_their_losses_of_balance(case):
     value, of_one, auxiliary = of_experts_on_one_device()
     stages, schedule, split, sizes = EXPERTS[case]
     jshard.load(with_experts(stages, schedule, split, **sizes))
-    found, gradients, left = balanced(jshard.shard(built(depth=4, block=Experts)))
+    found, gradients, left = balanced(sharded(built(depth=4, block=Experts)))
     close((found, gradients, left), (value, of_one, auxiliary))
     assert np.all(left > 0.5)
     assert np.any(gradients["blocks"]["moe"]["router"]["kernel"][...])
@@ -609,7 +613,7 @@ def test_experts_inside_stages_leave_their_losses_of_balance(case):
 def test_experts_inside_stages_are_verified_bitwise(case):
     stages, schedule, split, sizes = EXPERTS[case]
     jshard.load(with_experts(stages, schedule, split, **sizes))
-    model = jshard.shard(built(depth=4, block=Experts))
+    model = sharded(built(depth=4, block=Experts))
     found = jshard.verify(accumulated(objective_of(loss)), model, X, Y, backward=False)
     assert found, str(found)
     assert {each.verdict for each in found.findings} == {"bitwise"}, str(found)
@@ -621,7 +625,7 @@ def test_a_table_of_mine_is_run(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("F0 F1 B0 F2B1 F3 B2 B3\n. F0B0 F1B1 . F2B2 F3B3\n")
     jshard.load(configured(2, schedule=str(path)))
-    value, _ = nnx.jit(accumulated(loss))(jshard.shard(built()), X, Y)
+    value, _ = nnx.jit(accumulated(loss))(sharded(built()), X, Y)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for words, sentence in (
         ({"stages": 4}, f"jshard.pipeline (<dict>) has 4 stages, and its table {path} has 2; write another table, or give the "
@@ -825,7 +829,7 @@ def run_wrongly(schedule):
         return found
 
     jshard.load(configured(2, schedule=schedule, microbatches=2, **first))
-    model = jshard.shard(built(block=Plain))
+    model = sharded(built(block=Plain))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ticks, "steps", planted)
         return jshard.verify(accumulated(loss), model, X[:2, :2], Y[:2, :2], backward=False, meshes=others)
@@ -850,7 +854,7 @@ def test_a_program_is_as_long_for_more_microbatches(schedule):
     for microbatches in (4, 16):
         jshard.load(configured(2, schedule=schedule, microbatches=microbatches))
         x = jax.ShapeDtypeStruct((microbatches, *X.shape[1:]), jnp.int32)
-        model = jshard.shard(built(), jax.ShapeDtypeStruct(X.shape[1:], jnp.int32))
+        model = sharded(built())
         graph, state = nnx.split(model)
         made = jax.make_jaxpr(lambda state, x: accumulated(loss)(nnx.merge(graph, state), x, x))(state, x)  # noqa: B023
         lengths.add(sum(1 for _ in equations(made)))
