@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshard.errors import JShardError, Place, did_you_mean, kind_of, nearest
@@ -28,23 +28,19 @@ class Component:
     def of(cls, settings: Settings, key: str) -> Component:
         """Import what is named under `key`."""
         settings.require(key)
-        arguments, place = settings.table(key), settings.place(key)
-        path = arguments.pop("path")
-        return cls(key, place, path, function_at(f'jshard.train.{key} ({place}) is "{path}", but', path), arguments)
+        arguments = settings.table(key)
+        return cls.at(settings, key, arguments.pop("path"), arguments)
 
     @classmethod
-    def several(cls, settings: Settings, key: str, taken: Sequence[str]) -> list[Component]:
-        """Import all that are listed under `key`, whose functions must have names that differ, and from those `taken`."""
-        found: dict[str, Component] = {}
-        for path in settings[key] or ():
-            place, name = settings.place(key), path.partition(":")[2]
-            label = f'jshard.train.{key} ({place}) is "{path}"'
-            if name in found or name in taken:
-                raise JShardError(
-                    f"{label}, and there is a figure {name} already", hint="give the function another name"
-                )
-            found[name] = cls(key, place, path, function_at(f"{label}, but", path), {})
-        return list(found.values())
+    def at(cls, settings: Settings, key: str, path: str, arguments: Mapping[str, Any]) -> Component:
+        """Import `path`, which is named under `key`."""
+        place = settings.place(key)
+        return cls(key, place, path, function_at(f'jshard.train.{key} ({place}) is "{path}", but', path), arguments)
+
+    @property
+    def name(self) -> str:
+        """The last word of its path."""
+        return self.path.rpartition(":")[2]
 
     def __str__(self) -> str:
         return f'jshard.train.{self.key} ({self.place}) is "{self.path}"'

@@ -39,25 +39,7 @@ from jshard.training.sources import Selectable, Shuffled, Source
 from jshard.training.text import packed_rows
 from jshard.training.tokens import tokenizer
 
-FIGURES = ("loss", "accuracy", "perplexity")  # of an evaluation, whose names no metric has
 READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What an experiment is made of: the model, which is called with random numbers, the data function and what it returned,
-    how that is read, and what it is trained by. A model `is_made` where it is the caller's own, with its numbers."""
-
-    model: Component
-    data: Component
-    returned: Any
-    how: Mapping[str, Any]
-    loss: Component | None
-    own_loss: Callable[..., Any]
-    metrics: Sequence[Component]
-    chain: Chain
-    optimizer: nnx.Optimizer | None = None
-    is_made: bool = False
 
 
 @dataclasses.dataclass
@@ -88,24 +70,24 @@ class Experiment:
         with as_user_error(f"{component.path} is called"):
             asks = "rows" in parameters_of(component.function) and "rows" not in component.arguments
             returned = component(**{"rows": placement.rows(settings["batch"])} if asks else {})
-        loss, own = _loss(settings)
-        metrics = Component.several(settings, "metrics", FIGURES)
-        model = Component.of(settings, "model")
-        parts = Parts(model, component, returned, how, loss, own, metrics, Chain.of(settings))
-        return cls.of(parts, configuration, mesh, only_shapes=only_shapes)
+        written, loss = _loss(settings)
+        metrics = [Component.at(settings, "metrics", path, {}) for path in settings["metrics"] or ()]
+        objective = Objective(loss, written, Component.of(settings, "model"), component, metrics=metrics)
+        return cls.of(objective, returned, how, Chain.of(settings), configuration, mesh, only_shapes=only_shapes)
 
     @classmethod
     def of(
-        cls, parts: Parts, configuration: Configuration, mesh: Mesh | None, *, only_shapes: bool = False
-    ) -> Experiment:
-        """Put the parts of an experiment together, on a mesh."""
-        settings, component, how, chain = Settings(configuration), parts.data, parts.how, parts.chain
-        model_named, loss_named = parts.model, parts.loss
+        cls, objective: Objective, returned: Any, how: Mapping[str, Any], chain: Chain, configuration: Configuration,
+        mesh: Mesh | None, *, only_shapes: bool = False, optimizer: nnx.Optimizer | None = None, is_made: bool = False,
+    ) -> Experiment:  # fmt: skip
+        """Put an experiment together, on a mesh: the objective names the model and the data function, which has `returned` what
+        is read as `how` says. A model `is_made` where it is the caller's own, with its numbers."""
+        settings, model_named = Settings(configuration), objective.model
         batch, seed = settings["batch"], settings["seed"]
         placement = Placement(mesh, configuration.signals, settings["microbatches"])
         settings.check_rows(placement.ways)
-        here = f"{component}, which"
-        returned = held_out(settings, here, parts.returned)
+        here = f"{objective.data}, which"
+        returned = held_out(settings, here, returned)
         data = source(here, returned, batch=batch, seed=seed, shuffle=how.get("shuffle"), last=how.get("last"))
         test = None if part_of(returned, "test") is None else examples(here, returned, "test")
         if isinstance(data, Shuffled) and not (only_shapes and settings.text):
@@ -131,30 +113,33 @@ class Experiment:
         made = claimed if is_claimed else built
         with as_user_error(f"{model_named.path} is built"):
             if only_shapes:
-                model, optimizer = abstract(lambda: (model := made(), Optimizer(model, chain.tx)))
+                model, made_optimizer = abstract(lambda: (model := made(), Optimizer(model, chain.tx)))
             else:
-                model = created(built, claimed) if is_claimed and not parts.is_made else made()
+                model = created(built, claimed) if is_claimed and not is_made else made()
                 home, apart = _home_of(model, mesh, configuration)
                 _check_one_program(settings, apart)
                 if home is not mesh:
                     placement = Placement(home, {}, settings["microbatches"])
                 settle(model, home)
-                optimizer = settle(parts.optimizer or Optimizer(model, chain.tx), home)
+                made_optimizer = settle(optimizer or Optimizer(model, chain.tx), home)
         chain.check_decay(model)
-        loss = loss_named or parts.own_loss
-        loss = signal("objective")(loss) if "objective" in configuration.signals else loss
         read = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
         in_memory = {part: numbers_of(each.y) for part, each in read.items() if isinstance(each, Examples)}
-        classes = {part: numbers for part, numbers in in_memory.items() if numbers and loss_named is None}
-        tokens = tokenizer(settings).vocabulary if settings.text else None
-        chunk = _chunk(settings, model, model_named)
+        classes = {part: numbers for part, numbers in in_memory.items() if numbers and objective.written is None}
         settings.check_folders()
+        objective = dataclasses.replace(
+            objective,
+            loss=signal("objective")(objective.loss) if "objective" in configuration.signals else objective.loss,
+            classes=classes,
+            tokens=tokenizer(settings).vocabulary if settings.text else None,
+            chunk=_chunk(settings, model, model_named),
+        )
         return cls(
             configuration=configuration,
             model=model,
-            optimizer=optimizer,
+            optimizer=made_optimizer,
             chain=chain,
-            loss=Objective(loss, loss_named, model_named, component, classes, tokens, parts.metrics, chunk),
+            loss=objective,
             data=data,
             test=test,
             placement=placement,
@@ -290,7 +275,7 @@ def _loss(settings: Settings) -> tuple[Component | None, Callable[..., Any]]:
     """Import the loss that is named; else return cross entropy with what is said of it."""
     table = settings.table("loss")
     if "path" in table:
-        return Component.of(settings, "loss"), cross_entropy
+        return (named := Component.of(settings, "loss")), named
     for name in table.keys() - {"z", "chunk"}:
         raise JShardError(
             f'jshard.train.loss ({settings.place("loss")}) names no path, and cross entropy takes no argument "{name}"',

@@ -18,6 +18,7 @@ from jshard.errors import JShardError, kind_of
 from jshard.layers.token_loss import CHUNK, at_targets, by_places, losses_of
 from jshard.training.components import Component, parameters_of
 
+FIGURES = ("loss", "accuracy", "perplexity")  # of an evaluation, whose names no metric has
 MODES = ("train", "training", "is_training", "deterministic")  # arguments that Flax's views stand in for
 
 
@@ -35,10 +36,18 @@ class Objective:
     written: Component | None  # None: cross entropy
     model: Component
     data: Component
-    classes: Mapping[str, tuple[int, int]]  # part of the data -> its least and its largest class
+    # part of the data -> its least and its largest class
+    classes: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     tokens: int | None = None  # how many the tokenizer knows, where the data are text
     metrics: Sequence[Component] = ()
     chunk: int = CHUNK  # places of a row whose logits there are at a time, of a model that has `hidden` and `logits`
+
+    def __post_init__(self) -> None:
+        names = [*FIGURES, *(metric.name for metric in self.metrics)]
+        for number, metric in enumerate(self.metrics, len(FIGURES)):
+            if metric.name in names[:number]:
+                fault = f"{metric}, and there is a figure {metric.name} already"
+                raise JShardError(fault, hint="give the function another name")
 
     def __call__(self, model: Any, x: Any, targets: Any, *count: Any) -> jax.Array:
         outputs, logits = self._called(model, x, targets)
@@ -95,7 +104,7 @@ class Objective:
                     f"{metric}, which returns {shown(values)} for {rows} rows", hint="return one number for each row"
                 )
             alike = counted.shape == values.shape
-            found[metric.path.rpartition(":")[2]] = _by_row(values, counted if alike else jnp.ones(values.shape, bool))
+            found[metric.name] = _by_row(values, counted if alike else jnp.ones(values.shape, bool))
         if right is not None:
             found["accuracy"] = _by_row(right, counted)
         return found

@@ -18,8 +18,9 @@ from jshard.signals.config import Configuration, load_configuration
 from jshard.training.chain import Chain
 from jshard.training.components import Component
 from jshard.training.data import Placement, part_of, source
-from jshard.training.experiment import FIGURES, READING, Experiment, Parts
+from jshard.training.experiment import READING, Experiment
 from jshard.training.loop import AHEAD, placed
+from jshard.training.loss import Objective
 from jshard.training.prefetch import read_ahead
 from jshard.training.train import last_saved
 from jshard.training.train import train as train_experiment
@@ -53,19 +54,18 @@ def train(
     present = _configured(settings)
     given = optimizer if isinstance(optimizer, nnx.Optimizer) else None
     tx = given.tx if given is not None else optimizer
-    parts = Parts(
+    written = None if loss is None else _component("loss", loss)
+    objective = Objective(
+        written or cross_entropy,
+        written,
         model=_component("model", lambda rngs: model, type(model).__name__),
         data=_component("data", lambda: data, "data"),
-        returned=data if part_of(data, "train") is not None else {"train": data},
-        how=how,
-        loss=None if loss is None else _component("loss", loss),
-        own_loss=cross_entropy,
-        metrics=[_metric(each, metrics[:at]) for at, each in enumerate(metrics)],
-        chain=Chain(tx, None, "", None, (), ""),  # type: ignore[arg-type]  # of the two
-        optimizer=given,
-        is_made=True,
+        metrics=[_component("metrics", each) for each in metrics],
     )
-    experiment = Experiment.of(parts, present, None if present.mesh is None else mesh())
+    returned = data if part_of(data, "train") is not None else {"train": data}
+    chain = Chain(tx, None, "", None, (), "")  # type: ignore[arg-type]  # of the two
+    where = None if present.mesh is None else mesh()
+    experiment = Experiment.of(objective, returned, how, chain, present, where, optimizer=given, is_made=True)
     return train_experiment(experiment, resume=last_saved(experiment) if resume else None)
 
 
@@ -116,10 +116,3 @@ def _configured(settings: dict[str, Any]) -> Configuration:
 def _component(key: str, function: Callable[..., Any], path: str | None = None) -> Component:
     name = getattr(function, "__name__", type(function).__name__) if path is None else path
     return Component(key, HERE, name, function, {})
-
-
-def _metric(metric: Callable[..., Any], before: Sequence[Callable[..., Any]]) -> Component:
-    made = _component("metrics", metric)
-    if made.path in (*FIGURES, *(getattr(each, "__name__", "") for each in before)):
-        raise JShardError(f"{made}, and there is a figure {made.path} already", hint="give the function another name")
-    return made
