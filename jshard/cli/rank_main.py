@@ -25,32 +25,20 @@ from jshard.launch.mismatch import Facts
 from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.effective_config import flat
-from jshard.training.checkpoint import Checkpoint
 from jshard.training.experiment import Experiment
 from jshard.training.function import Function
 from jshard.training.metrics import written
 from jshard.training.preemption import Preempted
-from jshard.training.progress import Bar, say_result
-from jshard.training.train import train
-
-
-def train_as_member(target: Target, resume: Callable[[], Checkpoint] | None = None) -> int:
-    """Train as one process of several; `resume` finds what to go on from, once all have joined."""
-    experiment = joined_experiment(target)
-    leads = jax.process_index() == 0
-    bar = MemberBar(experiment.settings["steps"], experiment.settings["batch"], speaks=leads)
-    evaluated = train(experiment, bar, resume=None if resume is None else resume())
-    pulse().at("ended")
-    if leads:
-        say_result(evaluated)
-    return 0
+from jshard.training.progress import Bar
 
 
 def as_member(run: Callable[[], int]) -> int:
     """Run a command as one process of several. It never returns after a fault: the process ends at once, so that the others
     don't wait for it."""
     try:
-        return run()
+        status = run()
+        pulse().at("ended")
+        return status
     except Preempted:  # all of them end here, at the same step
         pulse().at("ended")
         raise
@@ -90,15 +78,6 @@ def join(
         for label, sizes in {f"jshard.mesh ({asked_mesh.place})": {}, **(meshes or {})}.items():
             full = dict(zip(asked_mesh.names, asked_mesh.sizes, strict=True)) | dict(sizes)
             check_all_have_devices(label, full)
-
-
-def joined_experiment(target: Target) -> Experiment:
-    """Join with an experiment; the first process prints what its step asks for."""
-    experiment = joined(target, preemption=True)
-    assert isinstance(experiment, Experiment)
-    if jax.process_index() == 0:
-        print(experiment.asked)
-    return experiment
 
 
 def facts_of(configuration: Configuration) -> Facts:
@@ -145,7 +124,8 @@ def first_between_processes(ledger: Ledger, mesh: Mesh | None) -> str:
 class MemberBar(Bar):
     """What the first process says; how far this one is goes to its launcher, which draws the one bar."""
 
-    def __init__(self, steps: int, batch: int, *, speaks: bool):
+    def __init__(self, steps: int, batch: int):
+        speaks = jax.process_index() == 0
         super().__init__(steps, batch, Console(quiet=not speaks, highlight=False, soft_wrap=True))
         self.draws = speaks and bool(os.environ.get(BAR))
         pulse().of = steps

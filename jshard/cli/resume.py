@@ -45,32 +45,42 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def experiment_of(target: Target) -> Experiment:
-    """Build the experiment, in this process or as one of several."""
-    if membership() is not None:
-        from jshard.cli.rank_main import joined_experiment
+    """Build the experiment, in this process or as one of several, of which the first prints what its step asks for."""
+    if membership() is None:
+        from jshard.cli.experiment import opened
 
-        return joined_experiment(target)
-    from jshard.cli.experiment import opened
+        experiment = opened(target)
+    else:
+        import jax
+
+        from jshard.cli.rank_main import joined
+
+        experiment = joined(target, preemption=True)
+        if jax.process_index() == 0:
+            print(experiment.asked)
     from jshard.training.experiment import Experiment
 
-    experiment = opened(target)
     assert isinstance(experiment, Experiment)
     return experiment
 
 
 def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
     """Train an experiment, from its beginning or from what `resume` finds, in this process or as one of several."""
-    if membership() is not None:
-        from jshard.cli.rank_main import train_as_member
+    experiment, bar = experiment_of(target), None
+    import jax
 
-        return train_as_member(target, resume)
-    from jshard.training.progress import say_result
+    from jshard.training.progress import in_words
     from jshard.training.train import train
 
-    experiment = experiment_of(target)
-    if resume is None:
+    if membership() is not None:
+        from jshard.cli.rank_main import MemberBar
+
+        bar = MemberBar(experiment.settings["steps"], experiment.settings["batch"])
+    elif resume is None:
         show(experiment.apart or experiment.asked.text(width()))
-    say_result(train(experiment, resume=resume() if resume else None))
+    evaluated = train(experiment, bar, resume=resume() if resume else None)
+    for line in in_words(evaluated) if jax.process_index() == 0 else ():  # why there is none was said when it began
+        print(line)
     return 0
 
 

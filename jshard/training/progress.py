@@ -131,12 +131,6 @@ def in_words(evaluated: Mapping[str, float]) -> list[str]:
     return [each.replace("%", " %") for each in words]
 
 
-def say_result(evaluated: Mapping[str, float]) -> None:
-    """Print the last lines of a training; why there are none was said when it began."""
-    for line in in_words(evaluated):
-        print(line)
-
-
 FORMS: Mapping[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
     "perplexity": "perplexity {:,.4g}".format,
