@@ -126,25 +126,24 @@ class Placement:
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Put arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""
-        where = self._sharding
+        where = self._sharding()
         return jax.tree.map(lambda array: jax.device_put(array) if where is None else put(array, where), arrays)
 
     def rows(self, batch: int) -> np.ndarray:
         """List the rows of a batch of this size that the devices of this process hold. Which they are is said by where the
         devices stand along the mesh axes, not by the number of the process: where a batch is whole on devices of several
         processes, each of them has all its rows."""
-        if self._sharding is None or self._sharding.is_fully_addressable:
+        if (where := self._sharding()) is None or where.is_fully_addressable:
             return np.arange(batch)
         held = np.zeros((self.microbatches, batch // self.microbatches), bool)
-        for index in self._sharding.addressable_devices_indices_map(held.shape[1:]).values():
+        for index in where.addressable_devices_indices_map(held.shape[1:]).values():
             held[(slice(None), *(index or ()))] = True
         return np.flatnonzero(held)
 
     def place(self, size: int, *arrays: Any) -> tuple[Any, ...]:
         """Put batches to train on of `size` rows over all processes, of which these are the `rows` of this one, on the devices:
         with several microbatches in an axis of them before the rows, so that which rows one has is alike on all meshes."""
-        parts = self.microbatches
-        where = self._sharding if parts == 1 or self.mesh is None else Layout(self.mesh, (), self.mesh_axes).sharding
+        parts, where = self.microbatches, self._sharding(self.microbatches)
         axis, here = int(parts > 1), self.rows(size)
 
         def place(array: np.ndarray) -> jax.Array:
@@ -164,26 +163,18 @@ class Placement:
 
         return jax.tree.map(place, arrays)
 
-    @property
-    def _sharding(self) -> NamedSharding | None:
-        return None if self.mesh is None else Layout(self.mesh, self.mesh_axes).sharding
+    def _sharding(self, parts: int = 1) -> NamedSharding | None:
+        axes = (self.mesh_axes,) if parts == 1 else ((), self.mesh_axes)
+        return None if self.mesh is None else Layout(self.mesh, *axes).sharding
 
-    def batch_shapes(self, size: int, *arrays: Any) -> tuple[Any, ...]:
-        """Describe what `place` would put on the devices."""
-        shapes = self.shapes(size // self.microbatches, *arrays)
-        if self.microbatches == 1:
-            return shapes
-        where = None if self.mesh is None else Layout(self.mesh, (), self.mesh_axes).sharding
-        with_axis = lambda x: jax.ShapeDtypeStruct((self.microbatches, *x.shape), x.dtype, sharding=where)
-        return jax.tree.map(with_axis, shapes)
-
-    def shapes(self, rows: int, *arrays: Any) -> tuple[Any, ...]:
-        """Describe what a call with this many rows would place, as shapes alone: the devices need not be here."""
-        where = self._sharding
+    def shapes(self, size: int, *arrays: Any, parts: int = 1) -> tuple[Any, ...]:
+        """Describe `size` rows on the devices, which need not be here, as shapes alone; several `parts` have an axis of their
+        own, as `place` gives microbatches."""
+        where, lead = self._sharding(parts), (size,) if parts == 1 else (parts, size // parts)
 
         def shape(array: np.ndarray) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-            return jax.ShapeDtypeStruct((rows, *array.shape[1:]), dtype, sharding=where)
+            return jax.ShapeDtypeStruct((*lead, *array.shape[1:]), dtype, sharding=where)
 
         return jax.tree.map(shape, arrays)
 

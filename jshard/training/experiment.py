@@ -239,7 +239,7 @@ class Experiment:
         batch = self.settings["batch"]
         with as_user_error("data is read"):
             if self.only_shapes:
-                return self.placement.batch_shapes(batch, *self.data.example())
+                return self.placement.shapes(batch, *self.data.example(), parts=self.placement.microbatches)
             return self.placement.place(batch, *self.data.first(self.placement.rows))
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -82,10 +82,11 @@ class Step:
         nnx.update((model, optimizer), self.state)
 
 
-def gradients_of(model: Any, loss: Objective, microbatches: int) -> Callable[..., Any]:
-    """Return what gives the loss of a batch and its gradients, by microbatches where the batch is laid out in them."""
+def gradients_of(model: Any, loss: Objective, microbatches: int, argnums: Any = 0) -> Callable[..., Any]:
+    """Return what gives the loss of a batch and its gradients, by microbatches where the batch is laid out in them; else those
+    of `argnums`."""
     if microbatches == 1:
-        return nnx.value_and_grad(partitioned(model, objective_of(loss)))
+        return nnx.value_and_grad(partitioned(model, objective_of(loss)), argnums=argnums)
     by_microbatches = accumulated(objective_of(loss))
 
     def differentiated(model: Any, x: Any, y: Any) -> Any:
@@ -102,21 +103,15 @@ def step_with_gradients(loss: Objective, microbatches: int = 1) -> Callable[...,
     are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
 
     def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
-        if microbatches > 1:
-            value, gradients = gradients_of(model, loss, microbatches)(model, x, y)
-            optimizer.update(model, gradients)
-            return _named(value, named_leaves("model", gradients))
-        smooth = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
-        of = [nnx.DiffState(0, optimizer.wrt), *([1] if smooth else [])]
-        value, (gradients, *of_x) = nnx.value_and_grad(partitioned(model, objective_of(loss)), argnums=of)(model, x, y)
+        smooth = microbatches == 1 and all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
+        of = [nnx.DiffState(0, optimizer.wrt), 1] if smooth else nnx.DiffState(0, optimizer.wrt)
+        value, found = gradients_of(model, loss, microbatches, of)(model, x, y)
+        gradients, *of_x = found if smooth else [found]
         optimizer.update(model, gradients)
-        return _named(value, {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})})
+        named = {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})}
+        return Named({"loss": value, **{f"gradient of {name}": leaf for name, leaf in named.items()}})
 
     return train
-
-
-def _named(value: jax.Array, gradients: Mapping[str, Any]) -> Named:
-    return Named({"loss": value, **{f"gradient of {name}": leaf for name, leaf in gradients.items()}})
 
 
 def _read_by_all(where: Any) -> NamedSharding | None:
