@@ -33,6 +33,7 @@ from jshard.schedules.table import counted
 from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Stage
 from jshard.signals.config import Pipeline
+from jshard.signals.signal import Signal
 
 
 class Scheduled(Microbatches):
@@ -44,14 +45,14 @@ class Scheduled(Microbatches):
         super().__init__(program, parameters, variables, batch)
         present = configuration()
         assert present is not None and present.pipeline is not None
-        self.asked, stage = present.pipeline, program.stage
-        if stage is None:
+        self.asked = present.pipeline
+        if program.stage is None:
             says = next(signal for signal in present.signals.values() if signal.stage)
             raise JShardError(
                 f"{says} says stage ({says.at('stage')}), and no parameter of the model is claimed by it",
                 hint=f'write match: ["{says.name}/**"], with the path of a jshard.stack in the model',
             )
-        stages = program.mesh.shape[stage.mesh_axis]
+        self.stage, stages = program.stage, program.mesh.shape[program.stage.mesh_axis]
         self.table = self.meant = table_of(self.asked)
         if stages != self.table.stages:  # the one device that verify compares with has all chunks
             kind = "zero_bubble" if self.table.splits_weights else "1f1b"
@@ -99,20 +100,19 @@ class Pipelined(Scheduled):
 
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
         super().__init__(program, parameters, variables, batch)
-        assert program.stage is not None
         self.of_data = self._made_of_data()
-        self.cut = _Cut(program, program.stage, self.of_data)
+        self.cut, says = _Cut(program, self.stage, self.of_data), self.stage.signal
         for v in self.cut.left:
             check_smooth(v, f"jshard.pipeline ({self.asked.place})")
         every, counts, self.layers_words = self.cut.loop.params["length"], (), ""
-        match program.stage.signal.stage:
+        match says.stage:
             case "equal":
                 counts = self._equal(every)
             case "balance":
-                counts, self.layers_words = balanced(program.stage.signal, self.costs, self.meant)
+                counts, self.layers_words = balanced(says, self.costs, self.meant)
             case ranges:
-                counts = in_ranges(ranges, every, program.stage.signal, self.meant, self.asked.place)
-                self.layers_words = f"{program.stage.signal.name}: {spelled(counts, self.meant)}, as written"
+                counts = in_ranges(ranges, every, says, self.meant, self.asked.place)
+                self.layers_words = f"{says.name}: {spelled(counts, self.meant)}, as written"
         self.counts = Counts(counts, self.table.stages)
         self.layers = self.counts.longest
         if not self.counts.are_equal:
@@ -123,12 +123,11 @@ class Pipelined(Scheduled):
             self.layers_words += f"; {of} rest whole on every stage, as no axis divides by {self.table.stages} more"
 
     def _equal(self, every: int) -> tuple[int, ...]:
-        count, stage = self.table.virtual_stages, self.program.stage
-        assert stage is not None
+        count = self.table.virtual_stages
         if every % count:
             raise JShardError(
                 f"jshard.pipeline ({self.asked.place}) has {self.table.stages} stages of {count // self.table.stages} chunks, "
-                f"and {stage.signal} splits {every} layers among them",
+                f"and {self.stage.signal} splits {every} layers among them",
                 hint=f"use {multiples(every, count)} layers, or write stage: balance",
             )
         return (every // count,) * count
@@ -144,13 +143,11 @@ class Pipelined(Scheduled):
         return Costs(cut.loop.params["length"], first, layer, last, bytes_each)
 
     def _check_no_prefetch(self) -> None:
-        for n in self.cut.staged:
-            claim, stage = self.program.inputs[n].claim, self.program.stage
-            if claim is not None and stage is not None and claim.signal.store_prefetch:
-                says = claim.signal
+        for says in self._signals:
+            if says.store_prefetch:
                 raise JShardError(
-                    f"{says} says store.prefetch ({says.at('store.prefetch')}), and {stage.signal} has stages of unequal "
-                    f"layers ({stage.signal.at('stage')})",
+                    f"{says} says store.prefetch ({says.at('store.prefetch')}), and {self.stage.signal} has stages of unequal "
+                    f"layers ({self.stage.signal.at('stage')})",
                     hint="remove prefetch, or write stage: equal",
                 )
 
@@ -164,9 +161,7 @@ class Pipelined(Scheduled):
         return [number for number in made if self.variables[number] not in used]
 
     def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
-        program, cut, stage = self.program, self.cut, self.program.stage
-        assert stage is not None
-        mesh_axis, by = stage.mesh_axis, {"claim": stage.signal.name, "key": "stage"}
+        program, cut, mesh_axis, by = self.program, self.cut, self.stage.mesh_axis, self.stage.by
         staged, chunks = frozenset({mesh_axis}), self.table.virtual_stages // self.table.stages
         parameters = {n: vary(xs[n], names | staged) for n, names in zip(self.parameters, marked, strict=True)}
         with scope(**by):
@@ -180,7 +175,7 @@ class Pipelined(Scheduled):
 
         def run(some: Piece, edges: Any, given: Any, more: Sequence[Part] = ()) -> tuple[Partition, list[Part]]:
             known, run = {**others, **edges, **given}, program.partition()
-            return run, run.run(some.jaxpr, [*(self._part(n, known[n]) for n in some.inputs), *more])
+            return run, run.run(some.jaxpr, [*(program.part_of_stage(n, known[n]) for n in some.inputs), *more])
 
         lie = {v: program.found[v] for v in cut.carried} | {v: ((), *program.found[v][1:]) for v in cut.left}
 
@@ -228,30 +223,31 @@ class Pipelined(Scheduled):
         value = value.astype(program.jaxpr.outvars[0].aval.dtype)
         return value, [self._summed(n, gradients[n]) for n in self.parameters], variables
 
-    def _recomputes(self) -> bool:
+    @property
+    def _signals(self) -> list[Signal]:
+        """Those of the parameters that are on stages."""
         claims = (self.program.inputs[n].claim for n in self.cut.staged)
-        return any(claim is not None and claim.signal.remat == CHUNK for claim in claims)
+        return [claim.signal for claim in claims if claim is not None]
+
+    def _recomputes(self) -> bool:
+        return any(each.remat == CHUNK for each in self._signals)
 
     def _own(self, number: int, x: Array, chunks: int) -> Array:
         """The layers of this stage, of a parameter as it rests."""
-        stage = self.program.stage
-        assert stage is not None
-        if stage.is_equal:
-            return to_chunks(x, chunks, stage.mesh_axis)
-        return to_stages(x, self._axis_of_stages(number), self.counts, stage.mesh_axis)
+        if self.stage.is_equal:
+            return to_chunks(x, chunks, self.stage.mesh_axis)
+        return to_stages(x, self._axis_of_stages(number), self.counts, self.stage.mesh_axis)
 
     def _at_rest(self, number: int, gradient: Array) -> Array:
         """The gradient of this stage's layers, as the parameter rests."""
-        stage = self.program.stage
-        assert stage is not None
-        if stage.is_equal:
-            return from_chunks(gradient, stage.mesh_axis)
-        return from_stages(gradient, self._axis_of_stages(number), self.counts, stage.mesh_axis)
+        if self.stage.is_equal:
+            return from_chunks(gradient, self.stage.mesh_axis)
+        return from_stages(gradient, self._axis_of_stages(number), self.counts, self.stage.mesh_axis)
 
     def _axis_of_stages(self, number: int) -> int | None:
         """The axis along which a parameter rests split over stages; None where it is whole on each."""
-        claim, axes, stage = self.program.inputs[number].claim, self.program.in_axes[number], self.program.stage
-        assert claim is not None and stage is not None
+        claim, axes, stage = self.program.inputs[number].claim, self.program.in_axes[number], self.stage
+        assert claim is not None
         axis = next((axis for axis, names in enumerate(axes) if stage.mesh_axis in names), None)
         if axis is not None and axes[axis][-1] != stage.mesh_axis:
             says, names = claim.signal, [*(name for name in axes[axis] if name != stage.mesh_axis), stage.mesh_axis]
@@ -263,22 +259,14 @@ class Pipelined(Scheduled):
 
     def _stored(self, number: int, x: Array) -> tuple[Array, Any]:
         """Gather over stages what rests split over them, once: a stage by itself can't. And what scatters its gradient."""
-        claim, axis, stage = self.program.inputs[number].claim, self._axis_of_stages(number), self.program.stage
-        assert claim is not None and stage is not None and axis is not None
+        claim, axis = self.program.inputs[number].claim, self._axis_of_stages(number)
+        assert claim is not None and axis is not None
         with scope(claim=claim.signal.name):
-            return jax.vjp(lambda x: self.program.part(number, x).gather(((axis, stage.mesh_axis, True),)), x)
-
-    def _part(self, number: int, x: Array) -> Part:
-        """An input as all stages have it."""
-        part, stage = self.program.part(number, x), self.program.stage
-        if part.rest is not None and stage is not None:
-            rest = tuple(tuple(name for name in names if name != stage.mesh_axis) for names in part.rest)
-            part.rest = None if rest == part.axes else rest
-        return part
+            return jax.vjp(lambda x: self.program.part(number, x).gather(((axis, self.stage.mesh_axis, True),)), x)
 
     def _layers_of(self, number: int, x: Array) -> Part:
         """The layers of one chunk, as a parameter whose layers are all here."""
-        part = self._part(number, x)
+        part = self.program.part_of_stage(number, x)
         axes, rest = ((), *part.axes[1:]), None if part.rest is None else ((), *part.rest[1:])
         return Part((self.layers, *part.shape[1:]), axes, x, rest=None if rest == axes else rest, signal=part.signal)
 
@@ -306,8 +294,8 @@ class PipelinedPieces(Scheduled):
 
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
         super().__init__(program, parameters, variables, batch)
-        assert program.pieces is not None and program.stage is not None
-        self.pieces, says, number = program.pieces, program.stage.signal, program.stage.number
+        assert program.pieces is not None
+        self.pieces, says, number = program.pieces, self.stage.signal, self.stage.number
         owners, stages = self.pieces.owners, self.pieces.stages
         about = f"jshard.pipeline ({self.asked.place})"
         if owners != list(range(stages)):
@@ -402,7 +390,7 @@ class PipelinedPieces(Scheduled):
         shares = any(n in edges for each in pieces.pieces for n in each.inputs)
         model = Model(first, chunk, last, shares, recomputes=True)
         value, of_own, of_edges, _ = run_table(
-            self.table, model, own, edges, inputs, mesh_axis=pieces.mesh_axis, **pieces.by
+            self.table, model, own, edges, inputs, mesh_axis=pieces.mesh_axis, **self.stage.by
         )
         with scope(phase="backward"):
             gradients = of_edges | scattered(of_own)[0]

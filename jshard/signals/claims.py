@@ -25,6 +25,11 @@ class Stage:
     number: int | None = None
 
     @property
+    def by(self) -> dict[str, str]:
+        """Who asks for what is sent from stage to stage."""
+        return {"claim": self.signal.name, "key": "stage"}
+
+    @property
     def is_equal(self) -> bool:
         """Whether each stage has as many of the layers, so that they rest where they run."""
         return self.signal.stage == "equal"

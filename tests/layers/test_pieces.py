@@ -542,6 +542,6 @@ def test_on_its_stage_a_parameter_rests_as_all_but_the_stages_split_it(mesh):
         mesh(**sizes), jax.make_jaxpr(lambda u, w, x: jnp.sin(x @ u) @ w)(w, w, w).jaxpr, inputs
     )
     assert program.in_axes[:2] == [(("stage",), ("tensor",)), (("data", "stage"), ("tensor",))]
-    parts = [program.pieces.part(number, w) for number in (0, 1)]
+    parts = [program.part_of_stage(number, w) for number in (0, 1)]
     assert [part.axes for part in parts] == [((), ("tensor",))] * 2
     assert [part.rest for part in parts] == [None, (("data",), ("tensor",))]

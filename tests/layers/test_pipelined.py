@@ -106,7 +106,7 @@ def test_stages_are_the_last_of_what_splits_at_rest_and_a_stage_has_the_others_l
     found = made()
     (number,) = (n for n, each in enumerate(found.program.inputs) if each.path == "first/kernel")
     assert found.program.in_axes[number] == (("data", "zed", "stage"), ())
-    assert found._part(number, None).rest == (("data", "zed"), ())
+    assert found.program.part_of_stage(number, None).rest == (("data", "zed"), ())
     assert found._axis_of_stages(number) == 0
     jshard.load(words(mesh=mesh, first={"store": ["data", "stage", "zed"]}))
     with pytest.raises(JShardError) as told:

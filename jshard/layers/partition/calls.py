@@ -153,9 +153,8 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
     start = [vary(x, frozenset(lead)) for x in _like(run, carry, axes)]
     if lead and run.stage is not None:
-        by = {"claim": run.stage.signal.name, "key": "stage"}
-        last, ys = in_turn(layers, start, *lead, **by)
-        with scope(**by):
+        last, ys = in_turn(layers, start, *lead, **run.stage.by)
+        with scope(**run.stage.by):
             last = [run.reduce(x, lead, "sum") for x in last]
     else:
         last, ys = layers(start)

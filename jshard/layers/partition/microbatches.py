@@ -38,14 +38,8 @@ class Microbatches:
             self._loss([x[0] if number in self.batch else x for number, x in enumerate(xs)], asked)
             return jnp.zeros(())
 
-        program = self.program
-        placed = [Layout(program.mesh, *axes) for axes in self._in_axes]
-        given = [
-            jax.ShapeDtypeStruct((1, *t.shape) if n in self.batch else t.shape, t.dtype, sharding=p.sharding)
-            for n, (t, p) in enumerate(zip(program.types, placed, strict=True))
-        ]
-        specs = tuple(each.spec for each in placed)
-        jax.eval_shape(jax.shard_map(once, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec()), *given)
+        shapes = [(1, *t.shape) if n in self.batch else t.shape for n, t in enumerate(self.program.types)]
+        self.program.traced(once, self._in_axes, shapes)
         return [frozenset.intersection(*each) if each else frozenset() for each in asked]
 
     @property

@@ -17,7 +17,7 @@ from jshard.layers.partition.part import Part, names_of, vary
 from jshard.layers.partition.ticks import zeros_like_result
 from jshard.provenance import scope
 from jshard.signals.active_config import configuration
-from jshard.signals.claims import Claim
+from jshard.signals.claims import Claim, Stage
 from jshard.signals.signal import Signal
 
 Group = tuple[str, tuple[str, ...]]  # arrays of one dtype, which vary over the same mesh axes
@@ -54,15 +54,13 @@ class Pieces:
         jaxpr, self.program = program.jaxpr, program
         claims = {n: each.claim for n, each in enumerate(program.inputs) if each.claim is not None and each.claim.stage}
         self.claims: dict[int, Claim] = claims
-        self.mesh_axis = next(claim.stage.mesh_axis for claim in claims.values() if claim.stage)
+        first: Stage = program.stage
+        self.mesh_axis, self.by = first.mesh_axis, first.by
         self.stage_of = {n: self._checked(claim, sizes) for n, claim in claims.items()}
         self.stages = sizes
-        self.places: dict[
-            tuple[bool, int], tuple[Group, int, tuple[int, ...]]
-        ] = {}  # where each of `packed` begins in its row
+        # where each of `packed` begins in its row
+        self.places: dict[tuple[bool, int], tuple[Group, int, tuple[int, ...]]] = {}
         for number in set(range(sizes)) - set(self.stage_of.values()):
-            first = next(iter(claims.values())).stage
-            assert first is not None
             raise JShardError(
                 f'mesh axis "{self.mesh_axis}" has {sizes} stages, and no parameter is on stage {number} '
                 f"({first.signal} has stage {first.number}, {first.signal.at('stage')})",
@@ -115,10 +113,9 @@ class Pieces:
         self.rest = piece(jaxpr, jaxpr.eqns, [v for v in jaxpr.outvars if isinstance(v, Literal) or v not in self.outs])
 
     def _checked(self, claim: Claim, sizes: int) -> int:
-        stage = claim.stage
+        stage, other = claim.stage, self.program.stage
         assert stage is not None
         if stage.number is None:
-            other = next(c.stage for c in self.claims.values() if c.stage and c.stage.number is not None)
             raise JShardError(
                 f"{stage.signal} says stage: {stage.signal.stage} ({stage.signal.at('stage')}), and {other.signal} says stage: "
                 f"{other.number} ({other.signal.at('stage')})",
@@ -250,12 +247,6 @@ class Pieces:
         run.defvjp(forward, backward)
         return run(mine, theirs, xs, given)
 
-    @property
-    def by(self) -> dict[str, str]:
-        stage = next(iter(self.claims.values())).stage
-        assert stage is not None
-        return {"claim": stage.signal.name, "key": "stage"}
-
     def computed(
         self, number: int, own: dict[Group, Array], xs: Any, given: Sequence[Array], *, backward: bool = False
     ) -> list[Array]:
@@ -263,19 +254,12 @@ class Pieces:
         and of what the pieces before it have sent."""
         program, (jaxpr, inputs) = self.program, self.pieces[number]
         run = program.partition()
-        parts = [self.part(n, self._unpacked(own, backward, n) if n in self.packed else xs[n]) for n in inputs]
+        mine = [self._unpacked(own, backward, n) if n in self.packed else xs[n] for n in inputs]
+        parts = [program.part_of_stage(n, x) for n, x in zip(inputs, mine, strict=True)]
         parts += [Part(tuple(v.aval.shape), program.found[v], x) for v, x in zip(self.sent[number], given, strict=True)]
         made = run.run(jaxpr, parts)
         placed = [run.place(part, program.found[v]).x for v, part in zip(self.made[number], made, strict=True)]
         return [vary(x, frozenset({self.mesh_axis})) for x in placed]
-
-    def part(self, number: int, x: Array) -> Part:
-        """An input as one stage has it."""
-        part = self.program.part(number, x)
-        if part.rest is not None:
-            rest = tuple(tuple(name for name in names if name != self.mesh_axis) for names in part.rest)
-            part.rest = None if rest == part.axes else rest
-        return part
 
     # -- parameters --
 

@@ -106,7 +106,7 @@ class Program:
             trial.run(self.jaxpr, parts)
             return jnp.zeros(())
 
-        self._traced(first, self.use)
+        self.traced(first, self.use)
         self.found = trial.found
         self.wanted = wanted(self.jaxpr, self.found, trial.sizes)
         lie = parameter_layouts(each.use() for each in parameters if each is not None)
@@ -154,7 +154,7 @@ class Program:
             self._found_by(run, xs)
             return jnp.zeros(())
 
-        self._traced(second, self.in_axes)
+        self.traced(second, self.in_axes)
 
     def _found_by(self, run: Partition, xs: Sequence[Any]) -> list[Part]:
         """Run the program, keep what that finds, and return its results."""
@@ -173,11 +173,12 @@ class Program:
             return found
         return self.in_axes[source]
 
-    def _traced(self, f: Any, in_axes: Sequence[Axes]) -> None:
+    def traced(self, f: Any, in_axes: Sequence[Axes], shapes: Sequence[Any] = ()) -> None:
+        """Trace what each device does with arrays that lie so, of these shapes or of those of the inputs."""
+        shapes = shapes or [t.shape for t in self.types]
         placed = [Layout(self.mesh, *axes) for axes in in_axes]
-        given = [
-            jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=p.sharding) for t, p in zip(self.types, placed, strict=True)
-        ]
+        each = zip(shapes, self.types, placed, strict=True)
+        given = [jax.ShapeDtypeStruct(shape, t.dtype, sharding=p.sharding) for shape, t, p in each]
         specs = tuple(each.spec for each in placed)
         jax.eval_shape(jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()), *given)
 
@@ -198,6 +199,14 @@ class Program:
             self.types[number].shape, use, x, rest=None if rest == use else rest, signal=signal,
             is_only_looked_up=self.only_looked_up[number], is_multiplied_once=self.multiplied_once[number],
         )  # fmt: skip
+
+    def part_of_stage(self, number: int, x: Any) -> Part:
+        """An input as one stage has it, or all have."""
+        part, stage = self.part(number, x), self.stage
+        if part.rest is not None and stage is not None:
+            rest = tuple(tuple(name for name in names if name != stage.mesh_axis) for names in part.rest)
+            part.rest = None if rest == part.axes else rest
+        return part
 
     def __call__(self, *xs: Any) -> list[Any]:
         """Run on arrays that lie as `in_axes` say."""
