@@ -238,80 +238,62 @@ class _Ring:
         return jnp.concatenate([permute(x, self.names, pairs=pairs) for x, pairs in zip(pieces, back, strict=True)], 1)
 
     def forward(self, q: Array, k: Array, v: Array, segments: tuple[Array, ...]) -> tuple[Array, Array]:
-        me = axis_index(self.names)
-        here = self.places(me)
-        keys = k, v, segments
+        def meet(form: Form, queries: Any, keys: Any, state: Any) -> Any:
+            return _see(form, queries, keys, state), ()
 
-        def turn(number: Any, keys: Any, state: Any) -> Any:
-            k, v, theirs = keys
-            if not self.is_balanced:
-                there = self.places((me - number) % self.size)
-                return _see(self.form, (q, here, segments), (k, v, there, theirs), state)
-            # Of the four pairs of pieces two are seen: the late queries see the early keys, and either both early pieces or
-            # both late ones meet.
-            earlier, form, no = number <= me, self.form.of_the_past, here[: len(here) // 2]
-            queries, keys, (early, late) = _halves((q, segments)), _halves(keys), _halves(state)
-
-            def see(queries: Any, keys: Any, state: Any) -> Any:
-                (q, ours), (k, v, theirs) = queries, keys
-                return _see(form, (q, no, ours), (k, v, no, theirs), state)
-
-            late = see(queries[1], keys[0], late)
-            met = see(_either(earlier, *queries), _either(earlier, *keys), _either(earlier, early, late))
-            return _side_by_side(_either(earlier, met, early), _either(earlier, late, met))
-
-        def hopping(carry: Any, number: Any) -> Any:
-            keys, state = carry
-            after = self.hop(keys)  # on their way while these are multiplied
-            return (after, turn(number, keys, state)), None
-
-        after = self.hop(keys) if self.hops else keys
-        state = _see(self.form, (q, here, segments), (k, v, here, segments), _nothing_seen(q, k))
-        if self.hops:
-            (after, state), _ = lax.scan(hopping, (after, state), jnp.arange(1, self.hops))
-            state = turn(self.hops, after, state)
+        state, _ = self._around(meet, (q,), (k, v), segments, _nothing_seen(q, k))
         return _finish(state, q.dtype)
 
     def backward(self, q: Array, k: Array, v: Array, segments: Any, logs: Array, delta: Array, cotangent: Array) -> Any:
+        def meet(form: Form, asked: Any, keys: Any, dq: Any) -> Any:
+            more, *of_keys = _unsee(form, asked, keys)
+            return more if dq is None else dq + more, tuple(of_keys)
+
+        dq, of_keys = self._around(meet, (q, cotangent, logs, delta), (k, v), segments, None)
+        return dq, *of_keys
+
+    def _around(self, meet: Callable[..., Any], asked: Any, given: Any, segments: Any, state: Any) -> tuple[Any, Any]:
+        """Let queries meet all keys that they see, while these go around: `meet(form, queries, keys, state)` returns the state
+        of queries, and what is added up for keys, which goes with them and comes home."""
         me = axis_index(self.names)
         here = self.places(me)
-        asked = q, cotangent, logs, delta
 
-        def turn(number: Any, keys: Any, dq: Array) -> tuple[Array, Any]:
-            k, v, theirs = keys
+        def turn(number: Any, keys: Any, state: Any) -> tuple[Any, Any]:
+            given, theirs = keys
             if not self.is_balanced:
                 there = self.places((me - number) % self.size)
-                more, *of_keys = _unsee(self.form, (*asked, here, segments), (k, v, there, theirs))
-                return dq + more, tuple(of_keys)
+                return meet(self.form, (*asked, here, segments), (*given, there, theirs), state)
+            # Of the four pairs of pieces two are seen: the late queries see the early keys, and either both early pieces or
+            # both late ones meet.
             earlier, form, no = number <= me, self.form.of_the_past, here[: len(here) // 2]
-            queries, keys, (early, late) = _halves((asked, segments)), _halves(keys), _halves(dq)
+            queries, keys, (early, late) = _halves((asked, segments)), _halves(keys), _halves(state)
 
-            def unsee(queries: Any, keys: Any) -> Any:
-                (asked, ours), (k, v, theirs) = queries, keys
-                dq, *of_keys = _unsee(form, (*asked, no, ours), (k, v, no, theirs))
-                return dq, tuple(of_keys)
+            def past(queries: Any, keys: Any, state: Any) -> tuple[Any, Any]:
+                (asked, ours), (given, theirs) = queries, keys
+                return meet(form, (*asked, no, ours), (*given, no, theirs), state)
 
-            more, of_early = unsee(queries[1], keys[0])
-            met, of_met = unsee(_either(earlier, *queries), _either(earlier, *keys))
-            early, late = _either(earlier, (early + met, late + more), (early, late + more + met))
+            late, of_early = past(queries[1], keys[0], late)
+            met, of_met = past(_either(earlier, *queries), _either(earlier, *keys), _either(earlier, early, late))
             nothing = jax.tree.map(jnp.zeros_like, of_met)
-            both = jax.tree.map(jnp.add, of_early, _either(earlier, of_met, nothing))
-            return _side_by_side(early, late), _side_by_side(both, _either(earlier, nothing, of_met))
+            of_early = jax.tree.map(jnp.add, of_early, _either(earlier, of_met, nothing))
+            both = _side_by_side(of_early, _either(earlier, nothing, of_met))
+            return _side_by_side(_either(earlier, met, early), _either(earlier, late, met)), both
 
         def hopping(carry: Any, number: Any) -> Any:
-            keys, of_keys, dq = carry
-            after = self.hop(keys)
-            dq, more = turn(number, keys, dq)
-            return (after, self.hop(jax.tree.map(jnp.add, of_keys, more)), dq), None
+            keys, of_keys, state = carry
+            after = self.hop(keys)  # on their way while these are multiplied
+            state, more = turn(number, keys, state)
+            return (after, self.hop(jax.tree.map(jnp.add, of_keys, more)), state), None
 
-        keys = k, v, segments
+        keys = given, segments
         after = self.hop(keys) if self.hops else keys
-        dq, *of_keys = _unsee(self.form, (*asked, here, segments), (k, v, here, segments))
+        state, of_keys = meet(self.form, (*asked, here, segments), (*given, here, segments), state)
         if not self.hops:
-            return dq, *of_keys
-        (after, of_keys, dq), _ = lax.scan(hopping, (after, self.hop(tuple(of_keys)), dq), jnp.arange(1, self.hops))
-        dq, more = turn(self.hops, after, dq)
-        return dq, *self.hop(jax.tree.map(jnp.add, of_keys, more), -self.hops)  # home
+            return state, of_keys
+        carry = after, self.hop(of_keys), state
+        (after, of_keys, state), _ = lax.scan(hopping, carry, jnp.arange(1, self.hops))
+        state, more = turn(self.hops, after, state)
+        return state, self.hop(jax.tree.map(jnp.add, of_keys, more), -self.hops)  # home
 
 
 def _halves(tree: Any) -> tuple[Any, Any]:
