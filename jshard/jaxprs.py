@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -57,6 +57,26 @@ def bodies(eqn: Any, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
         carried = operands[of_test + of_body :]
         yield bare(params["cond_jaxpr"]), [*operands[:of_test], *carried]
         yield bare(params["body_jaxpr"]), [*operands[of_test : of_test + of_body], *carried]
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those that are no literals, which nothing can be asked for."""
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def is_in(atom: Any, some: Container[Any]) -> bool:
+    return not hasattr(atom, "val") and atom in some
+
+
+def read_by(eqns: Iterable[Any]) -> set[Any]:
+    """The variables that are operands of some equations."""
+    return {atom for eqn in eqns for atom in variables(eqn.invars)}
+
+
+def part_of(jaxpr: Any, eqns: Iterable[Any], inputs: Iterable[Any], results: Iterable[Any]) -> Any:
+    """Return a program of some equations of another, from some of its variables to others."""
+    names = jaxpr.debug_info.with_unknown_names()
+    return type(jaxpr)([], list(inputs), list(results), list(eqns), debug_info=names)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError, multiples
 from jshard.flops import arithmetic_of
-from jshard.jaxprs import scanned
+from jshard.jaxprs import is_in, read_by, scanned, variables
 from jshard.layers.balance import Costs, balanced, in_ranges, spelled
 from jshard.layers.partition import Microbatches, Program
 from jshard.layers.partition.engine import Partition, SomeLayers
@@ -405,7 +404,7 @@ class _Cut:
         jaxpr, self.program = program.jaxpr, program
         number_of = {v: n for n, v in enumerate(jaxpr.invars)}
         staged = {v for v, each in zip(jaxpr.invars, program.inputs, strict=True) if each.claim and each.claim.stage}
-        using = [eqn for eqn in jaxpr.eqns if any(not isinstance(v, Literal) and v in staged for v in eqn.invars)]
+        using = [eqn for eqn in jaxpr.eqns if any(is_in(v, staged) for v in eqn.invars)]
         says = f"{stage.signal} says stage ({stage.signal.at('stage')})"
         for eqn in using:
             if eqn.primitive.name != "scan" or eqn.params["reverse"]:
@@ -424,7 +423,7 @@ class _Cut:
         operands = list(self.loop.invars)
         start, over = operands[self.consts : self.consts + count], operands[self.consts + count :]
         self.carried = self.loop.outvars[:count]
-        self.staged = [number_of[v] for v in over if not isinstance(v, Literal) and v in staged]
+        self.staged = [number_of[v] for v in over if is_in(v, staged)]
         self.over = [number_of[v] if v in staged else None for v in over]
         assert len(self.staged) == len(staged)
         before = jaxpr.eqns[: jaxpr.eqns.index(self.loop)]
@@ -433,9 +432,7 @@ class _Cut:
         self.each = piece(jaxpr, before, [*operands[: self.consts], *(v for v in over if v not in staged)])
         outs = [jaxpr.outvars[0], *(jaxpr.outvars[1 + at] for at in of_data)]
         after = piece(jaxpr, others, outs).jaxpr
-        used = {
-            v for v in (*after.outvars, *(v for eqn in after.eqns for v in eqn.invars)) if not isinstance(v, Literal)
-        }
+        used = read_by(after.eqns).union(variables(after.outvars))
         self.left = [v for v in self.loop.outvars[count:] if v in used]  # by each layer, and used behind the loop
         self.last = piece(jaxpr, others, outs, [*self.carried, *self.left])
 

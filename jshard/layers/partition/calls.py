@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from jshard.errors import JShardError
-from jshard.jaxprs import CALLS, CHECKPOINTS, bare, called, equations, holds, scanned
+from jshard.jaxprs import CALLS, CHECKPOINTS, bare, called, equations, holds, part_of, scanned, variables
 from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.engine import Partition, Rule, SomeLayers, traced_whole
 from jshard.layers.partition.part import Part, vary
@@ -349,13 +349,7 @@ def _cond(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
 def alone(eqn: Any) -> Callable[..., list[Any]]:
     """The function on global arrays that one equation is."""
-    jaxpr = type(bare(called(eqn)))(
-        [],
-        [v for v in eqn.invars if not isinstance(v, Literal)],
-        list(eqn.outvars),
-        [eqn],
-        debug_info=bare(called(eqn)).debug_info,
-    )
+    jaxpr = part_of(bare(called(eqn)), [eqn], variables(eqn.invars), eqn.outvars)
     return lambda *xs: jax_core.eval_jaxpr(jaxpr, [], *xs)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from jax import Array, lax
 from jax.extend.core import Literal
 
+from jshard.jaxprs import variables
 from jshard.layers.partition.local_sizes import ranges_of
 from jshard.layouts.primitives import ELEMENTWISE
 
@@ -60,10 +61,9 @@ def fused(jaxpr: Any) -> dict[int, Fused]:
     """Return the products that are cut behind them, by the `id` of each equation that is done with them."""
     readers, makers = collections.defaultdict(list), {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal):
-                readers[atom].append(eqn)
-    found, results = dict[int, Fused](), {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+        for atom in variables(eqn.invars):
+            readers[atom].append(eqn)
+    found, results = dict[int, Fused](), set(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and (chain := _followed(eqn, readers, results)):
             cuts = readers[chain[-1].outvars[0]]
@@ -111,10 +111,10 @@ def _cut_by(cuts: Sequence[Any], chain: Sequence[Any], makers: dict[Any, Any]) -
     inputs: dict[Any, int | None] = {product.invars[0]: None, product.invars[1]: kept}
     beside: list[tuple[Any, int]] = []
     for eqn in behind:
-        for atom in eqn.invars:
+        for atom in variables(eqn.invars):
             if atom in product.invars:
                 return None  # what is added is cut, what goes into the product is not
-            if not isinstance(atom, Literal) and not any(atom is each.outvars[0] for each in chain):
+            if not any(atom is each.outvars[0] for each in chain):
                 _read(atom, axis, makers, beside, inputs)
     places = {variable: some.start // size for variable, some in pieces.items()}
     return Fused(tuple(chain), tuple(beside), shape[axis] // size, axis, inputs, places)

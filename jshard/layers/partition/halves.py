@@ -13,10 +13,10 @@ import jax.core as jax_core
 import jax.numpy as jnp
 from jax import Array, lax
 from jax._src import source_info_util
-from jax.extend.core import Literal
+from jax.extend.core import Var
 from jax.interpreters import partial_eval
 
-from jshard.jaxprs import CHECKPOINTS, bare, called, scanned
+from jshard.jaxprs import CHECKPOINTS, bare, called, is_in, part_of, read_by, scanned, variables
 from jshard.layers.partition.part import vary
 
 Tree = Any
@@ -62,18 +62,18 @@ class Halves:
     def __init__(self, jaxpr: Any, soon: Some, late: Some, made: Some, own: Sequence[int] = ()):
         self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
         self.soon, self.late = soon, late
-        self.read = {v for eqn in self.jaxpr.eqns for v in _variables(eqn.invars)}
-        dependent = _dependent(self.jaxpr, made)
+        self.read = read_by(self.jaxpr.eqns)
+        made_of = dependent(self.jaxpr, made)
         given = {v for n, v in enumerate(self.jaxpr.invars) if n not in own}
         needed = set(_chosen(self.jaxpr.outvars, soon))
         for eqn in reversed(self.jaxpr.eqns):
             needed.update(_chosen(eqn.invars, _alone(self.jaxpr, eqn, tuple(v in needed for v in eqn.outvars))[1]))
-        here = (needed & dependent) - given  # the second half has them from the first
+        here = (needed & made_of) - given  # the second half has them from the first
         wanted, steps = set(_chosen(self.jaxpr.outvars, late)), []
         for eqn in reversed(self.jaxpr.eqns):
             of_first = tuple(v in needed for v in eqn.outvars)
             of_second = tuple(v in wanted and v not in here for v in eqn.outvars)
-            step = _halved(self.jaxpr, eqn, of_first, of_second, tuple(_is_in(v, dependent) for v in eqn.invars))
+            step = _halved(self.jaxpr, eqn, of_first, of_second, tuple(is_in(v, made_of) for v in eqn.invars))
             wanted.update(_chosen(eqn.invars, step.reads[1]))
             steps.append((eqn, step))
         self.steps = steps[::-1]
@@ -135,7 +135,7 @@ class _Whole:
 
     def _run(self, half: int, xs: Sequence[Any]) -> list[Any]:
         program = self.programs[half]
-        given = {v: x for v, x in zip(self.eqn.invars, xs, strict=True) if not isinstance(v, Literal)}
+        given = {v: x for v, x in zip(self.eqn.invars, xs, strict=True) if isinstance(v, Var)}
         operands = [] if program is None else [_read(given[v]) for v in program.invars]
         outs = iter(() if program is None else jax_core.eval_jaxpr(program, [], *operands))
         return [next(outs) if is_some else None for is_some in self.some[half]]
@@ -293,10 +293,9 @@ def _alone(jaxpr: Any, eqn: Any, some: Some) -> tuple[Any, Some]:
     """A program of one equation, for some of its results, and which operands it reads."""
     if not any(some):
         return None, (False,) * len(eqn.invars)
-    names, invars = jaxpr.debug_info.with_unknown_names(), list(dict.fromkeys(_variables(eqn.invars)))
-    one = jaxpr.replace(constvars=[], invars=invars, outvars=list(eqn.outvars), eqns=[eqn], debug_info=names)
+    one = part_of(jaxpr, [eqn], dict.fromkeys(variables(eqn.invars)), eqn.outvars)
     live, _ = partial_eval.dce_jaxpr(one, list(some))
-    return live, tuple(_is_in(v, set(live.invars)) for v in eqn.invars)
+    return live, tuple(is_in(v, live.invars) for v in eqn.invars)
 
 
 def _used(jaxpr: Any, outs: Some) -> Some:
@@ -304,17 +303,21 @@ def _used(jaxpr: Any, outs: Some) -> Some:
     return tuple(partial_eval.dce_jaxpr(bare(jaxpr), list(outs))[1])
 
 
-def _dependent(jaxpr: Any, made: Some) -> set[Any]:
+def dependent(jaxpr: Any, made: Some) -> set[Any]:
     """The variables that depend on some of the inputs."""
     found = set(_chosen(jaxpr.invars, made))
     for eqn in jaxpr.eqns:
-        found.update(_chosen(eqn.outvars, _dependent_outs(eqn, tuple(_is_in(v, found) for v in eqn.invars))))
+        found.update(_chosen(eqn.outvars, _dependent_outs(eqn, tuple(is_in(v, found) for v in eqn.invars))))
     return found
 
 
 def _dependent_outs(eqn: Any, made: Some) -> Some:
     if called(eqn) is not None:
         return _dependent_results(called(eqn), made)
+    if eqn.primitive.name == "cond" and not made[0]:
+        return tuple(
+            map(any, zip(*(_dependent_results(each, made[1:]) for each in eqn.params["branches"]), strict=True))
+        )
     if eqn.primitive.name != "scan":
         return (any(made),) * len(eqn.outvars)
     (count, carried), body = scanned(eqn), eqn.params["jaxpr"]
@@ -323,8 +326,8 @@ def _dependent_outs(eqn: Any, made: Some) -> Some:
 
 
 def _dependent_results(jaxpr: Any, made: Some) -> Some:
-    found = _dependent(bare(jaxpr), made)
-    return tuple(_is_in(v, found) for v in bare(jaxpr).outvars)
+    found = dependent(bare(jaxpr), made)
+    return tuple(is_in(v, found) for v in bare(jaxpr).outvars)
 
 
 def _settled(some: Some, carry: slice, step: Callable[[Some], Some]) -> Some:
@@ -337,19 +340,11 @@ def _settled(some: Some, carry: slice, step: Callable[[Some], Some]) -> Some:
 
 
 def _chosen(atoms: Iterable[Any], some: Some) -> Iterable[Any]:
-    return (v for v, is_some in zip(atoms, some, strict=True) if is_some and not isinstance(v, Literal))
-
-
-def _variables(atoms: Iterable[Any]) -> Iterable[Any]:
-    return (v for v in atoms if not isinstance(v, Literal))
-
-
-def _is_in(v: Any, some: set[Any]) -> bool:
-    return not isinstance(v, Literal) and v in some
+    return variables(v for v, is_some in zip(atoms, some, strict=True) if is_some)
 
 
 def _value(known: dict[Any, Any], v: Any) -> Any:
-    return v.val if isinstance(v, Literal) else known.get(v)
+    return known.get(v) if isinstance(v, Var) else v.val
 
 
 def traced(f: Callable[..., Tree], *args: Any) -> tuple[Any, Tree]:

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax._src import source_info_util
-from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from jshard.jaxprs import bare, bound, called, run
+from jshard.jaxprs import bare, bound, called, is_in, read_by, run, variables
 from jshard.kernels.invariant_cast import set_varying
 
 Multiply = Callable[[Array, Array], Array]  # by a kernel
@@ -108,7 +107,7 @@ def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Produc
     """Run a traced program whose products by these variables are made by others."""
 
     def step(eqn: Any, given: list[Any]) -> Sequence[Any]:
-        at = next((n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in products), None)
+        at = next((n for n, v in enumerate(eqn.invars) if is_in(v, products)), None)
         if at is None:
             return _bound(eqn, given)
         product = lambda x, w: _bound(eqn, [x, w] if at else [w, x])[0]
@@ -122,7 +121,7 @@ def first_of(jaxpr: Any, kernels: Collection[Any]) -> set[Any]:
     first: set[Any] = set()
     behind: set[Any] = set()  # products by them, and what is made of these
     for eqn in jaxpr.eqns:
-        read = {v for v in eqn.invars if not isinstance(v, Literal)}
+        read = read_by([eqn])
         by = read.intersection(kernels)
         if not read.isdisjoint(behind):
             behind.update(eqn.outvars)
@@ -137,14 +136,14 @@ def is_sliced(program: Any, number: int) -> bool:
     jaxpr = bare(program)
     same = {jaxpr.invars[number]}
     for eqn in jaxpr.eqns:
-        places = [at for at, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in same]
+        places = [at for at, v in enumerate(eqn.invars) if is_in(v, same)]
         if not places or (eqn.primitive.name == "dynamic_slice" and places == [0]):
             continue
         if eqn.primitive.name in SAME:
             same.update(eqn.outvars)
         elif called(eqn) is None or not all(is_sliced(called(eqn), at) for at in places):
             return False
-    return not any(v in same for v in jaxpr.outvars if not isinstance(v, Literal))
+    return same.isdisjoint(variables(jaxpr.outvars))
 
 
 def leaves_in_slices(gather: Callable[[Any], Any], shard: Array, full: Array) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Literal
 
 from jshard.errors import JShardError
+from jshard.jaxprs import is_in, part_of, variables
 from jshard.layers.partition.part import Part, names_of, vary
 from jshard.layers.partition.ticks import zeros_like_result
 from jshard.provenance import scope
@@ -32,15 +32,14 @@ class Piece(NamedTuple):
 
 def piece(jaxpr: Any, eqns: Sequence[Any], outs: Sequence[Any], more: Sequence[Any] = ()) -> Piece:
     """What of a program computes `outs`, of its inputs and `more`."""
-    wanted, kept = set(_variables(outs)).difference(more), []
+    wanted, kept = set(variables(outs)).difference(more), []
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            wanted |= set(_variables(eqn.invars)).difference(more)
+            wanted |= set(variables(eqn.invars)).difference(more)
     inputs = [n for n, v in enumerate(jaxpr.invars) if v in wanted]
     invars = [*(jaxpr.invars[n] for n in inputs), *more]
-    names = jaxpr.debug_info.with_unknown_names()
-    return Piece(jaxpr.replace(eqns=kept[::-1], invars=invars, outvars=list(outs), debug_info=names), inputs)
+    return Piece(part_of(jaxpr, kept[::-1], invars, outs), inputs)
 
 
 class Pieces:
@@ -80,7 +79,7 @@ class Pieces:
         reduced: set[Any] = set()  # of those
         used: dict[Any, int] = {}  # the last piece that uses a variable of another
         for eqn in jaxpr.eqns:
-            operands = list(_variables(eqn.invars))
+            operands = variables(eqn.invars)
             stages = {origin[v] for v in operands if v in origin and v not in level}
             if len(stages) == 1 and all(v in origin and v not in level for v in operands):
                 origin |= dict.fromkeys(eqn.outvars, stages.pop())
@@ -97,7 +96,7 @@ class Pieces:
             own = self._piece_of(stages.pop(), max(before, default=0)) if stages else max(before)
             level |= dict.fromkeys(eqn.outvars, own)
             used |= {v: max(own, used.get(v, own)) for v in operands if v in level}
-        outs = list(dict.fromkeys(_variables(jaxpr.outvars)))
+        outs = list(dict.fromkeys(variables(jaxpr.outvars)))
         level |= {v: self._piece_of(origin[v]) for v in outs if v in origin and v not in level}
         self.outs = {v: level[v] for v in outs if v in level}
         self.sent = [
@@ -110,7 +109,7 @@ class Pieces:
             self.made.append(made)
             self.pieces.append(piece(jaxpr, jaxpr.eqns, made, self.sent[number]))
         self.back = [self._backward_of(number) for number in range(len(self.owners))]
-        self.rest = piece(jaxpr, jaxpr.eqns, [v for v in jaxpr.outvars if isinstance(v, Literal) or v not in self.outs])
+        self.rest = piece(jaxpr, jaxpr.eqns, [v for v in jaxpr.outvars if not is_in(v, self.outs)])
 
     def _checked(self, claim: Claim, sizes: int) -> int:
         stage, other = claim.stage, self.program.stage
@@ -190,13 +189,8 @@ class Pieces:
         free = iter(run.run(self.rest.jaxpr, [program.part(n, everywhere[n]) for n in self.rest.inputs]))
         with scope(**by):
             summed = {v: run.reduce(x, (self.mesh_axis,), "sum") for v, x in results.items()}
-        outs: list[Any] = program.jaxpr.outvars
-        return [
-            Part(tuple(v.aval.shape), program.found[v], summed[v])
-            if not isinstance(v, Literal) and v in summed
-            else next(free)
-            for v in outs
-        ]
+        made = {v: Part(tuple(v.aval.shape), program.found[v], x) for v, x in summed.items()}
+        return [made[v] if is_in(v, made) else next(free) for v in program.jaxpr.outvars]
 
     def _rows(self, own: dict[Group, Array], stage: int) -> dict[Group, Array]:
         """The parameters of a stage, where one device has those of all; else those that are here."""
@@ -311,10 +305,6 @@ def check_smooth(v: Any, about: str) -> None:
             f"{about} sends {v.aval.str_short()} from stage to stage, and only what has a gradient can go",
             hint="compute it of the batch, or in the layer that uses it",
         )
-
-
-def _variables(atoms: Iterable[Any]) -> Iterable[Any]:
-    return (v for v in atoms if not isinstance(v, Literal))
 
 
 def _group(x: Array) -> Group:

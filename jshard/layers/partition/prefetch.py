@@ -11,10 +11,11 @@ import jax.core as jax_core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
+from jshard.jaxprs import is_in
 from jshard.kernels.collectives import pvary
+from jshard.layers.partition.halves import dependent
 from jshard.layers.partition.lazy_product import (
     Multiply,
     Product,
@@ -266,13 +267,10 @@ class _Kept:
         self.program = jax.make_jaxpr(forward)(*operands)
         self.pulled, self.count = pulled, len(jax.tree.leaves(self.outputs))
         jaxpr, of_carry = self.program.jaxpr, len(operands[0])
-        made = set(jaxpr.invars[:of_carry])
-        for eqn in jaxpr.eqns:
-            if any(not isinstance(v, Literal) and v in made for v in eqn.invars):
-                made.update(eqn.outvars)
+        made = dependent(jaxpr, tuple(n < of_carry for n in range(len(jaxpr.invars))))
         self.residuals = jaxpr.outvars[self.count :]
-        self.kept = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in made))
-        again = [*[False] * self.count, *(isinstance(v, Literal) or v not in made for v in self.residuals)]
+        self.kept = list(dict.fromkeys(v for v in self.residuals if is_in(v, made)))
+        again = [*[False] * self.count, *(not is_in(v, made) for v in self.residuals)]
         self.again, self.reads = partial_eval.dce_jaxpr(jaxpr, again)
 
     def forward(self, *operands: Arrays) -> tuple[Arrays, Arrays, Arrays]:
@@ -288,8 +286,7 @@ class _Kept:
         read = [x for x, is_read in zip(leaves, self.reads, strict=True) if is_read]
         again = iter(jax_core.eval_jaxpr(self.again, self.program.consts, *read))
         there = dict(zip(self.kept, kept, strict=True))
-        is_kept = lambda v: not isinstance(v, Literal) and v in there
-        pull = jax.tree.unflatten(self.pulled, [there[v] if is_kept(v) else next(again) for v in self.residuals])
+        pull = jax.tree.unflatten(self.pulled, [there[v] if is_in(v, there) else next(again) for v in self.residuals])
         out, ys = self.outputs
         return pull((_padded(of_out, out), _padded(of_ys, ys)))
 

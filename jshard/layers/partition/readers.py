@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.core import Literal
-
-from jshard.jaxprs import bare, called, scanned
+from jshard.jaxprs import bare, called, is_in, scanned
 from jshard.layers.partition.engine import CASTS
 
 OTHER = "other"
@@ -21,7 +19,7 @@ def readers(program: Any, *, through: bool = True) -> list[list[str]]:
     for eqn in jaxpr.eqns:
         insides = _inside(eqn) if through else [None] * len(eqn.invars)
         for at, (atom, inside) in enumerate(zip(eqn.invars, insides, strict=True)):
-            if isinstance(atom, Literal) or atom not in of:
+            if not is_in(atom, of):
                 continue
             name = eqn.primitive.name
             if through and name in CASTS:
@@ -31,7 +29,7 @@ def readers(program: Any, *, through: bool = True) -> list[list[str]]:
             else:
                 found[of[atom]].append(name if name == "dot_general" or (name == "gather" and not at) else OTHER)
     for atom in jaxpr.outvars:
-        if not isinstance(atom, Literal) and atom in of:
+        if is_in(atom, of):
             found[of[atom]].append(OTHER)
     return [found[variable] for variable in jaxpr.invars]
 

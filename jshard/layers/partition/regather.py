@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from jax._src import source_info_util
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Primitive
 
-from jshard.jaxprs import CHECKPOINTS, LOOPS, bare, holds, inner
+from jshard.jaxprs import CHECKPOINTS, LOOPS, bare, holds, inner, part_of, read_by, variables
 from jshard.layers.partition.engine import STAYS
 
 regathered_p = Primitive("regathered")  # only the partition meets it: nothing binds it
@@ -26,12 +26,12 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
     roots = {v: {v} for v, is_stored in zip(jaxpr.invars, stored, strict=True) if is_stored}
     made = []  # what only casts or shapes what is stored is done in the piece that reads it, or it would be kept
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in STAYS and (reads := _reads([eqn])) and reads <= roots.keys():
+        if eqn.primitive.name in STAYS and (reads := read_by([eqn])) and reads <= roots.keys():
             roots.update((variable, set().union(*map(roots.__getitem__, reads))) for variable in eqn.outvars)
             made.append(eqn)
     once = set(map(id, made))
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in once]
-    roots_of = lambda eqns: set().union(*(roots.get(variable, ()) for variable in _reads(eqns)))
+    roots_of = lambda eqns: set().union(*(roots.get(variable, ()) for variable in read_by(eqns)))
     shared: set[Any] = set()
     is_border = lambda eqn: _is_loop(eqn) or not shared.isdisjoint(roots_of([eqn]))
     while True:
@@ -42,8 +42,7 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
         shared.update(several)
     found = list(made)
     for number, group in enumerate(groups):
-        results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-        read = _reads([eqn for some in groups[number + 1 :] for eqn in some]) | results
+        read = read_by(eqn for some in groups[number + 1 :] for eqn in some).union(variables(jaxpr.outvars))
         found += group if number % 2 else _wrapped(jaxpr, made, group, read, roots.keys())
     cut = jaxpr.replace(eqns=found)
     return cut if program is jaxpr else program.replace(jaxpr=cut)
@@ -65,23 +64,17 @@ def _is_loop(eqn: Any) -> bool:
 
 
 def _wrapped(jaxpr: Any, made: Sequence[Any], group: list[Any], read: Set[Any], at_rest: Set[Any]) -> list[Any]:
-    needed, wanted = list(group), _reads(group)
+    needed, wanted = list(group), read_by(group)
     for eqn in reversed(made):
         if wanted.intersection(eqn.outvars):
             needed.insert(0, eqn)
-            wanted |= _reads([eqn])
+            wanted |= read_by([eqn])
     born = {variable for eqn in needed for variable in eqn.outvars}
-    given = [atom for eqn in needed for atom in eqn.invars if not isinstance(atom, Literal) and atom not in born]
-    given = list(dict.fromkeys(given))
+    given = list(dict.fromkeys(v for eqn in needed for v in variables(eqn.invars) if v not in born))
     if at_rest.isdisjoint(given):
         return group
     results = [variable for eqn in group for variable in eqn.outvars if variable in read]
-    part = type(jaxpr)([], given, results, needed, debug_info=jaxpr.debug_info.with_unknown_names())
     last = group[-1]
     source = last.source_info.replace(name_stack=source_info_util.new_name_stack())  # each equation has its own
-    params = {"jaxpr": part}
+    params = {"jaxpr": part_of(jaxpr, needed, given, results)}
     return [last.replace(primitive=regathered_p, invars=given, outvars=results, params=params, source_info=source)]
-
-
-def _reads(eqns: Sequence[Any]) -> set[Any]:
-    return {atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal)}

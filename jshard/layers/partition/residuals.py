@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Literal
-from jax.interpreters import partial_eval
+from jax.extend.core import Var
 
-from jshard.layers.partition.halves import Halves, Place, traced
+from jshard.jaxprs import is_in
+from jshard.layers.partition.halves import Halves, Place, dependent, traced
 from jshard.provenance import scope
 
 Tree = Any
@@ -31,8 +31,8 @@ class Chunk:
     def __init__(self, run: Callable[..., Tree], args: Sequence[Tree], *, shares: bool, splits: bool, recomputes: bool):
         leaves, tree = jax.tree.flatten(tuple(args))
         own, edges, given, _, x = (len(jax.tree.leaves(each)) for each in args)
-        self.microbatch = {*range(own + edges, own + edges + given), *range(len(leaves) - x, len(leaves))}
         self.of_x = range(len(leaves) - x, len(leaves))
+        of_microbatch = {*range(own + edges, own + edges + given), *self.of_x}
         pulled: Any = None
         keys: list[Any] = []
 
@@ -51,19 +51,22 @@ class Chunk:
 
         self.program, (self.y, residuals) = traced(forward, *leaves)
         self.outputs, self.recomputes = len(jax.tree.leaves(self.y)), recomputes
+        jaxpr = self.program.jaxpr
+        made = dependent(jaxpr, tuple(n in of_microbatch for n in range(len(leaves))))
+        if recomputes:  # all of it, by the same program
+            made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+        keeps = made.difference(jaxpr.invars).union(jaxpr.invars[n] for n in self.of_x)
         program, gradients = traced(backward, residuals, self.y)
         self.tree, count = jax.tree.structure(gradients), len(jax.tree.leaves(gradients))
-        made = tuple(n >= len(residuals) for n in range(len(program.jaxpr.invars)))
+        of_y = tuple(n >= len(residuals) for n in range(len(program.jaxpr.invars)))
         late = tuple(splits and n >= x for n in range(count))
         soon, none = tuple(not each for each in late), (False,) * count
         halves = [(soon, none), (late, none)] if recomputes else [(soon, late)]
-        self.halves = [Halves(program, *each, made) for each in halves]
+        self.halves = [Halves(program, *each, of_y) for each in halves]
         reads = [each.reads[0] for each in self.halves] if recomputes else self.halves[0].reads
         self.reads = [[n for n in range(len(residuals)) if each[n]] for each in reads]  # by slot B, and by W
-        self.places: dict[Any, int] = {}
-        for n in sorted({*self.reads[0], *self.reads[1]}):
-            if self._is_kept(n):
-                self.places.setdefault(self._residual(n), len(self.places))
+        read = [self._residual(n) for n in sorted({*self.reads[0], *self.reads[1]})]
+        self.places = {v: place for place, v in enumerate(dict.fromkeys(v for v in read if is_in(v, keeps)))}
         zeros = {id(self._residual(n)): x for n, x in enumerate(residuals)}
         self.kept = [zeros[id(v)] for v in self.places]
         first = lambda *xs: self.halves[0].first(xs)[1]
@@ -113,19 +116,7 @@ class Chunk:
 
     def _place(self, number: int) -> int | None:
         v = self._residual(number)
-        return None if isinstance(v, Literal) else self.places.get(v)
-
-    def _is_kept(self, number: int) -> bool:
-        v, invars = self._residual(number), self.program.jaxpr.invars
-        if isinstance(v, Literal) or v in self.program.jaxpr.constvars:
-            return False
-        if v in invars:
-            return invars.index(v) in self.of_x
-        if self.recomputes:  # all of it, by the same program
-            return True
-        wanted = [n == self.outputs + number for n in range(len(self.program.jaxpr.outvars))]
-        _, used = partial_eval.dce_jaxpr(self.program.jaxpr, wanted)
-        return any(is_used and n in self.microbatch for n, is_used in enumerate(used))
+        return self.places.get(v) if isinstance(v, Var) else None
 
     def _halves(self, outs: Collection[int]) -> Halves:
         """Some results of the forward program, with nothing left for later."""
