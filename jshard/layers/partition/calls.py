@@ -11,16 +11,15 @@ from typing import Any
 import jax
 import jax.core as jax_core
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.extend.core import Literal
+from jax.extend.core import Var
 
 from jshard.errors import JShardError
 from jshard.jaxprs import CALLS, CHECKPOINTS, bare, called, equations, holds, part_of, scanned, variables
 from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.engine import Partition, Rule, SomeLayers, traced_whole
 from jshard.layers.partition.part import Part, vary
-from jshard.layers.partition.prefetch import scan_ahead
+from jshard.layers.partition.prefetch import is_smooth, padded, scan_ahead, smooth
 from jshard.layers.partition.readers import is_one_turn
 from jshard.layers.partition.stages import in_turn
 from jshard.layers.partition.ticks import zeros_like_result
@@ -293,10 +292,7 @@ def _one_of(part: Part, x: Any) -> Part:
     """One of those that a scan goes along: a layer of stacked parameters is a parameter."""
     rest = part.axes if part.rest is None and part.prefetches else part.rest
     rest = None if rest is None else rest[1:]
-    return Part(
-        part.shape[1:], part.axes[1:], x, rest=rest, signal=part.signal, parameter=part.parameter, of=part.of[1:],
-        asked=part.asked,
-    )  # fmt: skip
+    return part.renewed(x, shape=part.shape[1:], axes=part.axes[1:], rest=rest, of=part.of[1:])
 
 
 def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
@@ -357,11 +353,21 @@ def _described(parts: Sequence[Part]) -> list[Any]:
     return [jax.ShapeDtypeStruct(part.shape, part.x.dtype) for part in parts]
 
 
-def _called_on(run: Partition, eqn: Any, parts: Sequence[Part], xs: Sequence[Array]) -> list[Part]:
-    """Run the jaxpr that an equation calls; `parts` are those of its operands that are no literals."""
-    it = iter(list(map(_alike, parts, xs)))
-    args = [run.literal(a) if isinstance(a, Literal) else next(it) for a in eqn.invars]
-    return [run.force(part) for part in run.run(called(eqn), args)]
+def _own_call(
+    run: Partition, eqn: Any, parts: Sequence[Part]
+) -> tuple[list[Part], list[Part], Callable[..., list[Array]]]:
+    """The operands of a function with a derivative of its own, those that are no literals; what it runs on them, and where
+    that leaves its results."""
+    parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if isinstance(atom, Var)]
+    found = list[Part]()
+
+    def call(*xs: Array) -> list[Array]:
+        it = iter(list(map(_alike, parts, xs)))
+        args = [next(it) if isinstance(a, Var) else run.literal(a) for a in eqn.invars]
+        found[:] = map(run.force, run.run(called(eqn), args))
+        return [part.x for part in found]
+
+    return parts, found, call
 
 
 @contextlib.contextmanager
@@ -379,65 +385,45 @@ def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     primitives = {each.primitive.name for each in equations(called(eqn))}
     if primitives - ELEMENTWISE - CALLS.keys() or len({(part.shape, part.axes) for part in parts if part.shape}) > 1:
         return _custom_vjp(run, eqn, parts)  # what moves an operand can't be transposed, as a rule for tangents is
-    parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if not isinstance(atom, Literal)]
-    whole_call, given, found = alone(eqn), _described(parts), list[Part]()
-    smooth = [jnp.issubdtype(each.dtype, jnp.inexact) for each in given]
-
-    @jax.custom_jvp
-    def call(*xs: Array) -> list[Array]:
-        found[:] = _called_on(run, eqn, parts, xs)
-        return [part.x for part in found]
+    parts, found, own = _own_call(run, eqn, parts)
+    whole_call, given, count = alone(eqn), _described(parts), len(eqn.outvars)
 
     def both(*xs: Any) -> Any:
-        primals, tangents = list(xs[: len(parts)]), iter(xs[len(parts) :])
-        t = [
-            next(tangents) if s else np.zeros(p.shape, jax.dtypes.float0) for p, s in zip(primals, smooth, strict=True)
-        ]
-        out, out_t = jax.jvp(whole_call, primals, t)
-        return [*out, *(x for o, x in zip(out, out_t, strict=True) if jnp.issubdtype(o.dtype, jnp.inexact))]
+        primals = list(xs[: len(parts)])
+        out, out_t = jax.jvp(whole_call, primals, padded(xs[len(parts) :], primals))
+        return [*out, *smooth(out_t)]
+
+    call = jax.custom_jvp(own)
 
     @call.defjvp
     @_near(run, run.nearest)
     def _rule(primals: Any, tangents: Any) -> Any:
-        some = [(part, t) for part, t, s in zip(parts, tangents, smooth, strict=True) if s]
-        jaxpr = traced_whole(both, [*given, *(each for each, s in zip(given, smooth, strict=True) if s)])
-        args = [*map(_alike, parts, primals), *(Part(part.shape, part.axes, t) for part, t in some)]
-        results = run.run(jaxpr, args)
-        found[:] = outs = [run.force(part) for part in results[: len(eqn.outvars)]]
-        after = iter(results[len(eqn.outvars) :])
-        t = [
-            run.place(next(after), part.axes).x
-            if jnp.issubdtype(part.x.dtype, jnp.inexact)
-            else np.zeros(part.x.shape, jax.dtypes.float0)
-            for part in outs
-        ]
-        return [part.x for part in outs], t
+        some = [Part(part.shape, part.axes, t) for part, t in zip(parts, tangents, strict=True) if is_smooth(part.x)]
+        jaxpr = traced_whole(both, [*given, *smooth(given)])
+        results = run.run(jaxpr, [*map(_alike, parts, primals), *some])
+        found[:] = outs = [run.force(part) for part in results[:count]]
+        xs = [part.x for part in outs]
+        return xs, padded(_like(run, results[count:], [part.axes for part in outs if is_smooth(part.x)]), xs)
 
     return _results(call, parts, found)
 
 
 def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     """The two halves of the function's own derivative, each run on parts."""
-    parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if not isinstance(atom, Literal)]
+    parts, found, own = _own_call(run, eqn, parts)
     for part in parts:
         if part.asked is not None:
             part.asked.add(frozenset())  # its gradient is whole: bwd sums it
-    whole_call, given, found, kept = alone(eqn), _described(parts), list[Part](), list[Part]()
-    smooth = [jnp.issubdtype(each.dtype, jnp.inexact) for each in given]
+    whole_call, given, kept = alone(eqn), _described(parts), list[Part]()
     tree: Any = None
 
     def half(*xs: Any) -> Any:
         nonlocal tree
-        outs, back = jax.vjp(
-            lambda *some: whole_call(*_merged(some, xs, smooth)), *(x for x, s in zip(xs, smooth, strict=True) if s)
-        )
+        outs, back = jax.vjp(whole_call, *xs)
         residuals, tree = jax.tree.flatten(back)
         return [*outs, *residuals]
 
-    @jax.custom_vjp
-    def call(*xs: Array) -> list[Array]:
-        found[:] = _called_on(run, eqn, parts, xs)
-        return [part.x for part in found]
+    call = jax.custom_vjp(own)
 
     def fwd(*xs: Array) -> Any:
         results = [run.force(part) for part in run.run(traced_whole(half, given), list(map(_alike, parts, xs)))]
@@ -445,34 +431,19 @@ def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return [part.x for part in found], [part.x for part in kept]
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
-        ends, residual_parts = list(found), list(map(_alike, kept, residuals))
-        wanted = [jnp.issubdtype(part.x.dtype, jnp.inexact) for part in ends]
+        ends, residual_parts = _described(found), list(map(_alike, kept, residuals))
 
         def other_half(*xs: Any) -> Any:
-            back = jax.tree.unflatten(tree, xs[: len(kept)])
-            cts = iter(xs[len(kept) :])
-            return list(
-                back(
-                    [
-                        next(cts) if w else np.zeros(p.shape, jax.dtypes.float0)
-                        for p, w in zip(ends, wanted, strict=True)
-                    ]
-                )
-            )
+            return smooth(jax.tree.unflatten(tree, xs[: len(kept)])(padded(xs[len(kept) :], ends)))
 
-        some = [Part(p.shape, p.axes, ct) for p, ct, w in zip(ends, cotangents, wanted, strict=True) if w]
+        some = [Part(p.shape, p.axes, ct) for p, ct in zip(found, cotangents, strict=True) if is_smooth(p.x)]
         jaxpr = traced_whole(other_half, [*_described(kept), *_described(some)])
         after = iter(run.run(jaxpr, [*residual_parts, *some]))
-        return tuple(run.place(next(after), part.axes).x if s else None for part, s in zip(parts, smooth, strict=True))
+        return tuple(run.place(next(after), part.axes).x if is_smooth(part.x) else None for part in parts)
 
     near = _near(run, run.nearest)
     call.defvjp(near(fwd), near(bwd))
     return _results(call, parts, found)
-
-
-def _merged(some: Sequence[Any], xs: Sequence[Any], smooth: Sequence[bool]) -> list[Any]:
-    it = iter(some)
-    return [next(it) if s else x for x, s in zip(xs, smooth, strict=True)]
 
 
 def _dropped(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:

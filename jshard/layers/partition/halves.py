@@ -90,8 +90,8 @@ class Halves:
         known, inside, written = self._known(xs), [], set[Any]()
         places = {self.jaxpr.outvars[n]: place for n, place in results.items()}
         for number, (eqn, step) in enumerate(self.steps):
-            there = {n: places[v] for n, v in enumerate(eqn.outvars) if v in places and v not in self.read}
-            there = step.writes(there)
+            stacked = list(enumerate(eqn.outvars))[step.carried :] if isinstance(step, _Loop) else []
+            there = {n: places[v] for n, v in stacked if v in places and v not in self.read}
             outs, left = step.first([_value(known, v) for v in eqn.invars], into and into[1][number], there)
             known |= zip(eqn.outvars, outs, strict=True)
             written |= {eqn.outvars[n] for n in there}
@@ -124,9 +124,6 @@ class _Whole:
         self.eqn, self.some = eqn, (soon, late)
         self.programs, self.reads = zip(*(_alone(jaxpr, eqn, some) for some in self.some), strict=True)
 
-    def writes(self, places: Mapping[int, Place]) -> Mapping[int, Place]:
-        return {}
-
     def first(self, xs: Sequence[Any], into: None, results: Any) -> tuple[list[Any], None]:
         return self._run(0, xs), None
 
@@ -148,9 +145,6 @@ class _Call:
         self.eqn, self.halves = eqn, Halves(called(eqn), soon, late, made)
         self.reads = self.halves.reads
 
-    def writes(self, places: Mapping[int, Place]) -> Mapping[int, Place]:
-        return {}
-
     def first(self, xs: Sequence[Any], into: Any, results: Any) -> tuple[list[Any], Any]:
         with _at(self.eqn):
             return self.halves.first(xs, into)
@@ -168,9 +162,6 @@ class _Branches:
         self.branches = [Halves(each, soon, late, made) for each in eqn.params["branches"]]
         reads = ([each.reads[half] for each in self.branches] for half in range(2))
         self.reads = tuple((True, *map(any, zip(*each, strict=True))) for each in reads)
-
-    def writes(self, places: Mapping[int, Place]) -> Mapping[int, Place]:
-        return {}
 
     def first(self, xs: Sequence[Any], into: Any, results: Any) -> tuple[list[Any], Any]:
         index, *operands = (_read(x) if is_read else None for x, is_read in zip(xs, self.reads[0], strict=True))
@@ -213,9 +204,6 @@ class _Loop:
             (*reads[: carry.start], *wanted[: self.carried], *reads[carry.stop :])
             for reads, wanted in zip(self.halves.reads, (soon, late), strict=True)
         )
-
-    def writes(self, places: Mapping[int, Place]) -> Mapping[int, Place]:
-        return {n: place for n, place in places.items() if n >= self.carried}
 
     def first(self, xs: Sequence[Any], into: Any, results: Mapping[int, Place]) -> tuple[list[Any], Any]:
         if self.is_last_turn:

@@ -274,24 +274,10 @@ class Part:
     def at_rest(self, x: Array, shape: tuple[int, ...], order: Sequence[int | None]) -> Part:
         """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
         one that is new."""
-
-        def ordered(axes: Axes) -> Axes:
-            return tuple(() if at is None else axes[at] for at in order)
-
+        ordered = lambda axes: tuple(() if at is None else axes[at] for at in order)
         rest = None if self.rest is None else ordered(self.rest)
         of = tuple(None if at is None else self.of[at] for at in order) if self.of else ()
-        return Part(
-            shape,
-            ordered(self.axes),
-            x,
-            rest=rest,
-            signal=self.signal,
-            parameter=self.parameter,
-            of=of,
-            asked=self.asked,
-            is_only_looked_up=self.is_only_looked_up,
-            is_multiplied_once=self.is_multiplied_once,
-        )
+        return self.renewed(x, shape=shape, axes=ordered(self.axes), rest=rest, of=of)
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ def scan_ahead(
 
     def backward(kept: Any, cotangents: Any) -> Any:
         every, last, full, shards, each, consts = kept
-        of_carry, of_ys = map(_smooth, cotangents)
+        of_carry, of_ys = map(smooth, cotangents)
         kept_at = lambda number: [_layer_of(x, number) for x in every]
 
         def pull(
@@ -153,7 +153,7 @@ def scan_ahead(
             `done`, with those that were scattered at once."""
             operands = given(full, shards, each, consts, number)
             found = layer.backward(kept, *operands, [*of_out, token], at(of_ys, number))
-            of_carry, of_full, (*own, _), of_each, of_consts = map(_smooth, found)
+            of_carry, of_full, (*own, _), of_each, of_consts = map(smooth, found)
             behind = [x for x, (n, _) in zip(of_full, gathers, strict=True) if n in late]
             return [of_carry, behind, of_each, of_consts, put(done, dict(zip(soon, own, strict=True)), number)]
 
@@ -196,7 +196,7 @@ def scan_ahead(
             of_each = stacked(one(of_first), between, one(of_last))
         of_shards = scattered(behind, 0, of_shards)
         return (
-            _padded(of_carry, carry), of_shards, _padded(of_each, each), _padded(sums, consts),
+            padded(of_carry, carry), of_shards, padded(of_each, each), padded(sums, consts),
         )  # fmt: skip
 
     call = jax.custom_vjp(lambda *operands: forward(*operands)[0])
@@ -248,7 +248,7 @@ class _Again:
     def backward(self, kept: Arrays, *given: Any) -> Any:
         *operands, of_out, of_ys = given
         (out, ys), back = jax.vjp(self.run, kept, *operands)
-        return back((_padded(of_out, out), _padded(of_ys, ys)))
+        return back((padded(of_out, out), padded(of_ys, ys)))
 
 
 class _Kept:
@@ -288,18 +288,18 @@ class _Kept:
         there = dict(zip(self.kept, kept, strict=True))
         pull = jax.tree.unflatten(self.pulled, [there[v] if is_in(v, there) else next(again) for v in self.residuals])
         out, ys = self.outputs
-        return pull((_padded(of_out, out), _padded(of_ys, ys)))
+        return pull((padded(of_out, out), padded(of_ys, ys)))
 
 
-def _is_smooth(x: Any) -> bool:
+def is_smooth(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _smooth(arrays: Sequence[Any]) -> Arrays:
-    return [x for x in arrays if _is_smooth(x)]
+def smooth(arrays: Sequence[Any]) -> Arrays:
+    return [x for x in arrays if is_smooth(x)]
 
 
-def _padded(cotangents: Sequence[Any], primals: Sequence[Any]) -> Arrays:
+def padded(cotangents: Sequence[Any], primals: Sequence[Any]) -> Arrays:
     """Cotangents of all of these, of which those of whole numbers say nothing."""
     it = iter(cotangents)
-    return [next(it) if _is_smooth(x) else np.zeros(x.shape, jax.dtypes.float0) for x in primals]
+    return [next(it) if is_smooth(x) else np.zeros(x.shape, jax.dtypes.float0) for x in primals]
