@@ -123,8 +123,8 @@ def scan_ahead(
 
     some = lambda arrays, numbers: [arrays[n] for n in numbers]
     given_once = operands[0], operands[1], [*some(shard_of_one, soon), start()], operands[2], program.consts
-    one_layer = (_Again if remat in ("", "full") else _Kept)(recomputed(run, remat or "full", in_scan=True), given_once)
-    last_layer = _Again(recomputed(run, remat), given_once) if remat == "full" else one_layer
+    one_layer = _Kept(recomputed(run, remat or "full", in_scan=True), given_once)
+    last_layer = _Kept(recomputed(run, remat), given_once) if remat == "full" else one_layer
 
     def given(full: Arrays, shards: Arrays, each: Arrays, consts: Arrays, turn: Any) -> tuple[Arrays, ...]:
         """What a layer is given beside what is carried."""
@@ -147,7 +147,7 @@ def scan_ahead(
         kept_at = lambda number: [_layer_of(x, number) for x in every]
 
         def pull(
-            layer: _Again | _Kept, number: Any, kept: Arrays, full: Arrays, of_out: Arrays, done: Arrays, token: Any
+            layer: _Kept, number: Any, kept: Arrays, full: Arrays, of_out: Arrays, done: Arrays, token: Any
         ) -> list[Arrays]:
             """The cotangents of a layer: of what is carried, of what is scattered later, of each and of consts; and
             `done`, with those that were scattered at once."""
@@ -234,21 +234,6 @@ def _late(gathers: Gathers, jaxpr: Any, kernels: Sequence[Any], shards: Arrays, 
     soon = [v for v, (n, _) in zip(kernels, gathers, strict=True) if n not in found]
     size = lambda some: sum(v.aval.size for v in some)
     return found if 3 * size(first_of(jaxpr, soon)) <= size(soon) else {n for n, _ in gathers}
-
-
-class _Again:
-    """A layer of which its input is kept."""
-
-    def __init__(self, run: Callable[..., Any], operands: Sequence[Arrays]):
-        self.run = run
-
-    def forward(self, carry: Arrays, *given: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        return *self.run(carry, *given), carry
-
-    def backward(self, kept: Arrays, *given: Any) -> Any:
-        *operands, of_out, of_ys = given
-        (out, ys), back = jax.vjp(self.run, kept, *operands)
-        return back((padded(of_out, out), padded(of_ys, ys)))
 
 
 class _Kept:
