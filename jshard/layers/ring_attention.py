@@ -130,7 +130,7 @@ def _see(form: Form, queries: Any, keys: Any, state: Any) -> Any:
         added = jnp.einsum("bqkgs,bskd->bqkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return sums * fade[..., None] + added, now, total * fade + weights.sum(-1)
 
-    return _some_at_a_time(some, (queries, state))
+    return jax.tree.map(_joined, lax.map(some, jax.tree.map(_in_chunks, (queries, state))))
 
 
 def _unsee(form: Form, asked: Any, keys: Any) -> tuple[Array, Array, Array]:
@@ -158,10 +158,6 @@ def _unsee(form: Form, asked: Any, keys: Any) -> tuple[Array, Array, Array]:
     zero = pvary(jnp.zeros(k.shape), tuple(sorted(jax.typeof(asked[0]).mat.varying | jax.typeof(k).mat.varying)))
     (dk, dv), dq = lax.scan(add, (zero, zero), jax.tree.map(_in_chunks, asked))
     return _joined(dq), dk, dv
-
-
-def _some_at_a_time(f: Callable[[Any], Any], given: Any) -> Any:
-    return jax.tree.map(_joined, lax.map(f, jax.tree.map(_in_chunks, given)))
 
 
 def _in_chunks(x: Array) -> Array:

@@ -179,8 +179,9 @@ class Partition:
         name, found = eqn.primitive.name, factors(eqn)
         if found is None:
             return self.gathered(eqn, parts)
-        if name in PUT_OFF and (lazy := self._lazy(eqn, parts, found)):
-            return lazy
+        # what is made of nothing but numbers and what was put off is put off too
+        if name in PUT_OFF and any(part.make for part in parts) and all(part.make or not part.shape for part in parts):
+            return self.later(eqn, parts, found)
         if name in STAYS and (still := self._parameter(eqn, parts[0], found)):
             return still
         return self.by_factors(eqn, parts, found)
@@ -319,7 +320,7 @@ class Partition:
             used = {name for names in choice.values() for name in names}
             for of, names in zip(found.operands[number], parts[number].axes, strict=True):
                 free = tuple(itertools.takewhile(lambda name, used=used: name not in used, names))
-                for factor, some in self._spread(of, free, found):
+                for factor, some in spread(of, free, found.sizes, self.sizes):
                     if factor not in fixed and factor not in choice:
                         choice[factor] = some
         return self.moved_over(found, parts, self._contiguous(found, choice))
@@ -349,7 +350,7 @@ class Partition:
         choice, axes = dict(choice), self.wanted.get(eqn.outvars[0], ())
         size = math.prod(local_shape(shape_of(eqn), axes_of(found.results[0], choice), self.sizes))
         for of, names in zip(found.results[0], axes, strict=False):
-            for factor, some in self._spread(of, names, found):
+            for factor, some in spread(of, names, found.sizes, self.sizes):
                 have = [
                     p for p, each in zip(parts, found.operands, strict=True) if any(factor in count for count in each)
                 ]
@@ -357,9 +358,6 @@ class Partition:
                 if factor not in choice and not used.intersection(some) and sum(map(self.local_size, have)) < size:
                     choice[factor] = some
         return self._contiguous(found, choice)
-
-    def _spread(self, of: Sequence[int], names: Sequence[str], found: Factors) -> Iterator[tuple[int, tuple[str, ...]]]:
-        return spread(of, names, found.sizes, self.sizes)
 
     def ways(self, names: Iterable[str]) -> int:
         return math.prod(self.sizes[name] for name in names)
@@ -381,12 +379,6 @@ class Partition:
                     open_ |= self.ways(choice.get(factor, ())) != found.sizes[factor]
         return choice
 
-    def _lazy(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part] | None:
-        """What is made of nothing but numbers and what was put off is put off too."""
-        if not any(part.make for part in parts) or not all(part.make or not part.shape for part in parts):
-            return None
-        return self.later(eqn, parts, found)
-
     def later(self, eqn: Any, parts: Sequence[Part], found: Factors) -> list[Part]:
         """Put an operation off: it is done where a result of it is needed, as that needs it split. Of several arrays that all
         devices have, and no fewer numbers than the result, the gradient of the result is summed, not that of each."""
@@ -401,7 +393,11 @@ class Partition:
             made_of = sum(sources) if is_early else math.prod(shape)
 
             def make(axes: Axes, names: Names) -> Array:
-                asked = {f: some for at, n in zip(of, axes, strict=True) for f, some in self._spread(at, n, found)}
+                asked = {
+                    f: some
+                    for at, n in zip(of, axes, strict=True)
+                    for f, some in spread(at, n, found.sizes, self.sizes)
+                }
                 choice = {f: some for f, some in asked.items() if found.kinds[f] != FIXED}
                 choice = self._contiguous(found, choice)
                 early = names if is_early else frozenset()

@@ -146,11 +146,11 @@ class _Call:
         self.reads = self.halves.reads
 
     def first(self, xs: Sequence[Any], into: Any, results: Any) -> tuple[list[Any], Any]:
-        with _at(self.eqn):
+        with standing_at(self.eqn):
             return self.halves.first(xs, into)
 
     def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
-        with _at(self.eqn):
+        with standing_at(self.eqn):
             return self.halves.second(xs, left)
 
 
@@ -171,7 +171,7 @@ class _Branches:
             outs, left = self.branches[number].first(xs)
             return outs, [*none[:number], left, *none[number + 1 :]]
 
-        with _at(self.eqn):
+        with standing_at(self.eqn):
             outs, left = lax.switch(index, [functools.partial(branch, n) for n in range(len(self.branches))], *operands)
         return outs, left if into is None else jax.tree.map(Place.write, into, left)
 
@@ -179,7 +179,7 @@ class _Branches:
         index, *operands = (_read(x) if is_read else None for x, is_read in zip(xs, self.reads[1], strict=True))
         branch = lambda number, left, *xs: self.branches[number].second(xs, left[number])
         branches = [functools.partial(branch, n) for n in range(len(self.branches))]
-        with _at(self.eqn):
+        with standing_at(self.eqn):
             return lax.switch(index, branches, jax.tree.map(_read, left), *operands)
 
 
@@ -212,7 +212,7 @@ class _Loop:
             over = self.count + self.carried
             read = zip(xs[over:], self.reads[0][over:], strict=True)
             now = [*xs[:over], *(one(x) if is_read else None for x, is_read in read)]
-            with _at(self.eqn):
+            with standing_at(self.eqn):
                 outs, left = self.halves.first(now)
             return outs, (left, [])
         run = lambda xs, _: self.halves.first(xs)
@@ -255,7 +255,7 @@ class _Loop:
             ys = [None if n in results else y for n, y in enumerate(outs)][self.carried :]
             return (outs[: self.carried], buffers), (ys, left if into is None else None)
 
-        with _at(self.eqn):
+        with standing_at(self.eqn):
             how = {name: self.eqn.params[name] for name in ("reverse", "unroll")}
             start = [_read(x) for x in start], [place.buffer for place in places]
             consts = [_read(x) for x in consts]
@@ -350,7 +350,7 @@ def _written(places: Sequence[Place] | None, xs: Sequence[Any]) -> list[Any]:
     return list(xs) if places is None else [place.write(x) for place, x in zip(places, xs, strict=True)]
 
 
-def _at(eqn: Any) -> Any:
+def standing_at(eqn: Any) -> Any:
     """The line and scopes of an equation; that of a checkpoint JAX adds only when it lowers one."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack = stack.extend("checkpoint") if eqn.primitive.name in CHECKPOINTS else stack

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax._src import source_info_util
 from jax.interpreters import partial_eval
 
 from jshard.jaxprs import bare, bound, called, is_in, read_by, run, variables
 from jshard.kernels.invariant_cast import set_varying
+from jshard.layers.partition.halves import standing_at
 
 Multiply = Callable[[Array, Array], Array]  # by a kernel
 Product = Callable[[Multiply, Array, Array], Array]
@@ -84,7 +84,7 @@ def _evaluated(eqn: Any, given: Sequence[Any], token: Any) -> Sequence[Any]:
         x, y = given
         return [LazyProduct(eqn, x, y, tuple(range(len(eqn.outvars[0].aval.shape))), token)]
     if (program := called(eqn)) is not None:
-        with _at(eqn):
+        with standing_at(eqn):
             return evaluate(program, given, token)
     match eqn.primitive.name:
         case "transpose":
@@ -92,7 +92,7 @@ def _evaluated(eqn: Any, given: Sequence[Any], token: Any) -> Sequence[Any]:
         case name if name in OF_EACH:
             return [dataclasses.replace(lazy, then=(*lazy.then, eqn))]
         case "dynamic_slice" if given[0] is lazy:
-            with _at(eqn):
+            with standing_at(eqn):
                 return [lazy.slice(given[1:], eqn.params["slice_sizes"])]
         case _:
             return _bound(eqn, list(map(whole, given)))
@@ -231,10 +231,5 @@ def token_of(x: Array) -> Array:
 
 
 def _bound(eqn: Any, xs: Sequence[Any]) -> Sequence[Any]:
-    with _at(eqn), eqn.ctx.manager:
+    with standing_at(eqn), eqn.ctx.manager:
         return bound(eqn, xs)
-
-
-def _at(eqn: Any) -> Any:
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)

@@ -35,19 +35,10 @@ def localized(eqn: Any, found: Factors, choice: Choice, sizes: Mapping[str, int]
         return {"new_sizes": made}
     if name == "dynamic_slice":
         return {"slice_sizes": made}
-    if name == "gather":
+    if key := {"gather": "slice_sizes", "slice": "limit_indices"}.get(name):  # what is the whole of an axis
         given = eqn.invars[0].aval.shape
         local = local_shape(given, axes_of(found.operands[0], choice), sizes)
-        return {
-            "slice_sizes": tuple(
-                m if k == n else k for k, n, m in zip(params["slice_sizes"], given, local, strict=True)
-            )
-        }
-    if name == "slice":
-        given = eqn.invars[0].aval.shape
-        local = local_shape(given, axes_of(found.operands[0], choice), sizes)
-        ends = zip(params["limit_indices"], given, local, strict=True)
-        return {"limit_indices": tuple(size if size != n else end for end, n, size in ends)}
+        return {key: tuple(m if k == n else k for k, n, m in zip(params[key], given, local, strict=True))}
     if name == "conv_general_dilated":
         numbers = params["dimension_numbers"]
         axes = {"feature_group_count": numbers.lhs_spec[1], "batch_group_count": numbers.lhs_spec[0]}

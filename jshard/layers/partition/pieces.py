@@ -276,7 +276,7 @@ class Pieces:
             where = {n: self.back[at] for at in apart for n in self.pieces[at].inputs if n in self.packed}
         rows: dict[Group, list[list[Array]]] = {}
         for n in (n for n in self.packed if n in where):
-            group = _group(xs[n])
+            group = str(xs[n].dtype), tuple(sorted(jax.typeof(xs[n]).mat.varying))
             row = rows.setdefault(group, [[] for _ in range(self.stages)])[where[n]]
             self.places[backward, n] = group, sum(x.size for x in row), xs[n].shape
             row.append(xs[n].reshape(-1))
@@ -305,7 +305,3 @@ def check_smooth(v: Any, about: str) -> None:
             f"{about} sends {v.aval.str_short()} from stage to stage, and only what has a gradient can go",
             hint="compute it of the batch, or in the layer that uses it",
         )
-
-
-def _group(x: Array) -> Group:
-    return str(x.dtype), tuple(sorted(jax.typeof(x).mat.varying))

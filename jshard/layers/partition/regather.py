@@ -33,7 +33,8 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in once]
     roots_of = lambda eqns: set().union(*(roots.get(variable, ()) for variable in read_by(eqns)))
     shared: set[Any] = set()
-    is_border = lambda eqn: _is_loop(eqn) or not shared.isdisjoint(roots_of([eqn]))
+    is_loop = lambda eqn: eqn.primitive.name in LOOPS or any(holds(each, LOOPS) for each in inner(eqn))
+    is_border = lambda eqn: is_loop(eqn) or not shared.isdisjoint(roots_of([eqn]))
     while True:
         groups = _cut(eqns, is_border)
         readers = collections.Counter(root for group in groups for root in roots_of(group))
@@ -57,10 +58,6 @@ def _cut(eqns: Sequence[Any], is_border: Callable[[Any], bool]) -> list[list[Any
         else:
             groups[-1].append(eqn)
     return groups
-
-
-def _is_loop(eqn: Any) -> bool:
-    return eqn.primitive.name in LOOPS or any(holds(each, LOOPS) for each in inner(eqn))
 
 
 def _wrapped(jaxpr: Any, made: Sequence[Any], group: list[Any], read: Set[Any], at_rest: Set[Any]) -> list[Any]:
