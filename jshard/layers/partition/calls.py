@@ -228,9 +228,10 @@ def _ahead(
         parts: dict[int, Any] = dict(zip(others, each, strict=True))
         it = iter(full)
         for at, uses in ahead.items():
-            parts[at] = _one_of(over[at], jax.ShapeDtypeStruct((), over[at].x.dtype))  # the dtype alone is read
+            # the dtype alone is read, and no use can gather it once more
+            parts[at] = _one_of(over[at], jax.ShapeDtypeStruct((), over[at].x.dtype))
             for path, steps in uses:
-                parts[at].ahead(path, steps, next(it))
+                parts[at].follow(path).gathered[steps] = next(it)
         return layer(carries, [parts[at] for at in range(len(over))])
 
     shards, each = [over[at].x for at in ahead], [over[at].x for at in others]

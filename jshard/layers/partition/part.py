@@ -236,14 +236,6 @@ class Part:
         """The same array as these casts leave it."""
         return functools.reduce(lambda part, key: part.cast(*key), path, self)
 
-    def ahead(self, path: Sequence[Any], steps: Gathers, full: Array) -> None:
-        """Take what was gathered elsewhere. The part itself is then only a shape, so that no use can gather it once more."""
-        part = self
-        for dtype, wire in path:
-            shape = jax.ShapeDtypeStruct(part.x.shape, dtype)
-            part = part.casts.setdefault((dtype, wire), part.renewed(shape, wire=wire))
-        part.gathered[steps] = full
-
     def cast(self, dtype: Any, wire: Any = None) -> Part:
         """The same array in another dtype, where it lies: made once for all its uses."""
         dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
