@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import json
 import os
-import selectors
 import socket
 import time
 from collections.abc import Mapping
@@ -20,6 +19,8 @@ from jshard.launch.cluster_env import Membership
 from jshard.launch.mismatch import Facts, in_words
 
 LONGEST = 1 << 20  # bytes that one process may say
+SAYS = 1.0  # seconds for them; who takes longer is let go, and a process of ours comes again
+SOON = 0.1  # seconds for others to come behind a fault: they hear of it too
 HINTS = {
     "installation": "install the same versions for all of them",
     "configuration": "start all of them with the same YAML and the same key=value",
@@ -80,28 +81,18 @@ def _listen(membership: Membership) -> socket.socket | None:
 def _call(listener: socket.socket, me: Present, seconds: float) -> None:
     """Wait for the others, judge, and tell all: what rank 0 does."""
     here: dict[int, Present] = {0: me}
-    lines: dict[socket.socket, bytes] = {}
+    wires: list[socket.socket] = []
     fault: tuple[str, str] | None = None
     deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
-        while fault is None and len(here) < me.processes and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if key.fileobj is listener:
-                    connection, _ = listener.accept()
-                    connection.setblocking(False)
-                    lines[connection] = b""
-                    selector.register(connection, selectors.EVENT_READ)
-                    continue
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                present = _hear(connection, lines)
-                if present is not None:
-                    fault = fault or _fault_of(present, here)
-                    here.setdefault(present.rank, present)
-                if present is not None or connection not in lines:
-                    selector.unregister(connection)
+    while len(here) < me.processes and (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            if (present := _hear(connection)) is not None:
+                wires.append(connection)
+                if fault is None and (fault := _fault_of(present, here)) is not None:
+                    deadline = min(deadline, time.monotonic() + SOON)
+                here.setdefault(present.rank, present)
     missing = [rank for rank in range(me.processes) if rank not in here]
     if fault is None and missing:
         fault = _missing(missing, me.processes, seconds)
@@ -110,29 +101,23 @@ def _call(listener: socket.socket, me: Present, seconds: float) -> None:
         if fault is None and difference is not None:
             fault = difference, HINTS.get(topic, "start all of them alike")
     listener.close()  # before the others go on: JAX's service takes the port over
-    for connection in lines:
+    for connection in wires:
         with contextlib.suppress(OSError), connection:
-            connection.setblocking(True)
             connection.settimeout(5)
             connection.sendall(json.dumps({"fault": fault}).encode() + b"\n")
     if fault is not None:
         raise JShardError(fault[0], hint=fault[1])
 
 
-def _hear(connection: socket.socket, lines: dict[socket.socket, bytes]) -> Present | None:
-    """Read who it is, once its line is complete. What is no process of ours is let go."""
+def _hear(connection: socket.socket) -> Present | None:
+    """Read who it is. What is no process of ours, a port scanner say, is let go: the roll call goes on without it."""
+    connection.settimeout(SAYS)
     try:
-        got = connection.recv(65536)
-        lines[connection] += got
-        if b"\n" in lines[connection]:
-            return Present(**json.loads(lines[connection]))
-        if got and len(lines[connection]) < LONGEST:
-            return None
+        with connection.makefile("rb") as reader:
+            return Present(**json.loads(reader.readline(LONGEST)))
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # a port scanner, say: the roll call goes on without it
-    del lines[connection]
-    connection.close()
-    return None
+        connection.close()
+        return None
 
 
 def _fault_of(present: Present, here: Mapping[int, Present]) -> tuple[str, str] | None:
