@@ -44,3 +44,10 @@ def in_large_units(count: int, sign: str = "") -> str:
 def perplexity(loss: float) -> float:
     """Return e to the power of a mean log-likelihood, without its sign."""
     return math.exp(min(loss, 700.0))  # beyond that it is no float
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from jshard.units import size
+from jshard.units import duration, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -100,14 +100,8 @@ def table(name: str, rows: list[Standing]) -> Table:
             *("-" if (figure := getattr(row, field)) is None else form(figure) for field, form in known.values()),
             "-" if row.rss is None else size(row.rss),
             "-" if row.device_memory is None else size(row.device_memory),
-            "-" if row.seen is None else _ago(row.seen),
+            "-" if row.seen is None else f"{duration(row.seen)} ago",
             Text("; ".join((row.state, *row.why))),
             style="yellow" if row.why else None,
         )
     return drawn
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s ago"
-    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.0f} h ago"

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard import events
-from jshard.errors import JShardError
+from jshard.errors import JShardError, refused
 from jshard.layouts.paths import keys_of
 from jshard.layouts.put import kind, raw, typed
 from jshard.run_names import CONFIGURATION
@@ -85,7 +85,8 @@ class Checkpoint:
     def manifest(self) -> Manifest:
         """What it says of itself, after every file has been compared with its checksum. Of several processes each
         compares some of them."""
-        with self._damage_told():
+        refusal = refused(f"{self} can't be read", hint="make it readable, or start anew")
+        with refusal, self._damage_told():
             found = Manifest.read(self.folder)
             mine = itertools.islice(found.files.items(), jax.process_index(), None, jax.process_count())
             dataclasses.replace(found, files=dict(mine)).check_files(self.folder)
@@ -129,10 +130,6 @@ class Checkpoint:
             earlier = [step for step in steps_in(self.folder.parent) if step < self.step]
             hint = f"type: jshard resume {self.run} --from {earlier[-1]}" if earlier else _ANEW
             raise JShardError(f"{self} {damage}", hint=hint) from None
-        except OSError as error:
-            raise JShardError(
-                f"{self} can't be read: {reason(error)}", hint="make it readable, or start anew"
-            ) from error
 
 
 _ANEW = "start anew by: jshard train, with another output"

@@ -18,7 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from jshard.units import size
+from jshard.units import duration, size
 
 if TYPE_CHECKING:
     import jax
@@ -149,10 +149,3 @@ def figures_in_words(found: Mapping[str, float]) -> str:
     if "tokens_per_second" in told:
         del told["examples_per_second"]
     return "   ".join(FORMS[name](figure) for name, figure in told.items())
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.5 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

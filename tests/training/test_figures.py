@@ -13,7 +13,8 @@ from jshard.flops import Arithmetic, arithmetic_of
 from jshard.schedules import generate
 from jshard.signals import active_config as current
 from jshard.training.figures import Figures, tokens_in
-from jshard.training.progress import duration, figures_in_words
+from jshard.training.progress import figures_in_words
+from jshard.units import duration
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 4)])
