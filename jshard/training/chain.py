@@ -141,15 +141,15 @@ def check_numbers(
             )
 
 
-def _function(label: str, name: str, known: Sequence[str], fault: str) -> Callable[..., Any]:
+def _function(
+    label: str, name: str, known: Sequence[str], fault: str, *, use: str = "adamw, adam, sgd or another"
+) -> Any:
     if ":" in name:
         return function_at(f"{label}{'' if label.endswith(chr(34)) else ' is named'}, but", name)
     if name not in known or name in KEYS:
-        raise JShardError(
-            f"{label}{', which' if label.endswith(chr(34)) else ''} {fault}",
-            hint=did_you_mean(name, known, "use adamw, adam, sgd or another of optax"),
-        )
-    return getattr(optax, name)
+        fault = f"{label}{', which' if label.endswith(chr(34)) else ''} {fault}"
+        raise JShardError(fault, hint=did_you_mean(name, known, f"use {use} of optax"))
+    return schedules.WORDS.get(name) or getattr(optax, name)
 
 
 def _set_rate(settings: Settings, links: list[_Link], schedule: Any) -> tuple[Any, str, float | None]:
@@ -187,13 +187,8 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
         )
     ((name, value),) = table.items()
     label, known = f'jshard.train.optimizer.schedule ({place}) is "{name}"', [*schedules.WORDS, *_of_optax()]
-    if ":" in name:
-        function = function_at(f"{label}, but", name)
-    elif name not in known:
-        hint = did_you_mean(name, known, f"use {', '.join(schedules.WORDS)} or one of optax")
-        raise JShardError(f"{label}, which is no schedule of jshard or optax", hint=hint)
-    else:
-        function = schedules.WORDS.get(name) or getattr(optax.schedules, name)
+    words = f"{', '.join(schedules.WORDS)} or one"
+    function = _function(label, name, known, "is no schedule of jshard or optax", use=words)
     arguments, takes = dict(value or {}), parameters_of(function)
     highest, key = next((each for each in PEAKS if each in takes), None), rate_key
     if highest in arguments:
