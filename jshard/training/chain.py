@@ -80,7 +80,7 @@ class Chain:
         links = _links(settings, table)
         rate, key, peak = _set_rate(settings, links, says.get("schedule"))
         match = says["decay"]["match"] if "decay" in says else ()
-        decays = f"jshard.train.optimizer.decay ({settings.place('optimizer.decay')})"
+        decays = settings.label("optimizer.decay")
         if match:
             _set_mask(decays, links, patterns(match))
         clip = [clip_by_global_norm(says["clip"])] if "clip" in says else []
@@ -102,9 +102,9 @@ class Chain:
 
 def _links(settings: Settings, table: dict[str, Any]) -> list[_Link]:
     """Find what is to be chained: `{name: adamw, b1: 0.9}` is `{adamw: {b1: 0.9}}`."""
-    place, name = settings.place("optimizer"), table.pop("name", None)
+    name = table.pop("name", None)
     if name is not None:
-        label = f'jshard.train.optimizer ({place}) is "{name}"'
+        label = f'{settings.label("optimizer")} is "{name}"'
         inside = table.pop(name, {})
         if not (inside and isinstance(inside, Mapping)):
             inside = {}
@@ -113,7 +113,7 @@ def _links(settings: Settings, table: dict[str, Any]) -> list[_Link]:
     links = []
     for each, value in table.items():
         key = f"optimizer.{each}"
-        label = f"jshard.train.{key} ({settings.place(key)})"
+        label = settings.label(key)
         function = _function(label, each, [*transformations(), *KEYS], "is no optimizer or transformation of optax")
         first = next(iter(parameters_of(function)), "it")
         arguments = {} if value is None else dict(value) if isinstance(value, Mapping) else {first: value}
@@ -122,9 +122,9 @@ def _links(settings: Settings, table: dict[str, Any]) -> list[_Link]:
     if len(rates) > 1:
         one, other = rates[:2]
         where = f"{one.name} ({settings.place(one.key)}) and {other.name} ({settings.place(other.key)})"
-        raise JShardError(f"jshard.train.optimizer ({place}) names two optimizers, {where}", hint="keep one")
+        raise JShardError(f"{settings.label('optimizer')} names two optimizers, {where}", hint="keep one")
     if not rates and not any(":" in link.name for link in links):
-        raise JShardError(f"jshard.train.optimizer ({place}) names no optimizer", hint="write adamw: {} in it")
+        raise JShardError(f"{settings.label('optimizer')} names no optimizer", hint="write adamw: {} in it")
     return links
 
 
@@ -136,7 +136,7 @@ def check_numbers(
         default = NUMBERS.get(argument, takes[argument].default if argument in takes else None)
         if isinstance(default, (int, float)) and isinstance(value, (str, list, Mapping)):
             raise JShardError(
-                f'jshard.train.{key}.{argument} ({settings.place(f"{key}.{argument}")}) is "{value}", which is not a number',
+                f'{settings.label(f"{key}.{argument}")} is "{value}", which is not a number',
                 hint=f"write {argument}: {default}",
             )
 
@@ -158,11 +158,8 @@ def _set_rate(settings: Settings, links: list[_Link], schedule: Any) -> tuple[An
     if link is None and schedule is None:
         return None, "optimizer", None
     if link is None:
-        raise JShardError(
-            f"jshard.train.optimizer.schedule ({settings.place('optimizer.schedule')}) is beside {links[-1].name}, which takes "
-            "no learning_rate",
-            hint=f"add the parameter learning_rate to {links[-1].name}, or remove schedule",
-        )
+        fault = f"{settings.label('optimizer.schedule')} is beside {links[-1].name}, which takes no learning_rate"
+        raise JShardError(fault, hint=f"add the parameter learning_rate to {links[-1].name}, or remove schedule")
     key, arguments = f"{link.key}.learning_rate", link.arguments
     if schedule is not None:
         arguments["learning_rate"], key, peak = _scheduled(
@@ -178,15 +175,15 @@ def _set_rate(settings: Settings, links: list[_Link], schedule: Any) -> tuple[An
 
 def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> tuple[Any, str, float | None]:
     """Build a schedule. Its peak is the learning rate beside it unless said."""
-    place = settings.place("optimizer.schedule")
+    label = settings.label("optimizer.schedule")
     table = {schedule: {}} if isinstance(schedule, str) else schedule
     if len(table) != 1:
         raise JShardError(
-            f"jshard.train.optimizer.schedule ({place}) names {' and '.join(table) or 'nothing'}",
+            f"{label} names {' and '.join(table) or 'nothing'}",
             hint="write one schedule, as in schedule: {warmup_cosine: {peak: 3e-4, warmup: 100}}",
         )
     ((name, value),) = table.items()
-    label, known = f'jshard.train.optimizer.schedule ({place}) is "{name}"', [*schedules.WORDS, *_of_optax()]
+    label, known = f'{label} is "{name}"', [*schedules.WORDS, *_of_optax()]
     words = f"{', '.join(schedules.WORDS)} or one"
     function = _function(label, name, known, "is no schedule of jshard or optax", use=words)
     arguments, takes = dict(value or {}), parameters_of(function)
@@ -197,7 +194,7 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
         arguments[highest], given = LEARNING_RATE if given is None else given, None
     if given is not None:
         raise JShardError(
-            f"jshard.train.{rate_key} ({settings.place(rate_key)}) is beside a schedule ({place}), which says that",
+            f"{settings.label(rate_key)} is beside a schedule ({settings.place('optimizer.schedule')}), which says that",
             hint="remove one of the two",
         )
     for length in LENGTHS:

@@ -34,8 +34,8 @@ class Component:
     @classmethod
     def at(cls, settings: Settings, key: str, path: str, arguments: Mapping[str, Any]) -> Component:
         """Import `path`, which is named under `key`."""
-        place = settings.place(key)
-        return cls(key, place, path, function_at(f'jshard.train.{key} ({place}) is "{path}", but', path), arguments)
+        function = function_at(f'{settings.label(key)} is "{path}", but', path)
+        return cls(key, settings.place(key), path, function, arguments)
 
     @property
     def name(self) -> str:

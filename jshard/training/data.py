@@ -66,7 +66,7 @@ def held_out(settings: Settings, label: str, data: Any) -> Any:
     part, key = settings.table("evaluation").get("held_out"), "evaluation.held_out"
     if part is None:
         return data
-    here = f"jshard.train.{key} ({settings.place(key)})"
+    here = settings.label(key)
     if part_of(data, "test") is not None:
         raise JShardError(
             f'{here} is beside the "test" of {settings.table("data").get("path")}', hint="remove one of the two"

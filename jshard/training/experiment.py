@@ -171,8 +171,7 @@ class Experiment:
         """Return the test data; where there are none, `say` that nothing is evaluated."""
         if self.test is None and "evaluation" in self.configuration.train:
             raise JShardError(
-                f"jshard.train.evaluation ({self.settings.place('evaluation')}) is on test data, and {self.loss.data.path} "
-                'returns no "test"',
+                f'{self.settings.label("evaluation")} is on test data, and {self.loss.data.path} returns no "test"',
                 hint='return {"train": (x, y), "test": (x, y)}, or write evaluation: {held_out: 0.1}',
             )
         if self.test is None:
@@ -278,7 +277,7 @@ def _loss(settings: Settings) -> tuple[Component | None, Callable[..., Any]]:
         return (named := Component.of(settings, "loss")), named
     for name in table.keys() - {"z", "chunk"}:
         raise JShardError(
-            f'jshard.train.loss ({settings.place("loss")}) names no path, and cross entropy takes no argument "{name}"',
+            f'{settings.label("loss")} names no path, and cross entropy takes no argument "{name}"',
             hint="write path: and the import path of a loss, or z: 1e-4",
         )
     return None, functools.partial(cross_entropy, z=table.get("z", 0.0))
@@ -289,8 +288,7 @@ def _chunk(settings: Settings, model: nnx.Module, named: Component) -> int:
     table = settings.table("loss")
     if "chunk" in table and "path" not in table and not has_hidden(model):
         raise JShardError(
-            f"jshard.train.loss.chunk ({settings.place('loss.chunk')}) is {table['chunk']}, and {named.path} computes all "
-            "logits at once",
+            f"{settings.label('loss.chunk')} is {table['chunk']}, and {named.path} computes all logits at once",
             hint="remove it, or give the model hidden(x), and logits(hidden) of some places, as a jshard.Decoder has",
         )
     return CHUNK if "path" in table else table.get("chunk", CHUNK)
@@ -299,24 +297,20 @@ def _chunk(settings: Settings, model: nnx.Module, named: Component) -> int:
 def _check_count(settings: Settings, count: int, batch: int, last: str, placement: Placement) -> None:
     """Raise an error when there are too few examples for a batch, or `last: keep` leaves some that can't be split."""
     if batch > count and last != "keep":
-        raise JShardError(
-            f"jshard.train.batch ({settings.place('batch')}) is {batch}, but there are {count} examples",
-            hint=f"use {count} or fewer",
-        )
+        fault = f"{settings.label('batch')} is {batch}, but there are {count} examples"
+        raise JShardError(fault, hint=f"use {count} or fewer")
     if last == "keep" and (count % batch) % (placement.ways * placement.microbatches):
         raise JShardError(
-            f"jshard.train.data.last ({settings.place('data.last')}) is keep, and the last batch has {count % batch} of "
-            f"{count} examples, which can't be split in {placement.ways * placement.microbatches}",
+            f"{settings.label('data.last')} is keep, and the last batch has {count % batch} of {count} examples, which can't "
+            f"be split in {placement.ways * placement.microbatches}",
             hint="write last: drop or last: fill",
         )
 
 
 def _check_one_program(settings: Settings, apart: str | None) -> None:
     if apart is not None and settings["microbatches"] > 1:
-        raise JShardError(
-            f"jshard.train.microbatches ({settings.place('microbatches')}) is {settings['microbatches']}, and {apart}",
-            hint="remove microbatches",
-        )
+        fault = f"{settings.label('microbatches')} is {settings['microbatches']}, and {apart}"
+        raise JShardError(fault, hint="remove microbatches")
 
 
 def _home_of(model: nnx.Module, mesh: Any, configuration: Configuration) -> tuple[Any, str | None]:

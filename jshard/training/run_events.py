@@ -27,7 +27,7 @@ def run_events(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
     settings, course = experiment.settings, Course(experiment)
     with contextlib.ExitStack() as stack:
         if (folder := settings.ran()) is not None:
-            label = f'jshard.train.log ({settings.place("log")}) writes to "{folder}", which'
+            label = f'{settings.label("log")} writes to "{folder}", which'
             log = Log(folder, label=label, goes_on=goes_on or RESTART in os.environ)
             stack.callback(log.close)
         if events.listeners:

@@ -67,13 +67,17 @@ class Settings:
     def place(self, key: str) -> Place:
         return self.configuration.train_places.get(key, Place(self.configuration.source))
 
+    def label(self, key: str) -> str:
+        """Open a sentence about a key: `jshard.train.batch (configs/digits.yaml:4)`."""
+        return f"jshard.train.{key} ({self.place(key)})"
+
     def checkpoint(self) -> Policy | None:
         """Read when to save, and where: in the output folder, unless another is named."""
         table = self.table("checkpoint")
         if not table:
             return None
         folder, key = self._folder("checkpoint", run_names.CHECKPOINTS, "save to")
-        label = f'jshard.train.{key} ({self.place(key)}) saves to "{folder}", which'
+        label = f'{self.label(key)} saves to "{folder}", which'
         return Policy(table["every"], table.get("keep", KEEP), folder, label, str(self["output"] or folder))
 
     def ran(self) -> Path | None:
@@ -100,7 +104,7 @@ class Settings:
 
     def _output(self, key: str, purpose: str, hint: str) -> Path:
         if self["output"] is None:
-            raise JShardError(f"jshard.train.{key} ({self.place(key)}) has no folder to {purpose}", hint=hint)
+            raise JShardError(f"{self.label(key)} has no folder to {purpose}", hint=hint)
         return Path(self["output"])
 
     def check_rows(self, ways: int | None = None) -> None:
@@ -111,8 +115,7 @@ class Settings:
         if batch % parts:
             below, above = batch // parts * parts, -(-batch // parts) * parts
             pipeline = self.configuration.pipeline
-            asks = f"jshard.train.microbatches ({self.place('microbatches')})"
-            asks = asks if pipeline is None else f"jshard.pipeline ({pipeline.place})"
+            asks = self.label("microbatches") if pipeline is None else f"jshard.pipeline ({pipeline.place})"
             raise JShardError(
                 f"{asks} takes {batch} rows in {parts} microbatches",
                 hint=f"use batch={above}" if below == 0 else f"use batch={below} or batch={above}",
@@ -126,7 +129,7 @@ class Settings:
             names = " x ".join(f'"{name}"' for name in over)
             taken = f"{batch} rows" if parts == 1 else f"the {batch // parts} rows of each of {parts} microbatches"
             raise JShardError(
-                f"jshard.train.batch ({self.place('batch')}) splits {taken} over mesh axis {names} of size {ways}",
+                f"{self.label('batch')} splits {taken} over mesh axis {names} of size {ways}",
                 hint=f"use {above}" if below == 0 else f"use {below} or {above}",
             )
 

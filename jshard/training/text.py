@@ -76,7 +76,7 @@ def packed_rows(settings: Settings, *, only_shapes: bool = False) -> dict[str, P
     is_held = np.diff(np.floor(numbers * part)) > 0
     if is_held.all() or not is_held.any():
         raise JShardError(
-            f"jshard.train.data.held_out ({settings.place('data.held_out')}) is {part:g}, which is "
+            f"{settings.label('data.held_out')} is {part:g}, which is "
             f"{is_held.sum():,} of {len(train):,} rows of {length:,} tokens",
             hint=f"use {max(1 / len(train), 0.05):.2g} to 0.5" if len(train) > 1 else "give more text",
         )
@@ -98,7 +98,7 @@ def _rows(settings: Settings, key: str, numbering: Tokenizer, length: int) -> Pa
 
 def _tokens(settings: Settings, key: str, path: Path, numbering: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Map the tokens of a text into memory, and read where its documents begin. Made by the first process that asks."""
-    label = f'jshard.train.data.{key} ({settings.place(f"data.{key}")}) is "{path}"'
+    label = f'{settings.label(f"data.{key}")} is "{path}"'
     made_by = settings.table("data").get("made_by", "")  # of this text, unless an override names another
     files = _files(path, label, f"type: {made_by}" if str(path) in made_by else "name a file or a folder of text")
     about = [(str(each.relative_to(path)), stat.st_size, stat.st_mtime_ns) for each in files for stat in [each.stat()]]

@@ -92,9 +92,9 @@ def tokenizer(settings: Settings) -> Tokenizer:
     """Make the tokenizer that `jshard.train.data` names; bytes unless said."""
     table = settings.table("data")
     name, end = table.get("tokens", BYTES), table.get("end")
-    end_label = f"jshard.train.data.end ({settings.place('data.end')})"
+    end_label = settings.label("data.end")
     if name != BYTES:
-        return Library(name, f'jshard.train.data.tokens ({settings.place("data.tokens")}) is "{name}"', end, end_label)
+        return Library(name, f'{settings.label("data.tokens")} is "{name}"', end, end_label)
     if end is not None:
         raise JShardError(f"{end_label} is {quoted(end)}, and of bytes 0 ends a document", hint="remove it")
     return Bytes()
