@@ -29,7 +29,7 @@ from jshard.training.experiment import Experiment
 from jshard.training.function import Function
 from jshard.training.metrics import written
 from jshard.training.preemption import Preempted
-from jshard.training.progress import Bar
+from jshard.training.progress import Bar, Figures
 
 
 def as_member(run: Callable[[], int]) -> int:
@@ -124,18 +124,18 @@ def first_between_processes(ledger: Ledger, mesh: Mesh | None) -> str:
 class MemberBar(Bar):
     """What the first process says; how far this one is goes to its launcher, which draws the one bar."""
 
-    def __init__(self, steps: int, batch: int):
+    def __init__(self, steps: int):
         speaks = jax.process_index() == 0
-        super().__init__(steps, batch, Console(quiet=not speaks, highlight=False, soft_wrap=True))
+        super().__init__(steps, Console(quiet=not speaks, highlight=False, soft_wrap=True))
         self.draws = speaks and bool(os.environ.get(BAR))
         pulse().of = steps
 
     def begin(self, step: int) -> None:
         pulse().at("step", step)
 
-    def show(self, step: int, loss: jax.Array) -> None:
+    def show(self, step: int, loss: jax.Array, figures: Figures) -> None:
         pulse().waits(step, loss)
-        super().show(step, loss)
+        super().show(step, loss, figures)
 
     def show_words(self, step: int, says: str) -> None:
         pulse().says = says

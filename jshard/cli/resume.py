@@ -75,7 +75,7 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
     if membership() is not None:
         from jshard.cli.rank_main import MemberBar
 
-        bar = MemberBar(experiment.settings["steps"], experiment.settings["batch"])
+        bar = MemberBar(experiment.settings["steps"])
     elif resume is None:
         show(experiment.apart or experiment.asked.text(width()))
     evaluated = train(experiment, bar, resume=resume() if resume else None)

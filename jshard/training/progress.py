@@ -23,6 +23,7 @@ from jshard.units import duration, size
 if TYPE_CHECKING:
     import jax
 
+Figures = Callable[[int, float, float], Mapping[str, float]]  # of a step, its loss and steps per second
 REDRAW = 0.25  # seconds; reading a loss waits for its step, so it is not done at each
 
 
@@ -49,13 +50,9 @@ class Rate:
 class Bar:
     """The bar; on anything but a terminal only what is said."""
 
-    def __init__(self, steps: int, batch: int, console: Console | None = None):
+    def __init__(self, steps: int, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.rate = Rate()
-        self.figures: Callable[[int, float, float], dict[str, float]] = lambda step, loss, steps_per_second: {
-            "loss": loss,
-            "examples_per_second": round(steps_per_second * batch),
-        }
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}")
         self.draws = self.console.is_terminal  # else each figure is a line
         self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.draws)
@@ -74,10 +71,10 @@ class Bar:
     def begin(self, step: int) -> None:
         """Hear of each step before it is dispatched."""
 
-    def show(self, step: int, loss: jax.Array) -> None:
+    def show(self, step: int, loss: jax.Array, figures: Figures) -> None:
         """Show each step once it is dispatched."""
         if self.draws and self.rate.seconds > REDRAW:
-            self.show_figures(step, self.figures(step, float(loss), self.rate.read(step)))
+            self.show_figures(step, figures(step, float(loss), self.rate.read(step)))
 
     def show_figures(self, step: int, found: Mapping[str, float]) -> None:
         """Show them in the bar, which says itself how much time is left."""
@@ -96,7 +93,7 @@ class LaunchBar(Bar):
     """The one bar of several processes: drawn once the first has said how many steps there are."""
 
     def __init__(self) -> None:
-        super().__init__(0, 0, Console(highlight=False, soft_wrap=True, markup=False))
+        super().__init__(0, Console(highlight=False, soft_wrap=True, markup=False))
 
     def update(self, facts: Mapping[str, Any]) -> None:
         """Show what the first process says of itself."""

@@ -33,7 +33,7 @@ def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint 
     if RESTART in os.environ:
         resume = last_saved(experiment) or resume
     leads = jax.process_index() == 0
-    bar = bar or Bar(experiment.settings["steps"], experiment.settings["batch"], None if leads else silent())
+    bar = bar or Bar(experiment.settings["steps"], None if leads else silent())
     with bar, run_events(experiment, goes_on=resume is not None) as course:
         return _Training(experiment, bar, resume, course).run()
 
@@ -64,7 +64,7 @@ class _Training:
         self.record = Record(output, configuration, self.done, tensorboard=settings.tensorboard())
         self.test = experiment.evaluated_on(bar.say)
         self.rate, self.evaluated = Rate(), dict[str, float]()
-        self.figures = bar.figures = Figures(experiment, self.step)
+        self.figures = Figures(experiment, self.step)
         course.seconds_at_peak = self.figures.seconds_at_peak
         if opening := self.figures.opening():
             bar.say(opening)
@@ -120,7 +120,7 @@ class _Training:
 
     def _show(self, taken: Taken) -> None:
         bar, number = self.bar, taken.number
-        bar.show(number, taken.loss)
+        bar.show(number, taken.loss, self.figures)
         if number % self.log_every == 0 or number == self.steps:
             taken.settle()
             self.loss = float(taken.loss)

@@ -238,14 +238,14 @@ def test_saving_goes_on_beside_training_and_keeps_what_was_there_at_that_step(he
     shown = []
 
     class Watched(Bar):
-        def show(self, step, loss):
+        def show(self, step, loss, figures):
             shown.append((step, steps_in(here / "run/checkpoints")))
             if step == 19:
                 may_end.set()
 
     monkeypatch.setattr(checkpoint, "save", slow)
     experiment = built("steps=20")
-    train(experiment, Watched(20, 4))
+    train(experiment, Watched(20))
     assert under_way == ["10.partial", "20.partial"]
     assert shown[18] == (19, [])  # nine steps were made while the tenth was being saved
     shutil.rmtree(here / "run/checkpoints/20")
@@ -275,7 +275,7 @@ def test_train_refuses_a_folder_that_holds_another_run(run, capsys):
 class Interrupted(Bar):
     """SIGTERM comes during step 7."""
 
-    def show(self, step, loss):
+    def show(self, step, loss, figures):
         if step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -284,7 +284,7 @@ class Interrupted(Bar):
 def test_sigterm_saves_the_step_it_came_in_and_ends_with_143(here, finished, capsys):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Preempted) as ended:
-        train(built(), Interrupted(30, 4))
+        train(built(), Interrupted(30))
     assert (ended.value.code, ended.value.step) == (143, 7)
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "saved step 7: run/checkpoints/7",
@@ -307,13 +307,13 @@ from jshard.training.train import train
 sys.path.insert(0, os.getcwd())
 
 class Interrupted(Bar):
-    def show(self, step, loss):
+    def show(self, step, loss, figures):
         loss.block_until_ready()
         if step == 7 and jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 experiment = Experiment.build(current.load("mine.yaml", ["steps=100000", "checkpoint.every=50000", "log.every=50000"]), current.mesh())
-train(experiment, Interrupted(1000, 4))
+train(experiment, Interrupted(1000))
 """
 
 

@@ -62,7 +62,7 @@ def run(tmp_path_factory) -> Path:
     try:
         words = ["steps=20", "log={every: 1, ran: true}", "evaluation=10", f"output={found}"]
         experiment = Experiment.build(current.load("configs/xor.yaml", words), current.mesh())
-        train(experiment, Bar(20, 4, silent()))
+        train(experiment, Bar(20, silent()))
         (found / "ledger.json").write_text(experiment.explain().to_json())
     finally:
         sys.path.remove(str(ROOT))

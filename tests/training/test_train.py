@@ -188,7 +188,7 @@ def test_train_loses_the_same_on_every_mesh(tmp_path):
 @pytest.mark.seconds
 def test_train_shows_a_bar_with_loss_and_examples_a_second_on_a_terminal():
     terminal = io.StringIO()
-    bar = Bar(300, 4, Console(file=terminal, force_terminal=True, width=100))
+    bar = Bar(300, Console(file=terminal, force_terminal=True, width=100))
     assert train(xor(), bar)["test_accuracy"] == 1.0
     last = terminal.getvalue().splitlines()[-2]
     assert "300/300" in last
