@@ -52,16 +52,16 @@ def test_watchdog_shows_all_ranks_and_marks_the_one_that_differs():
     ]
 
 
-def test_launch_and_train_compare_no_clocks_on_the_wall():
+def test_launch_and_training_compare_no_clocks_on_the_wall():
     """`time.time` may say when something was; how long it took, and who is late, says a clock that only counts on."""
-    rooms = [Path(watchdog.__file__).parent, Path(watchdog.__file__).parents[1] / "train"]
+    rooms = [Path(watchdog.__file__).parent, Path(watchdog.__file__).parents[1] / "training"]
     users = {
         file.name
         for room in rooms
         for file in room.glob("*.py")
         if re.search(r"time\.time\(|datetime", file.read_text())
     }
-    assert users <= {"log.py", "on_demand_trace.py"}  # the stamps of a log, and how long a request for a trace is good
+    assert users == {"log.py", "on_demand_trace.py"}  # the stamps of a log, and how long a request for a trace is good
 
 
 def test_launch_does_not_leave_it_to_jax_to_miss_a_heartbeat():
