@@ -26,10 +26,6 @@ Batch = tuple[Tree, Tree]
 Rows = Callable[[int], np.ndarray]  # which rows of a batch of so many this process needs
 
 
-def every_row(size: int) -> np.ndarray:
-    return np.arange(size)
-
-
 class Read(NamedTuple):
     """One batch as this process reads it: its rows alone, how many there are over all processes, and what follows."""
 
@@ -37,22 +33,6 @@ class Read(NamedTuple):
     y: Tree
     size: int
     position: Position
-
-
-class Source(Protocol):
-    """What training reads."""
-
-    def example(self) -> Batch:
-        """Return one row or more, to learn shapes from. Nothing is used up."""
-        ...
-
-    def first(self, rows: Rows) -> Batch:
-        """Return this process's rows of the first batch. Nothing is used up."""
-        ...
-
-    def read(self, position: Position | None, rows: Rows) -> Iterator[Read]:
-        """Yield batches without end, from the beginning or from behind the batch that `position` came with."""
-        ...
 
 
 class Selectable(Protocol):
@@ -105,12 +85,15 @@ class Shuffled:
     last: str = "drop"
 
     def example(self) -> Batch:
+        """Return one row or more, to learn shapes from. Nothing is used up."""
         return self.examples.take(np.arange(1))
 
-    def first(self, rows: Rows = every_row) -> Batch:
+    def first(self, rows: Rows = np.arange) -> Batch:
+        """Return this process's rows of the first batch. Nothing is used up."""
         return next(self.read(None, rows))[:2]
 
-    def read(self, position: Position | None = None, rows: Rows = every_row) -> Iterator[Read]:
+    def read(self, position: Position | None = None, rows: Rows = np.arange) -> Iterator[Read]:
+        """Yield batches without end, from the beginning or from behind the batch that `position` came with."""
         count = len(self.examples)
         at, row = (0, 0) if position is None else (position["pass"], position["row"])
         if position is not None and position["examples"] != count:
@@ -153,10 +136,10 @@ class Stream:
             self.unused.append(self._next(0))
         return self.unused[0][0]
 
-    def first(self, rows: Rows = every_row) -> Batch:
+    def first(self, rows: Rows = np.arange) -> Batch:
         return self._mine(self.example(), rows, 1)
 
-    def read(self, position: Position | None = None, rows: Rows = every_row) -> Iterator[Read]:
+    def read(self, position: Position | None = None, rows: Rows = np.arange) -> Iterator[Read]:
         number = 0 if position is None else position["batches"]
         if position is not None and "state" in position:
             self.iterator = self._begun() if self.iterator is None else self.iterator
@@ -209,6 +192,7 @@ class Stream:
         return iter(made)
 
 
+Source = Shuffled | Stream  # what training reads
 _OVER = object()
 
 

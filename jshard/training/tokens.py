@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -15,24 +14,11 @@ from jshard.training.settings import Settings
 BYTES = "bytes"
 
 
-class Tokenizer(Protocol):
-    """`vocabulary` is one more than the largest token, `end` the token behind each document, and `identity` differs for those
-    that number text differently. A document is given whole, or in pieces of at most `piece` bytes: -1 is whole."""
-
-    @property
-    def vocabulary(self) -> int: ...
-    @property
-    def end(self) -> int | None: ...
-    @property
-    def identity(self) -> str: ...
-    @property
-    def piece(self) -> int: ...
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-
 class Bytes:
-    """UTF-8 bytes. Text holds no byte 0, so that is what ends a document."""
+    """UTF-8 bytes. Text holds no byte 0, so that is what ends a document.
+
+    `vocabulary` is one more than the largest token, `end` the token behind each document, and `identity` differs for those
+    that number text differently. A document is given whole, or in pieces of at most `piece` bytes: -1 is whole."""
 
     vocabulary, end, identity, piece = 256, 0, BYTES, 1 << 20
 
@@ -86,6 +72,9 @@ class Library:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(map(int, tokens)))
+
+
+Tokenizer = Bytes | Library
 
 
 def tokenizer(settings: Settings) -> Tokenizer:

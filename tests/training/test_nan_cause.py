@@ -7,7 +7,7 @@ import pytest
 
 from jshard.training import nan_cause as module
 from jshard.training.nan_cause import suspect
-from jshard.training.sources import Examples, Shuffled, every_row
+from jshard.training.sources import Examples, Shuffled
 
 
 def source(**holes: int) -> Shuffled:
@@ -29,11 +29,11 @@ def source(**holes: int) -> Shuffled:
     ],
 )
 def test_suspect_is_the_part_of_the_batch_that_holds_nan(read, row, said):
-    assert suspect(read, {"pass": 0, "row": row, "examples": 16}, every_row) == said
+    assert suspect(read, {"pass": 0, "row": row, "examples": 16}, np.arange) == said
 
 
 def test_suspect_is_the_first_rank_that_read_nan(monkeypatch):
     monkeypatch.setattr(module.jax, "process_count", lambda: 3)
     monkeypatch.setattr(module.multihost_utils, "process_allgather", lambda mine: np.array([-1, mine, 1]))
-    assert suspect(source(x=0), None, every_row) == "inputs of its batch that rank 1 read"
-    assert suspect(source(), None, every_row) == "targets of its batch that rank 2 read"
+    assert suspect(source(x=0), None, np.arange) == "inputs of its batch that rank 1 read"
+    assert suspect(source(), None, np.arange) == "targets of its batch that rank 2 read"

@@ -24,7 +24,13 @@ from jshard.layouts.index_ranges import Box
 from jshard.training.tensors.view import Impossible, View
 
 CAST = "cast"
-WORDS = ("permute", "reshape", "slice", "split", CAST)
+STEPS = {  # the arguments of each, and an example
+    "permute": (r"\d+( \d+)*", "permute 1 0"),
+    "reshape": (r"(\d+ )*(-1|\d+)( \d+)*", "reshape 32 -1"),
+    "slice": (r"\d+ \d*:\d*", "slice 0 0:512"),
+    "split": (r"\d+ \d+", "split 0 128"),
+    CAST: (r"", CAST),
+}
 SKIP = "-"
 Region = tuple[int | slice, ...]  # of a parameter; axes that are not said are whole
 
@@ -196,32 +202,16 @@ def _line(place: Place, text: str) -> Line:
 
 def _step(place: Place, text: str) -> tuple[str, tuple[Any, ...]]:
     word, *arguments = text.split() or [""]
-    if word not in WORDS:
-        hint = did_you_mean(word, WORDS, "use permute, reshape, slice, split or cast")
+    form, example = STEPS.get(word, (None, ""))
+    if form is None or not re.fullmatch(form, " ".join(arguments), re.ASCII):
+        hint = (
+            f"write {example}" if example else did_you_mean(word, STEPS, "use permute, reshape, slice, split or cast")
+        )
         raise JShardError(f"{place} has the step {quoted(text)}, which is none", hint=hint)
-    try:
-        if word == "slice":
-            axis, (begin, end) = int(arguments[0]), arguments[1].split(":")
-            if len(arguments) == 2 and axis >= 0:
-                return word, (axis, int(begin or 0), int(end) if end else None)
-        elif word == CAST:
-            if not arguments:
-                return word, ()
-        else:
-            numbers = tuple(map(int, arguments))
-            least = -1 if word == "reshape" else 0
-            if min(numbers) >= least and numbers.count(-1) < 2 and (word != "split" or len(numbers) == 2):
-                return word, (numbers,)
-    except (ValueError, IndexError):
-        pass
-    forms = {
-        "slice": "slice 0 0:512",
-        CAST: "cast",
-        "permute": "permute 1 0",
-        "reshape": "reshape 32 -1",
-        "split": "split 0 128",
-    }
-    raise JShardError(f"{place} has the step {quoted(text)}, which is none", hint=f"write {forms[word]}")
+    if word == "slice":
+        begin, _, end = arguments[1].partition(":")
+        return word, (int(arguments[0]), int(begin or 0), int(end) if end else None)
+    return word, (tuple(map(int, arguments)),) if arguments else ()
 
 
 # -- backwards --
