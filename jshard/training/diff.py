@@ -29,6 +29,7 @@ from jshard.signals.schema import IMPORT_PATH
 PACKAGE = str(Path(__file__).parents[2])
 
 
+EXPLAIN = ["explain"]
 NONE = "none"  # a topology: nothing is compiled, whatever the configurations say
 PathOrText = str | os.PathLike[str]
 
@@ -69,46 +70,41 @@ def diff(
         _side(os.fspath(new), tuple(overrides), known[-1], tuple(args)) as after,
     ):
         sides = before, after
-        names = _topologies(sides, topology)
-        if names is not None:
-            return _compiled(sides, names)
-        ledgers = [Ledger.from_json(*text) for text in _documents(sides, [["explain", "--json"]] * 2)]
-        difference = compare(*ledgers, old=before.label, new=after.label)
-        if not might_be_one_program(*ledgers):
-            return difference
-        return _proven(difference, *_output(sides, [["explain", "--program"]] * 2))
+        commands = _commands(sides, topology)
+        documents = _documents(sides, [[*words, "--json"] for words in commands])
+        if commands[0] == EXPLAIN:
+            ledgers = [Ledger.from_json(*document) for document in documents]
+            found, is_open = compare(*ledgers, old=before.label, new=after.label), might_be_one_program(*ledgers)
+        else:
+            found = compare_plans(Outcome.of(*next(documents)), Outcome.of(*next(documents)))
+            is_open = found.only_text
+        if not is_open:
+            return found
+        texts = _output(sides, [[*words, "--program"] for words in commands])
+        first = first_difference(*texts)
+        if isinstance(found, PlanDifference):
+            return dataclasses.replace(found, first=first)
+        return _proven(found, first, len(texts[0].splitlines()))
 
 
 def _kind(side: Any) -> str:
     return "a ledger" if isinstance(side, Ledger) else "a plan" if isinstance(side, Plan) else "a path"
 
 
-def _compiled(sides: tuple[_Side, _Side], names: tuple[str, str]) -> PlanDifference:
-    """The plans of both, from processes of their own; texts only where nothing else tells them apart."""
+def _commands(sides: tuple[_Side, _Side], topology: str | None) -> list[list[str]]:
+    """Return what each side is asked for: to plan for the topology that is said, else for the one that each configuration
+    says, or the one that does; to explain where there is none."""
+    old, new = (side.topology() for side in sides) if topology is None else (topology, topology)
+    names = [name for name in (old or new, new or old) if name is not None and name != NONE]
     for name in names:
         check_installed(Topology.of(name))
-    planned = [["plan", "--topology", name] for name in names]
-    documents = _documents(sides, [[*words, "--json"] for words in planned])
-    before, after = (Outcome.of(*document) for document in documents)
-    found = compare_plans(before, after)
-    if not found.only_text:
-        return found
-    texts = _output(sides, [[*words, "--program"] for words in planned])
-    return dataclasses.replace(found, first=first_difference(*texts))
+    return [["plan", "--topology", name] for name in names] or [EXPLAIN, EXPLAIN]
 
 
-def _topologies(sides: tuple[_Side, _Side], topology: str | None) -> tuple[str, str] | None:
-    """What each side is compiled for: what is said, else what each configuration says, or the one that does."""
-    if topology is not None:
-        return None if topology == NONE else (topology, topology)
-    old, new = (side.topology() for side in sides)
-    return None if old is None and new is None else (old or new or "", new or old or "")
-
-
-def _proven(difference: Difference, old: str, new: str) -> Difference:
-    count, one, other = first_difference(old, new)
+def _proven(difference: Difference, first: tuple[int, str, str], lines: int) -> Difference:
+    count, one, other = first
     if not count:
-        says = f"same program: the compiled text is the same, {len(old.splitlines()):,} lines"
+        says = f"same program: the compiled text is the same, {lines:,} lines"
     else:
         says = f"{count:,} lines of the compiled text, first {one!r} -> {other!r}"
     return dataclasses.replace(difference, program=says, proven_same=not count)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard import run_names
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Place, multiples
 from jshard.signals.config import Configuration
 from jshard.signals.schema import TRAIN
 from jshard.signals.signal import Signal
@@ -113,24 +113,22 @@ class Settings:
         batch, over = self["batch"], rows_over(self.configuration.signals)
         parts = self["microbatches"]
         if batch % parts:
-            below, above = batch // parts * parts, -(-batch // parts) * parts
             pipeline = self.configuration.pipeline
             asks = self.label("microbatches") if pipeline is None else f"jshard.pipeline ({pipeline.place})"
             raise JShardError(
                 f"{asks} takes {batch} rows in {parts} microbatches",
-                hint=f"use batch={above}" if below == 0 else f"use batch={below} or batch={above}",
+                hint=f"use batch={multiples(batch, parts)}",
             )
         if ways is None:
             mesh = self.configuration.mesh
             sizes = dict(zip(mesh.names, mesh.sizes, strict=True)) if mesh is not None else {}
             ways = math.prod(sizes[name] for name in over)
         if ways > 1 and batch % (ways * parts):
-            below, above = batch // (ways * parts) * ways * parts, -(-batch // (ways * parts)) * ways * parts
             names = " x ".join(f'"{name}"' for name in over)
             taken = f"{batch} rows" if parts == 1 else f"the {batch // parts} rows of each of {parts} microbatches"
             raise JShardError(
                 f"{self.label('batch')} splits {taken} over mesh axis {names} of size {ways}",
-                hint=f"use {above}" if below == 0 else f"use {below} or {above}",
+                hint=f"use {multiples(batch, ways * parts)}",
             )
 
     def check(self) -> list[str]:
