@@ -85,11 +85,15 @@ class Checkpoint:
     def manifest(self) -> Manifest:
         """What it says of itself, after every file has been compared with its checksum. Of several processes each
         compares some of them."""
-        refusal = refused(f"{self} can't be read", hint="make it readable, or start anew")
-        with refusal, self._damage_told():
-            found = Manifest.read(self.folder)
-            mine = itertools.islice(found.files.items(), jax.process_index(), None, jax.process_count())
-            dataclasses.replace(found, files=dict(mine)).check_files(self.folder)
+        try:
+            with refused(f"{self} can't be read", hint="make it readable, or start anew"):
+                found = Manifest.read(self.folder)
+                mine = itertools.islice(found.files.items(), jax.process_index(), None, jax.process_count())
+                dataclasses.replace(found, files=dict(mine)).check_files(self.folder)
+        except Damaged as damage:
+            earlier = [step for step in steps_in(self.folder.parent) if step < self.step]
+            hint = f"type: jshard resume {self.run} --from {earlier[-1]}" if earlier else _ANEW
+            raise JShardError(f"{self} {damage}", hint=hint) from None
         return found
 
     def restore(self, state: Any, needed_by: str) -> tuple[Any, Manifest]:
@@ -121,15 +125,6 @@ class Checkpoint:
             shown = faults[:SHOWN]
             shown[-1] += more
             raise JShardError.of(JShardError(fault, hint=hint) for fault in shown)
-
-    @contextlib.contextmanager
-    def _damage_told(self) -> Iterator[None]:
-        try:
-            yield
-        except Damaged as damage:
-            earlier = [step for step in steps_in(self.folder.parent) if step < self.step]
-            hint = f"type: jshard resume {self.run} --from {earlier[-1]}" if earlier else _ANEW
-            raise JShardError(f"{self} {damage}", hint=hint) from None
 
 
 _ANEW = "start anew by: jshard train, with another output"

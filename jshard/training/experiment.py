@@ -117,7 +117,9 @@ class Experiment:
             else:
                 model = created(built, claimed) if is_claimed and not is_made else made()
                 home, apart = _home_of(model, mesh, configuration)
-                _check_one_program(settings, apart)
+                if apart is not None and settings["microbatches"] > 1:
+                    fault = f"{settings.label('microbatches')} is {settings['microbatches']}, and {apart}"
+                    raise JShardError(fault, hint="remove microbatches")
                 if home is not mesh:
                     placement = Placement(home, {}, settings["microbatches"])
                 settle(model, home)
@@ -305,12 +307,6 @@ def _check_count(settings: Settings, count: int, batch: int, last: str, placemen
             f"be split in {placement.ways * placement.microbatches}",
             hint="write last: drop or last: fill",
         )
-
-
-def _check_one_program(settings: Settings, apart: str | None) -> None:
-    if apart is not None and settings["microbatches"] > 1:
-        fault = f"{settings.label('microbatches')} is {settings['microbatches']}, and {apart}"
-        raise JShardError(fault, hint="remove microbatches")
 
 
 def _home_of(model: nnx.Module, mesh: Any, configuration: Configuration) -> tuple[Any, str | None]:

@@ -26,12 +26,13 @@ class Notice:
     SIGTERM came. Of several each may get it: the coordination service tells the others, and all agree on the first step
     that none has passed. Where JAX was started without that service SIGTERM ends the process, as it would any other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool) -> None:
         self.came = False
         self.before: Any = None
         service: bool = jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
         self.agrees = jax.process_count() > 1 and service
-        self.listens = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+        # One process that saves nothing has nothing to do between SIGTERM and its end.
+        self.listens = saves and jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Notice:
         if self.listens:

@@ -93,13 +93,11 @@ class _Training:
             begins=self.bar.begin,
             check=experiment.check_read(self.step),
         )
-        # One process that saves nothing has nothing to do between SIGTERM and its end.
-        heeds_sigterm = self.saver is not None or jax.process_count() > 1
         try:
             with (
                 contextlib.closing(self.record),
                 self.saver or contextlib.nullcontext(),
-                Notice() if heeds_sigterm else contextlib.nullcontext() as notice,
+                Notice(saves=self.saver is not None) as notice,
                 contextlib.closing(taken),
                 stepped,
             ):
@@ -111,7 +109,7 @@ class _Training:
                     self._show(each)
                     self._save(each)  # first, so that nothing is lost by what goes wrong in an evaluation
                     self._evaluate(each.number)
-                    if notice is not None and notice.reached(each.number) and each.number != self.steps:
+                    if notice.reached(each.number) and each.number != self.steps:
                         self._stop(each)
         except NotANumber as fault:
             raise self._without_number(fault) from None
