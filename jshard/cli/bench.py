@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
+from jshard.markup import element
+from jshard.pages.words import svg
 from jshard.table import table
 from jshard.units import BYTES
 
@@ -176,18 +178,14 @@ def picture(lines: Lines, title: str, unit: str) -> str:
         across, up = (log10(x) - left) / (right - left), (log10(y) - low) / (high - low)
         return f"{60 + 500 * across:.1f},{360 - 320 * up:.1f}"
 
+    span = f"{10 ** min(xs):,.0f} to {10 ** max(xs):,.0f} {unit} across, 10^{low:.1f} to 10^{high:.1f} microseconds up"
     drawn = [
-        f'<text x="60" y="22">{title}</text>',
-        f'<text x="60" y="385">{10 ** min(xs):,.0f} to {10 ** max(xs):,.0f} {unit} across, 10^{low:.1f} to '
-        f"10^{high:.1f} microseconds up; both logarithmic</text>",
-        '<path d="M60 40V360H560" fill="none" stroke="#888"/>',
+        element("text", title, x=60, y=22),
+        element("text", f"{span}; both logarithmic", x=60, y=385),
+        element("path", d="M60 40V360H560", fill="none", stroke="#888"),
     ]
     for k, (name, each) in enumerate(lines.items()):
-        hue = f"hsl({360 * k // len(lines)} 70% 40%)"
-        drawn.append(
-            f'<polyline points="{" ".join(at(*point) for point in sorted(each))}" fill="none" stroke="{hue}"/>'
-        )
-        drawn.append(f'<text x="575" y="{50 + 18 * k}" fill="{hue}">{name}</text>')
-    body = "\n".join(drawn)
-    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 400" font-family="sans-serif" font-size="13">'
-    return f"{head}\n{body}\n</svg>\n"
+        hue, ends = f"hsl({360 * k // len(lines)} 70% 40%)", " ".join(at(*point) for point in sorted(each))
+        drawn.append(element("polyline", points=ends, fill="none", stroke=hue))
+        drawn.append(element("text", name, x=575, y=50 + 18 * k, fill=hue))
+    return svg(760, 400, drawn, xmlns="http://www.w3.org/2000/svg", font_family="sans-serif", font_size=13)

@@ -41,11 +41,15 @@ def rank_0_is_gone(membership: Membership, where: str, place: str = "") -> JShar
     )
 
 
+def waits_in(place: str, verb: str = "wait") -> str:
+    """Say, behind a sentence on a process, in which collective the others wait for it; nothing where it is not known."""
+    return f", and the others {verb} for it in {place}" if place else ""
+
+
 def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JShardError] | None:
     """Find the process that this one has lost, and the sentence on it. Takes up to five seconds, as JAX does not say."""
     from jshard.launch import kv_store
 
-    waited = f", and the others waited for it in {place}" if place else ""
     first: Mapping[int, Any] = {}
     began = time.monotonic()
     while True:
@@ -66,7 +70,7 @@ def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JSh
         same = rank in first and first[rank]["beats"] == note["beats"]
         if same and note["phase"] != "ended" and rank != membership.rank:
             return rank, JShardError(
-                f"rank {rank} is gone: it was in step {note['step']}{waited}",
+                f"rank {rank} is gone: it was in step {note['step']}{waits_in(place, 'waited')}",
                 hint=f"look at process {note['pid']} on {note['host']}: it was killed, or its host is gone",
             )
     return None

@@ -17,7 +17,7 @@ from jshard.host import free_port
 from jshard.launch.cluster_env import Membership
 from jshard.launch.heartbeat import ALL, BAR
 from jshard.launch.local_gpus import cards_of
-from jshard.launch.peer_loss import is_gone, rank_0_is_gone
+from jshard.launch.peer_loss import is_gone, rank_0_is_gone, waits_in
 from jshard.launch.worker import Worker
 from jshard.run_names import RESTART
 
@@ -217,10 +217,7 @@ def fault_of(worker: Worker) -> str:
         return f"all were stopped: rank {rank} says why, above"
     if worker.status == SAVED:
         return f"all were stopped: rank {rank} was sent SIGTERM, or heard of one, {where}"
-    says = f"rank {rank} {worker.how_ended()} {where}"
-    if place := worker.waited_in():
-        says += f", and the others waited for it in {place}"
-    says += "; "
+    says = f"rank {rank} {worker.how_ended()} {where}{waits_in(worker.waited_in(), 'waited')}; "
     if worker.status == -signal.SIGKILL:
         return says + "all were stopped; if nobody killed it, memory may have run out: type dmesg"
     return says + f"all were stopped; its last lines begin with [{rank}]"

@@ -15,7 +15,7 @@ from jshard.errors import JShardError
 from jshard.launch import kv_store
 from jshard.launch.cluster_env import Membership
 from jshard.launch.heartbeat import Pulse
-from jshard.launch.peer_loss import answered
+from jshard.launch.peer_loss import answered, waits_in
 from jshard.launch.rank_status import Slow, odd_one, table
 
 BEAT = 0.5  # seconds; what the launcher's bar shows is at most so old
@@ -131,7 +131,7 @@ def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float)
         unanswered = time.monotonic() - answers.last
         if membership.rank != 0 and min(quiet, unanswered) > lost:
             says = f"rank 0 has not answered for {unanswered:.0f} s"
-            here = f"rank {membership.rank} is in step {pulse.step}{_waits(pulse)}"
+            here = f"rank {membership.rank} is in step {pulse.step}{waits_in(pulse.stands_in)}"
             _give_up(JShardError(f"{says}: {here}", hint="look at rank 0: it is stopped, or its host is"), pulse, 0)
         hung = pulse.phase != "starting" and quiet > (limit if pulse.done else FIRST_STEP * limit)
         # By the answers, not by now: of a rank that stopped as long ago as the last one it is not known yet.
@@ -148,22 +148,20 @@ def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: f
     """Print the table of all ranks; the first that asks does, and the others leave it to that one."""
     notes, silent = dict(answers.notes), answers.silent(min(SURE * answers.talk, limit))
     alive = {rank: rank not in silent for rank in notes}
-    odd = odd_one(notes, silent)
+    odd, waits = odd_one(notes, silent), waits_in(pulse.stands_in)
     if odd is None:
         fault = f"no rank has done a step for {quiet:.0f} s, though all are alive: {_doing(pulse.facts)}"
         hint = "look at what each printed last, or give a longer step_timeout"
     elif not alive[odd]:
-        fault = f"rank {odd} has not answered for {quiet:.0f} s: {_doing(notes[odd])} when it last did{_waits(pulse)}"
+        fault = f"rank {odd} has not answered for {quiet:.0f} s: {_doing(notes[odd])} when it last did{waits}"
         hint = (
             f"look at process {notes[odd]['pid']} on {notes[odd]['host']}: it has ended or is stopped, or its host is"
         )
     elif notes[odd]["phase"] == "ended":
-        fault = (
-            f"rank {odd} has ended after step {notes[odd]['step']}, and others are in step {pulse.step}{_waits(pulse)}"
-        )
+        fault = f"rank {odd} has ended after step {notes[odd]['step']}, and others are in step {pulse.step}{waits}"
         hint = "let all ranks do as many steps"
     else:
-        fault = f"rank {odd} keeps the others waiting for {quiet:.0f} s: {_doing(notes[odd])}{_waits(pulse)}"
+        fault = f"rank {odd} keeps the others waiting for {quiet:.0f} s: {_doing(notes[odd])}{waits}"
         hint = f"look at what rank {odd} printed last, or give a longer step_timeout"
     if report(membership, fault, pulse):
         print("\n".join(table(notes, alive, odd)), file=sys.stderr, flush=True)
@@ -175,10 +173,6 @@ def _doing(note: Mapping[str, Any]) -> str:
     if note["phase"] == "after":
         return f"it was behind step {note['step']}, reading data, evaluating or saving"
     return f"it was in step {note['step']}" + ("" if note["phase"] == "step" else f" ({note['phase']})")
-
-
-def _waits(pulse: Pulse) -> str:
-    return f", and the others wait for it in {pulse.stands_in}" if pulse.stands_in else ""
 
 
 def _give_up(error: JShardError, pulse: Pulse, culprit: int | None) -> None:
