@@ -125,23 +125,13 @@ class Experiment:
                 settle(model, home)
                 made_optimizer = settle(optimizer or Optimizer(model, chain.tx), home)
         chain.check_decay(model)
-        read = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
-        in_memory = {part: numbers_of(each.y) for part, each in read.items() if isinstance(each, Examples)}
-        classes = {part: numbers for part, numbers in in_memory.items() if numbers and objective.written is None}
         settings.check_folders()
-        objective = dataclasses.replace(
-            objective,
-            loss=signal("objective")(objective.loss) if "objective" in configuration.signals else objective.loss,
-            classes=classes,
-            tokens=tokenizer(settings).vocabulary if settings.text else None,
-            chunk=_chunk(settings, model, model_named),
-        )
         return cls(
             configuration=configuration,
             model=model,
             optimizer=made_optimizer,
             chain=chain,
-            loss=objective,
+            loss=_completed(objective, settings, model, data, test),
             data=data,
             test=test,
             placement=placement,
@@ -242,6 +232,22 @@ class Experiment:
             if self.only_shapes:
                 return self.placement.shapes(batch, *self.data.example(), parts=self.placement.microbatches)
             return self.placement.place(batch, *self.data.first(self.placement.rows))
+
+
+def _completed(
+    objective: Objective, settings: Settings, model: nnx.Module, data: Source, test: Selectable | None
+) -> Objective:
+    """Return the objective with what only the data in memory, the tokenizer and the model say."""
+    read = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
+    in_memory = {part: numbers_of(each.y) for part, each in read.items() if isinstance(each, Examples)}
+    has_signal = "objective" in settings.configuration.signals
+    return dataclasses.replace(
+        objective,
+        loss=signal("objective")(objective.loss) if has_signal else objective.loss,
+        classes={part: numbers for part, numbers in in_memory.items() if numbers and objective.written is None},
+        tokens=tokenizer(settings).vocabulary if settings.text else None,
+        chunk=_chunk(settings, model, objective.model),
+    )
 
 
 def parameter_shapes(configuration: Configuration) -> dict[str, str]:
