@@ -37,15 +37,16 @@ class JShardError(ValueError):
     @classmethod
     def of(cls, errors: Iterable[JShardError]) -> JShardError:
         """One error for several, a line each, in the order given and without repeats."""
-        return cls._saying(*dict.fromkeys(fault for error in errors for fault in error.faults))
+        return cls.saying(*dict.fromkeys(fault for error in errors for fault in error.faults))
 
     def at(self, label: str, *sources: str) -> JShardError:
         """The same with `label` before each fault that names no place in these sources; itself where all do."""
         faults = [fault if any(each in fault for each in sources) else f"{label}: {fault}" for fault in self.faults]
-        return self if faults == [*self.faults] else self._saying(*faults).with_traceback(self.__traceback__)
+        return self if faults == [*self.faults] else self.saying(*faults).with_traceback(self.__traceback__)
 
     @classmethod
-    def _saying(cls, *faults: str) -> JShardError:
+    def saying(cls, *faults: str) -> JShardError:
+        """Make an error of whole sentences, each with its hint, as another process or thread has told them."""
         made = cls.__new__(cls)
         made.faults = faults
         ValueError.__init__(made, "\n".join(faults))

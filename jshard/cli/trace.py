@@ -106,8 +106,7 @@ def _of_run(folder: Path, chosen: argparse.Namespace) -> int:
             )
         if "fault" in answer:
             clear(folder)
-            fault, _, hint = answer["fault"].rpartition("; ")
-            raise JShardError(f"the run in {folder} made no capture: {fault}", hint=hint)
+            raise JShardError.saying(f"the run in {folder} made no capture: {answer['fault']}")
         late = time.monotonic() + LATER
         missing = [
             rank

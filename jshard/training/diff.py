@@ -200,18 +200,14 @@ def _output(sides: Sequence[_Side], commands: Sequence[list[str]]) -> list[str]:
     ends = [process.communicate() for process in processes]
     for side, process, (out, err) in zip(sides, processes, ends, strict=True):
         if process.returncode and not out:  # 1 behind a plan is an answer: it does not fit
-            raise JShardError.of(_faults(side, err))
+            raise _fault(side, err)
     return [out for out, _ in ends]
 
 
-def _faults(side: _Side, err: str) -> list[JShardError]:
+def _fault(side: _Side, err: str) -> JShardError:
     """The sentences that the other process ended with."""
     lines = [line for line in err.splitlines() if line.strip() and "pretending" not in line]
     if "Traceback (most recent call last):" in lines or not lines:
         lines = [f"{lines[-1] if lines else 'it ended without a word'}; type: jshard explain {shlex.join(side.words)}"]
-    faults = []
-    for line in lines:
-        fault, _, hint = line.rpartition("; ")
-        where = f"at {side.revision}, " if side.revision else ""
-        faults.append(JShardError(f"{where}{fault}", hint=hint))
-    return faults
+    where = f"at {side.revision}, " if side.revision else ""
+    return JShardError.saying(*dict.fromkeys(f"{where}{line}" for line in lines))

@@ -306,5 +306,4 @@ def _together(deed: Callable[[], None], path: Path) -> None:
     with without_mesh():
         faults = [each["fault"] for each in tell(doors_of(jax.devices()[0].platform), {"fault": fault})]
     for each in filter(None, faults):
-        what, _, hint = each.rpartition("; ")
-        raise JShardError(what, hint=hint)
+        raise JShardError.saying(each)

@@ -278,9 +278,5 @@ def joined(faults: Sequence[JShardError]) -> JShardError:
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(text for fault in faults for text in fault.faults):
         alike.setdefault(re.sub(r"\d+", "0", text), []).append(text)
-    told = []
-    for first, *others in alike.values():
-        fault, _, hint = first.rpartition("; ")
-        more = f" (and {len(others)} more that differ by numbers)" if others else ""
-        told.append(JShardError(fault, hint=hint + more))
-    return JShardError.of(told)
+    more = lambda count: f" (and {count} more that differ by numbers)" if count else ""
+    return JShardError.saying(*(first + more(len(others)) for first, *others in alike.values()))
