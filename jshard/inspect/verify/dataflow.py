@@ -3,6 +3,7 @@ coarser to be summed."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jshard.inspect.ledger.jaxpr_walk import Around
-from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, PROVABLE, SUMS, is_scrambled, touches_floats
+from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, SUMS, is_opaque, is_scrambled, touches_floats
 from jshard.jaxprs import bare, called, equations, inner, run, scanned
 from jshard.provenance import source_of
 
@@ -18,49 +19,52 @@ Names = frozenset[str]
 NONE: Names = frozenset()
 OUTSIDE = Around()
 COMPARISON = "comparison"  # by the order of whole numbers, which none has modulo a prime
+Told = Callable[[Any], Names]  # of an equation
 Asked = Callable[[tuple[str, ...]], Names]  # the dtypes that the signals of a path ask for
 
 
 def inexact_operations(jaxpr: Any) -> list[str]:
     """The names of the operations of a jaxpr that run by a stand-in."""
-    return sorted({name for eqn in equations(jaxpr) for name in _stood_in(eqn)} - {COMPARISON})
+    return sorted({name for eqn in equations(jaxpr) for name in stood_in(eqn)} - {COMPARISON})
 
 
-def inexact_on_the_way(jaxpr: Any) -> list[Names]:
-    """Find for each result the operations on its way that run by a stand-in."""
-    return _reached(bare(jaxpr), [NONE] * len(bare(jaxpr).invars))
-
-
-def _stood_in(eqn: Any) -> Names:
+def stood_in(eqn: Any) -> Names:
+    """Return the name of an operation that runs by a stand-in; none of another."""
     name = eqn.primitive.name
     if is_scrambled(eqn):
         return frozenset([name])
     return frozenset([COMPARISON]) if name in ORDERED and name != "select_n" and touches_floats(eqn) else NONE
 
 
-def _reached(jaxpr: Any, given: Sequence[Names]) -> list[Names]:
-    return run(jaxpr, [*[NONE] * len(jaxpr.constvars), *given], _reached_by, constant=lambda literal: NONE)
+def on_the_way(jaxpr: Any, told: Told) -> list[Names]:
+    """Find for each result what is told of the operations that it is computed by."""
+    return _reached(bare(jaxpr), [NONE] * len(bare(jaxpr).invars), told)
 
 
-def _reached_by(eqn: Any, operands: list[Names]) -> list[Names]:
+def _reached(jaxpr: Any, given: Sequence[Names], told: Told) -> list[Names]:
+    step = functools.partial(_reached_by, told=told)
+    return run(jaxpr, [*[NONE] * len(jaxpr.constvars), *given], step, constant=lambda literal: NONE)
+
+
+def _reached_by(eqn: Any, operands: list[Names], told: Told) -> list[Names]:
     name = eqn.primitive.name
     body = eqn.params["jaxpr"] if name == "shard_map" else called(eqn)
     if body is not None:
-        return _reached(bare(body), operands)
+        return _reached(bare(body), operands, told)
     if name == "cond":
-        branches = [_reached(bare(branch), operands[1:]) for branch in eqn.params["branches"]]
+        branches = [_reached(bare(branch), operands[1:], told) for branch in eqn.params["branches"]]
         return [operands[0].union(*each) for each in zip(*branches, strict=True)]
     if name == "scan":
-        return _reached_in_loop(eqn, operands)
+        return _reached_in_loop(eqn, operands, told)
     # a while loop among them: each of its results by all that is in it
-    inside = [each for body in inner(eqn) for each in inexact_operations(body)]
-    return [_stood_in(eqn).union(inside, *operands)] * len(eqn.outvars)
+    inside = (told(each) for body in inner(eqn) for each in equations(body))
+    return [told(eqn).union(*inside, *operands)] * len(eqn.outvars)
 
 
-def _reached_in_loop(eqn: Any, operands: list[Names]) -> list[Names]:
+def _reached_in_loop(eqn: Any, operands: list[Names], told: Told) -> list[Names]:
     body, (consts, carried) = bare(eqn.params["jaxpr"]), scanned(eqn)
     while True:
-        results = _reached(body, operands)
+        results = _reached(body, operands, told)
         carry = [one | other for one, other in zip(operands[consts:], results[:carried], strict=False)]
         if carry == operands[consts : consts + carried]:
             return results
@@ -72,29 +76,18 @@ def meshes_in(jaxpr: Any) -> list[Any]:
     return [eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
 
 
-def obstacle(jaxpr: Any, platform: str) -> str | None:
-    """Name the first operation of a jaxpr that can't be proven in every bit on devices of `platform`: that numbers modulo a
-    prime can't stand for."""
+def obstacles(jaxpr: Any, platform: str) -> dict[int, str]:
+    """Name the operations of a jaxpr that can't be proven in every bit on devices of `platform`, by the `id` of the equation:
+    numbers modulo a prime can't stand for theirs."""
+    found: dict[int, str] = {}
     for outer in bare(jaxpr).eqns:
         for eqn, here, _ in _leaves([outer]):
-            if _stops(eqn, platform):
+            if is_opaque(eqn, platform):
                 cause = here.blamed(eqn)
                 source = cause.source or source_of(outer)
                 at = f' in signal "{cause.signal}"' if cause.path else f" at {source}" if source else ""
-                return f"{eqn.primitive.name}{at} has no exact stand-in"
-    return None
-
-
-def _stops(eqn: Any, platform: str) -> bool:
-    name = eqn.primitive.name
-    if name == "while":  # how often it runs would hang on numbers that stand for others
-        return any(map(touches_floats, equations(eqn.params["cond_jaxpr"])))
-    if name == "conv_general_dilated" and platform == "gpu" and touches_floats(eqn):  # cuDNN has none of whole numbers
-        return True
-    dtypes = (getattr(variable.aval, "dtype", jnp.int32) for variable in (*eqn.invars, *eqn.outvars))
-    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes) or (
-        touches_floats(eqn) and name not in PROVABLE
-    )
+                found.setdefault(id(eqn), f"{eqn.primitive.name}{at} has no exact stand-in")
+    return found
 
 
 def narrowest_sum(jaxpr: Any, asked: Asked) -> float:

@@ -17,11 +17,12 @@ from jax.sharding import Mesh
 from jshard.errors import JShardError
 from jshard.inspect.verify.dataflow import (
     COMPARISON,
-    inexact_on_the_way,
     inexact_operations,
     meshes_in,
     narrowest_sum,
-    obstacle,
+    obstacles,
+    on_the_way,
+    stood_in,
 )
 from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
 from jshard.inspect.verify.inputs import Program
@@ -205,10 +206,24 @@ class _Trial:
         self.program, self.reference, self.tolerance = program, reference, tolerance
         jaxprs = [each.trace()[0] for each in (reference, *sides)]
         platform = reference.mesh.devices.flat[0].platform
-        found = next(filter(None, (obstacle(jaxpr, platform) for jaxpr in jaxprs)), None)
-        self.modulus = None if found else modulus_for([eqn for jaxpr in jaxprs for eqn in equations(jaxpr)])
-        self.why = "" if self.modulus else found or "a sum has more terms than any modulus allows"
-        self.exactly = Evaluation(self.modulus, asked=_asked)
+        self.modulus = modulus_for([eqn for jaxpr in jaxprs for eqn in equations(jaxpr)])
+        self.why = self._why(platform, jaxprs)
+        self.exactly = Evaluation(self.modulus, platform=platform, asked=_asked)
+
+    def _why(self, platform: str, jaxprs: Sequence[Any]) -> list[str]:
+        """For each result that is made, why it can't be proven in every bit; "" where it can."""
+        made = self.reference.trace()[2]
+        if self.modulus is None:
+            return ["a sum has more terms than any modulus allows"] * len(made)
+        why = [""] * len(made)
+        for jaxpr in jaxprs:
+            if not (found := obstacles(jaxpr, platform)):
+                continue
+            told = lambda eqn, found=found: frozenset([found[id(eqn)]] if id(eqn) in found else [])
+            reached = on_the_way(jaxpr, told)
+            first = [next((words for words in found.values() if words in reached[n]), "") for n in made]
+            why = [before or words for before, words in zip(why, first, strict=True)]
+        return why
 
     @functools.cached_property
     def draws(self) -> dict[int, list[np.ndarray]]:
@@ -225,7 +240,7 @@ class _Trial:
     def on_the_way(self) -> list[tuple[str, ...]]:
         """For each result that is made, the operations before it that run by a stand-in."""
         jaxpr, _, made = self.reference.trace()
-        reached = inexact_on_the_way(jaxpr)
+        reached = on_the_way(jaxpr, stood_in)
         return [tuple(sorted(reached[n])) for n in made]
 
     @functools.cached_property
@@ -246,7 +261,7 @@ class _Trial:
     @property
     def words(self) -> str:
         if self.modulus is None:
-            return f"probes: none is exact (because: {self.why}), so numbers near the arguments' own"
+            return f"probes: none is exact (because: {self.why[0]}), so numbers near the arguments' own"
         stand_ins = f"; stand-ins for {', '.join(self.stood_in)}" if self.stood_in else ""
         draws = f"probes: whole numbers modulo {self.modulus}, {len(SEEDS)} draws"
         return f"{draws}, every sum exact in any order{stand_ins}"
@@ -254,25 +269,26 @@ class _Trial:
     def against(self, side: _Side) -> tuple[list[Finding], FirstDivergence | None]:
         _, names, made = self.reference.trace()
         names = [names[n] for n in made]
-        differs, seen = [False] * len(names), [self.modulus is None] * len(names)
+        differs, seen = [False] * len(names), list(map(bool, self.why))
         failed: int | None = None
         for seed, reference in self.draws.items():
             assert self.modulus is not None
             results, _ = side.run(self.exactly, self.program.probes(self.modulus, seed))
             offs = _offs(reference, results, self.modulus)
-            differs = [before or far > 0 for before, far in zip(differs, offs, strict=True)]
+            differs = [
+                before or (far > 0 and not why) for before, far, why in zip(differs, offs, self.why, strict=True)
+            ]
             seen = [before or bool(np.any(one)) for before, one in zip(seen, reference, strict=True)]
             failed = seed if failed is None and any(differs) else failed
         verdicts = [("bitwise", 0.0, 0.0, "")] * len(names)
-        if self.modulus is None or failed is not None:  # how far it is by the true operations
+        if any(self.why) or failed is not None:  # how far it is by the true operations
             reference, _, allowed = self.natural
             offs = _offs(reference, side.run(Evaluation(), self.program.natural())[0])
-            for n, (far, most, stand_ins) in enumerate(zip(offs, allowed, self.on_the_way, strict=True)):
-                because = self.why or f"{', '.join(stand_ins)} had stand-ins that do not hold here"
-                if far <= most and (self.modulus is None or (differs[n] and stand_ins)):
-                    verdicts[n] = "within", far, most, because
-                elif differs[n] or self.modulus is None:
-                    verdicts[n] = "differs", far, most, because
+            for n, (far, most, why, stand_ins) in enumerate(zip(offs, allowed, self.why, self.on_the_way, strict=True)):
+                because = why or f"{', '.join(stand_ins)} had stand-ins that do not hold here"
+                if why or differs[n]:
+                    is_within = far <= most and (why or stand_ins)
+                    verdicts[n] = "within" if is_within else "differs", far, most, because
         findings = [
             Finding(
                 side.sizes, name, *verdict, not any_, blamed(self._cause(name), ()),
@@ -310,9 +326,9 @@ class _Trial:
 
     def _begin(self, side: _Side, findings: list[Finding], seed: int | None) -> FirstDivergence:
         """The program again, listening to what each signal hands on."""
-        modulus = None if seed is None else self.modulus
+        modulus = None if seed is None or any(self.why) else self.modulus
         numbers = self.program.natural() if modulus is None or seed is None else self.program.probes(modulus, seed)
-        how = Evaluation(modulus, listen=True, asked=_asked)
+        how = Evaluation(modulus, listen=True, platform=self.exactly.platform, asked=_asked)
         tolerance = 0.0 if modulus is not None else self.natural[1]
         (reference, heard), (results, other) = self.reference.run(how, numbers), side.run(how, numbers)
         begin = first_slot(heard, other, side.sizes, tolerance, modulus)

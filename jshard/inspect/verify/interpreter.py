@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
@@ -17,7 +18,16 @@ from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_array, is_inexact
 from jshard.inspect.verify.dataflow import Asked, is_in, narrowed_for_a_sum
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later
-from jshard.inspect.verify.residues import SUMS, coarse, embedded, is_float, results_of, touches_floats
+from jshard.inspect.verify.residues import (
+    SUMS,
+    coarse,
+    embedded,
+    is_float,
+    is_opaque,
+    opaque,
+    results_of,
+    touches_floats,
+)
 from jshard.jaxprs import bare, bound, called, inner, scanned
 from jshard.layers.partition.ticks import slot_p
 
@@ -31,6 +41,7 @@ class Evaluation:
     modulus: int | None = None
     listen: bool = False
     nan_origins: bool = False
+    platform: str = "cpu"
     asked: Asked = lambda path: frozenset()
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
@@ -50,6 +61,9 @@ BEARS_NO_NAN = frozenset(
     "optimization_barrier pad pcast pvary reduce_max reduce_min reshape reshard rev select_n sharding_constraint sign slice "
     "split squeeze stop_gradient tanh transpose".split()
 )
+
+
+HELD = frozenset(("shard_map", "scan", "cond"))  # whose equations run one by one
 
 
 class _Level:
@@ -89,12 +103,12 @@ class _Level:
         return self._constant(variable, variable.val) if isinstance(variable, Literal) else self.values[variable]
 
     def _constant(self, variable: Any, value: Any) -> Any:
-        return embedded(value, self.how.modulus) if self.how.modulus and is_float(variable.aval) else value
+        return embedded(np.real(value), self.how.modulus) if self.how.modulus and is_inexact(variable.aval) else value
 
     def _typed(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The values as arrays, each of its variable's dtype."""
         return [
-            jnp.asarray(each, jnp.int32 if self.how.modulus and is_float(v.aval) else v.aval.dtype)
+            jnp.asarray(each, jnp.int32 if self.how.modulus and is_inexact(v.aval) else v.aval.dtype)
             for each, v in zip(values, variables, strict=True)
         ]
 
@@ -104,6 +118,8 @@ class _Level:
         name, x = eqn.primitive.name, [self._value(variable) for variable in eqn.invars]
         if called(eqn) is not None:
             return self._call(eqn, x, here)
+        if self.how.modulus and eqn.outvars and is_opaque(eqn, self.how.platform) and name not in HELD:
+            return opaque(eqn, x, self.how.modulus)
         if name in ("shard_map", "scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, x, here)
         if self.how.modulus and touches_floats(eqn):

@@ -26,6 +26,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
+from jshard.jaxprs import bound, equations
 from jshard.layouts.primitives import ELEMENTWISE
 
 PRIMES = (2039, 1021, 509, 251, 127, 61, 31)
@@ -45,8 +46,9 @@ ORDERED = frozenset(
     "reduce_window_max reduce_window_min sort top_k pmax pmin scatter-max scatter-min scatter_max scatter_min".split()
 )
 MOVED = frozenset(
-    "copy copy_p name stop_gradient broadcast_in_dim reshape squeeze expand_dims transpose rev concatenate pad slice split "
-    "dynamic_slice dynamic_update_slice gather scatter iota tile empty empty2 reshard mesh_cast sharding_constraint pvary "
+    "copy copy_p name stop_gradient broadcast_in_dim reshape squeeze expand_dims transpose rev concatenate stack unstack pad "
+    "slice split dynamic_slice dynamic_update_slice gather scatter iota tile empty empty2 reshard mesh_cast "
+    "sharding_constraint pvary "
     "invariant_cast one_device_cast one_device_sum pipeline_slot "
     "pcast preduced vary_unreduced_cast optimization_barrier all_gather all_gather_invariant all_gather_reduced ppermute "
     "pbroadcast pbroadcast_dynamic all_to_all ragged_all_to_all device_put bitcast_convert_type is_finite".split()
@@ -70,6 +72,19 @@ def touches_floats(eqn: Any) -> bool:
 
 def is_scrambled(eqn: Any) -> bool:
     return eqn.primitive.name in SCRAMBLED and is_float(eqn.outvars[0].aval)
+
+
+def is_opaque(eqn: Any, platform: str) -> bool:
+    """Whether an equation has no exact stand-in on devices of `platform`."""
+    name = eqn.primitive.name
+    if name == "while":  # how often it runs would hang on numbers that stand for others
+        return any(map(touches_floats, equations(eqn.params["cond_jaxpr"])))
+    if name == "conv_general_dilated" and platform == "gpu" and touches_floats(eqn):  # cuDNN has none of whole numbers
+        return True
+    dtypes = (getattr(variable.aval, "dtype", jnp.int32) for variable in (*eqn.invars, *eqn.outvars))
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes) or (
+        touches_floats(eqn) and name not in PROVABLE
+    )
 
 
 def modulus_for(eqns: Sequence[Any]) -> int | None:
@@ -197,6 +212,17 @@ def results_of(eqn: Any, x: list[Any], prime: int) -> list[Any]:
         return [_power(x[0], eqn.params.get("y", 2), prime)]
     results = _bound(eqn, x)
     return [reduced(each, prime) for each in results] if name in LINEAR or name == "iota" else results
+
+
+def opaque(eqn: Any, x: Sequence[Any], prime: int) -> list[Any]:
+    """Run an operation that has no exact stand-in by floating point. Whole numbers come out; that is all they are good for."""
+    if eqn.primitive.name == "while":  # it might not end
+        return list(x[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :])
+    given = [jnp.asarray(each, v.aval.dtype) for each, v in zip(x, eqn.invars, strict=True)]
+    whole = lambda each: lax.rem(jnp.nan_to_num(jnp.real(each).astype(jnp.float32)), jnp.float32(prime)).astype(
+        jnp.int32
+    )
+    return [whole(each) if jnp.issubdtype(each.dtype, jnp.inexact) else each for each in bound(eqn, given)]
 
 
 def _bound(eqn: Any, x: list[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.inspect.verify import verify
-from jshard.inspect.verify.dataflow import inexact_on_the_way
+from jshard.inspect.verify.dataflow import on_the_way, stood_in
 from jshard.signals.active_config import unload
 from jshard.training.experiment import Experiment
 
@@ -290,6 +290,6 @@ def test_stand_ins_are_followed_through_everything_that_holds_a_program():
         return first, second, stacked, one, *other, lax.fori_loop(0, 2, lambda _, x: jnp.log(x), x), x / y
 
     x = np.ones(3, np.float32)
-    found = inexact_on_the_way(jax.make_jaxpr(f)(x, x))
+    found = on_the_way(jax.make_jaxpr(f)(x, x), stood_in)
     told = [set(names) for names in found]
     assert told == [{"exp"}, set(), {"exp"}, {"comparison", "sin"}, set(), {"tanh"}, {"log"}, set()]
