@@ -78,7 +78,8 @@ def _verified(
         more, begin = trial.against(side)
         findings += more
         begins += [begin] if begin is not None else []
-    return Verification(tuple(findings), tuple(begins), trial.words, misfits(sides[0].trace()[0]))
+    dropped, unheld = trial.dropped(sides[0])
+    return Verification((*findings, *dropped), tuple(begins), trial.words, misfits(sides[0].trace()[0]), unheld)
 
 
 @contextlib.contextmanager
@@ -299,6 +300,24 @@ class _Trial:
         if all(finding.verdict != "differs" for finding in findings):
             return findings, None
         return findings, self._begin(side, findings, failed)
+
+    def dropped(self, side: _Side) -> tuple[list[Finding], str]:
+        """Find the variables that a plain call changes and this one does not; or say why that is not known."""
+        if not self.program.traced.nodes:
+            return [], ""
+        _, names, made = side.trace()
+        changed = {names[number] for number in made}
+        try:
+            plainly = self.program.changed_plainly()
+        except Exception as error:
+            return (
+                [],
+                f"it can't be traced for one device: {type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            )
+        return [
+            Finding(side.sizes, name, "dropped", 0.0, 0.0, "", False, blamed(self._cause(name), ()), (), self._kind(name))
+            for name in plainly if name.endswith(" after") and name not in changed
+        ], ""  # fmt: skip
 
     def _cause(self, name: str) -> Cause:
         path = self.program.signals.get(name.removeprefix("gradient of ").removesuffix(" after"), ())

@@ -22,6 +22,7 @@ from jshard.inspect.verify.residues import mixed
 from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layers.linen import positional_names
+from jshard.layers.sharded_call import alone
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, slashed, words_of
 from jshard.layouts.put import is_key, kind, on_host, put, raw, typed
@@ -160,6 +161,13 @@ class Program:
         assert len(names) == len(results)
         made = [n for n, each in enumerate(results) if not isinstance(each, Literal) and each not in operands]
         return jaxpr, names, made
+
+    def changed_plainly(self) -> list[str]:
+        """Name the results that a call changes which runs as for one device, where jshard splits nothing."""
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.given]
+        with alone():
+            _, names, made = self.trace(shapes)
+        return [names[number] for number in made]
 
 
 def _cotangent(name: str, leaf: Any) -> Any:

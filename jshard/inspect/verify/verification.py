@@ -19,7 +19,7 @@ class Finding:
 
     mesh: Mapping[str, int]
     name: str
-    verdict: str  # bitwise, within, differs
+    verdict: str  # bitwise, within, differs, dropped
     off: float
     tolerance: float  # 0 for bitwise
     because: str  # why not bitwise
@@ -29,9 +29,15 @@ class Finding:
     kind: str = ""  # optimizer state; else the name says it
 
     @property
+    def is_wrong(self) -> bool:
+        return self.verdict in ("differs", "dropped")
+
+    @property
     def words(self) -> str:
         if self.verdict == "within":
             return f"within {self.tolerance:.2g} (because: {self.because}; a larger deviation would have been caught)"
+        if self.verdict == "dropped":
+            return "is changed by a plain call, and not by this one"
         if self.verdict == "differs":
             return f"differs by {self.off:.2g}"
         words = "bitwise, but zero all over" if self.zero else "bitwise"
@@ -46,10 +52,11 @@ class Verification(Shown):
     beginnings: tuple[FirstDivergence, ...]
     probes: str
     misfits: tuple[Misfit, ...] = ()
+    unheld: str = ""  # why it is not known what a plain call changes
 
     @property
     def ok(self) -> bool:
-        return all(finding.verdict != "differs" for finding in self.findings)
+        return not any(finding.is_wrong for finding in self.findings)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -68,6 +75,8 @@ class Verification(Shown):
         yield from (f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings)
         if self.misfits:
             yield f"{self.misfits[0]}" + (f"; {len(self.misfits) - 1} more behind it" if self.misfits[1:] else "")
+        if self.unheld:
+            yield f"what a plain call changes is not known (because: {self.unheld})"
         yield self.verdict
 
     def _joined(self) -> list[tuple[Finding, int]]:
@@ -89,7 +98,7 @@ class Verification(Shown):
         count = len(self.findings)
         arrays = f"{count} array" + "s" * (count != 1)
         if not self.ok:
-            wrong = sum(finding.verdict == "differs" for finding in self.findings)
+            wrong = sum(finding.is_wrong for finding in self.findings)
             return f"NOT EQUAL: {wrong} of {arrays} {'differ' if wrong != 1 else 'differs'} {on}"
         exact = sum(finding.verdict == "bitwise" for finding in self.findings)
         if exact == count:
@@ -115,6 +124,7 @@ class Verification(Shown):
                 "findings": findings,
                 "beginnings": begins,
                 "misfits": [str(each) for each in self.misfits],
+                "unheld": self.unheld,
             },
             indent=2,
         )

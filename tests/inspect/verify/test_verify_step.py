@@ -4,8 +4,10 @@ update are caught there."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ import jshard
 from jshard.inspect.verify import verify
 from jshard.inspect.verify.dataflow import on_the_way, stood_in
 from jshard.signals.active_config import unload
+from jshard.signals.scope import unplaced
 from jshard.training.experiment import Experiment
 
 YAML = """\
@@ -293,3 +296,27 @@ def test_stand_ins_are_followed_through_everything_that_holds_a_program():
     found = on_the_way(jax.make_jaxpr(f)(x, x), stood_in)
     told = [set(names) for names in found]
     assert told == [{"exp"}, set(), {"exp"}, {"comparison", "sin"}, set(), {"tanh"}, {"log"}, set()]
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+def test_a_variable_that_a_plain_call_alone_changes_is_a_fault(axis_types):
+    words = {"row": "data", "column": "tensor", "match": ["**"]}
+    with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": axis_types}, "all": words}):
+        model, x = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), np.ones((4, 8), np.float32)
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+        def step(model, optimizer, x, drops=False):
+            before = jax.tree.map(lambda x: x, nnx.state(model, nnx.Param))
+            loss, gradients = jshard.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+            optimizer.update(model, gradients)
+            if drops and not unplaced.value:
+                nnx.update(model, before)
+            return loss
+
+        assert verify(jshard.jit(step), model, optimizer, x).ok
+        verification = verify(functools.partial(step, drops=True), model, optimizer, x)
+        assert [(each.name, each.verdict) for each in verification.findings if each.is_wrong] == [
+            ("model.bias after", "dropped"), ("model.kernel after", "dropped")
+        ]  # fmt: skip
+        assert "is changed by a plain call, and not by this one" in str(verification)
+        assert verification.verdict == "NOT EQUAL: 2 of 9 arrays differ on {data: 2, tensor: 4} and on one device"
