@@ -120,7 +120,7 @@ def test_aux_is_the_mean_over_microbatches_and_adds_no_collective_over_stages(ki
     x, y = batch()
     expected = nnx.value_and_grad(with_aux, has_aux=True)(drawn(kind), x, y)
     load(kind, schedule)
-    model = jshard.shard(drawn(kind))
+    model = jshard.shard(drawn(kind), x)
     beside = jshard.value_and_grad(with_aux, has_aux=True)
     for call in (nnx.jit(beside), jshard.jit(beside), beside):
         equal(call(model, x, y=y), expected)
