@@ -100,6 +100,7 @@ class Exported:
 
 
 PLACE = re.compile(r"#loc\d*")
+NUMBERED = re.compile(r"program=\d+")  # which partitioned program of this process it is
 NAMED = re.compile(r'^(#loc\d*) = loc\("(.*)"\(#loc\d*\)\)$', re.MULTILINE)
 
 
@@ -108,7 +109,7 @@ def meaning_of(module: str) -> bytes:
     names = dict(NAMED.findall(module))
     lines = [line for line in module.splitlines() if not line.startswith("#loc")]
     bare = PLACE.sub(lambda found: names.get(found[0], ""), "\n".join(lines))
-    return hashlib.sha256(bare.encode()).digest()
+    return hashlib.sha256(NUMBERED.sub("program", bare).encode()).digest()
 
 
 def exported(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology) -> Exported:

@@ -100,6 +100,15 @@ def test_plan_is_a_page_and_a_document_and_is_looked_up_the_second_time(monkeypa
     assert ", looked up (it took " in str(again)
 
 
+def test_a_partitioned_program_is_looked_up_the_second_time_in_one_process():
+    """Its number in this process is in the names of its scopes."""
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "all": {"row": "data", "match": ["**"]}})
+    of = lambda: plan(
+        jshard.shard(lambda model, x: model(x).sum()), nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X, topology="cpu:8"
+    )
+    assert (of().cached, of().cached) == (False, True)
+
+
 def test_plan_takes_arrays_where_they_lie_and_keeps_what_is_donated(mesh):
     """Without a configuration: on a mesh as large as that of the arguments, of the function's own making."""
     grid = mesh(data=8)
