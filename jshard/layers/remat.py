@@ -91,7 +91,7 @@ def _is_not_gathered(primitive: Any, *operands: Any, **params: Any) -> bool:
         return False
     if name == "pallas_call":
         return (declared(params) or {}).get("op") != "all_gather"
-    jaxpr = bare(params.get(CALLS.get(name, "call")))  # of a custom_vmap, as kernels have
+    jaxpr = bare(params.get(CALLS.get(name, "")))
     if not hasattr(jaxpr, "eqns"):
         return name not in GATHERED
     inside = (eqn for eqn in jaxpr.eqns if eqn.primitive.name != "convert_element_type")  # to gather in another dtype

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, SUMS, is_opaque, is_scrambled, touches_floats
-from jshard.jaxprs import bare, called, equations, inner, run, scanned
+from jshard.jaxprs import bare, called, equations, inner, is_in, run, scanned
 from jshard.provenance import source_of
 
 Names = frozenset[str]
@@ -149,8 +149,3 @@ def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:
         if narrowed and only_summed(eqn.outvars[0]):
             found.add(eqn.outvars[0])
     return found
-
-
-def is_in(variable: Any, some: Set[Any]) -> bool:
-    """Whether a variable, and no literal, is one of `some`."""
-    return not isinstance(variable, Literal) and variable in some

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_array, is_inexact
-from jshard.inspect.verify.dataflow import Asked, is_in, narrowed_for_a_sum
+from jshard.inspect.verify.dataflow import Asked, narrowed_for_a_sum
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later
 from jshard.inspect.verify.residues import (
     SUMS,
@@ -28,7 +28,7 @@ from jshard.inspect.verify.residues import (
     results_of,
     touches_floats,
 )
-from jshard.jaxprs import bare, bound, called, inner, scanned
+from jshard.jaxprs import bare, bound, called, inner, is_in, scanned
 from jshard.layers.partition.ticks import slot_p
 
 
