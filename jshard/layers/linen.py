@@ -93,8 +93,9 @@ def _is_floating(x: Any) -> bool:
 
 
 def arguments(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, those by place first."""
-    return dict(zip((*positional_names(f, len(args)), *kwargs), (*args, *kwargs.values()), strict=True))
+    """Return the arguments of a call by name, those by place first. One whose name a keyword has too goes by its number."""
+    names = [f"argument {at}" if name in kwargs else name for at, name in enumerate(positional_names(f, len(args)))]
+    return dict(zip((*names, *kwargs), (*args, *kwargs.values()), strict=True))
 
 
 def positional_names(f: Callable[..., Any], count: int) -> list[str]:

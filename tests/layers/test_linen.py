@@ -268,6 +268,17 @@ def test_parameters_are_found_by_place_and_by_name():
     assert list(trees_of_parameters(arguments(takes, *given))) == ["argument 3", "params", "batch"]
 
 
+def test_an_argument_by_place_and_a_keyword_of_its_name_are_two():
+    def f(x, /, **more):
+        return x - more["x"]
+
+    assert list(arguments(f, (1,), {"x": 2})) == ["argument 0", "x"]
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "rows": {"row": "data"}})
+    x = np.arange(8.0, dtype=np.float32)
+    for run in (jshard.shard(f), jshard.jit(f)):
+        np.testing.assert_array_equal(run(x, x=2 * x), -x)
+
+
 class Strange:
     """Nothing tells what it takes."""
 
