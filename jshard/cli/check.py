@@ -16,7 +16,7 @@ from jshard.errors import JShardError
 from jshard.host import computes_on_cpus
 from jshard.signals.claims import Claim, claims, found_claims
 from jshard.signals.config import Configuration, load_configuration
-from jshard.signals.globs import numberless
+from jshard.signals.parameter_path import repeats
 from jshard.signals.topologies import devices_of, fitted
 from jshard.table import table
 from jshard.training.settings import Settings
@@ -206,14 +206,10 @@ def _claims_by_use(
 
 
 def _alike(claimed: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:
-    """A row for each, and one for all that differ in the numbers of their paths alone."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for each in claimed:
-        alike.setdefault((each["place"], each["signal"], numberless(each["path"]), each["array"]), []).append(
-            each["path"]
-        )
-    for (place, signal, path, array), paths in alike.items():
-        yield place, signal, *((paths[0], array, "") if len(paths) == 1 else (path, array, f"x {len(paths)}"))
+    """A row for each, and one for all of blocks that repeat."""
+    entries = [((each["place"], each["signal"], each["array"]), each["path"]) for each in claimed]
+    for (place, signal, array), path, count in repeats(entries):
+        yield place, signal, path, array, f"x {count}" if count >= 2 else ""
 
 
 def _beside(target: Target) -> str:

@@ -91,11 +91,6 @@ def _is_within(narrow: str, wide: str) -> bool:
     return least <= first and (most is None or (last is not None and last <= most))
 
 
-def numberless(path: str) -> str:
-    """The path with a star for each number in it: that of all layers of a stack."""
-    return re.sub(r"[0-9]+", "*", path)
-
-
 def spellings(glob: str) -> Iterator[str]:
     """Write out the alternatives: `{q,k}_proj` is `q_proj` and `k_proj`."""
     return map("".join, itertools.product(*_choices(glob)))

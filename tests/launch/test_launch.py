@@ -264,14 +264,14 @@ def test_launched_verify_joins_two_processes_of_which_the_first_speaks_and_tells
     words = ["--config", "tests/launch/verified.yaml", "--args", "float32[8,4]@data"]
     right, torn = (start("-n", "2", "verify", f"tests.launch.verified:{name}", *words) for name in ("right", "torn"))
     status, out, err = finished(right)
-    assert (status, err, out[-1]) == (0, [], "[0] EQUAL on {data: 4} and on one device: 2 arrays, all bitwise")
+    assert (status, err, out[0]) == (0, [], "[0] EQUAL on {data: 4} and on one device: 2 arrays, all bitwise")
     assert all(line.startswith("[0] ") for line in out)
     status, out, err = finished(torn)
-    assert (status, out[-1]) == (1, "[0] NOT EQUAL: 1 of 2 arrays differs on {data: 4} and on one device")
+    assert (status, out[0]) == (1, "[0] NOT EQUAL: 1 of 2 arrays differs on {data: 4} and on one device")
     assert re.fullmatch(
         r"\[0\] on {data: 4} it begins in the part outside every signal \(torn\), forward: off by \S+ of the largest; another "
         "process has a copy that is off, and this one has not",
-        out[-2],
+        out[1],
     )
     assert err == ["rank 0 ended with status 1 before its first step; all were stopped; its last lines begin with [0]"]
 

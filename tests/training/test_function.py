@@ -191,7 +191,7 @@ def test_function_is_verified_on_numbers_of_those_shapes(capsys):
     words = ["mine:dropped", "--config", "mlp.yaml", "--args", "mine:model", "float32[8,8]@data", "key[]"]
     status, out, err = typed(capsys, "verify", *words, "--mesh", "data=4,tensor=2")
     assert (status, err) == (0, "")
-    assert out.splitlines()[-1].startswith("EQUAL on {data: 2, tensor: 4}, {data: 4, tensor: 2} and on one device: ")
+    assert out.splitlines()[0].startswith("EQUAL on {data: 2, tensor: 4}, {data: 4, tensor: 2} and on one device: ")
 
 
 def test_function_has_a_baseline_of_its_own_and_holds_promises(capsys):

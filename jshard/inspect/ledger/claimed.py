@@ -17,8 +17,7 @@ from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes, replicated
 from jshard.provenance import source_of
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.globs import numberless
-from jshard.signals.parameter_path import below
+from jshard.signals.parameter_path import below, repeats
 from jshard.signals.signal import Signal
 
 # of a signal, that split parameters or what belongs to them
@@ -64,7 +63,7 @@ def claimed(arrays: Iterable[tuple[str, Sequence[str], Any, str]], found: Mappin
     present = configuration()
     if present is None:
         return ()
-    alike: dict[Claimed, list[str]] = {}
+    entries: list[tuple[Claimed, str]] = []
     by_end: dict[str, list[str]] = {}
     for path in found:
         by_end.setdefault(below(path), []).append(path)
@@ -78,17 +77,12 @@ def claimed(arrays: Iterable[tuple[str, Sequence[str], Any, str]], found: Mappin
             continue
         seen.add(path)  # an optimizer's state has arrays of the same paths
         signal = present.signals.get(found[path].use.claim.signal.name)  # its lines may have moved since the trace
-        entry = _entry(found[path], signal or found[path].use.claim.signal, numberless(path), leaf)
-        entry = dataclasses.replace(entry, annotation=annotation)
-        alike.setdefault(entry, []).append(path)
-    rows = [
-        dataclasses.replace(each, count=len(paths), parameter=each.parameter if len(paths) >= 2 else paths[0])
-        for each, paths in alike.items()
-    ]
+        entries.append((_entry(found[path], signal or found[path].use.claim.signal, leaf, annotation), path))
+    rows = [dataclasses.replace(row, count=count, parameter=path) for row, path, count in repeats(entries)]
     return tuple(sorted(rows, key=lambda row: (row.place.source, row.place.line or 0) if row.place else ("",)))
 
 
-def _entry(placed: Placed, signal: Signal, path: str, leaf: Any) -> Claimed:
+def _entry(placed: Placed, signal: Signal, leaf: Any, annotation: str) -> Claimed:
     use, lies, eqn = placed.use, placed.lies, placed.told_by
     now = _layout_now(leaf) or lies.at_rest
     told_by = "" if eqn is None else ", ".join(filter(None, (eqn.primitive.name, source_of(eqn))))
@@ -96,7 +90,7 @@ def _entry(placed: Placed, signal: Signal, path: str, leaf: Any) -> Claimed:
         place=signal.at(f"match.{use.claim.glob}") if use.claim.glob else signal.place,
         signal=signal.name,
         says=declared(signal),
-        parameter=path,
+        parameter="",
         count=1,
         array=f"{leaf.dtype}[{','.join(map(str, use.shape))}]",
         in_use=_words(lies.in_use.axes),
@@ -104,6 +98,7 @@ def _entry(placed: Placed, signal: Signal, path: str, leaf: Any) -> Claimed:
         part=now.shard_shape(use.shape),
         told_by=told_by,
         differs="; ".join(_differences(placed, signal, leaf)),
+        annotation=annotation,
     )
 
 

@@ -93,7 +93,8 @@ class Ledger(Shown):
 
     def blocks(self) -> Iterator[Block]:
         idle = [line for line in self.lines if line.group < 2]
-        yield Rows([line.cells() for line in self.lines if line.group >= 2], NUMBERS)
+        shown = joined(self.lines, lambda line: (line.once(shape=None, primitive=None), line.via))  # blocks repeat
+        yield Rows([line.cells() for line in shown if line.group >= 2], NUMBERS)
         if idle:
             names = ", ".join(dict.fromkeys(line.axis for line in idle))
             yield f"{_counted(sum(line.count for line in idle))} over {names}, of one device: nothing on the wire"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from jshard.layers.layer import ModelArray, model_arrays, parameters
 from jshard.layers.roles import Placed, Roles
 from jshard.layouts.paths import slashed
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.globs import numberless
+from jshard.signals.parameter_path import repeats
 from jshard.signals.signal import Signal
 
 MOST = 12
@@ -26,8 +25,8 @@ def whole(model: nnx.Module, placed: Mapping[str, Placed]) -> list[str]:
     present = configuration()
     if present is None or present.mesh is None:
         return []
-    alike: dict[tuple[str, ...], list[str]] = {}
-    sizes, held = collections.Counter[tuple[str, ...]](), 0
+    entries: list[tuple[tuple[str, str, str, str, int], str]] = []
+    held = 0
     for path, array, leaf, roles in _parameters(model, placed):
         size = on_a_device(leaf)
         held += size
@@ -36,18 +35,16 @@ def whole(model: nnx.Module, placed: Mapping[str, Placed]) -> list[str]:
         if words and not is_split(leaf):
             place = "-" if array.signal is None else str(signal.place)
             kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-            key = place, signal.name, numberless(path), kind, words
-            alike.setdefault(key, []).append(path)
-            sizes[key] += size
-    found, left = [], sizes.total()
-    for key, size in sizes.most_common():
+            entries.append(((place, signal.name, kind, words, size), path))
+    rows = [(size * count, *row, path, count) for (*row, size), path, count in repeats(entries)]
+    found, left = [], sum(size for size, *_ in rows)
+    for size, place, name, kind, words, path, count in sorted(rows, key=lambda row: -row[0]):
         if 100 * left <= held:
             break
         if len(found) == MOST:
             found.append(f"others lie whole and need not, {left:,} B on each device")
             break
-        (place, name, path, kind, words), paths = key, alike[key]
-        what = f"{path} x {len(paths)}" if len(paths) >= 2 else paths[0]
+        what = f"{path} x {count}" if count >= 2 else path
         found.append(f"{place}  {name}  whole: {what} {kind}, {size:,} B on each device; would be split by {words}")
         left -= size
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from jshard.inspect.verify.first_divergence import FirstDivergence
 from jshard.inspect.verify.misfits import Misfit
 from jshard.provenance import Cause
+from jshard.signals.parameter_path import repeats
 from jshard.table import Block, Rows, Shown
 
 
@@ -46,7 +48,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification(Shown):
-    """What `verify` found: true when sharded equals unsharded. It prints as a table whose last line is the verdict."""
+    """What `verify` found: true when sharded equals unsharded. It prints the verdict, what is wrong, and a table."""
 
     findings: tuple[Finding, ...]
     beginnings: tuple[FirstDivergence, ...]
@@ -62,33 +64,28 @@ class Verification(Shown):
         return self.ok
 
     def blocks(self) -> Iterator[Block]:
-        rows = [
-            (
-                in_words(finding.mesh), str(finding.cause.place or "-"), finding.cause.signal,
-                finding.name if count == 1 else f"{finding.kind} after, {count} arrays", finding.words,
-            )
-            for finding, count in self._joined()
-        ]  # fmt: skip
-        several = len({row[0] for row in rows}) > 1
-        yield self.probes
-        yield Rows([row[not several :] for row in rows])
+        yield self.verdict
         yield from (f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings)
         if self.misfits:
             yield f"{self.misfits[0]}" + (f"; {len(self.misfits) - 1} more behind it" if self.misfits[1:] else "")
         if self.unheld:
             yield f"what a plain call changes is not known (because: {self.unheld})"
-        yield self.verdict
+        yield Rows(list(self._rows()))
+        yield self.probes
 
-    def _joined(self) -> list[tuple[Finding, int]]:
-        """Each finding once; what is of one kind, as state of the optimizer, under one signal and alike, together."""
-        counts: dict[Any, tuple[Finding, int]] = {}
-        for number, finding in enumerate(self.findings):
-            bare = dataclasses.replace(finding, stand_ins=())
-            alike = finding.kind and (in_words(finding.mesh), finding.kind, finding.cause.path, bare.words)
-            first, count = counts.get(alike or number, (finding, 0))
-            stand_ins = tuple(sorted({*first.stand_ins, *finding.stand_ins}))
-            counts[alike or number] = dataclasses.replace(first, stand_ins=stand_ins), count + 1
-        return list(counts.values())
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield wrong arrays first. Equal rows of repeated blocks, and of one kind of right arrays, are one row."""
+        findings = sorted(self.findings, key=lambda finding: not finding.is_wrong)
+        rows = [
+            (in_words(f.mesh), str(f.cause.place or "-"), f.cause.signal, f.kind * (not f.is_wrong), f.words)
+            for f in findings
+        ]
+        several, counts = len({row[0] for row in rows}) > 1, collections.Counter(rows)
+        names = [
+            f"{row[3]} after" if row[3] and counts[row] > 1 else f.name for row, f in zip(rows, findings, strict=True)
+        ]
+        for (*where, _, words), name, count in repeats(zip(rows, names, strict=True)):
+            yield *where[not several :], name if count == 1 else f"{name}, {count} arrays", words
 
     @property
     def verdict(self) -> str:

@@ -75,16 +75,16 @@ def loss(model, x):
 # -- programs that are right --
 
 
-def test_verify_of_a_loss_is_a_table_with_the_verdict_last():
+def test_verify_of_a_loss_is_the_verdict_and_a_table():
     assert str(verify(loss, MLP(nnx.Rngs(0)), put((8, 8), "data"))) == (
-        "probes: whole numbers modulo 2039, 3 draws, every sum exact in any order\n"
+        "EQUAL on {data: 2, tensor: 4} and on one device: 6 arrays, all bitwise\n"
         "-           -       loss                           bitwise\n"
         "mlp.yaml:5  layer2  gradient of model.down.bias    bitwise\n"
         "mlp.yaml:5  layer2  gradient of model.down.kernel  bitwise\n"
         "mlp.yaml:4  layer1  gradient of model.up.bias      bitwise\n"
         "mlp.yaml:4  layer1  gradient of model.up.kernel    bitwise\n"
         "-           -       gradient of x                  bitwise\n"
-        "EQUAL on {data: 2, tensor: 4} and on one device: 6 arrays, all bitwise"
+        "probes: whole numbers modulo 2039, 3 draws, every sum exact in any order"
     )
 
 
@@ -128,7 +128,7 @@ def test_verify_traces_a_program_that_holds_its_gradients_once_for_each_mesh(has
 def test_verify_of_further_meshes():
     verification = verify(two_layers, *hand_written(), meshes=[{"data": 4, "tensor": 2}, {"data": 1, "tensor": 8}])
     assert all_bitwise(verification)
-    assert str(verification).splitlines()[-1] == (
+    assert str(verification).splitlines()[0] == (
         "EQUAL on {data: 2, tensor: 4}, {data: 4, tensor: 2}, {data: 1, tensor: 8} and on one device: 12 arrays, all bitwise"
     )
 
@@ -272,7 +272,7 @@ def test_verify_of_what_has_no_stand_in_states_a_tolerance():
 
     verification = verify(f, put((8, 8), "data"))
     assert verification.ok
-    (_, *lines, verdict) = str(verification).splitlines()
+    (verdict, *lines, _) = str(verification).splitlines()
     assert 'within 1e-05 (because: fft in signal "layer3" has no exact stand-in; ' in lines[0]
     assert 'in signal "layer3" has no exact stand-in; ' in lines[1]
     assert verdict == "EQUAL on {data: 2, tensor: 4} and on one device: 2 arrays, 0 bitwise, 2 within a tolerance"
@@ -356,7 +356,7 @@ def caught(verification, signal, line, words, phase="forward"):
         verification
     )
     assert words in begin.looks, str(verification)
-    assert str(verification).splitlines()[-1].startswith("NOT EQUAL: ")
+    assert str(verification).splitlines()[0].startswith("NOT EQUAL: ")
     assert begin.cause.source.startswith("test_verify.py:")
     return True
 

@@ -97,7 +97,7 @@ def by_name(verification):
 
 def test_step_of_sgd_is_bitwise_without_any_stand_in():
     assert str(experiment(optimizer=EIGHTH).verify()) == (
-        "probes: whole numbers modulo 2039, 3 draws, every sum exact in any order\n"
+        "EQUAL on {data: 2, tensor: 4} and on one device: 11 arrays, all bitwise\n"
         "-             -       loss                           bitwise\n"
         "steps.yaml:6  layer2  gradient of model.down.bias    bitwise\n"
         "steps.yaml:6  layer2  gradient of model.down.kernel  bitwise\n"
@@ -109,7 +109,7 @@ def test_step_of_sgd_is_bitwise_without_any_stand_in():
         "steps.yaml:5  layer1  model.up.bias after            bitwise\n"
         "steps.yaml:5  layer1  model.up.kernel after          bitwise\n"
         "-             -       optimizer.step after           bitwise\n"
-        "EQUAL on {data: 2, tensor: 4} and on one device: 11 arrays, all bitwise"
+        "probes: whole numbers modulo 2039, 3 draws, every sum exact in any order"
     )
 
 
