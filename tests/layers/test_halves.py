@@ -215,7 +215,24 @@ def test_branches_are_halved_whatever_chooses(chosen_by):
         return lax.cond((ct if chosen_by == "cotangent" else x)[0, 0] > 0, one, lambda x, ct: (ct, x @ ct), x, ct)
 
     given = np.random.default_rng(0).normal(size=(2, WIDTH, WIDTH)).astype(np.float32)
-    for x, ct in (given, -given):
+    halve_and_compare(f, given, -given)
+
+
+@pytest.mark.parametrize("chosen_by", ["cotangent", "input"])
+def test_each_of_three_branches_is_halved(chosen_by):
+    def f(x, ct):
+        branches = [
+            lambda x, ct: (jnp.sin(x) * ct, jnp.cos(x) @ ct), lambda x, ct: (ct, x @ ct), lambda x, ct: (ct.T, jnp.exp(x) * ct)
+        ]  # fmt: skip
+        number = (ct if chosen_by == "cotangent" else x)[0, 0].astype(int)
+        return lax.switch(number, branches, x, ct)
+
+    draw = np.random.default_rng(0).normal(size=(2, WIDTH, WIDTH)).astype(np.float32)
+    halve_and_compare(f, *(draw - draw[:, :1, :1] + n for n in (2, 0, 1)))
+
+
+def halve_and_compare(f, *all_given):
+    for x, ct in all_given:
         halves = Halves(jax.make_jaxpr(f)(x, ct), (True, False), (False, True), (False, True))
         (first, _), left = halves.first([x, ct])
         near(first, f(x, ct)[0])

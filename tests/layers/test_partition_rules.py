@@ -67,6 +67,13 @@ def attention(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
 
 
+THREE = [
+    lambda x, w: jnp.sin(x @ w),
+    lambda x, w: x.sum(0) + x,
+    lambda x, w: jnp.cos(x.mean()) * x + w.sum(1),
+]  # each sums
+
+
 def loss(x, targets):
     return -jnp.take_along_axis(jax.nn.log_softmax(x), targets[:, None], axis=1).mean()
 
@@ -107,6 +114,7 @@ CASES = {
     "bits, of several numbers": (lambda x: lax.bitcast_convert_type(x, jnp.float32), normal(4, 8).view(np.uint8).reshape(4, 8, 4)),
     "bits, in several numbers": (lambda x: lax.bitcast_convert_type(x, jnp.uint8), X),
     "bits, joined": (lambda x: [f.reduce(x, 0) for f in (jnp.bitwise_or, jnp.bitwise_and, jnp.bitwise_xor)], below(99, 8, 4)),
+    "branch of three": (lambda x, w, at: [lax.switch(n, THREE, x, w) for n in at], X, normal(8, 8), np.array([2, 0, 1], np.int32)),
     "branch": (lambda x: lax.cond(x.sum() > 0, jnp.sin, lambda x: x.T.reshape(4, 8), x), X),
     "checkpoint": (lambda x, w: jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w.T)(x, w), X, normal(8, 8)),
     "clip": (lambda x: jnp.clip(x, -0.5, 0.5), X),

@@ -266,6 +266,34 @@ def test_a_clip_by_the_norm_of_split_gradients_is_that_of_whole_ones():
         assert asked == {("all_reduce", 2): 1, ("all_reduce", 4): 1}
 
 
+P = jax.P
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    "specs",
+    [[P("data", "tensor")], [P(("tensor", "data"))], [P("tensor", "data"), P("data"), P(None, "tensor"), P()],
+     [P("data", "tensor"), P("tensor", "data"), P(None, ("data", "tensor"))]],
+    ids=["FSDP and tensor", "two on an axis", "each way", "all over two"],
+)  # fmt: skip
+def test_a_gradient_that_is_split_over_two_mesh_axes_counts_once(axis_types, specs):
+    with cases.loaded({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": axis_types}}):
+        whole = [np.random.default_rng(n).normal(size=(8, 16)).astype(np.float32) for n in range(len(specs))]
+        parts = [
+            jax.device_put(x, jax.NamedSharding(jshard.mesh(), spec)) for x, spec in zip(whole, specs, strict=True)
+        ]
+        tx = clip_by_global_norm(0.5)
+        ours, gradients = jax.jit(
+            lambda x: (tx.update(x, tx.init(x))[0], jax.grad(lambda x: sum(y.sum() for y in tx.update(x, None)[0]))(x))
+        )(parts)
+        plain = lambda x: optax.clip_by_global_norm(0.5).update(x, optax.EmptyState())[0]
+        for own, expected in zip(ours, plain(whole), strict=True):
+            np.testing.assert_allclose(own, expected, rtol=1e-5)
+        np.testing.assert_allclose(np.sqrt(sum((np.asarray(x) ** 2).sum() for x in ours)), 0.5, rtol=1e-5)
+        for own, expected in zip(gradients, jax.grad(lambda x: sum(y.sum() for y in plain(x)))(whole), strict=True):
+            np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_clip_is_counted_with_its_cause_and_the_step_is_verified():
     experiment = built({"clip": 0.1, "adamw": {"weight_decay": 0.1}, "decay": {"match": "**/kernel"}})

@@ -28,6 +28,7 @@ from jshard.training import checkpoint
 from jshard.training.checkpoint import Checkpoint, named, steps_in
 from jshard.training.experiment import Experiment
 from jshard.training.loop import NotANumber, Step, check_parameters
+from jshard.training.manifest import Manifest
 from jshard.training.preemption import Preempted
 from jshard.training.progress import Bar
 from jshard.training.train import train
@@ -258,6 +259,37 @@ def test_saver_keeps_the_last_few_and_leaves_nothing_else(finished):
     inside = sorted(each.name for each in (finished / "checkpoints/30").iterdir())
     assert inside == ["arrays", "checkpoint.json", "configuration.yaml"]
     assert (finished / "checkpoints/30/configuration.yaml").read_text() == (finished / "configuration.yaml").read_text()
+
+
+def test_a_checkpoint_has_its_name_once_all_of_it_is_on_the_disk(run, monkeypatch):
+    """Every file and folder of it, as long as it stays, and the manifest behind all that it has checksums of."""
+    deeds, fsync, rename = [], os.fsync, os.rename
+
+    def flushed(file):
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        deeds.append((path, path.stat().st_size if path.is_file() else None))
+        return fsync(file)
+
+    def renamed(source, target, **more):
+        if Path(source).name == "31.partial":
+            whole = {path.absolute() for path in (Path(source), *Path(source).rglob("*"))}
+            Manifest.read(Path(source)).check_files(Path(source))
+            before = dict(deeds)
+            assert whole - before.keys() == set()
+            assert all(before[path] == path.stat().st_size for path in whole if path.is_file())
+            names = [path.name for path, size in deeds if size is not None and path in whole]
+            assert (names[-1], names.count("checkpoint.json")) == ("checkpoint.json", 1)
+            folders = sum(path.is_dir() for path in whole)
+            assert {size for _, size in deeds[-folders:]} == {None}
+        deeds.append((Path(target).absolute(), "renamed"))
+        return rename(source, target, **more)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    train(built("steps=31"), resume=Checkpoint.find(run / "checkpoints", "latest", "run"))
+    folder = (run / "checkpoints").absolute()
+    at = deeds.index((folder / "31", "renamed"))
+    assert deeds[at + 1] == (folder, None)  # and so is its name
 
 
 def test_train_refuses_a_folder_that_holds_another_run(run, capsys):

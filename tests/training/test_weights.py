@@ -281,6 +281,75 @@ def test_fault_of_a_line_says_how_to_mend_it(files, line, faults):
     assert str(told.value).splitlines() == faults
 
 
+BOTH = '{} both take some of the same numbers of "w" (float32[6, 4] in x.safetensors); leave one of them away, or let its slice end where the other begins'
+SHARED = {
+    "as many numbers as there are": ("w: a | slice 0 0:4\nw: b | slice 0 2:6", "r.txt:1 and r.txt:2"),
+    "across": ("w: a | slice 0 0:4\nw: c | slice 1 2:4", "r.txt:1 and r.txt:2"),
+    "in rows of a reshape": (
+        "w: c | reshape 2 3 4 | slice 1 0:2 | reshape 4 4 | slice 0 0:4\nw: a | slice 0 1:5",
+        "r.txt:1 and r.txt:2",
+    ),
+    "the third": ("w: b | slice 0 0:2\nw: a | slice 0 2:6\nw: c | slice 0 1:5", "r.txt:1 and r.txt:3"),
+    "not wanted": ("w: - | slice 0 0:3\nw: a | slice 0 2:6", "r.txt:1 and r.txt:2"),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_lines_whose_slices_overlap_are_refused_with_both_named(files, case):
+    path, (lines, who) = files(w=numbers(6, 4)), SHARED[case]
+    Path("r.txt").write_text(lines)
+    names = [line.split()[1] for line in lines.splitlines() if " - " not in line]
+    shapes = {"a": (4, 4), "b": (2, 4) if case == "the third" else (4, 4), "c": (6, 2) if case == "across" else (4, 4)}
+    tree = {name: jnp.zeros(shapes[name]) for name in names}
+    for deed in (
+        lambda: jshard.load_weights(tree, path, rename="r.txt"),
+        lambda: jshard.save_weights(tree, "y.safetensors", rename="r.txt", like=path),
+    ):
+        with pytest.raises(JShardError) as told:
+            deed()
+        assert BOTH.format(who) in str(told.value).splitlines()
+    assert not Path("y.safetensors").exists()
+
+
+def test_a_part_within_that_of_another_line_is_read_and_counts_once(files):
+    path, w = files(w=numbers(6, 4)), numbers(6, 4)
+    tree = {"a": jnp.zeros((6, 4)), "b": jnp.zeros((4, 2))}
+    Path("r.txt").write_text("w: b | slice 0 0:2 | permute 1 0\nw: a")  # the head of a vocabulary that was padded
+    read = jshard.load_weights(tree, path, rename="r.txt")
+    np.testing.assert_array_equal(read["a"], w)
+    np.testing.assert_array_equal(read["b"], w[:2].T)
+    with pytest.raises(JShardError, match="^r.txt:1 and r.txt:2 both take some of the same numbers"):
+        jshard.save_weights(read, "y.safetensors", rename="r.txt", like=path)
+    Path("r.txt").write_text(
+        "w: b | slice 0 0:2 | permute 1 0\nw: a | slice 0 0:4"
+    )  # six of six rows, and two of them twice
+    with pytest.raises(JShardError, match='^r.txt:2 takes 16 of the 24 numbers of "w"'):
+        jshard.load_weights({"a": jnp.zeros((4, 4)), "b": jnp.zeros((4, 2))}, path, rename="r.txt")
+
+
+def test_saved_weights_are_on_the_disk_before_the_file_has_its_name(files, monkeypatch):
+    deeds, fsync, replace = [], os.fsync, os.replace
+    files()
+
+    def put(source, target):
+        replace(source, target)
+        deeds.append(("replace", Path(source).name, Path(target).name))
+
+    monkeypatch.setattr(os, "fsync", lambda file: (deeds.append(("fsync", *written(file))), fsync(file))[1])
+    monkeypatch.setattr(os, "replace", put)
+    jshard.save_weights({"w": jnp.ones((3, 4))}, "y.safetensors")
+    size = Path("y.safetensors").stat().st_size
+    assert deeds == [
+        ("fsync", "y.safetensors.partial", size), ("replace", "y.safetensors.partial", "y.safetensors"), ("fsync", Path.cwd().name, None),
+    ]  # fmt: skip
+
+
+def written(file):
+    """The name of an open file, and how long it is; of a folder the name alone."""
+    path = Path(os.readlink(f"/proc/self/fd/{file}"))
+    return path.name, path.stat().st_size if path.is_file() else None
+
+
 def test_without_a_rename_file_names_are_paths(files, mesh):
     path = files(a__kernl=numbers(3), b=numbers(2))
     with pytest.raises(JShardError) as told:
@@ -413,7 +482,7 @@ def test_tensor_of_two_parameters_and_shapes_alone_can_not_be_saved(files):
         jshard.save_weights(tree, "y.safetensors", rename="r.txt", like=path)
     assert (
         str(told.value)
-        == '"w" (float32[3] in x.safetensors) can\'t be written from several parameters, as r.txt:2 would have it; leave all but one of its lines away'
+        == 'r.txt:1 and r.txt:2 both take some of the same numbers of "w" (float32[3] in x.safetensors); leave one of them away, or let its slice end where the other begins'
     )
     with pytest.raises(
         JShardError,

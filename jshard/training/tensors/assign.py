@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -223,18 +224,22 @@ def _unclaimed(tensor: Tensor, renaming: Renaming, by_path: Mapping[str, Leaf]) 
 
 
 def _not_once(tensor: Tensor, views: Sequence[tuple[Line, View]], *, writes: bool) -> Iterator[JShardError]:
-    """What of a tensor no line takes; where it is written, what two take."""
-    taken = [(view.corner, tuple(sorted(loop for loops in view.axes for loop in loops))) for _, view in views]
-    sizes, size = dict(zip(taken, (math.prod(view.shape) for _, view in views), strict=True)), math.prod(tensor.shape)
-    last = views[-1][0]
-    if sum(sizes.values()) < size:
-        fault = f"{last.place} takes {sum(sizes.values()):,} of the {size:,} numbers of {_of(tensor)}"
+    """Yield faults of lines that share numbers of a tensor, or leave some. Read, the part of one line may lie in another's."""
+    inner: set[int] = set()
+    for (m, (one, its)), (n, (other, own)) in itertools.combinations(enumerate(views), 2):
+        nested = {n} if own.is_within(its) else {m} if its.is_within(own) else set[int]()
+        if (writes or not nested) and own.meets(its):
+            fault = f"{one.place} and {other.place} both take some of the same numbers of {_of(tensor)}"
+            yield JShardError(fault, hint="leave one of them away, or let its slice end where the other begins")
+            return
+        inner |= nested
+    size, last = math.prod(tensor.shape), views[-1][0]
+    taken = sum(math.prod(view.shape) for n, (_, view) in enumerate(views) if n not in inner)
+    if taken < size:
+        fault = f"{last.place} takes {taken:,} of the {size:,} numbers of {_of(tensor)}"
         yield JShardError(
             fault, hint=f"write lines for the others, or {last.pattern.pattern}: - | slice ... if not wanted"
         )
-    if writes and (len(sizes) < len(taken) or sum(sizes.values()) > size):
-        fault = f"{_of(tensor)} can't be written from several parameters, as {last.place} would have it"
-        yield JShardError(fault, hint="leave all but one of its lines away")
 
 
 def _not_filled(

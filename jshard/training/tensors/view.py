@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,21 @@ class View:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(loop.size for loop in loops) for loops in self.axes)
+
+    @functools.cached_property
+    def positions(self) -> tuple[frozenset[int], ...]:
+        """Return along each axis of the tensor the positions that are seen: all of the first with all of the others."""
+        found = [{begin} for begin in self.corner]
+        for loop in (loop for loops in self.axes for loop in loops):
+            found[loop.axis] = {at + n * loop.step for at in found[loop.axis] for n in range(loop.size)}
+        return tuple(map(frozenset, found))
+
+    def is_within(self, other: View) -> bool:
+        return all(own <= its for own, its in zip(self.positions, other.positions, strict=True))
+
+    def meets(self, other: View) -> bool:
+        """Return whether both see a number of the tensor."""
+        return all(own & its for own, its in zip(self.positions, other.positions, strict=True))
 
     def permute(self, order: Sequence[int]) -> View:
         if sorted(order) != list(range(len(self.axes))):

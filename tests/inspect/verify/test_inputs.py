@@ -37,6 +37,16 @@ def numbers(*shape, seed=0):
 # -- arithmetic modulo a prime --
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_branch_is_run_that_the_index_says(number):
+    def f(n, x):
+        return lax.switch(n, [lambda x: x @ x, lambda x: x + 1, lambda x: x.sum(0) * x], x)
+
+    x = numbers(4, 4).astype(np.float32)
+    (found,), _ = evaluated(f, np.int32(number), x)
+    np.testing.assert_allclose(found, f(number, x), rtol=1e-6)
+
+
 @pytest.mark.parametrize("prime", PRIMES)
 def test_division_undoes_multiplication_modulo_every_prime(prime):
     assert all(prime % n for n in range(2, prime))
