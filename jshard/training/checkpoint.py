@@ -147,6 +147,12 @@ def named(state: Any) -> dict[str, jax.Array]:
     return found
 
 
+def _renamed(path: Path, word: str) -> Path:
+    """Rename the folder of a checkpoint to the first name of its own: `20.aside-1`."""
+    names = (path.with_name(f"{path.stem}.{word}-{n}") for n in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
+
+
 class Saver:
     """Saves while training goes on. Of several processes each writes its own parts, and the first puts them in place."""
 
@@ -155,6 +161,7 @@ class Saver:
         self.leads = jax.process_index() == 0
         self.last: int | None = None  # the last step that is saved, or being saved
         self.saved: int | None = None  # the last that is in place
+        self.refused: set[Path] = set()  # folders that the system does not remove
         self.pending: concurrent.futures.Future[None] | None = None
         self.worker = concurrent.futures.ThreadPoolExecutor(1, "jshard saves")
 
@@ -175,18 +182,15 @@ class Saver:
             return
         with self._failure_told("be written to"):
             folder.mkdir(parents=True, exist_ok=True)
-            for left in [*folder.glob("*.partial"), *folder.glob("*.removed")]:
-                self.say(f"removed {left}, which was never saved to its end")
-                shutil.rmtree(left)
+            for left in [*folder.glob("*.partial"), *folder.glob("*.removed*")]:
+                if self._removed(left):
+                    self.say(f"removed {left}, which was never saved to its end")
             trial = folder / "0.partial"
             trial.mkdir()
             trial.rmdir()
             for step in there:
                 if resumed is not None and step > resumed.step:
-                    aside = next(
-                        path for n in itertools.count(1) if not (path := folder / f"{step}.aside-{n}").exists()
-                    )
-                    (folder / str(step)).rename(aside)
+                    aside = _renamed(folder / str(step), "aside")
                     self.say(f"set aside the checkpoint of step {step}, beyond step {resumed.step}: {aside}")
 
     def due(self, step: int, steps: int) -> bool:
@@ -221,8 +225,20 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)  # it may have filled the disk
             raise
         for old in steps_in(self.policy.folder)[: -self.policy.keep] if self.leads else ():
-            removed = (self.policy.folder / str(old)).rename(self.policy.folder / f"{old}.removed")
-            shutil.rmtree(removed)
+            self._removed(self.policy.folder / str(old))
+
+    def _removed(self, path: Path) -> bool:
+        """Remove a folder. No training depends on that: where the system refuses, it is told, once for each folder."""
+        if path in self.refused:
+            return False
+        try:
+            path = path if ".removed" in path.name else _renamed(path, "removed")
+            shutil.rmtree(path)
+        except OSError as error:
+            self.refused.add(path)
+            self.say(f"{path} can't be removed: {reason(error)}; training goes on: remove it by hand")
+            return False
+        return True
 
     def look(self) -> None:
         """Tells of a save that has ended, well or not, and waits for none."""

@@ -292,6 +292,41 @@ def test_a_checkpoint_has_its_name_once_all_of_it_is_on_the_disk(run, monkeypatc
     assert deeds[at + 1] == (folder, None)  # and so is its name
 
 
+def test_checkpoint_that_can_not_be_removed_is_told_once_and_ends_no_training(here, monkeypatch, capsys):
+    (here / "run/checkpoints/5.partial").mkdir(parents=True)
+    remove = shutil.rmtree
+
+    def refuse(path, **how):
+        if Path(path).name.partition(".")[0] in ("5", "10"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        remove(path, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    train(built("checkpoint.every=5", "steps=25"))
+    told = [line for line in capsys.readouterr().out.splitlines() if "remove" in line]
+    assert told == [
+        f"run/checkpoints/{name} can't be removed: permission denied; training goes on: remove it by hand"
+        for name in ("5.removed-1", "5.removed-2", "10.removed-1")
+    ]
+    folders = sorted(each.name for each in (here / "run/checkpoints").iterdir())
+    assert folders == ["10.removed-1", "20", "25", "5.removed-1", "5.removed-2"]
+
+
+def test_checkpoint_whose_folder_is_busy_is_told_once_and_ends_no_training(here, monkeypatch, capsys):
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name == "5":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    train(built("checkpoint.every=5", "steps=25"))
+    told = [line for line in capsys.readouterr().out.splitlines() if "remove" in line]
+    assert told == ["run/checkpoints/5 can't be removed: device or resource busy; training goes on: remove it by hand"]
+    assert steps_in(here / "run/checkpoints") == [5, 20, 25]
+
+
 def test_train_refuses_a_folder_that_holds_another_run(run, capsys):
     before = (run / "metrics.jsonl").read_text()
     assert sentence(capsys, "train", "mine.yaml") == (
