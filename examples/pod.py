@@ -1,6 +1,6 @@
 """A stack of wide layers for a pod: to ask what its layouts cost before there is a pod. Nothing here is ever trained.
 
-jshard explain configs/pod-fsdp.yaml
+jshard explain configs/pod-fsdp.yaml --trust
 """
 
 from __future__ import annotations

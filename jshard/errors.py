@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 
 
@@ -79,6 +80,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(
         iter(difflib.get_close_matches(word, names, 1) or difflib.get_close_matches(word.lower(), names, 1)), None
     )
+
+
+def shown_path(file: str) -> str:
+    """Shorten the path of a file that is inside this folder."""
+    return file.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def multiples(size: int, of: int) -> str:

@@ -41,7 +41,7 @@ def run(*words: str) -> str:
 
 
 def test_readme_has_what_is_promised():
-    assert {command for command, _ in shown()} >= {"make demo", "jshard check configs/digits.yaml"}
+    assert {command for command, _ in shown()} >= {"make demo", "jshard check configs/digits.yaml --trust"}
     assert len(blocks("python")) == len(blocks("yaml")) == 1
 
 
@@ -61,7 +61,7 @@ def test_readme_yaml_is_the_file_it_names(tmp_path):
     assert load_configuration(str(path)).fingerprint == load_configuration(str(ROOT / "configs/mlp.yaml")).fingerprint
 
 
-@pytest.mark.quick(*({command for command, _ in shown()} - {"make demo", "jshard verify configs/digits.yaml"}))
+@pytest.mark.quick(*({command for command, _ in shown()} - {"make demo", "jshard verify configs/digits.yaml --trust"}))
 @pytest.mark.parametrize(("command", "says"), shown(), ids=[command for command, _ in shown()])
 def test_readme_command_prints_what_is_shown(command, says):
     name, *words = AS_COMMAND.get(command, command).split()

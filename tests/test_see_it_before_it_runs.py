@@ -64,7 +64,7 @@ def test_page_has_a_hook_for_pre_commit_that_is_the_one_of_this_repository():
     assert {key: hook[key] for key in ("id", "entry", "language")} == {
         key: ours[key] for key in ("id", "entry", "language")
     }
-    assert hook["entry"].split()[1:] == ["check"]
+    assert hook["entry"].split()[1:] == ["check", "--trust"]
 
 
 @pytest.mark.slow
@@ -79,4 +79,6 @@ def test_page_steps_for_github_actions_pass_here(tmp_path):
     done = subprocess.run(["bash", "-ec", steps[1]], env=environment, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     assert "as configs/pod-tensor.baseline holds" in done.stdout.splitlines()
-    assert re.fullmatch(r'jshard diff "git:origin/\$\{\{ github\.base_ref \}\}:(\S+)" \1 \|\| \[ \$\? = 1 \]', steps[2])
+    assert re.fullmatch(
+        r'jshard diff "git:origin/\$\{\{ github\.base_ref \}\}:(\S+)" \1 --trust \|\| \[ \$\? = 1 \]', steps[2]
+    )

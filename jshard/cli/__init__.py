@@ -95,6 +95,9 @@ def parse(words: list[str]) -> argparse.Namespace:
             added.usage = f"jshard {name} [-h] path [key=value ...]"
             added.add_argument("path", nargs="?", help="the configuration: a YAML file")
             added.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, for this run")
+        if configured and name not in ("train", "timeline"):
+            says_trust = "run what the YAML names, also of modules outside of its folder, jshard, flax and optax"
+            added.add_argument("--trust", action="store_true", help=says_trust)
         if run is None:
             module = importlib.import_module(f"jshard.cli.{name}")
             module.arguments(added)

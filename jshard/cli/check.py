@@ -10,14 +10,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jshard.cli.target import Target, find_modules_here, function_arguments
+from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 from jshard.host import computes_on_cpus
 from jshard.signals.claims import Claim, claims, found_claims
-from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.config import Configuration
 from jshard.signals.parameter_path import repeats
 from jshard.signals.topologies import devices_of, fitted
+from jshard.signals.trust import Untrusted
 from jshard.table import table
 from jshard.training.settings import Settings
 
@@ -29,7 +30,7 @@ SCHEMA = "jshard.check/1"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "jshard check [-h] path [path ...] [key=value ...] [--claims] [--against BASELINE] [--update] [--json]"
+        "jshard check [-h] path [path ...] [key=value ...] [--trust] [--claims] [--against FILE] [--update] [--json]"
     )
     parser.add_argument(
         "--claims",
@@ -37,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="list the parameters of the model, and which match claims each; nothing else is held",
     )
     parser.add_argument(
-        "--against", metavar="BASELINE", help="the baseline to hold; else the path's, with .baseline for .yaml"
+        "--against", metavar="FILE", help="the baseline to hold; else the path's, with .baseline for .yaml"
     )
     parser.add_argument(
         "--update", action="store_true", help="write the baseline anew: what is asked for now is accepted"
@@ -51,8 +52,8 @@ def run(chosen: argparse.Namespace) -> int:
     chosen.overrides = [word for word in chosen.overrides if word not in more]
     first = Target.of(chosen)
     checked = []
-    for target in (first, *(Target(path, first.overrides) for path in more)):
-        configuration = load_configuration(target.path, target.overrides)
+    for target in (first, *(Target.named(path, first.overrides, chosen) for path in more)):
+        configuration = target.configuration()
         found = Checked(target, configuration.meaning())
         if not chosen.json:
             show(configuration.text())
@@ -99,7 +100,6 @@ class Checked:
 
 
 def _check(checked: Checked, configuration: Configuration, chosen: argparse.Namespace) -> None:
-    target, against, update = checked.target, chosen.against, chosen.update
     if configuration.topology is not None and configuration.mesh is not None:
         sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
         of = configuration.topology, configuration.topology_place
@@ -107,6 +107,18 @@ def _check(checked: Checked, configuration: Configuration, chosen: argparse.Name
     _check_workers(configuration)
     if chosen.claims:
         return _check_claims(checked, configuration, listed=True)
+    try:
+        _check_step(checked, configuration, chosen.against, chosen.update)
+    except Untrusted as error:
+        if chosen.update or chosen.against is not None:
+            raise
+        unchecked = "promises" if checked.holds else "claims, promises"
+        checked.holds += [error.faults[0].rpartition("; ")[0], f"not checked: {unchecked}; add --trust"]
+
+
+def _check_step(checked: Checked, configuration: Configuration, against: str | None, update: bool) -> None:
+    """Hold what can only be told by the code that the configuration names: an experiment, its claims and its promises."""
+    target = checked.target
     _check_experiment(configuration)
     baseline = against or _beside(target)
     reason = _needs_a_step(configuration, baseline, update or against is not None)
@@ -153,7 +165,6 @@ def _check_experiment(configuration: Configuration) -> None:
     source of its module."""
     if "model" not in configuration.train:
         return
-    find_modules_here()
     settings = Settings(configuration)
     for key in settings.check():
         from jshard.training.chain import Chain
@@ -169,7 +180,6 @@ def _check_claims(checked: Checked, configuration: Configuration, *, listed: boo
             f"--claims lists the parameters of a model, and {configuration.source} names none",
             hint="write model: examples.digits:Model under jshard.train",
         )
-    find_modules_here()
     from jshard.training.experiment import parameter_shapes
 
     shapes = parameter_shapes(configuration)

@@ -10,7 +10,7 @@ from jshard.errors import JShardError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jshard diff [-h] old [new] [key=value ...] [--topology CHIP:SIZE] [--json]"
+    parser.usage = "jshard diff [-h] old [new] [key=value ...] [--trust] [--topology CHIP:SIZE] [--json]"
     parser.epilog = (
         "OLD and NEW are YAML files with an experiment, or git:REVISION:path, as in git:HEAD~1:configs/digits.yaml. Words "
         "like layer1.column=tensor change the new one; with no NEW, it is the old one with these changes. A function "
@@ -52,7 +52,9 @@ def run(chosen: argparse.Namespace) -> int:
         raise JShardError(f"{option} is for a function, and {old} is a configuration", hint=f"leave {option} away")
     if len(configs) > 2:
         raise JShardError(f"--config is given {len(configs)} times", hint="give it once, or once for each side")
-    difference = diff(old, new, overrides=overrides, topology=chosen.topology, configs=configs, args=args)
+    difference = diff(
+        old, new, overrides=overrides, topology=chosen.topology, configs=configs, args=args, trust=chosen.trust
+    )
     if chosen.json:
         print(difference.to_json())
     else:

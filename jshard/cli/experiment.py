@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jshard.cli.target import Target
 from jshard.launch.cluster_env import found
 from jshard.layouts.pretend import pretend, start_no_other_backend
-from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.config import Configuration
 
 if TYPE_CHECKING:
     from jshard.training.experiment import Experiment
@@ -24,7 +24,7 @@ FEWEST = 8  # devices to pretend where the mesh leaves a size open
 
 def opened(target: Target, *, only_shapes: bool = False) -> Experiment | Function:
     """Build the experiment or the function. Models and data are found from this folder."""
-    pretend_where_none(load_configuration(target.path, target.overrides))  # all faults are told before JAX is imported
+    pretend_where_none(target.configuration())  # all faults are told before JAX is imported
     _, build = target.load()
     from jshard.layouts.mesh import present_mesh
 
@@ -33,7 +33,7 @@ def opened(target: Target, *, only_shapes: bool = False) -> Experiment | Functio
 
 def compilable(target: Target) -> Experiment | Function:
     """Build it of shapes alone, on devices that are here or pretended."""
-    configuration = load_configuration(target.path, target.overrides)
+    configuration = target.configuration()
     return opened(target, only_shapes=configuration.mesh is not None and not _names_workers(configuration))
 
 
@@ -41,7 +41,7 @@ def compilable(target: Target) -> Experiment | Function:
 def sketched(target: Target) -> Iterator[Experiment | Function]:
     """Build it of shapes alone: no array is made, and no device of the mesh need be here. Where the mesh leaves a size
     open, or signals name workers, whose slices are meshes of their own, the devices that are here decide."""
-    configuration = load_configuration(target.path, target.overrides)
+    configuration = target.configuration()
     if configuration.mesh is None or -1 in configuration.mesh.sizes or _names_workers(configuration):
         yield opened(target)
         return

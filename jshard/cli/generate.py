@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jshard.cli.resume import found
-from jshard.cli.target import find_modules_here
+from jshard.cli.target import Target
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
-from jshard.signals.config import load_configuration
 
 if TYPE_CHECKING:
     from jshard.training.tokens import Tokenizer
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jshard generate [-h] RUN --prompt TEXT [--prompt TEXT ...] [key=value ...]"
+    parser.usage = "jshard generate [-h] RUN --prompt TEXT [--prompt TEXT ...] [key=value ...] [--trust]"
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to go on from; several are one batch")
     parser.add_argument(
         "--tokens", type=int, default=100, metavar="N", help="at most so many more of each; 100 unless said"
@@ -52,8 +51,7 @@ def run(chosen: argparse.Namespace) -> int:
     if "" in chosen.stop:
         raise JShardError('--stop "" is no text to end behind', hint="leave it out")
     folder, own, which = found(Path(chosen.path), chosen.which)
-    find_modules_here()
-    configuration = load_configuration(own, chosen.overrides)
+    configuration = Target.named(str(own), chosen.overrides, chosen).configuration()
     if membership() is None:
         from jshard.cli.experiment import pretend_where_none
 
@@ -72,7 +70,7 @@ def run(chosen: argparse.Namespace) -> int:
     from jshard.training.settings import Settings
     from jshard.training.tokens import tokenizer
 
-    configuration = active_config.load(own, chosen.overrides)
+    active_config.use(configuration)
     words = tokenizer(Settings(configuration))
     prompts = [each.tolist() for each in words.encode(chosen.prompt)]
     stop = [int(each[0]) for each in words.encode(chosen.stop) if len(each) == 1]  # it may be a token without a text

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show, tell, width
 from jshard.errors import JShardError
-from jshard.signals.config import load_configuration
 
 if TYPE_CHECKING:
     from jshard.inspect.plan import Plan
@@ -39,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Print the plan; return 0 when it fits, 1 when it does not, or is over the budget."""
     target = Target.of(chosen)
-    configuration = load_configuration(target.path, target.overrides)
+    configuration = target.configuration()
     topology = chosen.topology or configuration.topology or f"cpu:{configuration.devices or 8}"
     with compiled_for(topology, target, limit=chosen.limit, cache=not chosen.no_cache) as (_, plan):
         pass
@@ -64,7 +63,7 @@ def compiled_for(
 ) -> Iterator[tuple[Experiment | Function, Plan]]:
     """Build the target of shapes alone on the mesh of a topology, and its plan. No array is made."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # here is only traced: no accelerator is looked for or taken
-    load_configuration(target.path, target.overrides)  # every fault of the file is told before JAX is imported
+    target.configuration()  # every fault of the file is told before JAX is imported
     configuration, build = target.load()
     from jshard.inspect.plan import Topology
     from jshard.inspect.plan.aot import check_installed

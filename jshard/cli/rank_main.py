@@ -23,7 +23,7 @@ from jshard.launch.heartbeat import BAR
 from jshard.launch.initialize import fail, init, pretend_part, pulse
 from jshard.launch.mismatch import Facts
 from jshard.signals.active_config import mesh
-from jshard.signals.config import Configuration, load_configuration
+from jshard.signals.config import Configuration
 from jshard.signals.effective_config import flat
 from jshard.training.experiment import Experiment
 from jshard.training.function import Function
@@ -52,7 +52,7 @@ def joined(
 ) -> Experiment | Function:
     """Join the other processes and build the experiment or function, when all have the same one and as many devices of one
     kind, and work on its mesh and on these further ones, by what they are called."""
-    configuration = load_configuration(target.path, target.overrides)
+    configuration = target.configuration()
     join(configuration, {}, meshes, preemption=preemption)
     program = opened(target)
     ledger = program.asked

@@ -7,7 +7,6 @@ import argparse
 from jshard.cli.plan import compiled_for
 from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show
-from jshard.signals.config import load_configuration
 
 FILE = "report.html"
 NONE = "none"
@@ -29,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     target = Target.of(chosen)
-    topology = chosen.topology or load_configuration(target.path, target.overrides).topology or NONE
+    topology = chosen.topology or target.configuration().topology or NONE
     if topology == NONE:
         from jshard.cli.experiment import (
             sketched,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jshard resume [-h] RUN [key=value ...] [--from latest|previous|STEP] [--config FILE]"
+    parser.usage = "jshard resume [-h] RUN [key=value ...] [--from latest|previous|STEP] [--config FILE] [--trust]"
     parser.add_argument(
         "--from", dest="which", default="latest", metavar="STEP", help="latest, previous or the number of a step"
     )
@@ -41,7 +41,7 @@ def run(chosen: argparse.Namespace) -> int:
 
         return Checkpoint.find(folder, which, str(run))
 
-    return trained(Target(path, tuple(overrides)), resume)
+    return trained(Target.named(path, overrides, chosen), resume)
 
 
 def experiment_of(target: Target) -> Experiment:

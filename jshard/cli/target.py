@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import os
 import shlex
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jshard.errors import JShardError
-from jshard.signals.config import Configuration
+from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.schema import IMPORT_PATH
+from jshard.signals.trust import EVERYTHING, Trust
 
 if TYPE_CHECKING:
     from jshard.training.experiment import Experiment
@@ -28,6 +28,12 @@ class Target:
     overrides: tuple[str, ...]
     function: str | None = None  # module:function
     arguments: tuple[str, ...] = ()  # the words behind --args
+    trust: Trust = EVERYTHING  # whose code the configuration may run
+
+    @classmethod
+    def named(cls, path: str, overrides: Sequence[str], chosen: argparse.Namespace) -> Target:
+        """Return the experiment in a configuration, which runs code of others where `--trust` is typed."""
+        return cls(path, tuple(overrides), trust=EVERYTHING if chosen.trust else Trust.beside(path))
 
     @classmethod
     def of(cls, chosen: argparse.Namespace) -> Target:
@@ -42,7 +48,7 @@ class Target:
                         f"{option} is for a function, and {chosen.path} is a configuration",
                         hint=f"leave {option} away, or type: jshard {chosen.name} module:function --config {chosen.path}",
                     )
-            return cls(chosen.path, overrides)
+            return cls.named(chosen.path, overrides, chosen)
         configuration = chosen.config or os.environ.get("JSHARD_CONFIG")
         if not configuration:
             raise JShardError(
@@ -54,17 +60,19 @@ class Target:
     def __str__(self) -> str:
         """As it is typed behind a command."""
         if self.function is None:
-            return shlex.join([self.path, *self.overrides])
+            return shlex.join([self.path, *self.overrides, *(["--trust"] if self.trust.everything else [])])
         words = [self.function, *self.overrides, "--config", self.path, *(["--args"] if self.arguments else [])]
         return shlex.join([*words, *self.arguments])
 
+    def configuration(self) -> Configuration:
+        """Read the configuration. Nothing is loaded, and no code of it runs."""
+        return load_configuration(self.path, self.overrides, self.trust)
+
     def load(self) -> tuple[Configuration, Callable[..., Experiment | Function]]:
-        """Load the configuration, and return it and what builds the experiment or the function: `build(mesh, only_shapes=...)`.
-        Modules are found from this folder."""
+        """Load the configuration. Return it and what builds the experiment or the function: `build(mesh, only_shapes=...)`."""
         from jshard.signals import active_config
 
-        find_modules_here()
-        configuration = active_config.load(self.path, self.overrides)
+        configuration = active_config.use(self.configuration())
         if self.function is None:
             from jshard.training.experiment import Experiment
 
@@ -73,7 +81,7 @@ class Target:
 
         call = Call.of(self.function, self.arguments)
         if active_config.configuration() is not configuration:  # the function's module has loaded one of its own
-            configuration = active_config.load(self.path, self.overrides)
+            configuration = active_config.use(self.configuration())
         return configuration, functools.partial(call.built, configuration)
 
 
@@ -94,8 +102,3 @@ def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False
     added.add_argument("--args", nargs="+", metavar="SHAPE", help="its arguments")
     how = "append" if several else "store"
     added.add_argument("--config", metavar="FILE", action=how, help="its configuration; JSHARD_CONFIG unless said")
-
-
-def find_modules_here() -> None:
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)

@@ -27,7 +27,9 @@ LATER = 30.0  # and for the other processes of it, behind the first
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jshard trace [-h] PATH|RUN [key=value ...] [--steps 3] [--with-first] [-o RUN] [--wait 60]"
+    parser.usage = (
+        "jshard trace [-h] PATH|RUN [key=value ...] [--trust] [--steps 3] [--with-first] [-o RUN] [--wait 60]"
+    )
     parser.set_defaults(needs=("a configuration or the folder of a run", "configs/digits.yaml"))
     parser.add_argument("--steps", type=int, default=STEPS, metavar="3", help=f"so many steps; {STEPS} when left out")
     parser.add_argument("--with-first", action="store_true", help="the first step too, which is compiled meanwhile")
@@ -48,7 +50,7 @@ def run(chosen: argparse.Namespace) -> int:
     path = Path(chosen.path)
     if path.is_dir():
         return _of_run(path, chosen)
-    return _of_experiment(experiment_of(Target(chosen.path, tuple(chosen.overrides))), chosen)
+    return _of_experiment(experiment_of(Target.named(chosen.path, chosen.overrides, chosen)), chosen)
 
 
 def _of_experiment(experiment: Experiment, chosen: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ import optax
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, shown_path
 from jshard.layers.partition.calls import own_devices
 from jshard.layouts.mesh import is_explicit
 from jshard.signals.active_config import configuration, mesh
@@ -92,7 +92,7 @@ def _translated(error: Exception, f: Callable[..., Any], caller: types.FrameType
         return None
     codes = [frame.f_code for frame in frames[len(frames) - is_foreign[::-1].index(False) :]]
     frame, name = _own_frame(error), name_of(f)
-    line, present = "the program" if frame is None else f"{_shown(frame.filename)}:{frame.lineno}", configuration()
+    line, present = "the program" if frame is None else f"{shown_path(frame.filename)}:{frame.lineno}", configuration()
     source = "the configuration" if present is None else present.source
     called = [code.co_name for code in codes if code.co_name != "reraise_with_filtered_traceback"]
     placing = next((PLACING[each] for each in called if each in PLACING), None)
@@ -180,7 +180,7 @@ def _own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
 
 def _sentence(doing: str, error: Exception) -> JShardError:
     frame = _own_frame(error)
-    place = f"{_shown(frame.filename)}:{frame.lineno}" if frame is not None else ""
+    place = f"{shown_path(frame.filename)}:{frame.lineno}" if frame is not None else ""
     where = f"{place} (in {frame.name}{_signal(error)})" if frame is not None else f"the program{_signal(error)}"
     message = " ".join(str(error).split()).rstrip(".;:")
     message = message if len(message) <= LONGEST else message[:LONGEST].rsplit(" ", 1)[0] + " ..."
@@ -220,11 +220,3 @@ def _signal(error: Exception) -> str:
     present = configuration()
     place = f" ({present.lookup(path).place})" if present is not None else ""
     return f', under signal "{"/".join(path)}"{place}'
-
-
-def _shown(filename: str) -> str:
-    """Shorten a path that is inside this folder."""
-    try:
-        return str(Path(filename).relative_to(Path.cwd()))
-    except ValueError:
-        return filename

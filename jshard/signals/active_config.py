@@ -54,7 +54,11 @@ def _become(configuration: Configuration | None, mesh: Mesh | None = None, stand
 def load(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Configuration:
     """Read and check a configuration and make it the one that every signal means from now on. `overrides` are
     `path=value` words as on the command line. No device is touched."""
-    configuration = load_configuration(source, overrides)
+    return use(load_configuration(source, overrides))
+
+
+def use(configuration: Configuration) -> Configuration:
+    """Make a configuration the one that every signal means from now on."""
     with _loaded.lock:
         _become(configuration)
     if events.listeners:

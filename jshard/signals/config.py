@@ -19,6 +19,7 @@ from jshard.signals.faults import Faults, listed
 from jshard.signals.match import Matcher
 from jshard.signals.resolve import is_template, resolve
 from jshard.signals.signal import Signal
+from jshard.signals.trust import EVERYTHING, Trust
 from jshard.table import Block, Rows, Shown
 
 STAGE, WORKERS = "stage", "workers"  # the mesh axes of GT's form
@@ -92,6 +93,7 @@ class Configuration(Shown):
     topology_place: Place | None = None
     pipeline: Pipeline | None = None
     workers: tuple[tuple[int, ...], ...] = ()  # the devices of each stage, where signals in GT's form have said so
+    trust: Trust = EVERYTHING  # whose code it may run
     # The scopes under which `jshard.signal.tensor` has placed an array: data, which stands in no trace of the function that it
     # is given to. A signal in it is in use for every model, so no report names it "unused"; no layout depends on it.
     placed: set[tuple[str, ...]] = dataclasses.field(default_factory=set, init=False)
@@ -251,10 +253,11 @@ def _components(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def load_configuration(
-    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
+    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = (), trust: Trust = EVERYTHING
 ) -> Configuration:
     """Read and check a configuration: a path to a YAML file, or a mapping. `overrides` are `path=value` words as on the
-    command line. All faults are one JShardError, a line each, in the order of the files."""
+    command line, and it may run the code that `trust` names. All faults are one JShardError, a line each, in the order of
+    the files."""
     faults = Faults()
     name, root = compose(source, overrides, faults)
     resolved = resolve(root, name, faults) if root is not None else None
@@ -277,6 +280,7 @@ def load_configuration(
         topology=head.get("topology"),
         topology_place=places.get("jshard.topology"),
         pipeline=None if "pipeline" not in head else _pipeline(head, places),
+        trust=trust,
     )
     if configuration.pipeline is None or "mesh" in head:
         return configuration

@@ -108,13 +108,14 @@ def _links(settings: Settings, table: dict[str, Any]) -> list[_Link]:
         inside = table.pop(name, {})
         if not (inside and isinstance(inside, Mapping)):
             inside = {}
-        function = _function(label, name, optimizers(), "is no optimizer of optax")
+        function = _function(settings, label, name, optimizers(), "is no optimizer of optax")
         return [_Link(name, "optimizer", label, function, {**table, **inside})]
     links = []
     for each, value in table.items():
         key = f"optimizer.{each}"
         label = settings.label(key)
-        function = _function(label, each, [*transformations(), *KEYS], "is no optimizer or transformation of optax")
+        known = [*transformations(), *KEYS]
+        function = _function(settings, label, each, known, "is no optimizer or transformation of optax")
         first = next(iter(parameters_of(function)), "it")
         arguments = {} if value is None else dict(value) if isinstance(value, Mapping) else {first: value}
         links.append(_Link(each, key, label, function, arguments))
@@ -142,10 +143,16 @@ def check_numbers(
 
 
 def _function(
-    label: str, name: str, known: Sequence[str], fault: str, *, use: str = "adamw, adam, sgd or another"
+    settings: Settings,
+    label: str,
+    name: str,
+    known: Sequence[str],
+    fault: str,
+    use: str = "adamw, adam, sgd or another",
 ) -> Any:
     if ":" in name:
-        return function_at(f"{label}{'' if label.endswith(chr(34)) else ' is named'}, but", name)
+        named = "" if label.endswith('"') else " is named"
+        return function_at(f"{label}{named}, but", name, settings.configuration.trust)
     if name not in known or name in KEYS:
         fault = f"{label}{', which' if label.endswith(chr(34)) else ''} {fault}"
         raise JShardError(fault, hint=did_you_mean(name, known, f"use {use} of optax"))
@@ -185,7 +192,7 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
     ((name, value),) = table.items()
     label, known = f'{label} is "{name}"', [*schedules.WORDS, *_of_optax()]
     words = f"{', '.join(schedules.WORDS)} or one"
-    function = _function(label, name, known, "is no schedule of jshard or optax", use=words)
+    function = _function(settings, label, name, known, "is no schedule of jshard or optax", use=words)
     arguments, takes = dict(value or {}), parameters_of(function)
     highest, key = next((each for each in PEAKS if each in takes), None), rate_key
     if highest in arguments:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshard.errors import JShardError, Place, did_you_mean, kind_of, nearest
 from jshard.layers.user_code_errors import as_user_error
 from jshard.signals.faults import COMMAND_LINE
+from jshard.signals.trust import EVERYTHING, Trust, Untrusted, is_ours
 from jshard.training.settings import Settings
 
 
@@ -34,7 +38,7 @@ class Component:
     @classmethod
     def at(cls, settings: Settings, key: str, path: str, arguments: Mapping[str, Any]) -> Component:
         """Import `path`, which is named under `key`."""
-        function = function_at(f'{settings.label(key)} is "{path}", but', path)
+        function = function_at(f'{settings.label(key)} is "{path}", but', path, settings.configuration.trust)
         return cls(key, settings.place(key), path, function, arguments)
 
     @property
@@ -54,18 +58,18 @@ class Component:
             raise error.at(str(self), self.place.source, COMMAND_LINE) from error.__cause__
 
 
-def function_at(label: str, path: str) -> Callable[..., Any]:
-    """Import `module:function`; `label` opens the sentence when it leads nowhere."""
-    value = value_at(label, path)
+def function_at(label: str, path: str, trust: Trust = EVERYTHING) -> Callable[..., Any]:
+    """Import `module:function`, if it may run; `label` opens the sentence when it leads nowhere."""
+    value = value_at(label, path, trust)
     if not callable(value):
         raise JShardError(f"{label} that is {kind_of(value)}", hint="name a class or a function")
     return value
 
 
-def value_at(label: str, path: str) -> Any:
-    """Import `module:name`."""
+def value_at(label: str, path: str, trust: Trust = EVERYTHING) -> Any:
+    """Import `module:name`, if the module and the one that defines what is so named may run."""
     module_name, _, name = path.partition(":")
-    module = _module(label, module_name)
+    module = _module(label, module_name, trust)
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -73,12 +77,24 @@ def value_at(label: str, path: str) -> Any:
             hint = f'did you mean "{module_name}:{close}"?' if close else f"define {part} in {module.__file__}"
             raise JShardError(f'{label} {module_name} has no "{part}"', hint=hint)
         value = getattr(value, part)
+    made = value
+    while isinstance(made, functools.partial):
+        made = made.func
+    owner = str(getattr(made, "__module__", None) or "builtins")
+    try:
+        trust.check(f"{label} it comes from another module:", owner)
+    except ModuleNotFoundError as error:
+        raise Untrusted(f"{label} it comes from {owner}, which is no file") from error
     return value
 
 
-def _module(label: str, name: str) -> Any:
+def _module(label: str, name: str, trust: Trust) -> Any:
+    """Import a module from this folder or as Python does, if it may run."""
     try:
         with as_user_error(f"{name} is imported"):
+            trust.check(label, name)
+            if (here := os.getcwd()) not in sys.path and not is_ours(name):
+                sys.path.insert(0, here)
             return importlib.import_module(name)
     except JShardError as error:
         missing = error.__cause__

@@ -37,6 +37,7 @@ PathOrText = str | os.PathLike[str]
 def diff(
     old: PathOrText | Ledger | Plan, new: PathOrText | Ledger | Plan, *, overrides: Sequence[str] = (),
     topology: str | None = None, configs: Sequence[str] = (), args: Sequence[str] = (),
+    trust: bool = True,
 ) -> Difference | PlanDifference:  # fmt: skip
     """What lies between two training steps: collectives, wire bytes and memory, by the YAML lines of both.
 
@@ -47,7 +48,8 @@ def diff(
 
     With a `topology`, or where the configurations say one, both are compiled for it as `jshard.plan` does, and what runs is
     compared; "none" compiles nothing. Without, what is asked for is compared, and where both move and hold the same, their
-    compiled texts for pretend devices decide whether it is the same program; of two ledgers they are not at hand.
+    compiled texts for pretend devices decide whether it is the same program; of two ledgers they are not at hand. Without
+    `trust` a configuration runs only code of its own folder, jshard, flax and optax.
     """
     if isinstance(old, Ledger) and isinstance(new, Ledger) and topology is None:
         return compare(old, new)
@@ -66,8 +68,8 @@ def diff(
     assert not isinstance(old, Ledger | Plan) and not isinstance(new, Ledger | Plan)
     known = configs or [os.environ.get("JSHARD_CONFIG") or ""]
     with (
-        _side(os.fspath(old), (), known[0], tuple(args)) as before,
-        _side(os.fspath(new), tuple(overrides), known[-1], tuple(args)) as after,
+        _side(os.fspath(old), (), known[0], tuple(args), trust) as before,
+        _side(os.fspath(new), tuple(overrides), known[-1], tuple(args), trust) as after,
     ):
         sides = before, after
         commands = _commands(sides, topology)
@@ -120,6 +122,7 @@ class _Side:
     overrides: tuple[str, ...]
     config: str  # of a function
     args: tuple[str, ...]
+    trust: bool
     revision: str = ""
 
     def __post_init__(self) -> None:
@@ -137,7 +140,7 @@ class _Side:
     @property
     def words(self) -> list[str]:
         of_function = ["--config", self.path, *(["--args", *self.args] if self.args else [])]
-        return [self.target, *self.overrides, *(of_function if self.path != self.target else [])]
+        return [self.target, *self.overrides, *(of_function if self.path != self.target else ["--trust"] * self.trust)]
 
     def topology(self) -> str | None:
         """What its configuration says; what is wrong with it, the process that reads it tells, by its own names."""
@@ -148,9 +151,9 @@ class _Side:
 
 
 @contextlib.contextmanager
-def _side(label: str, overrides: tuple[str, ...], config: str, args: tuple[str, ...]) -> Iterator[_Side]:
+def _side(label: str, overrides: tuple[str, ...], config: str, args: tuple[str, ...], trust: bool) -> Iterator[_Side]:
     if not label.startswith("git:"):
-        yield _Side(label, label, os.getcwd(), overrides, config, args)
+        yield _Side(label, label, os.getcwd(), overrides, config, args, trust)
         return
     revision, _, target = label.removeprefix("git:").partition(":")
     if not revision or not target:
@@ -160,7 +163,7 @@ def _side(label: str, overrides: tuple[str, ...], config: str, args: tuple[str, 
         archive = _git("-C", top, "archive", "--format=tar", revision, label=label)
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(folder, filter="data")
-        side = _Side(label, target, os.path.join(folder, prefix), overrides, config, args, revision)
+        side = _Side(label, target, os.path.join(folder, prefix), overrides, config, args, trust, revision)
         if not os.path.isfile(os.path.join(side.folder, side.path)):
             raise JShardError(
                 f"{side.path} is not there at {revision}", hint=f"see git ls-tree -r {revision} --name-only"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from jshard.errors import JShardError, Place, multiples
 from jshard.signals.config import Configuration
 from jshard.signals.schema import TRAIN
 from jshard.signals.signal import Signal
+from jshard.signals.trust import specs_of
 from jshard.signals.value_types import Table
 
 DEFAULTS: Mapping[str, Any] = {
@@ -171,8 +171,8 @@ def is_written(path: str) -> bool:
     imported is not seen."""
     module, _, name = path.partition(":")
     try:
-        found = importlib.util.find_spec(module)
-        body = ast.parse(Path(found.origin or "").read_bytes()).body if found is not None else []
+        *_, found = specs_of(module)
+        body = ast.parse(Path(found.origin or "").read_bytes()).body
     except (ImportError, OSError, SyntaxError, ValueError):  # importing it tells what is wrong
         return False
     names: set[str] = set()

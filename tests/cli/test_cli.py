@@ -92,7 +92,7 @@ def test_cli_help_names_every_command(capsys):
 
 
 def test_cli_check_says_what_each_signal_means(capsys):
-    status, out, err = typed(capsys, "check", DIGITS)
+    status, out, err = typed(capsys, "check", DIGITS, "--trust")
     assert (status, err) == (0, [])
     assert out == [
         "configs/digits.yaml:4   mesh {data: 2, tensor: 4} of 8 devices, explicit",
@@ -157,9 +157,9 @@ def test_cli_check_holds_what_signals_expect(capsys, tmp_path):
     text = Path(DIGITS).read_text()
     path = tmp_path / "digits.yaml"
     path.write_text(text.replace("reduction: tensor}", "reduction: tensor, expect: {psum: 3, bytes: 4520}}"))
-    status, out, err = typed(capsys, "check", str(path))
+    status, out, err = typed(capsys, "check", str(path), "--trust")
     assert (status, out[-1], err) == (0, "2 of 2 expectations hold", [])
-    status, _, err = typed(capsys, "check", str(path), "layer2.expect.psum=1", "layer2.expect.bytes=4KiB")
+    status, _, err = typed(capsys, "check", str(path), "--trust", "layer2.expect.psum=1", "layer2.expect.bytes=4KiB")
     assert (status, err) == (
         1,
         [
@@ -210,7 +210,7 @@ def test_cli_schema_is_json(capsys):
 
 
 def test_cli_explain_prints_a_line_for_each_collective(capsys):
-    status, out, err = typed(capsys, "explain", DIGITS)
+    status, out, err = typed(capsys, "explain", DIGITS, "--trust")
     assert (status, err) == (0, [])
     assert [line.split()[:4] for line in out[:6]] == [
         ["configs/digits.yaml:16", "layer2", "forward", "all_reduce"],
@@ -224,7 +224,7 @@ def test_cli_explain_prints_a_line_for_each_collective(capsys):
 
 
 def test_cli_explain_tells_memory_at_rest_by_signal(capsys):
-    _, out, _ = typed(capsys, "explain", DIGITS)
+    _, out, _ = typed(capsys, "explain", DIGITS, "--trust")
     assert [line.split() for line in out[6:9]] == [
         "configs/digits.yaml:15 layer1 at rest parameters 16,640 B gradients 16,640 B optimizer state 33,280 B 66,560 B".split(),
         "configs/digits.yaml:16 layer2 at rest parameters 2,600 B gradients 2,600 B optimizer state 5,200 B 10,400 B".split(),
@@ -236,40 +236,42 @@ def test_cli_explain_tells_memory_at_rest_by_signal(capsys):
 
 
 def test_cli_explain_needs_no_device_of_the_mesh(capsys):
-    _, out, _ = typed(capsys, "explain", DIGITS, "jshard.mesh.data=64", "jshard.mesh.tensor=256", "batch=128")
+    _, out, _ = typed(
+        capsys, "explain", DIGITS, "--trust", "jshard.mesh.data=64", "jshard.mesh.tensor=256", "batch=128"
+    )
     assert any(" over tensor (256) " in line for line in out)
 
 
 def test_cli_explain_sums_by_signal_axis_and_line(capsys):
-    _, out, _ = typed(capsys, "explain", DIGITS, "--by", "axis")
+    _, out, _ = typed(capsys, "explain", DIGITS, "--trust", "--by", "axis")
     assert [line.split()[0] for line in out] == ["tensor", "data", "total:"]
-    _, out, _ = typed(capsys, "explain", "--by", "line", DIGITS)
+    _, out, _ = typed(capsys, "explain", "--by", "line", DIGITS, "--trust")
     assert [line.split()[0] for line in out] == [f"{DIGITS}:{line}" for line in (16, 17, 15)] + [
         "-",
         "memory:",
         "total:",
     ]
-    _, out, _ = typed(capsys, "explain", DIGITS, "--by=signal", "steps=3")
+    _, out, _ = typed(capsys, "explain", DIGITS, "--trust", "--by=signal", "steps=3")
     assert [line.split()[0] for line in out] == ["layer2", "objective", "layer1", "-", "memory:", "total:"]
 
 
 @pytest.mark.parametrize("words", [["explain"], ["plan", "--topology", "cpu:4"]], ids=["explain", "plan"])
 def test_cli_prints_the_compiled_text_and_nothing_else(capsys, words):
-    status, out, _ = typed(capsys, words[0], "configs/xor.yaml", *words[1:], "--program")
+    status, out, _ = typed(capsys, words[0], "configs/xor.yaml", *words[1:], "--program", "--trust")
     assert status == 0 and out[0].startswith("HloModule, ")
     assert any(" all-reduce(" in line for line in out)
     assert not any("xor.yaml" in line for line in out)
 
 
 def test_cli_explain_shows_one_phase(capsys):
-    words = [DIGITS, "layer1.store={optimizer: data}", "--phase", "update"]
+    words = [DIGITS, "--trust", "layer1.store={optimizer: data}", "--phase", "update"]
     _, out, _ = typed(capsys, "explain", *words)
     assert [line.split()[:5] for line in out[:-1]] == [["the", "command", "line", "layer1", "update"]] * 2
     assert out[-1].startswith("total: 2 collectives") and out[-1].endswith("(update 8,320 B)")
 
 
 def test_cli_explain_prints_no_colour_into_a_pipe(capsys):
-    _, out, _ = typed(capsys, "explain", DIGITS, "unheard={row: data}")
+    _, out, _ = typed(capsys, "explain", DIGITS, "--trust", "unheard={row: data}")
     assert "\x1b" not in "".join(out)
 
 
@@ -290,7 +292,7 @@ def in_a_terminal(*words: str, columns: int, **environment: str) -> str:
 
 @pytest.mark.slow
 def test_cli_explain_folds_to_the_window_and_colours_only_there():
-    words = (sys.executable, "-m", "jshard", "explain", DIGITS, "layer1.column=[]")
+    words = (sys.executable, "-m", "jshard", "explain", DIGITS, "--trust", "layer1.column=[]")
     seen = in_a_terminal(*words, columns=60)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", seen)
     assert max(map(len, plain.splitlines())) <= 60
@@ -298,12 +300,12 @@ def test_cli_explain_folds_to_the_window_and_colours_only_there():
 
 
 def test_cli_explain_follows_the_command_line(capsys):
-    _, out, _ = typed(capsys, "explain", DIGITS, "layer1.column=data", "layer1.row=tensor", "batch=32")
+    _, out, _ = typed(capsys, "explain", DIGITS, "--trust", "layer1.column=data", "layer1.row=tensor", "batch=32")
     assert any("the command line" in line for line in out)
 
 
 def test_cli_explain_prints_json(capsys):
-    _, out, _ = typed(capsys, "explain", "--json", DIGITS)
+    _, out, _ = typed(capsys, "explain", "--json", DIGITS, "--trust")
     assert json.loads("\n".join(out))
 
 
@@ -324,15 +326,15 @@ SENTENCES = [
         "none; write model and data under jshard.train, or remove it",
     ),
     (
-        ["check", DIGITS, "--against", "old.txt"],
-        "old.txt is not there; write it: jshard check configs/digits.yaml --against old.txt --update",
+        ["check", DIGITS, "--trust", "--against", "old.txt"],
+        "old.txt is not there; write it: jshard check configs/digits.yaml --trust --against old.txt --update",
     ),
     (
         ["check", DIGITS, "batch=15"],
         'jshard.train.batch (the command line) splits 15 rows over mesh axis "data" of size 2; use 14 or 16',
     ),
     (
-        ["check", DIGITS, "model=examples.digits:Modle"],
+        ["check", DIGITS, "--trust", "model=examples.digits:Modle"],
         'jshard.train.model (the command line) is "examples.digits:Modle", but examples.digits has no "Modle"; did you '
         'mean "examples.digits:Model"?',
     ),
@@ -342,7 +344,7 @@ SENTENCES = [
         "folder or among the installed packages; write example/digits.py, or start from the folder that holds it",
     ),
     (
-        ["check", DIGITS, "loss=examples.digits:lost"],
+        ["check", DIGITS, "--trust", "loss=examples.digits:lost"],
         'jshard.train.loss (the command line) is "examples.digits:lost", but examples.digits has no "lost"; define lost '
         f"in {ROOT}/examples/digits.py",
     ),

@@ -224,7 +224,7 @@ def test_killed_stage_is_named_and_stages_go_on_bitwise_also_on_another_number_o
         return err
 
     def resume(run: str) -> tuple[str, ...]:
-        return "resume", f"{tmp_path}/{run}", "--from", "4", "steps=8"
+        return "resume", f"{tmp_path}/{run}", "--trust", "--from", "4", "steps=8"
 
     train = ("train", "tests/launch/staged.yaml")
     assert on(2, *train, into="two") == []

@@ -157,19 +157,19 @@ ONE = OPENED.replace("()", "('jshard.mesh.tensor=1',)") + "; import jax; jax.dev
         ("import jax, jshard; jshard.init(devices=2); jax.devices()", MEMBER, False),
         (OPENED, {}, False),
         (ONE, {}, False),
-        ("from jshard.cli import main; main(['explain', 'configs/cnn/tensor.yaml'])", {}, False),
+        ("from jshard.cli import main; main(['explain', 'configs/cnn/tensor.yaml', '--trust'])", {}, False),
         (
             "import jax; from jshard.launch.initialize import pretend_part; pretend_part(4, 2, None); jax.devices()",
             {},
             False,
         ),
         (
-            "from jshard.cli import main; main(['plan', 'configs/xor.yaml', '--topology', 'cpu:4', '--no-cache'])",
+            "from jshard.cli import main; main(['plan', 'configs/xor.yaml', '--trust', '--topology', 'cpu:4', '--no-cache'])",
             {},
             False,
         ),
         (
-            "from jshard.cli import main; main(['report', 'configs/xor.yaml', '--topology', 'cpu:4', '--json'])",
+            "from jshard.cli import main; main(['report', 'configs/xor.yaml', '--trust', '--topology', 'cpu:4', '--json'])",
             {},
             False,
         ),

@@ -135,7 +135,7 @@ def sentence(capsys, *words: str) -> str:
 @pytest.mark.slow
 def test_resume_goes_on_bit_by_bit_with_dropout_and_the_position_in_the_data(finished, here, capsys):
     train(built("steps=13"))
-    assert main(["resume", "run", "steps=30"]) == 0
+    assert main(["resume", "run", "--trust", "steps=30"]) == 0
     out = capsys.readouterr().out
     assert "resumed from step 13: run/checkpoints/13" in out
     assert "saved step 30: run/checkpoints/30" in out
@@ -172,7 +172,7 @@ def bits(array):
 
 def test_resume_with_another_configuration_writes_where_that_says(run, here, capsys):
     (here / "other.yaml").write_text(FILE.replace("tensor: 4", "tensor: 2").replace("output: run", "output: other"))
-    assert main(["resume", "run", "--config", "other.yaml", "--from", "20", "steps=22"]) == 0
+    assert main(["resume", "run", "--trust", "--config", "other.yaml", "--from", "20", "steps=22"]) == 0
     assert "resumed from step 20: run/checkpoints/20" in capsys.readouterr().out
     assert (steps_in(run / "checkpoints"), steps_in(here / "other/checkpoints")) == ([20, 30], [22])
     assert [step for step, _ in losses(here / "other")] == [21, 22]
@@ -250,7 +250,7 @@ def test_saving_goes_on_beside_training_and_keeps_what_was_there_at_that_step(he
     assert under_way == ["10.partial", "20.partial"]
     assert shown[18] == (19, [])  # nine steps were made while the tenth was being saved
     shutil.rmtree(here / "run/checkpoints/20")
-    assert main(["resume", "run", "steps=20"]) == 0
+    assert main(["resume", "run", "--trust", "steps=20"]) == 0
     assert losses(here / "run") == losses(finished)[:20]
 
 
@@ -358,7 +358,7 @@ def test_sigterm_saves_the_step_it_came_in_and_ends_with_143(here, finished, cap
         "SIGTERM: stopped at step 7; go on by: jshard resume run",
     ]
     assert signal.getsignal(signal.SIGTERM) is before
-    assert main(["resume", "run"]) == 0
+    assert main(["resume", "run", "--trust"]) == 0
     assert losses(here / "run") == losses(finished)
 
 
@@ -423,7 +423,7 @@ def test_process_killed_while_it_saves_leaves_the_checkpoint_before_and_is_gone_
     )
     assert done.returncode == -signal.SIGKILL
     assert sorted(each.name for each in (here / "run/checkpoints").iterdir()) == ["10", "20.partial"]
-    assert main(["resume", "run"]) == 0
+    assert main(["resume", "run", "--trust"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[:2] == [
         "resumed from step 10: run/checkpoints/10",
@@ -531,9 +531,9 @@ def test_every_file_of_a_checkpoint_is_under_a_checksum(run):
 
 def test_resume_of_a_damaged_checkpoint_is_told_and_goes_on_from_the_one_it_names(run, finished, capsys):
     flip(largest(run / "checkpoints/30/arrays"))
-    assert sentence(capsys, "resume", "run", "steps=31").endswith("type: jshard resume run --from 20")
+    assert sentence(capsys, "resume", "run", "--trust", "steps=31").endswith("type: jshard resume run --from 20")
     assert steps_in(run / "checkpoints") == [20, 30]
-    assert main(["resume", "run", "--from", "20"]) == 0
+    assert main(["resume", "run", "--trust", "--from", "20"]) == 0
     assert losses(run) == losses(finished)
 
 
@@ -574,8 +574,8 @@ def test_checkpoint_that_does_not_fit_is_told_by_the_names_of_its_arrays(run, wo
     [
         (["resume", "nowhere"], "nowhere is not a run: there is no such folder; name the output folder of a run"),
         (["resume", "."], ". is not a run: it has no configuration.yaml and no checkpoints; name the output folder of a run"),
-        (["resume", "run"], "the checkpoint of step 30 (run/checkpoints/30) has trained 30 of 30 steps, so there is nothing to do; type: jshard resume run steps=60"),
-        (["resume", "run", "--from", "25"], 'run/checkpoints holds no checkpoint "25"; use --from latest, previous or a step of 20, 30'),
+        (["resume", "run", "--trust"], "the checkpoint of step 30 (run/checkpoints/30) has trained 30 of 30 steps, so there is nothing to do; type: jshard resume run steps=60"),
+        (["resume", "run", "--trust", "--from", "25"], 'run/checkpoints holds no checkpoint "25"; use --from latest, previous or a step of 20, 30'),
         (["train", "mine.yaml", "output=mine.yaml/x"], 'jshard.train.checkpoint (mine.yaml:12) saves to "mine.yaml/x/checkpoints", which can\'t be written to: not a directory; make it writable, or name another output'),
     ],
 )  # fmt: skip
@@ -682,7 +682,7 @@ PAGE = (ROOT / "docs/checkpoints.md").read_text()
 @pytest.mark.slow
 def test_page_shows_what_the_commands_print(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (session,) = re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    session, _ = re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     commands = re.findall(r"^\$ jshard ([^\n]+)\n(.*?)(?=^\$|\Z)", session, re.MULTILINE | re.DOTALL)
     assert [command.split()[0] for command, _ in commands] == ["train", "resume"]
     for command, says in commands:

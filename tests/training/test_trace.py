@@ -49,7 +49,7 @@ def captured(named, tmp_path_factory):
         patch.chdir(ROOT)
         patch.setattr(sys, "path", [str(ROOT), *sys.path])
         patch.setattr("builtins.print", lambda *words, **how: said.append(" ".join(map(str, words))))
-        assert main(["trace", "configs/xor.yaml", "--steps", "2", "-o", str(whole)]) == 0
+        assert main(["trace", "configs/xor.yaml", "--trust", "--steps", "2", "-o", str(whole)]) == 0
         from jshard.training.experiment import Experiment
 
         built = Experiment.build(current.load("configs/xor.yaml"), current.mesh())
@@ -153,7 +153,7 @@ def test_trace_of_nothing_and_into_no_folder_are_one_sentence_each(tmp_path):
             pass
     (file,) = (tmp_path / "idle").rglob("*.xplane.pb")
     assert str(told.value) == (
-        f"{file} holds no operation of a device; capture steps that compute something, by jshard trace configs/digits.yaml"
+        f"{file} holds no operation of a device; capture steps that compute something, by jshard trace configs/digits.yaml --trust"
     )
     (tmp_path / "file").write_text("")
     with pytest.raises(JShardError) as told:
@@ -170,7 +170,7 @@ def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
     stale.mkdir(parents=True)
     (stale / "trace.json").write_text("{}")
     ours = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
-    command = f"-m jshard launch -n 2 trace configs/xor.yaml --steps 1 --with-first -o {tmp_path}/run"
+    command = f"-m jshard launch -n 2 trace configs/xor.yaml --trust --steps 1 --with-first -o {tmp_path}/run"
     done = subprocess.run(
         [sys.executable, *command.split()], capture_output=True, text=True, timeout=200, cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name not in ours},

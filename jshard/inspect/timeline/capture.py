@@ -80,7 +80,7 @@ class Capture:
         if not found.events:
             raise JShardError(
                 f"{file} holds no operation of a device",
-                hint="capture steps that compute something, by jshard trace configs/digits.yaml",
+                hint="capture steps that compute something, by jshard trace configs/digits.yaml --trust",
             )
         return found
 
@@ -107,7 +107,9 @@ def captures(folder: Path) -> list[Capture]:
     alone = Capture(folder, _metadata(folder / CAPTURED) if (folder / CAPTURED).is_file() else {})
     if alone.file() is None:
         why = "holds no capture" if folder.is_dir() else "is not there"
-        raise JShardError(f"{folder} {why}", hint=f"capture one by: jshard trace configs/digits.yaml -o {folder}")
+        raise JShardError(
+            f"{folder} {why}", hint=f"capture one by: jshard trace configs/digits.yaml --trust -o {folder}"
+        )
     return [alone]
 
 

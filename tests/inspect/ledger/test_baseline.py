@@ -20,8 +20,8 @@ from jshard.signals.active_config import unload
 
 ROOT = Path(__file__).parents[3]
 TEXT = """\
-# What each device sends and holds in one training step. Held by: jshard check digits.yaml
-# A change is accepted by: jshard check digits.yaml --update
+# What each device sends and holds in one training step. Held by: jshard check digits.yaml --trust
+# A change is accepted by: jshard check digits.yaml --trust --update
 baseline 1
 mesh data: 2, tensor: 4
 layer1     backward  all_reduce  over data    x 2  16,640 B
@@ -42,7 +42,7 @@ def check(tmp_path, monkeypatch, capsys):
     (tmp_path / "digits.yaml").write_text((ROOT / "configs/digits.yaml").read_text())
 
     def typed(*words: str) -> tuple[int, list[str], list[str]]:
-        status = main(["check", "digits.yaml", *words])
+        status = main(["check", "digits.yaml", "--trust", *words])
         out, err = capsys.readouterr()
         return status, out.splitlines(), err.splitlines()
 
@@ -72,7 +72,7 @@ def test_check_blames_the_line_that_adds_a_collective_and_says_how_to_accept_it(
     assert (status, len(err)) == (1, 2)  # layer2 wants its input split: the cotangent is gathered on the way back
     assert err[0] == (
         'signal "layer1" (digits.yaml:16) asks for 1 all_gather more over tensor in forward than digits.baseline, 24,576 B '
-        "on the wire; accept it: jshard check digits.yaml --update"
+        "on the wire; accept it: jshard check digits.yaml --trust --update"
     )
     assert err[1].startswith(
         'signal "layer2" (digits.yaml:17) asks for 1 all_gather more over tensor in backward than '
@@ -87,7 +87,7 @@ def test_check_blames_the_line_that_adds_memory(check):
     assert status == 1
     assert (
         'signal "layer2" (digits.yaml:16) holds 30,720 B more at rest than digits.baseline; accept it: jshard check '
-        "digits.yaml --update"
+        "digits.yaml --trust --update"
     ) in [line.replace("the command line", "digits.yaml:16") for line in err]
 
 
@@ -95,7 +95,7 @@ def test_check_passes_what_is_less_and_says_so(check):
     check("--update", "layer1.output=gather")
     status, out, err = check()
     assert (status, err) == (0, [])
-    assert out[-1] == "less than digits.baseline holds; to keep it so: jshard check digits.yaml --update"
+    assert out[-1] == "less than digits.baseline holds; to keep it so: jshard check digits.yaml --trust --update"
 
 
 def test_check_of_a_moved_line_is_no_change(check):
@@ -113,7 +113,7 @@ def test_check_against_another_file_and_another_mesh(check):
     assert (status, err) == (
         1,
         [
-            "pod.txt is of mesh data: 2, tensor: 4, and this is mesh data: 4, tensor: 4; accept it: jshard check digits.yaml "
+            "pod.txt is of mesh data: 2, tensor: 4, and this is mesh data: 4, tensor: 4; accept it: jshard check digits.yaml --trust "
             "--against pod.txt --update"
         ],
     )
@@ -150,7 +150,7 @@ def test_check_takes_several_files(check, capsys):
 def test_check_of_an_old_or_broken_baseline_is_one_sentence(check, text, sentence):
     Path("digits.baseline").write_text(text)
     status, _, err = check()
-    assert (status, err) == (2, [f"{sentence}; type: jshard check digits.yaml --update"])
+    assert (status, err) == (2, [f"{sentence}; type: jshard check digits.yaml --trust --update"])
 
 
 def test_check_of_a_file_without_a_model_baseline_budget_or_promise_needs_no_jax(check):

@@ -235,7 +235,7 @@ def test_diff_tells_what_one_side_leaves_to_the_compiler():
 def test_diff_of_a_revision_names_it_in_front_of_every_place(monkeypatch):
     ledger = Ledger((line(),), left=(left(),), memory=(Rest(Place("a.yaml", 7), "mlp", 100),))
     monkeypatch.setattr("jshard.training.diff._output", lambda sides, commands: [ledger.to_json()] * 2)
-    side = _Side("git:HEAD:a.yaml", "a.yaml", ".", (), "", (), "HEAD")
+    side = _Side("git:HEAD:a.yaml", "a.yaml", ".", (), "", (), False, "HEAD")
     texts = _documents((side, dataclasses.replace(side, revision="")), [["explain", "--json"]] * 2)
     old, new = (Ledger.from_json(*text) for text in texts)
     places = [{str(each.place) for each in (*found.lines, *found.left, *found.memory)} for found in (old, new)]
@@ -344,7 +344,7 @@ def typed(capsys, *words: str) -> tuple[int, list[str], list[str]]:
 @pytest.mark.slow
 def test_diff_is_1_for_a_difference_and_names_both_lines(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    status, out, err = typed(capsys, DIGITS, "layer2.reduction=[]")
+    status, out, err = typed(capsys, DIGITS, "--trust", "layer2.reduction=[]")
     assert (status, err) == (1, [])
     assert [text.split()[:2] for text in out[:3]] == [
         ["~", f"{DIGITS}:16"],
@@ -401,7 +401,7 @@ SENTENCES = [
         [DIGITS, "b.yaml", "c.yaml"],
         "jshard diff takes two configurations, and 3 are given; type: jshard diff configs/digits.yaml configs/other.yaml",
     ),
-    ([DIGITS, "configs/digts.yaml"], 'configs/digts.yaml is not there; did you mean "configs/digits.yaml"?'),
+    ([DIGITS, "configs/digts.yaml", "--trust"], 'configs/digts.yaml is not there; did you mean "configs/digits.yaml"?'),
     (
         ["git:HEAD", DIGITS],
         "git:HEAD is not git:REVISION:path; write it like git:HEAD~1:configs/digits.yaml",
@@ -415,7 +415,7 @@ SENTENCES = [
         "configs/nothing.yaml is not there at HEAD; see git ls-tree -r HEAD --name-only",
     ),
     (
-        [DIGITS, "configs/mlp.yaml"],
+        [DIGITS, "configs/mlp.yaml", "--trust"],
         "configs/mlp.yaml names no model to train; write model: examples.digits:Model under jshard.train",
     ),
 ]

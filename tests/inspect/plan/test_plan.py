@@ -306,7 +306,7 @@ def test_cache_tells_programs_jobs_and_compilers_apart(monkeypatch):
 def test_command_plans_an_experiment(capsys, monkeypatch):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     monkeypatch.chdir(Path(__file__).parents[3])
-    assert main(["plan", "configs/digits.yaml", "--json"]) == 0
+    assert main(["plan", "configs/digits.yaml", "--trust", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["topology"]["name"], document["mesh"]) == ("cpu:8", {"data": 2, "tensor": 4})
     assert (
@@ -321,7 +321,7 @@ def test_command_plans_an_experiment(capsys, monkeypatch):
 def test_command_holds_the_budget(capsys, monkeypatch):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     monkeypatch.chdir(Path(__file__).parents[3])
-    assert main(["plan", "configs/digits.yaml", "jshard.budget=64KiB", "--topology", "cpu:8"]) == 1
+    assert main(["plan", "configs/digits.yaml", "--trust", "jshard.budget=64KiB", "--topology", "cpu:8"]) == 1
     last = capsys.readouterr().out.split("\n\n")[2].splitlines()[-1]
     assert re.fullmatch(
         r"memory: jshard.budget \(the command line\) is 64.0 KiB, and the program needs [\d.]+ KiB on each device, [\d.]+ KiB "

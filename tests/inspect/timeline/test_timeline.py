@@ -380,10 +380,10 @@ def test_timeline_mistakes_are_one_sentence_each(tmp_path, capsys, monkeypatch):
         (tmp_path / name / "rank0/trace.json").write_text(text)
     told = {
         (): "jshard timeline needs the folder of a run; type: jshard timeline runs/digits",
-        (tmp_path / "no",): f"{tmp_path}/no is not there; capture one by: jshard trace configs/digits.yaml -o {tmp_path}/no",
-        (empty,): f"{empty} holds no capture; capture one by: jshard trace configs/digits.yaml -o {empty}",
+        (tmp_path / "no",): f"{tmp_path}/no is not there; capture one by: jshard trace configs/digits.yaml --trust -o {tmp_path}/no",
+        (empty,): f"{empty} holds no capture; capture one by: jshard trace configs/digits.yaml --trust -o {empty}",
         (cut,): f"{file} is no whole capture of JAX's profiler: it has a field that is cut off; capture it again by jshard trace",
-        (idle,): f"{nothing} holds no operation of a device; capture steps that compute something, by jshard trace configs/digits.yaml",
+        (idle,): f"{nothing} holds no operation of a device; capture steps that compute something, by jshard trace configs/digits.yaml --trust",
         (tmp_path / "half",): f"{tmp_path}/half/rank0/trace.json is cut off, and this is jshard 0.1.0; capture it again by jshard trace",
         (tmp_path / "later",): f"{tmp_path}/later/rank0/trace.json is of the form jshard.trace/9, and this is jshard 0.1.0; capture it again by jshard trace",
         (run, "--step", "9"): f"the capture in {run} has steps 7 to 8, and no step 9; type: --step 7",

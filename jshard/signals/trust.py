@@ -1,0 +1,74 @@
+"""Whose code a configuration may run: that of every module, or of jshard, flax, optax and the files in one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from jshard.errors import JShardError, shown_path
+from jshard.run_names import CONFIGURATION, MANIFEST
+
+OURS = ("jshard.layers", "flax.linen", "flax.nnx", "optax")  # none of these writes a file or starts a process
+
+
+class Untrusted(JShardError):
+    """A configuration names code that runs only where the user trusts it."""
+
+    def __init__(self, fault: str):
+        super().__init__(fault, hint="add --trust to run it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trust:
+    """The modules that a configuration may run: every one, or those of `OURS` and those in `folder`."""
+
+    everything: bool = True
+    folder: Path | None = None
+
+    @classmethod
+    def beside(cls, path: str) -> Trust:
+        """Trust the folder of a YAML file that the user typed, but no folder of a copy in a run or a checkpoint."""
+        file = Path(path)
+        is_copy = file.name == CONFIGURATION or (file.parent / MANIFEST).exists()
+        return cls(everything=False, folder=None if is_copy else file.parent)
+
+    def check(self, label: str, name: str) -> None:
+        """Raise an error where the module `name` may not run; `label` opens the sentence. Nothing is imported."""
+        if self.everything or is_ours(name):
+            return
+        for spec in specs_of(name):
+            if spec.origin is None or (spec.has_location and self._holds(spec.origin)):
+                continue  # a folder without __init__.py runs nothing
+            where = f"lies in {shown_path(spec.origin)}" if spec.has_location else "is part of Python"
+            runs = "a copy in a run runs no file" if self.folder is None else f"no file outside of {self.folder} is run"
+            raise Untrusted(f"{label} {name} {where}, and {runs}")
+
+    def _holds(self, file: str) -> bool:
+        return self.folder is not None and Path(file).resolve().is_relative_to(self.folder.resolve())
+
+
+EVERYTHING = Trust()
+
+
+def is_ours(name: str) -> bool:
+    """Whether a module is one that every configuration may run."""
+    return name == "jshard" or f"{name}.".startswith(tuple(f"{each}." for each in OURS))
+
+
+def specs_of(name: str) -> Iterator[ModuleSpec]:
+    """Find the packages around a module and it, in this folder or where Python looks. None is imported."""
+    spec, parts = None, name.split(".")
+    for end, part in enumerate(parts, 1):
+        if spec is None:
+            here = [os.getcwd(), *sys.path]
+            spec = next(filter(None, (finder.find_spec(part, here) for finder in sys.meta_path)), None)
+        else:
+            spec = PathFinder.find_spec(part, [*(spec.submodule_search_locations or ())])
+        if spec is None:
+            missing = ".".join(parts[:end])
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        yield spec
