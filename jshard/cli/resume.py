@@ -11,7 +11,7 @@ from jshard.cli.target import Target
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
-from jshard.run_names import CHECKPOINTS, CONFIGURATION, MANIFEST
+from jshard.run_names import CHECKPOINTS, CONFIGURATION, MANIFEST, restarts
 from jshard.signals.config import load_configuration
 from jshard.training.settings import Settings
 
@@ -70,7 +70,7 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
     import jax
 
     from jshard.training.progress import in_words
-    from jshard.training.train import train
+    from jshard.training.train import last_saved, train
 
     if membership() is not None:
         from jshard.cli.rank_main import MemberBar
@@ -78,7 +78,10 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
         bar = MemberBar(experiment.settings["steps"])
     elif resume is None:
         show(experiment.apart or experiment.asked.text(width()))
-    evaluated = train(experiment, bar, resume=resume() if resume else None)
+    start = last_saved(experiment) if restarts() else None
+    if start is None and resume is not None:
+        start = resume()
+    evaluated = train(experiment, bar, resume=start)
     for line in in_words(evaluated) if jax.process_index() == 0 else ():  # why there is none was said when it began
         print(line)
     return 0

@@ -52,12 +52,37 @@ class Checkpoint:
     folder: Path
     step: int
     run: str
+    whole: Manifest | None = dataclasses.field(
+        default=None, compare=False
+    )  # its manifest, once all files were compared
 
     @classmethod
     def find(cls, folder: Path, which: str, run: str) -> Checkpoint:
         """`which` is "latest", "previous" or the number of a step. Several processes take the one that the first found."""
         step = int(multihost_utils.broadcast_one_to_all(np.int32(cls._found(folder, which))))
         return cls(folder / str(step), step, run)
+
+    @classmethod
+    def newest_whole(cls, folder: Path, run: str) -> Checkpoint | None:
+        """Find the newest checkpoint that all processes find as it was saved; None in a folder that holds none. Each one
+        passed over is told."""
+        before = step = np.iinfo(np.int32).max
+        while True:
+            here = max((each for each in steps_in(folder) if each < before), default=-1)
+            step = int(multihost_utils.broadcast_one_to_all(np.int32(here)))
+            if step < 0:
+                break
+            found, before, manifest = cls(folder / str(step), step, run), step, None
+            try:
+                manifest = found._checked()
+            except (Damaged, OSError) as error:
+                fault = error if isinstance(error, Damaged) else f"can't be read: {reason(error)}"
+                print(f"{found} {fault}; an earlier one is looked for", file=sys.stderr, flush=True)
+            if np.all(multihost_utils.process_allgather(np.bool_(manifest is not None))):
+                return dataclasses.replace(found, whole=manifest)
+        if before == np.iinfo(np.int32).max:
+            return None
+        raise JShardError(f"no checkpoint in {folder} is whole", hint=_ANEW)
 
     @staticmethod
     def _found(folder: Path, which: str) -> int:
@@ -83,17 +108,20 @@ class Checkpoint:
         return f"the checkpoint of step {self.step} ({self.folder})"
 
     def manifest(self) -> Manifest:
-        """What it says of itself, after every file has been compared with its checksum. Of several processes each
-        compares some of them."""
+        """What it says of itself, after every file has been compared with its checksum."""
         try:
             with refused(f"{self} can't be read", hint="make it readable, or start anew"):
-                found = Manifest.read(self.folder)
-                mine = itertools.islice(found.files.items(), jax.process_index(), None, jax.process_count())
-                dataclasses.replace(found, files=dict(mine)).check_files(self.folder)
+                return self.whole or self._checked()
         except Damaged as damage:
             earlier = [step for step in steps_in(self.folder.parent) if step < self.step]
             hint = f"type: jshard resume {self.run} --from {earlier[-1]}" if earlier else _ANEW
             raise JShardError(f"{self} {damage}", hint=hint) from None
+
+    def _checked(self) -> Manifest:
+        """Compare every file with its checksum; of several processes each compares some of them."""
+        found = Manifest.read(self.folder)
+        mine = itertools.islice(found.files.items(), jax.process_index(), None, jax.process_count())
+        dataclasses.replace(found, files=dict(mine)).check_files(self.folder)
         return found
 
     def restore(self, state: Any, needed_by: str) -> tuple[Any, Manifest]:

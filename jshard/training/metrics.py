@@ -28,6 +28,7 @@ class Record:
     ):  # fmt: skip
         self.metrics: Path | None = None
         self.board: Any = None
+        self.kept: dict[str, float] = {}  # the figures of step `done` that are there already
         if folder is None:
             return
         place = configuration.train_places["output"]
@@ -35,10 +36,12 @@ class Record:
         fault = f'jshard.train.output ({place}) is "{folder}", which can\'t be written to'
         with refused(fault, hint="name another folder, like output=runs/mine"):
             Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / CONFIGURATION).write_text(written(configuration))
+            _put(Path(folder) / CONFIGURATION, written(configuration))
             self.metrics = Path(folder) / "metrics.jsonl"
             kept = _until(done, self.metrics) if done and self.metrics.exists() else []
-            self.metrics.write_text("".join(kept))
+            _put(self.metrics, "".join(kept))
+            for line in map(json.loads, kept):
+                self.kept |= line if line["step"] == done else {}
             if writer is not None:
                 self.board = writer(str(Path(folder) / TENSORBOARD), purge_step=done + 1 if done else None)
 
@@ -54,6 +57,12 @@ class Record:
     def close(self) -> None:
         if self.board is not None:
             self.board.close()
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file in place of the one that is there: a process that is killed meanwhile leaves one of the two."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").replace(path)
 
 
 def _board_writer(place: Place) -> Any:

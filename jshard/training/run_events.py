@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from jshard import events
 from jshard.inspect.ledger import Traced, ledger_of
-from jshard.run_names import RESTART
+from jshard.run_names import restarts
 from jshard.training.experiment import Experiment
 from jshard.training.figures import tokens_in
 from jshard.training.log import Log, facts, how, tell_program
@@ -28,7 +27,7 @@ def run_events(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
     with contextlib.ExitStack() as stack:
         if (folder := settings.ran()) is not None:
             label = f'{settings.label("log")} writes to "{folder}", which'
-            log = Log(folder, label=label, goes_on=goes_on or RESTART in os.environ)
+            log = Log(folder, label=label, goes_on=goes_on or restarts() > 0)
             stack.callback(log.close)
         if events.listeners:
             events.tell("begin", **facts(steps=settings["steps"], batch=settings["batch"], **_tokens(experiment)))

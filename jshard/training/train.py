@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import math
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jshard.errors import JShardError
-from jshard.training.checkpoint import Checkpoint, Saver, steps_in
+from jshard.run_names import restarts
+from jshard.training.checkpoint import Checkpoint, Saver
 from jshard.training.experiment import Experiment
 from jshard.training.figures import Figures
 from jshard.training.loop import NotANumber, Taken, check_parameters, evaluate, run
@@ -17,7 +20,7 @@ from jshard.training.nan_cause import maker, suspect
 from jshard.training.on_demand_trace import TraceRequest
 from jshard.training.preemption import Notice, Preempted
 from jshard.training.progress import Bar, Rate, figures_in_words, in_words, silent
-from jshard.training.run_events import RESTART, Course, run_events
+from jshard.training.run_events import Course, run_events
 from jshard.training.settings import LOG
 from jshard.training.sources import own_position
 from jshard.units import perplexity
@@ -27,11 +30,11 @@ def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint 
     """Train, with a progress bar, and return the last loss and the figures of the last evaluation, if there are test data. What
     each figure was goes into the output folder. Of several processes the first speaks and writes.
 
-    With `resume` it goes on from there; started again by `jshard launch --restarts`, from the last checkpoint that there
-    is by now. SIGTERM ends it behind a step that all processes agree on: it saves, if the
+    With `resume` it goes on from there; started again by `jshard launch --restarts` or by a scheduler, from the newest
+    whole checkpoint that there is by now. SIGTERM ends it behind a step that all processes agree on: it saves, if the
     configuration says where, and raises `Preempted`, by which Python ends with the code 143."""
-    if RESTART in os.environ:
-        resume = last_saved(experiment) or resume
+    if resume is None and restarts():
+        resume = last_saved(experiment)
     leads = jax.process_index() == 0
     bar = bar or Bar(experiment.settings["steps"], None if leads else silent())
     with bar, run_events(experiment, goes_on=resume is not None) as course:
@@ -39,11 +42,9 @@ def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint 
 
 
 def last_saved(experiment: Experiment) -> Checkpoint | None:
-    """Find the checkpoint that a run of this experiment would go on from; None where nothing is saved."""
+    """Find the newest whole checkpoint of this experiment; None where nothing is saved."""
     policy = experiment.settings.checkpoint()
-    if policy is None or not steps_in(policy.folder):
-        return None
-    return Checkpoint.find(policy.folder, "latest", policy.run)
+    return None if policy is None else Checkpoint.newest_whole(policy.folder, policy.run)
 
 
 class _Training:
@@ -72,7 +73,7 @@ class _Training:
     def _go_on_from(self, resume: Checkpoint) -> None:
         self.step.state, manifest = resume.restore(self.step.state, self.experiment.configuration.source)
         self.done, self.position = manifest.step, own_position(manifest.position, resume)
-        if self.done >= self.steps:
+        if self.done > self.steps or (self.done == self.steps and not restarts()):
             raise JShardError(
                 f"{resume} has trained {self.done} of {self.steps} steps, so there is nothing to do",
                 hint=f"type: jshard resume {resume.run} steps={2 * self.done}",
@@ -101,6 +102,8 @@ class _Training:
                 contextlib.closing(taken),
                 stepped,
             ):
+                if self.done:
+                    self._catch_up()
                 for each in taken:
                     self.course.step(each)
                     if each.number == first:
@@ -129,7 +132,16 @@ class _Training:
             found.pop("seconds_left", None)
             self.record.write(step=number, **found)
 
-    def _evaluate(self, number: int) -> None:
+    def _catch_up(self) -> None:
+        """Evaluate behind the step that the run goes on from, where it ended before that was written, and at its end."""
+        kept, is_over = self.record.kept, self.done == self.steps
+        has = any(name.startswith("test_") for name in kept)
+        told = np.array([has or not (kept or is_over), kept.get("loss", math.nan)], np.float32)
+        told, self.loss = map(float, multihost_utils.broadcast_one_to_all(told))
+        if is_over or not told:
+            self._evaluate(self.done, is_written=bool(told))
+
+    def _evaluate(self, number: int, *, is_written: bool = False) -> None:
         if self.test is None or (number % self.evaluate_every and number != self.steps):
             return
         self.course.evaluates(self.step, self.test)
@@ -137,7 +149,8 @@ class _Training:
         if self.figures.is_likelihood:
             found = {"test_loss": found["test_loss"], "test_perplexity": perplexity(found["test_loss"]), **found}
         self.evaluated = found
-        self.record.write(step=number, **found)
+        if not is_written:
+            self.record.write(step=number, **found)
         self.course.evaluated(number, found)
         if number != self.steps:
             self.bar.say(f"step {number}/{self.steps}   {'   '.join(in_words(found))}")

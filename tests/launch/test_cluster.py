@@ -14,6 +14,7 @@ import yaml
 from jshard.cli import parse
 from jshard.cli.launch import command_of, split
 from jshard.launch.cluster_env import found
+from jshard.run_names import restarts
 
 ROOT = Path(__file__).parent.parent.parent
 CLUSTER = ROOT / "examples" / "cluster"
@@ -38,7 +39,8 @@ def test_cluster_jobset_finds_its_processes(monkeypatch):
     jobset = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
     (job,) = jobset["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
-    environment = {each["name"]: each["value"] for each in container["env"]}
+    environment = {each["name"]: each.get("value", "0") for each in container["env"]}
+    assert restarts(environment) == 0 and restarts({**environment, "JSHARD_RESTART": "2"}) == 2
     membership = found({**environment, "KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"})
     assert membership is not None
     assert (membership.processes, membership.rank) == (job["template"]["spec"]["completions"], 1)

@@ -205,10 +205,102 @@ def test_resume_finds_a_run_that_was_moved_a_folder_of_checkpoints_and_one_of_th
     assert found(inside / "20", "latest") == (inside, inside / "20/configuration.yaml", "20")
 
 
-def test_train_started_again_by_the_launcher_goes_on_by_itself(run, monkeypatch, capsys):
+AGAIN = {
+    "by the launcher": {"JSHARD_RESTART": "1"},
+    "by Slurm": {"SLURM_RESTART_COUNT": "1"},
+    "by both": {"JSHARD_RESTART": "1", "SLURM_RESTART_COUNT": "0"},
+    "not": {"JSHARD_RESTART": "0", "SLURM_RESTART_COUNT": "0"},
+}
+
+
+@pytest.mark.parametrize("way", AGAIN)
+def test_train_started_again_goes_on_by_itself(way, run, monkeypatch, capsys):
+    for name, value in AGAIN[way].items():
+        monkeypatch.setenv(name, value)
+    status = main(["train", "mine.yaml", "steps=31"])
+    said = capsys.readouterr()
+    if way == "not":
+        assert (status, "already holds checkpoints, the last of step 30" in said.err) == (2, True)
+    else:
+        assert (status, "resumed from step 30: run/checkpoints/30" in said.out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "mine.yaml"],
+        ["resume", "run", "--from", "30", "--trust"],
+        ["resume", "run", "--from", "10", "--trust"],
+    ],
+)
+def test_train_started_again_goes_on_from_the_newest_whole_checkpoint_and_says_so(
+    words, run, finished, monkeypatch, capsys
+):
+    flip(file := largest(run / "checkpoints/30/arrays"))
     monkeypatch.setenv("JSHARD_RESTART", "1")
-    train(built("steps=31"))
-    assert "resumed from step 30: run/checkpoints/30" in capsys.readouterr().out
+    assert main([*words, "steps=31"]) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == (
+        f"the checkpoint of step 30 (run/checkpoints/30) is damaged: the bytes of {file.relative_to(run / 'checkpoints/30')} "
+        "are not those that were saved; an earlier one is looked for"
+    )
+    assert "resumed from step 20: run/checkpoints/20" in said.out
+    assert "set aside the checkpoint of step 30, beyond step 20: run/checkpoints/30.aside-1" in said.out
+    assert losses(run)[:30] == losses(finished)
+
+
+def test_train_started_again_where_no_checkpoint_is_whole_is_told(run, monkeypatch, capsys):
+    cut(run / "checkpoints/30/checkpoint.json")
+    (run / "checkpoints/20/checkpoint.json").unlink()
+    monkeypatch.setenv("JSHARD_RESTART", "1")
+    assert sentence(capsys, "train", "mine.yaml", "steps=31") == (
+        "no checkpoint in run/checkpoints is whole; start anew by: jshard train, with another output"
+    )
+    assert steps_in(run / "checkpoints") == [20, 30]
+
+
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_train_started_again_at_its_end_evaluates_what_was_not_and_ends(
+    is_evaluated, run, finished, monkeypatch, capsys
+):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    if not is_evaluated:  # as it is when the process ends behind its last save
+        (run / "metrics.jsonl").write_text("".join(line for line in lines if "test_" not in line))
+    monkeypatch.setenv("JSHARD_RESTART", "1")
+    assert main(["train", "mine.yaml"]) == 0
+    assert (run / "metrics.jsonl").read_text().splitlines(keepends=True) == lines
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_run_that_goes_on_writes_the_evaluation_that_was_lost(run, finished, here):
+    train(built("evaluation.every=10", "output=whole", "steps=21"))
+    whole = (here / "whole/metrics.jsonl").read_text().splitlines(keepends=True)
+    assert sum("test_" in line for line in whole) == 3
+    (run / "metrics.jsonl").write_text("".join(whole[:21]))  # one evaluation, and 20 steps
+    resume = Checkpoint.find(run / "checkpoints", "previous", "run")
+    train(built("evaluation.every=10", "steps=21"), resume=resume)
+    there = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line for line in there if "test_loss" in line] == [json.loads(line) for line in whole if "test_" in line]
+
+
+NEWEST = """
+import sys
+from pathlib import Path
+from tests.processes import join
+join()
+from jshard.training.checkpoint import Checkpoint
+print(Checkpoint.newest_whole(Path("run/checkpoints"), "run").step, Checkpoint.newest_whole(Path("nowhere"), "run"))
+"""
+
+
+@pytest.mark.slow
+def test_newest_whole_checkpoint_is_the_same_for_all_processes_though_one_alone_finds_the_damage(run, here):
+    (here / "newest.py").write_text(NEWEST)
+    files = [*Manifest.read(run / "checkpoints/30").files]
+    flip(run / "checkpoints/30" / files[1])
+    done = run_processes(here / "newest.py", 2, timeout=120)
+    assert [each.stdout.strip() for each in done] == ["20 None", "20 None"], done
+    assert ["is damaged" in each.stderr for each in done] == [False, True]
 
 
 def test_restore_unpickles_nothing(run, monkeypatch):
