@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, is_full
 from jshard.launch.cluster_env import Membership, found
 from jshard.launch.heartbeat import Pulse
 from jshard.launch.local_gpus import cards_of, place_on_host
@@ -231,8 +231,8 @@ def _lost(error: BaseException) -> tuple[int, JShardError] | None:
 
 def _came_under_way(error: JShardError) -> bool:
     """Whether something else failed after steps were done, as when data is read from a disk that is gone: no mistake in
-    what was asked, and worth another try."""
-    return _Joined.pulse.step > 0 and isinstance(error.__cause__, Exception)
+    what was asked, and worth another try; a full disk is not."""
+    return _Joined.pulse.step > 0 and isinstance(error.__cause__, Exception) and not is_full(error)
 
 
 def _last_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ HELD = 0.3  # seconds that a line waits, as another process may turn out to have
 ENDING = 10.0  # the same behind an error in JAX's own log, where rank 0 has another launcher: the process may be about to end
 LOG_OF_JAX = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \w+\.\w+:\d+\] ")
 SAVED = 143  # the exit status of a process that was sent SIGTERM, and saved at a step that all agreed on
-MISTAKE = 2  # the exit status of a JShardError: it would be made again
+MISTAKE = 2  # the exit status of a JShardError: it would be made again, or the disk is full
 
 
 class Supervisor:
@@ -60,6 +60,8 @@ class Supervisor:
                 status, says = self._once(attempt)
                 if says is not None:
                     self._say(says)
+                if status == MISTAKE and attempt < self.restarts:
+                    self._say("not started again: this fault would come again until someone mends it")
                 if status in (0, MISTAKE) or self.asked is not None or attempt == self.restarts:
                     return status
                 self._say(f"starting all again: restart {attempt + 1} of {self.restarts}")

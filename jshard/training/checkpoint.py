@@ -11,7 +11,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import errno
 import itertools
 import os
 import shutil
@@ -25,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard import events
-from jshard.errors import JShardError, refused
+from jshard.errors import JShardError, is_full, reason, refused
 from jshard.layouts.paths import keys_of
 from jshard.layouts.put import kind, raw, typed
 from jshard.run_names import CONFIGURATION
@@ -158,12 +157,14 @@ class Checkpoint:
 _ANEW = "start anew by: jshard train, with another output"
 
 
-def reason(error: BaseException) -> str:
-    """Why the system refused, in its own words; orbax hides the number in a sentence."""
+def refusal(error: BaseException) -> OSError:
+    """Return the system's refusal; orbax hides its number in a sentence."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
+        return error
     number = str(error).rpartition("os_error_code='")[2].partition("'")[0]
-    return os.strerror(int(number)).lower() if number.isdecimal() else " ".join(str(error).split())[:300]
+    if number.isdecimal():
+        return OSError(int(number), os.strerror(int(number)))
+    return OSError(None, " ".join(str(error).split())[:300])
 
 
 def named(state: Any) -> dict[str, jax.Array]:
@@ -320,10 +321,11 @@ class Saver:
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, JShardError):
                 raise
-            why = reason(error)
+            refused = refusal(error)
             back = "" if self.saved is None else f", and the last checkpoint is that of step {self.saved}"
-            hint = "make room" if why == os.strerror(errno.ENOSPC).lower() else "make it writable"
+            hint = "make room" if is_full(refused) else "make it writable"
             go_on = (
                 ", or name another output" if self.saved is None else f", then type: jshard resume {self.policy.run}"
             )
-            raise JShardError(f"{self.policy.label} can't {what}: {why}{back}", hint=hint + go_on) from error
+            fault = f"{self.policy.label} can't {what}: {reason(refused)}{back}"
+            raise JShardError(fault, hint=hint + go_on) from refused

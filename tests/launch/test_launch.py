@@ -186,8 +186,9 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     last = line
     status, rest, err = finished(started)
     last = [line for line in [last, *rest] if "saved step " in line][-1].split("saved step ")[1].partition(":")[0]
-    assert len(err) == 5, err
-    full, says, again, nan, end = err
+    assert len(err) == 6, err
+    full, says, again, nan, end, no_more = err
+    assert no_more == "not started again: this fault would come again until someone mends it"
     assert re.fullmatch(
         rf'\[1\] jshard.train.checkpoint \(the command line\) saves to "{tmp_path}/run/checkpoints", which can\'t take step \d+: '
         rf"file too large, and the last checkpoint is that of step \d+; make it writable, then type: jshard resume {tmp_path}/run",
@@ -202,6 +203,22 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
         nan,
     )
     assert (status, end) == (2, f"all were stopped: rank {nan[1]} says why, above")
+
+
+@pytest.mark.slow
+def test_launch_does_not_start_again_on_a_disk_that_is_really_full(tmp_path):
+    mount = f"mkdir {tmp_path}/full && mount -t tmpfs -o size=256k tmpfs {tmp_path}/full && "
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True).returncode:
+        pytest.skip("needs `unshare -rm` and tmpfs, to have a disk that is full")
+    before = ["unshare", "-rm", "sh", "-c", mount.replace("mkdir", "mkdir -p") + 'exec "$@"', "sh"]
+    words = ["train", "tests/launch/soak.yaml", "steps=40", "checkpoint={every: 2, keep: 100}", f"output={tmp_path}/full/run"]
+    (tmp_path / "hurry").touch()
+    started = start("-n", "2", "--restarts", "2", *words, before=before, SOAK_HERE=str(tmp_path))
+    status, _, err = finished(started, timeout=240)
+    assert (status, len(err)) == (2, 3), err
+    assert re.search(r'can\'t (take step \d+|be written to): no space left on device[;,] .*make room', err[0]), err
+    assert re.fullmatch(r"all were stopped: rank \d says why, above", err[1])
+    assert err[2] == "not started again: this fault would come again until someone mends it"
 
 
 def losses(folder: Path) -> dict[int, float]:

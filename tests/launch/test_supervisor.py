@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -136,9 +137,34 @@ def test_launch_starts_all_again_as_often_as_asked(launch):
     assert err[1::2] == ["starting all again: restart 1 of 3", "starting all again: restart 2 of 3"]
 
 
+NO_MORE = "not started again: this fault would come again until someone mends it"
+
+
 def test_launch_does_not_repeat_a_mistake(launch):
-    status, out, _ = finished(launch("print('once'); sys.exit(2)", "-n", "1", "--restarts", "3"))
-    assert (status, out) == (2, ["[0] once"])
+    status, out, err = finished(launch("print('once'); sys.exit(2)", "-n", "1", "--restarts", "3"))
+    assert (status, out, err[1:]) == (2, ["[0] once"], [NO_MORE])
+
+
+@pytest.mark.parametrize(("code", "attempts"), [("ENOSPC", 1), ("EDQUOT", 1), ("EIO", 3)])
+def test_launch_does_not_start_again_on_a_full_disk_and_says_why(launch, code, attempts):
+    program = """
+import errno
+from jshard.errors import refused
+from jshard.launch.initialize import fail, pulse
+pulse().at("step", 3)
+try:
+    with refused("the run can't save", hint="make room"):
+        raise OSError(errno.CODE, os.strerror(errno.CODE))
+except ValueError as error:
+    fail(error)
+"""
+    status, _, err = finished(launch(program.replace("CODE", code), "-n", "1", "--restarts", "2"))
+    why = f"[0] the run can't save: {os.strerror(getattr(errno, code)).lower()}; make room"
+    assert err.count(why) == attempts
+    if attempts == 1:
+        assert (status, err) == (2, [why, "all were stopped: rank 0 says why, above", NO_MORE])
+    else:
+        assert (status, NO_MORE in err) == (1, False)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import tensorstore
 
 from jshard.cli import main
 from jshard.cli.resume import found
-from jshard.errors import JShardError
+from jshard.errors import JShardError, is_full
 from jshard.signals import active_config as current
 from jshard.training import checkpoint
 from jshard.training.checkpoint import Checkpoint, named, steps_in
@@ -714,7 +714,26 @@ def test_disk_that_fills_up_while_saving_is_told_and_the_checkpoint_before_is_wh
         'jshard.train.checkpoint (mine.yaml:12) saves to "run/checkpoints", which can\'t take step 31: no space left on '
         "device, and the last checkpoint is that of step 30; make room, then type: jshard resume run"
     )
+    assert is_full(told.value)
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["20", "30"]
+
+
+def test_disk_that_fills_up_while_figures_are_written_is_told(here, monkeypatch):
+    opened = Path.open
+
+    def full(path, mode="r", *more, **named):
+        if path.name == "metrics.jsonl" and mode == "a":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, mode, *more, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(JShardError) as told:
+        train(built("steps=3"))
+    assert str(told.value) == (
+        'jshard.train.output (mine.yaml:11) is "run", which can\'t be written to: no space left on device; '
+        "make room, or make it writable"
+    )
+    assert is_full(told.value)
 
 
 @pytest.mark.seconds
