@@ -10,6 +10,7 @@ RESTART = "JSHARD_RESTART"  # in the environment: how often the launcher has sta
 CONFIGURATION = "configuration.yaml"
 CHECKPOINTS = "checkpoints"  # unless the configuration names another folder
 MANIFEST = "checkpoint.json"  # in each checkpoint: what it holds
+LOCK = "run.lock"  # locked by the first process as long as it writes there
 LOG = "log"
 TRACE = "trace"
 CAPTURED = "trace.json"  # in TRACE, beside each process's capture

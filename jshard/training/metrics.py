@@ -34,7 +34,7 @@ class Record:
         place = configuration.train_places["output"]
         self.fault = f'jshard.train.output ({place}) is "{folder}", which can\'t be written to'
         writer = _board_writer(configuration.train_places["log.tensorboard"]) if tensorboard else None
-        with refused(self.fault, hint="name another folder, like output=runs/mine"):
+        with refused(self.fault, hint="make it writable, or name another output"):
             Path(folder).mkdir(parents=True, exist_ok=True)
             _put(Path(folder) / CONFIGURATION, written(configuration))
             self.metrics = Path(folder) / "metrics.jsonl"
@@ -47,7 +47,7 @@ class Record:
 
     def write(self, **figures: float) -> None:
         if self.metrics is not None:
-            with refused(self.fault, hint="make room, or make it writable"), self.metrics.open("a") as file:
+            with refused(self.fault, hint="make room, or name another output"), self.metrics.open("a") as file:
                 print(json.dumps(figures), file=file)
         if self.board is not None:
             for name, figure in figures.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,7 +22,8 @@ from jshard.training.on_demand_trace import TraceRequest
 from jshard.training.preemption import Notice, Preempted
 from jshard.training.progress import Bar, Rate, figures_in_words, in_words, silent
 from jshard.training.run_events import Course, run_events
-from jshard.training.settings import LOG
+from jshard.training.run_lock import locked
+from jshard.training.settings import LOG, Settings
 from jshard.training.sources import own_position
 from jshard.units import perplexity
 
@@ -37,8 +39,18 @@ def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint 
         resume = last_saved(experiment)
     leads = jax.process_index() == 0
     bar = bar or Bar(experiment.settings["steps"], None if leads else silent())
-    with bar, run_events(experiment, goes_on=resume is not None) as course:
+    with locked(_folders(experiment.settings)), bar, run_events(experiment, goes_on=resume is not None) as course:
         return _Training(experiment, bar, resume, course).run()
+
+
+def _folders(settings: Settings) -> dict[Path, str]:
+    """List the folders that a run writes to, with the opening of a sentence about each."""
+    policy, output, folders = settings.checkpoint(), settings["output"], dict[Path, str]()
+    if output is not None:
+        folders[Path(output)] = f'{settings.label("output")} is "{output}", which'
+    if policy is not None and (output is None or not policy.folder.resolve().is_relative_to(Path(output).resolve())):
+        folders[policy.folder] = policy.label
+    return folders
 
 
 def last_saved(experiment: Experiment) -> Checkpoint | None:

@@ -211,12 +211,18 @@ def test_launch_does_not_start_again_on_a_disk_that_is_really_full(tmp_path):
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True).returncode:
         pytest.skip("needs `unshare -rm` and tmpfs, to have a disk that is full")
     before = ["unshare", "-rm", "sh", "-c", mount.replace("mkdir", "mkdir -p") + 'exec "$@"', "sh"]
-    words = ["train", "tests/launch/soak.yaml", "steps=40", "checkpoint={every: 2, keep: 100}", f"output={tmp_path}/full/run"]
+    words = [
+        "train",
+        "tests/launch/soak.yaml",
+        "steps=40",
+        "checkpoint={every: 2, keep: 100}",
+        f"output={tmp_path}/full/run",
+    ]
     (tmp_path / "hurry").touch()
     started = start("-n", "2", "--restarts", "2", *words, before=before, SOAK_HERE=str(tmp_path))
     status, _, err = finished(started, timeout=240)
     assert (status, len(err)) == (2, 3), err
-    assert re.search(r'can\'t (take step \d+|be written to): no space left on device[;,] .*make room', err[0]), err
+    assert re.search(r"can\'t (take step \d+|be written to): no space left on device[;,] .*make room", err[0]), err
     assert re.fullmatch(r"all were stopped: rank \d says why, above", err[1])
     assert err[2] == "not started again: this fault would come again until someone mends it"
 

@@ -668,7 +668,7 @@ def test_checkpoint_that_does_not_fit_is_told_by_the_names_of_its_arrays(run, wo
         (["resume", "."], ". is not a run: it has no configuration.yaml and no checkpoints; name the output folder of a run"),
         (["resume", "run", "--trust"], "the checkpoint of step 30 (run/checkpoints/30) has trained 30 of 30 steps, so there is nothing to do; type: jshard resume run steps=60"),
         (["resume", "run", "--trust", "--from", "25"], 'run/checkpoints holds no checkpoint "25"; use --from latest, previous or a step of 20, 30'),
-        (["train", "mine.yaml", "output=mine.yaml/x"], 'jshard.train.checkpoint (mine.yaml:12) saves to "mine.yaml/x/checkpoints", which can\'t be written to: not a directory; make it writable, or name another output'),
+        (["train", "mine.yaml", "output=mine.yaml/x"], 'jshard.train.output (the command line) is "mine.yaml/x", which can\'t be written to: not a directory; make it writable, or name another output'),
     ],
 )  # fmt: skip
 def test_what_can_not_be_resumed_or_saved_is_told(run, capsys, words, says):
@@ -731,7 +731,7 @@ def test_disk_that_fills_up_while_figures_are_written_is_told(here, monkeypatch)
         train(built("steps=3"))
     assert str(told.value) == (
         'jshard.train.output (mine.yaml:11) is "run", which can\'t be written to: no space left on device; '
-        "make room, or make it writable"
+        "make room, or name another output"
     )
     assert is_full(told.value)
 

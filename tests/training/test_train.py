@@ -322,7 +322,7 @@ def test_output_that_is_no_folder_is_told(tmp_path):
         train(xor(f"output={tmp_path}/file/runs"))
     assert str(told.value) == (
         f'jshard.train.output (the command line) is "{tmp_path}/file/runs", which can\'t be written to: not a '
-        "directory; name another folder, like output=runs/mine"
+        "directory; make it writable, or name another output"
     )
 
 
