@@ -26,7 +26,7 @@ class JShardError(ValueError):
     """A mistake of the user's: `fault; hint`. The hint is required, so that it can't be forgotten."""
 
     def __init__(self, fault: str, *, hint: str):
-        self.faults: tuple[str, ...] = (f"{fault}; {hint}",)
+        self.faults: tuple[str, ...] = (printable(f"{fault}; {hint}"),)
         super().__init__(self.faults[0])
 
     def _render_traceback_(self) -> list[str]:
@@ -50,8 +50,8 @@ class JShardError(ValueError):
     def saying(cls, *faults: str) -> JShardError:
         """Make an error of whole sentences, each with its hint, as another process or thread has told them."""
         made = cls.__new__(cls)
-        made.faults = faults
-        ValueError.__init__(made, "\n".join(faults))
+        made.faults = tuple(printable(fault, keep="\n") for fault in faults)
+        ValueError.__init__(made, "\n".join(made.faults))
         return made
 
 
@@ -95,6 +95,13 @@ def shown_path(file: str) -> str:
     return file.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Escape every character that a terminal obeys or hides, as ESC, BEL, the end of a line or a change of direction."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def multiples(size: int, of: int) -> str:
     """Return the multiples of `of` next to `size`: "24 or 32", or "8", below which there is none."""
     below, above = size // of * of, -(-size // of) * of
@@ -111,6 +118,5 @@ def kind_of(value: object) -> str:
 
 def quoted(text: str, longest: int = 60) -> str:
     """A user's word on one line, in double quotes, cut when it is long."""
-    cut = text[:longest]
-    shown = "".join(c if c.isprintable() and c not in '"\\' else c.encode("unicode_escape").decode() for c in cut)
+    shown = printable(text[:longest].replace("\\", "\\\\"))
     return f'"{shown}..."' if len(text) > longest else f'"{shown}"'

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jshard.errors import JShardError, did_you_mean
+from jshard.errors import JShardError, did_you_mean, printable
 
 Fields = Mapping[str, Any]
 INFO, CONFIG, COLLECTIVES = ASKED = ("info", "config", "collectives")
@@ -85,7 +85,7 @@ def listener(environment: Mapping[str, str]) -> Listener | None:
     def show(what: str, fields: Fields) -> None:
         word, words = WORDS[what]
         if word in asked:
-            print(f"{word}: {words(fields)}", file=sys.stderr, flush=True)
+            print(printable(f"{word}: {words(fields)}", keep="\n"), file=sys.stderr, flush=True)
 
     return show
 

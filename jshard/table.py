@@ -7,6 +7,7 @@ import dataclasses
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from jshard.errors import printable
 from jshard.markup import Markup, element
 
 INDENT = "    "
@@ -44,7 +45,11 @@ class Shown:
 def as_text(blocks: Iterable[Block], width: int | None) -> str:
     lines: list[str] = []
     for block in blocks:
-        lines += folded(block, width) if isinstance(block, str) else table(block.cells, right=block.right, width=width)
+        lines += (
+            folded(printable(block, keep="\n"), width)
+            if isinstance(block, str)
+            else table(block.cells, right=block.right, width=width)
+        )
     return "\n".join(lines)
 
 
@@ -71,6 +76,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: 
     every row is folded on its own instead: its cells, as many to a line as there is room, indented after the first."""
     if not rows:
         return []
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
         BETWEEN.join(

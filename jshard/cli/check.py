@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show, tell
-from jshard.errors import JShardError
+from jshard.errors import JShardError, printable
 from jshard.host import computes_on_cpus
 from jshard.signals.claims import Claim, claims, found_claims
 from jshard.signals.config import Configuration
@@ -82,7 +82,7 @@ class Checked:
 
     def print(self) -> None:
         for line in (*table(list(_alike(self.claims))), *table([row.cells() for row in self.rows]), *self.holds):
-            show(line)
+            show(printable(line))
         for sentence in self.broken:
             tell(sentence)
 

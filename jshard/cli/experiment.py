@@ -6,11 +6,12 @@ import contextlib
 import glob
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jshard.cli.target import Target
+from jshard.cli.terminal import tell
+from jshard.errors import printable
 from jshard.launch.cluster_env import found
 from jshard.layouts.pretend import pretend, start_no_other_backend
 from jshard.signals.config import Configuration
@@ -83,7 +84,7 @@ def pretend_where_none(configuration: Configuration) -> None:
     logging.getLogger("jax._src.xla_bridge").addFilter(_is_of_use)
     if jax.default_backend() == "cpu":
         here = len(jax.devices())
-        print(f"{why}: pretending {here} CPU devices for mesh {configuration.mesh}", file=sys.stderr)
+        tell(f"{why}: pretending {here} CPU devices for mesh {printable(str(configuration.mesh))}")
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

@@ -7,6 +7,7 @@ import re
 import sys
 from typing import TextIO
 
+from jshard.errors import printable
 from jshard.table import folded_row
 
 COLOURS = {"+": "32", "-": "31", "~": "33"}  # green, red, yellow
@@ -35,7 +36,9 @@ def tell(text: str) -> None:
 
 
 def fitted(text: str, columns: int | None) -> str:
-    """Fold text so that no line is longer than the window. A row of a table is folded between its cells."""
+    """Fold text so that no line is longer than the window, and escape what a terminal would obey. A row of a table is folded
+    between its cells."""
+    text = printable(text, keep="\n")
     if columns is None:
         return text
     return "\n".join(part for line in text.split("\n") for part in _fold(line, columns))

@@ -10,7 +10,7 @@ from jshard.errors import Place, did_you_mean, nearest, quoted, reason
 from jshard.signals.faults import COMMAND_LINE, Faults, Path, dotted, listed, subject
 from jshard.signals.nodes import DEEPEST, Node, collection, read_mapping
 from jshard.signals.schema import JSHARD_TABLE, TRAIN
-from jshard.signals.source import read_text, read_word
+from jshard.signals.source import MOST_BYTES, read_text, read_word
 from jshard.signals.synonyms import suggest
 from jshard.signals.value_types import Key, Table
 
@@ -43,8 +43,12 @@ def _file(name: str, faults: Faults, about: str | None = None, asked: Place | No
     """What a file says. Faults of one that can't be read are `about` it; `asked` is where it was asked for."""
     faults.opens(name)
     try:
+        if os.path.exists(name) and not os.path.isdir(name) and not os.path.isfile(name):
+            return faults.add(
+                about or dotted([name]), asked or Place(name), "is a pipe or a device", "give it as a file"
+            )
         with open(name, "rb") as file:
-            return read_text(file.read(), name, faults)
+            return read_text(file.read(MOST_BYTES + 1), name, faults)
     except FileNotFoundError:
         says, hint = "is not there", _nearest_file(name, asked)
     except (IsADirectoryError, NotADirectoryError):

@@ -8,6 +8,7 @@ from jshard.errors import JShardError, Place, quoted
 
 Path = tuple[str, ...]  # the keys that lead to a value, the outermost first
 COMMAND_LINE = "the command line"
+MOST = 20  # faults that are told of a configuration
 
 
 class Faults:
@@ -28,6 +29,8 @@ class Faults:
         self._times += 1
         fault = f"{about if isinstance(about, str) else subject(about, place)} {says}"
         self._found.setdefault((place, says if place.line else fault, hint), (place, fault, hint))
+        if len(self._found) > MOST:
+            self.stop()
 
     def __len__(self) -> int:
         """How many times a fault was noted."""
@@ -37,7 +40,10 @@ class Faults:
         """Raise what was found, if anything was."""
         if self._found:
             found = sorted(self._found.values(), key=lambda fault: self._order(fault[0]))
-            raise JShardError.of(JShardError(fault, hint=hint) for _, fault, hint in found)
+            told = [JShardError(fault, hint=hint) for _, fault, hint in found[:MOST]]
+            if len(found) > MOST:
+                told.append(JShardError(f"there are more than these {MOST} mistakes", hint="mend them first"))
+            raise JShardError.of(told)
 
     def _order(self, place: Place) -> tuple[int, int, int]:
         return self._sources.get(place.source, len(self._sources)), place.line or 0, place.column or 0

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from jshard.errors import Place
 from jshard.signals.faults import Faults, Path, shown
 
-MOST_VALUES = 100_000
+MOST_VALUES = 50_000
 DEEPEST = 50
 
 Scalar: TypeAlias = str | int | float | bool | None

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from jshard.errors import Place, did_you_mean, quoted
+from jshard.errors import JShardError, Place, did_you_mean, quoted
 from jshard.signals.faults import Faults, Path, shown
 from jshard.signals.nodes import DEEPEST, MOST_VALUES, Node, Stop, collection, document, scalar
 
-MOST_BYTES = 4_000_000
+MOST_BYTES = 1_000_000
 
 
 class _Reader:
@@ -63,6 +63,8 @@ class _Reader:
             raise self.stop(place, f"has the tag {tag}, and tags are never obeyed here", hint)
         self.grow(place, 1, len(path) + (not isinstance(event, yaml.ScalarEvent)))
         if isinstance(event, yaml.ScalarEvent):
+            if "\0" in event.value:
+                raise self.stop(place, 'has the character "\\0", which no name or path can hold', "remove it")
             node = Node(scalar(event.value) if event.style is None else event.value, place)
         else:
             if event.anchor is not None:
@@ -153,9 +155,7 @@ class _Reader:
 def read_text(data: bytes, source: str, faults: Faults) -> Node | None:
     """The one mapping that a YAML file is; None, and its faults noted, when it isn't one."""
     if len(data) > MOST_BYTES:
-        faults.add(
-            source, Place(source), f"has {len(data):,} bytes, more than a configuration's {MOST_BYTES:,}", "split it"
-        )
+        faults.add(source, Place(source), f"has more bytes than the {MOST_BYTES:,} of a configuration", "split it")
         return None
     try:
         text = data.decode("utf-8")
@@ -177,6 +177,8 @@ def _read(text: str, reader: _Reader) -> Node | None:
         return reader.read(text)
     except Stop:
         return None
+    except JShardError:  # of too many faults
+        raise
     except yaml.MarkedYAMLError as error:
         _not_yaml(error, reader)
     except yaml.reader.ReaderError as error:

@@ -18,6 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from jshard.errors import printable
 from jshard.units import duration, size
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Print one line above the bar."""
-        self.console.print(text)
+        self.console.print(printable(text, keep="\n"))
 
 
 class LaunchBar(Bar):

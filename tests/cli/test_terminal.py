@@ -203,3 +203,43 @@ def test_disk_that_is_full_is_one_sentence(words, unbuffered):
     assert (done.returncode, done.stderr) == (
         2, f"what jshard {words[0]} prints can't be written: no space left on device; send it to another place\n",
     )  # fmt: skip
+
+
+EVIL = "a\x1b[31m\x07\n\u202e\u2066b"
+SHOWN = r"a\x1b[31m\x07\n\u202e\u2066b"
+MODEL = """
+import jshard, numpy as np
+from flax import nnx
+
+class Model(nnx.Module):
+    def __init__(self, *, rngs):
+        with jshard.signal({name!r}):
+            setattr(self, {name!r}, jshard.Linear(8, 8, rngs=rngs))
+
+    def __call__(self, x):
+        return getattr(self, {name!r})(x)
+
+def data():
+    return {{"train": (np.zeros((8, 8), np.float32), np.zeros(8, np.int32))}}
+"""
+
+
+@pytest.mark.parametrize("words", [
+    ["check", "evil.yaml"], ["check", "evil.yaml", "--claims"], ["explain", "evil.yaml"], ["report", "evil.yaml"],
+    ["check", f"{EVIL}.yaml"], ["check", "evil.yaml", f"{EVIL}=3"], ["check", "evil.yaml", f"{EVIL}.row=three"],
+    [EVIL], ["check", f"--{EVIL}", "evil.yaml"], ["timeline", EVIL], ["resume", EVIL],
+], ids=lambda words: ascii(" ".join(words)))  # fmt: skip
+def test_no_name_reaches_a_terminal_raw(capsys, monkeypatch, words):
+    """Neither a colour, nor a bell, nor the end of a line, nor a change of direction."""
+    Path("evil.py").write_text(MODEL.format(name=EVIL))
+    quoted = json.dumps(EVIL)
+    Path("evil.yaml").write_text(
+        f"jshard:\n  mesh: {{{quoted}: 8}}\n  train: {{model: evil:Model, data: evil:data, batch: 8}}\n"
+        f"{quoted}: {{column: {quoted}, match: ['**']}}\n"
+    )
+    monkeypatch.setattr("jshard.cli.experiment.pretend", lambda count, platforms: None)
+    main(words)
+    said = "".join(capsys.readouterr())
+    assert ascii("".join(c for c in said if not c.isprintable() and c != "\n")) == "''"
+    assert SHOWN in said or r"a\\x1b[31m" in said
+    sys.modules.pop("evil", None)

@@ -3,7 +3,9 @@ signals/nodes.py, signals/value_types.py, signals/axes.py, signals/globs.py, sig
 
 from __future__ import annotations
 
+import difflib
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -925,7 +927,7 @@ IN_A_FILE = {
     ),
     "alias bomb": (
         BOMB,
-        "FILE:5 makes more than 100,000 values of the file; write fewer aliases or split it",
+        "FILE:5 makes more than 50,000 values of the file; write fewer aliases or split it",
     ),
     "deep": (
         DEEP,
@@ -1014,7 +1016,7 @@ def test_misuse_is_of_forty_kinds_at_least():
         (b"\n\n\0", "configs/mlp.yaml:3 has the character U+0000, which YAML does not allow; remove it"),
         (b"layer1: {}\n\0", "configs/mlp.yaml:2 has the character U+0000, which YAML does not allow; remove it"),
         *((data, f"configs/mlp.yaml says nothing; {AN_EXAMPLE}") for data in (b"", b"# to come\n", b"~\n", b"{}\n")),
-        (b"#" * 4_000_001, "configs/mlp.yaml has 4,000,001 bytes, more than a configuration's 4,000,000; split it"),
+        (b"#" * 1_000_001, "configs/mlp.yaml has more bytes than the 1,000,000 of a configuration; split it"),
     ],
     ids=["latin-1", "utf-16", "line", "nul above", "nul", "empty", "comment", "null", "no signal", "huge"],
 )
@@ -1036,6 +1038,36 @@ def test_misuse_of_a_path_is_told(folder: Path):
         'jshard.load is given something of type int; give it a path or a mapping, as in "configs/mlp.yaml"'
     ]
     assert faults_of(None) == ['jshard.load is given nothing; give it a path or a mapping, as in "configs/mlp.yaml"']
+
+
+@pytest.mark.timeout(60)
+def test_misuse_of_a_pipe_or_a_device_is_told_and_neither_is_read(folder: Path):
+    os.mkfifo(folder / "pipe.yaml")
+    assert faults_of("configs/pipe.yaml") == ["configs/pipe.yaml is a pipe or a device; give it as a file"]
+    assert faults_of("/dev/zero") == ["/dev/zero is a pipe or a device; give it as a file"]
+    (folder / "mlp.yaml").write_text("jshard: {include: pipe.yaml}\n")
+    assert faults_of("configs/mlp.yaml") == [
+        'jshard.include (configs/mlp.yaml:1) names "configs/pipe.yaml", which is a pipe or a device; give it as a file'
+    ]
+
+
+UNKNOWN = {
+    "keys": "layer1:\n" + "".join(f"  k{n}: 1\n" for n in range(3000)),
+    "keys of jshard": "jshard:\n" + "".join(f"  k{n}: 1\n" for n in range(3000)),
+    "names": "layer1: {extends: [" + ", ".join(f"k{n}" for n in range(3000)) + "]}\n",
+    "mesh axes": "".join(f"s{n}: {{row: x{n}}}\n" for n in range(3000)),
+    "the same key": "layer1: {}\n" * 3000,
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_misuse_by_thousands_is_told_by_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    asked, close = [], difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *words, **how: asked.append(words) or close(*words, **how))
+    (folder / "mlp.yaml").write_text(MESH + UNKNOWN[kind].removeprefix("jshard:\n" if "jshard" in kind else ""))
+    *first, last = faults_of("configs/mlp.yaml")
+    assert (len(first), last) == (20, "there are more than these 20 mistakes; mend them first")
+    assert len([known for _, known, *_ in asked if known != ["jshard"]]) <= 100  # each signal might be meant as jshard
 
 
 def test_misuse_of_a_closed_file_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -1067,7 +1099,7 @@ def test_misuse_in_a_mapping_is_told_without_lines():
     endless["layer1"] = endless
     assert faults_of(endless) == ["<dict> nests deeper than 50 levels; make it flatter"]
     wide = ["x"] * 1000
-    assert faults_of({"layer1": [wide] * 1000}) == ["<dict> holds more than 100,000 values; make it smaller"]
+    assert faults_of({"layer1": [wide] * 1000}) == ["<dict> holds more than 50,000 values; make it smaller"]
 
 
 ON_THE_COMMAND_LINE = {
@@ -1229,7 +1261,7 @@ def test_misuse_of_include_is_told(folder: Path):
         'jshard.include (configs/dir.yaml:2) names "configs", which is a folder; give the path of a YAML file'
     ]
     assert faults_of("configs/nul.yaml") == [
-        'jshard.include (configs/nul.yaml:2) names "a\\x00b", which no file can be called; give a path'
+        'configs/nul.yaml:2 has the character "\\0", which no name or path can hold; remove it'
     ]
     for number in range(60):
         (folder / f"{number}.yaml").write_text(f"jshard: {{include: {number + 1}.yaml}}\n")

@@ -310,10 +310,10 @@ def test_training_goes_on_to_the_bit_and_each_device_has_its_rows(folder):
     losses = {}
     for name, commands in {
         "at once": [["train", "steps=5"]],
-        "again": [["train", "steps=2"], ["resume", "steps=5"]],
+        "again": [["train", "steps=2"], ["resume", "steps=5", "--trust"]],
     }.items():
-        for command, steps in commands:
-            assert main([command, *([str(path)] if command == "train" else [name]), steps, f"output={name}"]) == 0
+        for command, *more in commands:
+            assert main([command, *([str(path)] if command == "train" else [name]), *more, f"output={name}"]) == 0
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
     assert losses["at once"] == losses["again"] and len(losses["again"]) == 5
