@@ -221,6 +221,7 @@ class Saver:
                 if resumed is not None and step > resumed.step:
                     aside = _renamed(folder / str(step), "aside")
                     self.say(f"set aside the checkpoint of step {step}, beyond step {resumed.step}: {aside}")
+        self._prune()  # an earlier run may have ended between a save and this
 
     def due(self, step: int, steps: int) -> bool:
         return step != self.last and (step % self.policy.every == 0 or step == steps)
@@ -253,6 +254,9 @@ class Saver:
             if self.leads:
                 shutil.rmtree(partial, ignore_errors=True)  # it may have filled the disk
             raise
+        self._prune()
+
+    def _prune(self) -> None:
         for old in steps_in(self.policy.folder)[: -self.policy.keep] if self.leads else ():
             self._removed(self.policy.folder / str(old))
 

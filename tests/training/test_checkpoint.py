@@ -272,6 +272,13 @@ def test_train_started_again_at_its_end_evaluates_what_was_not_and_ends(
     assert "test accuracy" in capsys.readouterr().out
 
 
+def test_run_that_goes_on_removes_what_the_one_before_did_not_come_to(run, monkeypatch):
+    shutil.copytree(run / "checkpoints/20", run / "checkpoints/10")
+    monkeypatch.setenv("JSHARD_RESTART", "1")
+    assert main(["train", "mine.yaml"]) == 0
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["20", "30"]
+
+
 def test_run_that_goes_on_writes_the_evaluation_that_was_lost(run, finished, here):
     train(built("evaluation.every=10", "output=whole", "steps=21"))
     whole = (here / "whole/metrics.jsonl").read_text().splitlines(keepends=True)
