@@ -20,7 +20,7 @@ PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 # Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: help demo lm test slow all tests-with-extras core check lint fuzz fuzz-programs verify-random kernel-product bench hang-test soak kills mutants as-users-compile nightly wheel docs clean
+.PHONY: help demo lm test slow all tests-with-extras core check lint fuzz fuzz-programs verify-random kernel-product bench hang-test soak kills slurm mutants as-users-compile nightly wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,14 +81,17 @@ mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the room
 as-users-compile: $(VENV)/.test-$(STAMP)  ## all tests, the slow ones too, with XLA's own defaults, which take longer to compile
 	@XLA_FLAGS= JSHARD_TESTS_FRESH=1 $(PYTEST) -n 3 --dist worksteal $(PYTEST_ARGS)
 
-nightly:  ## as-users-compile, fuzz, verify-random, kernel-product, hang-test, soak, kills and mutants; goes on after one that fails
-	@$(MAKE) --keep-going as-users-compile fuzz fuzz-programs verify-random kernel-product hang-test soak kills mutants
+nightly:  ## as-users-compile, fuzz, verify-random, kernel-product, hang-test, soak, kills, slurm and mutants; goes on after one that fails
+	@$(MAKE) --keep-going as-users-compile fuzz fuzz-programs verify-random kernel-product hang-test soak kills slurm mutants
 
 soak: $(VENV)/.test-$(STAMP)  ## half an hour of four processes, a random fault every minute: the loss of an undisturbed run
 	@$(BIN)/python -m tests.launch.soak --minutes $${JSHARD_SOAK_MINUTES:-30} --seed $${JSHARD_SOAK_SEED:-0}
 
 kills: $(VENV)/.test-$(STAMP)  ## 100 random kills of three processes, some in a save: bitwise the losses of an undisturbed run; KILLS_COUNT, KILLS_SEED
 	@$(BIN)/python -m tests.launch.kills --count $${KILLS_COUNT:-100} $${KILLS_SEED:+--seed $$KILLS_SEED}
+
+slurm: $(VENV)/.test-$(STAMP)  ## slurm.sbatch on a real Slurm that is started here, as root: it joins, loses a task, and resumes on two nodes
+	@bash tests/launch/slurm.sh $(BIN)
 
 wheel: $(VENV)/.test-$(STAMP)  ## a wheel in dist/
 	@$(BIN)/python -m build --wheel --outdir dist .

@@ -9,6 +9,8 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what one may use of it: no further attempt makes room
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -58,13 +60,6 @@ class JShardError(ValueError):
 def reason(error: OSError) -> str:
     """Say why the system refused, in its own words."""
     return (error.strerror or "unknown reason").lower()
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether a disk or a quota was full, which no further attempt changes: by the error or by what caused it."""
-    if error is None:
-        return False
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or is_full(error.__cause__)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
-from jshard.errors import JShardError, is_full
+from jshard.errors import FULL, JShardError
 from jshard.launch.cluster_env import Membership, found
 from jshard.launch.heartbeat import Pulse
 from jshard.launch.local_gpus import cards_of, place_on_host
@@ -26,7 +26,7 @@ from jshard.layouts.pretend import THREADS_PER_DEVICE, pretend
 from jshard.version import versions
 
 START_TIMEOUT = 60.0  # seconds that all processes have to appear in
-PRECEDENCE = 2.0  # seconds that rank 0 has to say what it has told the others, before they end
+PRECEDENCE = 2.0  # seconds that rank 0 has to say what it has told the others before they end, or they to ask it
 HEARTBEAT = 7 * 24 * 3600  # JAX counts on the wall's clock, where a jump would end all; the watchdog misses who is gone
 STEP_TIMEOUT = 300.0  # seconds without a step after which a run counts as hung
 
@@ -202,6 +202,8 @@ def fail(error: BaseException) -> NoReturn:
         culprit, says = lost
         print(says, file=sys.stderr)  # which a launcher leaves out, and says itself
         _Joined.pulse.tell(culprit=culprit, fault=str(says), gone=True)
+        if _Joined.membership is not None and _Joined.membership.rank == 0:
+            time.sleep(PRECEDENCE)  # through it the others find out the same
         _exit(1)
     else:
         traceback.print_exception(error)
@@ -232,7 +234,8 @@ def _lost(error: BaseException) -> tuple[int, JShardError] | None:
 def _came_under_way(error: JShardError) -> bool:
     """Whether something else failed after steps were done, as when data is read from a disk that is gone: no mistake in
     what was asked, and worth another try; a full disk is not."""
-    return _Joined.pulse.step > 0 and isinstance(error.__cause__, Exception) and not is_full(error)
+    cause = error.__cause__
+    return _Joined.pulse.step > 0 and isinstance(cause, Exception) and getattr(cause, "errno", None) not in FULL
 
 
 def _last_line(error: BaseException) -> str:

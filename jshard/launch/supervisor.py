@@ -25,6 +25,8 @@ ALONE = 60.0  # seconds in which no process has joined, when it is said; at thei
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
 HELD = 0.3  # seconds that a line waits, as another process may turn out to have failed before it
 ENDING = 10.0  # the same behind an error in JAX's own log, where rank 0 has another launcher: the process may be about to end
+OTHERS = 30.0  # seconds in which the other launchers of a job of Slurm find out that a process is gone
+LAST = 2.0  # seconds in which they end, after Slurm has sent all of them SIGTERM
 LOG_OF_JAX = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \w+\.\w+:\d+\] ")
 SAVED = 143  # the exit status of a process that was sent SIGTERM, and saved at a step that all agreed on
 MISTAKE = 2  # the exit status of a JShardError: it would be made again, or the disk is full
@@ -51,6 +53,7 @@ class Supervisor:
         self.abroad: Membership | None = None  # whose rank 0 has another launcher
         self.sees_all = True  # no process has another launcher
         self.lost = False  # the first that failed had lost a process of another launcher
+        self.mute: set[Worker] = set()
         self.alone_at: float | None = None  # when it is told that no process has joined, unless one does
         self.held: collections.deque[tuple[float, Worker, str, str]] = collections.deque()
 
@@ -66,6 +69,13 @@ class Supervisor:
                     return status
                 self._say(f"starting all again: restart {attempt + 1} of {self.restarts}")
         raise AssertionError("the last attempt returns")
+
+    def _let_others_end(self) -> None:
+        """Wait for the launchers of the other hosts. Slurm prints what all say as one: the first fault is the last word."""
+        deadline = time.monotonic() + OTHERS
+        while self.asked is None and time.monotonic() < deadline:
+            time.sleep(HELD)
+        time.sleep(LAST)
 
     def _once(self, attempt: int) -> tuple[int, str | None]:
         memberships = self.memberships()
@@ -87,7 +97,7 @@ class Supervisor:
                 worker.send(signal.SIGKILL)  # children that outlived it too
             for worker in workers:
                 worker.process.wait()
-        if self.asked is not None:
+        if self.asked is not None and (first is None or not self.lost):
             by = "" if self.asked == signal.SIGINT else f" by {signal.Signals(self.asked).name}"
             return 128 + self.asked, f"stopped{by}"
         if first is not None and "gone" in first.facts:
@@ -95,7 +105,13 @@ class Supervisor:
         if first is not None and self.lost:
             assert self.abroad is not None
             return 1, str(rank_0_is_gone(self.abroad, first.where(), first.waited_in()))
-        return (0, None) if first is None else (first.exit_status, fault_of(first))
+        if first is None:
+            return 0, None
+        is_at_fault = first.facts.get("culprit") in (None, first.rank) and first.status not in (MISTAKE, SAVED)
+        by_slurm = not self.sees_all and memberships[0].found_by == "Slurm"
+        if by_slurm and is_at_fault and attempt == self.restarts:
+            self._let_others_end()
+        return first.exit_status, fault_of(first)
 
     def _follow(self, workers: Sequence[Worker]) -> Worker | None:
         """Print until all have ended; return the first that failed."""
@@ -117,13 +133,15 @@ class Supervisor:
                 worker.facts = {**named, **rest[0]}
                 if first is not None and _knows_better(worker, first):
                     first = worker
+                if first is None and worker.status and "gone" in worker.facts:
+                    first = worker
                 self.lost |= worker is first and "gone" in worker.facts
                 self.alone_at = None if "joined" in rest[0] else self.alone_at
                 if self.bar is not None and worker is workers[0]:
                     self.bar.update(worker.facts)
             elif kind == "end":
                 worker.status = rest[0]
-                if worker.status != 0 and first is None and self.asked is None:
+                if worker.status != 0 and first is None and (self.asked is None or "gone" in worker.facts):
                     first = worker
                     # JAX ends a process that rank 0 does not answer, in words of its own
                     lost = worker.status == -signal.SIGABRT and self.abroad is not None and is_gone(self.abroad)
@@ -159,8 +177,12 @@ class Supervisor:
             if not at_once and time.monotonic() < when + (ENDING if ending else HELD):
                 return
             self.held.popleft()
-            of_use = first is None or (worker is first and not self.lost) or stream == "stdout"
-            if of_use and self.asked != signal.SIGINT:
+            if self.asked is not None and not self.sees_all and LOG_OF_JAX.match(text):
+                self.mute.add(
+                    worker
+                )  # it was stopped, as were the others: it has lost one of them, and tells so at length
+            is_own = worker not in self.mute and (first is None or (worker is first and not self.lost))
+            if (stream == "stdout" or is_own) and self.asked != signal.SIGINT:
                 self._print(f"[{worker.rank}] {text}", sys.stdout if stream == "stdout" else sys.stderr)
 
     def _press_on(self, workers: Sequence[Worker]) -> None:

@@ -114,7 +114,7 @@ def _follow(pulse: Pulse, fault: Mapping[str, Any]) -> None:
 
 def report(membership: Membership, says: str, pulse: Pulse) -> bool:
     """Tell the other processes that this one has failed; return whether it is the first. Takes at most two seconds."""
-    note = {"rank": membership.rank, "host": socket.gethostname(), "says": says, **pulse.facts}
+    note = {**pulse.facts, "rank": membership.rank, "host": socket.gethostname(), "says": says}
     return bool(answered(lambda: kv_store.claim("fault", note)))
 
 

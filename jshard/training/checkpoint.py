@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard import events
-from jshard.errors import JShardError, is_full, reason, refused
+from jshard.errors import FULL, JShardError, reason, refused
 from jshard.layouts.paths import keys_of
 from jshard.layouts.put import kind, raw, typed
 from jshard.run_names import CONFIGURATION
@@ -65,21 +65,20 @@ class Checkpoint:
     def newest_whole(cls, folder: Path, run: str) -> Checkpoint | None:
         """Find the newest checkpoint that all processes find as it was saved; None in a folder that holds none. Each one
         passed over is told."""
-        before = step = np.iinfo(np.int32).max
+        found, step = None, np.iinfo(np.int32).max
         while True:
-            here = max((each for each in steps_in(folder) if each < before), default=-1)
-            step = int(multihost_utils.broadcast_one_to_all(np.int32(here)))
-            if step < 0:
+            here = max((each for each in steps_in(folder) if each < step), default=-1)
+            if (step := int(multihost_utils.broadcast_one_to_all(np.int32(here)))) < 0:
                 break
-            found, before, manifest = cls(folder / str(step), step, run), step, None
+            found = cls(folder / str(step), step, run)
             try:
-                manifest = found._checked()
+                found = dataclasses.replace(found, whole=found._checked())
             except (Damaged, OSError) as error:
                 fault = error if isinstance(error, Damaged) else f"can't be read: {reason(error)}"
                 print(f"{found} {fault}; an earlier one is looked for", file=sys.stderr, flush=True)
-            if np.all(multihost_utils.process_allgather(np.bool_(manifest is not None))):
-                return dataclasses.replace(found, whole=manifest)
-        if before == np.iinfo(np.int32).max:
+            if np.all(multihost_utils.process_allgather(np.bool_(found.whole is not None))):
+                return found
+        if found is None:
             return None
         raise JShardError(f"no checkpoint in {folder} is whole", hint=_ANEW)
 
@@ -327,7 +326,7 @@ class Saver:
                 raise
             refused = refusal(error)
             back = "" if self.saved is None else f", and the last checkpoint is that of step {self.saved}"
-            hint = "make room" if is_full(refused) else "make it writable"
+            hint = "make room" if refused.errno in FULL else "make it writable"
             go_on = (
                 ", or name another output" if self.saved is None else f", then type: jshard resume {self.policy.run}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -39,9 +40,8 @@ class Record:
             _put(Path(folder) / CONFIGURATION, written(configuration))
             self.metrics = Path(folder) / "metrics.jsonl"
             kept = _until(done, self.metrics) if done and self.metrics.exists() else []
-            _put(self.metrics, "".join(kept))
-            for line in map(json.loads, kept):
-                self.kept |= line if line["step"] == done else {}
+            _put(self.metrics, "".join(f"{json.dumps(line)}\n" for line in kept))
+            self.kept = {name: line[name] for line in kept if line["step"] == done for name in line}
             if writer is not None:
                 self.board = writer(str(Path(folder) / TENSORBOARD), purge_step=done + 1 if done else None)
 
@@ -76,16 +76,13 @@ def _board_writer(place: Place) -> Any:
     return SummaryWriter
 
 
-def _until(step: int, metrics: Path) -> list[str]:
+def _until(step: int, metrics: Path) -> list[dict[str, float]]:
     """Keep the lines up to a step. The last may have been cut off, which is no reason to stop."""
     kept = []
-    for line in metrics.read_text().splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue
-    return kept
+    for text in metrics.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            kept.append(json.loads(text))
+    return [line for line in kept if line["step"] <= step]
 
 
 def written(configuration: Configuration) -> str:

@@ -322,6 +322,35 @@ def test_launcher_tells_that_the_host_of_rank_0_is_gone():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_last_word_of_a_slurm_job_is_on_the_rank_that_was_killed(rank, tmp_path):
+    slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    command = [sys.executable, "-m", "jshard", "launch", PROGRAM, "kill", str(rank)]
+    with (tmp_path / "job.log").open("w") as log:  # what all tasks say, as srun prints it
+        tasks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **slurm, "SLURM_NTASKS": "2", "SLURM_PROCID": str(task)},
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+            )
+            for task in range(2)
+        ]
+        while all(task.poll() is None for task in tasks):
+            time.sleep(0.05)
+        for task in tasks:  # as srun --kill-on-bad-exit does when the first has ended
+            task.terminate()
+        ended = [task.wait(60) for task in tasks]
+    said = [line for line in (tmp_path / "job.log").read_text().splitlines() if "listens at" not in line]
+    assert ended[rank] == 137 and any(
+        f"rank {rank} is gone: " in line or f"rank {rank} has not ans" in line for line in said
+    ), said
+    assert said[-1].startswith(f"rank {rank} was ended by SIGKILL in step 5; all were stopped; "), said
+    assert not [line for line in said if "stack trace" in line or "stopped by SIGTERM" in line], said
+
+
+@pytest.mark.slow
 def test_processes_with_another_yaml_are_told_the_key():
     where = f"127.0.0.1:{free_port()}"
     words = ["train", "configs/digits.yaml", "steps=20"]

@@ -361,6 +361,24 @@ def test_supervisor_keeps_what_a_process_said_of_the_fault_when_a_beat_comes_beh
     assert fault_of(first) == "rank 2 was at fault, as rank 0 says above; all were stopped"
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_supervisor_that_the_scheduler_stops_prints_no_stack_of_jax(is_gone, capsys, monkeypatch):
+    monkeypatch.setattr(supervisor, "HELD", 0.0)
+    one, lone = Supervisor([], list), Told(1)
+    one.sees_all, one.asked = False, signal.SIGTERM
+    for event in (
+        ("line", lone, "stdout", "loss 2.0"),
+        ("line", lone, "stderr", "E1121 07:40:01.123456   317 coordination_service_agent.cc:1] Polled an error"),
+        ("line", lone, "stderr", "*** Check failure stack trace: ***"),
+        ("end", lone, 1 if is_gone else -signal.SIGABRT),
+        *([("status", lone, {"fault": "rank 0 is gone", "gone": True})] if is_gone else []),
+        ("quiet", lone),
+    ):
+        one.events.put(event)
+    assert one._follow([lone]) is (lone if is_gone else None)
+    assert (one.lost, capsys.readouterr()) == (is_gone, ("[1] loss 2.0\n", ""))
+
+
 @pytest.mark.parametrize("told_first", [True, False])
 def test_supervisor_says_once_that_a_process_of_another_launcher_is_gone(told_first, capsys, monkeypatch):
     monkeypatch.setattr(supervisor, "HELD", 0.0)

@@ -154,3 +154,12 @@ def test_watchdog_judges_once_the_answers_cover_the_time_after_which_a_rank_is_s
     monkeypatch.setattr(watchdog, "_tell_hang", lambda *_: judged.append(answers.silent(3.0)))
     watchdog._look(Membership("127.0.0.1:1", 3, 0, "a test"), pulse, answers, limit=3.0)
     assert judged == [[2]]
+
+
+def test_report_of_a_fault_says_why_and_not_how_the_last_step_was(monkeypatch):
+    notes = []
+    monkeypatch.setattr(watchdog.kv_store, "claim", lambda key, note: notes.append(note) or True)
+    pulse = Pulse()
+    pulse.says = "loss 1.14   5 examples/s"
+    assert watchdog.report(Membership("node1:8476", 2, 1, "test"), "rank 0 has not answered for 22 s", pulse)
+    assert (notes[0]["rank"], notes[0]["says"]) == (1, "rank 0 has not answered for 22 s")
