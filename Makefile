@@ -15,6 +15,7 @@ OTHERS += nano-moe-jax==0.1.0 transformers==4.57.6 huggingface_hub==0.36.2 token
 # An environment is made again when pyproject.toml, the models in it or the Python changes, and not otherwise.
 STAMP := $(shell { cat pyproject.toml; printf %s '$(if $(filter %-extras,$(VENV)),$(OTHERS))'; $(PYTHON) --version; } 2>&1 | cksum | cut -d' ' -f1)
 MUTATED := jshard/provenance.py jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
+MUTATED += jshard/inspect/verify jshard/training/tensors $(addprefix jshard/training/,clipping.py checkpoint.py manifest.py weights.py)
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 # Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.
@@ -75,7 +76,7 @@ bench: $(VENV)/.test-$(STAMP)  ## training steps against hand-written shard_map,
 hang-test: $(VENV)/.test-$(STAMP)  ## 1,000 steps dispatched without waiting on 8 pretend devices, 20 times over
 	@JSHARD_HANG_RUNS=20 JSHARD_HANG_STEPS=1000 $(PYTEST) tests/layouts/test_pretend.py -k waiting --timeout 7200
 
-mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the rooms that place, ask and count: which does no test notice
+mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the rooms that place, ask, count, prove and save: which does no test notice
 	@$(PRETEND) $(BIN)/python .ci/mutants.py --of $${JSHARD_MUTANTS_OF:-10} $${JSHARD_MUTANTS:-$(MUTATED)}
 
 as-users-compile: $(VENV)/.test-$(STAMP)  ## all tests, the slow ones too, with XLA's own defaults, which take longer to compile

@@ -88,6 +88,8 @@ def changes(module: str, text: str, of: int) -> Iterator[Change]:
         said = text.splitlines()[line - 1]
         if LEFT_OUT.match(each.operator_name) or DECORATOR.match(said) or said[:column].endswith(("strict=", "init=")):
             continue
+        if each.operator_name == "core/ExceptionReplacer" and "." in said:  # cosmic-ray fails at a name with a dot
+            continue
         changed = mutate_code(text, get_operator(each.operator_name)(**each.operator_args), each.occurrence)
         if (
             said[column - 1 :].startswith("[0]")

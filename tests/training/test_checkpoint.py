@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
+import hashlib
 import json
 import os
 import pickle
@@ -435,6 +437,16 @@ def test_train_refuses_a_folder_that_holds_another_run(run, capsys):
     assert (run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize("other", ["earlier", "with-another"])  # before and behind `run`, by their names
+def test_resume_refuses_an_output_that_holds_another_run(run, here, capsys, other):
+    shutil.copytree(run / "checkpoints", here / other / "checkpoints")
+    assert sentence(capsys, "resume", "run", "steps=31", f"output={other}", "--trust") == (
+        f'jshard.train.checkpoint (run/configuration.yaml:21) saves to "{other}/checkpoints", which already holds checkpoints, '
+        f"the last of step 30; type: jshard resume {other}, or name another output"
+    )
+    assert steps_in(here / other / "checkpoints") == [20, 30]
+
+
 # -- SIGTERM and NaN --
 
 
@@ -586,6 +598,14 @@ def largest(step: Path) -> Path:
     return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: (path.stat().st_size, str(path)))
 
 
+def of_release(number: int, step: Path) -> None:
+    fields = json.loads((step / "checkpoint.json").read_text()) | {"format": number}
+    del fields["sha256"]
+    own = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    (step / "checkpoint.json").write_text(json.dumps({**fields, "sha256": own}))
+
+
+OTHER = "the checkpoint of step 30 (run/checkpoints/30) was written by another release of jshard, whose format this one does not know"
 IS = "the checkpoint of step 30 (run/checkpoints/30) is"
 DAMAGE = {
     "missing": (lambda step: largest(step / "arrays").unlink(), f"{IS} damaged: {{file}} is missing"),
@@ -597,6 +617,8 @@ DAMAGE = {
         lambda step: (step / "checkpoint.json").write_text((step / "checkpoint.json").read_text().replace("30", "31", 1)),
         f"{IS} damaged: checkpoint.json is cut off or changed",
     ),
+    "of an earlier release": (functools.partial(of_release, 0), OTHER),
+    "of a later release": (functools.partial(of_release, 2), OTHER),
     "manifest empty": (lambda step: (step / "checkpoint.json").write_text("[]"), f"{IS} damaged: checkpoint.json is cut off or changed"),
 }  # fmt: skip
 

@@ -327,6 +327,18 @@ def test_a_part_within_that_of_another_line_is_read_and_counts_once(files):
         jshard.load_weights({"a": jnp.zeros((4, 4)), "b": jnp.zeros((4, 2))}, path, rename="r.txt")
 
 
+def test_a_dtype_that_safetensors_has_not_is_told_before_anything_is_written(files):
+    files()
+    tree = {"a": jnp.zeros(3, jnp.int4), "b": jnp.zeros(3), "c": jnp.zeros(2, jnp.uint4)}
+    with pytest.raises(JShardError) as told:
+        jshard.save_weights(tree, "y.safetensors")
+    assert str(told.value).splitlines() == [
+        "a (int4[3]) has a dtype that safetensors has not; convert it before",
+        "c (uint4[2]) has a dtype that safetensors has not; convert it before",
+    ]
+    assert not [*Path.cwd().glob("y.*")]
+
+
 def test_saved_weights_are_on_the_disk_before_the_file_has_its_name(files, monkeypatch):
     deeds, fsync, replace = [], os.fsync, os.replace
     files()
@@ -348,6 +360,19 @@ def written(file):
     """The name of an open file, and how long it is; of a folder the name alone."""
     path = Path(os.readlink(f"/proc/self/fd/{file}"))
     return path.name, path.stat().st_size if path.is_file() else None
+
+
+def test_pieces_that_overlap_behind_where_the_first_axis_begins_are_told(files):
+    path = files(a=numbers(2, 2), b=numbers(2, 2), c=numbers(2, 2))
+    Path("r.txt").write_text("a: w[0:2, 2:4]\nb: w[1:3, 3:5]\nc: w[4:6, 2:4]")
+    with pytest.raises(JShardError) as told:
+        jshard.load_weights({"w": jnp.zeros((6, 5))}, path, rename="r.txt")
+    assert str(told.value).splitlines()[0] == (
+        'w (float32[6, 5]) is filled by "a" by r.txt:1 and by "b" by r.txt:2; take one of them away, by: -'
+    )
+    Path("r.txt").write_text("a: v[0:2]\nb: v[2:4]")
+    read = jshard.load_weights({"v": jnp.zeros(4)}, files(a=numbers(2), b=numbers(2, seed=1)), rename="r.txt")
+    np.testing.assert_array_equal(read["v"], np.concatenate([numbers(2), numbers(2, seed=1)]))
 
 
 def test_without_a_rename_file_names_are_paths(files, mesh):

@@ -24,6 +24,7 @@ def tensor(begin: int, end: int, dtype: str = "F32", shape=None):
     "content, faults",
     [
         (b"short", ["{} is no safetensors file: its first 8 bytes don't say how long its header is; name a file of safetensors"]),
+        (safetensors({}, text=b""), ["the header of {} is no JSON: Expecting value: line 1 column 1 (char 0); fetch x.safetensors again"]),
         (b"x" * 50, ["{} is no safetensors file: its first 8 bytes don't say how long its header is; name a file of safetensors"]),
         (safetensors({"a": tensor(0, 8)})[:30], ["{} has 30 bytes and its header alone 69: it was cut off; fetch x.safetensors again"]),
         (safetensors({}, text=b"{'a': 1}"), ["the header of {} is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); fetch x.safetensors again"]),
@@ -34,12 +35,13 @@ def tensor(begin: int, end: int, dtype: str = "F32", shape=None):
             ['by the header of {} "a" and "b" share bytes; fetch x.safetensors again', 'by the header of {} 4 bytes before "c" belong to no tensor; fetch x.safetensors again'],
         ),
         (
-            safetensors({"a": 3, "b": tensor(0, 8, "F33"), "c": tensor(0, 8, shape=[3]), "d": tensor(0, 8, shape=[-2])}, bytes(8)),
+            safetensors({"a": 3, "b": tensor(0, 8, "F33"), "c": tensor(0, 8, shape=[3]), "d": tensor(0, 8, shape=[-2]), "e": tensor(0, 8, shape=[-1])}, bytes(8)),
             [
                 '"a" in the header of {} has no dtype, shape and data_offsets; fetch x.safetensors again',
                 '"b" in the header of {} has a dtype that jshard does not know, "F33"; fetch x.safetensors again',
                 '"c" in the header of {} takes 8 bytes by its offsets and 12 by its shape, float32[3]; fetch x.safetensors again',
                 '"d" in the header of {} has no dtype, shape and data_offsets; fetch x.safetensors again',
+                '"e" in the header of {} has no dtype, shape and data_offsets; fetch x.safetensors again',
             ],
         ),
         (

@@ -51,6 +51,22 @@ def put(view: tensors.View, whole: np.ndarray, box, part: np.ndarray):
         whole[tuple(corner)] = part[at]
 
 
+def test_a_split_axis_is_rows_of_that_size():
+    view = tensors.View.of((2, 6, 3))
+    assert view.split((1, 2)) == view.reshape((2, 3, 2, 3)) and view.split((0, 2)).shape == (1, 2, 6, 3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_views_tell_which_positions_they_see_and_share(seed):
+    chance, whole = random.Random(seed), np.arange(2 * 6 * 4).reshape(2, 6, 4)
+    pairs = [some_steps(tensors.View.of(whole.shape), whole, chance) for _ in range(12)]
+    seen = [{*part.flat} for _, part in pairs]
+    for (view, part), own in zip(pairs, seen, strict=True):
+        assert {*whole[np.ix_(*map(sorted, view.positions))].flat} == own and len(own) == part.size
+        for (other, _), its in zip(pairs, seen, strict=True):
+            assert (view.meets(other), view.is_within(other)) == (bool(own & its), own <= its)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("sector", [0, 40])
 def test_view_reads_and_writes_a_part_as_numpy_would_of_the_whole(tmp_path, monkeypatch, seed, sector):
@@ -106,6 +122,8 @@ def test_runs_read_over_gaps_of_less_than_a_sector_and_take_blocks_at_a_time(mon
         (lambda view: view.permute((0, 0)), "permutes axes 0 0 of [6, 4]"),
         (lambda view: view.reshape((5, -1)), "reshapes [6, 4] to [5, -1]"),
         (lambda view: view.reshape((8, 3)), "reshapes [6, 4] to [8, 3], which neither splits nor joins axes"),
+        (lambda view: view.split((2, 1)), "splits axis 2 of [6, 4]"),
+        (lambda view: view.split((0, 4)), "reshapes [6, 4] to [-1, 4, 4]"),
         (lambda view: view.slice(2, 0, 1), "slices axis 2 of [6, 4]"),
         (lambda view: view.slice(0, 2, 9), "slices 2:9 of the 6 along axis 0"),
         (lambda view: view.reshape((24,)).slice(0, 2, 8), "slices 2:8 of axes that were joined, in rows of 4"),
