@@ -361,6 +361,25 @@ def caught(verification, signal, line, words, phase="forward"):
     return True
 
 
+def test_fault_of_an_elementwise_operation_begins_in_its_signal_and_not_in_the_sum_behind_it():
+    def f(x):
+        with jshard.signal("layer1"):
+            h = x * jshard.mesh().shape["data"]
+        with jshard.signal("layer2"):
+            return (h**2).sum()
+
+    assert caught(verify(f, put((8, 8), "data"), backward=False), "layer1", 4, "")
+
+
+def test_what_a_call_leaves_behind_without_an_optimizer_is_of_its_forward():
+    model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    phases = {
+        each.name: each.cause.phase
+        for each in verify(lambda model, x: model(x).sum(), model, put((8, 8), "data")).findings
+    }
+    assert (phases["model.mean after"], phases["value"], phases["gradient of x"]) == ("forward", "forward", "backward")
+
+
 def second(body, *, check_vma=False):
     """`two_layers` with another second layer."""
 

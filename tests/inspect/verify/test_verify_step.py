@@ -122,6 +122,8 @@ def test_step_of_adamw_tells_which_lines_stand_ins_prove():
     assert told["optimizer.opt_state.0.mu.up.kernel after"].stand_ins == ()
     assert told["optimizer.opt_state.0.nu.up.kernel after"].stand_ins == ()
     assert (told["optimizer.opt_state.0.nu.up.kernel after"].cause.path, told["loss"].cause.path) == (("layer1",), ())
+    names = "loss", "gradient of model.up.kernel", "model.up.kernel after", "optimizer.opt_state.0.nu.up.kernel after"
+    assert [told[name].cause.phase for name in names] == ["forward", "backward", "update", "update"]
     assert str(verification).splitlines()[-4:-1] == [
         "-             -       optimizer state after, 2 arrays  bitwise",
         "steps.yaml:6  layer2  optimizer state after, 4 arrays  bitwise",
