@@ -14,7 +14,7 @@ from jshard.inspect.verify.dataflow import narrowest_sum, obstacles
 from jshard.inspect.verify.first_divergence import compared
 from jshard.inspect.verify.inputs import draw
 from jshard.inspect.verify.interpreter import Evaluation
-from jshard.inspect.verify.residues import PRIMES, centered, embedded, inverse, modulus_for
+from jshard.inspect.verify.residues import PRIMES, centered, embedded, inverse, modulus_for, opaque
 from jshard.jaxprs import equations
 
 P = PRIMES[0]
@@ -67,12 +67,23 @@ def test_a_constant_is_the_fraction_that_it_is_rounded_from(constant, fraction):
 
 
 def test_an_array_of_constants_is_exact_and_infinity_the_end_of_all():
-    x = np.array([0.0, 1.5, -3.25, 2.0**40, 1e-30, -np.inf, np.inf, np.nan, -3e38])
+    x = np.array([0.0, 1.5, -3.25, 2.0**40, 1e-30, 2.0**51, 3 * 2.0**51, -np.inf, np.inf, np.nan, -3e38])
     found = embedded(x, P)
-    for one, got in zip(x[:5], found[:5], strict=True):
+    for one, got in zip(x[:7], found[:7], strict=True):
         exact = Fraction(one)
         assert (int(got) * exact.denominator - exact.numerator) % P == 0
-    assert found[5:].tolist() == [-(P // 2), P // 2, 0, -(P // 2)]
+    assert found[7:].tolist() == [-(P // 2), P // 2, 0, -(P // 2)]
+
+
+def test_every_number_is_finite_and_a_loop_without_a_stand_in_hands_on_what_goes_in():
+    x = numbers(8)
+    np.testing.assert_array_equal(modulo(lambda x: jnp.where(jnp.isfinite(x), x, 0), x), x)
+    loop = lambda x, most, more: lax.while_loop(lambda c: c.sum() < most, lambda c: c + more, x)
+    (eqn,) = (
+        eqn for eqn in jax.make_jaxpr(loop)(*map(np.float32, ([1, 2], 9, 3))).eqns if eqn.primitive.name == "while"
+    )
+    assert (eqn.params["cond_nconsts"], eqn.params["body_nconsts"]) == (1, 1)
+    assert opaque(eqn, ["most", "more", "carry"], P) == ["carry"]
 
 
 def test_sums_products_and_quotients_keep_the_laws_of_arithmetic():
