@@ -188,7 +188,7 @@ class Saver:
         self.policy, self.configuration, self.say = policy, configuration, say
         self.leads = jax.process_index() == 0
         self.last: int | None = None  # the last step that is saved, or being saved
-        self.saved: int | None = None  # the last that is in place
+        self.saved: Checkpoint | None = None  # the last that is in place
         self.refused: set[Path] = set()  # folders that the system does not remove
         self.pending: concurrent.futures.Future[None] | None = None
         self.worker = concurrent.futures.ThreadPoolExecutor(1, "jshard saves")
@@ -199,7 +199,7 @@ class Saver:
         folder, there = self.policy.folder, steps_in(self.policy.folder)
         here = resumed is not None and resumed.folder.parent.resolve() == folder.resolve()
         if resumed is not None and here:
-            self.last = self.saved = resumed.step
+            self.last, self.saved = resumed.step, resumed
         elif there:
             raise JShardError(
                 f"{self.policy.label} already holds checkpoints, the last of step {there[-1]}",
@@ -284,9 +284,10 @@ class Saver:
         pending, self.pending = self.pending, None
         with self._failure_told(f"take step {self.last}"):
             pending.result()
-        self.saved = self.last
-        events.tell("saved", step=self.saved, folder=str(self.policy.folder))
-        self.say(f"saved step {self.saved}: {self.policy.folder / str(self.saved)}")
+        assert self.last is not None
+        self.saved = Checkpoint(self.policy.folder / str(self.last), self.last, self.policy.run)
+        events.tell("saved", step=self.last, folder=str(self.policy.folder))
+        self.say(f"saved step {self.last}: {self.saved.folder}")
 
     def end(self) -> None:
         """Until nothing is being saved by any process: the first puts a checkpoint in place when the others are done."""
@@ -325,7 +326,7 @@ class Saver:
             if isinstance(error, JShardError):
                 raise
             refused = refusal(error)
-            back = "" if self.saved is None else f", and the last checkpoint is that of step {self.saved}"
+            back = "" if self.saved is None else f", and the last checkpoint is that of step {self.saved.step}"
             hint = "make room" if refused.errno in FULL else "make it writable"
             go_on = (
                 ", or name another output" if self.saved is None else f", then type: jshard resume {self.policy.run}"

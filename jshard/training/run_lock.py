@@ -9,8 +9,8 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 import jax
 from jax.experimental import multihost_utils
@@ -28,12 +28,12 @@ def locked(folders: Mapping[Path, str]) -> Iterator[None]:
         for folder, label in folders.items() if jax.process_index() == 0 else ():
             with refused(f"{label} can't be written to", hint="make it writable, or name another output"):
                 folder.mkdir(parents=True, exist_ok=True)
-                _lock(stack.enter_context((folder / LOCK).open("a+")), label)
+                _lock(stack.enter_context((folder / LOCK).open("ab+", buffering=0)), label)
         multihost_utils.sync_global_devices("jshard has locked its folders")
         yield
 
 
-def _lock(file: TextIO, label: str) -> None:
+def _lock(file: FileIO, label: str) -> None:
     """Lock a file, and write into it who has it. By fcntl: its locks hold on NFS, and children of the process, which may
     outlive it, don't inherit them as those of flock."""
     deadline = time.monotonic() + DYING
@@ -46,11 +46,10 @@ def _lock(file: TextIO, label: str) -> None:
                 continue
             file.seek(0)
             hint = "wait until it ends, or name another output"
-            raise JShardError(f"{label} another run writes to: {file.read()}", hint=hint) from error
+            raise JShardError(f"{label} another run writes to: {file.read().decode()}", hint=hint) from error
         except OSError as error:
             says = f"this file system locks no files ({reason(error)}): see that no other run writes to its folder"
             print(says, file=sys.stderr, flush=True)
         break
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    file.flush()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())

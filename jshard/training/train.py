@@ -183,14 +183,13 @@ class _Training:
         self.course.restart()
 
     def _stop(self, taken: Taken) -> None:
-        if self.saver is None:
-            self.bar.say(f"SIGTERM: stopped at step {taken.number}; nothing is saved, as no checkpoint is configured")
-            raise Preempted(taken.number)
-        if self.saver.last != taken.number:
-            self._save_now(self.saver, taken)
-        self.saver.end()
-        run = self.saver.policy.run
-        self.bar.say(f"SIGTERM: stopped at step {taken.number}; go on by: jshard resume {run}")
+        says = "nothing is saved, as no checkpoint is configured"
+        if self.saver is not None:
+            if self.saver.last != taken.number:
+                self._save_now(self.saver, taken)
+            self.saver.end()
+            says = f"go on by: jshard resume {self.saver.policy.run}"
+        self.bar.say(f"SIGTERM: stopped at step {taken.number}; {says}")
         raise Preempted(taken.number)
 
     def _without_number(self, fault: NotANumber) -> JShardError:
@@ -211,17 +210,14 @@ class _Training:
             return JShardError(
                 f"{fault_words}, and nothing was saved", hint=f"{attempt}, and write checkpoint: 100 under jshard.train"
             )
-        if self.saver.saved is None:
+        if (good := self.saver.saved) is None:
             return JShardError(f"{fault_words}, and no checkpoint was saved before", hint=attempt)
-        good = f"the last good checkpoint is that of step {self.saver.saved}"
-        where = self.saver.policy.folder / str(self.saver.saved)
-        return JShardError(f"{fault_words}; {good} ({where})", hint=resume.format(run=self.saver.policy.run))
+        where = f"the last good checkpoint is that of step {good.step} ({good.folder})"
+        return JShardError(f"{fault_words}; {where}", hint=resume.format(run=self.saver.policy.run))
 
     def _maker(self, step: int) -> str:
         """Find what makes the NaN of this step. Whatever keeps that from being found is said, and ends nothing."""
-        saver, since = self.saver, self.resumed
-        if saver is not None and saver.saved is not None:
-            since = Checkpoint(saver.policy.folder / str(saver.saved), saver.saved, saver.policy.run)
+        since = (self.saver and self.saver.saved) or self.resumed
         self.step.state = None  # the devices may not hold two
         try:
             return maker(self.experiment, step, since, self.bar.say, self.bar.begin)
