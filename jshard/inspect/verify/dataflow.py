@@ -1,18 +1,20 @@
 """What a jaxpr holds, read without running it: what stands in the way of a proof, the meshes, and where numbers are made
-coarser to be summed."""
+narrower to be summed."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jshard.inspect.ledger.jaxpr_walk import Around
-from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, SUMS, is_opaque, is_scrambled, touches_floats
-from jshard.jaxprs import bare, called, equations, inner, is_in, run, scanned
+from jshard.inspect.ledger.tracing import is_inexact
+from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, is_opaque, is_scrambled, touches_floats
+from jshard.inspect.verify.wide import keeps_its_dtypes
+from jshard.jaxprs import bare, called, equations, inner, run, scanned
 from jshard.provenance import source_of
 
 Names = frozenset[str]
@@ -81,7 +83,7 @@ def obstacles(jaxpr: Any, platform: str) -> dict[int, str]:
     numbers modulo a prime can't stand for theirs."""
     found: dict[int, str] = {}
     for outer in bare(jaxpr).eqns:
-        for eqn, here, _ in _leaves([outer]):
+        for eqn, here in leaves([outer]):
             if is_opaque(eqn, platform):
                 cause = here.blamed(eqn)
                 source = cause.source or source_of(outer)
@@ -90,30 +92,22 @@ def obstacles(jaxpr: Any, platform: str) -> dict[int, str]:
     return found
 
 
-def narrowest_sum(jaxpr: Any, asked: Asked) -> float:
-    """The last bit of the narrowest dtype, of 16 bits or fewer, that something is summed in or rounded to; zero where none is.
-    What nobody asked to be rounded before a sum over devices is left out, lest it excuse itself."""
-    last = 0.0
-    for eqn, here, narrowed in _leaves(bare(jaxpr).eqns, narrowed_for_a_sum(bare(jaxpr))):
-        if eqn.primitive.name in SUMS or eqn.primitive.name == "convert_element_type":
-            dtype = getattr(eqn.outvars[0].aval, "dtype", jnp.int32)
-            of_sum = any(is_in(v, narrowed) for v in (*eqn.invars, *eqn.outvars))
-            if jnp.issubdtype(dtype, jnp.floating) and (not of_sum or str(dtype) in asked(here.cause.path)):
-                last = max(last, float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0)
-    return last
+def last_bit(jaxpr: Any) -> float:
+    """Find the coarsest rounding of the operations that have no meaning in 64 bits; zero where there is none."""
+    kept = (eqn for eqn, _ in leaves(bare(jaxpr).eqns) if keeps_its_dtypes(eqn))
+    avals = (variable.aval for eqn in kept for variable in (*eqn.invars, *eqn.outvars) if is_inexact(variable.aval))
+    return max((float(jnp.finfo(aval.dtype).eps) for aval in avals), default=0.0)
 
 
-def _leaves(
-    eqns: Sequence[Any], narrowed: Set[Any] = frozenset(), around: Around = OUTSIDE
-) -> Iterator[tuple[Any, Around, Set[Any]]]:
-    """Every equation that runs by itself, and every while loop, with what is around it and what its jaxpr narrows for sums."""
+def leaves(eqns: Sequence[Any], around: Around = OUTSIDE) -> Iterator[tuple[Any, Around]]:
+    """Every equation that runs by itself, and every while loop, with what is around it."""
     for eqn in eqns:
         here, name = around.entering(eqn), eqn.primitive.name
         held = name in ("shard_map", "scan", "while", "cond") or called(eqn) is not None
         if not held or name == "while":
-            yield eqn, here, narrowed
+            yield eqn, here
         for each in inner(eqn) if held else ():
-            yield from _leaves(each.eqns, narrowed_for_a_sum(each), here)
+            yield from leaves(each.eqns, here)
 
 
 def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,40 +13,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.inspect.verify.dataflow import (
     COMPARISON,
     inexact_operations,
+    last_bit,
     meshes_in,
-    narrowest_sum,
     obstacles,
     on_the_way,
     stood_in,
 )
 from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
+from jshard.inspect.verify.hidden_faults import held_to_faults
 from jshard.inspect.verify.inputs import Program
-from jshard.inspect.verify.interpreter import Evaluation, quickly
+from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.misfits import misfits
-from jshard.inspect.verify.records import Note
 from jshard.inspect.verify.residues import modulus_for
+from jshard.inspect.verify.side import FAULT, Side, of_ones, resized
 from jshard.inspect.verify.slots import first_slot
 from jshard.inspect.verify.verification import Finding, Verification, in_words
 from jshard.jaxprs import equations
-from jshard.layouts.mesh import build_mesh
-from jshard.layouts.put import on_host, raw
 from jshard.provenance import Cause
-from jshard.signals.active_config import configuration, mesh, on_mesh
+from jshard.signals.active_config import configuration, mesh
 from jshard.signals.keys import blamed
 
 SEEDS = (0, 1, 2)
 SHAKES = 6
+ROUNDING = 1e-9  # how far 64 bits may be off after any sums
 
 
 def verify(
     f: Callable[..., Any], *args: Any, backward: bool | None = None, meshes: Sequence[Mapping[str, int]] = (),
-    tolerance: float = 1e-5, **kwargs: Any,
+    **kwargs: Any,
 ) -> Verification:  # fmt: skip
     """Whether `f(*args)` is the same on the configured mesh as on one device: the value and the gradients of all
     floating-point arguments, or what a training step returns and leaves behind.
@@ -58,20 +58,18 @@ def verify(
         print(jshard.verify(loss, model, x, y, meshes=[{"data": 4, "tensor": 2}]))
     """
     with _bar(4 * (len(meshes) + 2)) as tell:
-        return _verified(Program(f, args, kwargs, backward), meshes, tolerance, tell)
+        return _verified(Program(f, args, kwargs, backward), meshes, tell)
 
 
-def _verified(
-    program: Program, meshes: Sequence[Mapping[str, int]], tolerance: float, tell: Callable[[str], None]
-) -> Verification:
+def _verified(program: Program, meshes: Sequence[Mapping[str, int]], tell: Callable[[str], None]) -> Verification:
     configured = mesh()
-    sides = [_Side(program, configured, configured, tell)]
+    sides = [Side(program, configured, configured, tell)]
     _check_own(program, sides[0].trace()[0])
-    reference = _Side(program, _of_ones(configured), configured, tell)
-    sides += [_Side(program, _resized(configured, sizes), configured, tell) for sizes in meshes]
+    reference = Side(program, of_ones(configured), configured, tell)
+    sides += [Side(program, resized(configured, sizes), configured, tell) for sizes in meshes]
     for side in (reference, *sides[1:]):
         _traced_elsewhere(side)
-    trial = _Trial(program, reference, sides, tolerance)
+    trial = _Trial(program, reference, sides)
     findings: list[Finding] = []
     begins: list[FirstDivergence] = []
     for side in sides:
@@ -112,7 +110,7 @@ def _check_own(program: Program, jaxpr: Any) -> None:
             )
 
 
-def _traced_elsewhere(side: _Side) -> None:
+def _traced_elsewhere(side: Side) -> None:
     """Traces on a mesh that the user did not choose. Whoever keeps the configured mesh from outside is told so."""
     where = f"{side.program.title} runs on the configured mesh and not on one of {in_words(side.sizes)}"
     hint = "call jshard.mesh() inside it, instead of keeping a mesh from outside"
@@ -144,72 +142,18 @@ def _with_workers() -> JShardError | None:
     return None
 
 
-def _of_ones(configured: Mesh) -> Mesh:
-    here = [device for device in configured.devices.flat if device.process_index == jax.process_index()]
-    grid = np.array(here[:1], object).reshape((1,) * configured.devices.ndim)  # each process has a reference of its own
-    return Mesh(grid, configured.axis_names, axis_types=configured.axis_types)
-
-
-def _resized(configured: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    for name in sizes:
-        if name not in configured.axis_names:
-            raise JShardError(
-                f'verify was given a mesh with an axis "{name}", but the configured one is {in_words(configured.shape)}',
-                hint=f"use {' or '.join(configured.axis_names)}",
-            )
-    built = build_mesh({**configured.shape, **sizes}, label="the mesh given to verify")
-    return Mesh(built.devices, configured.axis_names, axis_types=configured.axis_types)
-
-
-class _Side:
-    """The program on one mesh."""
-
-    def __init__(self, program: Program, mesh: Mesh, configured: Mesh, tell: Callable[[str], None]):
-        self.program, self.mesh, self.configured, self.tell = program, mesh, configured, tell
-        self.traced: tuple[Any, list[str], list[int]] | None = None
-        self.compiled: dict[Evaluation, Any] = {}
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return dict(self.mesh.shape)
-
-    def trace(self) -> tuple[Any, list[str], list[int]]:
-        if self.traced is None:
-            self.tell(f"traces {self.program.title} for {in_words(self.sizes)}")
-            arrays = self.program.placed(self.program.natural(), self.mesh)
-            with self.here():
-                self.traced = self.program.trace(arrays)
-        return self.traced
-
-    def here(self) -> contextlib.AbstractContextManager[None]:
-        return on_mesh(self.mesh, stands_for=self.configured)
-
-    def run(self, how: Evaluation, numbers: list[Any]) -> tuple[list[np.ndarray], list[Note]]:
-        """The results that are made, and the notes, as numpy arrays."""
-        jaxpr, _, made = self.trace()
-        self.tell(f"{'runs' if how in self.compiled else 'compiles'} {self.program.title} on {in_words(self.sizes)}")
-        if how not in self.compiled:
-
-            def evaluated(arrays: list[Any]) -> Any:
-                results, notes = how(jaxpr, arrays)
-                return [raw(jnp.asarray(results[n])) for n in made], notes
-
-            self.compiled[how] = jax.jit(evaluated, compiler_options=quickly(self.mesh.devices.flat[0]))
-        with self.here():
-            results, notes = self.compiled[how](self.program.placed(numbers, self.mesh))
-        return [on_host(each) for each in results], jax.tree.map(on_host, notes)
-
-
 class _Trial:
     """The reference, run once for each draw, and every other mesh against it."""
 
-    def __init__(self, program: Program, reference: _Side, sides: Sequence[_Side], tolerance: float):
-        self.program, self.reference, self.tolerance = program, reference, tolerance
+    def __init__(self, program: Program, reference: Side, sides: Sequence[Side]):
+        self.program, self.reference = program, reference
         jaxprs = [each.trace()[0] for each in (reference, *sides)]
         platform = reference.mesh.devices.flat[0].platform
         self.modulus = modulus_for([eqn for jaxpr in jaxprs for eqn in equations(jaxpr)])
         self.why = self._why(platform, jaxprs)
         self.exactly = Evaluation(self.modulus, platform=platform, asked=_asked)
+        self.truly = Evaluation(wide=True, asked=_asked)
+        self.last_bit = max(map(last_bit, jaxprs))
 
     def _why(self, platform: str, jaxprs: Sequence[Any]) -> list[str]:
         """For each result that is made, why it can't be proven in every bit; "" where it can."""
@@ -246,15 +190,15 @@ class _Trial:
 
     @functools.cached_property
     def natural(self) -> tuple[list[np.ndarray], float, list[float]]:
-        """The reference's results by the true operations, the tolerance that its narrowest sums allow, and what each of the
-        results allows: rounding may move it as far as it moves when the numbers that go in are moved by as much."""
+        """The reference's results by the true operations in 64 bits, the tolerance that operations of fewer bits allow, and
+        what each of the results allows: rounding may move it as far as it moves when the numbers that go in are moved alike.
+        """
         numbers = self.program.natural()
-        results, _ = self.reference.run(Evaluation(), numbers)
-        last_bit = narrowest_sum(self.reference.trace()[0], _asked)
-        tolerance = max(self.tolerance, 4 * last_bit)
+        results, _ = self.reference.run(self.truly, numbers)
+        tolerance = max(ROUNDING, 4 * self.last_bit)
         allowed = [tolerance] * len(results)
         for seed in range(SHAKES):
-            shaken, _ = self.reference.run(Evaluation(), _shaken(numbers, max(last_bit, 2.0**-23) / 2, seed))
+            shaken, _ = self.reference.run(self.truly, _shaken(numbers, max(self.last_bit, 2.0**-52) / 2, seed))
             pairs = zip(allowed, results, shaken, strict=True)
             allowed = [max(most, 2 * far) if np.isfinite(far := _off(*each)) else most for most, *each in pairs]
         return results, tolerance, allowed
@@ -267,7 +211,7 @@ class _Trial:
         draws = f"probes: whole numbers modulo {self.modulus}, {len(SEEDS)} draws"
         return f"{draws}, every sum exact in any order{stand_ins}"
 
-    def against(self, side: _Side) -> tuple[list[Finding], FirstDivergence | None]:
+    def against(self, side: Side) -> tuple[list[Finding], FirstDivergence | None]:
         _, names, made = self.reference.trace()
         names = [names[n] for n in made]
         differs, seen = [False] * len(names), list(map(bool, self.why))
@@ -284,12 +228,13 @@ class _Trial:
         verdicts = [("bitwise", 0.0, 0.0, "")] * len(names)
         if any(self.why) or failed is not None:  # how far it is by the true operations
             reference, _, allowed = self.natural
-            offs = _offs(reference, side.run(Evaluation(), self.program.natural())[0])
+            offs = _offs(reference, side.run(self.truly, self.program.natural())[0])
             for n, (far, most, why, stand_ins) in enumerate(zip(offs, allowed, self.why, self.on_the_way, strict=True)):
                 because = why or f"{', '.join(stand_ins)} had stand-ins that do not hold here"
                 if why or differs[n]:
                     is_within = far <= most and (why or stand_ins)
-                    verdicts[n] = "within" if is_within else "differs", far, most, because
+                    held = "within" if most < FAULT - 1 else "unproven"
+                    verdicts[n] = held if is_within else "differs", far, most, because
         findings = [
             Finding(
                 side.sizes, name, *verdict, not any_, blamed(self._cause(name), ()),
@@ -298,10 +243,10 @@ class _Trial:
             for name, verdict, any_, stand_ins in zip(names, verdicts, seen, self.on_the_way, strict=True)
         ]  # fmt: skip
         if all(finding.verdict != "differs" for finding in findings):
-            return findings, None
+            return held_to_faults(side, self.truly, findings, _offs), None
         return findings, self._begin(side, findings, failed)
 
-    def dropped(self, side: _Side) -> tuple[list[Finding], str]:
+    def dropped(self, side: Side) -> tuple[list[Finding], str]:
         """Find the variables that a plain call changes and this one does not; or say why that is not known."""
         if not self.program.traced.nodes:
             return [], ""
@@ -343,11 +288,11 @@ class _Trial:
             return "backward"
         return "update" if self.program.of_optimizers and name.endswith(" after") else "forward"
 
-    def _begin(self, side: _Side, findings: list[Finding], seed: int | None) -> FirstDivergence:
+    def _begin(self, side: Side, findings: list[Finding], seed: int | None) -> FirstDivergence:
         """The program again, listening to what each signal hands on."""
         modulus = None if seed is None or any(self.why) else self.modulus
         numbers = self.program.natural() if modulus is None or seed is None else self.program.probes(modulus, seed)
-        how = Evaluation(modulus, listen=True, platform=self.exactly.platform, asked=_asked)
+        how = dataclasses.replace(self.truly if modulus is None else self.exactly, listen=True)
         tolerance = 0.0 if modulus is not None else self.natural[1]
         (reference, heard), (results, other) = self.reference.run(how, numbers), side.run(how, numbers)
         begin = first_slot(heard, other, side.sizes, tolerance, modulus)

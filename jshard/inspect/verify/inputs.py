@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jshard.errors import JShardError
 from jshard.inspect.ledger.tracing import Traced, is_array, is_inexact
 from jshard.inspect.verify.residues import mixed
+from jshard.inspect.verify.wide import widened
 from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layers.linen import positional_names
@@ -134,10 +135,11 @@ class Program:
             for name, array in zip(self.names, self.given, strict=True)
         ]
 
-    def placed(self, numbers: list[Any], mesh: Mesh) -> list[Any]:
-        """The arrays on `mesh`, each lying as the one that was given."""
+    def placed(self, numbers: list[Any], mesh: Mesh, *, wide: bool = False) -> list[Any]:
+        """The arrays on `mesh`, each lying as the one that was given; those that are no whole numbers in 64 bits if `wide`."""
         return [
-            _place(name, each, array, mesh) for name, each, array in zip(self.names, numbers, self.given, strict=True)
+            _place(name, each, array, mesh, widened(array.dtype) if wide else array.dtype)
+            for name, each, array in zip(self.names, numbers, self.given, strict=True)
         ]
 
     # -- its text --
@@ -202,9 +204,9 @@ def _as_given(name: str, array: Any) -> Any:
     return (np.arange(np.prod(array.shape, dtype=int)).reshape(array.shape) % 2).astype(array.dtype)
 
 
-def _place(name: str, numbers: Any, given: Any, mesh: Mesh) -> Any:
+def _place(name: str, numbers: Any, given: Any, mesh: Mesh, dtype: Any) -> Any:
     sharding = getattr(given, "sharding", None)
-    dtype = np.int32 if is_inexact(given) and numbers.dtype == np.int32 else given.dtype  # probes stay whole numbers
+    dtype = np.int32 if is_inexact(given) and numbers.dtype == np.int32 else dtype  # probes stay whole numbers
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         if isinstance(numbers, jax.Array) and is_key(given):
             return numbers

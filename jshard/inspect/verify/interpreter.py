@@ -28,21 +28,25 @@ from jshard.inspect.verify.residues import (
     results_of,
     touches_floats,
 )
+from jshard.inspect.verify.wide import wide_results, widened
 from jshard.jaxprs import bare, bound, called, inner, is_in, scanned
 from jshard.layers.partition.ticks import slot_p
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How to run: by the true operations, or on whole numbers modulo a prime, the `modulus`; noting what signals hand on
-    (`listen`). `asked` gives the dtypes that the signals of a path ask for. With `nan_origins` there is a note for every
-    equation: by how many equations it was that its result first held a NaN, or NEVER."""
+    """How to run: by the true operations, in 64 bits if it is `wide`, or on whole numbers modulo a prime, the `modulus`; noting
+    what signals hand on (`listen`). `asked` gives the dtypes that the signals of a path ask for. With `nan_origins` there is a
+    note for every equation: by how many equations it was that its result first held a NaN, or NEVER. `planted` is given each
+    equation and its results, and returns those to go on with."""
 
     modulus: int | None = None
+    wide: bool = False
     listen: bool = False
     nan_origins: bool = False
     platform: str = "cpu"
     asked: Asked = lambda path: frozenset()
+    planted: Callable[[Any, Sequence[Any]], Sequence[Any]] = lambda eqn, results: results
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
         """The results of a closed jaxpr, and the notes, in program order."""
@@ -82,11 +86,11 @@ class _Level:
         jaxpr, consts = self.jaxpr, map(self._constant, self.jaxpr.constvars, self.consts)
         for variables, given in ((jaxpr.constvars, consts), (jaxpr.invars, arrays)):
             self.values |= zip(variables, given, strict=True)
-        self.summed_narrow = narrowed_for_a_sum(jaxpr) if self.how.modulus else set()
+        self.summed_narrow = narrowed_for_a_sum(jaxpr) if self.how.modulus or self.how.wide else set()
         heard = self._handed_on() if self.how.listen else {}
         for number, (eqn, here) in enumerate(zip(jaxpr.eqns, self.inside, strict=True)):
             with eqn.ctx.manager:
-                results = self._results(eqn, here)
+                results = self.how.planted(eqn, self._results(eqn, here))
             for variable, result in zip(eqn.outvars, results, strict=True):
                 self.values[variable] = result
             for variable in heard.get(number, ()):
@@ -103,14 +107,20 @@ class _Level:
         return self._constant(variable, variable.val) if isinstance(variable, Literal) else self.values[variable]
 
     def _constant(self, variable: Any, value: Any) -> Any:
-        return embedded(np.real(value), self.how.modulus) if self.how.modulus and is_inexact(variable.aval) else value
+        if self.how.modulus and is_inexact(variable.aval):
+            return embedded(np.real(value), self.how.modulus)
+        if self.how.wide and (is_inexact(variable.aval) or isinstance(value, int)):
+            return jnp.asarray(value, widened(variable.aval.dtype))
+        return value
 
     def _typed(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The values as arrays, each of its variable's dtype."""
-        return [
-            jnp.asarray(each, jnp.int32 if self.how.modulus and is_inexact(v.aval) else v.aval.dtype)
-            for each, v in zip(values, variables, strict=True)
-        ]
+        return [jnp.asarray(each, self._dtype(v.aval)) for each, v in zip(values, variables, strict=True)]
+
+    def _dtype(self, aval: Any) -> Any:
+        if self.how.wide:
+            return widened(aval.dtype)
+        return jnp.int32 if self.how.modulus and is_inexact(aval) else aval.dtype
 
     # -- one equation --
 
@@ -126,10 +136,16 @@ class _Level:
             if not eqn.outvars:  # a print
                 return []
             results = results_of(eqn, self._typed(x, eqn.invars), self.how.modulus)
-            is_asked = str(eqn.outvars[0].aval.dtype) in self.how.asked(here.cause.path)
-            narrowed = name == "convert_element_type" and eqn.outvars[0] in self.summed_narrow
-            return [coarse(each, self.how.modulus) for each in results] if narrowed and not is_asked else results
+            return [coarse(each, self.how.modulus) for each in results] if self._rounds(eqn, here) else results
+        if self.how.wide and touches_floats(eqn) and eqn.outvars:
+            return wide_results(eqn, x, rounds=self._rounds(eqn, here))
         return bound(eqn, x)
+
+    def _rounds(self, eqn: Any, here: Around) -> bool:
+        """Say whether numbers are made narrower here to be summed, which nobody asked for."""
+        if eqn.primitive.name != "convert_element_type" or eqn.outvars[0] not in self.summed_narrow:
+            return False
+        return str(eqn.outvars[0].aval.dtype) not in self.how.asked(here.cause.path)
 
     def _ask(self, results: Sequence[Any], eqn: Any, here: Around) -> None:
         if eqn.primitive.name in BEARS_NO_NAN:

@@ -56,6 +56,7 @@ MOVED = frozenset(
 SCATTERS = {
     f"scatter{mark}{name}": getattr(lax, f"scatter_{name}") for mark in "-_" for name in ("add", "max", "min")
 } | {"scatter": lax.scatter}
+DTYPES = frozenset(("dtype", "new_dtype", "preferred_element_type"))  # parameters of equations
 SCRAMBLED = ELEMENTWISE - LINEAR - ORDERED - MOVED
 PROVABLE = LINEAR | ORDERED | MOVED | SCRAMBLED
 
@@ -210,7 +211,7 @@ def results_of(eqn: Any, x: list[Any], prime: int) -> list[Any]:
         return [reduced(x[0] * (inverse(x[1], prime) if constant is None else jnp.int32(constant)), prime)]
     if name in ("square", "integer_pow"):
         return [_power(x[0], eqn.params.get("y", 2), prime)]
-    results = _bound(eqn, x)
+    results = retyped(eqn, x, np.int32)
     return [reduced(each, prime) for each in results] if name in LINEAR or name == "iota" else results
 
 
@@ -225,17 +226,16 @@ def opaque(eqn: Any, x: Sequence[Any], prime: int) -> list[Any]:
     return [whole(each) if jnp.issubdtype(each.dtype, jnp.inexact) else each for each in bound(eqn, given)]
 
 
-def _bound(eqn: Any, x: list[Any]) -> list[Any]:
-    """Run the primitive on whole numbers."""
+def retyped(eqn: Any, x: Sequence[Any], dtype: Any) -> list[Any]:
+    """Run the primitive on numbers of `dtype` in place of floating-point ones."""
     primitive, params = eqn.primitive, dict(eqn.params)
-    if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = jnp.int32
     if "precision" in params:
         params["precision"] = None
-    if params.get("mode") == GatherScatterMode.FILL_OR_DROP and "fill_value" in params:
+    if dtype is np.int32 and params.get("mode") == GatherScatterMode.FILL_OR_DROP and "fill_value" in params:
         params["fill_value"] = 0
-    if "dtype" in params and jnp.issubdtype(params["dtype"], jnp.floating):
-        params["dtype"] = jnp.dtype(jnp.int32)
+    for name in DTYPES & params.keys():
+        if params[name] is not None and jnp.issubdtype(params[name], jnp.floating):
+            params[name] = jnp.dtype(dtype)
     if (scatter := SCATTERS.get(primitive.name)) is not None:  # the primitive holds a program of floating-point numbers
         return [scatter(*x, **{key: each for key, each in params.items() if not key.startswith("update_")})]
     results = primitive.bind(*x, **primitive.get_bind_params(params))

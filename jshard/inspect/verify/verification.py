@@ -21,7 +21,7 @@ class Finding:
 
     mesh: Mapping[str, int]
     name: str
-    verdict: str  # bitwise, within, differs, dropped
+    verdict: str  # bitwise, within, unproven, differs, dropped
     off: float
     tolerance: float  # 0 for bitwise
     because: str  # why not bitwise
@@ -29,15 +29,26 @@ class Finding:
     cause: Cause
     stand_ins: tuple[str, ...] = ()  # the operations on its way that ran by exact stand-ins
     kind: str = ""  # optimizer state; else the name says it
+    hidden: Cause | None = None  # the collective that no result would show a fault of
 
     @property
     def is_wrong(self) -> bool:
         return self.verdict in ("differs", "dropped")
 
     @property
+    def is_proven(self) -> bool:
+        return self.verdict in ("bitwise", "within")
+
+    @property
     def words(self) -> str:
         if self.verdict == "within":
             return f"within {self.tolerance:.2g} (because: {self.because}; a larger deviation would have been caught)"
+        if self.verdict == "unproven":
+            where = (
+                self.hidden and f'a collective of "{self.hidden.signal}" ({self.hidden.place or self.hidden.source})'
+            )
+            hides = f"which hides a factor of 1.001 in {where or 'a collective'}"
+            return f"not proven: within {self.tolerance:.2g}, {hides} (because: {self.because})"
         if self.verdict == "dropped":
             return "is changed by a plain call, and not by this one"
         if self.verdict == "differs":
@@ -58,7 +69,7 @@ class Verification(Shown):
 
     @property
     def ok(self) -> bool:
-        return not any(finding.is_wrong for finding in self.findings)
+        return all(finding.is_proven for finding in self.findings)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -75,9 +86,9 @@ class Verification(Shown):
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         """Yield wrong arrays first. Equal rows of repeated blocks, and of one kind of right arrays, are one row."""
-        findings = sorted(self.findings, key=lambda finding: not finding.is_wrong)
+        findings = sorted(self.findings, key=lambda finding: finding.is_proven)
         rows = [
-            (in_words(f.mesh), str(f.cause.place or "-"), f.cause.signal, f.kind * (not f.is_wrong), f.words)
+            (in_words(f.mesh), str(f.cause.place or "-"), f.cause.signal, f.kind * f.is_proven, f.words)
             for f in findings
         ]
         several, counts = len({row[0] for row in rows}) > 1, collections.Counter(rows)
@@ -94,9 +105,11 @@ class Verification(Shown):
         on = f"on {', '.join(meshes)} and on one device"
         count = len(self.findings)
         arrays = f"{count} array" + "s" * (count != 1)
-        if not self.ok:
-            wrong = sum(finding.is_wrong for finding in self.findings)
+        if wrong := sum(finding.is_wrong for finding in self.findings):
             return f"NOT EQUAL: {wrong} of {arrays} {'differ' if wrong != 1 else 'differs'} {on}"
+        if not self.ok:
+            unproven = sum(finding.verdict == "unproven" for finding in self.findings)
+            return f"NOT PROVEN: {unproven} of {arrays} held only within a tolerance that hides a factor of 1.001 {on}"
         exact = sum(finding.verdict == "bitwise" for finding in self.findings)
         if exact == count:
             return f"EQUAL {on}: {arrays}, all bitwise"
@@ -128,7 +141,7 @@ class Verification(Shown):
 
 
 def _plain(entry: Finding | FirstDivergence) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(entry).items() if name not in ("cause", "looks")}
+    fields = {name: value for name, value in vars(entry).items() if name not in ("cause", "hidden", "looks")}
     return {**fields, "place": entry.cause.place and str(entry.cause.place)}
 
 

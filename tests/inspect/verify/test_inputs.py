@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from fractions import Fraction
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard.inspect.verify.dataflow import narrowest_sum, obstacles
+from jshard.inspect.verify.dataflow import last_bit, obstacles
 from jshard.inspect.verify.first_divergence import compared
 from jshard.inspect.verify.inputs import draw
 from jshard.inspect.verify.interpreter import Evaluation
@@ -208,18 +209,45 @@ def test_an_obstacle_is_named_with_its_line():
         assert not obstacles(jax.make_jaxpr(f)(x), "cpu")
 
 
-def test_the_narrowest_sum_is_that_of_any_equation_in_the_nest():
+def test_the_last_bit_is_that_of_what_has_no_meaning_in_64_bits():
     x = np.ones((8, 8), np.float32)
 
     def bit(f):
-        return narrowest_sum(jax.make_jaxpr(f)(x), lambda path: frozenset())
+        return last_bit(jax.make_jaxpr(f)(x))
 
-    assert bit(lambda x: x @ x) == 0.0
-    assert bit(lambda x: jax.jit(lambda y: (y @ y).sum())(x.astype(jnp.bfloat16))) == 2.0**-7
-    assert (
-        bit(lambda x: lax.scan(lambda c, r: (c + r.astype(jnp.float16), r), jnp.zeros(8, jnp.float16), x)[0])
-        == 2.0**-10
-    )
+    def called(x):
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    assert bit(lambda x: jnp.fft.rfft(x.astype(jnp.bfloat16) @ x).real) == 0.0
+    assert bit(called) == 2.0**-23
+    assert bit(lambda x: lax.scan(lambda c, r: (c + called(r.astype(jnp.float16)), r), x[0], x)[0]) == 2.0**-10
+
+
+def test_true_operations_in_64_bits_leave_no_rounding_but_what_is_narrowed_for_a_sum():
+    x = np.linspace(0.1, 1, 64).reshape(8, 8)
+
+    def f(x):
+        y = jax.nn.softmax((x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).astype(jnp.float32) * 3)
+        (total, _) = lax.scan(lambda c, r: (c + jnp.where(r > 0.1, r, 2 * r), None), jnp.zeros(8), y)
+        return lax.cond(total.sum() > 0, lambda x: x / 3, lambda x: x, total)
+
+    def narrowed(x):
+        return jax.shard_map(
+            lambda x: lax.psum(x.astype(jnp.bfloat16), "data"), in_specs=jax.P("data"), out_specs=jax.P()
+        )(x)
+
+    with jax.enable_x64(True):
+        wide = Evaluation(wide=True)
+        jaxpr = jax.make_jaxpr(f)(x.astype(np.float32))
+        y = np.exp(3 * (x @ x))
+        y = y / y.sum(1, keepdims=True)
+        np.testing.assert_allclose(wide(jaxpr, [x])[0][0], np.where(y > 0.1, y, 2 * y).sum(0) / 3, rtol=1e-13)
+        with jax.set_mesh(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
+            jaxpr = jax.make_jaxpr(narrowed)(x.astype(np.float32))
+            for asked, far in ((frozenset(), True), (frozenset(["bfloat16"]), False)):
+                how = Evaluation(wide=True, asked=lambda path, asked=asked: asked)
+                (total,), _ = jax.jit(functools.partial(how, jaxpr))([jnp.asarray(x)])
+                assert (np.abs(total - (x[:4] + x[4:])).max() > 1e-4) == far
 
 
 # -- draws --

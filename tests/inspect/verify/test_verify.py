@@ -273,7 +273,7 @@ def test_verify_of_what_has_no_stand_in_states_a_tolerance():
     verification = verify(f, put((8, 8), "data"))
     assert verification.ok
     (verdict, *lines, _) = str(verification).splitlines()
-    assert 'within 1e-05 (because: fft in signal "layer3" has no exact stand-in; ' in lines[0]
+    assert 'within 1e-09 (because: fft in signal "layer3" has no exact stand-in; ' in lines[0]
     assert 'in signal "layer3" has no exact stand-in; ' in lines[1]
     assert verdict == "EQUAL on {data: 2, tensor: 4} and on one device: 2 arrays, 0 bitwise, 2 within a tolerance"
 
@@ -318,8 +318,43 @@ def test_verify_within_a_tolerance_catches_a_deviation_that_is_larger():
         f"within {found.tolerance:.2g} (because: fft at test_verify.py:{f.__code__.co_firstlineno + 1} has no exact stand-in; "
         "a larger deviation would have been caught)"
     )
-    (planted,) = verify(functools.partial(f, 2 * found.tolerance), x, backward=False).findings
-    assert planted.verdict == "differs" and planted.words == f"differs by {2 * found.tolerance:.2g}"
+    (planted,) = verify(functools.partial(f, 2.0**-20), x, backward=False).findings
+    assert planted.verdict == "differs" and planted.words == f"differs by {2.0**-20:.2g}"
+
+
+def test_a_tolerance_that_hides_a_fault_of_any_collective_is_no_proof():
+    verification = verify(lambda x: jnp.sin(2.0**50 * jnp.fft.rfft(x).real.sum()), put((8, 8), "data"), backward=False)
+    (found,) = verification.findings
+    assert found.verdict == "unproven" and found.tolerance >= 1e-3 and not verification
+    assert ", which hides a factor of 1.001 in a collective (because: " in found.words
+    assert verification.verdict.startswith(
+        "NOT PROVEN: 1 of 1 array held only within a tolerance that hides a factor of "
+    )
+
+
+@pytest.mark.parametrize("part, verdict", [(1.0, "within"), (2.0**-50, "unproven")])
+def test_a_tolerance_that_hides_a_fault_of_one_collective_is_no_proof(part, verdict):
+    def f(x):
+        with jshard.signal("layer3"):
+            total = jax.shard_map(
+                lambda x: jax.lax.psum(x.sum(), "data"), mesh=jshard.mesh(), in_specs=jax.P("data"), out_specs=jax.P()
+            )(x)
+        return jnp.fft.rfft(jnp.ones(8)).real.sum() + part * total
+
+    (found,) = verify(f, put((8, 8), "data"), backward=False).findings
+    assert found.verdict == verdict
+    if verdict == "unproven":
+        assert 'which hides a factor of 1.001 in a collective of "layer3" (' in found.words
+
+
+def test_a_collective_whose_fault_another_result_shows_is_proven():
+    def f(x):
+        total = jax.shard_map(
+            lambda x: jax.lax.psum(x.sum(), "data"), mesh=jshard.mesh(), in_specs=jax.P("data"), out_specs=jax.P()
+        )(x)
+        return jnp.fft.rfft(jnp.ones(8)).real.sum() + 2.0**-50 * total, total
+
+    assert [each.verdict for each in verify(f, put((8, 8), "data"), backward=False).findings] == ["within", "bitwise"]
 
 
 def test_verify_draws_a_bar_on_a_terminal_and_nowhere_else(capsys, monkeypatch):

@@ -1,0 +1,103 @@
+"""A program on one mesh, compiled once for each way to run it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jshard.errors import JShardError
+from jshard.inspect.ledger.tracing import is_inexact
+from jshard.inspect.verify.inputs import Program
+from jshard.inspect.verify.interpreter import Evaluation, quickly
+from jshard.inspect.verify.records import Note
+from jshard.inspect.verify.verification import in_words
+from jshard.layouts.mesh import build_mesh
+from jshard.layouts.put import on_host, raw
+from jshard.signals.active_config import on_mesh
+
+FAULT = 1.001  # what a tolerance must not hide, as a factor in one collective
+
+
+def of_ones(configured: Mesh) -> Mesh:
+    here = [device for device in configured.devices.flat if device.process_index == jax.process_index()]
+    grid = np.array(here[:1], object).reshape((1,) * configured.devices.ndim)  # each process has a reference of its own
+    return Mesh(grid, configured.axis_names, axis_types=configured.axis_types)
+
+
+def resized(configured: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    for name in sizes:
+        if name not in configured.axis_names:
+            raise JShardError(
+                f'verify was given a mesh with an axis "{name}", but the configured one is {in_words(configured.shape)}',
+                hint=f"use {' or '.join(configured.axis_names)}",
+            )
+    built = build_mesh({**configured.shape, **sizes}, label="the mesh given to verify")
+    return Mesh(built.devices, configured.axis_names, axis_types=configured.axis_types)
+
+
+class Side:
+    """The program on one mesh."""
+
+    def __init__(self, program: Program, mesh: Mesh, configured: Mesh, tell: Callable[[str], None]):
+        self.program, self.mesh, self.configured, self.tell = program, mesh, configured, tell
+        self.traced: tuple[Any, list[str], list[int]] | None = None
+        self.compiled: dict[Evaluation, Any] = {}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
+
+    def trace(self) -> tuple[Any, list[str], list[int]]:
+        if self.traced is None:
+            self.tell(f"traces {self.program.title} for {in_words(self.sizes)}")
+            arrays = self.program.placed(self.program.natural(), self.mesh)
+            with self.here():
+                self.traced = self.program.trace(arrays)
+        return self.traced
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return on_mesh(self.mesh, stands_for=self.configured)
+
+    def run(self, how: Evaluation, numbers: list[Any]) -> tuple[list[np.ndarray], list[Note]]:
+        """The results that are made, and the notes, as numpy arrays."""
+        jaxpr, _, made = self.trace()
+        self.tell(f"{'runs' if how in self.compiled else 'compiles'} {self.program.title} on {in_words(self.sizes)}")
+        if how not in self.compiled:
+
+            def evaluated(arrays: list[Any]) -> Any:
+                results, notes = how(jaxpr, arrays)
+                return [raw(jnp.asarray(results[n])) for n in made], notes
+
+            self.compiled[how] = jax.jit(evaluated, compiler_options=quickly(self.mesh.devices.flat[0]))
+        with self.here(), jax.enable_x64(True) if how.wide else contextlib.nullcontext():
+            results, notes = self.compiled[how](self.program.placed(numbers, self.mesh, wide=how.wide))
+        return [on_host(each) for each in results], jax.tree.map(on_host, notes)
+
+    def with_faults(self, how: Evaluation, numbers: list[Any], faulty: Sequence[Any]) -> Iterator[list[np.ndarray]]:
+        """Yield the results with each of these equations off by a factor in turn."""
+        jaxpr, _, made = self.trace()
+        turns = {id(eqn): number for number, eqn in enumerate(faulty)}
+
+        def evaluated(arrays: list[Any], turn: Any) -> list[Any]:
+            def planted(eqn: Any, results: Sequence[Any]) -> Sequence[Any]:
+                factor = jnp.where(turn == turns.get(id(eqn), -1), FAULT, 1.0)
+                return (
+                    [each * factor if is_inexact(each) else each for each in results] if id(eqn) in turns else results
+                )
+
+            results, _ = dataclasses.replace(how, planted=planted)(jaxpr, arrays)
+            return [raw(jnp.asarray(results[n])) for n in made]
+
+        with self.here(), jax.enable_x64(True):
+            program = jax.jit(evaluated, compiler_options=quickly(self.mesh.devices.flat[0]))
+            arrays = self.program.placed(numbers, self.mesh, wide=True)
+            for turn in range(len(faulty)):
+                self.tell(f"looks whether a fault would be seen: {turn + 1} of {len(faulty)}")
+                yield [on_host(each) for each in program(arrays, turn)]
