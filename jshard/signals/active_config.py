@@ -145,6 +145,19 @@ def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
 
 
 @contextlib.contextmanager
+def nothing_loaded() -> Iterator[None]:
+    """Run as plain Flax, and load again what is loaded."""
+    with _loaded.lock:
+        before = _loaded.configuration, _loaded.mesh, _loaded.stands_for
+        _become(None)
+    try:
+        yield
+    finally:
+        with _loaded.lock:
+            _become(*before)
+
+
+@contextlib.contextmanager
 def on_mesh(replacement: Mesh, stands_for: Mesh | None = None) -> Iterator[None]:
     """The loaded configuration on another mesh of the same axes. Where that stands for one of other sizes (verify's mesh of
     ones), what is chosen by size is chosen as on that one, so that it is the same program. It takes the place of the mesh of

@@ -73,8 +73,8 @@ class Chain:
     label: str
 
     @classmethod
-    def of(cls, settings: Settings) -> Chain:
-        """Build the optimizer that is named; with a default learning rate if one is needed."""
+    def of(cls, settings: Settings, clip: Callable[[float], Any] = clip_by_global_norm) -> Chain:
+        """Build the optimizer that is named, which clips by `clip`; with a default learning rate if one is needed."""
         table = settings.table("optimizer")
         says = {key: table.pop(key) for key in KEYS if key in table}
         links = _links(settings, table)
@@ -83,8 +83,8 @@ class Chain:
         decays = settings.label("optimizer.decay")
         if match:
             _set_mask(decays, links, patterns(match))
-        clip = [clip_by_global_norm(says["clip"])] if "clip" in says else []
-        made = [*clip, *(link.made(settings) for link in links)]
+        first = [clip(says["clip"])] if "clip" in says else []
+        made = [*first, *(link.made(settings) for link in links)]
         return cls(made[0] if len(made) == 1 else optax.chain(*made), rate, key, peak, match, decays)
 
     def check_decay(self, model: nnx.Module) -> None:

@@ -34,6 +34,7 @@ from jshard.training.data import Examples, Placement, examples, held_out, number
 from jshard.training.loop import AHEAD, Step, step_with_gradients
 from jshard.training.loss import Objective, check_called, has_hidden
 from jshard.training.optimizer import Optimizer
+from jshard.training.plain_steps import plain_steps
 from jshard.training.settings import Settings
 from jshard.training.sources import Selectable, Shuffled, Source
 from jshard.training.text import packed_rows
@@ -221,10 +222,11 @@ class Experiment:
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
         """Verify one training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and
-        the parameters and the optimizer state after it."""
+        the parameters and the optimizer state after it; and two steps against plain Flax and optax."""
         step = step_with_gradients(self.loss, self.settings["microbatches"])
         args = self.model, self.optimizer, *self.first_batch()
-        return verify(step, *args, backward=False, meshes=meshes)
+        verification = verify(step, *args, backward=False, meshes=meshes)
+        return dataclasses.replace(verification, plain=plain_steps(self))
 
     def first_batch(self) -> tuple[Any, ...]:
         batch = self.settings["batch"]

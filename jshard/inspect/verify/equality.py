@@ -32,7 +32,7 @@ from jshard.inspect.verify.misfits import misfits
 from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, of_ones, resized
 from jshard.inspect.verify.slots import first_slot
-from jshard.inspect.verify.verification import Finding, Verification, in_words
+from jshard.inspect.verify.verification import ROUNDING, Finding, Verification, in_words
 from jshard.jaxprs import equations
 from jshard.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
@@ -40,7 +40,6 @@ from jshard.signals.keys import blamed
 
 SEEDS = (0, 1, 2)
 SHAKES = 6
-ROUNDING = 1e-9  # how far 64 bits may be off after any sums
 
 
 def verify(

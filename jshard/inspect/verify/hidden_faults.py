@@ -34,7 +34,7 @@ def held_to_faults(
     runs = side.with_faults(how, numbers, [crossing[key][0] for key in at_stake])
     for key, faulty in zip(at_stake, runs, strict=True):
         far = offs(results, faulty)
-        if all(far[n] <= findings[n].tolerance for n in within):
+        if any(far) and all(far[n] <= findings[n].tolerance for n in within):  # what nobody reads changes nothing
             eqn, here = crossing[key]
             for n in within:
                 if key in reached[n]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from jshard.inspect.verify.misfits import Misfit
 from jshard.provenance import Cause
 from jshard.signals.parameter_path import repeats
 from jshard.table import Block, Rows, Shown
+
+ROUNDING = 1e-9  # how far 64 bits may be off after any sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,34 @@ class Finding:
         return f"{words} (stand-ins: {', '.join(self.stand_ins)})" if self.stand_ins else words
 
 
+@dataclasses.dataclass(frozen=True)
+class PlainSteps:
+    """How far what two steps leave is off from two steps by plain Flax and optax, in 64 bits; or why that is not known.
+    `rounding` is how far an array is off that starts from numbers moved by a last bit."""
+
+    offs: Mapping[str, float]
+    rounding: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    unknown: str = ""
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        within = lambda name: max(ROUNDING, 8 * self.rounding.get(name, 0.0))
+        return {name: off for name, off in self.offs.items() if not off <= within(name)}
+
+    def __str__(self) -> str:
+        how = "two steps by plain Flax and optax in 64 bits"
+        if self.unknown:
+            return f"{how}: not compared (because: {self.unknown})"
+        if not self.wrong:
+            held = [off for name, off in self.offs.items() if self.rounding.get(name, 0.0) <= ROUNDING]
+            rest = len(self.offs) - len(held)
+            less = f"; {rest} more hold rounding alone" if rest else ""
+            return f"{how}: {len(held)} arrays are off by {max(held, default=0.0):.1g} at most{less}"
+        first = ", ".join(f"{name} by {off:.2g}" for name, off in itertools.islice(self.wrong.items(), 4))
+        more = f" and {len(self.wrong) - 4} more" if len(self.wrong) > 4 else ""
+        return f"{how}: these are off: {first}{more}"
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification(Shown):
     """What `verify` found: true when sharded equals unsharded. It prints the verdict, what is wrong, and a table."""
@@ -66,10 +97,11 @@ class Verification(Shown):
     probes: str
     misfits: tuple[Misfit, ...] = ()
     unheld: str = ""  # why it is not known what a plain call changes
+    plain: PlainSteps | None = None  # of an experiment
 
     @property
     def ok(self) -> bool:
-        return all(finding.is_proven for finding in self.findings)
+        return all(finding.is_proven for finding in self.findings) and not (self.plain and self.plain.wrong)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -81,6 +113,8 @@ class Verification(Shown):
             yield f"{self.misfits[0]}" + (f"; {len(self.misfits) - 1} more behind it" if self.misfits[1:] else "")
         if self.unheld:
             yield f"what a plain call changes is not known (because: {self.unheld})"
+        if self.plain:
+            yield f"{self.plain}"
         yield Rows(list(self._rows()))
         yield self.probes
 
@@ -107,6 +141,9 @@ class Verification(Shown):
         arrays = f"{count} array" + "s" * (count != 1)
         if wrong := sum(finding.is_wrong for finding in self.findings):
             return f"NOT EQUAL: {wrong} of {arrays} {'differ' if wrong != 1 else 'differs'} {on}"
+        if self.plain and self.plain.wrong:
+            count = f"{len(self.plain.wrong)} of {len(self.plain.offs)} arrays"
+            return f"NOT EQUAL: {count} differ from plain Flax and optax after two steps on {meshes[0]}"
         if not self.ok:
             unproven = sum(finding.verdict == "unproven" for finding in self.findings)
             return f"NOT PROVEN: {unproven} of {arrays} held only within a tolerance that hides a factor of 1.001 {on}"
@@ -135,6 +172,7 @@ class Verification(Shown):
                 "beginnings": begins,
                 "misfits": [str(each) for each in self.misfits],
                 "unheld": self.unheld,
+                "plain": self.plain and dataclasses.asdict(self.plain),
             },
             indent=2,
         )
