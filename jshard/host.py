@@ -28,6 +28,11 @@ def computes_on_cpus(environment: Mapping[str, str] = os.environ) -> bool:
     )
 
 
+def memory_of_host() -> int:
+    """The bytes of memory that this host has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_port() -> int:
     """A port of loopback that nobody has now, nor is likely to have before a process listens there."""
     for port in random.SystemRandom().sample(PORTS, 64):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
-from jshard.cli.target import Target, function_arguments
+from jshard.cli.target import Target, find_modules_here, function_arguments
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
+from jshard.signals.config import load_configuration
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +23,7 @@ def run(chosen: argparse.Namespace) -> int:
     from jshard.cli.experiment import opened
 
     meshes = {words: sizes_of(words) for words in chosen.mesh}
-    target = Target.of(chosen)
+    target, short = _short_enough(Target.of(chosen))
     if membership() is None:
         program = opened(target)
     else:
@@ -33,7 +35,7 @@ def run(chosen: argparse.Namespace) -> int:
     from jshard.layers.user_code_errors import as_user_error
 
     with as_user_error("it is traced"):
-        found = program.verify([*meshes.values()])
+        found = dataclasses.replace(program.verify([*meshes.values()]), short=short)
     if jax.process_index() != 0:  # the first speaks for all
         return 0
     if chosen.json:
@@ -41,6 +43,21 @@ def run(chosen: argparse.Namespace) -> int:
     else:
         show(str(found))
     return 0 if found.ok else 1
+
+
+def _short_enough(target: Target) -> tuple[Target, str]:
+    """Return what is verified in place of a large model, and the words that say so."""
+    if target.function is not None:
+        return target, ""
+    find_modules_here()
+    from jshard.training.experiment import at_two_layers
+
+    change = at_two_layers(load_configuration(target.path, target.overrides))
+    if change is None:
+        return target, ""
+    shorter = dataclasses.replace(target, overrides=(*target.overrides, change[0]))
+    at_two_layers(load_configuration(shorter.path, shorter.overrides))
+    return shorter, change[1]
 
 
 def sizes_of(words: str) -> dict[str, int]:

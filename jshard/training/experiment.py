@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
+from jshard.host import computes_on_cpus, memory_of_host
 from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.plan import Plan, Topology
 from jshard.inspect.plan.added import with_added
@@ -39,7 +40,10 @@ from jshard.training.settings import Settings
 from jshard.training.sources import Selectable, Shuffled, Source
 from jshard.training.text import packed_rows
 from jshard.training.tokens import tokenizer
+from jshard.units import size
 
+MOST, TIMES = 2 * 2**30, 25  # bytes of parameters that are verified in all layers, and how much memory that takes
+DEPTHS = ("depth", "layers", "num_layers", "n_layers", "num_hidden_layers")  # arguments that say how many layers
 READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
 
 
@@ -253,14 +257,41 @@ def _completed(
 
 
 def parameter_shapes(configuration: Configuration) -> dict[str, str]:
-    """Find the parameters of the model that a configuration names, as `float32[784,1024]` by path. The model is built of
-    shapes, with no configuration loaded."""
+    """Find the parameters of the model that a configuration names, as `float32[784,1024]` by path."""
+    return {path: jax.typeof(leaf).str_short() for path, leaf in _parameters(configuration).items()}
+
+
+def _parameters(configuration: Configuration) -> Mapping[str, Any]:
+    """Build the model of shapes, with no configuration loaded, and return its parameters by path."""
     settings = Settings(configuration)
     named = Component.of(settings, "model")
     unload()
     with as_user_error(f"{named.path} is built"):
-        model = nnx.eval_shape(lambda: named(rngs=nnx.Rngs(settings["seed"])))
-    return {path: jax.typeof(leaf).str_short() for path, leaf in parameters_by_path(model).items()}
+        return parameters_by_path(nnx.eval_shape(lambda: named(rngs=nnx.Rngs(settings["seed"]))))
+
+
+def at_two_layers(configuration: Configuration) -> tuple[str, str] | None:
+    """Return the change of a configuration that makes a large model short enough to be verified, and the words that say so;
+    None for a model that is small enough."""
+    if "model" not in configuration.train:
+        return None
+    bytes_now = sum(leaf.size * leaf.dtype.itemsize for leaf in _parameters(configuration).values())
+    if bytes_now <= MOST:
+        return None
+    model = Component.of(Settings(configuration), "model")
+    depth = next((name for name in DEPTHS if name in parameters_of(model.function)), None)
+    if depth is not None and model.arguments.get(depth) != 2:
+        return (
+            f"jshard.train.model.{depth}=2",
+            f"{model.path} has {size(bytes_now)} of parameters: verified at {depth}=2",
+        )
+    if computes_on_cpus() and TIMES * bytes_now > (memory := memory_of_host()):
+        raise JShardError(
+            f"{model}, which has {size(bytes_now)} of parameters{' in two layers' * (depth is not None)}; to verify it takes "
+            f"{TIMES} times as much, and this host has {size(memory)}",
+            hint=f"make it smaller, as in: jshard verify {configuration.source} model.width=256",
+        )
+    return None
 
 
 def _data(settings: Settings, only_shapes: bool) -> tuple[Component, Mapping[str, Any]]:

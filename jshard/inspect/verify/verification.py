@@ -98,6 +98,7 @@ class Verification(Shown):
     misfits: tuple[Misfit, ...] = ()
     unheld: str = ""  # why it is not known what a plain call changes
     plain: PlainSteps | None = None  # of an experiment
+    short: str = ""  # that a large model was made shorter
 
     @property
     def ok(self) -> bool:
@@ -108,6 +109,8 @@ class Verification(Shown):
 
     def blocks(self) -> Iterator[Block]:
         yield self.verdict
+        if self.short:
+            yield self.short
         yield from (f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings)
         if self.misfits:
             yield f"{self.misfits[0]}" + (f"; {len(self.misfits) - 1} more behind it" if self.misfits[1:] else "")
@@ -172,6 +175,7 @@ class Verification(Shown):
                 "beginnings": begins,
                 "misfits": [str(each) for each in self.misfits],
                 "unheld": self.unheld,
+                "short": self.short,
                 "plain": self.plain and dataclasses.asdict(self.plain),
             },
             indent=2,

@@ -18,10 +18,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from jshard.cli import main
 from jshard.inspect.verify import verify
 from jshard.inspect.verify.dataflow import on_the_way, stood_in
+from jshard.layers import token_loss
 from jshard.signals.active_config import unload
 from jshard.signals.scope import unplaced
+from jshard.training import clipping, loop
+from jshard.training import experiment as training_experiment
 from jshard.training.experiment import Experiment
 
 YAML = """\
@@ -96,7 +100,8 @@ def by_name(verification):
 
 
 def test_step_of_sgd_is_bitwise_without_any_stand_in():
-    assert str(experiment(optimizer=EIGHTH).verify()) == (
+    verification = experiment(optimizer=EIGHTH).verify()
+    assert str(dataclasses.replace(verification, plain=None)) == (
         "EQUAL on {data: 2, tensor: 4} and on one device: 11 arrays, all bitwise\n"
         "-             -       loss                           bitwise\n"
         "steps.yaml:6  layer2  gradient of model.down.bias    bitwise\n"
@@ -174,6 +179,75 @@ def test_fault_random_numbers_of_each_device_are_caught():
     jshard.load("steps.yaml")
     x = jax.device_put(np.ones((8, 8), np.float32), jax.NamedSharding(jshard.mesh(), P("data")))
     assert not verify(f, jax.random.key(7), x, backward=False).ok
+
+
+# -- two steps by plain Flax and optax --
+
+
+def cross_entropy_experiment(**train):
+    """Trained by cross entropy in two microbatches, its gradients clipped."""
+    Path("steps.yaml").write_text(YAML.replace(', loss: "steps:loss"', ""))
+    return experiment(microbatches=2, optimizer={"name": "adamw", "clip": 0.01, "learning_rate": 0.1}, **train)
+
+
+def test_two_steps_are_those_of_plain_flax_and_optax():
+    verification = cross_entropy_experiment().verify()
+    plain = verification.plain
+    assert verification.ok and not plain.wrong and not plain.unknown, str(verification)
+    assert {"loss of step 1", "loss of step 2", "model.up.kernel", "optimizer.step"} < plain.offs.keys()
+    assert str(plain).startswith(f"two steps by plain Flax and optax in 64 bits: {len(plain.offs)} arrays are off by ")
+
+
+def counted_twice(monkeypatch):
+    monkeypatch.setattr(loop, "accumulated", lambda f, real=loop.accumulated: real(lambda *args: 2 * f(*args)))
+
+
+def norm_twice(monkeypatch):
+    real = clipping._sum_of_squares
+    monkeypatch.setattr(clipping, "_sum_of_squares", lambda leaves: 2 * real(leaves))
+
+
+def another_loss(monkeypatch):
+    real = token_loss.losses_of
+    monkeypatch.setattr(token_loss, "losses_of", lambda x, y, z: real(x, y, z) + 1e-6 * x[..., 0])
+
+
+MOMENT = "optimizer.opt_state.1.0.mu.up.kernel"
+
+
+@pytest.mark.parametrize(
+    "fault, off", [(counted_twice, "loss of step 1"), (norm_twice, MOMENT), (another_loss, MOMENT)]
+)
+def test_a_fault_of_the_step_itself_is_found_by_plain_flax_and_optax_alone(fault, off, monkeypatch):
+    fault(monkeypatch)
+    verification = cross_entropy_experiment().verify()
+    assert all(finding.is_proven for finding in verification.findings), str(verification)
+    assert not verification.ok and off in verification.plain.wrong
+    count = f"{len(verification.plain.wrong)} of {len(verification.plain.offs)} arrays"
+    assert str(verification).splitlines()[0] == (
+        f"NOT EQUAL: {count} differ from plain Flax and optax after two steps on {{data: 2, tensor: 4}}"
+    )
+
+
+def test_numbers_that_are_created_otherwise_than_by_plain_flax_are_told(monkeypatch):
+    built = experiment()
+    built.model.up.kernel[...] *= 1.001
+    verification = built.verify()
+    assert verification.plain.wrong.keys() == {"model.up.kernel as created"}, verification.plain
+
+
+def test_a_large_model_is_verified_at_two_layers_or_refused(monkeypatch, capsys):
+    Path("deep.py").write_text(MODEL.replace("dropout=0.0, *", "dropout=0.0, depth=5, *"))
+    Path("steps.yaml").write_text(YAML.replace("steps:Model", "deep:Model"))
+    monkeypatch.setattr(training_experiment, "MOST", 500)
+    assert main(["verify", "steps.yaml"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "deep:Model has 848 B of parameters: verified at depth=2"
+    monkeypatch.setattr(training_experiment, "memory_of_host", lambda: 20_000)
+    assert main(["verify", "steps.yaml"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        'jshard: jshard.train.model (steps.yaml:3) is "deep:Model", which has 848 B of parameters in two layers; to verify it '
+        "takes 25 times as much, and this host has 20 kB; make it smaller, as in: jshard verify steps.yaml model.width=256"
+    )
 
 
 # -- faults in the update --
