@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from jshard.cli.target import Target, find_modules_here, function_arguments
+from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
-from jshard.signals.config import load_configuration
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +48,13 @@ def _short_enough(target: Target) -> tuple[Target, str]:
     """Return what is verified in place of a large model, and the words that say so."""
     if target.function is not None:
         return target, ""
-    find_modules_here()
     from jshard.training.experiment import at_two_layers
 
-    change = at_two_layers(load_configuration(target.path, target.overrides))
+    change = at_two_layers(target.configuration())
     if change is None:
         return target, ""
     shorter = dataclasses.replace(target, overrides=(*target.overrides, change[0]))
-    at_two_layers(load_configuration(shorter.path, shorter.overrides))
+    at_two_layers(shorter.configuration())
     return shorter, change[1]
 
 

@@ -258,16 +258,16 @@ def _completed(
 
 def parameter_shapes(configuration: Configuration) -> dict[str, str]:
     """Find the parameters of the model that a configuration names, as `float32[784,1024]` by path."""
-    return {path: jax.typeof(leaf).str_short() for path, leaf in _parameters(configuration).items()}
+    return {path: jax.typeof(leaf).str_short() for path, leaf in parameters_by_path(_of_shapes(configuration)).items()}
 
 
-def _parameters(configuration: Configuration) -> Mapping[str, Any]:
-    """Build the model of shapes, with no configuration loaded, and return its parameters by path."""
+def _of_shapes(configuration: Configuration) -> nnx.Module:
+    """Build the model that a configuration names of shapes, with no configuration loaded."""
     settings = Settings(configuration)
     named = Component.of(settings, "model")
     unload()
     with as_user_error(f"{named.path} is built"):
-        return parameters_by_path(nnx.eval_shape(lambda: named(rngs=nnx.Rngs(settings["seed"]))))
+        return nnx.eval_shape(lambda: named(rngs=nnx.Rngs(settings["seed"])))
 
 
 def at_two_layers(configuration: Configuration) -> tuple[str, str] | None:
@@ -275,7 +275,8 @@ def at_two_layers(configuration: Configuration) -> tuple[str, str] | None:
     None for a model that is small enough."""
     if "model" not in configuration.train:
         return None
-    bytes_now = sum(leaf.size * leaf.dtype.itemsize for leaf in _parameters(configuration).values())
+    leaves = jax.tree.leaves(nnx.state(_of_shapes(configuration), nnx.Param))
+    bytes_now = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     if bytes_now <= MOST:
         return None
     model = Component.of(Settings(configuration), "model")
