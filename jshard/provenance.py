@@ -231,12 +231,12 @@ def _folders(shortened: str | None) -> tuple[str, ...]:
 def source_of(eqn: Any) -> str:
     """`model.py:12`: the innermost line of the program that is not jshard's, JAX's or Flax's."""
     frames = source_info_util.user_frames(eqn.source_info.traceback)
-    return _own((frame.file_name, frame.start_line) for frame in frames)
+    return own_line((frame.file_name, frame.start_line) for frame in frames)
 
 
 def line_here() -> str:
     """`model.py:12`: the innermost line of the running program that is not jshard's, JAX's or Flax's."""
-    return _own((each.f_code.co_filename, each.f_lineno) for each in _running(sys._getframe(1)))
+    return own_line((each.f_code.co_filename, each.f_lineno) for each in _running(sys._getframe(1)))
 
 
 def is_inside(names: Collection[str]) -> bool:
@@ -250,8 +250,8 @@ def _running(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def _own(frames: Iterable[Sequence[Any]]) -> str:
-    """Of files and lines, innermost first, the first that is the user's."""
+def own_line(frames: Iterable[Sequence[Any]]) -> str:
+    """Return `model.py:12` for the first of these files and lines, innermost first, that is the user's; "" where none is."""
     folders = _folders(jax.config.values["jax_hlo_source_file_canonicalization_regex"])
     own = (
         (file, line)
@@ -275,8 +275,8 @@ class StackFrames:
         found = re.search(r"\bstack_frame_id=(\d+)", text)
         if found is None:
             found = re.search(r'\bsource_file="([^"]*)" source_line=(\d+)', text)
-            return _own([found.groups()] if found else ())
-        return _own(self._outwards(int(found[1])))
+            return own_line([found.groups()] if found else ())
+        return own_line(self._outwards(int(found[1])))
 
     def _outwards(self, number: int) -> Iterator[tuple[str, str]]:
         while frame := self.frames.get(str(number)):

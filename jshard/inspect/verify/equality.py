@@ -29,6 +29,7 @@ from jshard.inspect.verify.hidden_faults import held_to_faults
 from jshard.inspect.verify.inputs import Program
 from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.misfits import misfits
+from jshard.inspect.verify.own_derivatives import noticed, tested
 from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, of_ones, resized
 from jshard.inspect.verify.slots import first_slot
@@ -63,7 +64,8 @@ def verify(
 def _verified(program: Program, meshes: Sequence[Mapping[str, int]], tell: Callable[[str], None]) -> Verification:
     configured = mesh()
     sides = [Side(program, configured, configured, tell)]
-    _check_own(program, sides[0].trace()[0])
+    with noticed() as own:
+        _check_own(program, sides[0].trace()[0])
     reference = Side(program, of_ones(configured), configured, tell)
     sides += [Side(program, resized(configured, sizes), configured, tell) for sizes in meshes]
     for side in (reference, *sides[1:]):
@@ -76,7 +78,8 @@ def _verified(program: Program, meshes: Sequence[Mapping[str, int]], tell: Calla
         findings += more
         begins += [begin] if begin is not None else []
     dropped, unheld = trial.dropped(sides[0])
-    return Verification((*findings, *dropped), tuple(begins), trial.words, misfits(sides[0].trace()[0]), unheld)
+    jaxpr, derivatives = sides[0].trace()[0], tuple(tested(*each) for each in own.items())
+    return Verification((*findings, *dropped), tuple(begins), trial.words, misfits(jaxpr), unheld, derivatives)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from jshard.inspect.verify.first_divergence import FirstDivergence
 from jshard.inspect.verify.misfits import Misfit
+from jshard.inspect.verify.own_derivatives import OwnDerivative
 from jshard.provenance import Cause
 from jshard.signals.parameter_path import repeats
 from jshard.table import Block, Rows, Shown
@@ -97,6 +98,7 @@ class Verification(Shown):
     probes: str
     misfits: tuple[Misfit, ...] = ()
     unheld: str = ""  # why it is not known what a plain call changes
+    own: tuple[OwnDerivative, ...] = ()
     plain: PlainSteps | None = None  # of an experiment
     short: str = ""  # that a large model was made shorter
 
@@ -118,6 +120,7 @@ class Verification(Shown):
             yield f"what a plain call changes is not known (because: {self.unheld})"
         if self.plain:
             yield f"{self.plain}"
+        yield from map(str, self.own)
         yield Rows(list(self._rows()))
         yield self.probes
 
@@ -175,6 +178,7 @@ class Verification(Shown):
                 "beginnings": begins,
                 "misfits": [str(each) for each in self.misfits],
                 "unheld": self.unheld,
+                "own_derivatives": [dataclasses.asdict(each) for each in self.own],
                 "short": self.short,
                 "plain": self.plain and dataclasses.asdict(self.plain),
             },
