@@ -80,10 +80,9 @@ class PlainSteps:
         if self.unknown:
             return f"{how}: not compared (because: {self.unknown})"
         if not self.wrong:
-            held = [off for name, off in self.offs.items() if self.rounding.get(name, 0.0) <= ROUNDING]
-            rest = len(self.offs) - len(held)
-            less = f"; {rest} more hold rounding alone" if rest else ""
-            return f"{how}: {len(held)} arrays are off by {max(held, default=0.0):.1g} at most{less}"
+            rest = sum(self.rounding.get(name, 0.0) > ROUNDING for name in self.offs)
+            more = f"; {rest} more {'holds' if rest == 1 else 'hold'} rounding alone" if rest else ""
+            return f"{how}: {len(self.offs) - rest} arrays equal within {ROUNDING:.0e}{more}"
         first = ", ".join(f"{name} by {off:.2g}" for name, off in itertools.islice(self.wrong.items(), 4))
         more = f" and {len(self.wrong) - 4} more" if len(self.wrong) > 4 else ""
         return f"{how}: these are off: {first}{more}"
