@@ -32,7 +32,7 @@ from jshard.signals.scope import signal
 from jshard.training.chain import Chain
 from jshard.training.components import Component, parameters_of
 from jshard.training.data import Examples, Placement, examples, held_out, numbers_of, part_of, settle, source
-from jshard.training.loop import AHEAD, Step, step_with_gradients
+from jshard.training.loop import AHEAD, Step, placed, step_with_gradients
 from jshard.training.loss import Objective, check_called, has_hidden
 from jshard.training.optimizer import Optimizer
 from jshard.training.plain_steps import plain_steps
@@ -44,6 +44,7 @@ from jshard.units import size
 
 MOST, TIMES = 2 * 2**30, 25  # bytes of parameters that are verified in all layers, and how much memory that takes
 DEPTHS = ("depth", "layers", "num_layers", "n_layers", "num_hidden_layers")  # arguments that say how many layers
+STEPS = 2  # that are held against plain Flax
 READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
 
 
@@ -230,7 +231,8 @@ class Experiment:
         step = step_with_gradients(self.loss, self.settings["microbatches"])
         args = self.model, self.optimizer, *self.first_batch()
         verification = verify(step, *args, backward=False, meshes=meshes)
-        return dataclasses.replace(verification, plain=plain_steps(self))
+        batches = [batch for batch, _ in placed(self.data, self.placement, None, STEPS)]
+        return dataclasses.replace(verification, plain=plain_steps(self.settings, self.loss, self.step(), batches))
 
     def first_batch(self) -> tuple[Any, ...]:
         batch = self.settings["batch"]

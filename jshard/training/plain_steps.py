@@ -4,7 +4,7 @@ against. Both run in 64 bits, and share the model, the loss that is named, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,31 +21,27 @@ from jshard.layouts.paths import words_of
 from jshard.layouts.put import on_host, put, raw
 from jshard.signals.active_config import nothing_loaded
 from jshard.training.chain import Chain
-from jshard.training.loop import placed
+from jshard.training.loop import Step
+from jshard.training.loss import Objective
+from jshard.training.settings import Settings
 
-if TYPE_CHECKING:
-    from jshard.training.experiment import Experiment
-
-STEPS = 2
 SMALL = 1e-4  # of the largest number of the model or of the optimizer: what is smaller may be rounding alone
 CREATED = 4  # last bits that an initial number may be off: compilers round it in other ways
 
 SHAKES = 3
-Step = Callable[..., tuple[Any, Any]]  # (state, x, y) -> (state, loss)
+TakesStep = Callable[..., tuple[Any, Any]]  # (state, x, y) -> (state, loss)
 
 
-def plain_steps(experiment: Experiment) -> PlainSteps:
-    """Take both steps in both ways, from the numbers that plain Flax creates, and compare all that they leave."""
-    batches = [batch for batch, _ in placed(experiment.data, experiment.placement, None, STEPS)]
-    step = experiment.step()
+def plain_steps(settings: Settings, objective: Objective, step: Step, batches: Sequence[Any]) -> PlainSteps:
+    """Take the steps of these batches in both ways, from the numbers that plain Flax creates, and compare what they leave."""
     own = _named(step.state)
     with nothing_loaded():
-        graph, state = nnx.split(_modules(experiment))
+        graph, state = nnx.split(_modules(settings, objective))
         created = _named(state)
         if other := sorted(own.keys() ^ created.keys()):
             return PlainSteps({}, unknown=f"plain Flax makes other variables: {', '.join(other[:3])}")
         here = [jax.tree.map(on_host, batch) for batch in batches]
-        take = _stepping(_plain_step(experiment, graph), state, here)
+        take = _stepping(_plain_step(settings, objective, graph), state, here)
         expected, *moved = take(created), *(take(_shaken(created, seed)) for seed in range(SHAKES))
     off = {f"{name} as created": off for name, off in _offs(created, own).items() if off > _last_bits(created[name])}
     begun = {
@@ -69,16 +65,16 @@ def _last_bits(array: Any) -> float:
     return CREATED * float(jnp.finfo(array.dtype).eps) if is_inexact(array) else 0.0
 
 
-def _modules(experiment: Experiment) -> tuple[Any, nnx.Optimizer]:
+def _modules(settings: Settings, objective: Objective) -> tuple[Any, nnx.Optimizer]:
     """Build the model and the optimizer of plain Flax and optax that the configuration names."""
-    model = experiment.loss.model(rngs=nnx.Rngs(experiment.settings["seed"]))
-    tx = Chain.of(experiment.settings, clip=optax.clip_by_global_norm).tx
+    model = objective.model(rngs=nnx.Rngs(settings["seed"]))
+    tx = Chain.of(settings, clip=optax.clip_by_global_norm).tx
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
-def _plain_step(experiment: Experiment, graph: Any) -> Step:
+def _plain_step(settings: Settings, objective: Objective, graph: Any) -> TakesStep:
     """Write a training step as one would by hand: the gradients of the microbatches are added up."""
-    loss, parts = _loss(experiment), experiment.settings["microbatches"]
+    loss, parts = _loss(settings, objective), settings["microbatches"]
 
     def step(state: Any, x: Any, y: Any) -> tuple[Any, Any]:
         model, optimizer = nnx.merge(graph, state)
@@ -92,8 +88,8 @@ def _plain_step(experiment: Experiment, graph: Any) -> Step:
     return step
 
 
-def _loss(experiment: Experiment) -> Callable[..., jax.Array]:
-    written, z = experiment.loss.written, experiment.settings.table("loss").get("z", 0.0)
+def _loss(settings: Settings, objective: Objective) -> Callable[..., jax.Array]:
+    written, z = objective.written, settings.table("loss").get("z", 0.0)
 
     def loss(model: Any, x: Any, y: Any, count: Any) -> jax.Array:
         outputs = model(x)
@@ -107,7 +103,7 @@ def _loss(experiment: Experiment) -> Callable[..., jax.Array]:
     return loss
 
 
-def _stepping(step: Step, like: Any, batches: Sequence[Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _stepping(step: TakesStep, like: Any, batches: Sequence[Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return what finds, from a state, what the steps leave of it, and their losses, in 64 bits."""
     jaxpr = jax.make_jaxpr(lambda state, batch: step(state, *batch))(like, batches[0])
     how, where = Evaluation(wide=True), [*(each.sharding for each in jax.tree.leaves(like)), None]
