@@ -21,7 +21,7 @@ PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 # Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: help demo lm test slow all tests-with-extras core check lint fuzz fuzz-programs verify-random kernel-product bench hang-test soak kills slurm mutants as-users-compile nightly wheel docs clean
+.PHONY: help demo lm test slow all tests-with-extras core check lint fuzz fuzz-programs verify-random kernel-product bench hang-test soak kills slurm mutants as-users-compile proofs proofs-on-newer nightly wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*##  *' '/^[a-z-]+:.*##/ { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -82,8 +82,14 @@ mutants: $(VENV)/.mutants-$(STAMP)  ## a tenth of all single changes of the room
 as-users-compile: $(VENV)/.test-$(STAMP)  ## all tests, the slow ones too, with XLA's own defaults, which take longer to compile
 	@XLA_FLAGS= JSHARD_TESTS_FRESH=1 $(PYTEST) -n 3 --dist worksteal $(PYTEST_ARGS)
 
-nightly:  ## as-users-compile, fuzz, verify-random, kernel-product, hang-test, soak, kills, slurm and mutants; goes on after one that fails
-	@$(MAKE) --keep-going as-users-compile fuzz fuzz-programs verify-random kernel-product hang-test soak kills slurm mutants
+proofs: $(VENV)/.test-$(STAMP)  ## verify of every shipped file that trains, in one process and in two
+	@$(PYTEST) -n 2 --dist worksteal tests/inspect/verify/test_configurations.py $(PYTEST_ARGS)
+
+proofs-on-newer:  ## the same on a Python newer than this one, with a newer JAX, where there is one
+	@newer=$$(.ci/newer-python); [ -z "$$newer" ] || $(MAKE) PYTHON="$$newer" VENV=.venv-newer proofs
+
+nightly:  ## as-users-compile, proofs-on-newer, fuzz, verify-random, kernel-product, hang-test, soak, kills, slurm and mutants; goes on after one that fails
+	@$(MAKE) --keep-going as-users-compile proofs-on-newer fuzz fuzz-programs verify-random kernel-product hang-test soak kills slurm mutants
 
 soak: $(VENV)/.test-$(STAMP)  ## half an hour of four processes, a random fault every minute: the loss of an undisturbed run
 	@$(BIN)/python -m tests.launch.soak --minutes $${JSHARD_SOAK_MINUTES:-30} --seed $${JSHARD_SOAK_SEED:-0}
