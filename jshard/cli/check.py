@@ -161,16 +161,18 @@ def _check_workers(configuration: Configuration) -> None:
 
 
 def _check_experiment(configuration: Configuration) -> None:
-    """Raise an error for what can't be trained. JAX is imported only where a model, data, a loss or an optimizer is not in the
-    source of its module."""
+    """Raise an error for what can't be trained, by the text, then by what it names."""
     if "model" not in configuration.train:
         return
     settings = Settings(configuration)
-    for key in settings.check():
-        from jshard.training.chain import Chain
-        from jshard.training.components import Component
+    settings.check()
+    from jshard.training.chain import Chain
+    from jshard.training.components import Component
 
-        Chain.of(settings) if key == "optimizer" else Component.of(settings, key)
+    Chain.of(settings)
+    for key in ("data", "model", "loss"):
+        if "path" in settings.table(key):
+            Component.of(settings, key)
 
 
 def _check_claims(checked: Checked, configuration: Configuration, *, listed: bool) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, printable
 from jshard.layouts.put import raw
 from jshard.training.tensors.view import Loop
+
+BLOCK = 2**18  # numbers that are looked at together
+SHOWN = 3  # parameters that a warning names
 
 
 def prepare() -> None:
@@ -49,6 +54,21 @@ def like_raw(array: jax.Array) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and sharding of `raw(array)`."""
     numbers = raw(array)
     return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=numbers.sharding)
+
+
+def not_finite(part: np.ndarray) -> int:
+    """Count the NaNs and infinities among numbers on the host, a block at a time."""
+    numbers = part.reshape(-1) if jnp.issubdtype(part.dtype, jnp.inexact) else np.empty(0)
+    blocks = (numbers[start : start + BLOCK] for start in range(0, numbers.size, BLOCK))
+    return sum(block.size - int(np.count_nonzero(np.isfinite(block))) for block in blocks)
+
+
+def warn_of_not_finite(source: str, counts: Mapping[str, int]) -> None:
+    """Warn of the parameters that were read with so many NaNs and infinities."""
+    if found := [f"{count:,} in {name}" for name, count in counts.items() if count]:
+        more = f" and in {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        text = f"{source} holds numbers that are NaN or infinite: {', '.join(found[:SHOWN])}{more}"
+        warnings.warn(printable(f"{text}; fetch it again, or train from another"), stacklevel=3)
 
 
 TREE = "_METADATA"  # the file in which orbax writes which arrays there are

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 
 from jshard import events
@@ -28,7 +29,7 @@ from jshard.errors import FULL, JShardError, reason, refused
 from jshard.layouts.paths import keys_of
 from jshard.layouts.put import kind, raw, typed
 from jshard.run_names import CONFIGURATION
-from jshard.training.arrays import like_raw, load, prepare, save
+from jshard.training.arrays import like_raw, load, not_finite, prepare, save, warn_of_not_finite
 from jshard.training.manifest import Damaged, Manifest, flush
 from jshard.training.settings import Policy
 from jshard.training.sources import positions
@@ -133,7 +134,16 @@ class Checkpoint:
         for leaf in leaves:
             leaf.delete()
         read = load(self.folder / ARRAYS, like)
-        return jax.tree.unflatten(tree, [typed(read[name], kinds[name]) for name in arrays]), manifest
+        restored = jax.tree.unflatten(tree, [typed(read[name], kinds[name]) for name in arrays])
+        shards = {
+            name: leaf.addressable_shards for name, leaf in named([nnx.filter_state(restored[0], nnx.Param)]).items()
+        }
+        counts = {
+            name: sum(not_finite(np.asarray(shard.data)) for shard in each if shard.replica_id == 0)
+            for name, each in shards.items()
+        }
+        warn_of_not_finite(str(self), counts)
+        return restored, manifest
 
     def _check_fits(self, manifest: Manifest, arrays: Mapping[str, jax.Array], needed_by: str) -> None:
         faults = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -14,7 +13,6 @@ from jshard.errors import JShardError, Place, multiples
 from jshard.signals.config import Configuration
 from jshard.signals.schema import TRAIN
 from jshard.signals.signal import Signal
-from jshard.signals.trust import specs_of
 from jshard.signals.value_types import Table
 
 DEFAULTS: Mapping[str, Any] = {
@@ -131,8 +129,8 @@ class Settings:
                 hint=f"use {multiples(batch, ways * parts)}",
             )
 
-    def check(self) -> list[str]:
-        """Raise every fault that the text alone tells. Return the keys that name what no module shows by its source."""
+    def check(self) -> None:
+        """Raise every fault that the text alone tells."""
         faults: list[JShardError] = []
         for look in (lambda: self.require("data"), self.check_rows, self.check_folders):
             try:
@@ -141,9 +139,6 @@ class Settings:
                 faults.append(error)
         if faults:
             raise JShardError.of(faults)
-        tables = {key: self.table(key) for key in ("model", "data", "loss", "optimizer") if self[key] is not None}
-        named = {key: table for key, table in tables.items() if key == "optimizer" or "path" in table}
-        return [key for key, table in named.items() if not is_written(_path(table))]
 
     def require(self, key: str) -> None:
         if self[key] is None:
@@ -154,31 +149,7 @@ class Settings:
             )
 
 
-def _path(table: Mapping[str, Any]) -> str:
-    """Return the import path that a table names; that of nothing for a chain, which only optax can tell the faults of."""
-    named = "name" in table and not {"clip", "schedule", "decay"} & set(table)
-    return table.get("path") or (f"optax:{table['name']}" if named else ":")
-
-
 def rows_over(signals: Mapping[str, Signal]) -> tuple[str, ...]:
     """List the mesh axes that every `row` names, so that no layer has to gather its input."""
     rows = [signal.row for signal in signals.values() if signal.row]
     return tuple(name for name in rows[0] if all(name in row for row in rows)) if rows else ()
-
-
-def is_written(path: str) -> bool:
-    """Whether the source of a module defines `module:name`, which is found without running it. What it makes while it is
-    imported is not seen."""
-    module, _, name = path.partition(":")
-    try:
-        *_, found = specs_of(module)
-        body = ast.parse(Path(found.origin or "").read_bytes()).body
-    except (ImportError, OSError, SyntaxError, ValueError):  # importing it tells what is wrong
-        return False
-    names: set[str] = set()
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {each.asname or each.name for each in node.names}
-    return name in names

@@ -23,7 +23,7 @@ from jshard.errors import JShardError, did_you_mean, quoted, reason
 from jshard.layouts.index_ranges import boxes_of, lengths
 from jshard.layouts.p2p import doors_of, tell, without_mesh
 from jshard.run_names import MANIFEST
-from jshard.training.arrays import stored
+from jshard.training.arrays import not_finite, stored, warn_of_not_finite
 from jshard.training.manifest import flush
 from jshard.training.progress import byte_bar, silent
 from jshard.training.tensors.assign import Leaf, Piece, assign, joined, leaves_of, path_in_tree
@@ -69,10 +69,10 @@ def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None
     filled = assign(tensors, leaves, renaming, str(path), converts=converts, faults=faults)
     wanted = [leaf for leaf in leaves if leaf.path in filled]
     read: dict[str, jax.Array] = {}
-    count = 0
+    count, strange = 0, dict[str, int]()
     with byte_bar(f"reading {path}", sum(leaf.bytes_here for leaf in wanted), _console()) as show:
         for leaf in wanted:
-            array, more = _read(leaf, filled[leaf.path])
+            array, more, strange[str(leaf)] = _read(leaf, filled[leaf.path])
             count += more
             if leaf.variable is not None:
                 leaf.variable.set_value(array)
@@ -82,6 +82,7 @@ def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None
     of = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     seconds = time.perf_counter() - begin
     events.tell("weights_read", file=str(path), parameters=len(wanted), read=count, of=of, seconds=seconds)
+    warn_of_not_finite(str(path), strange)
     if isinstance(model, nnx.Module):
         return model
     return jax.tree_util.tree_map_with_path(lambda path, x: read.get(path_in_tree(path), x), model)
@@ -207,22 +208,23 @@ def _tensors(path: Path, model: Any) -> tuple[Mapping[str, Any], list[JShardErro
     return by_name(read_headers(path, faults)), faults
 
 
-def _read(leaf: Leaf, pieces: Sequence[Piece]) -> tuple[jax.Array, int]:
-    """The parameter, each of its parts read once, and how many bytes were read."""
+def _read(leaf: Leaf, pieces: Sequence[Piece]) -> tuple[jax.Array, int, int]:
+    """The parameter, each of its parts read once, how many bytes were read, and how many numbers are not finite."""
     where, dtype = getattr(leaf.value, "sharding", None), np.dtype(leaf.value.dtype)
-    arrays, count = [], 0
+    arrays, count, strange = [], 0, 0
     for box, devices in leaf.boxes.items():
         part = _aligned(lengths(box), dtype)
         for piece in pieces:
             if (found := piece.within(box, part)) is not None:
                 count += piece.view.read(piece.tensor, *found)
+        strange += not_finite(part) if leaf.required else 0  # a mask may hold infinities
         if where is None or leaf.is_free:
-            return jax.device_put(part), count
+            return jax.device_put(part), count, strange
         places = [SingleDeviceSharding(device, memory_kind=where.memory_kind) for device in devices]
         arrays += jax.device_put([part] * len(places), places)
         jax.block_until_ready(arrays)  # so that the host holds one part at a time
     assert where is not None
-    return jax.make_array_from_single_device_arrays(leaf.value.shape, where, arrays, dtype=dtype), count
+    return jax.make_array_from_single_device_arrays(leaf.value.shape, where, arrays, dtype=dtype), count, strange
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -658,6 +658,26 @@ def test_resume_of_a_damaged_checkpoint_is_told_and_goes_on_from_the_one_it_name
     assert losses(run) == losses(finished)
 
 
+def test_a_parameter_that_is_not_finite_is_told_when_it_is_restored(run):
+    step = built("steps=31").step()
+    saved = Checkpoint.find(run / "checkpoints", "latest", "run")
+    read = checkpoint.load
+
+    def spoilt(folder, like):
+        arrays = read(folder, like)
+        bias = np.array(arrays["model.up.bias"])
+        bias[0] = np.inf
+        return {**arrays, "model.up.bias": jax.device_put(bias, arrays["model.up.bias"].sharding)}
+
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning) as told:
+        patch.setattr(checkpoint, "load", spoilt)
+        saved.restore(step.state, "mine.yaml")
+    assert [str(each.message) for each in told] == [
+        f"the checkpoint of step 30 ({run}/checkpoints/30) holds numbers that are NaN or infinite: 1 in model.up.bias; fetch it "
+        "again, or train from another"
+    ]
+
+
 FIT = "use the model and the optimizer of run/checkpoints/30/configuration.yaml"
 
 

@@ -167,12 +167,31 @@ def test_narrow_floats_arrive_to_the_bit(mesh, files, dtype):
     bits = np.arange(256, dtype=np.uint8).reshape(16, -1, np.dtype(dtype).itemsize)
     path = files(w=bits.view(dtype)[..., 0])
     where = jax.NamedSharding(mesh(data=2, tensor=4), P("tensor", "data"))
-    tree = jshard.load_weights({"w": jax.ShapeDtypeStruct(bits.shape[:2], dtype, sharding=where)}, path)
+    with pytest.warns(UserWarning, match="NaN or infinite: "):
+        tree = jshard.load_weights({"w": jax.ShapeDtypeStruct(bits.shape[:2], dtype, sharding=where)}, path)
     assert [np.asarray(shard.data).tobytes() for shard in tree["w"].addressable_shards] == [
         np.ascontiguousarray(bits[shard.index]).tobytes() for shard in tree["w"].addressable_shards
     ]
     jshard.save_weights(tree, "again.safetensors", like=path)
     assert Path("again.safetensors").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_number_that_is_not_finite_is_told_by_its_tensor(mesh, files, dtype):
+    bad = numbers(8, 4).astype(dtype)
+    bad[0, 0], bad[7, 3], bad[3, 1] = np.nan, np.inf, -np.inf
+    path = files(w=bad, good=numbers(8).astype(dtype), n=np.arange(4, dtype=np.int32))
+    like = {"w": bad, "good": numbers(8).astype(dtype), "n": np.arange(4, dtype=np.int32)}
+    where = {"w": jax.P("data"), "good": jax.P(), "n": jax.P()}
+    tree = {
+        name: jax.device_put(jnp.zeros(x.shape, x.dtype), jax.NamedSharding(mesh(data=2, tensor=4), where[name]))
+        for name, x in like.items()
+    }
+    with pytest.warns(UserWarning) as told:
+        jshard.load_weights(tree, path)
+    assert [str(each.message) for each in told] == [
+        f"{path} holds numbers that are NaN or infinite: 3 in w ({np.dtype(dtype).name}[8, 4]); fetch it again, or train from another"
+    ]
 
 
 def test_a_number_by_itself_is_read_and_written(mesh, tmp_path):
