@@ -39,7 +39,7 @@ def run(chosen: argparse.Namespace) -> int:
     def resume() -> Checkpoint:
         from jshard.training.checkpoint import Checkpoint
 
-        return Checkpoint.find(folder, which, str(run))
+        return Checkpoint.find(folder, which, f"{run}{' --trust' * chosen.trust}")
 
     return trained(Target.named(path, overrides, chosen), resume)
 

@@ -13,6 +13,7 @@ from jshard.errors import JShardError, Place, multiples
 from jshard.signals.config import Configuration
 from jshard.signals.schema import TRAIN
 from jshard.signals.signal import Signal
+from jshard.signals.trust import is_ours
 from jshard.signals.value_types import Table
 
 DEFAULTS: Mapping[str, Any] = {
@@ -36,7 +37,7 @@ class Policy:
     keep: int
     folder: Path
     label: str
-    run: str  # what `jshard resume` is given
+    run: str  # the words behind `jshard resume`
 
 
 class Settings:
@@ -76,7 +77,14 @@ class Settings:
             return None
         folder, key = self._folder("checkpoint", run_names.CHECKPOINTS, "save to")
         label = f'{self.label(key)} saves to "{folder}", which'
-        return Policy(table["every"], table.get("keep", KEEP), folder, label, str(self["output"] or folder))
+        run = f"{self['output'] or folder}{' --trust' * self._runs_others()}"
+        return Policy(table["every"], table.get("keep", KEEP), folder, label, run)
+
+    def _runs_others(self) -> bool:
+        """Say whether it names code that its copy in a run may not run without `--trust`."""
+        named = [self.table(key).get("path") for key in ("model", "data", "loss")]
+        named += [*(self["metrics"] or ()), self.table("optimizer").get("name"), *self.table("optimizer")]
+        return any(path and ":" in path and not is_ours(path.partition(":")[0]) for path in named)
 
     def ran(self) -> Path | None:
         """Return where each process writes what it runs; None where it does not."""

@@ -191,7 +191,7 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     assert no_more == "not started again: this fault would come again until someone mends it"
     assert re.fullmatch(
         rf'\[1\] jshard.train.checkpoint \(the command line\) saves to "{tmp_path}/run/checkpoints", which can\'t take step \d+: '
-        rf"file too large, and the last checkpoint is that of step \d+; make it writable, then type: jshard resume {tmp_path}/run",
+        rf"file too large, and the last checkpoint is that of step \d+; make it writable, then type: jshard resume {tmp_path}/run --trust",
         full,
     )
     assert says.startswith("rank 1 ended with status 1 in step ")
@@ -199,7 +199,7 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     assert re.fullmatch(
         rf"\[\d\] the loss of step \d+ is NaN, and so are inputs of its batch that rank 1 read; the last good checkpoint is that of "
         rf"step {last} \({tmp_path}/run/checkpoints/{last}\); fix what tests.launch.soaked:data returns, then type: "
-        rf"jshard resume {tmp_path}/run",
+        rf"jshard resume {tmp_path}/run --trust",
         nan,
     )
     assert (status, end) == (2, f"all were stopped: rank {nan[1]} says why, above")

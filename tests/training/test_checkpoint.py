@@ -432,7 +432,7 @@ def test_train_refuses_a_folder_that_holds_another_run(run, capsys):
     before = (run / "metrics.jsonl").read_text()
     assert sentence(capsys, "train", "mine.yaml") == (
         'jshard.train.checkpoint (mine.yaml:12) saves to "run/checkpoints", which already holds checkpoints, the last of '
-        "step 30; type: jshard resume run, or name another output"
+        "step 30; type: jshard resume run --trust, or name another output"
     )
     assert (run / "metrics.jsonl").read_text() == before
 
@@ -442,7 +442,7 @@ def test_resume_refuses_an_output_that_holds_another_run(run, here, capsys, othe
     shutil.copytree(run / "checkpoints", here / other / "checkpoints")
     assert sentence(capsys, "resume", "run", "steps=31", f"output={other}", "--trust") == (
         f'jshard.train.checkpoint (run/configuration.yaml:21) saves to "{other}/checkpoints", which already holds checkpoints, '
-        f"the last of step 30; type: jshard resume {other}, or name another output"
+        f"the last of step 30; type: jshard resume {other} --trust, or name another output"
     )
     assert steps_in(here / other / "checkpoints") == [20, 30]
 
@@ -466,7 +466,7 @@ def test_sigterm_saves_the_step_it_came_in_and_ends_with_143(here, finished, cap
     assert (ended.value.code, ended.value.step) == (143, 7)
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "saved step 7: run/checkpoints/7",
-        "SIGTERM: stopped at step 7; go on by: jshard resume run",
+        "SIGTERM: stopped at step 7; go on by: jshard resume run --trust",
     ]
     assert signal.getsignal(signal.SIGTERM) is before
     assert main(["resume", "run", "--trust"]) == 0
@@ -503,7 +503,7 @@ def test_sigterm_to_one_of_two_processes_saves_the_same_step_on_both(here):
     (step,) = steps_in(here / "run/checkpoints")
     assert 7 < step < 50000
     for each in done:
-        assert f"SIGTERM: stopped at step {step}; go on by: jshard resume run" in each.stdout
+        assert f"SIGTERM: stopped at step {step}; go on by: jshard resume run --trust" in each.stdout
     assert Checkpoint.find(here / "run/checkpoints", "latest", "run").manifest().step == step
 
 
@@ -552,7 +552,7 @@ def test_nan_stops_and_names_the_last_good_checkpoint(here):
         train(built(RISING, "output=bad", "checkpoint.every=1"))
     assert str(told.value) == (
         "the loss of step 4 is NaN: sub makes it in the forward pass; the last good checkpoint is that of step 3 (bad/checkpoints/3); "
-        "type: jshard resume bad optimizer.learning_rate=1e+37"
+        "type: jshard resume bad --trust optimizer.learning_rate=1e+37"
     )
     assert steps_in(here / "bad/checkpoints") == [2, 3]
 
@@ -652,7 +652,9 @@ def test_every_file_of_a_checkpoint_is_under_a_checksum(run):
 
 def test_resume_of_a_damaged_checkpoint_is_told_and_goes_on_from_the_one_it_names(run, finished, capsys):
     flip(largest(run / "checkpoints/30/arrays"))
-    assert sentence(capsys, "resume", "run", "--trust", "steps=31").endswith("type: jshard resume run --from 20")
+    assert sentence(capsys, "resume", "run", "--trust", "steps=31").endswith(
+        "type: jshard resume run --trust --from 20"
+    )
     assert steps_in(run / "checkpoints") == [20, 30]
     assert main(["resume", "run", "--trust", "--from", "20"]) == 0
     assert losses(run) == losses(finished)
@@ -715,7 +717,7 @@ def test_checkpoint_that_does_not_fit_is_told_by_the_names_of_its_arrays(run, wo
     [
         (["resume", "nowhere"], "nowhere is not a run: there is no such folder; name the output folder of a run"),
         (["resume", "."], ". is not a run: it has no configuration.yaml and no checkpoints; name the output folder of a run"),
-        (["resume", "run", "--trust"], "the checkpoint of step 30 (run/checkpoints/30) has trained 30 of 30 steps, so there is nothing to do; type: jshard resume run steps=60"),
+        (["resume", "run", "--trust"], "the checkpoint of step 30 (run/checkpoints/30) has trained 30 of 30 steps, so there is nothing to do; type: jshard resume run --trust steps=60"),
         (["resume", "run", "--trust", "--from", "25"], 'run/checkpoints holds no checkpoint "25"; use --from latest, previous or a step of 20, 30'),
         (["train", "mine.yaml", "output=mine.yaml/x"], 'jshard.train.output (the command line) is "mine.yaml/x", which can\'t be written to: not a directory; make it writable, or name another output'),
     ],
@@ -761,7 +763,7 @@ def test_disk_that_fills_up_while_saving_is_told_and_the_checkpoint_before_is_wh
         train(built("steps=31"), resume=Checkpoint.find(run / "checkpoints", "latest", "run"))
     assert str(told.value) == (
         'jshard.train.checkpoint (mine.yaml:12) saves to "run/checkpoints", which can\'t take step 31: no space left on '
-        "device, and the last checkpoint is that of step 30; make room, then type: jshard resume run"
+        "device, and the last checkpoint is that of step 30; make room, then type: jshard resume run --trust"
     )
     assert isinstance(told.value.__cause__, OSError) and told.value.__cause__.errno in FULL
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["20", "30"]

@@ -161,7 +161,7 @@ def test_forward_nan_is_told_with_its_signal_and_line_and_masked_ones_are_not(he
     assert fault() == (
         f"the loss of step 6 is NaN: sqrt at failing.py:{line('left - 0.5')} makes it in the forward pass, "
         'under signal "head" (mine.yaml:14); the last good checkpoint is that of step 4 (run/checkpoints/4); '
-        "type: jshard resume run optimizer.learning_rate=0.001"
+        "type: jshard resume run --trust optimizer.learning_rate=0.001"
     )
     assert "looking for what makes the NaN: again 2 steps from step 4" in capsys.readouterr().out
 
