@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -58,6 +59,7 @@ def alone() -> Iterator[None]:
 
 
 _programs: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()  # by the number in name stacks
+_recent: collections.deque[Program] = collections.deque(maxlen=256)  # alive, as JAX keeps traces that say their numbers
 _numbers = itertools.count()
 
 
@@ -343,6 +345,7 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     program = Program(s.mesh, jaxpr, inputs, is_called=True, returns_to=out.written.returns_to)
     out.compiled, out.rows, out.number = jax.jit(program), row, str(next(_numbers))
     _programs[out.number] = program
+    _recent.append(program)
     return program, out
 
 
