@@ -33,8 +33,9 @@ def run(chosen: argparse.Namespace) -> int:
     folder, own, which = found(run, chosen.which)
     path, overrides = str(own) if chosen.config is None else chosen.config, chosen.overrides
     says_output = "output" in load_configuration(path, overrides).train
-    if says_output if chosen.config is None and own == run / CONFIGURATION else not says_output:
-        overrides = [f"output={run}", *overrides]  # the run may have been moved, and another file may name none
+    home = run.parent if (run / MANIFEST).is_file() else run  # nothing is written into a checkpoint
+    if says_output if chosen.config is None and own == home / CONFIGURATION else not says_output:
+        overrides = [f"output={home}", *overrides]  # the run may have been moved, and another file may name none
 
     def resume() -> Checkpoint:
         from jshard.training.checkpoint import Checkpoint

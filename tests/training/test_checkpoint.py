@@ -312,6 +312,15 @@ def test_newest_whole_checkpoint_is_the_same_for_all_processes_though_one_alone_
     assert ["is damaged" in each.stderr for each in done] == [False, True]
 
 
+@pytest.mark.seconds
+def test_resume_of_one_checkpoint_writes_into_its_run(run):
+    before = sorted((run / "checkpoints/20").iterdir())
+    shutil.rmtree(run / "checkpoints/30")
+    assert main(["resume", "run/checkpoints/20", "--trust", "steps=21"]) == 0
+    assert sorted((run / "checkpoints/20").iterdir()) == before
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 21
+
+
 def test_restore_unpickles_nothing(run, monkeypatch):
     def refuse(*anything, **named):
         raise AssertionError("something was unpickled")
