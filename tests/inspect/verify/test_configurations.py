@@ -15,15 +15,31 @@ from jshard.signals.config import load_configuration
 
 ROOT = Path(__file__).parents[3]
 SMALL = ("model.width=32", "model.hidden=64", "data.length=32")  # of a language model: the same operations
+LARGE = (*SMALL, "model.heads=4", "model.vocabulary=256", "data.tokens=bytes", "batch=16")
+DECODER = (
+    *LARGE,
+    "model.kv_heads=2",
+    "model.head_dim=8",
+    "model.depth=2",
+    "jshard.mesh.data=2",
+    "jshard.mesh.tensor=2",
+)
+POD = ("model.features=32", "model.hidden=64", "model.depth=2", "data.features=32", "batch=16", "jshard.mesh.data=2")
 FILES = {
     **dict.fromkeys(("adopt/transformer", "cnn/data", "cnn/fsdp", "cnn/tensor", "digits", "xor"), ()),
     **dict.fromkeys(("lm/experts", "lm/ring"), (*SMALL, "model.depth=2")),
     "lm/english": (*SMALL, "model.depth=2", "jshard.mesh.data=4", "jshard.mesh.tensor=2"),
     **dict.fromkeys(("pipe-1f1b", "pipe-interleaved", "pipe-zero-bubble"), (*SMALL, "model.depth=8")),
     "pipe-balance": SMALL,
+    "pipe-pod": (*LARGE, "model.depth=4", "microbatches=4", "jshard.mesh={stage: 2, data: 2, tensor: 2}"),
+    "lm/pod": (*LARGE, "model.depth=2", "jshard.mesh.data=4", "jshard.mesh.tensor=2"),
+    "decoder/fsdp": (*LARGE, "model.kv_heads=2", "model.depth=2", "jshard.mesh.data=4"),
+    **{f"decoder/qwen3-{size}": DECODER for size in ("0.6b", "1.7b", "8b", "32b")},
+    **{f"decoder/llama3.1-{size}": DECODER for size in ("8b", "70b")},
+    **dict.fromkeys(("pod-fsdp", "pod-tensor"), (*POD, "jshard.mesh.tensor=4")),
+    "pod-slices": (*POD, "jshard.mesh.tensor=2"),
 }
 LEAST = {"lm/ring": 0.25}  # the stand-in of exp does not hold for a softmax that is corrected on its way around a ring
-TOO_LARGE = ("decoder/", "pod", "pipe-pod", "lm/pod")  # for one host
 TWO_PROCESSES = ("cnn/tensor", "digits", "lm/english", "xor")
 
 
@@ -41,7 +57,7 @@ def there(tmp_path, monkeypatch):
 def test_every_configuration_that_trains_is_listed():
     every = {str(path.relative_to(ROOT / "configs").with_suffix("")): path for path in ROOT.glob("configs/**/*.yaml")}
     trains = {name for name, path in every.items() if {"model", "data"} <= load_configuration(path).train.keys()}
-    assert trains - {name for name in trains if name.startswith(TOO_LARGE)} == set(FILES)
+    assert trains - {"pod"} == set(FILES)  # others include it, and say how it is laid out
 
 
 def bitwise(name: str, document: str) -> str:
@@ -49,7 +65,7 @@ def bitwise(name: str, document: str) -> str:
     found = json.loads(document)
     verdicts, plain = [each["verdict"] for each in found["findings"]], found["plain"]
     assert found["ok"] and verdicts.count("bitwise") >= LEAST.get(name, 0.95) * len(verdicts), found["verdict"]
-    assert not plain["unknown"] and len(plain["offs"]) > 15
+    assert not plain["unknown"] and len(plain["offs"]) >= 10
     count = len(plain["offs"])
     return f"| `{name}` | {verdicts.count('bitwise')} of {len(verdicts)} | {count} of {count} |"
 
