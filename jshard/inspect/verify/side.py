@@ -78,7 +78,7 @@ class Side:
             self.compiled[how] = jax.jit(evaluated, compiler_options=quickly(self.mesh.devices.flat[0]))
         with self.here(), jax.enable_x64(True) if how.wide else contextlib.nullcontext():
             results, notes = self.compiled[how](self.program.placed(numbers, self.mesh, wide=how.wide))
-        return [on_host(each) for each in results], jax.tree.map(on_host, notes)
+            return [on_host(each) for each in results], jax.tree.map(on_host, notes)
 
     def with_faults(self, how: Evaluation, numbers: list[Any], faulty: Sequence[Any]) -> Iterator[list[np.ndarray]]:
         """Yield the results with each of these equations off by a factor in turn."""
