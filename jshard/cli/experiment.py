@@ -26,6 +26,11 @@ FEWEST = 8  # devices to pretend where the mesh leaves a size open
 def opened(target: Target, *, only_shapes: bool = False) -> Experiment | Function:
     """Build the experiment or the function. Models and data are found from this folder."""
     pretend_where_none(target.configuration())  # all faults are told before JAX is imported
+    return built(target, only_shapes=only_shapes)
+
+
+def built(target: Target, *, only_shapes: bool = False) -> Experiment | Function:
+    """Build the experiment or the function on the devices that JAX has started with."""
     _, build = target.load()
     from jshard.layouts.mesh import present_mesh
 

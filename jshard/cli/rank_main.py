@@ -13,7 +13,7 @@ import yaml
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jshard.cli.experiment import opened, pretended
+from jshard.cli.experiment import built, pretended
 from jshard.cli.target import Target
 from jshard.errors import JShardError
 from jshard.inspect.ledger import Ledger
@@ -47,14 +47,15 @@ def as_member(run: Callable[[], int]) -> int:
         raise
 
 
-def joined(
-    target: Target, meshes: Mapping[str, Mapping[str, int]] | None = None, *, preemption: bool = False
-) -> Experiment | Function:
-    """Join the other processes and build the experiment or function, when all have the same one and as many devices of one
-    kind, and work on its mesh and on these further ones, by what they are called."""
-    configuration = target.configuration()
-    join(configuration, {}, meshes, preemption=preemption)
-    program = opened(target)
+def joined(target: Target, *, preemption: bool = False) -> Experiment | Function:
+    """Join the other processes, and build the experiment or function, when all have the same one and devices of one kind."""
+    join(target.configuration(), {}, preemption=preemption)
+    return built_alike(target)
+
+
+def built_alike(target: Target) -> Experiment | Function:
+    """Build the experiment or function in a process that has joined, when all have the same one."""
+    program, configuration = built(target), target.configuration()
     ledger = program.asked
     agree("program", program_of(program, str(ledger)), hint="start all of them with the same code and data")
     pulse().stands(first_between_processes(ledger, None if configuration.mesh is None else mesh()))
@@ -65,7 +66,8 @@ def join(
     configuration: Configuration, facts: Mapping[str, Facts], meshes: Mapping[str, Mapping[str, int]] | None = None, *,
     preemption: bool = False,
 ) -> None:  # fmt: skip
-    """Join the other processes, when all have the same configuration, these facts alike, and as many devices of one kind."""
+    """Join the other processes, when all have the same configuration, these facts alike, and as many devices of one kind for
+    its mesh and for these further ones, by what they are called."""
     membership, asked_mesh = found(), configuration.mesh
     assert membership is not None
     if (count := pretended(configuration)) is not None and asked_mesh is not None:

@@ -19,16 +19,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Print what was found; return 0 when they are equal, 1 when they are not."""
-    from jshard.cli.experiment import opened
+    from jshard.cli.experiment import built, pretend_where_none
 
-    meshes = {words: sizes_of(words) for words in chosen.mesh}
-    target, short = _short_enough(Target.of(chosen))
+    meshes, target = {words: sizes_of(words) for words in chosen.mesh}, Target.of(chosen)
     if membership() is None:
-        program = opened(target)
+        pretend_where_none(target.configuration())
+        target, short = _short_enough(target)  # it imports the model, which may make arrays
+        program = built(target)
     else:
-        from jshard.cli.rank_main import joined
+        from jshard.cli.rank_main import built_alike, join
 
-        program = joined(target, {f"--mesh {words}": sizes for words, sizes in meshes.items()})
+        join(target.configuration(), {}, {f"--mesh {words}": sizes for words, sizes in meshes.items()})
+        target, short = _short_enough(target)
+        program = built_alike(target)
     import jax
 
     from jshard.layers.user_code_errors import as_user_error

@@ -13,6 +13,8 @@ import optax
 from flax import nnx
 
 from jshard.inspect.ledger.tracing import is_inexact
+from jshard.inspect.verify.dataflow import asked_dtypes
+from jshard.inspect.verify.inputs import shaken
 from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.verification import PlainSteps
 from jshard.inspect.verify.wide import widened
@@ -42,7 +44,9 @@ def plain_steps(settings: Settings, objective: Objective, step: Step, batches: S
             return PlainSteps({}, unknown=f"plain Flax makes other variables: {', '.join(other[:3])}")
         here = [jax.tree.map(on_host, batch) for batch in batches]
         take = _stepping(_plain_step(settings, objective, graph), state, here)
-        expected, *moved = take(created), *(take(_shaken(created, seed)) for seed in range(SHAKES))
+        numbers = [on_host(each).astype(np.float64) if is_inexact(each) else each for each in created.values()]
+        expected = take(created)
+        moved = [take(dict(zip(created, shaken(numbers, 2.0**-52, seed), strict=True))) for seed in range(SHAKES)]
     off = {f"{name} as created": off for name, off in _offs(created, own).items() if off > _last_bits(created[name])}
     begun = {
         name: put(on_host(created[name]), own[name].sharding) if is_inexact(own[name]) else own[name] for name in own
@@ -106,7 +110,7 @@ def _loss(settings: Settings, objective: Objective) -> Callable[..., jax.Array]:
 def _stepping(step: TakesStep, like: Any, batches: Sequence[Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return what finds, from a state, what the steps leave of it, and their losses, in 64 bits."""
     jaxpr = jax.make_jaxpr(lambda state, batch: step(state, *batch))(like, batches[0])
-    how, where = Evaluation(wide=True), [*(each.sharding for each in jax.tree.leaves(like)), None]
+    how, where = Evaluation(wide=True, asked=asked_dtypes), [*(each.sharding for each in jax.tree.leaves(like)), None]
     program = jax.jit(
         lambda arrays: how(jaxpr, arrays)[0], out_shardings=where, compiler_options=quickly(jax.devices()[0])
     )
@@ -121,13 +125,6 @@ def _stepping(step: TakesStep, like: Any, batches: Sequence[Any]) -> Callable[[M
             return {**losses, **{name: on_host(raw(each)) for name, each in zip(start, state, strict=True)}}
 
     return take
-
-
-def _shaken(start: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Move each number by up to its last bit of 64."""
-    random = np.random.default_rng(seed)
-    move = lambda array: on_host(array).astype(np.float64) * random.uniform(1 - 2.0**-52, 1 + 2.0**-52, array.shape)
-    return {name: move(array) if is_inexact(array) else array for name, array in start.items()}
 
 
 def _wide(array: Any) -> Any:

@@ -16,6 +16,7 @@ from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, is_opaque, 
 from jshard.inspect.verify.wide import keeps_its_dtypes
 from jshard.jaxprs import bare, called, equations, inner, run, scanned
 from jshard.provenance import source_of
+from jshard.signals.active_config import configuration
 
 Names = frozenset[str]
 NONE: Names = frozenset()
@@ -143,3 +144,12 @@ def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:
         if narrowed and only_summed(eqn.outvars[0]):
             found.add(eqn.outvars[0])
     return found
+
+
+def asked_dtypes(path: tuple[str, ...]) -> frozenset[str]:
+    """Return the dtypes that the signal of this path asks for by name."""
+    present = configuration()
+    if present is None or not path:
+        return frozenset()
+    dtype = present.lookup(path).dtype
+    return frozenset(str(jnp.dtype(name)) for name in (dtype.compute, dtype.reduce) if name is not None)

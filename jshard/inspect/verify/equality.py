@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from jshard.errors import JShardError
 from jshard.inspect.verify.dataflow import (
     COMPARISON,
+    asked_dtypes,
     inexact_operations,
     last_bit,
     meshes_in,
@@ -26,7 +26,7 @@ from jshard.inspect.verify.dataflow import (
 )
 from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
 from jshard.inspect.verify.hidden_faults import held_to_faults
-from jshard.inspect.verify.inputs import Program
+from jshard.inspect.verify.inputs import Program, shaken
 from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.misfits import misfits
 from jshard.inspect.verify.own_derivatives import noticed, tested
@@ -153,8 +153,8 @@ class _Trial:
         platform = reference.mesh.devices.flat[0].platform
         self.modulus = modulus_for([eqn for jaxpr in jaxprs for eqn in equations(jaxpr)])
         self.why = self._why(platform, jaxprs)
-        self.exactly = Evaluation(self.modulus, platform=platform, asked=_asked)
-        self.truly = Evaluation(wide=True, asked=_asked)
+        self.exactly = Evaluation(self.modulus, platform=platform, asked=asked_dtypes)
+        self.truly = Evaluation(wide=True, asked=asked_dtypes)
         self.last_bit = max(map(last_bit, jaxprs))
 
     def _why(self, platform: str, jaxprs: Sequence[Any]) -> list[str]:
@@ -200,8 +200,8 @@ class _Trial:
         tolerance = max(ROUNDING, 4 * self.last_bit)
         allowed = [tolerance] * len(results)
         for seed in range(SHAKES):
-            shaken, _ = self.reference.run(self.truly, _shaken(numbers, max(self.last_bit, 2.0**-52) / 2, seed))
-            pairs = zip(allowed, results, shaken, strict=True)
+            moved, _ = self.reference.run(self.truly, shaken(numbers, max(self.last_bit, 2.0**-52) / 2, seed))
+            pairs = zip(allowed, results, moved, strict=True)
             allowed = [max(most, 2 * far) if np.isfinite(far := _off(*each)) else most for most, *each in pairs]
         return results, tolerance, allowed
 
@@ -311,15 +311,6 @@ class _Trial:
         raise AssertionError("something differed, and then nothing did")
 
 
-def _shaken(numbers: list[Any], size: float, seed: int) -> list[Any]:
-    """Move each number by up to this part of itself."""
-    random = np.random.default_rng(seed)
-    return [
-        each * random.uniform(1 - size, 1 + size, each.shape) if getattr(each, "dtype", None) == np.float64 else each
-        for each in numbers
-    ]
-
-
 def _offs(reference: Sequence[np.ndarray], results: Sequence[np.ndarray], modulus: int | None = None) -> list[float]:
     """How far each result is off on any process, so that all go on alike: each has read its own copy of what is replicated."""
     offs = [_off(*pair, modulus) for pair in zip(reference, results, strict=True)]
@@ -335,12 +326,3 @@ def _off(one: np.ndarray, two: np.ndarray, modulus: int | None = None) -> float:
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         return 0.0 if np.array_equal(one, two, equal_nan=True) else float("inf")
     return relative(one, two, modulus) or 1.0  # whole numbers of the program's own may differ by the modulus
-
-
-def _asked(path: tuple[str, ...]) -> frozenset[str]:
-    """The dtypes that a signal asks for by name."""
-    present = configuration()
-    if present is None or not path:
-        return frozenset()
-    dtype = present.lookup(path).dtype
-    return frozenset(str(jnp.dtype(name)) for name in (dtype.compute, dtype.reduce) if name is not None)

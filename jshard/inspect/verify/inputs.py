@@ -48,6 +48,15 @@ def near(name: str, given: Any, *, parameter: bool) -> np.ndarray:
     return random.normal(0, 0.1, values.shape) if parameter and not values.any() else moved
 
 
+def shaken(numbers: list[Any], size: float, seed: int) -> list[Any]:
+    """Move each number by up to this part of itself."""
+    random = np.random.default_rng(seed)
+    return [
+        each * random.uniform(1 - size, 1 + size, each.shape) if getattr(each, "dtype", None) == np.float64 else each
+        for each in numbers
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Named:
     """What a function returns when its results have names of their own: `Named({"loss": value})`."""

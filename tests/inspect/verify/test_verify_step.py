@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import cases
@@ -27,6 +29,7 @@ from jshard.signals.scope import unplaced
 from jshard.training import clipping, loop
 from jshard.training import experiment as training_experiment
 from jshard.training.experiment import Experiment
+from tests.outside import users_environment
 
 YAML = """\
 jshard:
@@ -196,6 +199,24 @@ def test_two_steps_are_those_of_plain_flax_and_optax():
     assert verification.ok and not plain.wrong and not plain.unknown, str(verification)
     assert {"loss of step 1", "loss of step 2", "model.up.kernel", "optimizer.step"} < plain.offs.keys()
     assert str(plain) == f"two steps by plain Flax and optax in 64 bits: {len(plain.offs)} arrays equal within 1e-09"
+
+
+def test_a_dtype_that_is_asked_for_sums_over_devices_is_no_fault():
+    """Plain steps have no such sums, and in 64 bits these have no such dtype."""
+    verification = experiment("layer2.dtype={reduce: bfloat16}").verify()
+    assert verification.ok and not verification.plain.wrong, str(verification)
+
+
+@pytest.mark.seconds
+def test_verify_of_a_model_whose_module_makes_arrays():
+    """Devices are pretended before it is imported."""
+    Path("arrays.py").write_text(MODEL + "\nMASK = jnp.ones(8)\n")
+    Path("arrays.yaml").write_text(YAML.replace("steps:", "arrays:"))
+    done = subprocess.run(
+        [sys.executable, "-m", "jshard", "verify", "arrays.yaml"],
+        capture_output=True, text=True, env={**users_environment(), "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith("EQUAL on {data: 2, tensor: 4}"), done.stderr
 
 
 def counted_twice(monkeypatch):
