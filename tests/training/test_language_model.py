@@ -53,6 +53,8 @@ OTHERS = {
 def english(tmp_path_factory):
     """A folder with some English in it, where the runs are."""
     folder = tmp_path_factory.mktemp("lm")
+    for cached in (of_microbatches, piped, loss_of_logits):  # a worker may come back to this file, in a new folder
+        cached.cache_clear()
     (folder / "english").mkdir()
     for number in range(4):
         text = "".join(
