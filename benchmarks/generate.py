@@ -28,11 +28,11 @@ from flax import nnx
 
 import jshard
 from benchmarks.quartiles import quartiles
-from jshard.flops import arithmetic_of
 from jshard.inspect.compiled.hlo_text import NO_RESULT, Program
 from jshard.inspect.plan.work import bytes_moved
 from jshard.layers.attending import attend
-from jshard.table import table
+from jshard.printing.table import table
+from jshard.programs.flops import arithmetic_of
 from jshard.training import generation
 
 SIZES = {"vocabulary": 256, "width": 256, "depth": 4, "heads": 8, "hidden": 704}

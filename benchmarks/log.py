@@ -65,7 +65,7 @@ def data(features: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def experiment(features: int, hidden: int, batch: int, devices: int) -> Any:
-    from jshard.training.experiment import Experiment
+    from jshard.training.experiments.experiment import Experiment
 
     train: dict[str, Any] = {**CONFIGURATION["jshard"]["train"], "batch": batch}
     train["model"] = {"path": train["model"], "features": features, "hidden": hidden}
@@ -75,9 +75,9 @@ def experiment(features: int, hidden: int, batch: int, devices: int) -> Any:
 
 
 def bare(made: Any) -> Iterator[Any]:
-    """The loop without timing and telling: what `jshard.training.loop.run` would be if there were no log."""
-    from jshard.training.loop import IN_FLIGHT
-    from jshard.training.prefetch import read_ahead
+    """The loop without timing and telling: what `jshard.training.experiments.loop.run` would be if there were no log."""
+    from jshard.training.data.prefetch import read_ahead
+    from jshard.training.experiments.loop import IN_FLIGHT
 
     step = made.step()
     waiting: collections.deque[Any] = collections.deque()
@@ -94,8 +94,8 @@ def bare(made: Any) -> Iterator[Any]:
 
 def told(made: Any) -> Iterator[Any]:
     """The loop as it is, and each step told as training does."""
-    from jshard.training.loop import run
-    from jshard.training.run_events import Course
+    from jshard.training.experiments.loop import run
+    from jshard.training.experiments.run_events import Course
 
     course = Course(made)
     step = made.step()
@@ -106,8 +106,8 @@ def told(made: Any) -> Iterator[Any]:
 
 def logged(made: Any, folder: Path) -> Iterator[Any]:
     """The same, heard by a log while it is this loop's turn."""
-    from jshard import events
-    from jshard.training.log import Log
+    from jshard.runs import events
+    from jshard.training.telemetry.log import Log
 
     log = Log(folder, label="the log", goes_on=False)
     log.deafen()
@@ -176,9 +176,9 @@ def table(found: dict[str, list[Times]]) -> str:
 
 def hot(rounds: int = 200_000) -> str:
     """What is added to the way of a step, in microseconds: with the log off, and with it on."""
-    from jshard import events
-    from jshard.training.loop import Taken
-    from jshard.training.run_events import Course
+    from jshard.runs import events
+    from jshard.training.experiments.loop import Taken
+    from jshard.training.experiments.run_events import Course
 
     taken = Taken(1, None, {}, lambda: None, 0.0, 0.0)  # type: ignore[arg-type]  # its loss is not read here
     course = Course.__new__(Course)

@@ -28,8 +28,8 @@ import jshard
 from jshard.inspect.plan import Plan, Topology, plan
 from jshard.inspect.plan.estimate import in_words
 from jshard.inspect.plan.planning import mesh_on, moved_to
+from jshard.printing.units import size
 from jshard.signals.active_config import configuration, unload
-from jshard.units import size
 
 PARTITIONER, LAYERS, FUSED = "jit with NamedShardings", "jshard's layers", "by fused kernels"
 PERMUTES = "by permutes"

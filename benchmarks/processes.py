@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks import decoder, stages
 from benchmarks.quartiles import quartiles
-from jshard.host import free_port
+from jshard.hardware.host import free_port
 
 CASES = {  # features, batch
     "784-256-10, batch 256": ((784, 256, 10), 256),

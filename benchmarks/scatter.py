@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jshard.host import free_port
+from jshard.hardware.host import free_port
 
 MEBIBYTE = 2**20
 COLUMNS = 1024

@@ -33,7 +33,7 @@ def make(folder: Path, mebibytes: int) -> None:
     """Write the file and its rename file."""
     import numpy as np
 
-    from jshard.training.tensors.safetensors import new_header
+    from jshard.training.checkpoints.tensors.safetensors import new_header
 
     shape = (mebibytes * MEBIBYTE // TENSORS // COLUMNS // 4, COLUMNS)
     header = new_header(folder / "x.safetensors", {name: (shape, np.dtype(np.float32)) for name in names()}, None)

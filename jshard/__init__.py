@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from jshard.signals.active_config import mesh as mesh
     from jshard.signals.active_config import unload as unload
     from jshard.signals.scope import signal as signal
+    from jshard.training.checkpoints.weights import load_weights as load_weights
+    from jshard.training.checkpoints.weights import save_weights as save_weights
     from jshard.training.diff import diff as diff
+    from jshard.training.experiments.trace import trace as trace
     from jshard.training.generation import generate as generate
-    from jshard.training.log import log as log
-    from jshard.training.optimizer import Optimizer as Optimizer
-    from jshard.training.trace import trace as trace
+    from jshard.training.optimizers.optimizer import Optimizer as Optimizer
+    from jshard.training.telemetry.log import log as log
     from jshard.training.trainer import batches as batches
     from jshard.training.trainer import train as train
-    from jshard.training.weights import load_weights as load_weights
-    from jshard.training.weights import save_weights as save_weights
     from jshard.version import __version__ as __version__
 
 _ROOMS = {
@@ -73,11 +73,11 @@ _ROOMS = {
     "jshard.signals.scope": ("signal",),
     "jshard.training.diff": ("diff",),
     "jshard.training.generation": ("generate",),
-    "jshard.training.log": ("log",),
-    "jshard.training.optimizer": ("Optimizer",),
-    "jshard.training.trace": ("trace",),
+    "jshard.training.telemetry.log": ("log",),
+    "jshard.training.optimizers.optimizer": ("Optimizer",),
+    "jshard.training.experiments.trace": ("trace",),
     "jshard.training.trainer": ("batches", "train"),
-    "jshard.training.weights": ("load_weights", "save_weights"),
+    "jshard.training.checkpoints.weights": ("load_weights", "save_weights"),
     "jshard.version": ("__version__",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

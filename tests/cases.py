@@ -23,8 +23,8 @@ from flax import nnx
 import jshard
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.plan import explain
-from jshard.jaxprs import equations
-from jshard.provenance import said
+from jshard.programs.jaxprs import equations
+from jshard.programs.provenance import said
 from jshard.signals.active_config import unload
 from jshard.signals.scope import outside
 

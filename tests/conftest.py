@@ -183,7 +183,8 @@ def fresh(monkeypatch):
 @pytest.fixture
 def in_the_root(monkeypatch):
     """The test runs in the repository's root, from where models are found, and leaves nothing loaded and nobody listening."""
-    from jshard import events, unload
+    from jshard import unload
+    from jshard.runs import events
 
     root = Path(__file__).parents[1]
     monkeypatch.chdir(root)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import jshard
-from jshard.jaxprs import bare, inner
 from jshard.layers import partition
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import bare, inner
 from jshard.signals.claims import Claim
 
 KINDS = "psum pmax pmin all_gather reduce_scatter all_to_all ppermute".split()

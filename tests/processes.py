@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from jshard.host import free_port
+from jshard.hardware.host import free_port
 from jshard.launch.worker import without_chatter
 
 ROOT = Path(__file__).parent.parent

@@ -34,7 +34,7 @@ def printed(*words: str) -> str:
 
 def test_examples_each_say_how_they_are_run():
     named = {command.split()[0].removeprefix("examples.") for command in COMMANDS}
-    elsewhere = {"digits", "pod", "adopted"}  # tests/training/test_train.py, docs/see-it-before-it-runs.md,
+    elsewhere = {"digits", "pod", "adopted"}  # tests/training/experiments/test_train.py, docs/see-it-before-it-runs.md,
     # tests/test_adopt.py
     assert named | elsewhere == {path.stem for path in (ROOT / "examples").glob("*.py")}
 

@@ -15,26 +15,17 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jshard"
 FLOORS = {
-    "algorithms": -1,
-    "chips": 0,
-    "collectives": 2,
     "errors": -1,  # the cellar, which the floor above stands on
-    "markup": -1,
-    "protobuf": -1,
-    "events": 0,
-    "host": 0,
-    "run_names": 0,
-    "stragglers": 0,
-    "units": -1,
-    "jaxprs": 0,
-    "flops": 1,
-    "pages": 0,
-    "provenance": 0,
-    "table": 0,
     "version": -1,
+    "algorithms": -1,
+    "hardware": 0,
+    "printing": 0,
+    "programs": 0,
+    "runs": 0,
     "schedules": 1,
     "layouts": 1,
     "kernels": 1,
+    "collectives": 2,
     "signals": 2,
     "layers": 3,
     "inspect": 4,
@@ -44,51 +35,56 @@ FLOORS = {
     "__main__": 7,
     "__init__": 7,
 }
-# The rooms inside inspect/, as they build on each other.
-INSPECT = {
-    "user_code_errors": 0,
-    "compiled": 1,
-    "ledger": 1,
-    "verify": 2,
-    "plan": 2,
-    "report": 3,
-    "timeline": 4,
+# The rooms inside a room, as they build on each other.
+INSIDE = {
+    "printing": {"markup": 0, "units": 0, "table": 1, "pages": 1},
+    "programs": {"protobuf": 0, "jaxprs": 0, "provenance": 0, "flops": 1},
+    "inspect": {"compiled": 1, "ledger": 1, "verify": 2, "plan": 2, "report": 3, "timeline": 4},
+    "training": {
+        "preemption": 0,
+        "settings": 0,
+        "components": 1,
+        "log_reader": 1,
+        "telemetry": 2,
+        "data": 3,
+        "checkpoints": 4,
+        "optimizers": 4,
+        "experiments": 5,
+        "diff": 6,
+        "function": 6,
+        "generation": 6,
+        "trainer": 6,
+    },
 }
 WITHOUT = {
     "algorithms": "jax flax",
-    "chips": "jax flax",
     "errors": "jax flax",
-    "events": "jax flax",
-    "host": "jax flax",
-    "run_names": "jax flax",
-    "stragglers": "jax flax",
-    "units": "jax flax",
-    "jaxprs": "jax flax",
-    "markup": "jax flax",
-    "pages": "jax flax",
-    "protobuf": "jax flax",
+    "hardware": "jax flax",
+    "printing": "jax flax",
+    "programs": "flax",
+    "programs.jaxprs": "jax flax",
+    "programs.protobuf": "jax flax",
+    "runs": "jax flax",
     "schedules": "jax flax",
-    "table": "jax flax",
     "collectives": "flax",
     "kernels": "flax",
     "layouts": "flax",
-    "provenance": "flax",
     "signals": "flax",
 }
 WITHOUT_JAX = (
     "algorithms",
-    "chips",
     "errors",
-    "events",
-    "host",
-    "protobuf",
-    "run_names",
-    "stragglers",
-    "units",
-    "table",
     "version",
-    "pages.shell",
-    "pages.words",
+    "hardware.chips",
+    "hardware.host",
+    "printing.units",
+    "printing.table",
+    "printing.pages.shell",
+    "printing.pages.words",
+    "programs.protobuf",
+    "runs.events",
+    "runs.names",
+    "runs.stragglers",
     "schedules.drawing",
     "signals.signal",
     "signals.config",
@@ -128,16 +124,17 @@ def faults(package: Path) -> list[str]:
     """One line for each import that doesn't go down."""
     found = []
     for module in sorted(package.rglob("*.py")):
-        room = module.relative_to(package).with_suffix("").parts[0]
+        room, *inside = module.relative_to(package).with_suffix("").parts
         if room not in FLOORS:
             found.append(f"{module}: the room {room!r} is on no floor")
             continue
         for line, name in imports(module):
             first, *rest = name.split(".")
+            without = WITHOUT.get(".".join([room, *inside[:1]]), WITHOUT.get(room, ""))
             at = f"{module}:{line}: {room} (floor {FLOORS[room]}) imports {name}"
             if not first:
                 found.append(f"{at}, which is relative")
-            elif first in WITHOUT.get(room, "").split():
+            elif first in without.split():
                 found.append(f"{at}, and has to stand without {first}")
             elif first == "jshard":
                 other = rest[0] if rest else "__init__"
@@ -190,12 +187,13 @@ def test_floors_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
 
 
-def test_floors_rooms_of_inspect_build_on_lower_ones():
-    wrong = []
+@pytest.mark.parametrize("room", INSIDE)
+def test_floors_rooms_inside_a_room_build_on_lower_ones(room):
+    floors, wrong = INSIDE[room], []
     for name, to in graph(PACKAGE).items():
         for other in to:
-            rooms = [each.split(".")[2] for each in (name, other) if each.startswith("jshard.inspect.")]
-            if len(rooms) == 2 and rooms[0] != rooms[1] and INSPECT[rooms[0]] <= INSPECT[rooms[1]]:
+            rooms = [each.split(".")[2] for each in (name, other) if each.startswith(f"jshard.{room}.")]
+            if len(rooms) == 2 and rooms[0] != rooms[1] and floors[rooms[0]] <= floors[rooms[1]]:
                 wrong.append(f"{name} imports {other}")
     assert wrong == []
 
@@ -236,11 +234,17 @@ def test_floors_no_two_files_of_tests_have_one_name():
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jshard.inspect",
             "layers (floor 3) imports jshard.inspect (floor 4)",
         ),
+        (
+            "inspect",
+            "import jshard.training.experiments",
+            "inspect (floor 4) imports jshard.training.experiments (floor 5)",
+        ),
         ("training", "import jshard", "training (floor 5) imports jshard (floor 7)"),
         ("training", "from jshard import Linear", "imports jshard.Linear, which is the façade or unknown"),
         ("training", "from . import data", "imports ., which is relative"),
         ("layers", "import importlib\nimportlib.import_module('jshard.cli')", "imports jshard.cli (floor 6)"),
         ("kernels", "def f():\n    from flax import nnx", "imports flax.nnx, and has to stand without flax"),
+        ("programs/jaxprs", "import jax", "imports jax, and has to stand without jax"),
         ("utils", "", "the room 'utils' is on no floor"),
     ],
 )
@@ -257,7 +261,7 @@ def test_floors_lower_imports_are_allowed(tmp_path):
     planted = tmp_path / "jshard" / "layers" / "planted.py"
     planted.parent.mkdir(parents=True)
     planted.write_text(
-        "from jshard import errors, kernels\nfrom jshard.signals import signal\nimport jax, jshard.layers.mlp"
+        "from jshard import errors, kernels\nimport jshard.printing.pages\nfrom jshard.signals import signal\nimport jax, jshard.layers.mlp"
     )
     assert faults(tmp_path / "jshard") == []
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from jshard import host
+from jshard.hardware import host
 
 
 def test_free_port_is_none_that_is_taken_nor_one_that_a_connection_may_take(monkeypatch):

@@ -18,8 +18,8 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import jshard
-from jshard import events
 from jshard.layouts.layout import Layout
+from jshard.runs import events
 
 IN, HIDDEN, OUT, ROWS = 16, 32, 8, 8
 CONFIGURATION = {

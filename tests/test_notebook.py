@@ -14,9 +14,9 @@ import pytest
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger import Ledger
+from jshard.printing.table import Rows, Shown, as_text
 from jshard.signals.active_config import unload
 from jshard.signals.config import load_configuration
-from jshard.table import Rows, Shown, as_text
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"

@@ -19,7 +19,7 @@ import jshard
 from jshard.inspect.compiled import collectives_in
 from jshard.inspect.plan import explain
 from jshard.kernels import all_reduce
-from jshard.provenance import Cause, StackFrames, cause, causes, op_name, operation, scope, source_of, taken
+from jshard.programs.provenance import Cause, StackFrames, cause, causes, op_name, operation, scope, source_of, taken
 from jshard.signals.active_config import load, unload
 from jshard.signals.keys import blamed
 

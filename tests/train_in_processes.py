@@ -1,4 +1,4 @@
-"""Run by tests/training/test_data.py in two processes of two devices: whose rows each reads, and where streams go on."""
+"""Run by tests/training/data/test_data.py in two processes of two devices: whose rows each reads, and where streams go on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax
 
 from jshard.layouts.mesh import build_mesh
 from jshard.signals.config import load_configuration
-from jshard.training.data import Placement
-from jshard.training.sources import Examples, Indexed, Shuffled, own_position, positions
+from jshard.training.data.batches import Placement
+from jshard.training.data.sources import Examples, Indexed, Shuffled, own_position, positions
 
 
 class Pairs:

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000, 10, 20)  # what is traced lives long: collections took a tenth of the time of `explain`
     try:
         try:
-            importlib.import_module("jshard.events")  # a mistake in JSHARD_LOG is told here
+            importlib.import_module("jshard.runs.events")  # a mistake in JSHARD_LOG is told here
             chosen = parse(words)
             if chosen.name not in COMMANDS or found() is None:
                 return chosen.command(chosen)

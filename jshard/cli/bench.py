@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
-from jshard.markup import element
-from jshard.pages.words import svg
-from jshard.table import table
-from jshard.units import BYTES
+from jshard.printing.markup import element
+from jshard.printing.pages.words import svg
+from jshard.printing.table import table
+from jshard.printing.units import BYTES
 
 if TYPE_CHECKING:
     from jshard.kernels.measure import Timing

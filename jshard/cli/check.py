@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError, printable
-from jshard.host import computes_on_cpus
+from jshard.hardware.host import computes_on_cpus
+from jshard.printing.table import table
 from jshard.signals.claims import Claim, claims, found_claims
 from jshard.signals.config import Configuration
 from jshard.signals.parameter_path import repeats
 from jshard.signals.topologies import devices_of, fitted
 from jshard.signals.trust import Untrusted
-from jshard.table import table
 from jshard.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -166,8 +166,8 @@ def _check_experiment(configuration: Configuration) -> None:
         return
     settings = Settings(configuration)
     settings.check()
-    from jshard.training.chain import Chain
     from jshard.training.components import Component
+    from jshard.training.optimizers.chain import Chain
 
     Chain.of(settings)
     for key in ("data", "model", "loss"):
@@ -182,7 +182,7 @@ def _check_claims(checked: Checked, configuration: Configuration, *, listed: boo
             f"--claims lists the parameters of a model, and {configuration.source} names none",
             hint="write model: examples.digits:Model under jshard.train",
         )
-    from jshard.training.experiment import parameter_shapes
+    from jshard.training.experiments.experiment import parameter_shapes
 
     shapes = parameter_shapes(configuration)
     found = claims(configuration, shapes, _claims_by_use(checked.target, configuration, shapes))
@@ -245,7 +245,7 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
     from jshard.inspect.ledger.baseline import Baseline, added, removed
     from jshard.inspect.ledger.expect import check_promises, over_budget
     from jshard.inspect.ledger.whole import whole
-    from jshard.training.experiment import Experiment
+    from jshard.training.experiments.experiment import Experiment
 
     target = checked.target
     with sketched(target) as program:

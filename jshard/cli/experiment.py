@@ -17,7 +17,7 @@ from jshard.layouts.pretend import pretend, start_no_other_backend
 from jshard.signals.config import Configuration
 
 if TYPE_CHECKING:
-    from jshard.training.experiment import Experiment
+    from jshard.training.experiments.experiment import Experiment
     from jshard.training.function import Function
 
 FEWEST = 8  # devices to pretend where the mesh leaves a size open

@@ -14,7 +14,7 @@ from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
 
 if TYPE_CHECKING:
-    from jshard.training.tokens import Tokenizer
+    from jshard.training.data.tokens import Tokenizer
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,10 +65,10 @@ def run(chosen: argparse.Namespace) -> int:
 
     from jshard.layouts.mesh import present_mesh
     from jshard.signals import active_config
-    from jshard.training.checkpoint import Checkpoint
+    from jshard.training.checkpoints.checkpoint import Checkpoint
+    from jshard.training.data.tokens import tokenizer
     from jshard.training.generation import generate, trained_model
     from jshard.training.settings import Settings
-    from jshard.training.tokens import tokenizer
 
     active_config.use(configuration)
     words = tokenizer(Settings(configuration))

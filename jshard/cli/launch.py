@@ -49,7 +49,7 @@ def run(chosen: argparse.Namespace) -> int:
         raise JShardError(f"jshard launch can't start {chosen.count} processes", hint="type: jshard launch -n 4")
     bar = None
     if sys.stdout.isatty():
-        from jshard.training.progress import LaunchBar
+        from jshard.training.telemetry.progress import LaunchBar
 
         bar = LaunchBar()
     memberships = lambda: alone or local(chosen.count)

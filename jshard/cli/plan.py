@@ -14,7 +14,7 @@ from jshard.errors import JShardError
 
 if TYPE_CHECKING:
     from jshard.inspect.plan import Plan
-    from jshard.training.experiment import Experiment
+    from jshard.training.experiments.experiment import Experiment
     from jshard.training.function import Function
 
 TOPOLOGIES = "v5e:4x4, v5p:8x8x16, v6e:16x16, tpu7x:2x2x2, h100:8, h200:8, b200:8, cpu:8"

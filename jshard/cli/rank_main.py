@@ -25,11 +25,11 @@ from jshard.launch.mismatch import Facts
 from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration
 from jshard.signals.effective_config import flat
-from jshard.training.experiment import Experiment
+from jshard.training.experiments.experiment import Experiment
 from jshard.training.function import Function
-from jshard.training.metrics import written
 from jshard.training.preemption import Preempted
-from jshard.training.progress import Bar, Figures
+from jshard.training.telemetry.metrics import written
+from jshard.training.telemetry.progress import Bar, Figures
 
 
 def as_member(run: Callable[[], int]) -> int:

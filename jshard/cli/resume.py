@@ -11,13 +11,13 @@ from jshard.cli.target import Target
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
-from jshard.run_names import CHECKPOINTS, CONFIGURATION, MANIFEST, restarts
+from jshard.runs.names import CHECKPOINTS, CONFIGURATION, MANIFEST, restarts
 from jshard.signals.config import load_configuration
 from jshard.training.settings import Settings
 
 if TYPE_CHECKING:
-    from jshard.training.checkpoint import Checkpoint
-    from jshard.training.experiment import Experiment
+    from jshard.training.checkpoints.checkpoint import Checkpoint
+    from jshard.training.experiments.experiment import Experiment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def run(chosen: argparse.Namespace) -> int:
         overrides = [f"output={home}", *overrides]  # the run may have been moved, and another file may name none
 
     def resume() -> Checkpoint:
-        from jshard.training.checkpoint import Checkpoint
+        from jshard.training.checkpoints.checkpoint import Checkpoint
 
         return Checkpoint.find(folder, which, f"{run}{' --trust' * chosen.trust}")
 
@@ -59,7 +59,7 @@ def experiment_of(target: Target) -> Experiment:
         experiment = joined(target, preemption=True)
         if jax.process_index() == 0:
             print(experiment.asked)
-    from jshard.training.experiment import Experiment
+    from jshard.training.experiments.experiment import Experiment
 
     assert isinstance(experiment, Experiment)
     return experiment
@@ -70,8 +70,8 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
     experiment, bar = experiment_of(target), None
     import jax
 
-    from jshard.training.progress import in_words
-    from jshard.training.train import last_saved, train
+    from jshard.training.experiments.train import last_saved, train
+    from jshard.training.telemetry.progress import in_words
 
     if membership() is not None:
         from jshard.cli.rank_main import MemberBar

@@ -9,8 +9,8 @@ from pathlib import Path
 from jshard.cli.bench import parsed
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError, did_you_mean, quoted
+from jshard.printing.table import table
 from jshard.schedules import KINDS, Cost, Table, Times, generate, load, read
-from jshard.table import table
 
 SUFFIXES = (".html", ".svg", ".txt")
 
@@ -63,7 +63,7 @@ def run(chosen: argparse.Namespace) -> int:
     for line in table(compared(costs), width=width()):
         show(line)
     for name in chosen.output:
-        from jshard.pages.shell import write
+        from jshard.printing.pages.shell import write
 
         match Path(name).suffix:
             case ".html":

@@ -16,7 +16,7 @@ from jshard.signals.schema import IMPORT_PATH
 from jshard.signals.trust import EVERYTHING, Trust
 
 if TYPE_CHECKING:
-    from jshard.training.experiment import Experiment
+    from jshard.training.experiments.experiment import Experiment
     from jshard.training.function import Function
 
 
@@ -74,7 +74,7 @@ class Target:
 
         configuration = active_config.use(self.configuration())
         if self.function is None:
-            from jshard.training.experiment import Experiment
+            from jshard.training.experiments.experiment import Experiment
 
             return configuration, functools.partial(Experiment.build, configuration)
         from jshard.training.function import Call

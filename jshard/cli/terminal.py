@@ -8,7 +8,7 @@ import sys
 from typing import TextIO
 
 from jshard.errors import printable
-from jshard.table import folded_row
+from jshard.printing.table import folded_row
 
 COLOURS = {"+": "32", "-": "31", "~": "33"}  # green, red, yellow
 STANDARD = 80  # columns of a terminal that does not say

@@ -9,13 +9,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from jshard.units import duration, size
+from jshard.printing.units import duration, size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from jshard.training.log_reader import Logs
-    from jshard.training.process_status import Standing
+    from jshard.training.telemetry.process_status import Standing
 
 SCHEMA = "jshard.top/1"
 EVERY = 1.0  # seconds between two looks
@@ -41,7 +41,7 @@ def run(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
     from jshard.training.log_reader import Logs, folder_of
-    from jshard.training.process_status import standings
+    from jshard.training.telemetry.process_status import standings
 
     name, logs, is_terminal = chosen.run, Logs(folder_of(chosen.run), full=False), sys.stdout.isatty()
     if is_terminal and not (chosen.json or chosen.once):
@@ -64,7 +64,7 @@ def _live(name: str, logs: Logs) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from jshard.training.process_status import standings
+    from jshard.training.telemetry.process_status import standings
 
     with Live(auto_refresh=False) as live:
         while True:

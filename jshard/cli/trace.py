@@ -15,11 +15,11 @@ from jshard.cli.resume import experiment_of
 from jshard.cli.target import Target
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
-from jshard.run_names import CAPTURED, CONFIGURATION, TRACE, WANTED
+from jshard.runs.names import CAPTURED, CONFIGURATION, TRACE, WANTED
 
 if TYPE_CHECKING:
     from jshard.inspect.timeline.capture import Capture
-    from jshard.training.experiment import Experiment
+    from jshard.training.experiments.experiment import Experiment
 
 STEPS = 3
 WAIT = 60.0  # seconds for a run to take a step
@@ -57,7 +57,7 @@ def _of_experiment(experiment: Experiment, chosen: argparse.Namespace) -> int:
     import jax
     from jax.experimental.multihost_utils import sync_global_devices
 
-    from jshard.training.trace import trace_steps
+    from jshard.training.experiments.trace import trace_steps
 
     folder = Path(chosen.output or experiment.settings["output"] or f"runs/{Path(chosen.path).stem}")
     leads = jax.process_index() == 0

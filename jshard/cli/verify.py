@@ -51,7 +51,7 @@ def _short_enough(target: Target) -> tuple[Target, str]:
     """Return what is verified in place of a large model, and the words that say so."""
     if target.function is not None:
         return target, ""
-    from jshard.training.experiment import at_two_layers
+    from jshard.training.experiments.experiment import at_two_layers
 
     change = at_two_layers(target.configuration())
     if change is None:

@@ -9,10 +9,10 @@ from typing import Literal, cast
 
 import jax
 
-from jshard.chips import CHIPS as CHIPS
-from jshard.chips import Chip as Chip
-from jshard.chips import Platform
 from jshard.errors import JShardError, did_you_mean
+from jshard.hardware.chips import CHIPS as CHIPS
+from jshard.hardware.chips import Chip as Chip
+from jshard.hardware.chips import Platform
 
 
 def chip(name: str) -> Chip:

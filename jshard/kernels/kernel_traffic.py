@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from jshard.chips import Chip
 from jshard.errors import JShardError
+from jshard.hardware.chips import Chip
 from jshard.kernels.collectives import COLLECTIVES
 
 KEY = "jshard"  # of pallas_call's metadata, which other tools may write to as well

@@ -81,7 +81,7 @@ _GATHERED = (
 _SCATTERS = "docs/measurements/kernels.md: scatters compiled for absent v5e, v5p, v6e"
 _SUMS = "docs/speed.md: python -m benchmarks.fsdp --ways replicated,data,late, compiled for absent v5e, v5p, v6e"
 _PROCESSES = "docs/design/0015-processes.md: python -m benchmarks.processes"
-_MODEL = "jshard/chips.py: the maker's peak and link, as a plan counts them"
+_MODEL = "jshard/hardware/chips.py: the maker's peak and link, as a plan counts them"
 
 
 def _xla(reason: str, source: str) -> Choice:

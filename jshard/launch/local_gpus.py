@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from jshard.errors import JShardError
-from jshard.host import nvidia_cards
+from jshard.hardware.host import nvidia_cards
 
 
 def cards_of(

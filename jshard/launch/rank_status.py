@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jshard import table as text
 from jshard.launch import kv_store
 from jshard.launch.cluster_env import Membership
-from jshard.stragglers import is_slow
+from jshard.printing import table as text
+from jshard.runs.stragglers import is_slow
 
 JUDGE = 5.0  # seconds between two looks; the second that finds the same rank tells
 

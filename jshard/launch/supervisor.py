@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from jshard.host import free_port
+from jshard.hardware.host import free_port
 from jshard.launch.cluster_env import Membership
 from jshard.launch.heartbeat import ALL, BAR
 from jshard.launch.local_gpus import cards_of
 from jshard.launch.peer_loss import is_gone, rank_0_is_gone, waits_in
 from jshard.launch.worker import Worker
-from jshard.run_names import RESTART
+from jshard.runs.names import RESTART
 
 ALONE = 60.0  # seconds in which no process has joined, when it is said; at their end in any case
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C

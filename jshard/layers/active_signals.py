@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jshard.jaxprs import bare, bodies, run
-from jshard.provenance import Cause, source_of
+from jshard.programs.jaxprs import bare, bodies, run
+from jshard.programs.provenance import Cause, source_of
 from jshard.signals.claims import Claim
 from jshard.signals.config import Configuration
 from jshard.signals.plain_layers import LAYERS

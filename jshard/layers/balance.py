@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jshard.errors import JShardError, Place
+from jshard.printing.units import operations, size
 from jshard.schedules import Table
 from jshard.signals.signal import Signal
-from jshard.units import operations, size
 
 
 class Costs(NamedTuple):

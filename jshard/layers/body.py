@@ -19,7 +19,7 @@ from jshard.kernels.select_algorithm import is_psum
 from jshard.layers.gather import gather
 from jshard.layers.remat import activation, recomputed
 from jshard.layers.strategy import Names, Strategy
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jshard.layers.layer_stack import in_ranges
 from jshard.layers.uncreated import Recipe, Uncreated, created
 from jshard.layers.user_code_errors import boundary, in_own_words, name_of
 from jshard.layouts.paths import keys_of
-from jshard.provenance import line_here
+from jshard.programs.provenance import line_here
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.scope import signal, signal_here, tensor_layout
 

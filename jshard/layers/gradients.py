@@ -31,7 +31,7 @@ from jshard.layers.written_back import is_array
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import keys_of
 from jshard.layouts.redistribution import redistribute
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration, mesh, use_stages
 from jshard.signals.config import Configuration, Pipeline
 from jshard.signals.scope import active, unplaced

@@ -14,7 +14,6 @@ from flax import nnx
 from jax._src.config import trace_context
 from jax.core import Tracer
 
-from jshard import events
 from jshard.errors import JShardError
 from jshard.layers.call_arguments import PARAMETER, Arguments, Path
 from jshard.layers.call_cache import Snapshot, names, take
@@ -28,6 +27,7 @@ from jshard.layers.written_back import WrittenBack, is_array
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed, words_of
 from jshard.layouts.redistribution import redistribute, replicated
+from jshard.runs import events
 from jshard.signals.active_config import configuration, mesh, use_stages
 from jshard.signals.scope import entering, unplaced
 

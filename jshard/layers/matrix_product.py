@@ -14,7 +14,6 @@ from jax._src.interpreters.batching import BatchTracer
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jshard import events
 from jshard.errors import JShardError
 from jshard.layers.auto_strategy import Choice, Operand, choices
 from jshard.layers.body import Arithmetic
@@ -22,7 +21,8 @@ from jshard.layers.sharded_matmul import multiply
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import as_array, replicated
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
+from jshard.runs import events
 from jshard.signals.active_config import configuration, mesh, mesh_to_choose_for
 from jshard.signals.scope import active, resolve
 from jshard.signals.signal import Signal

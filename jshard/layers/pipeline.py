@@ -15,8 +15,6 @@ from jax import Array, lax
 from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError, multiples
-from jshard.flops import arithmetic_of
-from jshard.jaxprs import is_in, read_by, scanned, variables
 from jshard.layers.balance import Costs, balanced, in_ranges, spelled
 from jshard.layers.partition import Microbatches, Program
 from jshard.layers.partition.engine import Partition, SomeLayers
@@ -26,7 +24,9 @@ from jshard.layers.partition.stages import Counts, from_chunks, from_stages, to_
 from jshard.layers.partition.ticks import Model, run_table
 from jshard.layers.remat import CHUNK
 from jshard.layouts.layout import Layout
-from jshard.provenance import scope, source_of
+from jshard.programs.flops import arithmetic_of
+from jshard.programs.jaxprs import is_in, read_by, scanned, variables
+from jshard.programs.provenance import scope, source_of
 from jshard.schedules import KINDS, Table, generate, load
 from jshard.schedules.table import counted
 from jshard.signals.active_config import configuration, mesh_to_choose_for

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from jshard.jaxprs import bare, bodies
 from jshard.layers.roles import Placed
 from jshard.layers.uncreated import Uncreated
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
+from jshard.programs.jaxprs import bare, bodies
 
 MARK = "jshard at rest "
 

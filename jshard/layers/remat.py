@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jshard.jaxprs import CALLS, bare
 from jshard.kernels.gather_scatter import gather_kernel
 from jshard.kernels.kernel_traffic import declared
+from jshard.programs.jaxprs import CALLS, bare
 
 F = TypeVar("F", bound=Callable[..., Any])
 

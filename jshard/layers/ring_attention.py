@@ -22,7 +22,7 @@ from jshard.layers.partition.by_hand import by_hand
 from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.part import Part, moving_as, names_of, vary
 from jshard.layouts.redistribution import Axes
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 
 LOWEST = -1e30  # of what is not seen: a row of such has no NaN
 QUERIES = 512  # as many are multiplied with keys at a time, at most

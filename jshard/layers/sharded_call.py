@@ -25,7 +25,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
-from jshard.jaxprs import equations
 from jshard.layers.active_signals import active_signals
 from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE, Arguments, Structure
 from jshard.layers.layer import built_arrays
@@ -43,7 +42,8 @@ from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import check_in_use
 from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes, redistribute
-from jshard.provenance import said, scope
+from jshard.programs.jaxprs import equations
+from jshard.programs.provenance import said, scope
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim
 from jshard.signals.parameter_path import ParameterPath, below

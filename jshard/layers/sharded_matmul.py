@@ -17,7 +17,7 @@ from jshard.layers.strategy import Strategy, check_sizes, inside_shard_map, stra
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import check_in_use
 from jshard.layouts.redistribution import move, plan_moves, redistribute
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration
 from jshard.signals.device_sets import check_reach, is_elsewhere
 from jshard.signals.signal import Signal

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax._src.core import trace_state_clean
 
 from jshard.errors import JShardError
-from jshard.jaxprs import bound
 from jshard.layouts.creation import create_by
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import replicated
+from jshard.programs.jaxprs import bound
 from jshard.signals.active_config import mesh
 
 SMALL = 1024  # numbers of an array that is computed by itself, as the keys of draws are

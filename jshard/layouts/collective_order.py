@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jshard.protobuf import Message, Unreadable, edited, fields, packed, split_delimited, written
+from jshard.programs.protobuf import Message, Unreadable, edited, fields, packed, split_delimited, written
 
 # Fields in XLA's service/cpu/executable.proto and backends/cpu/runtime/thunk.proto.
 EXECUTABLE, SEQUENCE = 1, 6  # of what JAX writes, and of the executable

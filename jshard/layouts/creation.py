@@ -14,9 +14,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
-from jshard.jaxprs import bound, run
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit, with_axis_types
+from jshard.programs.jaxprs import bound, run
 
 
 def create(

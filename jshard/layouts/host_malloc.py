@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from jshard.host import computes_on_cpus
+from jshard.hardware.host import computes_on_cpus
 
 # The numbers of mallopt(3), and their values.
 SETTINGS = {

@@ -6,7 +6,7 @@ import os
 import sys
 
 from jshard.errors import JShardError
-from jshard.host import computes_on_cpus
+from jshard.hardware.host import computes_on_cpus
 from jshard.layouts.host_malloc import keep_freed
 
 # Each pretend device blocks a thread of XLA's pool while it waits for the others in a collective, and steps dispatched

@@ -18,7 +18,7 @@ from jshard.errors import JShardError, kind_of
 from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.mesh import check_in_use, is_explicit, sizes_of
 from jshard.layouts.transfer_events import moved, where
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 
 Axes = tuple[tuple[str, ...], ...]
 

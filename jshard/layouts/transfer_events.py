@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from jshard import events
 from jshard.layouts.layout import Layout
 from jshard.layouts.p2p import listed, numbers_of
+from jshard.runs import events
 
 Where = Sharding | str  # words for what is no device: the host of process 0
 

@@ -7,8 +7,8 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from jshard.printing.units import size
 from jshard.schedules.table import SLOTS, Key, Op, Table, needs
-from jshard.units import size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jshard.markup import Markup, element
-from jshard.pages.shell import document, legend, section, table
-from jshard.pages.words import svg
+from jshard.printing.markup import Markup, element
+from jshard.printing.pages.shell import document, legend, section, table
+from jshard.printing.pages.words import svg
+from jshard.printing.table import BETWEEN
+from jshard.printing.table import table as aligned
 from jshard.schedules.cost import Cost, Run, compared, percent
 from jshard.schedules.table import SLOTS, Table
-from jshard.table import BETWEEN
-from jshard.table import table as aligned
 
 SAYS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 # The class of a colour in the style of all pages, and the same for a picture that stands alone.

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jshard.table import table as aligned
+from jshard.printing.table import table as aligned
 
 SLOTS = "FBW"  # in the order in which a tick runs them
 WAITS = "."

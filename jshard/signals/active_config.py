@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jshard import events
 from jshard.errors import JShardError
 from jshard.kernels import slices
 from jshard.layouts import mesh as meshes
 from jshard.layouts.mesh import build_mesh, workers_mesh
+from jshard.runs import events
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.effective_config import lines
 from jshard.signals.signal import Signal

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jshard.errors import JShardError, Place, nearest, quoted
+from jshard.printing.table import Block, Rows, Shown
 from jshard.signals.axes import Across
 from jshard.signals.compose import compose
 from jshard.signals.describe import component_words, signal_words
@@ -20,7 +21,6 @@ from jshard.signals.match import Matcher
 from jshard.signals.resolve import is_template, resolve
 from jshard.signals.signal import Signal
 from jshard.signals.trust import EVERYTHING, Trust
-from jshard.table import Block, Rows, Shown
 
 STAGE, WORKERS = "stage", "workers"  # the mesh axes of GT's form
 

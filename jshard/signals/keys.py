@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from jshard.errors import JShardError
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration
 from jshard.signals.config import Configuration
 from jshard.signals.signal import AXIS_KEYS, Signal

@@ -15,10 +15,10 @@ from jax._src.lax.lax import ragged_dot_general_p
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p, gather_p
 from jax.sharding import NamedSharding
 
-from jshard.jaxprs import called, equations
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
-from jshard.provenance import is_inside, line_here
+from jshard.programs.jaxprs import called, equations
+from jshard.programs.provenance import is_inside, line_here
 from jshard.signals.active_config import mesh
 from jshard.signals.signal import AXIS_KEYS, Signal
 

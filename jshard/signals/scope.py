@@ -19,7 +19,7 @@ from jshard.errors import JShardError, kind_of
 from jshard.layouts.layout import Layout, Placement
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import as_array, redistribute
-from jshard.provenance import line_here, scope
+from jshard.programs.provenance import line_here, scope
 from jshard.signals.active_config import configuration, mesh_for, no_fingerprint
 from jshard.signals.device_sets import check_reach
 from jshard.signals.faults import listed

@@ -1,5 +1,5 @@
 """What `v5e:4x4` may name: which chips there are, how many and in what shapes. Imports no JAX, so that a configuration is
-checked at once; the chips are in `jshard.chips`."""
+checked at once; the chips are in `jshard.hardware.chips`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.chips import CHIPS
 from jshard.errors import JShardError, Place, nearest
+from jshard.hardware.chips import CHIPS
 from jshard.signals.faults import Path, listed, value_words
 from jshard.signals.nodes import Node
 from jshard.signals.value_types import Reading

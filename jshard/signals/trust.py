@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from jshard.errors import JShardError, shown_path
-from jshard.run_names import CONFIGURATION, MANIFEST
+from jshard.runs.names import CONFIGURATION, MANIFEST
 
 OURS = ("jshard.layers", "flax.linen", "flax.nnx", "optax")  # none of these writes a file or starts a process
 

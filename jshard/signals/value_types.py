@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jshard.errors import Place, nearest, quoted
+from jshard.printing.units import BYTES
 from jshard.signals.faults import Faults, Path, dotted, listed, shown, value_words
 from jshard.signals.nodes import Node
 from jshard.signals.synonyms import meant, suggest
-from jshard.units import BYTES
 
 
 @dataclasses.dataclass

@@ -23,11 +23,11 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration
-from jshard.training.checkpoint import Checkpoint
+from jshard.training.checkpoints.checkpoint import Checkpoint
+from jshard.training.checkpoints.weights import load_weights
 from jshard.training.components import Component
-from jshard.training.data import Placement
+from jshard.training.data.batches import Placement
 from jshard.training.settings import Settings
-from jshard.training.weights import load_weights
 
 ROOM = 64  # prompts and caches are as long as a multiple of it, so that few lengths are compiled
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.errors import JShardError
-from jshard.run_names import CONFIGURATION, LOG
+from jshard.runs.names import CONFIGURATION, LOG
 
 Line = Mapping[str, Any]
 HEAD, TAIL = 64 * 1024, 1024 * 1024  # of a long file, what says how it began and what it did last

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard import run_names
 from jshard.errors import JShardError, Place, multiples
+from jshard.runs import names
 from jshard.signals.config import Configuration
 from jshard.signals.schema import TRAIN
 from jshard.signals.signal import Signal
@@ -75,7 +75,7 @@ class Settings:
         table = self.table("checkpoint")
         if not table:
             return None
-        folder, key = self._folder("checkpoint", run_names.CHECKPOINTS, "save to")
+        folder, key = self._folder("checkpoint", names.CHECKPOINTS, "save to")
         label = f'{self.label(key)} saves to "{folder}", which'
         run = f"{self['output'] or folder}{' --trust' * self._runs_others()}"
         return Policy(table["every"], table.get("keep", KEEP), folder, label, run)
@@ -89,7 +89,7 @@ class Settings:
     def ran(self) -> Path | None:
         """Return where each process writes what it runs; None where it does not."""
         table = self.table("log")
-        return self._folder("log", run_names.LOG, "write to")[0] if table.get("ran", "folder" in table) else None
+        return self._folder("log", names.LOG, "write to")[0] if table.get("ran", "folder" in table) else None
 
     def tensorboard(self) -> bool:
         """Whether figures are written for TensorBoard too."""
@@ -130,10 +130,10 @@ class Settings:
             sizes = dict(zip(mesh.names, mesh.sizes, strict=True)) if mesh is not None else {}
             ways = math.prod(sizes[name] for name in over)
         if ways > 1 and batch % (ways * parts):
-            names = " x ".join(f'"{name}"' for name in over)
+            mesh_axes = " x ".join(f'"{name}"' for name in over)
             taken = f"{batch} rows" if parts == 1 else f"the {batch // parts} rows of each of {parts} microbatches"
             raise JShardError(
-                f"{self.label('batch')} splits {taken} over mesh axis {names} of size {ways}",
+                f"{self.label('batch')} splits {taken} over mesh axis {mesh_axes} of size {ways}",
                 hint=f"use {multiples(batch, ways * parts)}",
             )
 

@@ -15,15 +15,15 @@ from jshard.errors import JShardError, Place
 from jshard.layers.token_loss import cross_entropy
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration, load_configuration
-from jshard.training.chain import Chain
 from jshard.training.components import Component
-from jshard.training.data import Placement, part_of, source
-from jshard.training.experiment import READING, Experiment
-from jshard.training.loop import AHEAD, placed
-from jshard.training.loss import Objective
-from jshard.training.prefetch import read_ahead
-from jshard.training.train import last_saved
-from jshard.training.train import train as train_experiment
+from jshard.training.data.batches import Placement, part_of, source
+from jshard.training.data.prefetch import read_ahead
+from jshard.training.experiments.experiment import READING, Experiment
+from jshard.training.experiments.loop import AHEAD, placed
+from jshard.training.experiments.loss import Objective
+from jshard.training.experiments.train import last_saved
+from jshard.training.experiments.train import train as train_experiment
+from jshard.training.optimizers.chain import Chain
 
 HERE = Place("jshard.train(...)")
 

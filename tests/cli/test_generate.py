@@ -10,7 +10,7 @@ import pytest
 
 from jshard.cli import main
 from jshard.cli.generate import streamed
-from jshard.training.tokens import Bytes
+from jshard.training.data.tokens import Bytes
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the cat sat on the mat and the dog sat on the cat. "

@@ -16,7 +16,7 @@ from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.training import log_reader as merged
 from jshard.training.log_reader import Logs, folder_of, path_of, read
-from jshard.training.process_status import standings
+from jshard.training.telemetry.process_status import standings
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jshard.inspect.ledger.jaxpr_walk import is_remote
-from jshard.jaxprs import equations
+from jshard.programs.jaxprs import equations
 
 
 def missing_barriers(jaxpr: Any) -> list[str]:

@@ -16,8 +16,8 @@ import jshard
 from jshard import kernels
 from jshard.errors import JShardError
 from jshard.inspect.ledger.ledger import read
-from jshard.jaxprs import equations
 from jshard.kernels import deterministic_sum as in_order
+from jshard.programs.jaxprs import equations
 from jshard.signals.active_config import unload
 
 

@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
 from jshard.errors import JShardError
-from jshard.flops import arithmetic_of
 from jshard.kernels.chip import CHIPS
 from jshard.kernels.gpu import blackwell, hopper
 from jshard.kernels.gpu.matmul import EPILOGUES
 from jshard.kernels.gpu.tile import Tile, tile_for
 from jshard.kernels.local_matmul import ACTIVATIONS
+from jshard.programs.flops import arithmetic_of
 from tests.kernels.compile_absent_gpu import PRODUCTS, product
 
 GPUS = ["h100", "h200", "b200"]

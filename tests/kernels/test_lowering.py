@@ -15,8 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
-from jshard.jaxprs import equations as every_equation
 from jshard.kernels.chip import CHIPS
+from jshard.programs.jaxprs import equations as every_equation
 from tests.kernels.barriers import missing_barriers
 
 TPUS = [chip.name for chip in CHIPS.values() if chip.platform == "tpu"]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard import kernels
 from jshard.inspect.plan import explain
-from jshard.jaxprs import equations
+from jshard.programs.jaxprs import equations
 
 pytestmark = pytest.mark.usefixtures("nothing_loaded")
 

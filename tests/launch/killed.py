@@ -17,7 +17,7 @@ from typing import Any
 
 from jshard.cli import main
 from jshard.launch.heartbeat import Pulse
-from jshard.run_names import restarts
+from jshard.runs.names import restarts
 
 TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 

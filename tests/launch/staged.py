@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 import jshard
-from jshard.run_names import RESTART
+from jshard.runs.names import RESTART
 
 WIDTH = 8
 

@@ -14,7 +14,7 @@ import yaml
 from jshard.cli import parse
 from jshard.cli.launch import command_of, split
 from jshard.launch.cluster_env import found
-from jshard.run_names import restarts
+from jshard.runs.names import restarts
 
 ROOT = Path(__file__).parent.parent.parent
 CLUSTER = ROOT / "examples" / "cluster"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.host import free_port
+from jshard.hardware.host import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = "tests/launch/program.py"

@@ -17,9 +17,9 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
-from jshard.jaxprs import equations
 from jshard.layers import attending, ring_attention
 from jshard.layers.partition.part import Part
+from jshard.programs.jaxprs import equations
 
 ROWS, PLACES, HEADS, KEYS, SIZE = 8, 32, 8, 4, 4
 WIDTH = HEADS * SIZE

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard import events
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.plan import explain
 from jshard.layers import auto_strategy, choose
 from jshard.layers.auto_strategy import Choice, Operand, choices
 from jshard.layers.strategy import Strategy
+from jshard.runs import events
 
 pytestmark = pytest.mark.usefixtures("nothing_loaded")
 

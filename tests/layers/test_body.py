@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 import jshard
-from jshard.jaxprs import equations
+from jshard.programs.jaxprs import equations
 
 
 def traced(words, of="value", d=2, **arguments):

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from partitioned import built, counted
 
 import jshard
-from jshard.jaxprs import equations
+from jshard.programs.jaxprs import equations
 from jshard.signals.claims import Claim, Stage
 
 SIZES = {"data": 2, "tensor": 4}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.jaxprs import equations
 from jshard.layers import partition
 from jshard.layers.partition.cut import cut, sent
 from jshard.layouts.layout import Layout
-from jshard.provenance import said
+from jshard.programs.jaxprs import equations
+from jshard.programs.provenance import said
 from jshard.signals.claims import Claim
 
 DEVICES = 4

@@ -18,11 +18,11 @@ from jshard.cli import main
 from jshard.cli.experiment import sketched
 from jshard.cli.target import Target
 from jshard.errors import JShardError
-from jshard.flops import arithmetic_of
-from jshard.jaxprs import equations
 from jshard.layers.abstract import abstract
 from jshard.layers.decoder import Block
 from jshard.layers.kv_cache import KVCache
+from jshard.programs.flops import arithmetic_of
+from jshard.programs.jaxprs import equations
 from jshard.signals.config import load_configuration
 
 FOLDER = Path(__file__).parents[2] / "configs" / "decoder"

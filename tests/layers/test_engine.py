@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from partitioned import built, counted
 
-from jshard.jaxprs import equations
+from jshard.programs.jaxprs import equations
 
 SIZES = {"data": 2, "tensor": 4}
 D, T = ("data",), ("tensor",)

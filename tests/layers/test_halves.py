@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard.jaxprs import equations
 from jshard.layers.partition.halves import Halves, Place
+from jshard.programs.jaxprs import equations
 
 LAYERS, WIDTH = 3, 4
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard.jaxprs import equations
 from jshard.layers.partition.lazy_product import (
     after,
     evaluate,
@@ -23,6 +22,7 @@ from jshard.layers.partition.lazy_product import (
     whole,
     with_products,
 )  # fmt: skip
+from jshard.programs.jaxprs import equations
 
 X, Y = (np.random.default_rng(seed).integers(-9, 9, (2, 6, 8)).astype(np.float32) for seed in (0, 1))
 

@@ -10,10 +10,10 @@ import pytest
 from jax import lax
 
 import jshard
-from jshard.jaxprs import bare, equations
 from jshard.layers import partition
 from jshard.layers.partition.lookup import _by_place, _counts
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import bare, equations
 from jshard.signals.claims import Claim
 
 X, PLACES = np.arange(4 * 4 * 8.0, dtype=np.float32).reshape(4, 4, 8), np.array([3, 0, 3, 1], np.int32)

@@ -17,11 +17,11 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.plan import explain
-from jshard.jaxprs import equations
 from jshard.layers.body import Arithmetic, Body
 from jshard.layers.matrix_product import _names_a_strategy, choose
 from jshard.layers.sharded_matmul import Product, _hindrance, _local_input
 from jshard.layers.strategy import strategy_of
+from jshard.programs.jaxprs import equations
 from jshard.signals.active_config import configuration, on_mesh, unload
 
 SIGNALS = {

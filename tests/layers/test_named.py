@@ -13,10 +13,10 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
-from jshard.jaxprs import bare, inner
 from jshard.layers.partition.named import named
 from jshard.layouts.layout import Layout
-from jshard.provenance import Cause
+from jshard.programs.jaxprs import bare, inner
+from jshard.programs.provenance import Cause
 from jshard.signals.signal import Signal
 from tests import cases
 

@@ -15,11 +15,11 @@ from jax import lax
 from partitioned import KINDS, built, counted
 
 import jshard
-from jshard.jaxprs import equations
 from jshard.kernels import select_algorithm
 from jshard.layers import partition
 from jshard.layers.partition import part
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import equations
 from jshard.signals.claims import Claim
 
 SIZES = {"data": 2, "tensor": 4}

@@ -16,11 +16,11 @@ from jax.experimental import pallas as pl
 
 import jshard
 from jshard.errors import JShardError
-from jshard.jaxprs import bare, equations
 from jshard.layers import partition
 from jshard.layers.partition.program import RULES
 from jshard.layouts.axes import factors
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import bare, equations
 from jshard.signals.claims import Claim
 
 rng = np.random.default_rng(0)

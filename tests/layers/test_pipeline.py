@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jshard.jaxprs import equations
 from jshard.layers.partition.ticks import Model, run_table
+from jshard.programs.jaxprs import equations
 from jshard.schedules import KINDS, generate, read
 
 WIDTH, HIDDEN, WORDS, ROWS, MICROBATCHES = 8, 16, 11, 4, 6

@@ -13,13 +13,13 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
-from jshard.jaxprs import equations
 from jshard.layers.balance import Costs
 from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE
 from jshard.layers.partition.stages import Counts
 from jshard.layers.pipeline import Pipelined, PipelinedPieces, present_table
 from jshard.layers.sharded_call import Call
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import equations
 from jshard.schedules import generate
 from jshard.signals.active_config import on_mesh
 

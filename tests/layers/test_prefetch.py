@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from jshard.jaxprs import bare, equations
 from jshard.layers.partition.prefetch import scan_ahead
+from jshard.programs.jaxprs import bare, equations
 
 ROWS, WIDTH = 6, 4
 X, BIAS = np.ones((ROWS, WIDTH), np.float32), np.linspace(-1, 1, WIDTH, dtype=np.float32)

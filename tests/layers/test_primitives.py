@@ -20,13 +20,13 @@ from jax._src import traceback_util
 from jax.extend.core import Literal
 from test_partition_rules import CASES, NOT_DIFFERENTIABLE, placed, pooled
 
-from jshard.jaxprs import CALLS, equations
 from jshard.layers import partition
 from jshard.layers.partition.local_sizes import localized
 from jshard.layers.partition.program import RULES
 from jshard.layouts.axes import RULES as TABLE_OF_RULES
 from jshard.layouts.axes import factors
 from jshard.layouts.primitives import ELEMENTWISE, PARAMETERS, READ, REFUSED, unknown_parameters
+from jshard.programs.jaxprs import CALLS, equations
 
 pytestmark = pytest.mark.slow  # what is reached takes six seconds to find
 X, TOKENS, IMAGE = np.ones((4, 4), np.float32), np.ones((4, 4), np.int32), np.ones((2, 4, 4, 4), np.float32)

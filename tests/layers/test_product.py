@@ -13,9 +13,9 @@ import pytest
 from jax import lax
 
 import jshard
-from jshard.jaxprs import equations
 from jshard.layers import partition
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import equations
 from jshard.signals.claims import Claim
 
 SIZES = {"data": 2, "tensor": 4}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard.jaxprs import bare, bound, run
 from jshard.layers.partition.regather import regathering
+from jshard.programs.jaxprs import bare, bound, run
 
 X, W, U = (np.random.default_rng(seed).normal(size=(4, 4)).astype(np.float32) for seed in range(3))
 

@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 import jshard
-from jshard.jaxprs import equations
 from jshard.kernels.kernel_traffic import declare
 from jshard.layers.remat import CHUNK, recomputed
+from jshard.programs.jaxprs import equations
 
 W = np.ones((4, 4), np.float32)
 

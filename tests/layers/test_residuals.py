@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jshard.jaxprs import equations
 from jshard.layers.partition.halves import Place
 from jshard.layers.partition.residuals import Chunk
+from jshard.programs.jaxprs import equations
 
 near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 TABLE = np.linspace(-1, 1, 7).astype(np.float32)

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
-from jshard.jaxprs import equations
 from jshard.layers import recording
 from jshard.layers.sharded_call import Call
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import equations
 from jshard.signals.active_config import use_stages
 
 MESH = {"mesh": {"data": 2, "tensor": 4}}

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
-from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import equations
 
 rng = np.random.default_rng(0)
 WIDTH, WORDS, HEADS = 32, 64, 4

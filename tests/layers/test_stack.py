@@ -17,10 +17,10 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled.hlo_text import Program
 from jshard.inspect.compiled.schedule import Done, Loop, Start, collectives_in, schedule_of
-from jshard.jaxprs import equations, scanned
 from jshard.layers.abstract import created
 from jshard.layers.layer_stack import in_ranges
-from jshard.provenance import op_name
+from jshard.programs.jaxprs import equations, scanned
+from jshard.programs.provenance import op_name
 
 WIDTH, HIDDEN = 16, 32
 

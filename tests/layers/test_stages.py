@@ -16,21 +16,21 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
-from jshard.flops import arithmetic_of
 from jshard.inspect.compiled.schedule import collectives_in
 from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.ledger.diff import compare
 from jshard.inspect.plan.comparison import compare as against
 from jshard.inspect.timeline import capture
-from jshard.jaxprs import equations
 from jshard.layers.accumulation import accumulated
 from jshard.layers.partition import ticks
 from jshard.layers.sharding import objective_of
-from jshard.provenance import said
+from jshard.printing.units import size
+from jshard.programs.flops import arithmetic_of
+from jshard.programs.jaxprs import equations
+from jshard.programs.provenance import said
 from jshard.schedules import KINDS, generate
 from jshard.schedules.steps import steps
 from jshard.signals.active_config import unload
-from jshard.units import size
 
 WIDTH, HIDDEN, WORDS, LAYERS, MICROBATCHES = 8, 16, 11, 8, 4
 

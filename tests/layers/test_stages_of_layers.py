@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from partitioned import asked
 
-from jshard.jaxprs import equations
 from jshard.layers.partition.stages import Counts, from_chunks, from_stages, in_turn, to_chunks, to_stages
-from jshard.provenance import said
+from jshard.programs.jaxprs import equations
+from jshard.programs.provenance import said
 
 UNEQUAL = Counts((3, 1, 2, 2), 2)
 

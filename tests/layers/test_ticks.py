@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jshard.jaxprs import equations
 from jshard.layers.partition.ticks import Model, Slot, run_table, slot_p
-from jshard.provenance import said
+from jshard.programs.jaxprs import equations
+from jshard.programs.provenance import said
 from jshard.schedules import generate, read
 
 WIDTH, ROWS, MICROBATCHES = 3, 2, 4

@@ -12,9 +12,9 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
-from jshard.jaxprs import equations
 from jshard.layers.token_loss import CHUNK as CHUNK_UNLESS_SAID
 from jshard.layers.token_loss import by_places, losses_of
+from jshard.programs.jaxprs import equations
 from jshard.signals.schema import json_schema
 
 ROWS, PLACES, WIDTH, WORDS, CHUNK = 8, 16, 8, 32, 4

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jshard.jaxprs import equations
 from jshard.layouts.axes import factors, spread
+from jshard.programs.jaxprs import equations
 
 
 def written(eqn):

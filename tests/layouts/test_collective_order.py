@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard.layouts.collective_order import CALL, COLLECTIVE, COPY, SEQUENCES, in_order
 from jshard.layouts.mesh import build_mesh
-from jshard.protobuf import Message, Unreadable, edited, split_delimited, written
+from jshard.programs.protobuf import Message, Unreadable, edited, split_delimited, written
 
 
 @pytest.fixture(autouse=True)

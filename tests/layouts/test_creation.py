@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.jaxprs import equations
 from jshard.layouts import Layout, create
 from jshard.layouts.creation import create_by
+from jshard.programs.jaxprs import equations
 
 INITIALIZERS = {
     "lecun_normal": nnx.initializers.lecun_normal(),

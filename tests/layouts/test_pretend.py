@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import jshard
-from jshard.host import free_port
+from jshard.hardware.host import free_port
 from jshard.layouts.pretend import pretend
 from tests.outside import users_environment
 

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from jshard import events
 from jshard.layouts.p2p import listed
 from jshard.layouts.put import on_host
+from jshard.runs import events
 
 
 @pytest.fixture

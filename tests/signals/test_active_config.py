@@ -8,8 +8,8 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from jshard import events
 from jshard.layouts.mesh import build_mesh, present_mesh
+from jshard.runs import events
 from jshard.signals.active_config import configuration, load, mesh, mesh_to_choose_for, on_mesh, unload, use_stages
 
 pytestmark = pytest.mark.usefixtures("nothing_loaded")

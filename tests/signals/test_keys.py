@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import jshard
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 from jshard.signals.keys import blamed, unused
 
 CONFIG = {

@@ -21,9 +21,9 @@ from jshard.cli import main
 from jshard.layers.token_loss import losses_of
 from jshard.layouts.paths import keys_of
 from jshard.signals import active_config as current
-from jshard.training.checkpoint import Checkpoint
-from jshard.training.experiment import Experiment
-from jshard.training.figures import Figures
+from jshard.training.checkpoints.checkpoint import Checkpoint
+from jshard.training.experiments.experiment import Experiment
+from jshard.training.experiments.figures import Figures
 from jshard.training.settings import Settings
 
 FILE = Path(__file__).parents[2] / "configs/lm/english.yaml"

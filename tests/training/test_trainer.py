@@ -17,8 +17,8 @@ from flax import nnx
 
 import jshard
 from jshard.signals import active_config as current
-from jshard.training.experiment import Experiment
-from jshard.training.train import train as train_experiment
+from jshard.training.experiments.experiment import Experiment
+from jshard.training.experiments.train import train as train_experiment
 
 P = jax.P
 SIGNALS = {

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jshard.kernels.collectives import COLLECTIVES
-from jshard.provenance import Cause
-from jshard.units import size
+from jshard.printing.units import size
+from jshard.programs.provenance import Cause
 
 
 @dataclasses.dataclass(frozen=True)

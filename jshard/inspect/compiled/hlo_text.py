@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from jshard.inspect.compiled.collective import CompiledCollective, itemsize
 from jshard.inspect.compiled.replica_groups import members, slices
 from jshard.kernels.collectives import COLLECTIVES
-from jshard.provenance import Cause, StackFrames, cause, op_name, operation, split
+from jshard.programs.provenance import Cause, StackFrames, cause, op_name, operation, split
 
 KIND_OF = {collective.opcode: collective for collective in COLLECTIVES.values()}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.hlo_text import KIND_OF, Computation, Instruction, Program, Site
-from jshard.provenance import op_name, taken
+from jshard.programs.provenance import op_name, taken
 
 FREE = frozenset("parameter constant get-tuple-element tuple bitcast partition-id replica-id after-all".split())
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jshard.errors import JShardError, Place
 from jshard.inspect.ledger.entries import Left, Line
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.table import table
+from jshard.printing.table import table
 
 VERSION = 1
 Key = tuple[str, str, str, str]  # signal, phase, collective, mesh axes

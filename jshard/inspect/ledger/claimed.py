@@ -15,7 +15,7 @@ from jshard.layers.roles import Placed, Roles, not_stored
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes, replicated
-from jshard.provenance import source_of
+from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.parameter_path import below, repeats
 from jshard.signals.signal import Signal

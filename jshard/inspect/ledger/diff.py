@@ -12,10 +12,10 @@ from jshard.inspect.ledger.entries import Left, Line, joined
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.ledger.serialize import caused_document, line_document
+from jshard.printing.table import Block, Rows, Shown
+from jshard.printing.units import exact_size, in_large_units, size
 from jshard.schedules import Cost, Table
 from jshard.schedules.cost import compared
-from jshard.table import Block, Rows, Shown
-from jshard.units import exact_size, in_large_units, size
 
 SCHEMA = "jshard.diff/1"
 Kind = Literal["added", "gone", "moved", "grown", "shrunk"]

@@ -9,10 +9,10 @@ from typing import Any, Self, TypeVar
 from jshard.errors import Place
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule
-from jshard.provenance import Cause
+from jshard.printing.units import size
+from jshard.programs.provenance import Cause
 from jshard.schedules import Table, read
 from jshard.schedules.steps import steps
-from jshard.units import size
 
 
 class Caused:

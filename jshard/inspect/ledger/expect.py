@@ -6,10 +6,10 @@ from __future__ import annotations
 from jshard.errors import JShardError
 from jshard.inspect.ledger.entries import Left, Line
 from jshard.inspect.ledger.ledger import Ledger
+from jshard.printing.units import exact_size
 from jshard.signals.config import Configuration
 from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
-from jshard.units import exact_size
 
 
 def check_promises(ledger: Ledger, configuration: Configuration) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from jshard.inspect.ledger.explicit_sharding import PRICED, split_of
-from jshard.jaxprs import CALLS, bare
 from jshard.layouts.axes import Factors, factors, spread
 from jshard.layouts.layout import Layout
 from jshard.layouts.primitives import KEPT
+from jshard.programs.jaxprs import CALLS, bare
 
 # Others look into these, and into what a shard_map asks for.
 HOLD_OTHERS = frozenset(CALLS) | frozenset("shard_map scan while cond".split())

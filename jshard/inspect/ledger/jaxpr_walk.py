@@ -13,11 +13,11 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.entries import Choice, Left, Line, Staged
 from jshard.inspect.ledger.explicit_sharding import typed_collectives
 from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
-from jshard.jaxprs import CHECKPOINTS, bare, equations, inner
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
 from jshard.layers.partition.ticks import slot_p
-from jshard.provenance import Cause, often, said, source_of
+from jshard.programs.jaxprs import CHECKPOINTS, bare, equations, inner
+from jshard.programs.provenance import Cause, often, said, source_of
 from jshard.signals.keys import blamed
 
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}

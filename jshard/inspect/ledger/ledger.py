@@ -17,11 +17,11 @@ from jshard.inspect.ledger.jaxpr_walk import walk
 from jshard.inspect.ledger.memory import KINDS, Rest
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
-from jshard.jaxprs import bare
 from jshard.layers.roles import Placed
+from jshard.printing.table import Block, Rows, Shown, as_text
+from jshard.printing.units import exact_size
+from jshard.programs.jaxprs import bare
 from jshard.schedules import Cost
-from jshard.table import Block, Rows, Shown, as_text
-from jshard.units import exact_size
 
 SCHEMA = "jshard.explain/1"
 

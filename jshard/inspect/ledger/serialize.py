@@ -8,7 +8,7 @@ from typing import Any
 
 from jshard.errors import Place
 from jshard.kernels.kernel_traffic import Schedule
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 
 
 def line_document(line: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
 from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
-from jshard.jaxprs import equations
 from jshard.layers.layer import model_arrays
 from jshard.layers.linen import positional_names
 from jshard.layers.sharded_call import placements
@@ -30,6 +29,7 @@ from jshard.layers.sharding import as_placed
 from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import is_explicit, present_mesh
 from jshard.layouts.paths import keys_of, words_of
+from jshard.programs.jaxprs import equations
 from jshard.signals.active_config import configuration
 from jshard.signals.keys import unused
 from jshard.signals.parameter_path import below

@@ -25,8 +25,8 @@ import jax.export
 from jshard.errors import JShardError
 from jshard.inspect.compiled.collective import Large
 from jshard.inspect.plan.topology import Topology
-from jshard.jaxprs import bare, equations
-from jshard.provenance import cause, op_name, source_of
+from jshard.programs.jaxprs import bare, equations
+from jshard.programs.provenance import cause, op_name, source_of
 
 LIMIT = 600  # seconds that a compilation may take
 ENVIRONMENT = {

@@ -6,13 +6,13 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
-from jshard.chips import CHIPS, Chip
 from jshard.errors import Place
+from jshard.hardware.chips import CHIPS, Chip
 from jshard.inspect.compiled.collective import CompiledCollective, itemsize
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.match import Ask, Pair, Pairs, Run, paired
-from jshard.units import size
+from jshard.printing.units import size
 
 DTYPES = {
     "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "pred": "bool", "s32": "int32", "u32": "uint32",

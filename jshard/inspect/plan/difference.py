@@ -12,8 +12,8 @@ from jshard.inspect.compiled.program_text import normalised
 from jshard.inspect.ledger.diff import Change, Key, change_in_bytes, changes, counted, from_to
 from jshard.inspect.ledger.serialize import document_of
 from jshard.inspect.plan.estimate import in_words
-from jshard.table import Block, Rows, Shown
-from jshard.units import exact_size
+from jshard.printing.table import Block, Rows, Shown
+from jshard.printing.units import exact_size
 
 SCHEMA = "jshard.diff-plan/1"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from jshard.flops import Arithmetic
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.comparison import hidden_in_kernel
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked, link_rate
-from jshard.units import size, three_digits
+from jshard.printing.units import size, three_digits
+from jshard.programs.flops import Arithmetic
 
 MODEL = "work + wait, by a walk through the compiled schedule"
 UNITS = {"arithmetic": (1e12, "TFLOP/s"), "work": (1e12, "TFLOP/s")}  # of others GB/s

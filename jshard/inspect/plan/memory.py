@@ -11,9 +11,9 @@ from jshard.inspect.compiled.hlo_text import Program
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.topology import Topology
-from jshard.provenance import cause
+from jshard.printing.units import size
+from jshard.programs.provenance import cause
 from jshard.signals.config import Configuration
-from jshard.units import size
 
 SHOWN = 5  # of the largest arrays
 

@@ -10,7 +10,6 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
-from jshard.flops import arithmetic_of
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan import aot as deviceless
@@ -24,6 +23,7 @@ from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked, walked
 from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import absent_mesh, sizes_of
+from jshard.programs.flops import arithmetic_of
 from jshard.signals.active_config import configuration, on_mesh
 from jshard.signals.config import Configuration
 from jshard.signals.topologies import fitted, hint_of

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 
-from jshard.chips import HOP
+from jshard.hardware.chips import HOP
 from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.serialize import document_of
@@ -16,8 +16,8 @@ from jshard.inspect.plan.difference import digest
 from jshard.inspect.plan.estimate import MODEL, Estimate, in_words
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
-from jshard.table import Block, Rows, Shown
-from jshard.units import size
+from jshard.printing.table import Block, Rows, Shown
+from jshard.printing.units import size
 
 SCHEMA = "jshard.plan/1"
 NUMBERS = (5, 6, 7, 8)  # the columns of a row that stand to the right

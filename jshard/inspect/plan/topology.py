@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.sharding import AbstractDevice
 
-from jshard.chips import CHIPS, Chip
 from jshard.errors import Place
+from jshard.hardware.chips import CHIPS, Chip
 from jshard.signals.config import Configuration
 from jshard.signals.topologies import read_name, written
 

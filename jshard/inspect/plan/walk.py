@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from jshard.chips import HOP
+from jshard.hardware.chips import HOP
 from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.hlo_text import Program
 from jshard.inspect.compiled.schedule import Branches, Done, Event, Loop, Start, Work, collectives_of, schedule_of

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
-from jshard.chips import Chip
+from jshard.hardware.chips import Chip
 from jshard.inspect.compiled.hlo_text import ARRAY, NOTHING, Computation, Instruction, Program, bytes_of
 from jshard.inspect.compiled.schedule import Work
 from jshard.inspect.plan.comparison import DTYPES

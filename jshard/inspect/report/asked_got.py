@@ -6,10 +6,10 @@ from jshard.inspect.plan.comparison import Comparison, Row
 from jshard.inspect.plan.estimate import MODEL, Estimate, in_words
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.report.facts import Facts
-from jshard.markup import Child, Markup, element
-from jshard.pages.shell import legend, stack, table
-from jshard.pages.words import Colours, linked, measured, signal_name, times
-from jshard.units import size
+from jshard.printing.markup import Child, Markup, element
+from jshard.printing.pages.shell import legend, stack, table
+from jshard.printing.pages.words import Colours, linked, measured, signal_name, times
+from jshard.printing.units import size
 
 SIDES = "Asked", "Got", "Wire asked", "Wire got"
 HEAD = ("Line", "Signal", "Phase", "Collective", "Over", *SIDES, "What the compiler did")

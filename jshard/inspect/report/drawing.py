@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 
 from jshard.inspect.report.facts import Facts, Laid
-from jshard.markup import Markup, element
-from jshard.pages.words import Colours, svg
+from jshard.printing.markup import Markup, element
+from jshard.printing.pages.words import Colours, svg
 
 MOST_LINES = 64  # within one direction of an array
 GLYPH = (34, 22)

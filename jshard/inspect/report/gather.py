@@ -18,11 +18,11 @@ from jshard.inspect.ledger.memory import held, place_of
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan.added import with_added
 from jshard.inspect.report.facts import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Facts, Laid
-from jshard.jaxprs import inner
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
-from jshard.provenance import Cause
+from jshard.programs.jaxprs import inner
+from jshard.programs.provenance import Cause
 from jshard.signals import active_config as current
 from jshard.signals.config import Configuration
 from jshard.signals.describe import component_words

@@ -12,8 +12,8 @@ from typing import Any
 from jshard.inspect.report.facts import Facts
 from jshard.inspect.report.gather import Experiment, facts_of_experiment, facts_of_function
 from jshard.inspect.report.page import page
-from jshard.pages.shell import framed, write
-from jshard.pages.words import size
+from jshard.printing.pages.shell import framed, write
+from jshard.printing.pages.words import size
 
 SCHEMA = "jshard.report/1"
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from jshard.inspect.ledger.entries import Line, joined
 from jshard.inspect.ledger.ledger import OF_ITS_OWN
 from jshard.inspect.report.facts import Facts
-from jshard.markup import Markup, element
-from jshard.pages.shell import stack, table
-from jshard.pages.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
-from jshard.provenance import PHASES
+from jshard.printing.markup import Markup, element
+from jshard.printing.pages.shell import stack, table
+from jshard.printing.pages.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
+from jshard.programs.provenance import PHASES
 
 COLUMNS = (  # key, title, whether it sorts as a number
     ("place", "Line", False),

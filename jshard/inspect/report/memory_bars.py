@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 from jshard.inspect.report.facts import AT_REST, Facts
-from jshard.markup import Markup, element
-from jshard.pages.shell import legend, stack, table
-from jshard.pages.words import linked, measured, signal_name, size
+from jshard.printing.markup import Markup, element
+from jshard.printing.pages.shell import legend, stack, table
+from jshard.printing.pages.words import linked, measured, signal_name, size
 
 MOST_BARS = 16
 PLURAL = {"parameter": "parameters", "gradient": "gradients"}

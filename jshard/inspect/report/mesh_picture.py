@@ -10,8 +10,8 @@ import numpy as np
 
 from jshard.inspect.report.drawing import gradients
 from jshard.inspect.report.facts import Facts
-from jshard.markup import Markup, element, joined
-from jshard.pages.words import Colours
+from jshard.printing.markup import Markup, element, joined
+from jshard.printing.pages.words import Colours
 
 ACROSS = 16  # devices side by side
 MOST_DEVICES = 1024  # drawn; of a larger mesh the first ones, which is said

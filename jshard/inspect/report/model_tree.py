@@ -10,8 +10,8 @@ from typing import Any
 from jshard.inspect.report.drawing import glyph
 from jshard.inspect.report.facts import ACTIVATION, BATCH, OPTIMIZER, OTHER, PARAMETER, Facts, Laid
 from jshard.inspect.report.pictures import Pictures
-from jshard.markup import Markup, element
-from jshard.pages.words import Colours, breakable, linked, measured, times
+from jshard.printing.markup import Markup, element
+from jshard.printing.pages.words import Colours, breakable, linked, measured, times
 
 MOST_OPEN = 40  # arrays that are shown unfolded
 BRANCHES = (

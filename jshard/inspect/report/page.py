@@ -16,9 +16,9 @@ from jshard.inspect.report.model_tree import model_tree
 from jshard.inspect.report.pictures import Pictures
 from jshard.inspect.report.source import source
 from jshard.inspect.report.stages import stages
-from jshard.markup import Markup, data, element
-from jshard.pages.shell import Figure, document, section
-from jshard.pages.words import Colours, amount, measured, size, times
+from jshard.printing.markup import Markup, data, element
+from jshard.printing.pages.shell import Figure, document, section
+from jshard.printing.pages.words import Colours, amount, measured, size, times
 
 HERE = Path(__file__).parent
 LINKS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from jshard.inspect.report.drawing import Picture, caption, fills, picture, sheet, split_by
 from jshard.inspect.report.facts import Facts, Laid
-from jshard.markup import Markup, element, joined
-from jshard.pages.words import Colours, linked, measured
+from jshard.printing.markup import Markup, element, joined
+from jshard.printing.pages.words import Colours, linked, measured
 
 
 class Pictures:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from jshard.errors import Place
 from jshard.inspect.report.facts import AT_REST, Facts
-from jshard.markup import Markup, element, escaped
-from jshard.pages.shell import stack
-from jshard.pages.words import Colours, anchor, breakable, measured, times
+from jshard.printing.markup import Markup, element, escaped
+from jshard.printing.pages.shell import stack
+from jshard.printing.pages.words import Colours, anchor, breakable, measured, times
 
 WORD = re.compile(r"""(?P<text>"[^"]*"|'[^']*')|(?P<note>(?:^|(?<=\s))\#.*)|(?P<word>[A-Za-z_][\w.*/-]*)|(?P<rest>.)""")
 

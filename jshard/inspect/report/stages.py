@@ -8,9 +8,9 @@ import numpy as np
 
 from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.report.facts import PARAMETER, Facts
-from jshard.markup import Child, Markup, element
-from jshard.pages.shell import table
-from jshard.pages.words import measured
+from jshard.printing.markup import Child, Markup, element
+from jshard.printing.pages.shell import table
+from jshard.printing.pages.words import measured
 from jshard.schedules import Cost, sends
 from jshard.schedules.cost import gradients_kept, inputs_kept, left_kept
 from jshard.schedules.drawing import drawn

@@ -19,9 +19,9 @@ from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline.event import Event, Read, read
 from jshard.inspect.timeline.programs import Operation
 from jshard.layers.pipeline import present_table
-from jshard.protobuf import Unreadable
-from jshard.provenance import Cause
-from jshard.run_names import CAPTURED, TRACE
+from jshard.programs.protobuf import Unreadable
+from jshard.programs.provenance import Cause
+from jshard.runs.names import CAPTURED, TRACE
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.keys import blamed
 from jshard.version import __version__

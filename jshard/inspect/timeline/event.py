@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jshard.inspect.timeline.programs import Operation, Programs
 from jshard.inspect.timeline.xplane import PICO, Mark, Plane, planes
-from jshard.provenance import causes
+from jshard.programs.provenance import causes
 
 NOT_NAMED = Operation()
 DEVICE = re.compile(r"/device:(?:TPU|GPU|\w+):(\d+)")

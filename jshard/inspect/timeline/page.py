@@ -7,9 +7,9 @@ from pathlib import Path
 
 from jshard.inspect.timeline.lanes import Bar, Drawing, Lane
 from jshard.inspect.timeline.words import by_signal, share, span, steps_in_words, sums
-from jshard.markup import Child, Markup, data, element
-from jshard.pages.shell import Figure, document, section, stack, table
-from jshard.pages.words import breakable, signal_name, times
+from jshard.printing.markup import Child, Markup, data, element
+from jshard.printing.pages.shell import Figure, document, section, stack, table
+from jshard.printing.pages.words import breakable, signal_name, times
 from jshard.schedules import Cost
 from jshard.schedules.drawing import drawn as schedule
 

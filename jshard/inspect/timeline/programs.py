@@ -12,8 +12,8 @@ import numpy as np
 
 from jshard.inspect.compiled.hlo_text import KIND_OF
 from jshard.inspect.timeline.xplane import Plane
-from jshard.protobuf import Message
-from jshard.provenance import Cause, causes, latest
+from jshard.programs.protobuf import Message
+from jshard.programs.provenance import Cause, causes, latest
 
 AROUND = frozenset(("while", "call", "conditional"))  # they run others, whose events lie inside theirs
 

@@ -17,8 +17,8 @@ from jshard.inspect.timeline.lanes import Bar, Drawing, Window, lane, rows
 from jshard.inspect.timeline.page import page
 from jshard.inspect.timeline.picture import drawn
 from jshard.inspect.timeline.words import steps_in_words
-from jshard.pages.shell import framed, write
-from jshard.pages.words import times
+from jshard.printing.pages.shell import framed, write
+from jshard.printing.pages.words import times
 
 SCHEMA = "jshard.timeline/1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jshard.inspect.timeline.lanes import Bar
-from jshard.units import three_digits
+from jshard.printing.units import three_digits
 
 
 def span(nanoseconds: float) -> str:

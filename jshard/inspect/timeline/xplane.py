@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from jshard.protobuf import Message
+from jshard.programs.protobuf import Message
 
 Stats = dict[str, int | str | memoryview]
 PICO = 1000  # picoseconds of a nanosecond

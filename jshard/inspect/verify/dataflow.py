@@ -14,8 +14,8 @@ from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_inexact
 from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, is_opaque, is_scrambled, touches_floats
 from jshard.inspect.verify.wide import keeps_its_dtypes
-from jshard.jaxprs import bare, called, equations, inner, run, scanned
-from jshard.provenance import source_of
+from jshard.programs.jaxprs import bare, called, equations, inner, run, scanned
+from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration
 
 Names = frozenset[str]

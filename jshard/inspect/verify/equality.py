@@ -34,8 +34,8 @@ from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, of_ones, resized
 from jshard.inspect.verify.slots import first_slot
 from jshard.inspect.verify.verification import ROUNDING, Finding, Verification, in_words
-from jshard.jaxprs import equations
-from jshard.provenance import Cause
+from jshard.programs.jaxprs import equations
+from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.keys import blamed
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jshard.inspect.verify.records import Note
 from jshard.inspect.verify.residues import centered
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 from jshard.signals.keys import blamed
 
 LOW_BITS = 2.0**-6

@@ -11,7 +11,7 @@ from jshard.inspect.verify.dataflow import leaves, on_the_way
 from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.side import Side
 from jshard.inspect.verify.verification import Finding
-from jshard.jaxprs import bare
+from jshard.programs.jaxprs import bare
 
 
 def held_to_faults(

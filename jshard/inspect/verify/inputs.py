@@ -20,13 +20,13 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.tracing import Traced, is_array, is_inexact
 from jshard.inspect.verify.residues import mixed
 from jshard.inspect.verify.wide import widened
-from jshard.jaxprs import bare
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layers.linen import positional_names
 from jshard.layers.sharded_call import alone
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, slashed, words_of
 from jshard.layouts.put import is_key, kind, on_host, put, raw, typed
+from jshard.programs.jaxprs import bare
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import found_claims
 

@@ -29,8 +29,8 @@ from jshard.inspect.verify.residues import (
     touches_floats,
 )
 from jshard.inspect.verify.wide import wide_results, widened
-from jshard.jaxprs import bare, bound, called, inner, is_in, scanned
 from jshard.layers.partition.ticks import slot_p
+from jshard.programs.jaxprs import bare, bound, called, inner, is_in, scanned
 
 
 @dataclasses.dataclass(frozen=True)

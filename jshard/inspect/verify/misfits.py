@@ -9,8 +9,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jshard.inspect.ledger.jaxpr_walk import KIND_OF, Around, mesh_axes_of
-from jshard.jaxprs import bare, inner
-from jshard.provenance import Cause
+from jshard.programs.jaxprs import bare, inner
+from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration
 from jshard.signals.keys import blamed
 

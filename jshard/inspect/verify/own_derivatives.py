@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.inspect.ledger.tracing import is_array, is_inexact
-from jshard.provenance import own_line
+from jshard.programs.provenance import own_line
 
 STEP = 1e-4  # of a finite difference
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jshard.layers.partition.ticks import Slot
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 
 
 @dataclasses.dataclass(frozen=True)

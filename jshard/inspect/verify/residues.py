@@ -26,8 +26,8 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
-from jshard.jaxprs import bound, equations
 from jshard.layouts.primitives import ELEMENTWISE
+from jshard.programs.jaxprs import bound, equations
 
 PRIMES = (2039, 1021, 509, 251, 127, 61, 31)
 MOST = 2**31 - 2**12  # int32, with room for one more modulus

@@ -12,9 +12,9 @@ from typing import Any
 from jshard.inspect.verify.first_divergence import FirstDivergence
 from jshard.inspect.verify.misfits import Misfit
 from jshard.inspect.verify.own_derivatives import OwnDerivative
-from jshard.provenance import Cause
+from jshard.printing.table import Block, Rows, Shown
+from jshard.programs.provenance import Cause
 from jshard.signals.parameter_path import repeats
-from jshard.table import Block, Rows, Shown
 
 ROUNDING = 1e-9  # how far 64 bits may be off after any sums
 

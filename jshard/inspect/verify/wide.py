@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.inspect.verify.residues import PROVABLE, retyped, touches_floats
-from jshard.jaxprs import bound
 from jshard.layouts.primitives import MATRICES
+from jshard.programs.jaxprs import bound
 
 # What has a meaning in 64 bits. All else, such as a kernel, runs in its own dtypes.
 WIDENED = PROVABLE - {"bitcast_convert_type"} | {"fft", "cumprod", "cumlogsumexp", "reduce_prod", *MATRICES.split()}

@@ -15,7 +15,6 @@ from jax import Array, lax
 from jax.extend.core import Var
 
 from jshard.errors import JShardError
-from jshard.jaxprs import CALLS, CHECKPOINTS, bare, called, equations, holds, part_of, scanned, variables
 from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.engine import Partition, Rule, SomeLayers, traced_whole
 from jshard.layers.partition.part import Part, vary
@@ -26,7 +25,8 @@ from jshard.layers.partition.ticks import zeros_like_result
 from jshard.layers.remat import CHUNK, recomputed
 from jshard.layouts.primitives import ELEMENTWISE
 from jshard.layouts.redistribution import Axes
-from jshard.provenance import scope, source_of
+from jshard.programs.jaxprs import CALLS, CHECKPOINTS, bare, called, equations, holds, part_of, scanned, variables
+from jshard.programs.provenance import scope, source_of
 
 
 def _alike(part: Part, x: Any) -> Part:

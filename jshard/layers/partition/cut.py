@@ -17,7 +17,7 @@ from jshard.layers.partition.engine import Partition, Rule, known, traced_whole
 from jshard.layers.partition.local_sizes import ranges_of
 from jshard.layers.partition.part import Names, Part
 from jshard.layouts.redistribution import Axes, Move
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.jaxprs import bare, called
 from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.invariant_cast import over_one_device
 from jshard.layers.gather import Kernels
@@ -30,7 +29,8 @@ from jshard.layers.partition.unreduced import Marks, Step
 from jshard.layouts.axes import Factored, Factors, factors, spread
 from jshard.layouts.primitives import ELEMENTWISE, FIXED, KEPT, LOOKUP, unknown_parameters
 from jshard.layouts.redistribution import Axes, Move
-from jshard.provenance import placed_in, scope, source_of
+from jshard.programs.jaxprs import bare, called
+from jshard.programs.provenance import placed_in, scope, source_of
 from jshard.signals.claims import Stage
 from jshard.signals.signal import Signal
 

@@ -12,9 +12,9 @@ from typing import Any
 from jax import Array, lax
 from jax.extend.core import Literal
 
-from jshard.jaxprs import variables
 from jshard.layers.partition.local_sizes import ranges_of
 from jshard.layouts.primitives import ELEMENTWISE
+from jshard.programs.jaxprs import variables
 
 SHAPED = frozenset(("broadcast_in_dim", "reshape"))
 

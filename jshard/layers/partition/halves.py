@@ -16,8 +16,8 @@ from jax._src import source_info_util
 from jax.extend.core import Var
 from jax.interpreters import partial_eval
 
-from jshard.jaxprs import CHECKPOINTS, bare, called, is_in, part_of, read_by, scanned, variables
 from jshard.layers.partition.part import vary
+from jshard.programs.jaxprs import CHECKPOINTS, bare, called, is_in, part_of, read_by, scanned, variables
 
 Tree = Any
 Some = tuple[bool, ...]  # of the inputs or results of a jaxpr

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.interpreters import partial_eval
 
-from jshard.jaxprs import bare, bound, called, is_in, read_by, run, variables
 from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.halves import standing_at
+from jshard.programs.jaxprs import bare, bound, called, is_in, read_by, run, variables
 
 Multiply = Callable[[Array, Array], Array]  # by a kernel
 Product = Callable[[Multiply, Array, Array], Array]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jshard.layers.partition.part import Names, names_of, vary, whole
 from jshard.layers.partition.program import Program
 from jshard.layouts.layout import Layout
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 
 
 class Microbatches:

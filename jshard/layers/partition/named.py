@@ -10,11 +10,11 @@ import jax
 from jax.extend.core import Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.jaxprs import CALLS, bare
 from jshard.layers.partition import product
 from jshard.layers.partition.engine import STAYS
 from jshard.layouts.redistribution import Axes
-from jshard.provenance import placed_in
+from jshard.programs.jaxprs import CALLS, bare
+from jshard.programs.provenance import placed_in
 from jshard.signals.signal import Signal
 
 # The parameters that hold what an equation runs. Functions with a derivative of their own are named as a whole.

@@ -21,7 +21,7 @@ from jshard.layers.gather import Gathers, Kernels, gather
 from jshard.layers.remat import activation
 from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes, Move, move, plan_moves, take_slice
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
 

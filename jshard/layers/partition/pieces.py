@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.errors import JShardError
-from jshard.jaxprs import is_in, part_of, variables
 from jshard.layers.partition.part import Part, names_of, vary
 from jshard.layers.partition.ticks import zeros_like_result
-from jshard.provenance import scope
+from jshard.programs.jaxprs import is_in, part_of, variables
+from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import Claim, Stage
 from jshard.signals.signal import Signal

@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array, lax
 from jax.interpreters import partial_eval
 
-from jshard.jaxprs import is_in
 from jshard.kernels.collectives import pvary
 from jshard.layers.partition.halves import dependent
 from jshard.layers.partition.lazy_product import (
@@ -28,6 +27,7 @@ from jshard.layers.partition.lazy_product import (
 )
 from jshard.layers.partition.readers import readers
 from jshard.layers.remat import recomputed
+from jshard.programs.jaxprs import is_in
 
 Arrays = list[Any]
 Gathers = Sequence[tuple[int, Callable[[Any], Any]]]  # of which shard, and how

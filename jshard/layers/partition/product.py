@@ -16,7 +16,7 @@ from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.part import Part, moving_as
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP
-from jshard.provenance import scope, source_of
+from jshard.programs.provenance import scope, source_of
 from jshard.signals.signal import Signal
 
 

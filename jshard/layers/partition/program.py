@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
-from jshard.jaxprs import bare, equations
 from jshard.layers.partition import by_hand, calls, cut, extremes, lookup, product, shape
 from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.named import named
@@ -30,10 +29,11 @@ from jshard.layers.roles import Placed, Use, not_stored, parameter_layouts
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import Axes
-from jshard.provenance import source_of
+from jshard.printing.units import size
+from jshard.programs.jaxprs import bare, equations
+from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Claim
-from jshard.units import size
 
 RULES = {
     **by_hand.RULES, **calls.RULES, **cut.RULES, **extremes.RULES, **lookup.RULES, **product.RULES, **shape.RULES,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jshard.jaxprs import bare, called, is_in, scanned
 from jshard.layers.partition.engine import CASTS
+from jshard.programs.jaxprs import bare, called, is_in, scanned
 
 OTHER = "other"
 

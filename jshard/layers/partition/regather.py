@@ -9,8 +9,8 @@ from typing import Any
 from jax._src import source_info_util
 from jax.extend.core import Primitive
 
-from jshard.jaxprs import CHECKPOINTS, LOOPS, bare, holds, inner, part_of, read_by, variables
 from jshard.layers.partition.engine import STAYS
+from jshard.programs.jaxprs import CHECKPOINTS, LOOPS, bare, holds, inner, part_of, read_by, variables
 
 regathered_p = Primitive("regathered")  # only the partition meets it: nothing binds it
 regathered_p.multiple_results = True

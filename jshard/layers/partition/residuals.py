@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Var
 
-from jshard.jaxprs import is_in
 from jshard.layers.partition.halves import Halves, Place, dependent, traced
-from jshard.provenance import scope
+from jshard.programs.jaxprs import is_in
+from jshard.programs.provenance import scope
 
 Tree = Any
 Kept = Sequence[Any]  # of a microbatch: arrays, or the places of them

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from jshard.layers.partition.ticks import zeros_like_result
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 
 Arrays = list[Any]
 

@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jshard.layers.partition.halves import Place, traced
 from jshard.layers.partition.part import vary
 from jshard.layers.partition.residuals import Chunk, Kept
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 from jshard.schedules import Table, sends
 from jshard.schedules.steps import NONE, steps
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jshard.jaxprs import bare, called
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layouts.axes import factors, spread
 from jshard.layouts.primitives import FIXED
 from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import bare, called
 
 
 def wanted(jaxpr: Any, found: Mapping[Any, Axes], sizes: Mapping[str, int]) -> dict[Any, Axes]:

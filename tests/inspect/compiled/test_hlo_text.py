@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard.inspect.compiled import collectives_in, wire_bytes
 from jshard.inspect.ledger import read
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
 

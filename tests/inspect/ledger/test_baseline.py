@@ -15,7 +15,7 @@ from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.baseline import Baseline, added, removed
 from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.memory import Rest
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 from jshard.signals.active_config import unload
 
 ROOT = Path(__file__).parents[3]

@@ -22,7 +22,7 @@ from jshard.inspect.ledger.entries import Left, Staged
 from jshard.inspect.ledger.memory import Rest
 from jshard.inspect.plan import explain
 from jshard.layouts.mesh import absent_mesh
-from jshard.provenance import Cause, scope
+from jshard.programs.provenance import Cause, scope
 from jshard.schedules import Cost, generate
 from jshard.signals.active_config import on_mesh, unload
 from jshard.training.diff import _documents, _Side

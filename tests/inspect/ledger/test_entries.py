@@ -8,7 +8,7 @@ import pytest
 
 from jshard.errors import Place
 from jshard.inspect.ledger.entries import Choice, Left, Line, Staged, Unused, joined
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 from jshard.schedules import generate
 
 PLACE = Place("a.yaml", 7)

@@ -10,7 +10,7 @@ from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.expect import check_promises, over_budget
 from jshard.inspect.ledger.memory import Rest
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration
 
 MESH = {"mesh": {"data": 2, "tensor": 4}}

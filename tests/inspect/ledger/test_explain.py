@@ -18,7 +18,7 @@ from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger
 from jshard.inspect.plan import explain
 from jshard.kernels import all_reduce
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 from jshard.signals.active_config import unload
 
 YAML = """\

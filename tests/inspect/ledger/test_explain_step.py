@@ -27,7 +27,7 @@ from jshard.inspect.plan import explain
 from jshard.layers.abstract import abstract
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import mesh, on_mesh, unload
-from jshard.training.experiment import Experiment
+from jshard.training.experiments.experiment import Experiment
 
 ROOT = Path(__file__).parents[3]
 DIGITS = "configs/digits.yaml"

@@ -28,7 +28,7 @@ from jshard.inspect.ledger.implicit_resharding import _moved
 from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.plan import explain
 from jshard.layouts.axes import Factors
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration, unload
 
 YAML = """\

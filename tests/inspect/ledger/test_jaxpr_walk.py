@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jshard.inspect.ledger.jaxpr_walk import Around, _collective, has_transposed, scopes_in, walk
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 
 X = np.ones(3, np.float32)
 

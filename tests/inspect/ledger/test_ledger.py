@@ -22,7 +22,7 @@ from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.ledger.memory import Rest, _in_the_file, at_rest, place_of
 from jshard.kernels import all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from jshard.layers import Linear
-from jshard.provenance import Cause, scope
+from jshard.programs.provenance import Cause, scope
 from jshard.schedules import generate
 from jshard.signals.active_config import load, unload
 from jshard.signals.scope import signal

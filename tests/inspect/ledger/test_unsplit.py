@@ -16,7 +16,7 @@ import jshard
 from jshard.inspect.ledger import Ledger
 from jshard.inspect.ledger.unsplit import _listed, _splitting
 from jshard.layers.active_signals import active_signals
-from jshard.provenance import scope
+from jshard.programs.provenance import scope
 from jshard.signals.signal import Shard, Signal
 
 AUTO = {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}

@@ -23,8 +23,8 @@ from jshard.inspect.plan import cache, plan
 from jshard.inspect.plan.aot import Compiled, Exported
 from jshard.inspect.plan.memory import memory_of
 from jshard.inspect.plan.topology import Topology
+from jshard.printing.units import size
 from jshard.signals.active_config import configuration, unload
-from jshard.units import size
 
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}

@@ -12,8 +12,8 @@ import jshard
 from jshard.inspect.plan import plan
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.inspect.plan.topology import Topology
+from jshard.printing.units import size
 from jshard.signals.active_config import configuration, unload
-from jshard.units import size
 
 TOPOLOGIES = ["v4:2x2x1", "v5e:4x4", "v5p:8x8x16", "v6e:16x16", "tpu7x:2x2x2", "h100:8", "h200:8", "b200:8"]
 

@@ -19,7 +19,7 @@ from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan import explain
 from jshard.inspect.plan.comparison import compare
 from jshard.layouts.mesh import absent_mesh
-from jshard.provenance import Cause, cause
+from jshard.programs.provenance import Cause, cause
 from jshard.signals.active_config import on_mesh, unload
 
 HLO = Path(__file__).parents[2] / "data" / "hlo"

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from benchmarks import overlap
-from jshard.chips import CHIPS
-from jshard.flops import arithmetic_of
+from jshard.hardware.chips import CHIPS
 from jshard.inspect.ledger import Ledger
 from jshard.inspect.plan import compare, explain
 from jshard.inspect.plan.estimate import estimate
@@ -22,6 +21,7 @@ from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked
 from jshard.kernels.kernel_traffic import Schedule, declare, declared
+from jshard.programs.flops import arithmetic_of
 
 MESH = {"data": 4, "tensor": 4}
 HALF = {"row": "data", "sequence": "tensor", "dtype": {"compute": "bfloat16"}}

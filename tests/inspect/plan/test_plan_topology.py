@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import jshard
-from jshard.chips import CHIPS, GIB
 from jshard.errors import JShardError
+from jshard.hardware.chips import CHIPS, GIB
 from jshard.inspect.plan.topology import Topology
 from jshard.kernels.chip import chip
 from jshard.signals.active_config import configuration, unload

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.chips import HOP
+from jshard.hardware.chips import HOP
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import walked
 

@@ -41,9 +41,9 @@ from jshard.inspect.report.page import page
 from jshard.inspect.report.source import costs
 from jshard.kernels import all_reduce
 from jshard.layouts.mesh import absent_mesh
-from jshard.markup import data, element
-from jshard.pages.words import PALETTE, Colours, amount, size
-from jshard.provenance import Cause
+from jshard.printing.markup import data, element
+from jshard.printing.pages.words import PALETTE, Colours, amount, size
+from jshard.programs.provenance import Cause
 from jshard.signals.active_config import unload
 
 YAML = """\

@@ -16,7 +16,7 @@ from jshard.inspect.verify.first_divergence import compared
 from jshard.inspect.verify.inputs import draw
 from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.residues import PRIMES, centered, embedded, inverse, modulus_for, opaque
-from jshard.jaxprs import equations
+from jshard.programs.jaxprs import equations
 
 P = PRIMES[0]
 

@@ -15,9 +15,9 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.verify.nan_origin import first, nan_origins
 from jshard.signals import active_config as current
-from jshard.training import nan_cause as again
-from jshard.training.experiment import Experiment
-from jshard.training.train import train
+from jshard.training.experiments import nan_cause as again
+from jshard.training.experiments.experiment import Experiment
+from jshard.training.experiments.train import train
 from tests.processes import run as run_processes
 
 # -- in a program --
@@ -197,8 +197,8 @@ from tests.processes import join
 join()
 sys.path.insert(0, os.getcwd())
 from jshard.signals import active_config as current
-from jshard.training.experiment import Experiment
-from jshard.training.train import train
+from jshard.training.experiments.experiment import Experiment
+from jshard.training.experiments.train import train
 train(Experiment.build(current.load("mine.yaml"), current.mesh()))
 """
 

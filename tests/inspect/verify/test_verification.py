@@ -15,7 +15,7 @@ import pytest
 import jshard
 from jshard.inspect.ledger import Ledger
 from jshard.inspect.verify.verification import Finding, Verification
-from jshard.provenance import Cause
+from jshard.programs.provenance import Cause
 
 PLAN = """\
 jshard: {mesh: {data: 2, tensor: 2}}

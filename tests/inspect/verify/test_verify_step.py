@@ -26,9 +26,10 @@ from jshard.inspect.verify.dataflow import on_the_way, stood_in
 from jshard.layers import token_loss
 from jshard.signals.active_config import unload
 from jshard.signals.scope import unplaced
-from jshard.training import clipping, loop
-from jshard.training import experiment as training_experiment
-from jshard.training.experiment import Experiment
+from jshard.training.experiments import experiment as training_experiment
+from jshard.training.experiments import loop
+from jshard.training.experiments.experiment import Experiment
+from jshard.training.optimizers import clipping
 from tests.outside import users_environment
 
 YAML = """\

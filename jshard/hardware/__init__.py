@@ -1,0 +1,1 @@
+"""Hardware: the chips that jshard knows, and what this host has. No JAX."""

@@ -1,0 +1,168 @@
+"""What every page of jshard's is made of: one HTML file, one style and one script, each known by its hash, no network, no
+inline handlers; a bar, sections, tiles."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from jshard.errors import refused
+from jshard.printing.markup import Child, Markup, element
+from jshard.version import __version__
+
+HERE = Path(__file__).parent
+Figure = tuple[str, Child, Child]  # a name, the figure, and what it is of
+
+
+def document(
+    title: str,
+    command: str,
+    *,
+    skip: tuple[str, str],
+    links: Iterable[tuple[str, str]],
+    about: str,
+    figures: Iterable[Figure],
+    sections: Iterable[Markup | None],
+    footer: Sequence[str],
+    more: Iterable[Markup] = (),
+    styles: Iterable[Path] = (),
+    scripts: Iterable[Path] = (),
+) -> str:
+    """The whole page of a command. `skip` and `links` are words and where they lead; the last sentence of the `footer` follows
+    the version. Styles and scripts come behind those that all pages have; `more` is for the scripts."""
+    style = _joined([HERE / "style.css", *styles])
+    script = _joined([HERE / "theme.js", *scripts])
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", name="generator", content=f"jshard {__version__}"),
+        element("title", f"{title} · jshard {command}"),
+        element("style", Markup(style)),
+    )
+    tiles = element(
+        "dl",
+        [
+            element("div", element("dt", name), element("dd", value), element("dd", says, class_="quiet"))
+            for name, value, says in figures
+        ],
+        class_="tiles",
+    )
+    shown = element("p", about, class_="about") if about else None
+    opening = element("div", element("h1", title), shown, tiles, class_="opening")
+    *notes, last = footer
+    body = element(
+        "body",
+        element("a", skip[0], href=skip[1], class_="skip"),
+        _bar(links),
+        element("main", opening, sections),
+        element("footer", [element("p", words) for words in (*notes, f"jshard {__version__}. {last}")]),
+        more,
+        element("script", Markup(script)),
+    )
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def framed(page: str) -> Markup:
+    """A whole page as a part of a notebook, apart from the notebook's own scripts and styles."""
+    style = "width: 100%; height: 80vh; border: 0"
+    return element("iframe", srcdoc=page, sandbox="allow-scripts", style=style)
+
+
+def write(target: Path, content: bytes, what: str, option: str) -> Path:
+    with refused(f"{what} can't be written to {target}", hint=f"name another file by {option}"):
+        target.write_bytes(content)
+    return target
+
+
+def _joined(files: Iterable[Path]) -> str:
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _bar(links: Iterable[tuple[str, str]]) -> Markup:
+    """The bar at the top: where one can go on the page, and the choice of light or dark."""
+    return element(
+        "header",
+        element("span", "jshard", class_="brand"),
+        element("nav", [element("a", word, href=target) for word, target in links], aria_label="sections"),
+        element(
+            "button",
+            element("span", "Theme: ", class_="long"),
+            element("span", "auto", id="theme-word"),
+            type="button",
+            id="theme",
+            class_="plain",
+        ),
+        class_="bar",
+    )
+
+
+def section(identity: str, title: str, says: str | None, *content: Markup | None) -> Markup:
+    heading = f"{identity}-title"
+    words = element("p", says, class_="says") if says else None
+    return element("section", element("h2", title, id=heading), words, content, id=identity, aria_labelledby=heading)
+
+
+def stack(parts: Iterable[tuple[str, float, str | None]], total: float, *above: Markup, track: bool = False) -> Markup:
+    """Draw lengths end to end from zero, as parts of `total` = 1000: the class of each, its length, its tooltip."""
+    x, drawn = 0.0, [element("rect", width=1000, height=16, class_="track")] if track else []
+    for class_, length, tip in parts:
+        width = 1000 * length / total if total else 0.0
+        if length:
+            says = element("title", tip) if tip else None
+            drawn.append(element("rect", says, x=x, width=max(5.0, width - 1.5), height=16, class_=class_))
+        x += width
+    box = {"viewBox": "0 0 1000 16", "preserveAspectRatio": "none"}
+    return element("svg", drawn, above, **box, class_="split", aria_hidden="true")
+
+
+def legend(entries: Iterable[tuple[str, Child, Child]]) -> Markup:
+    """What each colour stands for: its class, its name, a number."""
+    return element(
+        "ul",
+        [
+            element("li", element("span", class_=f"swatch {class_}"), name, element("b", number))
+            for class_, name, number in entries
+        ],
+        class_="legend",
+    )
+
+
+def table(
+    label: str,
+    head: Sequence[str],
+    rows: Iterable[Iterable[Child]],
+    *,
+    numbers: Collection[int],
+    foot: tuple[int, Sequence[Child]] | None = None,
+) -> Markup:
+    """Make a table that scrolls sideways in a narrow window, its columns `numbers` to the right. The first cell of `foot`
+    spans so many columns."""
+
+    def row(words: Iterable[Child], heads: int, scope: str, span: int = 1) -> Markup:
+        cells = []
+        for at, word in enumerate(words):
+            n = "n" if at + (span - 1 if at else 0) in numbers else None
+            head = {"scope": scope, "colspan": span if span > 1 and not at else None} if at < heads else {}
+            cells.append(element("th" if at < heads else "td", word, class_=n, **head))
+        return element("tr", cells)
+
+    made = element(
+        "table",
+        element("thead", row(head, len(head), "col")),
+        element("tbody", [row(words, 1, "row") for words in rows]),
+        element("tfoot", row(foot[1], 1, "row", foot[0])) if foot else None,
+        class_="plain-table",
+    )
+    return element("div", made, class_="scroller", tabindex=0, role="region", aria_label=label)

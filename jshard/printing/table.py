@@ -1,0 +1,111 @@
+"""Tables and sentences: as lines of text, aligned where there is room and folded to the width of a window where there is
+none, and as HTML for a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from jshard.errors import printable
+from jshard.printing.markup import Markup, element
+
+INDENT = "    "
+BETWEEN = "  "  # columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A table: its cells row by row, the columns in `right` to the right."""
+
+    cells: Sequence[Sequence[str]]
+    right: Collection[int] = ()
+
+
+Block = Rows | str  # a table, or a sentence
+
+
+class Shown:
+    """What prints as `blocks` of text, and stands in a notebook as tables. A dataclass of it says `repr=False`."""
+
+    def blocks(self) -> Iterator[Block]:
+        raise NotImplementedError
+
+    def text(self, width: int | None = None) -> str:
+        """The tables and sentences as text, folded to `width`."""
+        return as_text(self.blocks(), width)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return as_html(self.blocks())
+
+
+def as_text(blocks: Iterable[Block], width: int | None) -> str:
+    lines: list[str] = []
+    for block in blocks:
+        lines += (
+            folded(printable(block, keep="\n"), width)
+            if isinstance(block, str)
+            else table(block.cells, right=block.right, width=width)
+        )
+    return "\n".join(lines)
+
+
+def as_html(blocks: Iterable[Block]) -> Markup:
+    """Styles stand in each element: a notebook has its own for tables, and takes no style sheet."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, str):
+            parts.append(element("p", block, style="margin: 0.3em 0"))
+            continue
+        rows = [
+            element("tr", [
+                element("td", cell, style=f"text-align: {'right' if column in block.right else 'left'}; white-space: nowrap")
+                for column, cell in enumerate(row)
+            ])
+            for row in block.cells
+        ]  # fmt: skip
+        parts.append(element("table", element("tbody", rows), style="font-variant-numeric: tabular-nums"))
+    return element("div", parts, class_="jshard", style="overflow-x: auto")
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None) -> list[str]:
+    """One line for each row, columns aligned, those in `right` to the right. Where the longest line is wider than `width`,
+    every row is folded on its own instead: its cells, as many to a line as there is room, indented after the first."""
+    if not rows:
+        return []
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        BETWEEN.join(
+            cell.rjust(size) if column in right else cell.ljust(size)
+            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    if width is None or max(map(len, aligned)) <= width:
+        return aligned
+    return [line for row in rows for line in folded_row([cell for cell in row if cell], width)]
+
+
+def folded(text: str, width: int | None) -> list[str]:
+    """One sentence as lines of at most `width`."""
+    if width is None or len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, max(width, 2 * len(INDENT)), subsequent_indent=INDENT, break_on_hyphens=False)
+
+
+def folded_row(cells: Sequence[str], width: int) -> list[str]:
+    """The cells of one row, as many to a line as there is room."""
+    lines: list[str] = []
+    held = ""
+    for cell in cells:
+        longer = f"{held}{BETWEEN}{cell}" if held.strip() else held + cell
+        if held.strip() and len(longer) > width:
+            lines.append(held)
+            longer = INDENT + cell
+        held = longer
+    lines.append(held)
+    return [part for line in lines for part in folded(line, width)]

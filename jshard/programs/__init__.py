@@ -1,0 +1,1 @@
+"""Tools for programs: jaxprs, their products and provenance, and the protocol buffers of XLA."""

@@ -1,0 +1,112 @@
+"""How many floating-point operations each device does in products, counted in the jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.interpreters import partial_eval
+from jax.sharding import AxisType
+
+from jshard.programs.jaxprs import bare, inner
+from jshard.programs.provenance import Cause, often, said
+
+
+@dataclasses.dataclass
+class Arithmetic:
+    """FLOPs of one device by dtype of the operands. `at_most` where the layout of some array can't be seen, and it was
+    taken to be whole on every device; `unknown` products stand in a loop whose trips no program text tells."""
+
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    in_kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # of those, what kernels declare
+    at_most: bool = False
+    unknown: bool = False
+    remat: bool = True  # whether what jax.checkpoint computes again counts
+    stage: int = 0  # of a pipeline: the one that is counted
+    stages: int = 1  # as many as differ in what they compute
+
+    @property
+    def total(self) -> float:
+        return sum(self.flops.values())
+
+    def add(self, dtype: Any, flops: float, *, in_kernel: bool = False) -> None:
+        for sums in (self.flops, self.in_kernels) if in_kernel else (self.flops,):
+            if flops:
+                sums[str(dtype)] = sums.get(str(dtype), 0.0) + flops
+
+
+def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Arithmetic:
+    """Count the FLOPs of products and convolutions, and what kernels declare; without what `jax.checkpoint` computes again
+    unless `remat`. Of a pipeline's stages it counts the one with most."""
+    found = _counted(jaxpr, Arithmetic(remat=remat))
+    others = (_counted(jaxpr, Arithmetic(remat=remat, stage=stage)) for stage in range(1, found.stages))
+    return max((found, *others), key=lambda each: each.total)
+
+
+def _counted(jaxpr: Any, found: Arithmetic) -> Arithmetic:
+    jaxpr = bare(jaxpr)
+    # A derivative may hold products that nothing reads.
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    _walk(live, 1, found, manual=False)
+    return found
+
+
+def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool, before: int = 1) -> None:
+    """Count what runs `times` times, in a loop that runs `before` times."""
+    for eqn in jaxpr.eqns:
+        name, stack = eqn.primitive.name, eqn.source_info.name_stack
+        if not found.remat and ("rematted_computation" in str(stack) or Cause().inside(stack.stack).remat):
+            continue
+        if name == "dot_general":
+            (left, _), _ = eqn.params["dimension_numbers"]
+            contracted = math.prod(_shape(eqn.invars[0].aval, found, manual)[axis] for axis in left)
+            result = math.prod(_shape(eqn.outvars[0].aval, found, manual))
+            found.add(eqn.invars[0].aval.dtype, 2.0 * times * contracted * result)
+        elif name == "conv_general_dilated":
+            kernel = _shape(eqn.invars[1].aval, found, manual)
+            outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+            result = math.prod(_shape(eqn.outvars[0].aval, found, manual))
+            found.add(eqn.invars[0].aval.dtype, 2.0 * times * result * math.prod(kernel) / outputs)
+        elif name == "pallas_call":
+            estimate = eqn.params.get("cost_estimate")
+            largest = max((operand.aval for operand in eqn.invars), key=lambda aval: aval.size, default=None)
+            if estimate and largest is not None:
+                found.add(largest.dtype, float(times * estimate.flops), in_kernel=True)
+        elif name == "multiplied":  # said beside a kernel of a GPU
+            found.add(eqn.invars[0].aval.dtype, float(times * eqn.params["flops"]), in_kernel=True)
+        elif name == "scan":
+            _walk(bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual, before=times)
+        elif name == "while":
+            found.unknown = True
+            _walk(bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
+        elif name == "cond":
+            branches = [Arithmetic(remat=found.remat, stage=found.stage) for _ in eqn.params["branches"]]
+            counts = often(said(stack.stack, "times"))
+            count = int(before * counts[found.stage if len(counts) > 1 else 0]) if counts else times
+            for each, branch in zip(branches, eqn.params["branches"], strict=True):
+                _walk(bare(branch), count, each, manual=manual, before=before)
+            longest = max(branches, key=lambda each: each.total)
+            for dtype, flops in longest.flops.items():
+                found.add(dtype, flops - longest.in_kernels.get(dtype, 0.0))
+            for dtype, flops in longest.in_kernels.items():
+                found.add(dtype, flops, in_kernel=True)
+            found.stages = max(found.stages, len(counts), *(each.stages for each in branches))
+            found.at_most |= any(each.at_most for each in branches)
+            found.unknown |= any(each.unknown for each in branches)
+        else:
+            for each in inner(eqn):
+                _walk(each, times, found, manual=manual or name == "shard_map", before=before)
+
+
+def _shape(aval: Any, found: Arithmetic, manual: bool) -> tuple[int, ...]:
+    """The shape on one device: inside a shard_map shapes are those already."""
+    if manual:
+        return aval.shape
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return aval.shape
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        found.at_most |= math.prod(sharding.mesh.axis_sizes) > 1
+        return aval.shape
+    return sharding.shard_shape(aval.shape)

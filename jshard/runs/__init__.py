@@ -1,0 +1,1 @@
+"""Runs: their events, the names of their files, and their stragglers. No JAX."""

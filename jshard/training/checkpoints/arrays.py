@@ -1,0 +1,130 @@
+"""Arrays on disk, by orbax: the one place that knows its names, which still move from release to release."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jshard.errors import JShardError, printable
+from jshard.layouts.put import raw
+from jshard.training.checkpoints.tensors.view import Loop
+
+BLOCK = 2**18  # numbers that are looked at together
+SHOWN = 3  # parameters that a warning names
+
+
+def prepare() -> None:
+    """Import orbax, which takes a second, before the first step and not in front of the first save."""
+    from orbax.checkpoint import v1  # noqa: F401  # the import is the work
+
+
+def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
+    """Begin to write arrays, each process its own parts; return what waits for the end of it. When this returns the
+    arrays have been copied and may be donated."""
+    from orbax.checkpoint import v1
+
+    logging.getLogger("absl").addFilter(_told_elsewhere)
+    return v1.save_async(str(folder.absolute()), dict(arrays)).result
+
+
+def load(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Read the arrays, each of the shape and dtype and in the place that `like` says, wherever they lay when they were saved.
+    Shapes have been compared before."""
+    from orbax.checkpoint import v1
+
+    logging.getLogger("absl").addFilter(_told_elsewhere)
+    return v1.load(str(folder.absolute()), dict(like))  # pyright: ignore[reportReturnType]
+
+
+def _told_elsewhere(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is not orbax's: what goes wrong there is raised as well, and told as one sentence."""
+    return "orbax" not in record.pathname
+
+
+def like_raw(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the shape, dtype and sharding of `raw(array)`."""
+    numbers = raw(array)
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=numbers.sharding)
+
+
+def not_finite(part: np.ndarray) -> int:
+    """Count the NaNs and infinities among numbers on the host, a block at a time."""
+    numbers = part.reshape(-1) if jnp.issubdtype(part.dtype, jnp.inexact) else np.empty(0)
+    blocks = (numbers[start : start + BLOCK] for start in range(0, numbers.size, BLOCK))
+    return sum(block.size - int(np.count_nonzero(np.isfinite(block))) for block in blocks)
+
+
+def warn_of_not_finite(source: str, counts: Mapping[str, int]) -> None:
+    """Warn of the parameters that were read with so many NaNs and infinities."""
+    if found := [f"{count:,} in {name}" for name, count in counts.items() if count]:
+        more = f" and in {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        text = f"{source} holds numbers that are NaN or infinite: {', '.join(found[:SHOWN])}{more}"
+        warnings.warn(printable(f"{text}; fetch it again, or train from another"), stacklevel=3)
+
+
+TREE = "_METADATA"  # the file in which orbax writes which arrays there are
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """An array of a checkpoint by orbax. Of its chunks, which are the shards that it was saved in, only those are read that a
+    part needs, each of them whole."""
+
+    name: str
+    file: str
+    array: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype.numpy_dtype
+
+    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Loop]) -> int:
+        """Read what the loops run over from `corner` on; `out` has an axis for each. Returns how many bytes that spans."""
+        ends = [start + 1 for start in corner]
+        for loop in loops:
+            ends[loop.axis] += (loop.size - 1) * loop.step
+        block = self.array[tuple(map(slice, corner, ends))].read().result()
+        steps = [block.strides[loop.axis] * loop.step for loop in loops]
+        out[...] = np.lib.stride_tricks.as_strided(block, out.shape, steps)
+        return block.nbytes
+
+
+def stored(folder: Path) -> dict[str, StoredArray] | None:
+    """Open the arrays of a checkpoint by orbax, by their paths in its tree, and read none; None where it is no such folder."""
+    import tensorstore
+
+    found = [path for path in (folder, *sorted(folder.glob("*/"))) if (path / TREE).is_file()]
+    if not found:
+        return None
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise JShardError(f"{folder} holds several trees, {names}", hint=f"name one: {found[0]}")
+    try:
+        tree = json.loads((found[0] / TREE).read_bytes())
+        paths = [[str(key["key"]) for key in entry["key_metadata"]] for entry in tree["tree_metadata"].values()]
+        driver, stores = "zarr3" if tree["use_zarr3"] else "zarr", {"base": found[0].absolute().as_uri() + "/"}
+        opening = {}
+        for path in paths:
+            name = "/".join(path[:-1] if path[-1:] == ["value"] and len(path) > 1 else path)
+            if tree["use_ocdbt"]:
+                store = {"driver": "ocdbt", **stores, "path": ".".join(path) + "/"}
+            else:
+                store = {"driver": "file", "path": str(found[0].absolute() / ".".join(path)) + "/"}
+            opening[name] = tensorstore.open({"driver": driver, "kvstore": store}, open=True, read=True)
+        return {name: StoredArray(name, str(folder), each.result()) for name, each in opening.items()}
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise JShardError(f"{folder} is no whole checkpoint by orbax: {why}", hint="fetch it again") from error

@@ -1,0 +1,287 @@
+"""Which tensor of a file fills which parameter of a model; all that is wrong with it is one error."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jshard.errors import JShardError, did_you_mean, kind_of, nearest, quoted
+from jshard.layouts.index_ranges import Box, boxes_of, index, lengths, overlap
+from jshard.layouts.paths import slashed, words_of
+from jshard.training.checkpoints.tensors.rename import Line, Renaming, Target
+from jshard.training.checkpoints.tensors.view import Impossible, Tensor, View
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array of the model, or the shape of one. What is not `required`, as a cache, may be filled."""
+
+    path: str
+    value: Any
+    required: bool = True
+    variable: nnx.Variable[Any] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path} ({_kind(self.value)})"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody has said where it goes."""
+        if isinstance(self.value, jax.Array):
+            return not self.value.committed
+        return getattr(self.value, "sharding", None) is None
+
+    @property
+    def boxes(self) -> dict[Box, list[Any]]:
+        """The parts of this process, each once, with the devices that hold it; None stands for JAX's choice."""
+        if self.is_free:
+            return {tuple((0, size) for size in self.value.shape): [None]}
+        found: dict[Box, list[Any]] = {}
+        for device, box in boxes_of(self.value.sharding, self.value.shape).items():
+            if device.process_index == jax.process_index():
+                found.setdefault(box, []).append(device)
+        return found
+
+    @property
+    def bytes_here(self) -> int:
+        return sum(math.prod(lengths(box)) for box in self.boxes) * self.value.dtype.itemsize
+
+    def misplaced(self) -> Iterator[JShardError]:
+        """Say what keeps its parts from devices."""
+        sharding = getattr(self.value, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            yield JShardError(f"{self} lies on a mesh without its devices", hint="give it a mesh of devices")
+        elif self.is_free and jax.process_count() > 1 and self.required:
+            fault = f"{self} has no sharding, and there are {jax.process_count()} processes"
+            yield JShardError(fault, hint="give it one: jax.ShapeDtypeStruct(shape, dtype, sharding=...)")
+
+
+def leaves_of(model: Any) -> list[Leaf]:
+    """The parameters of an NNX module, and other variables, in the order of its state; or the arrays and numbers of a tree."""
+    if not isinstance(model, nnx.Module):
+        flat = jax.tree_util.tree_flatten_with_path(model)[0]
+        numbers = [(path, jnp.asarray(x) if isinstance(x, int | float | complex) else x) for path, x in flat]
+        return [Leaf(path_in_tree(path), x) for path, x in numbers if hasattr(x, "dtype")]
+    found, faults = [], []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        name, value = slashed(path), variable.get_value()
+        if isinstance(variable, nnx.RngState):
+            if isinstance(value, jax.ShapeDtypeStruct):
+                fault = f"{name} is random state without numbers, and a file of weights has none"
+                faults.append(JShardError(fault, hint=f"type nnx.reseed(model, {variable.tag}=0) before"))
+        elif hasattr(value, "shape") and hasattr(value, "dtype"):
+            found.append(Leaf(name, value, isinstance(variable, (nnx.Param, nnx.BatchStat)), variable))
+        elif isinstance(variable, nnx.Param):
+            faults.append(JShardError(f"{name} holds {kind_of(value)}", hint="give each nnx.Param one array"))
+    if faults:
+        raise joined(faults)
+    return found
+
+
+def path_in_tree(path: Sequence[Any]) -> str:
+    """Name a leaf; Linen's parameters as claims do, without `params`."""
+    words = words_of(path)
+    return slashed(words[words[:1] == ["params"] :])
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor, or a part of one, and the box of the parameter that it fills. `kept` says which axes of the box the tensor
+    has: a row of a stack lacks that of the stack."""
+
+    tensor: Any
+    line: Line
+    target: Target
+    view: View
+    box: Box
+    kept: tuple[bool, ...]
+
+    def __str__(self) -> str:
+        return f"{quoted(self.tensor.name)}{_by(self.line)}"
+
+    def within(self, box: Box, part: np.ndarray) -> tuple[np.ndarray, Box] | None:
+        """What this piece fills of `part`, which is a `box` of the parameter, and which box of the view that is."""
+        both = overlap(self.box, box)
+        if both is None:
+            return None
+        seen = [(a - c, b - c) for (a, b), (c, _), kept in zip(both, self.box, self.kept, strict=True) if kept]
+        view = part[(*index(both, box), ...)]  # of a number by itself too, of which part[()] would be a copy
+        return view[(*(slice(None) if kept else 0 for kept in self.kept), ...)], tuple(seen)
+
+
+def assign(
+    tensors: Mapping[str, Any], leaves: Sequence[Leaf], renaming: Renaming, file: str, *, converts: bool,
+    faults: Sequence[JShardError], writes: bool = False,
+) -> dict[str, list[Piece]]:  # fmt: skip
+    """The pieces that fill each parameter; what is wrong is raised together with `faults`. Where they are written, no number
+    of a tensor may come from two parameters."""
+    by_path, faults = (
+        {leaf.path: leaf for leaf in leaves},
+        [*faults, *(fault for leaf in leaves for fault in leaf.misplaced())],
+    )
+    filled: dict[str, list[Piece]] = {}
+    unlike: dict[tuple[np.dtype, Any], list[Piece]] = {}
+    for line, name, taker in renaming.shadowed(tensors):
+        fault = f"{line.place} gets nothing: {taker.place} takes all that it matches, as {quoted(name)}"
+        faults.append(JShardError(fault, hint=f"write it before {taker.place}"))
+    for name, tensor in tensors.items():
+        if not (lines := renaming.lines_of(name)):
+            faults.append(_unclaimed(tensor, renaming, by_path))
+            continue
+        views = []
+        for line in lines:
+            if not line.skips:
+                filled.setdefault(line.target_of(name).path, [])
+            try:
+                views.append((line, line.view(tensor.shape)))
+            except Impossible as error:
+                fault = f"{line.place} {error}, from {_of(tensor)}"
+                faults.append(JShardError(fault, hint="write the steps for this shape"))
+        for line, view in views:
+            if line.skips:
+                continue
+            target = line.target_of(name)
+            try:
+                filled[target.path].append(piece := _piece(tensor, line, view, target, by_path))
+            except JShardError as error:
+                faults.append(error)
+                continue
+            dtypes = tensor.dtype, by_path[target.path].value.dtype
+            if dtypes[0] != dtypes[1] and not (line.casts or converts):
+                unlike.setdefault(dtypes, []).append(piece)
+        if len(views) == len(lines):
+            faults += _not_once(tensor, views, writes=writes)
+    for (_, dtype), (first, *others) in unlike.items():
+        also = f" and {len(others)} more" if others else ""
+        fault = f"{_of(first.tensor)}{also} would become {dtype} in the model, as {first.target}{_by(first.line)}"
+        where = f"add | cast to {first.line.place}, or " if first.line.place else ""
+        faults.append(JShardError(fault, hint=f'{where}give dtype="convert"'))
+    for leaf in leaves:
+        if leaf.path in filled or leaf.required:
+            faults += _not_filled(leaf, filled.get(leaf.path), renaming, tensors, file)
+    if faults:
+        raise joined(faults)
+    return filled
+
+
+def _piece(tensor: Tensor, line: Line, view: View, target: Target, by_path: Mapping[str, Leaf]) -> Piece:
+    leaf = by_path.get(target.path)
+    if leaf is None:
+        hint = did_you_mean(target.path, by_path, f"write {line.pattern.pattern}: - if it is not wanted")
+        fault = f"{line.place} makes {_of(tensor)} the parameter {quoted(target.path)}, which the model has not"
+        raise JShardError(fault, hint=hint)
+    try:
+        box, kept = target.within(leaf.value.shape)
+    except Impossible as error:
+        raise JShardError(f"{line.place} {error}, by {_of(tensor)}", hint="count its axes from 0") from None
+    wanted = tuple(end - begin for (begin, end), is_kept in zip(box, kept, strict=True) if is_kept)
+    faults = []
+    if view.shape != wanted:
+        seen = f" {list(view.shape)}{_by(line)}" if line.steps else _by(line)
+        fault = f"{_of(tensor)}{seen} does not fit {target}, {leaf.value.dtype}{list(wanted)}"
+        faults.append(JShardError(fault, hint=_mend(view, wanted, line)))
+    there, here = tensor.dtype, leaf.value.dtype
+    if not np.can_cast(there, here) and not all(jnp.issubdtype(each, jnp.inexact) for each in (there, here)):
+        fault = f"{_of(tensor)}{_by(line)} can't become {here} in the model, as {target}"
+        faults.append(JShardError(fault, hint=f"make {target.path} of {there}, or skip this tensor"))
+    if faults:
+        raise JShardError.of(faults)
+    return Piece(tensor, line, target, view, box, tuple(kept))
+
+
+# -- what is wrong --
+
+
+def _mend(view: View, wanted: Sequence[int], line: Line) -> str:
+    """What would make the shape fit."""
+    where = f"add to {line.place}" if line.place else "give rename=, a file with a line for it, and add there"
+    if sorted(view.shape) == sorted(wanted) and len(set(wanted)) == len(wanted):
+        return f"{where}: | permute {' '.join(str(view.shape.index(size)) for size in wanted)}"
+    if math.prod(view.shape) == math.prod(wanted):
+        return f"{where}: | reshape {' '.join(map(str, wanted))}, and | permute where axes change places"
+    return "use the model that this file is of"
+
+
+def _unclaimed(tensor: Tensor, renaming: Renaming, by_path: Mapping[str, Leaf]) -> JShardError:
+    name = re.escape(tensor.name)
+    if renaming.source:
+        return JShardError(
+            f"{renaming.source} has no line for {_of(tensor)}", hint=f"write one, or {name}: - if not wanted"
+        )
+    close = nearest(tensor.name.replace(".", "/"), by_path) or "-"
+    hint = f"give rename=, a file with the line {name}: {close}"
+    return JShardError(f"the model has no parameter for {_of(tensor)}", hint=hint)
+
+
+def _not_once(tensor: Tensor, views: Sequence[tuple[Line, View]], *, writes: bool) -> Iterator[JShardError]:
+    """Yield faults of lines that share numbers of a tensor, or leave some. Read, the part of one line may lie in another's."""
+    inner: set[int] = set()
+    for (m, (one, its)), (n, (other, own)) in itertools.combinations(enumerate(views), 2):
+        nested = {n} if own.is_within(its) else {m} if its.is_within(own) else set[int]()
+        if (writes or not nested) and own.meets(its):
+            fault = f"{one.place} and {other.place} both take some of the same numbers of {_of(tensor)}"
+            yield JShardError(fault, hint="leave one of them away, or let its slice end where the other begins")
+            return
+        inner |= nested
+    size, last = math.prod(tensor.shape), views[-1][0]
+    taken = sum(math.prod(view.shape) for n, (_, view) in enumerate(views) if n not in inner)
+    if taken < size:
+        fault = f"{last.place} takes {taken:,} of the {size:,} numbers of {_of(tensor)}"
+        yield JShardError(
+            fault, hint=f"write lines for the others, or {last.pattern.pattern}: - | slice ... if not wanted"
+        )
+
+
+def _not_filled(
+    leaf: Leaf, pieces: Sequence[Piece] | None, renaming: Renaming, tensors: Mapping[str, Tensor], file: str
+) -> Iterator[JShardError]:
+    """What of a parameter no tensor fills, or two do; nothing where a piece was faulty, and is told (`[]`)."""
+    if pieces is None:
+        close = nearest(leaf.path.replace("/", "."), tensors)
+        where = f"write in {renaming.source}" if renaming.source else "give rename=, a file with the line"
+        line = f"{re.escape(close) if close else 'regex'}: {leaf.path}"
+        yield JShardError(f"{leaf} is filled by nothing in {file}", hint=f"{where} {line}")
+        return
+    ordered = sorted(pieces, key=lambda piece: piece.box)
+    for at, one in enumerate(ordered):
+        for other in ordered[at + 1 :]:
+            if one.box and other.box[0][0] >= one.box[0][1]:
+                break
+            if overlap(one.box, other.box) is not None:
+                yield JShardError(f"{leaf} is filled by {one} and by {other}", hint="take one of them away, by: -")
+                return
+    count, size = sum(math.prod(lengths(piece.box)) for piece in pieces), math.prod(leaf.value.shape)
+    if pieces and count < size:
+        fault = f"{leaf} gets {count:,} of its {size:,} numbers from {file}"
+        yield JShardError(fault, hint=f"write lines for the others, as regex: {leaf.path}[0]")
+
+
+def _of(tensor: Tensor) -> str:
+    return f"{quoted(tensor.name)} ({_kind(tensor)} in {tensor.file})"
+
+
+def _kind(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _by(line: Line) -> str:
+    return f" by {line.place}" if line.place else ""
+
+
+def joined(faults: Sequence[JShardError]) -> JShardError:
+    """One error, in which sentences that differ by numbers alone, as those of layers do, are told once and counted."""
+    alike: dict[str, list[str]] = {}
+    for text in dict.fromkeys(text for fault in faults for text in fault.faults):
+        alike.setdefault(re.sub(r"\d+", "0", text), []).append(text)
+    more = lambda count: f" (and {count} more that differ by numbers)" if count else ""
+    return JShardError.saying(*(first + more(len(others)) for first, *others in alike.values()))

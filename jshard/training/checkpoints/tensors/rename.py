@@ -1,0 +1,272 @@
+"""Lines that say which parameter each tensor of a file becomes.
+
+# regex: path | what is done to it
+embeddings\\.word\\.weight:       embed/embedding
+layers\\.(\\d+)\\.q\\.weight:       layers/\\1/q/kernel | permute 1 0 | reshape 512 8 64
+layers\\.(\\d+)\\.norm\\.weight:    norms/scale[\\1]                           # one row of a stack
+layers\\.(\\d+)\\.qkv\\.weight:     layers/\\1/k/kernel | slice 0 512:640        # lines of one regex share the tensor
+.*\\.position_ids:               -                                          # not wanted
+
+The first line whose regex matches the whole name takes the tensor, and with it all lines of the very same regex.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jshard.errors import JShardError, Place, did_you_mean, quoted, refused
+from jshard.layouts.index_ranges import Box
+from jshard.training.checkpoints.tensors.view import Impossible, View
+
+CAST = "cast"
+STEPS = {  # the arguments of each, and an example
+    "permute": (r"\d+( \d+)*", "permute 1 0"),
+    "reshape": (r"(\d+ )*(-1|\d+)( \d+)*", "reshape 32 -1"),
+    "slice": (r"\d+ \d*:\d*", "slice 0 0:512"),
+    "split": (r"\d+ \d+", "split 0 128"),
+    CAST: (r"", CAST),
+}
+SKIP = "-"
+Region = tuple[int | slice, ...]  # of a parameter; axes that are not said are whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The path of a parameter, and the region of it that a tensor fills."""
+
+    path: str
+    region: Region = ()
+
+    def within(self, shape: Sequence[int]) -> tuple[Box, list[bool]]:
+        """The region in a parameter of this shape, and for each axis whether the tensor has it."""
+        if len(self.region) > len(shape):
+            raise Impossible(f"fills {self}, and {self.path} has {len(shape)} axes")
+        region = [*self.region, *[slice(0, None)] * (len(shape) - len(self.region))]
+        box = []
+        for part, size in zip(region, shape, strict=True):
+            begin = part if isinstance(part, int) else part.start
+            end = part + 1 if isinstance(part, int) else size if part.stop is None else part.stop
+            if not 0 <= begin < max(end, 1) or end > size:
+                raise Impossible(f"fills {self}, and {self.path} is {list(shape)}")
+            box.append((begin, end))
+        return tuple(box), [not isinstance(part, int) for part in region]
+
+    def __str__(self) -> str:
+        words = [str(each) if isinstance(each, int) else _bounds(each) for each in self.region]
+        return f"{self.path}[{', '.join(words)}]" if words else self.path
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    place: Place | None  # None: of no file
+    pattern: re.Pattern[str]
+    target: str  # with \1 for what a group matched
+    steps: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    @property
+    def skips(self) -> bool:
+        return self.target == SKIP
+
+    @property
+    def casts(self) -> bool:
+        return (CAST, ()) in self.steps
+
+    def target_of(self, name: str) -> Target:
+        found = self.pattern.fullmatch(name)
+        assert found is not None
+        return as_target(_GROUP.sub(lambda group: found[int(group[1])] or "", self.target))
+
+    def view(self, shape: Sequence[int]) -> View:
+        """See a tensor of this shape as the line says."""
+        view = View.of(shape)
+        for word, arguments in self.steps:
+            if word != CAST:
+                view = getattr(view, word)(*arguments)
+        return view
+
+
+@dataclasses.dataclass
+class Renaming:
+    source: str
+    lines: tuple[Line, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Renaming:
+        with refused(f"{path} can't be read", hint="name a file of lines `regex: path`"):
+            text = path.read_text(encoding="utf-8", errors="replace")
+        lines, faults = [], []
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                try:
+                    lines.append(_line(Place(str(path), number), re.split(r"\s#", line, maxsplit=1)[0].strip()))
+                except JShardError as error:
+                    faults.append(error)
+        if faults:
+            raise JShardError.of(faults)
+        return cls(str(path), tuple(lines))
+
+    def lines_of(self, name: str) -> Sequence[Line]:
+        """The lines that take the tensor of this name: the first that matches, and those of the same regex."""
+        first = next((line for line in self.lines if line.pattern.fullmatch(name)), None)
+        return [line for line in self.lines if first is not None and line.pattern.pattern == first.pattern.pattern]
+
+    def shadowed(self, names: Iterable[str]) -> Iterator[tuple[Line, str, Line]]:
+        """Each line that gets nothing because lines before it take all that it matches, with one such name and who takes it."""
+        takers = {name: self.lines_of(name) for name in names}
+        for line in self.lines:
+            matched = [name for name in takers if line.pattern.fullmatch(name)]
+            if matched and not any(line in takers[name] for name in matched):
+                yield line, matched[0], takers[matched[0]][0]
+
+    def names_of(self, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of the tensors that a parameter is made of, by the lines read backwards."""
+        return {
+            name: _shape_before(line, target, shape)
+            for line in self.lines
+            if not line.skips
+            for name, target in _names(line, path, shape)
+            if line in self.lines_of(name)  # and none before it
+        }
+
+
+class Same(Renaming):
+    """No renaming: a tensor has the path of its parameter for a name, joined by slashes or dots."""
+
+    def __init__(self, paths: Iterable[str]):
+        super().__init__("", ())
+        self.by_name = {path.replace("/", "."): path for path in paths} | {path: path for path in paths}
+
+    def lines_of(self, name: str) -> Sequence[Line]:
+        return [Line(None, re.compile(re.escape(name)), self.by_name[name], ())] if name in self.by_name else []
+
+    def names_of(self, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        return {path: tuple(shape)}
+
+
+_GROUP = re.compile(r"\\(\d)")
+_TARGET = re.compile(r"([^\[\]]+)(?:\[([^\[\]]*)\])?")
+
+
+def as_target(text: str) -> Target:
+    found = _TARGET.fullmatch(text)
+    if found is None:
+        raise ValueError(f"names {quoted(text)}, which is no path")
+    try:
+        return Target(found[1], tuple(map(_bound, found[2].split(","))) if found[2] is not None else ())
+    except ValueError:
+        raise ValueError(f"names {quoted(text)}, whose region is none") from None
+
+
+def _bound(word: str) -> int | slice:
+    if ":" not in word:
+        return int(word)
+    begin, end = (int(each) if each.strip() else None for each in word.split(":"))
+    return slice(begin or 0, end)
+
+
+def _bounds(part: slice) -> str:
+    return f"{part.start or ''}:{'' if part.stop is None else part.stop}"
+
+
+def _line(place: Place, text: str) -> Line:
+    found = re.fullmatch(r"(.*?):\s+(.*)", text)
+    if found is None:
+        raise JShardError(f"{place} has {quoted(text)}, which is no line of a rename file", hint="write regex: path")
+    left, (right, *words) = found[1], (each.strip() for each in found[2].split("|"))
+    try:
+        pattern = re.compile(left)
+    except re.error as error:
+        raise JShardError(
+            f"{place} begins with {quoted(left)}, which is no regular expression: {error}",
+            hint=r"write letters as they are and \. for a dot",
+        ) from None
+    groups = [int(each) for each in _GROUP.findall(right)]
+    if groups and max(groups) > pattern.groups:
+        raise JShardError(
+            f"{place} names \\{max(groups)}, and {quoted(left)} has {pattern.groups} groups",
+            hint="write (...) for each",
+        )
+    try:
+        as_target(_GROUP.sub("0", right))
+    except ValueError as error:
+        raise JShardError(
+            f"{place} {error}", hint="write layers/0/kernel, or stack/kernel[0] or qkv[:, 0:512]"
+        ) from None
+    return Line(place, pattern, right, tuple(_step(place, each) for each in words))
+
+
+def _step(place: Place, text: str) -> tuple[str, tuple[Any, ...]]:
+    word, *arguments = text.split() or [""]
+    form, example = STEPS.get(word, (None, ""))
+    if form is None or not re.fullmatch(form, " ".join(arguments), re.ASCII):
+        hint = (
+            f"write {example}" if example else did_you_mean(word, STEPS, "use permute, reshape, slice, split or cast")
+        )
+        raise JShardError(f"{place} has the step {quoted(text)}, which is none", hint=hint)
+    if word == "slice":
+        begin, _, end = arguments[1].partition(":")
+        return word, (int(arguments[0]), int(begin or 0), int(end) if end else None)
+    return word, (tuple(map(int, arguments)),) if arguments else ()
+
+
+# -- backwards --
+
+# A character, one that is escaped, or a group without groups in it; none of them repeated.
+_PIECE = re.compile(r"(?:\\(\W)|([^\\()\[\]{}|*+?^$])|\((?!\?)((?:\\.|\[[^\]]*\]|[^()\\\[])*)\))(?![*+?{])")
+
+
+def _names(line: Line, path: str, shape: Sequence[int]) -> Iterator[tuple[str, Target]]:
+    """The names that a line turns into this path, each with its target."""
+    pieces = list(_PIECE.finditer(line.pattern.pattern))
+    is_plain = "".join(piece[0] for piece in pieces) == line.pattern.pattern
+    groups = [piece[3] if is_plain else ".+" for piece in pieces if piece[3] is not None or not is_plain]
+    template, _, region = line.target.partition("[")
+    known: list[int] = []  # the groups that the path tells
+    backwards = ""
+    for at, word in enumerate(_GROUP.split(template)):
+        if at % 2 == 0:
+            backwards += re.escape(word)
+        elif int(word) in known:
+            backwards += rf"(?P=g{word})"
+        else:
+            known.append(int(word))
+            backwards += f"(?P<g{word}>{groups[int(word) - 1] if is_plain else '.+'})"
+    found = re.fullmatch(backwards, path)
+    if found is None:
+        return
+    if not is_plain:
+        raise _no_inverse(line, "its regex is more than letters and (groups)")
+    words = [_GROUP.fullmatch(word.strip()) for word in region.rstrip("]").split(",")]
+    counted = {
+        int(word[1]): range(shape[axis]) for axis, word in enumerate(words) if word and int(word[1]) not in known
+    }
+    if lost := set(range(1, len(groups) + 1)) - {*known, *counted}:
+        raise _no_inverse(line, f"{quoted(line.target)} does not tell group {min(lost)}")
+    for chosen in itertools.product(*counted.values()):
+        values = {number: found[f"g{number}"] for number in known} | dict(zip(counted, map(str, chosen), strict=True))
+        numbers = iter(range(1, len(groups) + 1))
+        name = "".join(piece[1] or piece[2] or values[next(numbers)] for piece in pieces)
+        if line.pattern.fullmatch(name) and (target := line.target_of(name)).path == path:
+            yield name, target
+
+
+def _shape_before(line: Line, target: Target, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape that a tensor has in the file, by that of its parameter."""
+    sizes = [end - begin for (begin, end), whole in zip(*target.within(shape), strict=True) if whole]
+    for word, arguments in reversed(line.steps):
+        if word != "permute" or len(arguments[0]) != len(sizes):
+            raise _no_inverse(line, f"{quoted(word)} does not tell what was before")
+        before = dict(zip(arguments[0], sizes, strict=True))
+        sizes = [before[axis] for axis in sorted(before)]
+    return tuple(sizes)
+
+
+def _no_inverse(line: Line, why: str) -> JShardError:
+    return JShardError(
+        f"{line.place} can't be read backwards, as {why}", hint='give like="FILE.safetensors", of the same names'
+    )

@@ -1,0 +1,192 @@
+"""What the user's data function returned, and the way of its batches onto the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from jshard.errors import JShardError
+from jshard.layouts.layout import Layout
+from jshard.layouts.put import canonical, put
+from jshard.signals.signal import Signal
+from jshard.training.data.sources import Examples, Indexed, Selectable, Shuffled, Source, Stream, numbers
+from jshard.training.data.text import Packed
+from jshard.training.settings import Settings, rows_over
+
+PAIR = 'return {"train": (x, y), "test": (x, y)}'
+
+
+def examples(label: str, data: Any, part: str) -> Selectable:
+    """Read `data["train"]` or `data.train`, a pair of arrays, or of trees of arrays, of as many rows; `label` opens the error
+    when it is not."""
+    pair = part_of(data, part)
+    if isinstance(pair, Packed):
+        return pair
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise JShardError(f'{label} returns no pair of arrays named "{part}"', hint=PAIR)
+    found = Examples(*numbers(f"{label} returns", pair, f' for "{part}"'))
+    counts = {len(array) if array.ndim else None for array in jax.tree.leaves((found.x, found.y))}
+    if len(counts) != 1 or counts <= {None, 0}:
+        raise JShardError(
+            f'{label} returns inputs of {_shapes(found.x)} and targets of {_shapes(found.y)} for "{part}"',
+            hint="return as many targets as inputs, and at least one",
+        )
+    return found
+
+
+def source(label: str, data: Any, *, batch: int, seed: int, shuffle: bool | None, last: str | None) -> Source:
+    """Choose what `data["train"]` is read by: a pair of arrays in memory, anything with a length that gives a pair for a
+    number, an iterable of batches, or a function that returns one."""
+    train = part_of(data, "train")
+    what = f'{label} "train"'
+    if isinstance(train, (tuple, Packed)):
+        rows: Selectable = examples(label, data, "train")
+    elif hasattr(train, "__getitem__") and hasattr(train, "__len__") and not isinstance(train, (Mapping, str)):
+        rows = Indexed(what, train)
+        if len(rows) == 0:
+            raise JShardError(f"{what} is empty", hint="return at least one example")
+    elif callable(train) or hasattr(train, "__iter__") or hasattr(train, "__next__"):
+        if shuffle is not None or last is not None:
+            key = "shuffle" if shuffle is not None else "last"
+            raise JShardError(f"{what} is in an order of its own, which {key} can't change", hint=f"remove {key}")
+        return Stream(what, train, batch)
+    else:
+        raise JShardError(f'{label} returns no pair of arrays named "train"', hint=PAIR)
+    return Shuffled(what, rows, batch, seed, shuffle is not False, last or "drop")
+
+
+def held_out(settings: Settings, label: str, data: Any) -> Any:
+    """Hold the last examples out of those to train on, for an evaluation, where the configuration says so."""
+    part, key = settings.table("evaluation").get("held_out"), "evaluation.held_out"
+    if part is None:
+        return data
+    here = settings.label(key)
+    if part_of(data, "test") is not None:
+        raise JShardError(
+            f'{here} is beside the "test" of {settings.table("data").get("path")}', hint="remove one of the two"
+        )
+    if not isinstance(part_of(data, "train"), tuple):
+        raise JShardError(
+            f'{here} is a part of a pair of arrays, and {label} returns another "train"', hint='return "test"'
+        )
+    train = examples(label, data, "train")
+    assert isinstance(train, Examples)
+    kept = len(train) - round(part * len(train))
+    if not 0 < kept < len(train):
+        raise JShardError(
+            f"{here} holds {part:g} of {len(train)} examples out", hint="hold some out and keep some: 0.1"
+        )
+    cut = lambda at: jax.tree.map(lambda array: array[at], (train.x, train.y))
+    return {"train": cut(slice(kept)), "test": cut(slice(kept, None))}
+
+
+def numbers_of(y: Any) -> tuple[int, int] | None:
+    """Return the least and the largest of whole numbers."""
+    if not isinstance(y, np.ndarray) or not np.issubdtype(y.dtype, np.integer) or not y.size:
+        return None
+    if y.ndim > 1 and y.min() == -1:  # nothing is to be learned there
+        y = y[y >= 0]
+    return (int(y.min()), int(y.max())) if y.size else None
+
+
+def part_of(data: Any, part: str) -> Any:
+    return data.get(part) if isinstance(data, Mapping) else getattr(data, part, None)
+
+
+def _shapes(tree: Any) -> str:
+    leaves = jax.tree.leaves(tree)
+    return f"shape{'s' * (len(leaves) > 1)} {', '.join(str(array.shape) for array in leaves)}"
+
+
+def padded(data: Selectable, size: int) -> Iterator[tuple[Examples, np.ndarray]]:
+    """Yield all the data once, in order, in batches of one size; the weights are 0 where a last batch is filled up."""
+    for start in range(0, len(data), size):
+        chosen = np.arange(start, start + size)
+        weights = (chosen < len(data)).astype(np.float32)
+        yield Examples(*data.take(np.minimum(chosen, len(data) - 1))), weights
+
+
+class Placement:
+    """Where batches lie: rows over the mesh axes that every `row` of the configuration names, so that no layer has to
+    gather its input; whole on every device when there are none."""
+
+    def __init__(self, mesh: Mesh | None, signals: Mapping[str, Signal], microbatches: int = 1):
+        self.mesh, self.microbatches = mesh, microbatches
+        self.mesh_axes = rows_over(signals)
+
+    @property
+    def ways(self) -> int:
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in self.mesh_axes)
+
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+        """Put arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""
+        where = self._sharding()
+        return jax.tree.map(lambda array: jax.device_put(array) if where is None else put(array, where), arrays)
+
+    def rows(self, batch: int) -> np.ndarray:
+        """List the rows of a batch of this size that the devices of this process hold. Which they are is said by where the
+        devices stand along the mesh axes, not by the number of the process: where a batch is whole on devices of several
+        processes, each of them has all its rows."""
+        if (where := self._sharding()) is None or where.is_fully_addressable:
+            return np.arange(batch)
+        held = np.zeros((self.microbatches, batch // self.microbatches), bool)
+        for index in where.addressable_devices_indices_map(held.shape[1:]).values():
+            held[(slice(None), *(index or ()))] = True
+        return np.flatnonzero(held)
+
+    def place(self, size: int, *arrays: Any) -> tuple[Any, ...]:
+        """Put batches to train on of `size` rows over all processes, of which these are the `rows` of this one, on the devices:
+        with several microbatches in an axis of them before the rows, so that which rows one has is alike on all meshes."""
+        parts, where = self.microbatches, self._sharding(self.microbatches)
+        axis, here = int(parts > 1), self.rows(size)
+
+        def place(array: np.ndarray) -> jax.Array:
+            host = canonical(array)
+            host = host if parts == 1 else host.reshape(parts, -1, *host.shape[1:])
+            if where is None or where.is_fully_addressable:
+                return jax.device_put(host) if where is None else put(host, where)
+
+            def part(index: Any) -> np.ndarray:
+                start, stop, _ = index[axis].indices(size // parts)
+                first = np.searchsorted(here[: len(here) // parts], start)  # a device's rows lie together, here too
+                return host[(*index[:axis], slice(first, first + stop - start))]
+
+            return jax.make_array_from_callback(
+                (*host.shape[:axis], size // parts, *host.shape[axis + 1 :]), where, part
+            )
+
+        return jax.tree.map(place, arrays)
+
+    def _sharding(self, parts: int = 1) -> NamedSharding | None:
+        axes = (self.mesh_axes,) if parts == 1 else ((), self.mesh_axes)
+        return None if self.mesh is None else Layout(self.mesh, *axes).sharding
+
+    def shapes(self, size: int, *arrays: Any, parts: int = 1) -> tuple[Any, ...]:
+        """Describe `size` rows on the devices, which need not be here, as shapes alone; several `parts` have an axis of their
+        own, as `place` gives microbatches."""
+        where, lead = self._sharding(parts), (size,) if parts == 1 else (parts, size // parts)
+
+        def shape(array: np.ndarray) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            return jax.ShapeDtypeStruct((*lead, *array.shape[1:]), dtype, sharding=where)
+
+        return jax.tree.map(shape, arrays)
+
+
+def settle(module: Any, mesh: Mesh | None) -> Any:
+    """Put every array of a module on the mesh: those that no signal has placed are replicated."""
+    if mesh is None:
+        return module
+    everywhere = Layout(mesh).sharding
+
+    def place(array: jax.Array) -> jax.Array:
+        return put(array, everywhere) if isinstance(array.sharding, SingleDeviceSharding) else array
+
+    nnx.update(module, jax.tree.map(place, nnx.state(module)))
+    return module

@@ -1,0 +1,230 @@
+"""The training step as one program with donated state, the loop that dispatches it, and the evaluation."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard import layers
+from jshard.inspect.verify.inputs import Named, named_leaves
+from jshard.layers.accumulation import accumulated
+from jshard.layers.sharding import objective_of, partitioned
+from jshard.layers.user_code_errors import as_user_error
+from jshard.training.data.batches import Placement, padded
+from jshard.training.data.prefetch import read_ahead
+from jshard.training.data.sources import Position, Selectable, Source
+from jshard.training.experiments.loss import Objective
+
+# Steps are dispatched without waiting for the one before, but only so many: each holds a batch on the devices.
+IN_FLIGHT = 16
+AHEAD = 2
+
+
+class Step:
+    """One training step. `state` is all that changes; it is donated at each call, so that it is held once. Layers on several
+    sets of devices are `apart`: no program spans them, so each operation runs by itself."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: nnx.Optimizer,
+        loss: Objective,
+        *,
+        apart: bool = False,
+        microbatches: int = 1,
+    ):
+        compiled: Any = (lambda f, **how: f) if apart else jax.jit
+        graph, self.state = nnx.split((model, optimizer))
+        where = jax.tree.map(lambda array: array.sharding, self.state)
+        differentiated, scores = gradients_of(model, loss, microbatches), partitioned(model, loss.scores)
+
+        def train(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+            model, optimizer = nnx.merge(graph, state)
+            value, gradients = differentiated(model, x, y)
+            optimizer.update(model, gradients)
+            return nnx.state((model, optimizer)), value
+
+        def evaluated(state: Any) -> Any:
+            model, _ = nnx.merge(graph, state)
+            model = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
+            model.eval()  # modules of the user's that have these attributes, and no view
+            return model
+
+        self.program = compiled(train, donate_argnums=0, out_shardings=(where, None))
+        self.predict = lambda state, x: evaluated(state)(x)
+        self.scores = compiled(lambda state, x, y: scores(evaluated(state), x, y), out_shardings=_read_by_all(where))
+
+    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Train on one batch and return its loss, which may not be computed yet."""
+        self.state, loss = self.program(self.state, x, y)
+        return loss
+
+    def over(self, model: Any, optimizer: nnx.Optimizer) -> Step:
+        """The same programs over the arrays that these hold now."""
+        other = copy.copy(self)
+        other.state = nnx.split((model, optimizer))[1]
+        return other
+
+    def into(self, model: Any, optimizer: nnx.Optimizer) -> None:
+        """Put what was learned into the modules that the step was made of."""
+        nnx.update((model, optimizer), self.state)
+
+
+def gradients_of(model: Any, loss: Objective, microbatches: int, argnums: Any = 0) -> Callable[..., Any]:
+    """Return what gives the loss of a batch and its gradients, by microbatches where the batch is laid out in them; else those
+    of `argnums`."""
+    if microbatches == 1:
+        return nnx.value_and_grad(partitioned(model, objective_of(loss)), argnums=argnums)
+    by_microbatches = accumulated(objective_of(loss))
+
+    def differentiated(model: Any, x: Any, y: Any) -> Any:
+        if len(jax.tree.leaves(y)) > 1 or not loss.divides_by_count(y[0]):
+            return by_microbatches(model, x, y)
+        count = jnp.maximum(layers.sum((y >= 0).astype(jnp.float32)), 1.0) / microbatches
+        return by_microbatches(model, x, y, jnp.broadcast_to(count, microbatches))
+
+    return differentiated
+
+
+def step_with_gradients(loss: Objective, microbatches: int = 1) -> Callable[..., Named]:
+    """Make a training step as `verify` compares it: it returns the loss and the gradients of the parameters and of inputs that
+    are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
+
+    def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
+        smooth = microbatches == 1 and all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
+        of = [nnx.DiffState(0, optimizer.wrt), 1] if smooth else nnx.DiffState(0, optimizer.wrt)
+        value, found = gradients_of(model, loss, microbatches, of)(model, x, y)
+        gradients, *of_x = found if smooth else [found]
+        optimizer.update(model, gradients)
+        named = {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})}
+        return Named({"loss": value, **{f"gradient of {name}": leaf for name, leaf in named.items()}})
+
+    return train
+
+
+def _read_by_all(where: Any) -> NamedSharding | None:
+    """Replicate results when devices of other processes take part, so that each process can read them."""
+    for each in jax.tree.leaves(where):
+        if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh) and not each.is_fully_addressable:
+            return NamedSharding(each.mesh, PartitionSpec())
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """One step that has been dispatched: its number, from 1, its loss, which may not be computed yet, and the position in
+    the data behind it. `settle()` waits for it and all before it, and stops at the first whose loss is NaN. `fed` and
+    `called` are the seconds that the loop waited for its batch, and that it took to dispatch it."""
+
+    number: int
+    loss: jax.Array
+    position: Position
+    settle: Callable[[], None]
+    fed: float = 0.0
+    called: float = 0.0
+
+
+def run(
+    step: Callable[..., jax.Array],
+    source: Source,
+    placement: Placement,
+    *,
+    steps: int,
+    ahead: int = AHEAD,
+    since: tuple[int, Position | None] = (0, None),
+    begins: Callable[[int], None] = lambda number: None,
+    check: Callable[[Any], None] = lambda y: None,
+) -> Generator[Taken]:
+    """Dispatch the steps behind those that are done by `since`, their number and the position in the data, up to `steps`.
+
+    `ahead` batches are read and on their way to the devices before they are asked for. `begins` hears of each step before it
+    is dispatched, `check` of the targets that are read. A loss that is no number ends it, at most a few steps later.
+    """
+    waiting: collections.deque[tuple[int, jax.Array, Position | None]] = collections.deque()
+    done, position = since
+    numbers = range(done + 1, steps + 1)
+
+    def settle(left: int = 0) -> None:
+        while len(waiting) > left:
+            number, loss, before = waiting.popleft()
+            if math.isnan(float(loss)):
+                raise NotANumber(number, read=(before,))
+
+    with read_ahead(placed(source, placement, position, len(numbers), check), ahead) as batches:
+        asked = time.perf_counter()
+        for number, (batch, behind) in zip(numbers, batches, strict=True):
+            fed = time.perf_counter()
+            begins(number)
+            loss = step(*batch)
+            called = time.perf_counter()
+            waiting.append((number, loss, position))
+            position = behind
+            settle(IN_FLIGHT)
+            yield Taken(number, loss, behind, settle, fed - asked, called - fed)
+            asked = time.perf_counter()
+        settle()
+
+
+def placed(
+    source: Source,
+    placement: Placement,
+    position: Position | None,
+    count: int | None,
+    check: Callable[[Any], None] = lambda y: None,
+) -> Generator[tuple[tuple[Any, ...], Position]]:
+    """Yield `count` batches on the devices, and the position behind each."""
+    with as_user_error("data is read"):
+        for batch in itertools.islice(source.read(position, placement.rows), count):
+            check(batch.y)
+            yield placement.place(batch.size, batch.x, batch.y), batch.position
+
+
+def check_parameters(state: Any, number: int) -> None:
+    """Stop when the parameters behind a step hold a NaN, which the loss of the next step would only tell."""
+    if holds_nan(state):
+        raise NotANumber(number, "a parameter behind")
+
+
+def holds_nan(state: Any) -> bool:
+    """Say whether a parameter holds a NaN."""
+    by_devices: dict[Any, list[jax.Array]] = {}
+    for leaf in jax.tree.leaves(nnx.filter_state(state[0], nnx.Param)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            by_devices.setdefault(frozenset(leaf.sharding.device_set), []).append(leaf)
+    return any(bool(_any_nan(leaves)) for leaves in by_devices.values())
+
+
+@jax.jit
+def _any_nan(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isnan(array).any() for array in arrays]).any()
+
+
+class NotANumber(Exception):
+    """The loss of a step, or a parameter behind it, is NaN. `read` holds the position that its batch was read from."""
+
+    def __init__(self, step: int, what: str = "the loss of", *, read: tuple[Position | None, ...] = ()):
+        super().__init__(f"{what} step {step} is NaN")
+        self.step, self.read = step, read
+
+
+def evaluate(step: Step, data: Selectable, placement: Placement, batch: int) -> dict[str, float]:
+    """Compute the figures of the model on `data`: means over all rows, or over all targets that count."""
+    sums: dict[str, tuple[float, float]] = {}
+    for chosen, weights in padded(data, batch):
+        for name, both in step.scores(step.state, *placement(chosen.x, chosen.y)).items():
+            more = (float(np.dot(np.asarray(each), weights)) for each in both)
+            sums[name] = tuple(map(sum, zip(sums.get(name, (0.0, 0.0)), more, strict=True)))  # type: ignore[assignment]  # two
+    order = sorted(sums, key=lambda name: (name == "accuracy", name != "loss", name))
+    return {f"test_{name}": sums[name][0] / max(sums[name][1], 1.0) for name in order}

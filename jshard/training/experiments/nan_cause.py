@@ -1,0 +1,87 @@
+"""What made a loss NaN: the data of its batch, read once more, or an operation, found by running the steps before it again."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jshard.inspect.verify.nan_origin import NanOrigin, first, nan_origins
+from jshard.training.checkpoints.checkpoint import Checkpoint
+from jshard.training.data.sources import Position, Rows, Shuffled, Source, own_position
+from jshard.training.experiments.experiment import Experiment
+from jshard.training.experiments.loop import holds_nan, placed
+
+MOST = 1000  # steps that are run again
+LOOKS = 3  # the last so many are looked into, as a NaN made by an update shows later; the first for what is harmless
+PARTS = ("inputs", "targets")
+
+
+def suspect(source: Source, position: Position | None, rows: Rows) -> str:
+    """Name the data that is NaN, `inputs of its batch that rank 1 read`; nothing where they are finite, or can't be read twice.
+    All processes call it."""
+    own = _part(source, position, rows)
+    if jax.process_count() == 1:
+        return f"{PARTS[own]} of its batch" if own is not None else ""
+    parts = multihost_utils.process_allgather(np.int32(-1 if own is None else own)).ravel()
+    found = [(rank, int(part)) for rank, part in enumerate(parts) if part >= 0]
+    return f"{PARTS[found[0][1]]} of its batch that rank {found[0][0]} read" if found else ""
+
+
+def _part(source: Source, position: Position | None, rows: Rows) -> int | None:
+    if not isinstance(source, Shuffled):
+        return None
+    read = next(source.read(position, rows))
+    finite = [all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)) for tree in (read.x, read.y)]
+    return None if all(finite) else finite.index(False)
+
+
+def maker(
+    failed: Experiment, step: int, since: Checkpoint | None, say: Callable[[str], None], begins: Callable[[int], None]
+) -> str:
+    """`log at model.py:12 makes it in the forward pass, under signal "head" (mine.yaml:9)`, of the NaN that `step` ended
+    with; nothing where it can't be told, and `say` why. All processes call it."""
+    done = 0 if since is None else since.step
+    steps = (
+        f"{step - done:,} step{'s' * (step - done != 1)} from {'the beginning' if since is None else f'step {done}'}"
+    )
+    if step - done > MOST:
+        say(f"what makes the NaN is not looked for: that is {steps}, and at most {MOST:,} are run again")
+        return ""
+    say(f"looking for what makes the NaN: again {steps}")
+    found = _again(failed, step, since, begins)
+    if found is None:
+        say(f"the NaN did not come again in {steps}")
+        return ""
+    number, birth = found
+    if birth is None:
+        return f"a parameter is NaN since step {number}"
+    rank = f", on rank {birth.device.process_index}" if birth.device is not None and jax.process_count() > 1 else ""
+    return birth.words("" if number == step else f" of step {number}") + rank
+
+
+def _again(
+    failed: Experiment, last: int, since: Checkpoint | None, begins: Callable[[int], None]
+) -> tuple[int, NanOrigin | None] | None:
+    """Find the step that first ends with a NaN, and what makes it, if that step was looked into."""
+    fresh = Experiment.build(failed.configuration, failed.placement.mesh)
+    step, done, position = fresh.step(), 0, None
+    if since is not None:
+        step.state, manifest = since.restore(step.state, fresh.configuration.source)
+        done, position = manifest.step, own_position(manifest.position, since)
+    look, harmless = nan_origins(step.program, fresh.placement.mesh), set[int]()
+    numbers = range(done + 1, last + 1)
+    with contextlib.closing(placed(fresh.data, fresh.placement, position, len(numbers))) as batches:
+        for number, (batch, _) in zip(numbers, batches, strict=True):
+            begins(number)
+            found = look(step.state, *batch) if number > last - LOOKS or number == done + 1 else None
+            loss = step(*batch)
+            if math.isnan(float(loss)) or holds_nan(step.state):
+                return number, None if found is None else first(found, harmless)
+            harmless |= {birth.number for birth in found or ()}
+    return None

@@ -1,0 +1,155 @@
+"""Two training steps by plain Flax and optax on one device, with nothing loaded: what two steps of an experiment are held
+against. Both run in 64 bits, and share the model, the loss that is named, and no step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jshard.inspect.ledger.tracing import is_inexact
+from jshard.inspect.verify.dataflow import asked_dtypes
+from jshard.inspect.verify.inputs import shaken
+from jshard.inspect.verify.interpreter import Evaluation, quickly
+from jshard.inspect.verify.verification import PlainSteps
+from jshard.inspect.verify.wide import widened
+from jshard.layers.layer import AuxLoss
+from jshard.layouts.paths import words_of
+from jshard.layouts.put import on_host, put, raw
+from jshard.signals.active_config import nothing_loaded
+from jshard.training.experiments.loop import Step
+from jshard.training.experiments.loss import Objective
+from jshard.training.optimizers.chain import Chain
+from jshard.training.settings import Settings
+
+SMALL = 1e-4  # of the largest number of the model or of the optimizer: what is smaller may be rounding alone
+CREATED = 4  # last bits that an initial number may be off: compilers round it in other ways
+
+SHAKES = 3
+TakesStep = Callable[..., tuple[Any, Any]]  # (state, x, y) -> (state, loss)
+
+
+def plain_steps(settings: Settings, objective: Objective, step: Step, batches: Sequence[Any]) -> PlainSteps:
+    """Take the steps of these batches in both ways, from the numbers that plain Flax creates, and compare what they leave."""
+    own = _named(step.state)
+    with nothing_loaded():
+        graph, state = nnx.split(_modules(settings, objective))
+        created = _named(state)
+        if other := sorted(own.keys() ^ created.keys()):
+            return PlainSteps({}, unknown=f"plain Flax makes other variables: {', '.join(other[:3])}")
+        here = [jax.tree.map(on_host, batch) for batch in batches]
+        take = _stepping(_plain_step(settings, objective, graph), state, here)
+        numbers = [on_host(each).astype(np.float64) if is_inexact(each) else each for each in created.values()]
+        expected = take(created)
+        moved = [take(dict(zip(created, shaken(numbers, 2.0**-52, seed), strict=True))) for seed in range(SHAKES)]
+    off = {f"{name} as created": off for name, off in _offs(created, own).items() if off > _last_bits(created[name])}
+    begun = {
+        name: put(on_host(created[name]), own[name].sharding) if is_inexact(own[name]) else own[name] for name in own
+    }
+    offs = _offs(expected, _stepping(step.program, step.state, batches)(begun))
+    rounding = [_offs(expected, each) for each in moved]
+    return PlainSteps({**off, **offs}, {name: max(each[name] for each in rounding) for name in offs})
+
+
+def _named(state: Any) -> dict[str, Any]:
+    """Name the arrays of a model and its optimizer, in their order."""
+    named = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        of, *words = words_of(path)
+        named[".".join([("model", "optimizer")[int(of)], *words])] = leaf
+    return named
+
+
+def _last_bits(array: Any) -> float:
+    return CREATED * float(jnp.finfo(array.dtype).eps) if is_inexact(array) else 0.0
+
+
+def _modules(settings: Settings, objective: Objective) -> tuple[Any, nnx.Optimizer]:
+    """Build the model and the optimizer of plain Flax and optax that the configuration names."""
+    model = objective.model(rngs=nnx.Rngs(settings["seed"]))
+    tx = Chain.of(settings, clip=optax.clip_by_global_norm).tx
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def _plain_step(settings: Settings, objective: Objective, graph: Any) -> TakesStep:
+    """Write a training step as one would by hand: the gradients of the microbatches are added up."""
+    loss, parts = _loss(settings, objective), settings["microbatches"]
+
+    def step(state: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        model, optimizer = nnx.merge(graph, state)
+        batches = [(x, y)] if parts == 1 else [jax.tree.map(lambda array, n=n: array[n], (x, y)) for n in range(parts)]
+        counts = [jnp.sum(y >= 0) if isinstance(y, jax.Array) else 1 for _, y in batches]
+        each = [nnx.value_and_grad(loss)(model, *batch, sum(counts) / parts) for batch in batches]
+        gradients = jax.tree.map(lambda *terms: sum(terms) / parts, *(gradient for _, gradient in each))
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), sum(value for value, _ in each) / parts
+
+    return step
+
+
+def _loss(settings: Settings, objective: Objective) -> Callable[..., jax.Array]:
+    written, z = objective.written, settings.table("loss").get("z", 0.0)
+
+    def loss(model: Any, x: Any, y: Any, count: Any) -> jax.Array:
+        outputs = model(x)
+        auxiliary = sum(jnp.sum(each) for each in jax.tree.leaves(nnx.state(model, AuxLoss)))
+        if written is not None:
+            return written(outputs, y) + auxiliary
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, jnp.maximum(y, 0))
+        losses += z * jax.nn.logsumexp(outputs, axis=-1) ** 2
+        return jnp.sum(jnp.where(y >= 0, losses, 0.0)) / jnp.maximum(count, 1) + auxiliary
+
+    return loss
+
+
+def _stepping(step: TakesStep, like: Any, batches: Sequence[Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what finds, from a state, what the steps leave of it, and their losses, in 64 bits."""
+    jaxpr = jax.make_jaxpr(lambda state, batch: step(state, *batch))(like, batches[0])
+    how, where = Evaluation(wide=True, asked=asked_dtypes), [*(each.sharding for each in jax.tree.leaves(like)), None]
+    program = jax.jit(
+        lambda arrays: how(jaxpr, arrays)[0], out_shardings=where, compiler_options=quickly(jax.devices()[0])
+    )
+
+    def take(start: Mapping[str, Any]) -> dict[str, Any]:
+        losses = {}
+        with jax.enable_x64(True):
+            state = [_wide(each) for each in start.values()]
+            for number, batch in enumerate(batches, 1):
+                *state, loss = program([*state, *map(_wide, jax.tree.leaves(batch))])
+                losses[f"loss of step {number}"] = on_host(loss)
+            return {**losses, **{name: on_host(raw(each)) for name, each in zip(start, state, strict=True)}}
+
+    return take
+
+
+def _wide(array: Any) -> Any:
+    return array.astype(widened(array.dtype)) if is_inexact(array) else array
+
+
+def _offs(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """Find how far each array is off, in parts of its largest number."""
+    largest: dict[str, float] = {}
+    for name, array in expected.items():
+        if is_inexact(array):
+            of = name.partition(".")[0]
+            largest[of] = max(largest.get(of, 0.0), _largest(array))
+    return {
+        name: _off(on_host(raw(array)), on_host(raw(found[name])), SMALL * largest.get(name.partition(".")[0], 0.0))
+        for name, array in expected.items()
+    }
+
+
+def _largest(array: Any) -> float:
+    return float(np.max(np.abs(on_host(array)), initial=0.0))
+
+
+def _off(one: np.ndarray, two: np.ndarray, least: float) -> float:
+    if not np.issubdtype(one.dtype, np.inexact):
+        return 0.0 if np.array_equal(one, two) else 1.0
+    far = _largest(np.asarray(one, np.float64) - np.asarray(two, np.float64))
+    return far / max(_largest(one), least) if far else 0.0

@@ -1,5 +1,0 @@
-"""Tensors of files: what a file says that it has, what is seen of it, and which parameter that becomes."""
-
-from jshard.training.tensors.rename import Renaming as Renaming
-from jshard.training.tensors.safetensors import FileTensor as FileTensor
-from jshard.training.tensors.view import View as View
