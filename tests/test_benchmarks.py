@@ -19,6 +19,7 @@ from benchmarks import (
     generate,
     loader,
     log,
+    lowered,
     models,
     pipeline,
     plan,
@@ -282,3 +283,19 @@ def test_strangers_name_their_packages(capsys):
     assert {each.package for each in strangers.MODELS.values()} == {
         each.split("==")[0] for each in strangers.PACKAGES.split()
     }
+
+
+def test_programs_differ_by_more_than_the_names_of_functions_and_results():
+    text = 'module @jit_step { func.func public @main() -> (f32 {jax.result_info = "[0]"}) { call @one(%0) } func.func private @one }'
+    renamed = text.replace("jit_step", "jit_g").replace("@one", "@one_3").replace('"[0]"', "\"[0]['w']\"")
+    assert lowered.normalized(text) == lowered.normalized(renamed)
+    assert lowered.normalized(text) != lowered.normalized(text.replace("%0", "%1"))
+    before, after = {"wire": 2048, "FLOPs": 10, "temporaries": 1}, {"wire": 1024, "FLOPs": 10, "temporaries": 1}
+    assert lowered.row(before, after) == "wire 2,048 -> 1,024   FLOPs 10 -> 10   temporaries 1 -> 1"
+    assert lowered.row(before, {"error": "TypeError: no"}) == "there: lowers; here: TypeError: no"
+
+
+@pytest.mark.slow
+def test_lowered_step_of_the_last_commit_is_compared(capsys):
+    lowered.main(["xor", "--against", "HEAD"])
+    assert capsys.readouterr().out.splitlines()[-1].endswith("of 1 programs are the same as at HEAD")
