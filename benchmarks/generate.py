@@ -28,7 +28,7 @@ from flax import nnx
 
 import jshard
 from benchmarks.quartiles import quartiles
-from jshard.inspect.compiled.hlo_text import NO_RESULT, Program
+from jshard.inspect.compiled.hlo_text import NO_RESULT, HloProgram
 from jshard.inspect.plan.work import bytes_moved
 from jshard.layers.attending import attend
 from jshard.printing.table import table
@@ -95,7 +95,7 @@ class Prompts:
 def apart(text: str, room: int) -> tuple[int, int]:
     """Bytes that the operations of a compiled program read and write, as often as they run: of those without an axis of `room`
     places, and of the others."""
-    program, long = Program(text), re.compile(rf"[\[,]{room}[\],]")
+    program, long = HloProgram(text), re.compile(rf"[\[,]{room}[\],]")
 
     def of(name: str) -> np.ndarray:
         found, computation = np.zeros(2, int), program.computations[name]

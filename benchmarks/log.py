@@ -177,10 +177,10 @@ def table(found: dict[str, list[Times]]) -> str:
 def hot(rounds: int = 200_000) -> str:
     """What is added to the way of a step, in microseconds: with the log off, and with it on."""
     from jshard.runs import events
-    from jshard.training.experiments.loop import Taken
+    from jshard.training.experiments.loop import DispatchedStep
     from jshard.training.experiments.run_events import Course
 
-    taken = Taken(1, None, {}, lambda: None, 0.0, 0.0)  # type: ignore[arg-type]  # its loss is not read here
+    taken = DispatchedStep(1, None, {}, lambda: None, 0.0, 0.0)  # type: ignore[arg-type]  # its loss is not read here
     course = Course.__new__(Course)
     course.batch, course.last, course.since, course.seconds_at_peak = 64, 0, 0.0, None
     heard: collections.deque[Any] = collections.deque(maxlen=1000)

@@ -13,7 +13,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what one may use of it: no fur
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """Where a fact was written: `configs/mlp.yaml:4`, or only a source (`the command line`) when there are no lines."""
 
     source: str

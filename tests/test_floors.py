@@ -4,6 +4,7 @@ and under TYPE_CHECKING too."""
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import runpy
 import subprocess
@@ -211,6 +212,13 @@ def test_floors_no_room_exports_the_name_of_its_own_module():
         }
         shadowed += [path for path in init.parent.iterdir() if path.stem in exported]
     assert shadowed == []
+
+
+def test_floors_no_two_classes_have_one_name():
+    """A reader who has met a class knows every class of that name."""
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    names = collections.Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_floors_no_two_files_of_tests_have_one_name():

@@ -77,9 +77,9 @@ class Target:
             from jshard.training.experiments.experiment import Experiment
 
             return configuration, functools.partial(Experiment.build, configuration)
-        from jshard.training.function import Call
+        from jshard.training.function import FunctionCall
 
-        call = Call.of(self.function, self.arguments)
+        call = FunctionCall.of(self.function, self.arguments)
         if active_config.configuration() is not configuration:  # the function's module has loaded one of its own
             configuration = active_config.use(self.configuration())
         return configuration, functools.partial(call.built, configuration)

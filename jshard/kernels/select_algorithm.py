@@ -41,7 +41,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Rule:
     """A choice for `ops` on `chips`, for groups of `least` to `most` devices, payloads of up to `up_to` bytes, and if `when`
     is given for arrays of which it is true; or only where the group is all devices, or where work runs beside."""
 
@@ -110,36 +110,36 @@ def _is_no_whole_tiles(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
     return not is_whole or math.prod(shape) <= rows * lanes
 
 
-def _along_the_torus(chips: str, least: int, most: int = 1 << 30, up_to: int = 1 << 62) -> Row:
+def _along_the_torus(chips: str, least: int, most: int = 1 << 30, up_to: int = 1 << 62) -> Rule:
     reason = "XLA runs such a gather over all of a slice as an all-reduce, of twice the bytes, and computes nothing meanwhile"
     is_worth_it = lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= 4 * KiB  # fewer only wait for neighbours
-    return Row(
+    return Rule(
         "all_gather", chips, Choice("torus", reason, _GATHERED), least, most, up_to, when=is_worth_it, of_all=True
     )
 
 
 TABLE = (  # the first row that applies counts
-    Row("any", "any", _xla("a group of one moves nothing", "arithmetic"), 0, 1),
-    Row(
+    Rule("any", "any", _xla("a group of one moves nothing", "arithmetic"), 0, 1),
+    Rule(
         "all_reduce",
         "cpu",
         Choice("in_order", "gloo's waits for a neighbour 2 (n - 1) times, this once or twice", _PROCESSES),
         least=3,
         when=lambda *_: between_processes(),
     ),
-    Row(
+    Rule(
         "reduce_scatter all_gather",
         "cpu",
         Choice("in_order", "behind gloo's reduce-scatter others wait 40 ms, and it adds in another order", _PROCESSES),
         when=lambda *_: between_processes(),
     ),
-    Row(
+    Rule(
         "any",
         "cpu",
         _xla("a CPU has no links for a kernel to drive", "tests/kernels/test_select_algorithm.py: HLO of psum"),
     ),
     *(
-        Row(
+        Rule(
             "all_reduce",
             "h100 h200 b200",
             _xla(f"psum over {group} is a {shots} kernel of XLA's own up to {_size(limit)}", _OWN),
@@ -150,18 +150,18 @@ TABLE = (  # the first row that applies counts
         for group, one, two in ((2, MiB, 16 * MiB), (4, 512 * KiB, 8 * MiB), (8, 256 * KiB, 4 * MiB))
         for shots, limit in (("one-shot", one), ("two-shot", two))
     ),
-    Row("all_reduce", "gpu", _xla("psum is NCCL's here, which wins above the sizes of one-shot kernels", _NCCL)),
-    Row(
+    Rule("all_reduce", "gpu", _xla("psum is NCCL's here, which wins above the sizes of one-shot kernels", _NCCL)),
+    Rule(
         "matmul",
         "h100 h200",
         _xla(
             "as quick as a kernel; with an activation 3 to 10 % slower, but its gradient has a product fewer", _HOPPER
         ),
     ),
-    Row("matmul", "b200", _xla("no figure says that a kernel beats cuBLAS on this chip", _BLACKWELL)),
-    Row("reduce_scatter all_gather", "gpu", _xla("NCCL's: neither XLA nor jshard has a kernel for it", _GATHERS)),
-    Row("any", "gpu", _xla("jshard has no kernel for this op on GPUs", "docs/kernels.md")),
-    Row(
+    Rule("matmul", "b200", _xla("no figure says that a kernel beats cuBLAS on this chip", _BLACKWELL)),
+    Rule("reduce_scatter all_gather", "gpu", _xla("NCCL's: neither XLA nor jshard has a kernel for it", _GATHERS)),
+    Rule("any", "gpu", _xla("jshard has no kernel for this op on GPUs", "docs/kernels.md")),
+    Rule(
         "matmul_reduce_scatter",
         "tpu",
         _xla(
@@ -170,21 +170,21 @@ TABLE = (  # the first row that applies counts
         ),
         when=_shows_more_than_xla,
     ),
-    Row(
+    Rule(
         "all_gather_matmul matmul_reduce_scatter",
         "tpu",
         Choice("fused", "the wire runs under the product, which XLA does not do inside a shard_map", _WIRE),
         2,
         LONGEST_RING,
     ),
-    Row(
+    Rule(
         "all_reduce",
         "tpu",
         Choice("permute", "XLA computes nothing while it sums, and while permutes travel it does", _SUMS),
         when=lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= MiB,  # fewer only wait for neighbours
         beside_work=True,
     ),
-    Row(
+    Rule(
         "reduce_scatter",
         "tpu",
         Choice("permute", "XLA computes nothing while it runs a scatter, and while permutes travel it does", _SCATTERS),
@@ -192,7 +192,7 @@ TABLE = (  # the first row that applies counts
         beside_work=True,
     ),
     *(_along_the_torus("v5e", group, group, 16 * MiB // group) for group in (64, 128, 256)),
-    Row(
+    Rule(
         "reduce_scatter all_gather",
         "tpu",
         Choice(
@@ -202,7 +202,7 @@ TABLE = (  # the first row that applies counts
         ),
         when=_is_no_whole_tiles,
     ),
-    Row(
+    Rule(
         "all_gather",
         "v5p v6e",
         Choice("permute", "XLA computes nothing while it gathers there, and while permutes travel it does", _SCATTERS),
@@ -210,15 +210,15 @@ TABLE = (  # the first row that applies counts
     ),
     *(_along_the_torus("v6e", group, group, 16 * MiB // group) for group in (64, 128, 256)),
     _along_the_torus("v5p", 64),
-    Row(
+    Rule(
         "reduce_scatter",
         "tpu",
         Choice("permute", "XLA runs a scatter over all of a slice as an all-reduce, of twice the bytes", _SCATTERS),
         least=16,
         of_all=True,
     ),
-    Row("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), 0),
-    Row("any", "any", _xla("jshard has no kernels for this chip", "docs/kernels.md"), 0),
+    Rule("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), 0),
+    Rule("any", "any", _xla("jshard has no kernels for this chip", "docs/kernels.md"), 0),
 )
 
 

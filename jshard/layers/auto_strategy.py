@@ -52,7 +52,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One way to run a product: its strategy, its wire bytes per device forward and for the gradients, and its arithmetic."""
 
     strategy: Strategy
@@ -82,7 +82,7 @@ class Choice:
         return ", ".join(priced)
 
 
-def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice]:
+def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Candidate]:
     """List every strategy that divides the sizes, cheapest first: by cost, then by forward's wire bytes, then by the number of
     steps, then row before column before reduction. `itemsize` is that of the numbers that are summed; sizes divide on
     `runs_on` too."""
@@ -90,7 +90,7 @@ def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice
     present = dict.fromkeys((*x.layout.mesh_axes, *w.layout.mesh_axes, *mesh.axis_names))  # in the order they lie in
     names = [name for name in present if mesh.shape[name] >= 2]
     loops = (*(["row"] if rank >= 2 else []), *(["sequence"] if rank >= 3 else []), "column", "reduction", "none")
-    found: list[Choice] = []
+    found: list[Candidate] = []
     split: dict[str, Any]
     # A batch that is split stays so where w is whole: one product must not gather it for all that follow.
     batch = set(x.layout.axes[0] if rank >= 2 else ()) - set(w.layout.mesh_axes)
@@ -105,7 +105,7 @@ def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Choice
     return sorted(found, key=lambda choice: (choice.cost, choice.wire, choice.collectives))
 
 
-def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Choice:
+def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Candidate:
     mesh, rank = strategy.mesh, len(x.shape)
     kernel = strategy.kernel()
     moves = x.moved(strategy.x(rank)), w.moved(kernel)
@@ -127,7 +127,7 @@ def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Choice
         backward += COLLECTIVES["all_reduce"].wire(itemsize * size, _ways(mesh, summed))
     ways = _ways(mesh, (*strategy.batch, *strategy.column, *strategy.reduction))
     multiplications = math.prod((*x.shape, w.shape[1])) // ways
-    return Choice(strategy, forward, backward, collectives, multiplications, ways, x.has_gradient + w.has_gradient)
+    return Candidate(strategy, forward, backward, collectives, multiplications, ways, x.has_gradient + w.has_gradient)
 
 
 def _ways(mesh: Mesh, names: tuple[str, ...] | list[str]) -> int:

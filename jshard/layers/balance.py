@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.printing.units import operations, size
 from jshard.schedules import Table
 from jshard.signals.signal import Signal
@@ -56,7 +56,7 @@ def spelled(counts: tuple[int, ...] | list[int], table: Table) -> str:
     return f"{what} of {', '.join(map(str, counts))} layers"
 
 
-def in_ranges(ranges: str, depth: int, signal: Signal, table: Table, pipeline: Place) -> tuple[int, ...]:
+def in_ranges(ranges: str, depth: int, signal: Signal, table: Table, pipeline: Location) -> tuple[int, ...]:
     """Read "0..5: 0, 6..11: 1" for a stack of `depth` layers."""
     about = f"{signal} says stage ({signal.at('stage')})"
     counts, stages = [], []

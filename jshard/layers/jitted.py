@@ -63,9 +63,9 @@ def jit(
 
 def _jitted(f: Callable[..., Any], static: Sequence[str], *, donate: bool) -> Callable[..., Any]:
     """Return a function that compiles `f` once for arguments of one structure."""
-    programs: dict[Any, Compiled] = {}
+    programs: dict[Any, JittedProgram] = {}
 
-    def compiled_for(arguments: Arguments) -> Compiled:
+    def compiled_for(arguments: Arguments) -> JittedProgram:
         before, types = (arguments.structure, trace_context()), tuple(map(_type, arguments.arrays))
         if (*before, types) not in programs:
             if programs and events.listeners:
@@ -74,7 +74,7 @@ def _jitted(f: Callable[..., Any], static: Sequence[str], *, donate: bool) -> Ca
             use_stages()
             if configuration() is not None:
                 check_takes_its_models(f)
-            found = Compiled(f, arguments, donate=donate)
+            found = JittedProgram(f, arguments, donate=donate)
             at_rest = tuple(map(_type, found.placed(list(map(_shape, arguments.arrays)))))
             programs[*before, types] = programs[*before, at_rest] = found
         return programs[*before, types]
@@ -117,7 +117,7 @@ def _jitted(f: Callable[..., Any], static: Sequence[str], *, donate: bool) -> Ca
     return call
 
 
-class Compiled:
+class JittedProgram:
     """The program for arguments of one structure. `taken` is where each array rests; None where no mesh is loaded."""
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, *, donate: bool):

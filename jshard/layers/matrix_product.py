@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.layers.auto_strategy import Choice, Operand, choices
+from jshard.layers.auto_strategy import Candidate, Operand, choices
 from jshard.layers.body import Arithmetic
 from jshard.layers.sharded_matmul import multiply
 from jshard.layouts.layout import Layout
@@ -68,7 +68,7 @@ def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) 
         return multiply(x, w, None, governing, arithmetic, strategy=strategy)
 
 
-def choose(x: Any, w: Any) -> list[Choice]:
+def choose(x: Any, w: Any) -> list[Candidate]:
     """List every strategy of `matmul(x, w)` for the layouts of x and w, cheapest first, each with its price."""
     on = _mesh_of(x, w)
     sizes = mesh_to_choose_for() if on == mesh() else on

@@ -41,7 +41,7 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Body:
+class ReductionBody:
     """One device's part of a reduction."""
 
     kind: Kind
@@ -66,7 +66,7 @@ class Body:
         return all_reduce(jnp.sum(x, self.axes, keepdims=self.keepdims), self.mesh_axes, algorithm=self.algorithm)
 
 
-def _top(body: Body, x: jax.Array) -> jax.Array:
+def _top(body: ReductionBody, x: jax.Array) -> jax.Array:
     of_device = jnp.max if body.kind == "max" else jnp.min
     return all_reduce(of_device(x, body.axes, keepdims=True), body.mesh_axes, op=body.kind, algorithm="xla")
 
@@ -75,7 +75,7 @@ _largest = jax.custom_jvp(_top, nondiff_argnums=(0,))
 
 
 @_largest.defjvp
-def _largest_derivative(body: Body, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _largest_derivative(body: ReductionBody, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Take the mean of the tangents of all elements that are equal to the maximum, or minimum."""
     (x,), (moves,) = primals, tangents
     top = _largest(body, x)
@@ -100,14 +100,14 @@ def _reduced(kind: Kind, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
         return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[kind](x, axes, keepdims=keepdims)
     x = redistribute(x, layout, label=str(active() or f"jshard.{kind}"))
     mesh_axes = tuple(name for each in axes for name in layout.axes[each])
-    body = Body(kind, axes, keepdims, mesh_axes, _algorithm(kind, layout.mesh, mesh_axes))
+    body = ReductionBody(kind, axes, keepdims, mesh_axes, _algorithm(kind, layout.mesh, mesh_axes))
     kept = [() if each in axes else names for each, names in enumerate(layout.axes)]
     left = kept if keepdims else [names for each, names in enumerate(kept) if each not in axes]
     return _program(body, layout, Layout(layout.mesh, *left), x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _program(body: Body, source: Layout, target: Layout, x: jax.Array) -> jax.Array:
+def _program(body: ReductionBody, source: Layout, target: Layout, x: jax.Array) -> jax.Array:
     return jax.shard_map(body, mesh=source.mesh, in_specs=source.spec, out_specs=target.spec)(x)
 
 
@@ -151,7 +151,7 @@ def _local(kind: Kind, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, a
         layout = _signal_layout(signal, x.ndim, axes)
         mesh_axes = tuple(name for each in axes for name in layout.axes[each] if name in varying)
     on = None if active() is None else mesh()
-    return Body(kind, axes, keepdims, mesh_axes, _algorithm(kind, on, mesh_axes))(x)
+    return ReductionBody(kind, axes, keepdims, mesh_axes, _algorithm(kind, on, mesh_axes))(x)
 
 
 def _algorithm(kind: str, on: Any, mesh_axes: tuple[str, ...]) -> str:

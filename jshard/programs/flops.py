@@ -14,7 +14,7 @@ from jshard.programs.provenance import Cause, often, said
 
 
 @dataclasses.dataclass
-class Arithmetic:
+class Flops:
     """FLOPs of one device by dtype of the operands. `at_most` where the layout of some array can't be seen, and it was
     taken to be whole on every device; `unknown` products stand in a loop whose trips no program text tells."""
 
@@ -36,15 +36,15 @@ class Arithmetic:
                 sums[str(dtype)] = sums.get(str(dtype), 0.0) + flops
 
 
-def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Arithmetic:
+def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Flops:
     """Count the FLOPs of products and convolutions, and what kernels declare; without what `jax.checkpoint` computes again
     unless `remat`. Of a pipeline's stages it counts the one with most."""
-    found = _counted(jaxpr, Arithmetic(remat=remat))
-    others = (_counted(jaxpr, Arithmetic(remat=remat, stage=stage)) for stage in range(1, found.stages))
+    found = _counted(jaxpr, Flops(remat=remat))
+    others = (_counted(jaxpr, Flops(remat=remat, stage=stage)) for stage in range(1, found.stages))
     return max((found, *others), key=lambda each: each.total)
 
 
-def _counted(jaxpr: Any, found: Arithmetic) -> Arithmetic:
+def _counted(jaxpr: Any, found: Flops) -> Flops:
     jaxpr = bare(jaxpr)
     # A derivative may hold products that nothing reads.
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -52,7 +52,7 @@ def _counted(jaxpr: Any, found: Arithmetic) -> Arithmetic:
     return found
 
 
-def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool, before: int = 1) -> None:
+def _walk(jaxpr: Any, times: int, found: Flops, *, manual: bool, before: int = 1) -> None:
     """Count what runs `times` times, in a loop that runs `before` times."""
     for eqn in jaxpr.eqns:
         name, stack = eqn.primitive.name, eqn.source_info.name_stack
@@ -81,7 +81,7 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool, before: in
             found.unknown = True
             _walk(bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
         elif name == "cond":
-            branches = [Arithmetic(remat=found.remat, stage=found.stage) for _ in eqn.params["branches"]]
+            branches = [Flops(remat=found.remat, stage=found.stage) for _ in eqn.params["branches"]]
             counts = often(said(stack.stack, "times"))
             count = int(before * counts[found.stage if len(counts) > 1 else 0]) if counts else times
             for each, branch in zip(branches, eqn.params["branches"], strict=True):
@@ -99,7 +99,7 @@ def _walk(jaxpr: Any, times: int, found: Arithmetic, *, manual: bool, before: in
                 _walk(each, times, found, manual=manual or name == "shard_map", before=before)
 
 
-def _shape(aval: Any, found: Arithmetic, manual: bool) -> tuple[int, ...]:
+def _shape(aval: Any, found: Flops, manual: bool) -> tuple[int, ...]:
     """The shape on one device: inside a shard_map shapes are those already."""
     if manual:
         return aval.shape

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 import jax
 from jax._src import source_info_util
 
-from jshard.errors import Place
+from jshard.errors import Location
 
 PHASES = ("forward", "backward", "update")  # in the order of a training step
 FIELDS = frozenset(
@@ -68,7 +68,7 @@ class Cause:
     remat: bool = False  # it runs a second time, for the backward pass
     chosen: str = ""  # the strategy it is part of, with its price, where jshard took one by itself
     asked: bool = True  # whether a signal asked for it, as far as that is known
-    place: Place | None = None  # the line of the configuration that asks
+    place: Location | None = None  # the line of the configuration that asks
     claimed: bool = dataclasses.field(default=False, compare=False)  # the path is a claim's: no signal stands around
     source: str = dataclasses.field(default="", compare=False)  # the line of the program: model.py:12
 

@@ -9,6 +9,6 @@ from jshard.schedules.cost import Times as Times
 from jshard.schedules.cost import sends as sends
 from jshard.schedules.generators import KINDS as KINDS
 from jshard.schedules.generators import generate as generate
-from jshard.schedules.table import Key as Key
 from jshard.schedules.table import Op as Op
+from jshard.schedules.table import StageOp as StageOp
 from jshard.schedules.table import Table as Table

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jshard.errors import JShardError, quoted, refused
 from jshard.schedules.cost import inputs_kept
-from jshard.schedules.table import SLOTS, Key, Op, Table, counted, key_of, needs
+from jshard.schedules.table import SLOTS, Op, StageOp, Table, counted, key_of, needs
 
 OP = re.compile(r"([FBW])([0-9]{1,6})(?:\.([0-9]{1,3}))?")
 TICK = re.compile(rf"\.|(?:{OP.pattern})+")
@@ -105,7 +105,7 @@ def _ops(found: Found, stage: int, tick: int, source: str) -> Iterator[Word]:
 
 
 def _nothing_twice(words: list[Word], stages: int) -> None:
-    first: dict[Key, Word] = {}
+    first: dict[StageOp, Word] = {}
     for word in words:
         before = first.setdefault(key_of(word.op, word.stage, stages), word)
         if before is not word:
@@ -115,7 +115,7 @@ def _nothing_twice(words: list[Word], stages: int) -> None:
             )
 
 
-def _nothing_missing(by_key: dict[Key, Word], ends: list[str]) -> None:
+def _nothing_missing(by_key: dict[StageOp, Word], ends: list[str]) -> None:
     """Check that every stage has every chunk of every microbatch, in each slot that the table uses."""
     stages = len(ends)
     slots = SLOTS if any(key.slot == "W" for key in by_key) else SLOTS[:2]
@@ -124,7 +124,7 @@ def _nothing_missing(by_key: dict[Key, Word], ends: list[str]) -> None:
     for microbatch in range(microbatches):
         for virtual in range(chunks * stages):
             for slot in slots:
-                if (key := Key(slot, microbatch, virtual)) not in by_key:
+                if (key := StageOp(slot, microbatch, virtual)) not in by_key:
                     stage, op = virtual % stages, Op(slot, microbatch, virtual // stages)
                     before = [by_key[each].tick + lag for each, lag in needs(key, chunks * stages) if each in by_key]
                     of = f"{counted(microbatches, 'microbatch')} and {counted(chunks, 'chunk')}"
@@ -134,7 +134,7 @@ def _nothing_missing(by_key: dict[Key, Word], ends: list[str]) -> None:
                     )
 
 
-def _in_order(by_key: dict[Key, Word], stages: int) -> None:
+def _in_order(by_key: dict[StageOp, Word], stages: int) -> None:
     virtual_stages = 1 + max(key.virtual for key in by_key)
     for key, word in sorted(by_key.items(), key=lambda each: (each[1].tick, SLOTS.index(each[0].slot), each[1].stage)):
         for needed, lag in needs(key, virtual_stages):

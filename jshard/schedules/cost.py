@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from jshard.printing.units import size
-from jshard.schedules.table import SLOTS, Key, Op, Table, needs
+from jshard.schedules.table import SLOTS, Op, StageOp, Table, needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bar:
+class TimedOp:
     """One operation in time."""
 
     stage: int
@@ -37,11 +37,11 @@ class Bar:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TimedTable:
     """The operations of all stages in time."""
 
     stages: int
-    bars: tuple[Bar, ...]
+    bars: tuple[TimedOp, ...]
 
     @property
     def length(self) -> float:
@@ -53,29 +53,29 @@ class Run:
         return max(0.0, 1 - sum(bar.end - bar.start for bar in self.bars) / (self.length * self.stages))
 
 
-def lock_step(table: Table, times: Times) -> Run:
+def lock_step(table: Table, times: Times) -> TimedTable:
     """Run the table as one program for all devices does: a slot takes its time on every stage if any has an operation in it."""
     bars, now = [], 0.0
     for tick in range(table.ticks):
         for slot in SLOTS:
             ops = [(stage, op) for stage, row in enumerate(table.rows) for op in row[tick] if op.slot == slot]
             takes = [times.of(slot, table, stage) for stage, _ in ops]
-            bars += [Bar(stage, op, now, now + each) for (stage, op), each in zip(ops, takes, strict=True)]
+            bars += [TimedOp(stage, op, now, now + each) for (stage, op), each in zip(ops, takes, strict=True)]
             now += max(takes, default=0)
-    return Run(table.stages, tuple(bars))
+    return TimedTable(table.stages, tuple(bars))
 
 
-def own_pace(table: Table, times: Times) -> Run:
+def own_pace(table: Table, times: Times) -> TimedTable:
     """Run each stage's operations in the table's order, each as soon as what it needs is there: what textbooks draw."""
-    ends: dict[Key, float] = {}
+    ends: dict[StageOp, float] = {}
     free = [0.0] * table.stages
     bars = []
     for key, _ in sorted(table.when.items(), key=lambda each: (each[1], SLOTS.index(each[0].slot))):
         stage, op = table.op(key)
         start = max([free[stage], *(ends[needed] for needed, _ in needs(key, table.virtual_stages))])
         ends[key] = free[stage] = start + times.of(key.slot, table, stage)
-        bars.append(Bar(stage, op, start, free[stage]))
-    return Run(table.stages, tuple(bars))
+        bars.append(TimedOp(stage, op, start, free[stage]))
+    return TimedTable(table.stages, tuple(bars))
 
 
 def inputs_kept(table: Table) -> list[list[int]]:
@@ -118,7 +118,7 @@ def sends(table: Table) -> dict[str, list[int]]:
     return {slot: [sent[slot, stage] for stage in range(table.stages)] for slot in "FB"}
 
 
-def _sending(table: Table) -> list[Key]:
+def _sending(table: Table) -> list[StageOp]:
     """The operations that make something for another stage."""
     ends = {"F": table.virtual_stages - 1, "B": 0}
     return [key for key in table.when if table.stages > 1 and key.virtual != ends.get(key.slot, key.virtual)]
@@ -151,11 +151,11 @@ class Cost:
     bytes_each: int | None = None
 
     @functools.cached_property
-    def lock_step(self) -> Run:
+    def lock_step(self) -> TimedTable:
         return lock_step(self.table, self.times)
 
     @functools.cached_property
-    def own_pace(self) -> Run:
+    def own_pace(self) -> TimedTable:
         return own_pace(self.table, self.times)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from jshard.printing.pages.shell import document, legend, section, table
 from jshard.printing.pages.words import svg
 from jshard.printing.table import BETWEEN
 from jshard.printing.table import table as aligned
-from jshard.schedules.cost import Cost, Run, compared, percent
+from jshard.schedules.cost import Cost, TimedTable, compared, percent
 from jshard.schedules.table import SLOTS, Table
 
 SAYS = {"F": "forward", "B": "backward", "W": "weight gradients"}
@@ -59,12 +59,12 @@ def drawn(costs: Sequence[Cost]) -> Markup:
     )
 
 
-def _runs(cost: Cost) -> Iterator[tuple[Run, str]]:
+def _runs(cost: Cost) -> Iterator[tuple[TimedTable, str]]:
     yield cost.lock_step, "in lock-step, as it runs"
     yield cost.own_pace, "with each stage at its own pace"
 
 
-def _panel(run: Run, title: str, top: float, scale: float) -> Iterator[Markup]:
+def _panel(run: TimedTable, title: str, top: float, scale: float) -> Iterator[Markup]:
     def text(words: str, x: float, y: float, size: int, **attributes: object) -> Markup:
         return element("text", words, x=x, y=y, font_size=size, **{"fill": "currentColor", **attributes})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jshard.schedules.table import Key, Table
+from jshard.schedules.table import StageOp, Table
 
 KINDS = {  # what they do, and how many chunks of layers a stage has unless said
     "gpipe": ("all forwards, then all backwards", 1),
@@ -28,8 +28,8 @@ def generate(kind: str, stages: int, microbatches: int, chunks: int | None = Non
         back = first_backward + order[microbatch, chunks - 1 - chunk]
         for stage in range(stages):
             virtual = chunk * stages + stage
-            when[Key("F", microbatch, virtual)] = at + stage
-            when[Key("B", microbatch, virtual)] = back + stages - 1 - stage
+            when[StageOp("F", microbatch, virtual)] = at + stage
+            when[StageOp("B", microbatch, virtual)] = back + stages - 1 - stage
             if kind == "zero_bubble":  # all stages at once, as a slot costs all what it costs one
-                when[Key("W", microbatch, virtual)] = back + stages - 1
+                when[StageOp("W", microbatch, virtual)] = back + stages - 1
     return Table.of(kind, stages, when)

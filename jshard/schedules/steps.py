@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 from collections.abc import Mapping
 
-from jshard.schedules.table import Key, Table
+from jshard.schedules.table import StageOp, Table
 
 NONE = -1
 
@@ -87,7 +87,7 @@ def steps(table: Table, *, recomputes: bool = False) -> Steps:
     return Steps(columns, *(count for _, count in places))
 
 
-def _places(kept: Mapping[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, int], int]:
+def _places(kept: Mapping[StageOp, tuple[int, int]], stages: int) -> tuple[dict[StageOp, int], int]:
     """Give what a stage keeps from one tick to another, both included, a place that nothing else has meanwhile."""
     places, most = {}, 0
     for stage in range(stages):

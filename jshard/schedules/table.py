@@ -25,7 +25,7 @@ class Op(NamedTuple):
         return f"{self.slot}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class Key(NamedTuple):
+class StageOp(NamedTuple):
     """An operation by its virtual stage: chunk * stages + stage, the order in which a microbatch goes through all chunks."""
 
     slot: str
@@ -45,7 +45,7 @@ class Table:
     rows: tuple[tuple[tuple[Op, ...], ...], ...]
 
     @classmethod
-    def of(cls, name: str, stages: int, when: Mapping[Key, int]) -> Table:
+    def of(cls, name: str, stages: int, when: Mapping[StageOp, int]) -> Table:
         """Make the rows of operations by their ticks."""
         rows = [[[] for _ in range(1 + max(when.values()))] for _ in range(stages)]
         for key, tick in sorted(when.items(), key=lambda each: SLOTS.index(each[0].slot)):
@@ -75,7 +75,7 @@ class Table:
         return any(key.slot == "W" for key in self.when)
 
     @functools.cached_property
-    def when(self) -> dict[Key, int]:
+    def when(self) -> dict[StageOp, int]:
         """The tick of each operation."""
         return {
             key_of(op, stage, self.stages): tick
@@ -84,12 +84,12 @@ class Table:
             for op in ops
         }
 
-    def op(self, key: Key) -> tuple[int, Op]:
+    def op(self, key: StageOp) -> tuple[int, Op]:
         """The stage that runs an operation, and its word."""
         chunk, stage = divmod(key.virtual, self.stages)
         return stage, Op(key.slot, key.microbatch, chunk)
 
-    def where(self, key: Key) -> str:
+    def where(self, key: StageOp) -> str:
         """Name an operation by its place, as in stage 1, tick 2, microbatch 0 (W0 of zero_bubble)."""
         stage, op = self.op(key)
         return f"stage {stage}, tick {self.when[key]}, microbatch {key.microbatch} ({op} of {self.name})"
@@ -113,16 +113,16 @@ class Table:
         return f"{self.name}: {', '.join(sizes)}"
 
 
-def key_of(op: Op, stage: int, stages: int) -> Key:
+def key_of(op: Op, stage: int, stages: int) -> StageOp:
     """The operation that a stage runs, by the virtual stage that it is of."""
-    return Key(op.slot, op.microbatch, op.chunk * stages + stage)
+    return StageOp(op.slot, op.microbatch, op.chunk * stages + stage)
 
 
 def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
-def needs(key: Key, virtual_stages: int) -> Iterator[tuple[Key, int]]:
+def needs(key: StageOp, virtual_stages: int) -> Iterator[tuple[StageOp, int]]:
     """What an operation needs, and how many ticks before it at least: 1 for what another chunk makes, 0 for its own."""
     if key.slot == "F" and key.virtual:
         yield key._replace(virtual=key.virtual - 1), 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jshard.errors import Place, quoted
+from jshard.errors import Location, quoted
 from jshard.signals.faults import Path, dotted, listed, shown, subject, value_words
 from jshard.signals.nodes import Node
 from jshard.signals.synonyms import MESH_AXES, suggest
-from jshard.signals.value_types import Key, Names, Reading, Table, choice, integer, whole_number
+from jshard.signals.value_types import Key, Keys, Names, Reading, choice, integer, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Axes(Names):
     example: str = "data"
     noun: str = "mesh axis "
 
-    def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
+    def is_there(self, name: str, place: Location, path: Path, reading: Reading) -> bool:
         if reading.mesh_is_broken or name in (reading.mesh_axes or ()):
             return True
         if reading.mesh_axes is None:
@@ -94,7 +94,7 @@ class Across(int):
     """The size of a mesh axis whose devices are in different slices, between which there is a slower network."""
 
 
-BETWEEN_SLICES = Table(
+BETWEEN_SLICES = Keys(
     {
         "size": Key(integer("2"), "How many slices, or groups of them."),
         "over": Key(choice(("dcn",)), "The data-center network, which joins slices."),

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from jshard.errors import JShardError, Place, nearest, quoted
+from jshard.errors import JShardError, Location, nearest, quoted
 from jshard.signals.config import Configuration
 from jshard.signals.faults import Faults, listed
 from jshard.signals.globs import LONGEST, OTHERS, RANGE, Glob, layers_of, narrowed, patterns, respelt, spellings
@@ -45,7 +45,7 @@ class Claim:
     line: str = ""  # model.py:12
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Location:
         """The line of the glob, or of the signal."""
         return self.signal.at(f"match.{self.glob}")
 
@@ -101,7 +101,7 @@ def claims(
     if configuration.default is not None:
         found = dict.fromkeys(paths, Claim(configuration.lookup((configuration.default,)), "")) | found
     if left := [path for path in paths if path not in found]:
-        place, says = Place(configuration.source), f"claims {len(left)} of {len(paths)} parameters: {_some(left, 3)}"
+        place, says = Location(configuration.source), f"claims {len(left)} of {len(paths)} parameters: {_some(left, 3)}"
         faults.add(f"no signal of {place}", place, says, 'claim them, or write rest: {match: ["**"]}')
     faults.stop()
     return {path: found[path] for path in paths}

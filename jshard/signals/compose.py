@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jshard.errors import Place, did_you_mean, nearest, quoted, reason
+from jshard.errors import Location, did_you_mean, nearest, quoted, reason
 from jshard.signals.faults import COMMAND_LINE, Faults, Path, dotted, listed, subject
 from jshard.signals.nodes import DEEPEST, Node, collection, read_mapping
 from jshard.signals.schema import JSHARD_TABLE, TRAIN
 from jshard.signals.source import MOST_BYTES, read_text, read_word
 from jshard.signals.synonyms import suggest
-from jshard.signals.value_types import Key, Table
+from jshard.signals.value_types import Key, Keys
 
 # Arguments of optimizers that are looked for beside `optimizer`.
 OF_OPTIMIZER = {"lr": "learning_rate"} | {name: name for name in ("learning_rate", "weight_decay", "momentum")}
@@ -30,7 +30,7 @@ def compose(source: Any, overrides: Sequence[str], faults: Faults) -> tuple[str,
     else:
         name = "jshard.load"
         what = "nothing" if source is None else f"something of type {type(source).__name__}"
-        faults.add(name, Place(name), f"is given {what}", 'give it a path or a mapping, as in "configs/mlp.yaml"')
+        faults.add(name, Location(name), f"is given {what}", 'give it a path or a mapping, as in "configs/mlp.yaml"')
         return name, None
     if root is not None:
         root = _Includes(faults).laid_under(root, name)
@@ -39,13 +39,13 @@ def compose(source: Any, overrides: Sequence[str], faults: Faults) -> tuple[str,
     return name, root
 
 
-def _file(name: str, faults: Faults, about: str | None = None, asked: Place | None = None) -> Node | None:
+def _file(name: str, faults: Faults, about: str | None = None, asked: Location | None = None) -> Node | None:
     """What a file says. Faults of one that can't be read are `about` it; `asked` is where it was asked for."""
     faults.opens(name)
     try:
         if os.path.exists(name) and not os.path.isdir(name) and not os.path.isfile(name):
             return faults.add(
-                about or dotted([name]), asked or Place(name), "is a pipe or a device", "give it as a file"
+                about or dotted([name]), asked or Location(name), "is a pipe or a device", "give it as a file"
             )
         with open(name, "rb") as file:
             return read_text(file.read(MOST_BYTES + 1), name, faults)
@@ -58,10 +58,10 @@ def _file(name: str, faults: Faults, about: str | None = None, asked: Place | No
         says, hint = "holds a character that no path can", "give the path of a file"
     except OSError as error:
         says, hint = f"can't be read: {reason(error)}", "name a file that can be read"
-    return faults.add(about or dotted([name]), asked or Place(name), says, hint)
+    return faults.add(about or dotted([name]), asked or Location(name), says, hint)
 
 
-def _nearest_file(name: str, asked: Place | None) -> str:
+def _nearest_file(name: str, asked: Location | None) -> str:
     """The hint for a file that isn't there, spelled as it is to be written: an include's from the file it stands in."""
     folder, word = os.path.split(name)
     try:
@@ -166,7 +166,7 @@ def _names_no_other(base: Node | None, top: Node) -> bool:
 
 def _override(root: Node, word: str, faults: Faults) -> Node:
     """One `path=value` of the command line laid over the file."""
-    place = Place(COMMAND_LINE)
+    place = Location(COMMAND_LINE)
     about = f"{quoted(str(word))} ({COMMAND_LINE})"
 
     def wrong(says: str, hint: str) -> Node:
@@ -203,7 +203,7 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
         if name not in mesh.value:  # a new axis would be a mesh that nothing uses, of more devices
             hint = did_you_mean(name, mesh.value, "give the whole mesh: jshard.mesh={...}")
             return wrong(f"sets mesh axis {quoted(name)}, which is not in jshard.mesh ({mesh.place})", hint)
-    return _placed(root, path, value, place, Table({"jshard": Key(JSHARD_TABLE, "")}))  # a signal has no short forms
+    return _placed(root, path, value, place, Keys({"jshard": Key(JSHARD_TABLE, "")}))  # a signal has no short forms
 
 
 def full_key(key: str) -> str | None:
@@ -217,17 +217,17 @@ def full_key(key: str) -> str | None:
     return f"optimizer.{OF_OPTIMIZER[key]}" if key in OF_OPTIMIZER else None
 
 
-def _placed(node: Node | None, path: list[str], value: Node, place: Place, table: Any) -> Node:
+def _placed(node: Node | None, path: list[str], value: Node, place: Location, table: Any) -> Node:
     """`node` with `value` at `path`. A short form (`optimizer: adamw`) becomes the mapping it stands for."""
     if not path:
         return value
     inside: dict[str, Node] = {}
-    keys: dict[str, Place] = {}
+    keys: dict[str, Location] = {}
     if node is not None and isinstance(node.value, dict):
         inside, keys = dict(node.value), dict(node.keys)
-    elif node is not None and isinstance(table, Table) and table.stands_for is not None:
+    elif node is not None and isinstance(table, Keys) and table.stands_for is not None:
         inside, keys = {table.stands_for: node}, {table.stands_for: node.place}
-    row = table.keys.get(path[0]) if isinstance(table, Table) else None
+    row = table.keys.get(path[0]) if isinstance(table, Keys) else None
     inside[path[0]] = _placed(inside.get(path[0]), path[1:], value, place, row.kind if row is not None else None)
     keys[path[0]] = keys.get(path[0], place) if path[1:] else place
     return collection(inside, node.place if node is not None else place, keys)

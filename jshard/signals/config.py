@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from jshard.errors import JShardError, Place, nearest, quoted
+from jshard.errors import JShardError, Location, nearest, quoted
 from jshard.printing.table import Block, Rows, Shown
 from jshard.signals.axes import Across
 from jshard.signals.compose import compose
@@ -31,8 +31,8 @@ class MeshPlan:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    place: Place = dataclasses.field(compare=False)
-    places: Mapping[str, Place] = dataclasses.field(default_factory=dict, compare=False)  # mesh axis -> where written
+    place: Location = dataclasses.field(compare=False)
+    places: Mapping[str, Location] = dataclasses.field(default_factory=dict, compare=False)  # by mesh axis
     across: tuple[str, ...] = ()  # the mesh axes that cross slices, which come first
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Pipeline:
     microbatches: int
     schedule: str = "1f1b"
     chunks: int | None = None
-    place: Place = dataclasses.field(default=Place(""), compare=False)
+    place: Location = dataclasses.field(default=Location(""), compare=False)
 
     def __str__(self) -> str:
         chunks = "" if self.chunks is None else f", {self.chunks} chunks each"
@@ -86,11 +86,11 @@ class Configuration(Shown):
     default: str | None
     signals: Mapping[str, Signal]
     train: Mapping[str, Any]
-    train_places: Mapping[str, Place]
+    train_places: Mapping[str, Location]
     budget: int | None = None  # bytes on each device
-    budget_place: Place | None = None
+    budget_place: Location | None = None
     topology: str | None = None  # v5e:4x4
-    topology_place: Place | None = None
+    topology_place: Location | None = None
     pipeline: Pipeline | None = None
     workers: tuple[tuple[int, ...], ...] = ()  # the devices of each stage, where signals in GT's form have said so
     trust: Trust = EVERYTHING  # whose code it may run
@@ -225,7 +225,7 @@ class Configuration(Shown):
         if self.default is not None:
             return self.lookup((self.default,))
         if not self.strict or not path:
-            return Signal(name, Place(self.source))
+            return Signal(name, Location(self.source))
         fault = f"signal {quoted(name)} is not in {self.source}"
         last = parts[-1]
         inside = next((each for each in self.signals if each.startswith(f"{last}/")), None)
@@ -293,12 +293,12 @@ def load_configuration(
     return configuration.by_stages
 
 
-def _pipeline(head: Mapping[str, Any], places: Mapping[str, Place]) -> Pipeline:
+def _pipeline(head: Mapping[str, Any], places: Mapping[str, Location]) -> Pipeline:
     return Pipeline(**head["pipeline"], microbatches=head["train"]["microbatches"], place=places["jshard.pipeline"])
 
 
 def _mesh(
-    sizes: Mapping[str, int] | None, places: Mapping[str, Place], signals: Mapping[str, Signal]
+    sizes: Mapping[str, int] | None, places: Mapping[str, Location], signals: Mapping[str, Signal]
 ) -> MeshPlan | None:
     """The mesh that is written; in GT's form, which has workers and no mesh, one axis over all devices."""
     if sizes is not None:

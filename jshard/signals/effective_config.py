@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.signals.config import Configuration, Pipeline
 from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
 
 
-def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
+def lines(configuration: Configuration) -> Iterator[tuple[Location, str, str]]:
     """Place, key and value: `configs/mlp.yaml:5`, `layer1.row`, `data`."""
     mesh = configuration.mesh
     if mesh is not None:
@@ -22,7 +22,7 @@ def lines(configuration: Configuration) -> Iterator[tuple[Place, str, str]]:
         for key, value in pipeline_keys(configuration.pipeline).items():
             yield configuration.pipeline.place, f"jshard.pipeline.{key}", _word(value)
     for key, value in flat(configuration.train):
-        place = configuration.train_places.get(key, Place(configuration.source))
+        place = configuration.train_places.get(key, Location(configuration.source))
         yield place, f"jshard.train.{key}", _word(value)
     for signal in configuration.signals.values():
         says = list(_keys(signal))

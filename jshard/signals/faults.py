@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jshard.errors import JShardError, Place, quoted
+from jshard.errors import JShardError, Location, quoted
 
 Path = tuple[str, ...]  # the keys that lead to a value, the outermost first
 COMMAND_LINE = "the command line"
@@ -15,7 +15,7 @@ class Faults:
     """The faults found so far; raised together, in the order of the files and their lines."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Place, str, str], tuple[Place, str, str]] = {}
+        self._found: dict[tuple[Location, str, str], tuple[Location, str, str]] = {}
         self._times = 0
         self._sources: dict[str, int] = {}
 
@@ -23,7 +23,7 @@ class Faults:
         """Faults of this source come after those of the sources opened before."""
         self._sources.setdefault(source, len(self._sources))
 
-    def add(self, about: Path | str, place: Place, says: str, hint: str) -> None:
+    def add(self, about: Path | str, place: Location, says: str, hint: str) -> None:
         """Note a fault: its subject, by words or by the keys that lead there, and what is wrong. What stands at one place
         of a file and is wrong in the same way for several signals, by a merge or a template, is told once."""
         self._times += 1
@@ -45,7 +45,7 @@ class Faults:
                 told.append(JShardError(f"there are more than these {MOST} mistakes", hint="mend them first"))
             raise JShardError.of(told)
 
-    def _order(self, place: Place) -> tuple[int, int, int]:
+    def _order(self, place: Location) -> tuple[int, int, int]:
         return self._sources.get(place.source, len(self._sources)), place.line or 0, place.column or 0
 
 
@@ -64,7 +64,7 @@ def shown(value: object) -> str:
     return "a mapping" if isinstance(value, dict) else "a list"
 
 
-def subject(path: Path, place: Place) -> str:
+def subject(path: Path, place: Location) -> str:
     """What a fault is about: `signal "layer1" (configs/mlp.yaml:4)`, or `jshard.mesh (configs/mlp.yaml:2)`."""
     if not path:
         return str(place)

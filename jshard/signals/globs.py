@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from jshard.errors import Place, quoted
+from jshard.errors import Location, quoted
 from jshard.signals.faults import Path
 from jshard.signals.nodes import Node
 from jshard.signals.parameter_path import ParameterPath, below
@@ -35,7 +35,7 @@ class Globs(Names):
             reading.faults.add(path, node.place, f"has {path[-1]} of exceptions alone", hint)
         return found
 
-    def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
+    def is_there(self, name: str, place: Location, path: Path, reading: Reading) -> bool:
         reading.places[".".join((*path, name))] = place
         says, hint = _fault(name.removeprefix("!"))
         if says:

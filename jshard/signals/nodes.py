@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.signals.faults import Faults, Path, shown
 
 MOST_VALUES = 50_000
@@ -23,8 +23,8 @@ class Node:
     not next to its value."""
 
     value: Scalar | list[Node] | dict[str, Node]
-    place: Place
-    keys: Mapping[str, Place] = dataclasses.field(default_factory=dict)
+    place: Location
+    keys: Mapping[str, Location] = dataclasses.field(default_factory=dict)
     size: int = 1  # values when every alias is written out
     depth: int = 1
 
@@ -37,7 +37,7 @@ class Node:
         return self.value
 
 
-def collection(value: list[Node] | dict[str, Node], place: Place, keys: Mapping[str, Place]) -> Node:
+def collection(value: list[Node] | dict[str, Node], place: Location, keys: Mapping[str, Location]) -> Node:
     """A list, or a mapping whose keys stand at `keys`."""
     inside = value.values() if isinstance(value, dict) else value
     return Node(value, place, keys, 1 + sum(n.size for n in inside), 1 + max((n.depth for n in inside), default=0))
@@ -76,7 +76,7 @@ def document(root: Node | None, source: str, faults: Faults) -> Node | None:
     if root is None or root.value is None or root.value == {}:
         if not faults:
             example = "write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}"
-            faults.add(source, Place(source), "says nothing", example)
+            faults.add(source, Location(source), "says nothing", example)
     elif not isinstance(root.value, dict):
         hint = "write signals by name, as in layer1: {row: data}"
         faults.add((), root.place, f"is {shown(root.value)}, not a mapping of signals", hint)
@@ -87,10 +87,10 @@ def document(root: Node | None, source: str, faults: Faults) -> Node | None:
 
 def read_mapping(source: Mapping[Any, Any], name: str, faults: Faults) -> Node | None:
     """A mapping of Python's, by the rules of a file. Its values have no lines."""
-    return document(node_of(source, Place(name), faults), name, faults)
+    return document(node_of(source, Location(name), faults), name, faults)
 
 
-def node_of(value: Any, place: Place, faults: Faults) -> Node | None:
+def node_of(value: Any, place: Location, faults: Faults) -> Node | None:
     """A Python value as a node; None, and its fault noted, when no YAML could have said it."""
     count = 0
 

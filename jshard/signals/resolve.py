@@ -7,7 +7,7 @@ import difflib
 import math
 from typing import Any
 
-from jshard.errors import Place, did_you_mean, quoted
+from jshard.errors import Location, did_you_mean, quoted
 from jshard.signals.faults import Faults, Path
 from jshard.signals.match import Matcher, is_glob
 from jshard.signals.nodes import DEEPEST, Node
@@ -32,16 +32,16 @@ class Written:
     """A signal or template as it stands in the file: values by key, and where each key path stands."""
 
     name: str
-    place: Place
+    place: Location
     values: dict[str, Any]
-    places: dict[str, Place]
+    places: dict[str, Location]
     broken: set[str]  # key paths with a fault already told
 
-    def at(self, key: str) -> Place:
+    def at(self, key: str) -> Location:
         return self.places.get(key, self.place)
 
 
-def resolve(root: Node, source: str, faults: Faults) -> tuple[dict[str, Any], dict[str, Place], dict[str, Signal]]:
+def resolve(root: Node, source: str, faults: Faults) -> tuple[dict[str, Any], dict[str, Location], dict[str, Signal]]:
     """Read and check all that `root` says: what stands under `jshard`, the places of its keys ("jshard." included), and the
     signals. What is faulty is left out; the caller raises the faults."""
     assert isinstance(root.value, dict)
@@ -97,7 +97,7 @@ def _head(node: Node | None, faults: Faults) -> tuple[dict[str, Any], Reading]:
     return values, reading
 
 
-def _is_signal(name: str, node: Node, place: Place, faults: Faults) -> bool:
+def _is_signal(name: str, node: Node, place: Location, faults: Faults) -> bool:
     """Whether a name at the top can be a signal's."""
     keys = set(node.value) if isinstance(node.value, dict) else set()
     about = f"{quoted(name)} ({place})"
@@ -117,7 +117,7 @@ def _is_signal(name: str, node: Node, place: Place, faults: Faults) -> bool:
     return False
 
 
-def _written(name: str, node: Node, place: Place, reading: Reading) -> Written:
+def _written(name: str, node: Node, place: Location, reading: Reading) -> Written:
     own = dataclasses.replace(reading, places={}, broken=set())
     values = SIGNAL_TABLE.read(node, (name,), own)
     cut = len(name) + 1
@@ -166,7 +166,7 @@ class _Names:
             return True
         return False
 
-    def find(self, name: str, place: Place, about: Path, verb: str) -> Signal | None:
+    def find(self, name: str, place: Location, about: Path, verb: str) -> Signal | None:
         """The signal that `name` means; when none is meant, a fault: `about` names it."""
         _, found = self.matcher.find(tuple(name.split("/")))
         if len(found) == 1:
@@ -361,7 +361,7 @@ def _check_axes(signal: Signal, faults: Faults) -> None:
             faults.add((signal.name,), signal.at(late), fault, "use another mesh axis for one of them")
 
 
-def _line(place: Place) -> tuple[int, int]:
+def _line(place: Location) -> tuple[int, int]:
     return place.line or 0, place.column or 0
 
 

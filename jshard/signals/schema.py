@@ -12,10 +12,10 @@ from jshard.signals.globs import Globs
 from jshard.signals.topologies import TopologyName
 from jshard.signals.value_types import (
     Key,
+    Keys,
     Names,
     Single,
     Stages,
-    Table,
     choice,
     flag,
     flag_or,
@@ -36,11 +36,11 @@ COLLECTIVES = {
 }  # fmt: skip
 
 
-def _component(what: str, example: str, further: dict[str, Key] | None = None, instead: Table | None = None) -> Key:
+def _component(what: str, example: str, further: dict[str, Key] | None = None, instead: Keys | None = None) -> Key:
     """Something named by its import path, with arguments."""
     path = dataclasses.replace(IMPORT_PATH, example=example)
     keys = {"path": Key(path, "Its import path, module:name.")} | (further or {})
-    return Key(Table(keys, bare=path, stands_for="path", open=True, required="path", instead=instead), what)
+    return Key(Keys(keys, bare=path, stands_for="path", open=True, required="path", instead=instead), what)
 
 
 def _schedule() -> Single:
@@ -74,10 +74,10 @@ TRAIN: dict[str, Key] = {
     "model": _component("The model: its import path, or a mapping of path and arguments.", "examples.digits:Model"),
     "data": _component(
         "The data: its import path, or a mapping of path, arguments, and how it is read; or of text.",
-        "examples.digits:data", READING, instead=Table(TEXT, required="text"),
+        "examples.digits:data", READING, instead=Keys(TEXT, required="text"),
     ),
     "loss": Key(
-        Table(
+        Keys(
             {
                 "path": Key(dataclasses.replace(IMPORT_PATH, example="examples.digits:loss"), "Its import path, module:name."),
                 "z": Key(number("1e-4"), "So many times the square of the log of softmax's denominator is added (z-loss)."),
@@ -98,17 +98,17 @@ TRAIN: dict[str, Key] = {
     "steps": Key(integer("1000"), "How many steps to train."),
     "seed": Key(integer("0", least=0), "The seed of weights and batches."),
     "optimizer": Key(
-        Table(
+        Keys(
             {
                 "name": Key(text("a name", "adamw"), "Its name in optax, or its import path; its arguments stand beside it."),
                 "clip": Key(number("1.0"), "The most that the norm of all gradients together may be; clipped before all else."),
                 "schedule": Key(
-                    Table({}, bare=text("a name", "cosine"), open=True),
+                    Keys({}, bare=text("a name", "cosine"), open=True),
                     "The learning rate over the run: a short word (warmup_cosine), a name of optax or an import path, and its "
                     "arguments; its length is that of the run unless said.",
                 ),
                 "decay": Key(
-                    Table({"match": Key(Globs(), "Globs of the parameters.")}, required="match"),
+                    Keys({"match": Key(Globs(), "Globs of the parameters.")}, required="match"),
                     "Which parameters weight decay holds for; all unless said.",
                 ),
             },
@@ -117,7 +117,7 @@ TRAIN: dict[str, Key] = {
         "The optimizer: a name of optax; or names of optax or import paths with their arguments, chained in that order.",
     ),
     "evaluation": Key(
-        Table(
+        Keys(
             {
                 "every": Key(integer("100"), "After every so many steps, and the last; that alone unless said."),
                 "held_out": Key(number("0.1"), "The part of the examples, at their end, that is test data and not trained on."),
@@ -128,7 +128,7 @@ TRAIN: dict[str, Key] = {
     ),
     "output": Key(text("a folder", "runs/mlp"), "The folder that results are written to."),
     "log": Key(
-        Table(
+        Keys(
             {
                 "every": Key(integer("100"), "Figures are said and written after every so many steps; 100 unless said."),
                 "ran": Key(flag(), "Each process writes what it runs, a line for each step and collective; false unless said."),
@@ -140,7 +140,7 @@ TRAIN: dict[str, Key] = {
         "What is logged, and when; true is {ran: true}.",
     ),
     "checkpoint": Key(
-        Table(
+        Keys(
             {
                 "every": Key(integer("100"), "Save after every so many steps, and after the last."),
                 "keep": Key(integer("3"), "How many are kept; 3 unless said."),
@@ -151,7 +151,7 @@ TRAIN: dict[str, Key] = {
         "When all that training needs to go on is saved, and where.",
     ),
     "watchdog": Key(
-        Table({
+        Keys({
             "step_timeout": Key(integer("300"), "Seconds without a step after which several processes count as hung."),
             "start_timeout": Key(integer("60"), "Seconds that all processes have to appear in."),
         }),
@@ -159,7 +159,7 @@ TRAIN: dict[str, Key] = {
     ),
 }  # fmt: skip
 
-_KERNEL = Table({op: Key(choice(words), f"How {op} is done.") for op, words in ALGORITHMS.items()})
+_KERNEL = Keys({op: Key(choice(words), f"How {op} is done.") for op, words in ALGORITHMS.items()})
 
 JSHARD: dict[str, Key] = {
     "mesh": Key(
@@ -169,11 +169,11 @@ JSHARD: dict[str, Key] = {
     "include": Key(Names("a file or a list of files", "base.yaml"), "Files that this one starts from."),
     "strict": Key(flag("false"), "A signal that is not written here is an error, unless false."),
     "default": Key(text("the name of a signal", "layer1"), "The signal for places that none names."),
-    "train": Key(Table(TRAIN), "The experiment; the command line overrides it by a bare key=value."),
+    "train": Key(Keys(TRAIN), "The experiment; the command line overrides it by a bare key=value."),
     "topology": Key(TopologyName(), "The devices that plan, report and diff compile for where no --topology is given."),
     "kernel": Key(_KERNEL, "Which algorithm each op takes, at every place that says nothing else."),
     "pipeline": Key(
-        Table(
+        Keys(
             {
                 "axis": Key(Axis(), "The mesh axis of stages."),
                 "schedule": Key(
@@ -202,10 +202,10 @@ SIGNAL: dict[str, Key] = {
     "row": Key(_AXES, "Split rows of x and y (batch) over a mesh axis or a list; gradients of w are summed over it."),
     "column": Key(_AXES, "Split columns of w and y over a mesh axis or a list; nothing moves unless output: gather."),
     "reduction": Key(_AXES, "Split columns of x and rows of w over a mesh axis or a list; one all-reduce of y."),
-    "shard": Key(Table(SHARD), "Any array under this signal: one axis over workers or mesh axes."),
+    "shard": Key(Keys(SHARD), "Any array under this signal: one axis over workers or mesh axes."),
     "sequence": Key(_AXES, "Between layers, activations lie split by sequence over this mesh axis."),
     "store": Key(
-        Table(
+        Keys(
             {
                 "parameters": Key(_AXES, "Parameters and the optimizer's state (FSDP)."),
                 "keep": Key(flag(), "Gathered parameters are kept for the backward pass, which else gathers them again."),
@@ -224,7 +224,7 @@ SIGNAL: dict[str, Key] = {
     "backward": Key(text("the name of a signal", "other"), "The signal that cotangents of this place lie by."),
     "compile": Key(flag(), "Called outside a jit, a layer under this signal compiles as one program."),
     "dtype": Key(
-        Table({
+        Keys({
             "param": Key(choice(DTYPES), "What parameters are stored in."),
             "compute": Key(choice(DTYPES), "What products are computed in."),
             "reduce": Key(choice(DTYPES), "What is summed over devices in."),
@@ -232,7 +232,7 @@ SIGNAL: dict[str, Key] = {
         "dtypes of this place.",
     ),
     "remat": Key(
-        Table(
+        Keys(
             {"save": Key(Names("a name or a list of names", "[attention]"), "Results that checkpoint_name (JAX) names so.")},
             bare=flag_or(("full", "products", "chunk")), required="save",
         ),
@@ -241,7 +241,7 @@ SIGNAL: dict[str, Key] = {
     ),
     "extends": Key(Names("the name of a signal or a list of names", "_template"), "Start from the keys of these."),
     "expect": Key(
-        Table(
+        Keys(
             {word: Key(integer("1", least=0), f"How many times {name} runs.") for word, name in COLLECTIVES.items()}
             | {"bytes": Key(size(), "The most bytes on the wire per device, as in 64MiB.")}
         ),
@@ -269,8 +269,8 @@ SIGNAL: dict[str, Key] = {
     "attention": Key(choice(("ring", "ulysses")), "How such devices attend: keys go around a ring, or heads are exchanged."),
 }  # fmt: skip
 
-SIGNAL_TABLE = Table(SIGNAL, elsewhere=dict.fromkeys(JSHARD, '"jshard:"'))
-JSHARD_TABLE = Table(JSHARD)
+SIGNAL_TABLE = Keys(SIGNAL, elsewhere=dict.fromkeys(JSHARD, '"jshard:"'))
+JSHARD_TABLE = Keys(JSHARD)
 
 _HOW = (
     "For completion and checks in an editor that runs the YAML language server: `jshard schema > jshard.schema.json`, "

@@ -7,9 +7,9 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from jshard.errors import Place
+from jshard.errors import Location
 
-NOWHERE = Place("no configuration")
+NOWHERE = Location("no configuration")
 # The keys that name mesh axes. Of two that may name the same one, `row` and `sequence` are the ones that sums are over.
 # In the order in which they answer for a mesh axis: devices that hold other rows are what a sum is for.
 AXIS_KEYS = "row", "sequence", "ring", "column", "reduction", "store", "store.optimizer", "expert"
@@ -43,8 +43,8 @@ class Signal:
     """One resolved signal (`extends` applied). Mesh axes are always tuples, empty when the key is absent."""
 
     name: str = dataclasses.field(compare=False)
-    place: Place = dataclasses.field(default=NOWHERE, compare=False)
-    places: Mapping[str, Place] = dataclasses.field(default_factory=dict, compare=False)  # key path -> where written
+    place: Location = dataclasses.field(default=NOWHERE, compare=False)
+    places: Mapping[str, Location] = dataclasses.field(default_factory=dict, compare=False)  # key path -> where written
     row: tuple[str, ...] = ()
     column: tuple[str, ...] = ()
     reduction: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Signal:
     stage: str = ""  # layers of a stack on stages: equal, balance, "0..5: 0, 6..11: 1"; "1": all is on that one
     allow: tuple[str, ...] = ()  # primitives without a rule that may gather
 
-    def at(self, key: str) -> Place:
+    def at(self, key: str) -> Location:
         """Where `key` was written; the signal's own place when it was not."""
         return self.places.get(key, self.place)
 

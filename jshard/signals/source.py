@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
-from jshard.errors import JShardError, Place, did_you_mean, quoted
+from jshard.errors import JShardError, Location, did_you_mean, quoted
 from jshard.signals.faults import Faults, Path, shown
 from jshard.signals.nodes import DEEPEST, MOST_VALUES, Node, Stop, collection, document, scalar
 
 MOST_BYTES = 1_000_000
 
 
-class _Reader:
+class _EventReader:
     """Reads one text by recursion over PyYAML's events. A path has None for a list, and for a key that can't be one."""
 
     def __init__(self, source: str, faults: Faults, about: Path | str = ()):
@@ -29,13 +29,13 @@ class _Reader:
         self.count = 0
         self.loader: Any = None
 
-    def place(self, mark: Any) -> Place:
-        return Place(self.source) if self.about else Place(self.source, mark.line + 1, mark.column + 1)
+    def place(self, mark: Any) -> Location:
+        return Location(self.source) if self.about else Location(self.source, mark.line + 1, mark.column + 1)
 
-    def add(self, place: Place, says: str, hint: str) -> None:
+    def add(self, place: Location, says: str, hint: str) -> None:
         self.faults.add(self.about, place, says, hint)
 
-    def stop(self, place: Place, says: str, hint: str) -> Stop:
+    def stop(self, place: Location, says: str, hint: str) -> Stop:
         self.add(place, says, hint)
         return Stop()
 
@@ -74,7 +74,7 @@ class _Reader:
             self.anchors[event.anchor] = node
         return node
 
-    def alias(self, anchor: str, place: Place, path: tuple[str | None, ...]) -> Node:
+    def alias(self, anchor: str, place: Location, path: tuple[str | None, ...]) -> Node:
         node = self.anchors.get(anchor)
         if node is None:
             if anchor in self.anchors:
@@ -86,7 +86,7 @@ class _Reader:
         self.grow(place, node.size, len(path) + node.depth)
         return node
 
-    def grow(self, place: Place, size: int, depth: int) -> None:
+    def grow(self, place: Location, size: int, depth: int) -> None:
         self.count += size
         if self.count > MOST_VALUES:
             hint = "write fewer aliases or split it"
@@ -94,16 +94,16 @@ class _Reader:
         if depth >= DEEPEST:
             raise self.stop(place, f"nests deeper than {DEEPEST} levels", "write it flatter")
 
-    def sequence(self, place: Place, path: tuple[str | None, ...]) -> Node:
+    def sequence(self, place: Location, path: tuple[str | None, ...]) -> Node:
         items: list[Node] = []
         while not self.loader.check_event(yaml.SequenceEndEvent):
             items.append(self.node((*path, None)))
         self.loader.get_event()
         return collection(items, place, {})
 
-    def mapping(self, place: Place, path: tuple[str | None, ...]) -> Node:
+    def mapping(self, place: Location, path: tuple[str | None, ...]) -> Node:
         value: dict[str, Node] = {}
-        keys: dict[str, Place] = {}
+        keys: dict[str, Location] = {}
         merged: list[Node] = []
         while not self.loader.check_event(yaml.MappingEndEvent):
             ahead = self.loader.peek_event()
@@ -142,7 +142,7 @@ class _Reader:
                 fault = f'merges {shown(each.value)} by "<<", which takes a mapping'
                 self.add(each.place, fault, 'write "<<: *name" with &name at a mapping')
 
-    def repeated(self, path: Path, place: Place, first: Place) -> None:
+    def repeated(self, path: Path, place: Location, first: Location) -> None:
         if self.about:
             self.add(place, f"has the key {quoted('.'.join(path))} again", "keep one of the two")
         elif not path[1:]:
@@ -155,24 +155,24 @@ class _Reader:
 def read_text(data: bytes, source: str, faults: Faults) -> Node | None:
     """The one mapping that a YAML file is; None, and its faults noted, when it isn't one."""
     if len(data) > MOST_BYTES:
-        faults.add(source, Place(source), f"has more bytes than the {MOST_BYTES:,} of a configuration", "split it")
+        faults.add(source, Location(source), f"has more bytes than the {MOST_BYTES:,} of a configuration", "split it")
         return None
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = Place(source, data.count(b"\n", 0, error.start) + 1)
+        place = Location(source, data.count(b"\n", 0, error.start) + 1)
         faults.add((), place, "is not UTF-8 text", "save the file as UTF-8")
         return None
-    return document(_read(text, _Reader(source, faults)), source, faults)
+    return document(_read(text, _EventReader(source, faults)), source, faults)
 
 
 def read_word(text: str, source: str, faults: Faults, about: str = "a word") -> Node | None:
     """A value given outside a file, by the rules of a file. It has a source and no line; faults are `about` it."""
-    root = _read(text, _Reader(source, faults, about))
-    return Node(None, Place(source)) if root is None and not faults else root
+    root = _read(text, _EventReader(source, faults, about))
+    return Node(None, Location(source)) if root is None and not faults else root
 
 
-def _read(text: str, reader: _Reader) -> Node | None:
+def _read(text: str, reader: _EventReader) -> Node | None:
     try:
         return reader.read(text)
     except Stop:
@@ -182,7 +182,7 @@ def _read(text: str, reader: _Reader) -> Node | None:
     except yaml.MarkedYAMLError as error:
         _not_yaml(error, reader)
     except yaml.reader.ReaderError as error:
-        place = Place(reader.source, None if reader.about else text.count("\n", 0, error.position) + 1)
+        place = Location(reader.source, None if reader.about else text.count("\n", 0, error.position) + 1)
         reader.add(place, f"has the character U+{error.character:04X}, which YAML does not allow", "remove it")
     except (ValueError, OverflowError):  # PyYAML's own, for numbers in escapes and directives that no one can mean
         place = reader.place(reader.loader.get_mark())
@@ -220,7 +220,7 @@ _PROBLEMS = [
 ]
 
 
-def _not_yaml(error: yaml.MarkedYAMLError, reader: _Reader) -> None:
+def _not_yaml(error: yaml.MarkedYAMLError, reader: _EventReader) -> None:
     problem = str(error.problem)
     unknown = ("is not YAML from here on", "look for an unclosed quote or bracket, or a wrong indent")
     fault, hint = next((words for piece, *words in _PROBLEMS if piece in problem), unknown)

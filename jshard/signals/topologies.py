@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.errors import JShardError, Place, nearest
+from jshard.errors import JShardError, Location, nearest
 from jshard.hardware.chips import CHIPS
 from jshard.signals.faults import Path, listed, value_words
 from jshard.signals.nodes import Node
@@ -55,7 +55,7 @@ def devices_of(name: str) -> int:
 
 
 def fitted(
-    sizes: Mapping[str, int], mesh_place: Place, name: str, place: Place | None, slices: int = 1
+    sizes: Mapping[str, int], mesh_place: Location, name: str, place: Location | None, slices: int = 1
 ) -> dict[str, int]:
     """The sizes of a mesh that takes all devices of so many slices, each a topology, -1 worked out. `place` is where the
     topology is written, None where it was asked for by `--topology`."""

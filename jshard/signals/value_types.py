@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from jshard.errors import Place, nearest, quoted
+from jshard.errors import Location, nearest, quoted
 from jshard.printing.units import BYTES
 from jshard.signals.faults import Faults, Path, dotted, listed, shown, value_words
 from jshard.signals.nodes import Node
@@ -20,11 +20,11 @@ class Reading:
     """What values are read against, and where the faults and places go."""
 
     faults: Faults
-    mesh_axes: Mapping[str, Place] | None = None  # None: no mesh is written
-    mesh_place: Place | None = None
+    mesh_axes: Mapping[str, Location] | None = None  # None: no mesh is written
+    mesh_place: Location | None = None
     devices: int | None = None  # None: not known from the file
     mesh_is_broken: bool = False  # its own fault is told; say nothing of names that are not in it
-    places: dict[str, Place] = dataclasses.field(default_factory=dict)  # dotted key path -> where the key stands
+    places: dict[str, Location] = dataclasses.field(default_factory=dict)  # dotted key path -> where the key stands
     broken: set[str] = dataclasses.field(default_factory=set)  # dotted key paths with a fault of their own or inside
 
     def wrong(self, kind: Kind, node: Node, path: Path, hint: str = "") -> None:
@@ -241,7 +241,7 @@ class Names:
                 found.append(each.value)
         return tuple(found)
 
-    def is_there(self, name: str, place: Place, path: Path, reading: Reading) -> bool:
+    def is_there(self, name: str, place: Location, path: Path, reading: Reading) -> bool:
         """Whether the name means something, with a fault noted where it does not."""
         return True
 
@@ -251,7 +251,7 @@ class Names:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class Keys:
     """A mapping of known keys. `bare` is what may stand in place of the mapping, and `stands_for` the key that it then
     means; an `open` table takes further keys of any value, handed on as they are. `instead` is the table of a mapping that
     has its required key and not this one's."""
@@ -262,7 +262,7 @@ class Table:
     open: bool = False
     required: str | None = None
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key written here -> where it belongs
-    instead: Table | None = None
+    instead: Keys | None = None
 
     @property
     def known(self) -> list[str]:
@@ -308,14 +308,14 @@ class Table:
             reading.faults.add(path, node.place, f"{lacks} {self.required}", hint)
         return values
 
-    def _keep(self, node: Node, place: Place, path: Path, reading: Reading) -> None:
+    def _keep(self, node: Node, place: Location, path: Path, reading: Reading) -> None:
         """Note the places of everything inside a key that is not ours."""
         reading.places[".".join(path)] = place
         if isinstance(node.value, dict):
             for name, inside in node.value.items():
                 self._keep(inside, node.keys[name], (*path, name), reading)
 
-    def _unknown(self, name: str, place: Place, path: Path, reading: Reading) -> None:
+    def _unknown(self, name: str, place: Location, path: Path, reading: Reading) -> None:
         near = next(iter(meant(name, self.known)), nearest(name, self.known))
         if near is not None:  # taken as meant, so that its absence is not told as well
             reading.broken.update([".".join(path), ".".join((*path, near.split(":")[0]))])

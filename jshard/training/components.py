@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jshard.errors import JShardError, Place, did_you_mean, kind_of, nearest
+from jshard.errors import JShardError, Location, did_you_mean, kind_of, nearest
 from jshard.layers.user_code_errors import as_user_error
 from jshard.signals.faults import COMMAND_LINE
 from jshard.signals.trust import EVERYTHING, Trust, Untrusted, is_ours
@@ -23,7 +23,7 @@ class Component:
     """What `jshard.train.KEY` names: `examples.digits:Model`, or a mapping of that `path` and arguments."""
 
     key: str
-    place: Place
+    place: Location
     path: str
     function: Callable[..., Any]
     arguments: Mapping[str, Any]

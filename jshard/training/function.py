@@ -141,7 +141,7 @@ def _is_made(leaf: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function found, and what its arguments are to be made of; nothing is called yet."""
 
     name: str
@@ -149,7 +149,7 @@ class Call:
     arguments: tuple[Shape | Maker, ...]
 
     @classmethod
-    def of(cls, name: str, words: Sequence[str]) -> Call:
+    def of(cls, name: str, words: Sequence[str]) -> FunctionCall:
         """Find a function: `name` is `module:function`, each word a shape or another `module:function`."""
         f = function_at(f'"{name}" names a function, but', name)
         if inspect.isclass(f):

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.errors import JShardError, Place, multiples
+from jshard.errors import JShardError, Location, multiples
 from jshard.runs import names
 from jshard.signals.config import Configuration
 from jshard.signals.schema import TRAIN
 from jshard.signals.signal import Signal
 from jshard.signals.trust import is_ours
-from jshard.signals.value_types import Table
+from jshard.signals.value_types import Keys
 
 DEFAULTS: Mapping[str, Any] = {
     "batch": 64,
@@ -54,7 +54,7 @@ class Settings:
         value, kind = self[key], TRAIN[key].kind
         if value is None or isinstance(value, Mapping):
             return dict(value or {})
-        assert isinstance(kind, Table) and kind.stands_for is not None
+        assert isinstance(kind, Keys) and kind.stands_for is not None
         return {kind.stands_for: value}
 
     @property
@@ -63,8 +63,8 @@ class Settings:
         table = self.table("data")
         return None if "path" in table else table.get("text")
 
-    def place(self, key: str) -> Place:
-        return self.configuration.train_places.get(key, Place(self.configuration.source))
+    def place(self, key: str) -> Location:
+        return self.configuration.train_places.get(key, Location(self.configuration.source))
 
     def label(self, key: str) -> str:
         """Open a sentence about a key: `jshard.train.batch (configs/digits.yaml:4)`."""

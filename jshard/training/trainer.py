@@ -11,7 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.layers.token_loss import cross_entropy
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration, load_configuration
@@ -25,7 +25,7 @@ from jshard.training.experiments.train import last_saved
 from jshard.training.experiments.train import train as train_experiment
 from jshard.training.optimizers.chain import Chain
 
-HERE = Place("jshard.train(...)")
+HERE = Location("jshard.train(...)")
 
 
 def train(

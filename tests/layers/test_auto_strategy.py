@@ -14,7 +14,7 @@ import jshard
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.plan import explain
 from jshard.layers import auto_strategy, choose
-from jshard.layers.auto_strategy import Choice, Operand, choices
+from jshard.layers.auto_strategy import Candidate, Operand, choices
 from jshard.layers.strategy import Strategy
 from jshard.runs import events
 
@@ -356,7 +356,7 @@ def priced(x, w, runs_on=None):
 
 def test_a_choice_costs_its_bytes_and_three_products_at_500_multiplications_a_byte():
     load({"w": 2})
-    assert Choice(Strategy(jshard.mesh()), wire=100, backward=50, collectives=9, multiplications=1000).cost == 156
+    assert Candidate(Strategy(jshard.mesh()), wire=100, backward=50, collectives=9, multiplications=1000).cost == 156
 
 
 def test_choices_of_a_vector_have_no_rows_and_leave_out_mesh_axes_of_one_device():

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.layers.balance import Costs, balanced, in_ranges
 from jshard.schedules import generate
 from jshard.signals.signal import Signal
 
-BLOCKS = Signal("blocks", Place("a.yaml", 3))
+BLOCKS = Signal("blocks", Location("a.yaml", 3))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -68,6 +68,6 @@ def test_too_few_layers_and_ranges_that_do_not_fit_are_one_sentence():
          "jshard.pipeline (a.yaml:1) goes through stages 0, 1, 0, 1; write 4 ranges, on these stages in order"),
     ):  # fmt: skip
         with pytest.raises(JShardError) as error:
-            in_ranges(ranges, 8, BLOCKS, table, Place("a.yaml", 1))
+            in_ranges(ranges, 8, BLOCKS, table, Location("a.yaml", 1))
         assert str(error.value) == sentence
-    assert in_ranges("0..2: 0, 3..3: 1, 4..5: 0, 6..7: 1", 8, BLOCKS, table, Place("a.yaml", 1)) == (3, 1, 2, 2)
+    assert in_ranges("0..2: 0, 3..3: 1, 4..5: 0, 6..7: 1", 8, BLOCKS, table, Location("a.yaml", 1)) == (3, 1, 2, 2)

@@ -6,14 +6,14 @@ import types
 
 import pytest
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.kernels import interpret
 from jshard.layers.kernel_support import all_reduce_of, check_kernels
 from jshard.signals.signal import Signal
 
 
 def named(**kernel):
-    return Signal("a", Place("f.yaml", 3), kernel=tuple(kernel.items()))
+    return Signal("a", Location("f.yaml", 3), kernel=tuple(kernel.items()))
 
 
 def mesh_of(kind, platform):

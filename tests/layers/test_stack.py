@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.errors import JShardError
-from jshard.inspect.compiled.hlo_text import Program
+from jshard.inspect.compiled.hlo_text import HloProgram
 from jshard.inspect.compiled.schedule import Done, Loop, Start, collectives_in, schedule_of
 from jshard.layers.abstract import created
 from jshard.layers.layer_stack import in_ranges
@@ -425,7 +425,7 @@ def test_sums_of_data_parallel_leave_with_each_turn_of_the_backward_loop():
     kernels = 4 * 2 * WIDTH * HIDDEN
     assert kernels <= bytes_of["all_reduce", depth] < 1.2 * kernels  # a norm's scale, a bias and means besides
     assert 4 * WIDTH * 8 <= bytes_of["all_reduce", 1] < kernels
-    program = Program(text)
+    program = HloProgram(text)
     loops = [each for each in schedule_of(program) if isinstance(each, Loop) and each.trips == depth]
     turn = [
         "sum" if isinstance(e, Start) else op_name(e.instruction.rest)
@@ -455,7 +455,7 @@ def test_sums_of_data_parallel_leave_one_layer_late(algorithm):
     if algorithm == "permute":  # what XLA for CPUs does with many is its own
         return
     text = nnx.jit(step).lower(model, X).compile().as_text()
-    order = schedule_of(Program(text))
+    order = schedule_of(HloProgram(text))
     last = max(at for at, each in enumerate(order) if isinstance(each, Loop))
     assert not any(isinstance(each, Start) for each in order[:last])  # the loss's sum, too, is behind all of backward
     turn = [

@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from jshard.schedules import KINDS, Cost, Key, Times, generate, read
+from jshard.schedules import KINDS, Cost, StageOp, Times, generate, read
 from jshard.schedules.cost import gradients_kept, inputs_kept, sends, sends_alone, sends_in_idle_ticks
 from jshard.schedules.table import needs
 
@@ -35,14 +35,16 @@ def test_cost_of_zero_bubble_in_lock_step_is_beside_the_textbooks():
 @pytest.mark.parametrize("times", [Times(), Times(1, 2, 0.5), Times(0.5, 1, 3)])
 def test_cost_at_its_own_pace_no_stage_runs_two_at_once_or_before_what_it_needs(kind, times):
     cost = Cost(generate(kind, 3, 5, 2), times)
-    ends = {Key(bar.op.slot, bar.op.microbatch, bar.op.chunk * 3 + bar.stage): bar.end for bar in cost.own_pace.bars}
+    ends = {
+        StageOp(bar.op.slot, bar.op.microbatch, bar.op.chunk * 3 + bar.stage): bar.end for bar in cost.own_pace.bars
+    }
     for run in (cost.lock_step, cost.own_pace):
         for stage in range(3):
             bars = [bar for bar in run.bars if bar.stage == stage]
             assert all(before.end <= bar.start for before, bar in zip(bars, bars[1:], strict=False))
             assert sum(bar.end - bar.start for bar in bars) == pytest.approx(10 * (times.F + times.B + times.W))
     for bar in cost.own_pace.bars:
-        key = Key(bar.op.slot, bar.op.microbatch, bar.op.chunk * 3 + bar.stage)
+        key = StageOp(bar.op.slot, bar.op.microbatch, bar.op.chunk * 3 + bar.stage)
         assert all(ends[needed] <= bar.start for needed, _ in needs(key, 6))
     assert cost.own_pace.length <= cost.lock_step.length
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.signals.config import MeshPlan, Pipeline, load_configuration
 from jshard.signals.signal import DTypes, Shard, Signal
 
@@ -45,7 +45,7 @@ def loaded(text: str, *overrides: str):
 def test_config_of_a_file_is_read_with_its_places():
     configuration = load_configuration("configs/mlp.yaml")
     assert configuration.source == "configs/mlp.yaml"
-    assert configuration.mesh == MeshPlan(("data", "tensor"), (2, 4), Place("elsewhere"))
+    assert configuration.mesh == MeshPlan(("data", "tensor"), (2, 4), Location("elsewhere"))
     assert str(configuration.mesh.place) == "configs/mlp.yaml:2"
     assert str(configuration.mesh.places["tensor"]) == "configs/mlp.yaml:2"
     assert (configuration.axis_types, configuration.strict, configuration.default) == ("explicit", True, None)
@@ -53,7 +53,7 @@ def test_config_of_a_file_is_read_with_its_places():
     signal = configuration.signals["layer2"]
     assert signal == Signal("any name", row=("data",), reduction=("tensor",))
     assert str(signal) == 'signal "layer2" (configs/mlp.yaml:8)'
-    assert signal.at("reduction") == Place("configs/mlp.yaml", 8, 21)
+    assert signal.at("reduction") == Location("configs/mlp.yaml", 8, 21)
     assert configuration.train["model"] == {"path": "examples.digits:Model", "hidden": 256}
     assert configuration.train["optimizer"] == "adamw"
     assert str(configuration.train_places["model.hidden"]) == "configs/mlp.yaml:4"
@@ -80,7 +80,7 @@ def test_config_takes_a_path_object_and_a_mapping():
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": -1}, {"data": -1, "tensor": 2}, {"data": 2**31 - 1}])
 def test_config_takes_one_open_size_and_any_number_of_devices(sizes: dict):
     configuration = load_configuration({"jshard": {"mesh": sizes}, "a": {"shard": {"axis": 0, "workers": [1]}}})
-    assert configuration.mesh == MeshPlan(tuple(sizes), tuple(sizes.values()), Place(""))
+    assert configuration.mesh == MeshPlan(tuple(sizes), tuple(sizes.values()), Location(""))
     assert configuration.devices == max(sizes.values())
 
 
@@ -88,7 +88,7 @@ def test_config_takes_mesh_axes_that_cross_slices():
     said = {"a": {"size": 2, "over": "dcn"}, "data": 4, "b": {"size": 3, "over": "dcn"}}  # which come first
     configuration = load_configuration({"jshard": {"mesh": said}, "x": {"row": ["a", "data"]}})
     mesh = configuration.mesh
-    assert mesh == MeshPlan(("a", "b", "data"), (2, 3, 4), Place(""), across=("a", "b"))
+    assert mesh == MeshPlan(("a", "b", "data"), (2, 3, 4), Location(""), across=("a", "b"))
     assert mesh != load_configuration({"jshard": {"mesh": {"a": 2, "b": 3, "data": 4}}, "x": {"row": "data"}}).mesh
     assert (mesh.slices, configuration.devices) == (6, 24)
     assert str(mesh) == "{a: {size: 2, over: dcn}, b: {size: 3, over: dcn}, data: 4}"
@@ -104,7 +104,7 @@ def test_config_takes_any_number_of_a_device():
 def test_config_of_workers_is_a_mesh_that_stands_where_the_first_do():
     text = "layer1: {shard: {axis: 0, workers: [0, 1]}}\nlayer2: {shard: {axis: 0, workers: null}}\n"
     mesh = loaded(text).mesh
-    assert mesh == MeshPlan(("workers",), (-1,), Place("")) and str(mesh.place) == "configs/here.yaml:1"
+    assert mesh == MeshPlan(("workers",), (-1,), Location("")) and str(mesh.place) == "configs/here.yaml:1"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_include_composes_files_and_keeps_their_places(folder: Path):
         "jshard:\n  include: [parts/a.yaml, parts/b.yaml]\n  mesh: {tensor: 2}\n  train: {steps: 7}\n"
         "layer1: {column: tensor, remat: false}\nlayer3: {}\n"
     )
-    assert configuration.mesh == MeshPlan(("data", "tensor"), (2, 2), Place(""))
+    assert configuration.mesh == MeshPlan(("data", "tensor"), (2, 2), Location(""))
     assert dict(configuration.train) == {"steps": 7, "batch": 8}
     assert str(configuration.train_places["batch"]) == "configs/parts/mesh.yaml:3"
     assert list(configuration.signals) == ["layer1", "layer2", "layer3"]
@@ -367,11 +367,11 @@ def test_override_goes_to_the_experiment_a_signal_or_jshard():
     assert configuration.signals["layer2"] == Signal(
         "layer2", row=("data",), kernel=kernel, dtype=DTypes(compute="bfloat16")
     )
-    assert configuration.mesh == MeshPlan(("data", "tensor"), (4, 4), Place(""))
+    assert configuration.mesh == MeshPlan(("data", "tensor"), (4, 4), Location(""))
     assert not configuration.strict
-    command = Place("the command line")
+    command = Location("the command line")
     assert configuration.signals["layer1"].at("column") == command
-    assert configuration.signals["layer1"].at("row") == Place("configs/mlp.yaml", 7, 10)
+    assert configuration.signals["layer1"].at("row") == Location("configs/mlp.yaml", 7, 10)
     assert configuration.train_places["optimizer.learning_rate"] == command
     assert str(configuration.train_places["batch"]) == "configs/mlp.yaml:5"
     assert load_configuration("configs/mlp.yaml").signals["layer1"].column == ("tensor",)
@@ -408,7 +408,7 @@ def test_config_refuses_to_be_changed():
 
 def test_gt_files_load_unchanged_and_mean_what_they_say():
     stages = load_configuration(GT / "stages.yaml")
-    assert stages.mesh == MeshPlan(("workers",), (-1,), Place(""))
+    assert stages.mesh == MeshPlan(("workers",), (-1,), Location(""))
     assert stages.devices == 4
     assert stages.lookup(("encoder",)).shard == Shard(axis=0, workers=(0, 1))
     assert stages.lookup((stages.lookup(("encoder",)).backward or "",)).shard == Shard(axis=0, workers=(2, 3))
@@ -424,7 +424,7 @@ def test_gt_files_load_unchanged_and_mean_what_they_say():
 
 
 def test_a_pipeline_says_its_stages_and_is_what_it_says_wherever_it_stands():
-    pipeline = Pipeline("stage", 4, place=Place("a.yaml", 3))
+    pipeline = Pipeline("stage", 4, place=Location("a.yaml", 3))
     assert str(pipeline) == "stages over stage, 4 microbatches by 1f1b" and pipeline == Pipeline("stage", 4)
     assert str(Pipeline("stage", 4, chunks=2)) == "stages over stage, 2 chunks each, 4 microbatches by 1f1b"
 
@@ -437,7 +437,7 @@ def test_data_that_is_no_mapping_is_a_sentence_beside_an_include_of_one(folder: 
 
 def test_lists_of_workers_are_stages_of_one_mesh_where_they_can_be():
     said = load_configuration(GT / "pipeline.yaml").by_stages
-    assert said is not None and said.mesh == MeshPlan(("stage", "workers"), (4, 2), Place(""))
+    assert said is not None and said.mesh == MeshPlan(("stage", "workers"), (4, 2), Location(""))
     assert (said.workers, said.devices, said.axis_types) == (((0, 1), (2, 3), (4, 5), (6, 7)), 8, "explicit")
     rows = said.signals["stage2_rows"]
     assert (rows.stage, rows.shard) == ("2", Shard(axis=0, mesh=("workers",)))

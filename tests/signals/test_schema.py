@@ -14,7 +14,7 @@ import pytest
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
 from jshard.signals.schema import JSHARD, SHARD, SIGNAL, TRAIN, json_schema
-from jshard.signals.value_types import Key, Table, flag
+from jshard.signals.value_types import Key, Keys, flag
 
 DESIGN_KEYS = """row column reduction shard sequence store output expert stage ring attention backward compile dtype remat kernel
 match allow extends expect""".split()
@@ -284,7 +284,7 @@ def test_numbers_are_those_of_a_float():
     ("count", "wants"), [(6, "a mapping of a, b, c, d, e and f"), (7, "a mapping of keys such as a, b and c")]
 )
 def test_a_table_of_more_than_six_keys_is_told_by_three(count: int, wants: str):
-    assert Table({name: Key(flag(), name) for name in "abcdefg"[:count]}).wants == wants
+    assert Keys({name: Key(flag(), name) for name in "abcdefg"[:count]}).wants == wants
 
 
 def test_schema_takes_every_configuration_of_the_repository():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.signals.faults import Faults, listed, shown
 from jshard.signals.nodes import Node, read_mapping, scalar
 from jshard.signals.source import read_text, read_word
@@ -54,10 +54,10 @@ def test_scalar_in_quotes_is_text():
 
 def test_source_keeps_lines_of_keys_and_values():
     node = read("layer1:\n  row: data\n  column:\n    - tensor\n    - pipe\nlayer2: {row: data}\n")
-    assert node.keys["layer2"] == Place("f", 6, 1)
-    assert at(node, "layer1").keys["column"] == Place("f", 3, 3)
-    assert at(node, "layer1", "column", 1).place == Place("f", 5, 7)
-    assert at(node, "layer2", "row").place == Place("f", 6, 15)
+    assert node.keys["layer2"] == Location("f", 6, 1)
+    assert at(node, "layer1").keys["column"] == Location("f", 3, 3)
+    assert at(node, "layer1", "column", 1).place == Location("f", 5, 7)
+    assert at(node, "layer2", "row").place == Location("f", 6, 15)
 
 
 def test_names_that_yaml_calls_booleans_stay_names():
@@ -108,7 +108,7 @@ def test_aliases_are_counted_when_written_out():
 def test_word_of_the_command_line_has_no_line():
     faults = Faults()
     node = read_word("[1e-3, no]", "the command line", faults)
-    assert node is not None and node.plain() == [1e-3, "no"] and at(node, 0).place == Place("the command line")
+    assert node is not None and node.plain() == [1e-3, "no"] and at(node, 0).place == Location("the command line")
     empty = read_word("", "the command line", faults)
     assert empty is not None and empty.value is None and not faults
 
@@ -125,7 +125,7 @@ def test_faults_come_in_the_order_of_files_and_lines():
     faults = Faults()
     faults.opens("b")
     faults.opens("a")
-    for place in (Place("a", 1), Place("b", 9), Place("elsewhere"), Place("b", 2, 7), Place("b", 2, 3)):
+    for place in (Location("a", 1), Location("b", 9), Location("elsewhere"), Location("b", 2, 7), Location("b", 2, 3)):
         faults.add((), place, f"is {place.column}", "do not")
     with pytest.raises(JShardError) as told:
         faults.stop()
@@ -136,7 +136,7 @@ def test_faults_come_in_the_order_of_files_and_lines():
 
 def test_faults_of_no_line_come_first_and_those_of_no_column_before_the_line():
     faults = Faults()
-    for place in (Place("f", 1, 1), Place("f", 1), Place("f")):
+    for place in (Location("f", 1, 1), Location("f", 1), Location("f")):
         faults.add((), place, f"is {place.column}", "do not")
     with pytest.raises(JShardError) as told:
         faults.stop()
@@ -157,8 +157,8 @@ def test_words_are_listed_up_to_sixteen():
 def test_fault_of_a_shared_piece_is_told_once():
     faults = Faults()
     for name in ("a", "b"):
-        faults.add((name,), Place("f", 3, 5), "says too much", "say less")
-        faults.add((name,), Place("f", 4, 5), f"says {name}", "say less")
+        faults.add((name,), Location("f", 3, 5), "says too much", "say less")
+        faults.add((name,), Location("f", 4, 5), f"says {name}", "say less")
     with pytest.raises(JShardError) as told:
         faults.stop()
     assert told.value.faults == (

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.signals.config import load_configuration
 from jshard.signals.topologies import SHAPES, TopologyName, devices_of, fault_of, fitted, hint_of
 
-HERE, THERE = Place("f.yaml", 2), Place("f.yaml", 9)
+HERE, THERE = Location("f.yaml", 2), Location("f.yaml", 9)
 
 
 def test_every_example_is_a_topology_and_its_hosts_are_full():

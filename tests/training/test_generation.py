@@ -110,7 +110,9 @@ def test_a_token_copies_nothing_of_the_caches_size(mesh):
     def made(*shape):
         """What the instructions are that make an array of this shape."""
         typed = f"[{','.join(map(str, shape))}]{{"
-        every = [each for computation in hlo_text.Program(text).computations.values() for each in computation.values()]
+        every = [
+            each for computation in hlo_text.HloProgram(text).computations.values() for each in computation.values()
+        ]
         return {each.opcode for each in every if not each.type.startswith("(") and typed in each.type}
 
     given, written = {"parameter", "get-tuple-element", "bitcast", "fusion"}, {"scatter", "dynamic-update-slice"}

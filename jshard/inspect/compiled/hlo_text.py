@@ -95,7 +95,7 @@ class Site:
     is_async: bool = False
 
 
-class Program:
+class HloProgram:
     """A compiled program, read from its text."""
 
     def __init__(self, text: str):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jshard.inspect.compiled.collective import CompiledCollective
-from jshard.inspect.compiled.hlo_text import KIND_OF, Computation, Instruction, Program, Site
+from jshard.inspect.compiled.hlo_text import KIND_OF, Computation, HloProgram, Instruction, Site
 from jshard.programs.provenance import op_name, taken
 
 FREE = frozenset("parameter constant get-tuple-element tuple bitcast partition-id replica-id after-all".split())
@@ -60,7 +60,7 @@ def collectives_in(compiled: Any) -> list[CompiledCollective]:
     """The collectives of `compiled` (a compiled program, or its text), in the order of the text's calls. Loops count by
     their trips, and every branch of a conditional counts."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    return list(collectives_of(schedule_of(Program(text))))
+    return list(collectives_of(schedule_of(HloProgram(text))))
 
 
 def wire_bytes(compiled: Any) -> int:
@@ -68,9 +68,9 @@ def wire_bytes(compiled: Any) -> int:
     return sum(got.total for got in collectives_in(compiled))
 
 
-def schedule_of(program: Program) -> tuple[Event, ...]:
+def schedule_of(program: HloProgram) -> tuple[Event, ...]:
     """Read the schedule. A collective that stands where nobody was seen to call it is an assertion."""
-    reader = _Reader(program)
+    reader = _ScheduleReader(program)
     events = tuple(reader.events(program.entry, Site()))
     for name, instructions in program.computations.items():
         if name not in reader.read and program.chain(name) is None:
@@ -92,8 +92,8 @@ def collectives_of(events: Iterable[Event]) -> Iterator[CompiledCollective]:
                     yield from collectives_of(branch)
 
 
-class _Reader:
-    def __init__(self, program: Program):
+class _ScheduleReader:
+    def __init__(self, program: HloProgram):
         self.program = program
         self.read: set[str] = set()
         self.chains: set[str] = (

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.inspect.ledger.entries import Left, Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.printing.table import table
@@ -125,7 +125,7 @@ def _key(entry: Line | Left) -> Key:
     return entry.signal, entry.phase, name.replace("-", "_"), entry.axis
 
 
-def _who(signal: str, place: Place | None, source: str) -> str:
+def _who(signal: str, place: Location | None, source: str) -> str:
     if signal == "-":
         return f"the program{f' ({source})' if source else ''}, under no signal, asks"
     return f'signal "{signal}" ({place}) asks'

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.layers.roles import Placed, Roles, not_stored
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed
@@ -28,7 +28,7 @@ WORDS = "column", "reduction", "sequence", "expert", "store", "store.optimizer"
 class Claimed:
     """Parameters that are claimed and lie alike, as `blocks/*/up/kernel`. Each axis is said by the mesh axes that split it."""
 
-    place: Place | None
+    place: Location | None
     signal: str
     says: str  # column: tensor, store: data
     parameter: str

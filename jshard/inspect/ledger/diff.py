@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from jshard.inspect.ledger.entries import Left, Line, joined
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.ledger.memory import Resident
 from jshard.inspect.ledger.serialize import caused_document, line_document
 from jshard.printing.table import Block, Rows, Shown
 from jshard.printing.units import exact_size, in_large_units, size
@@ -22,7 +22,7 @@ Kind = Literal["added", "gone", "moved", "grown", "shrunk"]
 SIGNS = {"added": "+", "gone": "-", "moved": "~", "grown": "~", "shrunk": "~"}
 
 
-class Side(Protocol):
+class ComparedCollectives(Protocol):
     """Collectives of one kind as one of two programs has them: a line of a ledger, or what a plan runs."""
 
     @property
@@ -34,7 +34,7 @@ class Side(Protocol):
     def cells(self) -> tuple[str, ...]: ...  # place, signal, phase, collective, axes, how many
 
 
-Sided = TypeVar("Sided", bound=Side)
+Sided = TypeVar("Sided", bound=ComparedCollectives)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Difference(Shown):
     before: Ledger
     after: Ledger
     changes: tuple[Change[Line], ...]
-    memory: dict[str, tuple[Rest, Rest]]  # what a signal holds before and after, where that differs
+    memory: dict[str, tuple[Resident, Resident]]  # what a signal holds before and after, where that differs
     left: tuple[tuple[Literal["added", "gone"], Left], ...] = ()  # what the compiler decides, by one side only
     program: str = ""  # what the comparison of the compiled texts found
     proven_same: bool | None = None  # None: the compiled texts were not compared
@@ -290,9 +290,11 @@ def _cells_of_left(kind: Kind, left: Left) -> tuple[str, ...]:
     )
 
 
-def _memory(before: Ledger, after: Ledger) -> dict[str, tuple[Rest, Rest]]:
+def _memory(before: Ledger, after: Ledger) -> dict[str, tuple[Resident, Resident]]:
     old, new = ({rest.signal: rest for rest in ledger.memory} for ledger in (before, after))
-    pairs = {name: (old.get(name, Rest(None, name)), new.get(name, Rest(None, name))) for name in {**old, **new}}
+    pairs = {
+        name: (old.get(name, Resident(None, name)), new.get(name, Resident(None, name))) for name in {**old, **new}
+    }
     return {name: (was, now) for name, (was, now) in pairs.items() if was.total != now.total}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Self, TypeVar
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule
 from jshard.printing.units import size
@@ -38,7 +38,7 @@ class Caused:
         return ", ".join(self.mesh_axes)
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> Location | None:
         """The line of the configuration that asked."""
         return self.cause.place
 
@@ -213,10 +213,10 @@ def joined(
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class ChosenStrategy:
     """A strategy that jshard took by itself where no signal names one, and what its forward puts on the wire."""
 
-    place: Place | None
+    place: Location | None
     signal: str
     words: str  # row=data, 0 B on the wire per device
     source: str = dataclasses.field(default="", compare=False)
@@ -230,7 +230,7 @@ class Choice:
 class Unused:
     """A signal of the configuration that nothing in the program stands under."""
 
-    place: Place | None
+    place: Location | None
     signal: str
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError
-from jshard.inspect.ledger.entries import Choice, Left, Line, Staged
+from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged
 from jshard.inspect.ledger.explicit_sharding import typed_collectives
 from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
 from jshard.kernels.collectives import COLLECTIVES
@@ -57,7 +57,7 @@ class Around:
         return dataclasses.replace(blamed(self.cause, mesh_axes), source=source_of(self.named or eqn))
 
 
-def walk(jaxpr: Any) -> Iterator[Line | Left | Choice | Staged]:
+def walk(jaxpr: Any) -> Iterator[Line | Left | ChosenStrategy | Staged]:
     """The collectives of `jaxpr`, what else its compiler has to move, the strategies that it runs by and nobody named, and the
     tables of stages that it runs by, in program order."""
     yield from _walk(jaxpr, Around())
@@ -88,13 +88,13 @@ def has_transposed(jaxpr: Any) -> bool:
     return any(type(part).__name__ == "Transform" and part.name == "transpose" for stack in stacks for part in stack)
 
 
-def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | Choice | Staged]:
+def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | ChosenStrategy | Staged]:
     for eqn in jaxpr.eqns:
         around = outside.entering(eqn)
         name = eqn.primitive.name
         if around.cause.chosen and not outside.cause.chosen:  # with a collective or without
             cause = around.blamed(eqn)
-            yield Choice(cause.place, cause.signal, cause.chosen, cause.source)
+            yield ChosenStrategy(cause.place, cause.signal, cause.chosen, cause.source)
         if mesh_axes := decided_by_compiler(eqn):
             cause = around.blamed(eqn, mesh_axes)
             yield Left(cause, name, mesh_axes, around.count, around.count_known, around.branches)

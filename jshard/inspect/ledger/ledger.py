@@ -12,9 +12,9 @@ from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.claimed import Claimed
-from jshard.inspect.ledger.entries import Choice, Left, Line, Staged, Unused, joined
+from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged, Unused, joined
 from jshard.inspect.ledger.jaxpr_walk import walk
-from jshard.inspect.ledger.memory import KINDS, Rest
+from jshard.inspect.ledger.memory import KINDS, Resident
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.layers.roles import Placed
@@ -34,10 +34,10 @@ class Ledger(Shown):
     """All collectives of a program, in its order. It prints as a table; sums are bytes on the wire per device."""
 
     lines: tuple[Line, ...]
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ChosenStrategy, ...] = ()
     unused: tuple[Unused, ...] = ()
     left: tuple[Left, ...] = ()  # what the compiler moves and nobody asked for; not in the sums
-    memory: tuple[Rest, ...] = ()  # what a training step holds between steps; empty where there is no optimizer
+    memory: tuple[Resident, ...] = ()  # what a training step holds between steps; empty where there is no optimizer
     placed: Mapping[str, Placed] = dataclasses.field(default_factory=dict, repr=False, compare=False)  # by path
     claims: tuple[Claimed, ...] = ()  # what the claims of a model say, and how its parameters lie
     unsplit: tuple[Unsplit, ...] = ()  # parameters that lie whole under a signal that would split them
@@ -181,7 +181,7 @@ class Ledger(Shown):
                 hint="write it anew: jshard explain --json",
             )
         kinds = {
-            "lines": Line, "choices": Choice, "unused": Unused, "left": Left, "memory": Rest, "unsplit": Unsplit,
+            "lines": Line, "choices": ChosenStrategy, "unused": Unused, "left": Left, "memory": Resident, "unsplit": Unsplit,
             "claims": Claimed,
         }  # fmt: skip
         # "claims", "left", "unsplit", "is_auto", "compiler" and "stages" are newer than the others
@@ -198,7 +198,7 @@ def _counted(number: int) -> str:
     return f"{number:,} collective{'' if number == 1 else 's'}"
 
 
-def _memory_cells(rest: Rest) -> tuple[str, ...]:
+def _memory_cells(rest: Resident) -> tuple[str, ...]:
     kinds = [(words, getattr(rest, kind)) for kind, words in KINDS.items()]
     cells = [f"{words} {number:,} B" if number else "" for words, number in kinds]
     return str(rest.place or "-"), rest.signal, "at rest", *cells, f"{rest.total:,} B"
@@ -214,7 +214,7 @@ def read(jaxpr: Any) -> Ledger:
     left = joined((each for each in found if isinstance(each, Left)), lambda each: (each.once(), each.source))
     return Ledger(
         tuple(line for _, run in runs for line in joined(run)),
-        tuple(dict.fromkeys(each for each in found if isinstance(each, Choice))),
+        tuple(dict.fromkeys(each for each in found if isinstance(each, ChosenStrategy))),
         left=tuple(left),
         stages=tuple(dict.fromkeys(each for each in found if isinstance(each, Staged))),
     )

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.paths import keys_of
 from jshard.signals.active_config import configuration
@@ -20,10 +20,10 @@ KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "opt
 
 
 @dataclasses.dataclass(frozen=True)
-class Rest:
+class Resident:
     """Bytes on each device that lie under one signal; "-" for what no signal places."""
 
-    place: Place | None
+    place: Location | None
     signal: str
     parameters: int = 0
     gradients: int = 0
@@ -65,7 +65,7 @@ def held(models: Iterable[tuple[Path, Any]], optimizers: Sequence[nnx.Optimizer]
         yield Held("optimizer", tuple(path), leaf, () if of is None else parameters[of])
 
 
-def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
+def at_rest(nodes: Iterable[Any]) -> tuple[Resident, ...]:
     """Add up what the models and optimizers among `nodes` hold, by signal."""
     nodes = list(nodes)
     models = [((), node) for node in nodes if isinstance(node, nnx.Module)]
@@ -73,11 +73,11 @@ def at_rest(nodes: Iterable[Any]) -> tuple[Rest, ...]:
     for each in held(models, [node for node in nodes if isinstance(node, nnx.Optimizer)]):
         kinds = sums.setdefault(each.signal_path, dict.fromkeys(KINDS, 0))
         kinds[each.kind] += on_a_device(each.array)
-    found = [Rest(place_of(path), "/".join(path) or "-", **kinds) for path, kinds in sums.items()]
+    found = [Resident(place_of(path), "/".join(path) or "-", **kinds) for path, kinds in sums.items()]
     return tuple(sorted(found, key=_in_the_file))
 
 
-def _in_the_file(rest: Rest) -> tuple[Any, ...]:
+def _in_the_file(rest: Resident) -> tuple[Any, ...]:
     place = rest.place
     return (True,) if place is None else (False, place.source, place.line or 0)
 
@@ -89,7 +89,7 @@ def on_a_device(array: Any) -> int:
     return math.prod(part) * array.dtype.itemsize
 
 
-def place_of(signal_path: tuple[str, ...]) -> Place | None:
+def place_of(signal_path: tuple[str, ...]) -> Location | None:
     """The line of the configuration where the signal of a scope is written."""
     present = configuration()
     return None if present is None or not signal_path else present.lookup(signal_path).place

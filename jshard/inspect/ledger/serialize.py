@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.kernels.kernel_traffic import Schedule
 from jshard.programs.provenance import Cause
 
@@ -31,7 +31,9 @@ def document_of(entry: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
-    return str(value) if isinstance(value, Place) else document_of(value) if dataclasses.is_dataclass(value) else value
+    return (
+        str(value) if isinstance(value, Location) else document_of(value) if dataclasses.is_dataclass(value) else value
+    )
 
 
 def entry_of(kind: Any, document: dict[str, Any]) -> Any:
@@ -49,8 +51,8 @@ def entry_of(kind: Any, document: dict[str, Any]) -> Any:
     return kind(**fields)
 
 
-def _place(text: str | None) -> Place | None:
+def _place(text: str | None) -> Location | None:
     if text is None:
         return None
     found = re.fullmatch(r"(.+):(\d+)", text)
-    return Place(text) if found is None else Place(found[1], int(found[2]))
+    return Location(text) if found is None else Location(found[1], int(found[2]))

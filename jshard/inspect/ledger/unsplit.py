@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.inspect.ledger.memory import on_a_device
 from jshard.layers.active_signals import active_signals
 from jshard.layers.layer import Layer
@@ -22,7 +22,7 @@ Path = tuple[str, ...]
 class Unsplit:
     """Parameters that lie whole, the keys of their signal that would split them, and what to type."""
 
-    place: Place | None
+    place: Location | None
     signal: str
     parameter: str  # up.kernel, up.bias
     bytes: int  # of all of them, on each device

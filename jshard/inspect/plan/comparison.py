@@ -6,12 +6,12 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.hardware.chips import CHIPS, Chip
 from jshard.inspect.compiled.collective import CompiledCollective, itemsize
 from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.plan.match import Ask, Pair, Pairs, Run, paired
+from jshard.inspect.plan.match import Ask, Pair, Pairs, RunArray, paired
 from jshard.printing.units import size
 
 DTYPES = {
@@ -20,7 +20,7 @@ DTYPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class Deviation:
     """One way in which what runs is not what was asked: `times` of a row's collectives."""
 
     kind: str  # dropped, merged, split, rewritten, recast, added, lock-step; declared, where a kernel's word is all there is
@@ -37,7 +37,7 @@ class Row:
     `wire_asked` and `wire_got` are bytes on the wire per device of all of them, `hidden` those that travel while the device
     works, by the schedule, or in a kernel under its own products."""
 
-    place: Place | None
+    place: Location | None
     signal: str
     phase: str
     collective: str
@@ -49,7 +49,7 @@ class Row:
     wire_got: int
     hidden: int
     asynchronous: int  # how many of `got`
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[Deviation, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Comparison:
         return sum(row.hidden for row in self.rows)
 
     @property
-    def differences(self) -> list[tuple[Row, Difference]]:
+    def differences(self) -> list[tuple[Row, Deviation]]:
         return [(row, each) for row in self.rows for each in row.differences]
 
 
@@ -90,7 +90,7 @@ def compare(
 # -- the rows --
 
 
-Key = tuple[Place | None, str, str, str, tuple[str, ...], str]  # place, signal, phase, collective, mesh axes, via
+Key = tuple[Location | None, str, str, str, tuple[str, ...], str]  # place, signal, phase, collective, mesh axes, via
 
 
 def _rows(asked: list[Ask], pairs: Pairs, chip: Chip) -> Iterator[Row]:
@@ -106,7 +106,7 @@ def _rows(asked: list[Ask], pairs: Pairs, chip: Chip) -> Iterator[Row]:
 
 
 def _row(
-    key: Key, asked: list[Ask], runs: list[tuple[Run, int, int, float]], differences: list[Difference], chip: Chip
+    key: Key, asked: list[Ask], runs: list[tuple[RunArray, int, int, float]], differences: list[Deviation], chip: Chip
 ) -> Row:
     """Add up what is asked and what runs: for each run how often, its bytes on the wire of once, and the hidden share."""
     own = [ask.line for ask in asked if ask.line.declared is not None]
@@ -124,7 +124,7 @@ def _row(
     )
 
 
-def _differences(asked: list[Ask], pairs: list[Pair], chip: Chip) -> list[Difference]:
+def _differences(asked: list[Ask], pairs: list[Pair], chip: Chip) -> list[Deviation]:
     """Every way in which what runs is not what was asked."""
     found: list[tuple[str, str, int]] = []  # kind, words, times
     own = [ask.line for ask in asked if ask.line.declared is not None]  # a kernel moves its bytes itself, unseen by XLA
@@ -151,7 +151,7 @@ def _differences(asked: list[Ask], pairs: list[Pair], chip: Chip) -> list[Differ
     sums: dict[tuple[str, str], int] = {}
     for kind, words, times in found:
         sums[kind, words] = sums.get((kind, words), 0) + times
-    return [Difference(kind, times, f"{times:,} {words}") for (kind, words), times in sums.items() if times]
+    return [Deviation(kind, times, f"{times:,} {words}") for (kind, words), times in sums.items() if times]
 
 
 def hidden_in_kernel(line: Line, chip: Chip) -> int:
@@ -168,9 +168,9 @@ def _recast(pair: Pair) -> str:
     return "" if ran == asked else f"{DTYPES.get(pair.run.dtype, pair.run.dtype)} instead of {pair.ask.line.dtype}"
 
 
-def _added(got: list[Run], chip: Chip) -> Iterator[Row]:
+def _added(got: list[RunArray], chip: Chip) -> Iterator[Row]:
     """Rows of what runs and nobody asked for."""
-    found: dict[Key, list[Run]] = {}
+    found: dict[Key, list[RunArray]] = {}
     for run in got:
         if run.left and run.got.group > 1:
             key = (None, run.cause.signal, run.cause.phase, run.got.collective, run.axes, "")
@@ -179,4 +179,4 @@ def _added(got: list[Run], chip: Chip) -> Iterator[Row]:
         times = sum(run.left for run in runs)
         words = f"{times:,} that nobody asked for"
         left = [(run, run.left, run.wire, run.got.hidden) for run in runs]
-        yield _row(key, [], left, [Difference("added", times, words)], chip)
+        yield _row(key, [], left, [Deviation("added", times, words)], chip)

@@ -11,14 +11,14 @@ from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked, link_rate
 from jshard.printing.units import size, three_digits
-from jshard.programs.flops import Arithmetic
+from jshard.programs.flops import Flops
 
 MODEL = "work + wait, by a walk through the compiled schedule"
 UNITS = {"arithmetic": (1e12, "TFLOP/s"), "work": (1e12, "TFLOP/s")}  # of others GB/s
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class TimePart:
     """One part of the estimate: `amount` over `rate` a second. A step is its work and its wait; the others are what each
     would take by itself at its peak, so that no schedule makes a step shorter than the longest of them."""
 
@@ -43,7 +43,7 @@ class Part:
 class Estimate:
     """A model of one step's time. It knows nothing of latency but between slices, or of what kernels reach of their peaks."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TimePart, ...]
     source: str
     at_most: bool = False  # some layouts can't be seen, and the arithmetic is counted as if whole on every device
     unknown: bool = False  # a while loop is counted as one trip
@@ -63,30 +63,28 @@ class Estimate:
         return self.seconds_of("work") + self.seconds_of("wait")
 
 
-def estimate(
-    asked: Ledger, walked: Walked, arithmetic: Arithmetic, memory: Memory, topology: Topology
-) -> Estimate | None:
+def estimate(asked: Ledger, walked: Walked, arithmetic: Flops, memory: Memory, topology: Topology) -> Estimate | None:
     """None where the table has no figures, as for pretended devices, and where nothing was compiled. Of what was asked only
     the kernels count, whose products and wire no compiled text shows: they work and wait as they declare."""
     chip = topology.chip
     if not chip.link or not memory.parts:
         return None
     parts = [
-        Part("arithmetic", f"{flops:,.0f} FLOP in {dtype}", flops, chip.peak(dtype))
+        TimePart("arithmetic", f"{flops:,.0f} FLOP in {dtype}", flops, chip.peak(dtype))
         for dtype, flops in arithmetic.flops.items()
     ]
     moved = memory.parts["arguments"] + memory.parts["results that take no argument's place"]
     words = f"{size(moved)} of arguments and results, each moved once (at least)"
-    parts.append(Part("memory", words, moved, chip.bandwidth / chip.devices))
+    parts.append(TimePart("memory", words, moved, chip.bandwidth / chip.devices))
     wire, late = Counter[float](), 0.0  # bytes by rate, and those that nothing hides
     for got in walked.collectives:
         if got.group > 1:
             wire[link_rate(got.members, topology)] += got.total
             late += got.total * (1 - got.hidden)
     by = f"XLA's own cycles at {chip.clock / 1e9:.2f} GHz" if chip.clock else "the peaks of their products and bytes"
-    parts.append(Part("work", f"of instructions, by {by}", walked.work, 1))
+    parts.append(TimePart("work", f"of instructions, by {by}", walked.work, 1))
     parts += [
-        Part("work", f"{flops:,.0f} FLOP in {dtype}, in kernels", flops, chip.peak(dtype))
+        TimePart("work", f"{flops:,.0f} FLOP in {dtype}, in kernels", flops, chip.peak(dtype))
         for dtype, flops in arithmetic.in_kernels.items()
     ]
     kernels = Counter[float]()
@@ -97,10 +95,10 @@ def estimate(
             kernels[rate] += line.total - hidden_in_kernel(line, chip)
     slow = chip.between_hosts / chip.devices if topology.slices > 1 else 0.0
     where = {rate: "between slices" if rate == slow else "on the wire" for rate in wire}
-    parts += [Part("wire", f"{size(total)} {where[rate]}", total, rate) for rate, total in sorted((+wire).items())]
-    parts.append(Part("wait", f"{size(late)} that nothing hides", walked.wait, 1))
+    parts += [TimePart("wire", f"{size(total)} {where[rate]}", total, rate) for rate, total in sorted((+wire).items())]
+    parts.append(TimePart("wait", f"{size(late)} that nothing hides", walked.wait, 1))
     parts += [
-        Part("wait", f"{size(total)} that a kernel's products don't hide", total, rate)
+        TimePart("wait", f"{size(total)} that a kernel's products don't hide", total, rate)
         for rate, total in sorted((+kernels).items())
     ]
     return Estimate(tuple(parts), chip.source, arithmetic.at_most, arithmetic.unknown)

@@ -15,12 +15,12 @@ from jshard.kernels.collectives import COLLECTIVES
 
 def paired(
     ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int]
-) -> tuple[list[Ask], list[Run], Pairs]:
+) -> tuple[list[Ask], list[RunArray], Pairs]:
     """All lines, all arrays that run, and who goes with whom: by collective, mesh axes, bytes and the signal that XLA's name
     stack tells, then with one of these let go after the other. What a kernel moves itself runs unseen."""
     every = [Ask(line) for line in ledger.lines]
     asked = [ask for ask in every if ask.line.declared is None]
-    got = [Run(one, number, sizes) for one in found for number in range(len(one.payloads))]
+    got = [RunArray(one, number, sizes) for one in found for number in range(len(one.payloads))]
     pairs = Pairs()
     for same, how in PASSES:
         for ask, run in itertools.product(asked, got):
@@ -54,7 +54,7 @@ class Ask:
         self.elements = math.prod(line.shape)
 
 
-class Run:
+class RunArray:
     """One array of a collective that runs, and how many of its runs are not yet accounted for."""
 
     def __init__(self, got: CompiledCollective, number: int, sizes: Mapping[str, int]):
@@ -70,45 +70,45 @@ class Run:
 
 # -- who goes with whom --
 
-Same = Callable[[Ask, Run], bool]
+Same = Callable[[Ask, RunArray], bool]
 
 
-def _axes(ask: Ask, run: Run) -> bool:
+def _axes(ask: Ask, run: RunArray) -> bool:
     if not run.axes:
         return ask.line.group == run.got.group
     is_along = set(run.axes) < set(ask.axes) and run.got.collective == "permute"  # a ring may go along some of them
     return is_along or set(ask.axes) == set(run.axes)
 
 
-def _kind(ask: Ask, run: Run) -> bool:
+def _kind(ask: Ask, run: RunArray) -> bool:
     return ask.line.collective == run.got.collective and _axes(ask, run)
 
 
-def _bytes(ask: Ask, run: Run) -> bool:
+def _bytes(ask: Ask, run: RunArray) -> bool:
     return ask.line.payload == run.payload
 
 
-def _numbers(ask: Ask, run: Run) -> bool:
+def _numbers(ask: Ask, run: RunArray) -> bool:
     return ask.elements == run.elements
 
 
-def _signal(ask: Ask, run: Run) -> bool:
+def _signal(ask: Ask, run: RunArray) -> bool:
     return ask.line.cause.is_like(run.cause)
 
 
-def _unsigned(ask: Ask, run: Run) -> bool:
+def _unsigned(ask: Ask, run: RunArray) -> bool:
     """XLA has lost the name, or kept one of several."""
     return run.is_joined or not run.cause.path
 
 
-def _remat(ask: Ask, run: Run) -> bool:
+def _remat(ask: Ask, run: RunArray) -> bool:
     return ask.line.cause.remat == run.cause.remat
 
 
 REWRITTEN = {("reduce_scatter", "all_reduce"), ("all_gather", "all_reduce"), ("all_reduce", "reduce_scatter")}
 
 
-def _rewritten(ask: Ask, run: Run) -> bool:
+def _rewritten(ask: Ask, run: RunArray) -> bool:
     return (ask.line.collective, run.got.collective) in REWRITTEN and _axes(ask, run)
 
 
@@ -132,7 +132,7 @@ PASSES: list[tuple[Same, str]] = [
 @dataclasses.dataclass(frozen=True)
 class Pair:
     ask: Ask
-    run: Run
+    run: RunArray
     times: int
     how: str
     wire: int  # bytes of once that are this line's
@@ -140,14 +140,14 @@ class Pair:
 
 
 class Pairs(list[Pair]):
-    def add(self, ask: Ask, run: Run, how: str) -> None:
+    def add(self, ask: Ask, run: RunArray, how: str) -> None:
         times = min(ask.left, run.left)
         ask.left -= times
         run.left -= times
         self.append(Pair(ask, run, times, how, run.wire, run.got.hidden))
 
 
-def _across(run: Run, asked: list[Ask], pairs: Pairs) -> None:
+def _across(run: RunArray, asked: list[Ask], pairs: Pairs) -> None:
     """One all-reduce over several mesh axes, where one was asked for along each: a sum of a sum."""
     parts: list[Ask] = []
     missing = set(run.axes)
@@ -168,7 +168,7 @@ def _across(run: Run, asked: list[Ask], pairs: Pairs) -> None:
         pairs.append(Pair(part, run, times, "merged", share, run.got.hidden))
 
 
-def _joined(run: Run, asked: list[Ask], pairs: Pairs) -> None:
+def _joined(run: RunArray, asked: list[Ask], pairs: Pairs) -> None:
     """An array that carries several that were asked for, one behind the other."""
     smaller = [ask for ask in asked if _kind(ask, run) and ask.elements < run.elements]
     open_ = [ask for ask in smaller for _ in range(min(ask.left // run.left, run.elements // max(1, ask.elements)))]
@@ -194,7 +194,7 @@ def _sum(asked: list[Ask], elements: int, limit: int = 4096) -> list[Ask]:
     return []
 
 
-def _split(ask: Ask, got: list[Run], pairs: Pairs) -> None:
+def _split(ask: Ask, got: list[RunArray], pairs: Pairs) -> None:
     """One that runs as several of its kind: smaller ones, or one after the other along its mesh axes."""
     parts = [run for run in got if run.left and _kind(ask, run) and _signal(ask, run) and run.elements < ask.elements]
     if sum(run.elements for run in parts) != ask.elements:
@@ -210,9 +210,9 @@ def _split(ask: Ask, got: list[Run], pairs: Pairs) -> None:
             pairs.append(Pair(ask, run, times if number == 0 else 0, "split", wire, hidden))
 
 
-def _along_each(ask: Ask, got: list[Run]) -> list[Run]:
+def _along_each(ask: Ask, got: list[RunArray]) -> list[RunArray]:
     """Find the sums inside slices and between them that one over all these mesh axes runs as. A TPU fills up 128 lanes."""
-    parts: list[Run] = []
+    parts: list[RunArray] = []
     missing = set(ask.axes)
     for run in got:
         alike = run.got.collective == ask.line.collective == "all_reduce" and (_unsigned(ask, run) or _signal(ask, run))
@@ -223,7 +223,7 @@ def _along_each(ask: Ask, got: list[Run]) -> list[Run]:
     return parts if len(parts) > 1 and not missing else []
 
 
-def _in_other_words(ask: Ask, got: list[Run], pairs: Pairs) -> None:
+def _in_other_words(ask: Ask, got: list[RunArray], pairs: Pairs) -> None:
     """One that the compiler does by others of another kind under the same signal: a gather by permutes around a ring."""
     others = [run for run in got if run.left and _signal(ask, run) and _axes(ask, run) and run.cause.path]
     if others:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.inspect.compiled.collective import Large
-from jshard.inspect.compiled.hlo_text import Program
-from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.compiled.hlo_text import HloProgram
+from jshard.inspect.ledger.memory import Resident
 from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.topology import Topology
 from jshard.printing.units import size
@@ -25,10 +25,10 @@ class Memory:
     parts: Mapping[str, int]  # arguments, results not in place of arguments, temporaries, program; {} when too large
     total: int
     capacity: int | None
-    rest: tuple[Rest, ...]  # what is held between steps, by signal
+    rest: tuple[Resident, ...]  # what is held between steps, by signal
     largest: tuple[Large, ...]
     budget: int | None = None  # what the configuration allows, and where it says so
-    budget_place: Place | None = None
+    budget_place: Location | None = None
     peak: int | None = None  # of arguments, results and temporaries, as they were placed; None where nobody says
 
     @property
@@ -63,7 +63,9 @@ class Memory:
         return f"does not fit: {size(self.needed)} of {size(self.capacity)} per device ({share}), {more} too much"
 
 
-def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], present: Configuration | None) -> Memory:
+def memory_of(
+    compiled: Compiled, topology: Topology, rest: tuple[Resident, ...], present: Configuration | None
+) -> Memory:
     """Take the compiler's own sums, or what it said when it had too little; with the budget of what is loaded."""
     budget = {} if present is None else {"budget": present.budget, "budget_place": present.budget_place}
     if compiled.needed is not None:
@@ -84,7 +86,7 @@ def memory_of(compiled: Compiled, topology: Topology, rest: tuple[Rest, ...], pr
 def largest_results(text: str) -> tuple[Large, ...]:
     """The arrays that a compiled program puts into memory while it runs, the largest first. Of those of one shape only one
     is named: they may well take each other's place."""
-    program = Program(text)
+    program = HloProgram(text)
     found: dict[str, Large] = {}
     for bytes_, shape, op_name in program.results(program.entry):
         if shape not in found or found[shape].signal == "-":

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractDevice
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.hardware.chips import CHIPS, Chip
 from jshard.signals.config import Configuration
 from jshard.signals.topologies import read_name, written
@@ -22,11 +22,11 @@ class Topology:
     name: str  # v5e:4x4
     chip: Chip
     shape: tuple[int, ...]
-    place: Place | None = dataclasses.field(default=None, compare=False)  # where a configuration says so
+    place: Location | None = dataclasses.field(default=None, compare=False)  # where a configuration says so
     slices: int = 1
 
     @classmethod
-    def of(cls, name: str, place: Place | None = None, slices: int = 1) -> Topology:
+    def of(cls, name: str, place: Location | None = None, slices: int = 1) -> Topology:
         """What a name like `v5e:4x4` or `h100:8` means, and where it is written; near names when it means nothing."""
         chip, shape = read_name(name)
         return cls(written(name), CHIPS[chip], shape, place, slices)

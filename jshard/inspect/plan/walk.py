@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jshard.hardware.chips import HOP
 from jshard.inspect.compiled.collective import CompiledCollective
-from jshard.inspect.compiled.hlo_text import Program
+from jshard.inspect.compiled.hlo_text import HloProgram
 from jshard.inspect.compiled.schedule import Branches, Done, Event, Loop, Start, Work, collectives_of, schedule_of
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.work import seconds_by
@@ -28,12 +28,12 @@ class Walked:
 
 def walked(text: str, topology: Topology) -> Walked:
     """Walk through a compiled program. On devices without figures nothing takes time, and nothing is hidden."""
-    program = Program(text)
+    program = HloProgram(text)
     events = schedule_of(program)
     found = tuple(collectives_of(events))
     if not topology.chip.link:
         return Walked(found)
-    walk = _Walk(seconds_by(program, topology.chip), topology)
+    walk = _StepClock(seconds_by(program, topology.chip), topology)
     walk.run(events)
     walk.wait(max((each.end for each in walk.flight), default=0.0))
     collectives = [
@@ -79,7 +79,7 @@ class _Transfer:
         return dataclasses.replace(self, begin=self.begin + seconds, end=self.end + seconds)
 
 
-class _Walk:
+class _StepClock:
     """Time passes by work and by waiting. A collective is on the wire from its start, or when those before it have left its
     links; what of that passes while the device waits is not hidden, whichever collective it waits for."""
 
@@ -158,7 +158,7 @@ class _Walk:
     def _longest(self, event: Branches) -> None:
         """Go on after the branch that takes longest; what is late in any of them is late. Of one that is taken in some turns of
         a loop each turn has a share: a device waits while others take it."""
-        ends: list[_Walk] = []
+        ends: list[_StepClock] = []
         late: dict[int, float] = defaultdict(float)
         for branch in event.branches:
             ends.append(copy.copy(self))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from jshard.hardware.chips import Chip
-from jshard.inspect.compiled.hlo_text import ARRAY, NOTHING, Computation, Instruction, Program, bytes_of
+from jshard.inspect.compiled.hlo_text import ARRAY, NOTHING, Computation, HloProgram, Instruction, bytes_of
 from jshard.inspect.compiled.schedule import Work
 from jshard.inspect.plan.comparison import DTYPES
 
@@ -17,7 +17,7 @@ SLICES = ("dynamic-slice", "slice", "gather")
 WRITES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first, in its place
 
 
-def seconds_by(program: Program, chip: Chip) -> Callable[[Work], float]:
+def seconds_by(program: HloProgram, chip: Chip) -> Callable[[Work], float]:
     """Say of each piece of work how many seconds it takes on `chip`."""
     known: dict[int, float] = {}
 
@@ -43,7 +43,7 @@ def seconds_by(program: Program, chip: Chip) -> Callable[[Work], float]:
     return seconds
 
 
-def _products(program: Program, computation: Computation, each: Instruction) -> list[tuple[str, float]]:
+def _products(program: HloProgram, computation: Computation, each: Instruction) -> list[tuple[str, float]]:
     """The products that an instruction does, itself or in what it fuses: dtype of the operands and FLOPs."""
     found = [
         product
@@ -61,7 +61,7 @@ def _products(program: Program, computation: Computation, each: Instruction) -> 
     return found
 
 
-def bytes_moved(program: Program, computation: Computation, each: Instruction) -> int:
+def bytes_moved(program: HloProgram, computation: Computation, each: Instruction) -> int:
     """The bytes that an instruction reads and writes: of an array that it only slices, or writes a slice of, the slice."""
     if each.opcode in WRITES:
         return 2 * _size(computation, each.operands[WRITES[each.opcode]])

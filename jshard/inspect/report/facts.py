@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.result import Plan
 
@@ -32,7 +32,7 @@ class Laid:
     kind: str
     path: tuple[str, ...]
     signal: str  # "-" when no signal was around
-    place: Place | None
+    place: Location | None
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
@@ -105,7 +105,7 @@ class Facts:
     arrays: tuple[Laid, ...]
     ledger: Ledger
     texts: Mapping[str, Sequence[str]]  # the lines of each file of the configuration
-    settings: frozenset[Place] = frozenset()  # lines about the experiment, where no word means a mesh axis
+    settings: frozenset[Location] = frozenset()  # lines about the experiment, where no word means a mesh axis
     plan: Plan | None = None
 
     @property

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import held, place_of
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
@@ -29,7 +29,7 @@ from jshard.signals.describe import component_words
 
 
 @runtime_checkable
-class Experiment(Protocol):
+class TrainingProgram(Protocol):
     """What `jshard train` trains, as far as a page needs it."""
 
     configuration: Configuration
@@ -41,7 +41,7 @@ class Experiment(Protocol):
     def first_batch(self) -> tuple[Any, ...]: ...
 
 
-def facts_of_experiment(experiment: Experiment, plan: Any = None) -> Facts:
+def facts_of_experiment(experiment: TrainingProgram, plan: Any = None) -> Facts:
     """The facts of a whole training step."""
     present = experiment.configuration
     train = present.train
@@ -84,7 +84,7 @@ def _facts(
     is_placed = present is not None and present.mesh is not None
     mesh = current.mesh() if is_placed else max(meshes, key=lambda mesh: mesh.size, default=None)
     places = [] if present is None else present.train_places.values()
-    settings = frozenset(Place(place.source, place.line) for place in places)
+    settings = frozenset(Location(place.source, place.line) for place in places)
     return Facts(title, about, mesh, arrays, ledger, {} if present is None else _texts(present), settings, plan)
 
 
@@ -160,7 +160,7 @@ def _between(jaxpr: Any, outside: Cause) -> Iterator[Laid]:
 
 def _texts(present: Configuration) -> dict[str, list[str]]:
     """The files that the configuration was read from, the one that was named first."""
-    places = [Place(present.source), *present.train_places.values()]
+    places = [Location(present.source), *present.train_places.values()]
     places += [place for signal in present.signals.values() for place in (signal.place, *signal.places.values())]
     places += [] if present.mesh is None else [present.mesh.place]
     sources = dict.fromkeys(place.source for place in places if place.line or place.source == present.source)

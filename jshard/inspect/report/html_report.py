@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.inspect.report.facts import Facts
-from jshard.inspect.report.gather import Experiment, facts_of_experiment, facts_of_function
+from jshard.inspect.report.gather import TrainingProgram, facts_of_experiment, facts_of_function
 from jshard.inspect.report.page import page
 from jshard.printing.pages.shell import framed, write
 from jshard.printing.pages.words import size
@@ -64,12 +64,12 @@ class Report:
         return framed(self.html)
 
 
-def report(f: Experiment | Callable[..., Any], *args: Any, plan: Any = None, **kwargs: Any) -> Report:
+def report(f: TrainingProgram | Callable[..., Any], *args: Any, plan: Any = None, **kwargs: Any) -> Report:
     """A page on `f(*args)`, or on the training step of an experiment. Nothing runs.
 
     jshard.report(loss, model, x).save("report.html")
     """
-    if isinstance(f, Experiment):
+    if isinstance(f, TrainingProgram):
         facts = facts_of_experiment(f, plan)
     else:
         facts = facts_of_function(f, args, kwargs, plan)

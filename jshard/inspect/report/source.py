@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.inspect.report.facts import AT_REST, Facts
 from jshard.printing.markup import Markup, element, escaped
 from jshard.printing.pages.shell import stack
@@ -16,7 +16,7 @@ WORD = re.compile(r"""(?P<text>"[^"]*"|'[^']*')|(?P<note>(?:^|(?<=\s))\#.*)|(?P<
 
 
 @dataclasses.dataclass
-class Cost:
+class LineCost:
     """What one line asks for: bytes on the wire by mesh axis and how many collectives, and bytes at rest."""
 
     wire: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -28,12 +28,12 @@ class Cost:
         return sum(self.wire.values())
 
 
-def costs(facts: Facts) -> dict[Place | None, Cost]:
+def costs(facts: Facts) -> dict[Location | None, LineCost]:
     """By place, without columns; None is what no line asked for."""
-    found: dict[Place | None, Cost] = {}
+    found: dict[Location | None, LineCost] = {}
 
-    def at(place: Place | None) -> Cost:
-        return found.setdefault(None if place is None else Place(place.source, place.line), Cost())
+    def at(place: Location | None) -> LineCost:
+        return found.setdefault(None if place is None else Location(place.source, place.line), LineCost())
 
     for line in facts.ledger:
         cost = at(line.place)
@@ -52,7 +52,7 @@ def source(facts: Facts, colours: Colours) -> Markup:
     for name, lines in facts.texts.items():
         rows = []
         for number, line in enumerate(lines, 1):
-            place = Place(name, number)
+            place = Location(name, number)
             shown.add(place)
             rows.append(_line(place, line, found.get(place), most, facts, colours))
         head = element("h3", breakable(name)) if len(facts.texts) > 1 else None
@@ -73,11 +73,11 @@ def source(facts: Facts, colours: Colours) -> Markup:
     return element("div", nothing, blocks, class_="source")
 
 
-def _elsewhere(place: Place | None) -> str:
+def _elsewhere(place: Location | None) -> str:
     return "no line asks for" if place is None else f"{place} asks for"
 
 
-def _line(place: Place, line: str, cost: Cost | None, most: int, facts: Facts, colours: Colours) -> Markup:
+def _line(place: Location, line: str, cost: LineCost | None, most: int, facts: Facts, colours: Colours) -> Markup:
     margin = _margin(cost, most, colours) if cost is not None else None
     return element(
         "li",
@@ -89,7 +89,7 @@ def _line(place: Place, line: str, cost: Cost | None, most: int, facts: Facts, c
     )
 
 
-def _margin(cost: Cost, most: int, colours: Colours) -> Markup | None:
+def _margin(cost: LineCost, most: int, colours: Colours) -> Markup | None:
     if not cost.count and not cost.rest:
         return None
     bar = stack([(f"fill {colours.of(name)}", total, None) for name, total in cost.wire.items()], most)

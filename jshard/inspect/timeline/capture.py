@@ -16,7 +16,7 @@ import numpy as np
 from jshard.errors import JShardError
 from jshard.inspect.compiled.collective import axes_of
 from jshard.inspect.ledger.entries import Staged
-from jshard.inspect.timeline.event import Event, Read, read
+from jshard.inspect.timeline.event import Event, FileEvents, read
 from jshard.inspect.timeline.programs import Operation
 from jshard.layers.pipeline import present_table
 from jshard.programs.protobuf import Unreadable
@@ -67,7 +67,7 @@ class Capture:
         return max(self.folder.rglob("*.xplane.pb"), key=lambda file: (file.stat().st_mtime, str(file)), default=None)
 
     @functools.cached_property
-    def read(self) -> Read:
+    def read(self) -> FileEvents:
         file = self.file()
         if file is None:
             raise JShardError(f"{self.folder} holds no capture any more", hint="capture it again by jshard trace")

@@ -37,14 +37,14 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class FileEvents:
     """All that is read of one file; `jax` is the version that wrote it."""
 
     events: tuple[Event, ...]
     jax: str
 
 
-def read(file: Path) -> Read:
+def read(file: Path) -> FileEvents:
     """Read the events of an `xplane.pb`, by time: what carries an operation of a compiled program.
 
     What the host does to start it is left out.
@@ -54,8 +54,8 @@ def read(file: Path) -> Read:
     marks = [(plane, line, mark, device) for plane in found for line, mark, device in _operations(plane)]
     marks.sort(key=lambda each: (each[2].start, -each[2].duration))
     begin = min((mark.start for _, _, mark, _ in marks), default=0)
-    told = [(_Run.of(mark), _instruction(mark)) for _, _, mark, _ in marks]
-    seen: dict[_Run, set[str]] = collections.defaultdict(set)
+    told = [(_ProgramRun.of(mark), _instruction(mark)) for _, _, mark, _ in marks]
+    seen: dict[_ProgramRun, set[str]] = collections.defaultdict(set)
     for run, instruction in told:
         seen[run].add(instruction)
     ran = {run: programs.that_ran(run.number, run.program, instructions) for run, instructions in seen.items()}
@@ -68,7 +68,7 @@ def read(file: Path) -> Read:
         start, duration = (mark.start - begin) / PICO, mark.duration / PICO
         events.append(Event(device, line, op, run.program, operation, steps.of(plane, mark), start, duration))
     jax = next((str(plane.stats["jax_version"]) for plane in found if "jax_version" in plane.stats), "")
-    return Read(tuple(events), jax)
+    return FileEvents(tuple(events), jax)
 
 
 def _operations(plane: Plane) -> Iterator[tuple[str, Mark, int | None]]:
@@ -99,7 +99,7 @@ def _instruction(mark: Mark) -> str:
     return found[1] if found else mark.name
 
 
-class _Run(NamedTuple):
+class _ProgramRun(NamedTuple):
     """A run of a program, by what its operations say of it."""
 
     number: object  # of the program
@@ -107,7 +107,7 @@ class _Run(NamedTuple):
     run: object
 
     @classmethod
-    def of(cls, mark: Mark) -> _Run:
+    def of(cls, mark: Mark) -> _ProgramRun:
         said = mark.stats
         return cls(said.get("program_id"), _text(mark, "hlo_module") or _text(mark, "program_name"), said.get("run_id"))
 

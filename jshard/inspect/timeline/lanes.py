@@ -11,7 +11,7 @@ Span = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bar:
+class TimedEvent:
     """One event: times in nanoseconds from the begin of the picture."""
 
     lane: int
@@ -61,7 +61,7 @@ class Drawing:
     title: str
     about: tuple[str, ...]
     lanes: tuple[Lane, ...]
-    bars: tuple[Bar, ...]
+    bars: tuple[TimedEvent, ...]
     steps: tuple[Window, ...]
     length: float
     notes: tuple[str, ...]
@@ -88,7 +88,7 @@ def rows(spans: Sequence[Span]) -> list[int]:
     return found
 
 
-def lane(name: str, rank: int, bars: Iterable[Bar], length: float) -> Lane:
+def lane(name: str, rank: int, bars: Iterable[TimedEvent], length: float) -> Lane:
     """Sum what a device did in a picture of this length. Loops and calls are not counted, as what they run is."""
     bars = list(bars)
     compute = union((bar.start, bar.end) for bar in bars if bar.kind == "compute")

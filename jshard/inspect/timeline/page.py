@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jshard.inspect.timeline.lanes import Bar, Drawing, Lane
+from jshard.inspect.timeline.lanes import Drawing, Lane, TimedEvent
 from jshard.inspect.timeline.words import by_signal, share, span, steps_in_words, sums
 from jshard.printing.markup import Child, Markup, data, element
 from jshard.printing.pages.shell import Figure, document, section, stack, table
@@ -196,7 +196,7 @@ def _operations(drawn: Drawing) -> Markup:
     return element("div", element("p", says, class_="says"), shown)
 
 
-def _operation(bar: Bar, runs: Sequence[float], total: float) -> list[Child]:
+def _operation(bar: TimedEvent, runs: Sequence[float], total: float) -> list[Child]:
     what = bar.collective.replace("_", "-") or "computes"
     return [
         element(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jshard.errors import JShardError
-from jshard.inspect.timeline.lanes import Bar, Drawing
+from jshard.inspect.timeline.lanes import Drawing, TimedEvent
 from jshard.inspect.timeline.words import share, span
 
 WIDTH, LEFT, EDGE = 2400, 300, 32
@@ -104,7 +104,7 @@ class _Sheet:
     ) -> None:
         self.pen.rectangle((left, top, max(left, right - 1), bottom - 1), fill=colour, outline=edge)
 
-    def bar(self, bar: Bar, left: float, top: float, width: float) -> None:
+    def bar(self, bar: TimedEvent, left: float, top: float, width: float) -> None:
         """Draw a bar at least as wide as can be seen, with its name where there is room."""
         begin, end = round(left), max(round(left) + NARROWEST, round(left + width))
         self.rectangle(begin, top, end, top + ROW - 5, COLOURS[bar.kind], SOFT if bar.kind == "around" else None)

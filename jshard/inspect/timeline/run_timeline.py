@@ -13,7 +13,7 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline.capture import Capture, captures
 from jshard.inspect.timeline.event import Event
-from jshard.inspect.timeline.lanes import Bar, Drawing, Window, lane, rows
+from jshard.inspect.timeline.lanes import Drawing, TimedEvent, Window, lane, rows
 from jshard.inspect.timeline.page import page
 from jshard.inspect.timeline.picture import drawn
 from jshard.inspect.timeline.words import steps_in_words
@@ -89,10 +89,10 @@ def timeline(folder: str | os.PathLike[str], step: int | None = None) -> Timelin
     )
 
 
-def _bars(number: int, events: Sequence[Event], begin: float, capture: Capture) -> list[Bar]:
+def _bars(number: int, events: Sequence[Event], begin: float, capture: Capture) -> list[TimedEvent]:
     placed = rows([(event.start, event.end) for event in events])
     return [
-        Bar(
+        TimedEvent(
             lane=number,
             row=row,
             op=event.op,
@@ -141,8 +141,8 @@ def _clocks(by_rank: dict[int, list[Event]]) -> tuple[dict[int, float], list[str
     return begins, [note]
 
 
-def _windows(bars: Sequence[Bar]) -> tuple[Window, ...]:
-    by_step: dict[int, list[Bar]] = {}
+def _windows(bars: Sequence[TimedEvent]) -> tuple[Window, ...]:
+    by_step: dict[int, list[TimedEvent]] = {}
     for bar in bars:
         if bar.step is not None:
             by_step.setdefault(bar.step, []).append(bar)

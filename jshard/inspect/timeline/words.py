@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jshard.inspect.timeline.lanes import Bar
+from jshard.inspect.timeline.lanes import TimedEvent
 from jshard.printing.units import three_digits
 
 
@@ -22,19 +22,19 @@ def steps_in_words(numbers: Sequence[int]) -> str:
     return f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "".join(f"step {n}" for n in numbers)
 
 
-def sums(bars: Iterable[Bar]) -> list[tuple[Bar, list[float]]]:
+def sums(bars: Iterable[TimedEvent]) -> list[tuple[TimedEvent, list[float]]]:
     """Group bars by operation, over all devices and steps: one bar of each, and the times of all, the longest sum first.
 
     Loops and calls are not among them, as what they run is.
     """
-    found: dict[tuple[str, str], tuple[Bar, list[float]]] = {}
+    found: dict[tuple[str, str], tuple[TimedEvent, list[float]]] = {}
     for bar in bars:
         if bar.kind != "around":
             found.setdefault((bar.program, bar.op), (bar, []))[1].append(bar.duration)
     return sorted(found.values(), key=lambda each: -sum(each[1]))
 
 
-def by_signal(bars: Iterable[Bar]) -> list[tuple[str, float, float]]:
+def by_signal(bars: Iterable[TimedEvent]) -> list[tuple[str, float, float]]:
     """Sum over devices and steps, by signal: the time of what it computes, and that of its collectives."""
     found: dict[str, list[float]] = {}
     for bar in bars:

@@ -30,7 +30,7 @@ class Mark:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class EventKind:
     """What all events of one kind have in common."""
 
     identity: int = 0
@@ -48,7 +48,8 @@ class Plane:
         self._words = {word.number(1): word.text(2) for word in words}
         kinds = [entry.message(2) for entry in plane.messages(4)]
         self.kinds = {
-            kind.number(1): Kind(kind.number(1), kind.text(4) or kind.text(2), self._stats(kind, 5)) for kind in kinds
+            kind.number(1): EventKind(kind.number(1), kind.text(4) or kind.text(2), self._stats(kind, 5))
+            for kind in kinds
         }
         self.stats = self._stats(plane, 6)
 
@@ -78,7 +79,7 @@ class Plane:
         return self._words.get(stat.number(1), ""), value
 
 
-NO_KIND = Kind()
+NO_KIND = EventKind()
 
 
 def planes(file: Path) -> list[Plane]:

@@ -26,7 +26,7 @@ from jshard.inspect.verify.dataflow import (
 )
 from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
 from jshard.inspect.verify.hidden_faults import held_to_faults
-from jshard.inspect.verify.inputs import Program, shaken
+from jshard.inspect.verify.inputs import Subject, shaken
 from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.misfits import misfits
 from jshard.inspect.verify.own_derivatives import noticed, tested
@@ -58,10 +58,10 @@ def verify(
         print(jshard.verify(loss, model, x, y, meshes=[{"data": 4, "tensor": 2}]))
     """
     with _bar(4 * (len(meshes) + 2)) as tell:
-        return _verified(Program(f, args, kwargs, backward), meshes, tell)
+        return _verified(Subject(f, args, kwargs, backward), meshes, tell)
 
 
-def _verified(program: Program, meshes: Sequence[Mapping[str, int]], tell: Callable[[str], None]) -> Verification:
+def _verified(program: Subject, meshes: Sequence[Mapping[str, int]], tell: Callable[[str], None]) -> Verification:
     configured = mesh()
     sides = [Side(program, configured, configured, tell)]
     with noticed() as own:
@@ -101,7 +101,7 @@ def _bar(steps: int) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _check_own(program: Program, jaxpr: Any) -> None:
+def _check_own(program: Subject, jaxpr: Any) -> None:
     """Arrays that f keeps from outside lie on the configured mesh only."""
     for array in jaxpr.consts:
         if isinstance(array, jax.Array) and (devices := len(array.sharding.device_set)) > 1:
@@ -147,7 +147,7 @@ def _with_workers() -> JShardError | None:
 class _Trial:
     """The reference, run once for each draw, and every other mesh against it."""
 
-    def __init__(self, program: Program, reference: Side, sides: Sequence[Side]):
+    def __init__(self, program: Subject, reference: Side, sides: Sequence[Side]):
         self.program, self.reference = program, reference
         jaxprs = [each.trace()[0] for each in (reference, *sides)]
         platform = reference.mesh.devices.flat[0].platform

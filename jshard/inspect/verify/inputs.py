@@ -70,7 +70,7 @@ def named_leaves(name: str, tree: Any) -> dict[str, Any]:
     return {".".join([name, *words_of(path)]): leaf for path, leaf in paths}
 
 
-class Program:
+class Subject:
     """`f(*args)`, to be run on one mesh or another: its value, and the gradients of all floating-point arguments unless
     it holds gradients already."""
 

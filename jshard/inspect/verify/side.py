@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.tracing import is_inexact
-from jshard.inspect.verify.inputs import Program
+from jshard.inspect.verify.inputs import Subject
 from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.records import Note
 from jshard.inspect.verify.verification import in_words
@@ -45,7 +45,7 @@ def resized(configured: Mesh, sizes: Mapping[str, int]) -> Mesh:
 class Side:
     """The program on one mesh."""
 
-    def __init__(self, program: Program, mesh: Mesh, configured: Mesh, tell: Callable[[str], None]):
+    def __init__(self, program: Subject, mesh: Mesh, configured: Mesh, tell: Callable[[str], None]):
         self.program, self.mesh, self.configured, self.tell = program, mesh, configured, tell
         self.traced: tuple[Any, list[str], list[int]] | None = None
         self.compiled: dict[Evaluation, Any] = {}

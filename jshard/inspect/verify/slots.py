@@ -10,7 +10,7 @@ import numpy as np
 
 from jshard.inspect.verify.first_divergence import FirstDivergence, likeness_of
 from jshard.inspect.verify.records import Note
-from jshard.schedules import Key
+from jshard.schedules import StageOp
 from jshard.schedules.table import SLOTS
 
 MAKES = {
@@ -26,7 +26,7 @@ def first_slot(
     """The first operation, in the order in which the table of `other` runs them, whose output, or what it adds to the gradients
     of its layers, is not that of the reference. What goes into it was made rightly: it was not brought, or not kept, or
     something else was taken. None where nothing differs, and where there is no pipeline, or several."""
-    alone, here = _Run(reference, dict.fromkeys(mesh, 1)), _Run(other, mesh)
+    alone, here = _TableRun(reference, dict.fromkeys(mesh, 1)), _TableRun(other, mesh)
     if not (alone.is_one and here.is_one):
         return None
     sizes = {name: size for name, size in mesh.items() if name != here.mesh_axis}
@@ -50,7 +50,7 @@ def first_slot(
     return None
 
 
-class _Run:
+class _TableRun:
     """What each operation of a table has made, on a mesh."""
 
     def __init__(self, notes: Sequence[Note], mesh: Mapping[str, int]):
@@ -63,7 +63,7 @@ class _Run:
         if self.is_one:
             ((self.table, self.mesh_axis),) = found
 
-    def made(self, key: Key) -> list[tuple[str, Note]]:
+    def made(self, key: StageOp) -> list[tuple[str, Note]]:
         """The arrays of one operation, and what they are: of each the devices of its stage, stacked."""
         tick, (chunk, stage) = self.table.when[key], divmod(key.virtual, self.table.stages)
         adds = "sums" if key.slot == ("W" if self.table.splits_weights else "B") else ""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.local_sizes import axes_of
 from jshard.layers.partition.part import Part
-from jshard.layers.reduce import Body
+from jshard.layers.reduce import ReductionBody
 from jshard.layouts.axes import REDUCTIONS
 
 
@@ -23,7 +23,7 @@ def _extreme(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         return run.by_table(eqn, parts)
     (x,) = run.placed(parts, found, choice)
     over = tuple(name for name in names if run.sizes[name] >= 2)
-    out = Body(kind, tuple(eqn.params["axes"]), keepdims=False, mesh_axes=over)(x)
+    out = ReductionBody(kind, tuple(eqn.params["axes"]), keepdims=False, mesh_axes=over)(x)
     out = run.reduce(out, tuple(name for name in names if name not in over), kind)
     return [Part(shape_of(eqn), axes_of(found.results[0], choice), out)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jshard.errors import Place
+from jshard.errors import Location
 from jshard.printing.markup import Child, Markup, element
 from jshard.printing.units import size
 
@@ -63,14 +63,14 @@ class Colours:
         return element("span", mesh_axis, count, class_=f"chip {self.of(mesh_axis)}")
 
 
-def anchor(place: Place | None, sources: tuple[str, ...]) -> str | None:
+def anchor(place: Location | None, sources: tuple[str, ...]) -> str | None:
     """Where on the page a line of the configuration stands."""
     if place is None or place.line is None or place.source not in sources:
         return None
     return f"y{sources.index(place.source)}-{place.line}"
 
 
-def linked(place: Place | None, sources: tuple[str, ...]) -> Markup:
+def linked(place: Location | None, sources: tuple[str, ...]) -> Markup:
     """A place of the configuration: the line's number behind the last part of its path."""
     if place is None:
         return element("span", "–", class_="place", title="no line of the configuration")

@@ -16,7 +16,7 @@ import numpy as np
 
 from jshard.errors import JShardError, printable
 from jshard.layouts.put import raw
-from jshard.training.checkpoints.tensors.view import Loop
+from jshard.training.checkpoints.tensors.view import Stride
 
 BLOCK = 2**18  # numbers that are looked at together
 SHOWN = 3  # parameters that a warning names
@@ -91,7 +91,7 @@ class StoredArray:
     def dtype(self) -> np.dtype:
         return self.array.dtype.numpy_dtype
 
-    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Loop]) -> int:
+    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Stride]) -> int:
         """Read what the loops run over from `corner` on; `out` has an axis for each. Returns how many bytes that spans."""
         ends = [start + 1 for start in corner]
         for loop in loops:

@@ -25,7 +25,7 @@ from jshard.runs import events
 from jshard.runs.names import MANIFEST
 from jshard.training.checkpoints.arrays import not_finite, stored, warn_of_not_finite
 from jshard.training.checkpoints.manifest import flush
-from jshard.training.checkpoints.tensors.assign import Leaf, Piece, assign, joined, leaves_of, path_in_tree
+from jshard.training.checkpoints.tensors.assign import Fragment, Leaf, assign, joined, leaves_of, path_in_tree
 from jshard.training.checkpoints.tensors.rename import Renaming, Same
 from jshard.training.checkpoints.tensors.safetensors import (
     BLOCK,
@@ -208,7 +208,7 @@ def _tensors(path: Path, model: Any) -> tuple[Mapping[str, Any], list[JShardErro
     return by_name(read_headers(path, faults)), faults
 
 
-def _read(leaf: Leaf, pieces: Sequence[Piece]) -> tuple[jax.Array, int, int]:
+def _read(leaf: Leaf, pieces: Sequence[Fragment]) -> tuple[jax.Array, int, int]:
     """The parameter, each of its parts read once, how many bytes were read, and how many numbers are not finite."""
     where, dtype = getattr(leaf.value, "sharding", None), np.dtype(leaf.value.dtype)
     arrays, count, strange = [], 0, 0
@@ -259,7 +259,7 @@ def _laid_out(path: Path, leaves: Sequence[Leaf], renaming: Renaming, metadata: 
     return new_header(path, arrays, metadata)
 
 
-def _kept(header: Header, filled: Mapping[str, Sequence[Piece]]) -> list[FileTensor]:
+def _kept(header: Header, filled: Mapping[str, Sequence[Fragment]]) -> list[FileTensor]:
     """The tensors of which the model has not all."""
     taken: dict[str, int] = {}
     for piece in (piece for pieces in filled.values() for piece in pieces):
@@ -283,7 +283,7 @@ def _allocate(file: int, size: int) -> None:
         os.ftruncate(file, size)
 
 
-def _write(leaf: Leaf, pieces: Sequence[Piece], files: Mapping[Path, int]) -> None:
+def _write(leaf: Leaf, pieces: Sequence[Fragment], files: Mapping[Path, int]) -> None:
     boxes = boxes_of(leaf.value.sharding, leaf.value.shape)
     for shard in leaf.value.addressable_shards:
         if shard.replica_id:

@@ -20,14 +20,14 @@ def read_ahead(made: Iterator[T], depth: int) -> Iterator[Iterator[T]]:
     if depth == 0:
         yield made
         return
-    reader = _Reader(made, depth)
+    reader = _BackgroundReader(made, depth)
     try:
         yield iter(reader)
     finally:
         reader.stop()
 
 
-class _Reader(Generic[T]):
+class _BackgroundReader(Generic[T]):
     def __init__(self, made: Iterator[T], depth: int):
         self.made, self.ready = made, queue.Queue[Any](depth)
         self.stopped = threading.Event()

@@ -26,7 +26,7 @@ Batch = tuple[Tree, Tree]
 Rows = Callable[[int], np.ndarray]  # which rows of a batch of so many this process needs
 
 
-class Read(NamedTuple):
+class LocalBatch(NamedTuple):
     """One batch as this process reads it: its rows alone, how many there are over all processes, and what follows."""
 
     x: Tree
@@ -92,7 +92,7 @@ class Shuffled:
         """Return this process's rows of the first batch. Nothing is used up."""
         return next(self.read(None, rows))[:2]
 
-    def read(self, position: Position | None = None, rows: Rows = np.arange) -> Iterator[Read]:
+    def read(self, position: Position | None = None, rows: Rows = np.arange) -> Iterator[LocalBatch]:
         """Yield batches without end, from the beginning or from behind the batch that `position` came with."""
         count = len(self.examples)
         at, row = (0, 0) if position is None else (position["pass"], position["row"])
@@ -112,7 +112,7 @@ class Shuffled:
                     continue
                 chosen, row = np.concatenate([chosen, order[:missing]]), missing
             x, y = self.examples.take(chosen[rows(len(chosen))])
-            yield Read(x, y, len(chosen), {"pass": at, "row": row, "examples": count})
+            yield LocalBatch(x, y, len(chosen), {"pass": at, "row": row, "examples": count})
 
     def _order(self, number: int) -> np.ndarray:
         count = len(self.examples)
@@ -139,7 +139,7 @@ class Stream:
     def first(self, rows: Rows = np.arange) -> Batch:
         return self._mine(self.example(), rows, 1)
 
-    def read(self, position: Position | None = None, rows: Rows = np.arange) -> Iterator[Read]:
+    def read(self, position: Position | None = None, rows: Rows = np.arange) -> Iterator[LocalBatch]:
         number = 0 if position is None else position["batches"]
         if position is not None and "state" in position:
             self.iterator = self._begun() if self.iterator is None else self.iterator
@@ -152,7 +152,9 @@ class Stream:
             batch, state = self._following(number)
             number += 1
             x, y = self._mine(batch, rows, number)
-            yield Read(x, y, self.batch, {"batches": number} | ({} if state is None else {"state": _packed(state)}))
+            yield LocalBatch(
+                x, y, self.batch, {"batches": number} | ({} if state is None else {"state": _packed(state)})
+            )
 
     def _mine(self, batch: Batch, rows: Rows, number: int) -> Batch:
         size, needed = len(jax.tree.leaves(batch)[0]), rows(self.batch)

@@ -35,7 +35,7 @@ from jshard.training.data.batches import Examples, Placement, examples, held_out
 from jshard.training.data.sources import Selectable, Shuffled, Source
 from jshard.training.data.text import packed_rows
 from jshard.training.data.tokens import tokenizer
-from jshard.training.experiments.loop import AHEAD, Step, placed, step_with_gradients
+from jshard.training.experiments.loop import AHEAD, TrainingStep, placed, step_with_gradients
 from jshard.training.experiments.loss import Objective, check_called, has_hidden
 from jshard.training.experiments.plain_steps import plain_steps
 from jshard.training.optimizers.chain import Chain
@@ -150,14 +150,14 @@ class Experiment:
     def settings(self) -> Settings:
         return Settings(self.configuration)
 
-    def step(self) -> Step:
+    def step(self) -> TrainingStep:
         """Make the training step, over the arrays of the model and the optimizer as they are now. All share their programs, so
         that the ledger's trace is the one that runs."""
         return self._step.over(self.model, self.optimizer)
 
     @functools.cached_property
-    def _step(self) -> Step:
-        return Step(
+    def _step(self) -> TrainingStep:
+        return TrainingStep(
             self.model,
             self.optimizer,
             self.loss,
@@ -176,14 +176,14 @@ class Experiment:
             say(f'nothing is evaluated: {self.loss.data.path} returns no "test"')
         return self.test
 
-    def outputs(self, step: Step) -> Any:
+    def outputs(self, step: TrainingStep) -> Any:
         """Find the shapes of what the model makes of a batch."""
         (x,) = self.placement.shapes(self.settings["batch"], self.data.example()[0])
         if self.apart:  # nothing can be traced as a whole
             return step.predict(step.state, self.first_batch()[0])
         return jax.eval_shape(step.predict, step.state, x)
 
-    def check_read(self, step: Step) -> Callable[[Any], None]:
+    def check_read(self, step: TrainingStep) -> Callable[[Any], None]:
         """Return what raises an error for classes, among targets that are read later, that the model has no output for."""
         if self.loss.written is not None or self.settings.text or "train" in self.loss.classes:
             return lambda y: None

@@ -10,19 +10,19 @@ import numpy as np
 from jshard.kernels.chip import chip_called
 from jshard.layers.partition.ticks import slot_p
 from jshard.printing.units import operations, perplexity
-from jshard.programs.flops import Arithmetic, arithmetic_of
+from jshard.programs.flops import Flops, arithmetic_of
 from jshard.programs.jaxprs import equations
 from jshard.schedules import Cost, Table
 from jshard.schedules.cost import percent
 from jshard.training.experiments.experiment import Experiment
-from jshard.training.experiments.loop import Step
+from jshard.training.experiments.loop import TrainingStep
 from jshard.training.telemetry.log import memory
 
 
 class Figures:
     """`figures(step, loss, steps_per_second)`: what the bar, the lines and the record say of a step."""
 
-    def __init__(self, experiment: Experiment, step: Step):
+    def __init__(self, experiment: Experiment, step: TrainingStep):
         self.steps, self.examples = experiment.settings["steps"], experiment.settings["batch"]
         self.tokens = self.examples * tokens_in(experiment.data.example()[1])
         self.is_likelihood = bool(self.tokens) and experiment.loss.written is None
@@ -30,7 +30,7 @@ class Figures:
         device = jax.local_devices()[0]
         mesh = experiment.placement.mesh
         self.chip, self.devices = chip_called(device.device_kind, device.platform), 1 if mesh is None else mesh.size
-        self.arithmetic: Arithmetic | None = None
+        self.arithmetic: Flops | None = None
         self.table: Table | None = None  # of the stages that a step runs by
         self.layers = ""  # of each of them, in words
         if (self.tokens or self.chip.flops) and experiment.apart is None:

@@ -32,7 +32,7 @@ IN_FLIGHT = 16
 AHEAD = 2
 
 
-class Step:
+class TrainingStep:
     """One training step. `state` is all that changes; it is donated at each call, so that it is held once. Layers on several
     sets of devices are `apart`: no program spans them, so each operation runs by itself."""
 
@@ -71,7 +71,7 @@ class Step:
         self.state, loss = self.program(self.state, x, y)
         return loss
 
-    def over(self, model: Any, optimizer: nnx.Optimizer) -> Step:
+    def over(self, model: Any, optimizer: nnx.Optimizer) -> TrainingStep:
         """The same programs over the arrays that these hold now."""
         other = copy.copy(self)
         other.state = nnx.split((model, optimizer))[1]
@@ -123,7 +123,7 @@ def _read_by_all(where: Any) -> NamedSharding | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class DispatchedStep:
     """One step that has been dispatched: its number, from 1, its loss, which may not be computed yet, and the position in
     the data behind it. `settle()` waits for it and all before it, and stops at the first whose loss is NaN. `fed` and
     `called` are the seconds that the loop waited for its batch, and that it took to dispatch it."""
@@ -146,7 +146,7 @@ def run(
     since: tuple[int, Position | None] = (0, None),
     begins: Callable[[int], None] = lambda number: None,
     check: Callable[[Any], None] = lambda y: None,
-) -> Generator[Taken]:
+) -> Generator[DispatchedStep]:
     """Dispatch the steps behind those that are done by `since`, their number and the position in the data, up to `steps`.
 
     `ahead` batches are read and on their way to the devices before they are asked for. `begins` hears of each step before it
@@ -172,7 +172,7 @@ def run(
             waiting.append((number, loss, position))
             position = behind
             settle(IN_FLIGHT)
-            yield Taken(number, loss, behind, settle, fed - asked, called - fed)
+            yield DispatchedStep(number, loss, behind, settle, fed - asked, called - fed)
             asked = time.perf_counter()
         settle()
 
@@ -219,7 +219,7 @@ class NotANumber(Exception):
         self.step, self.read = step, read
 
 
-def evaluate(step: Step, data: Selectable, placement: Placement, batch: int) -> dict[str, float]:
+def evaluate(step: TrainingStep, data: Selectable, placement: Placement, batch: int) -> dict[str, float]:
     """Compute the figures of the model on `data`: means over all rows, or over all targets that count."""
     sums: dict[str, tuple[float, float]] = {}
     for chosen, weights in padded(data, batch):

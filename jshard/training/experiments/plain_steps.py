@@ -22,7 +22,7 @@ from jshard.layers.layer import AuxLoss
 from jshard.layouts.paths import words_of
 from jshard.layouts.put import on_host, put, raw
 from jshard.signals.active_config import nothing_loaded
-from jshard.training.experiments.loop import Step
+from jshard.training.experiments.loop import TrainingStep
 from jshard.training.experiments.loss import Objective
 from jshard.training.optimizers.chain import Chain
 from jshard.training.settings import Settings
@@ -34,7 +34,7 @@ SHAKES = 3
 TakesStep = Callable[..., tuple[Any, Any]]  # (state, x, y) -> (state, loss)
 
 
-def plain_steps(settings: Settings, objective: Objective, step: Step, batches: Sequence[Any]) -> PlainSteps:
+def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, batches: Sequence[Any]) -> PlainSteps:
     """Take the steps of these batches in both ways, from the numbers that plain Flax creates, and compare what they leave."""
     own = _named(step.state)
     with nothing_loaded():

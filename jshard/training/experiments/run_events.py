@@ -14,7 +14,7 @@ from jshard.runs.names import restarts
 from jshard.training.data.sources import Selectable
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.figures import tokens_in
-from jshard.training.experiments.loop import Step, Taken
+from jshard.training.experiments.loop import DispatchedStep, TrainingStep
 from jshard.training.telemetry.log import Log, facts, how, tell_program
 
 PROGRAM, EVALUATION = "the training step", "the evaluation"
@@ -56,7 +56,7 @@ class Course:
         self.since: float | None = None
         self.seconds_at_peak: float | None = None
 
-    def step(self, taken: Taken) -> None:
+    def step(self, taken: DispatchedStep) -> None:
         """Tell that a step has been dispatched."""
         if not events.listeners:
             return
@@ -80,7 +80,7 @@ class Course:
         self.last = step
         events.tell("resumed", step=step, folder=str(folder))
 
-    def evaluates(self, step: Step, test: Selectable) -> None:
+    def evaluates(self, step: TrainingStep, test: Selectable) -> None:
         """Tell what the program of the first evaluation runs."""
         if events.listeners and not self.has_evaluated:
             self.has_evaluated = True

@@ -18,7 +18,7 @@ from jshard.training.checkpoints.run_lock import locked
 from jshard.training.data.sources import own_position
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.figures import Figures
-from jshard.training.experiments.loop import NotANumber, Taken, check_parameters, evaluate, run
+from jshard.training.experiments.loop import DispatchedStep, NotANumber, check_parameters, evaluate, run
 from jshard.training.experiments.nan_cause import maker, suspect
 from jshard.training.experiments.on_demand_trace import TraceRequest
 from jshard.training.experiments.run_events import Course, run_events
@@ -131,7 +131,7 @@ class _Training:
         self.step.into(experiment.model, experiment.optimizer)
         return {"loss": self.loss, **self.evaluated}
 
-    def _show(self, taken: Taken) -> None:
+    def _show(self, taken: DispatchedStep) -> None:
         bar, number = self.bar, taken.number
         bar.show(number, taken.loss, self.figures)
         if number % self.log_every == 0 or number == self.steps:
@@ -170,19 +170,19 @@ class _Training:
 
     # -- saving, and stopping --
 
-    def _save(self, taken: Taken) -> None:
+    def _save(self, taken: DispatchedStep) -> None:
         if self.saver is not None:
             self.saver.look()
             if self.saver.due(taken.number, self.steps):
                 self._save_now(self.saver, taken)
 
-    def _save_now(self, saver: Saver, taken: Taken) -> None:
+    def _save_now(self, saver: Saver, taken: DispatchedStep) -> None:
         taken.settle()
         check_parameters(self.step.state, taken.number)
         saver.save(taken.number, self.step.state, taken.position)
         self.course.restart()
 
-    def _stop(self, taken: Taken) -> None:
+    def _stop(self, taken: DispatchedStep) -> None:
         says = "nothing is saved, as no checkpoint is configured"
         if self.saver is not None:
             if self.saver.last != taken.number:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from jshard.errors import JShardError, Place, refused
+from jshard.errors import JShardError, Location, refused
 from jshard.runs.names import CONFIGURATION
 from jshard.signals.config import Configuration
 from jshard.signals.effective_config import changed, pipeline_keys
@@ -65,7 +65,7 @@ def _put(path: Path, text: str) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def _board_writer(place: Place) -> Any:
+def _board_writer(place: Location) -> Any:
     try:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from jshard.cli import main
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.baseline import Baseline, added, removed
 from jshard.inspect.ledger.entries import Left
-from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.ledger.memory import Resident
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import unload
 
@@ -170,18 +170,18 @@ def test_check_of_a_file_without_a_model_baseline_budget_or_promise_needs_no_jax
 
 def line(signal="mlp", count=1, payload=1024, place=7, phase="forward") -> Line:
     return Line(
-        Cause(() if signal == "-" else (signal,), phase, place=Place("a.yaml", place), source="model.py:3"),
+        Cause(() if signal == "-" else (signal,), phase, place=Location("a.yaml", place), source="model.py:3"),
         "all_reduce", "psum", ("tensor",), 4, count, True, payload, "float32", (256,),
     )  # fmt: skip
 
 
 def left(count=1, primitive="rev") -> Left:
-    cause = Cause(("mlp",), place=Place("a.yaml", 7), source="model.py:3")
+    cause = Cause(("mlp",), place=Location("a.yaml", 7), source="model.py:3")
     return Left(cause, primitive, ("data",), count, True)
 
 
 def held(**bytes_: int) -> Ledger:
-    return Ledger((), memory=tuple(Rest(Place("a.yaml", 7), signal, each) for signal, each in bytes_.items()))
+    return Ledger((), memory=tuple(Resident(Location("a.yaml", 7), signal, each) for signal, each in bytes_.items()))
 
 
 def sentences(was: Ledger, now: Ledger) -> list[str]:
@@ -190,7 +190,7 @@ def sentences(was: Ledger, now: Ledger) -> list[str]:
 
 def test_baseline_survives_its_text():
     ledger = Ledger(
-        (line(), line("-"), line("decoder/attn", 80, 2**40)), memory=(Rest(None, "-", 3), Rest(None, "mlp", 4))
+        (line(), line("-"), line("decoder/attn", 80, 2**40)), memory=(Resident(None, "-", 3), Resident(None, "mlp", 4))
     )
     baseline = Baseline.of(ledger, "data: 16")
     assert Baseline.read(baseline.text("jshard check a.yaml"), "b", "c") == baseline

@@ -14,12 +14,12 @@ from decoder import SEVEN_BILLION, TINY, Size, configured, training_step
 
 import jshard
 from jshard.cli import main
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.inspect.compiled.program_text import first_difference, normalised
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.diff import compare, might_be_one_program
 from jshard.inspect.ledger.entries import Left, Staged
-from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.ledger.memory import Resident
 from jshard.inspect.plan import explain
 from jshard.layouts.mesh import absent_mesh
 from jshard.programs.provenance import Cause, scope
@@ -33,7 +33,7 @@ DIGITS = "configs/digits.yaml"
 
 def line(signal="mlp", collective="all_reduce", count=1, payload=1024, place=7, phase="forward", axis="tensor") -> Line:
     return Line(
-        Cause((signal,), phase, place=Place("a.yaml", place)),
+        Cause((signal,), phase, place=Location("a.yaml", place)),
         collective,
         "p",
         (axis,),
@@ -76,13 +76,15 @@ def test_diff_tells_moved_between_signals_phases_and_mesh_axes():
 def test_diff_of_what_only_has_another_name_might_be_one_program():
     assert might_be_one_program(Ledger((line("mlp"),)), Ledger((line("attn"),)))
     assert not might_be_one_program(Ledger((line(),)), Ledger((line(payload=4),)))
-    assert not might_be_one_program(Ledger((), memory=(Rest(None, "a", 1),)), Ledger((), memory=(Rest(None, "a", 2),)))
+    assert not might_be_one_program(
+        Ledger((), memory=(Resident(None, "a", 1),)), Ledger((), memory=(Resident(None, "a", 2),))
+    )
 
 
 def test_diff_is_a_table_of_changes_and_totals():
-    before = Ledger((line(), line("head")), memory=(Rest(Place("a.yaml", 7), "mlp", 100),))
+    before = Ledger((line(), line("head")), memory=(Resident(Location("a.yaml", 7), "mlp", 100),))
     after = Ledger(
-        (line("head", count=2), line(collective="all_gather")), memory=(Rest(Place("a.yaml", 7), "mlp", 300),)
+        (line("head", count=2), line(collective="all_gather")), memory=(Resident(Location("a.yaml", 7), "mlp", 300),)
     )
     difference = compare(before, after)
     assert str(difference).splitlines() == [
@@ -126,7 +128,7 @@ ONE, TWO = (Staged("stage", generate(kind, 2, 4)) for kind in ("gpipe", "1f1b"))
     ("before", "after"),
     [
         (Ledger((line(),)), Ledger((line(count=2),))),
-        (Ledger((), memory=(Rest(None, "a", 1),)), Ledger((), memory=(Rest(None, "a", 2),))),
+        (Ledger((), memory=(Resident(None, "a", 1),)), Ledger((), memory=(Resident(None, "a", 2),))),
         (Ledger((), stages=(ONE,)), Ledger(())),
         (Ledger((), stages=(ONE,)), Ledger((), stages=(TWO,))),
     ],
@@ -177,7 +179,7 @@ def test_diff_of_one_program_says_what_was_compared():
 
 
 def test_diff_of_memory_that_one_side_alone_holds():
-    before, after = Ledger((), memory=(Rest(None, "mlp", 1000), Rest(None, "x", 9))), Ledger(())
+    before, after = Ledger((), memory=(Resident(None, "mlp", 1000), Resident(None, "x", 9))), Ledger(())
     assert str(compare(before, after)).splitlines() == [
         "- -  mlp  at rest  -1,000 B  (1,000 B -> 0 B)",
         "- -  x    at rest      -9 B  (9 B -> 0 B)",
@@ -216,7 +218,7 @@ def test_diff_beside_what_a_compiler_added_is_side_by_side():
 
 
 def left(count=1, place=7, primitive="concatenate") -> Left:
-    cause = Cause(("mlp",), place=Place("a.yaml", place), source="model.py:3")
+    cause = Cause(("mlp",), place=Location("a.yaml", place), source="model.py:3")
     return Left(cause, primitive, ("data",), count, True)
 
 
@@ -233,7 +235,7 @@ def test_diff_tells_what_one_side_leaves_to_the_compiler():
 
 
 def test_diff_of_a_revision_names_it_in_front_of_every_place(monkeypatch):
-    ledger = Ledger((line(),), left=(left(),), memory=(Rest(Place("a.yaml", 7), "mlp", 100),))
+    ledger = Ledger((line(),), left=(left(),), memory=(Resident(Location("a.yaml", 7), "mlp", 100),))
     monkeypatch.setattr("jshard.training.diff._output", lambda sides, commands: [ledger.to_json()] * 2)
     side = _Side("git:HEAD:a.yaml", "a.yaml", ".", (), "", (), False, "HEAD")
     texts = _documents((side, dataclasses.replace(side, revision="")), [["explain", "--json"]] * 2)

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from jshard.errors import Place
-from jshard.inspect.ledger.entries import Choice, Left, Line, Staged, Unused, joined
+from jshard.errors import Location
+from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged, Unused, joined
 from jshard.programs.provenance import Cause
 from jshard.schedules import generate
 
-PLACE = Place("a.yaml", 7)
+PLACE = Location("a.yaml", 7)
 CAUSE = Cause(("mlp",), place=PLACE, source="model.py:12")
 LINE = Line(CAUSE, "all_reduce", "psum", ("data",), 4, 2, True, 1024, "float32", (256,))
 
@@ -88,8 +88,8 @@ def test_stages_tell_what_they_keep_and_come_back(bytes_, told):
             Left(Cause(), "rev", ("data",), 2, False),
             "-  -  forward  ? x 2 x rev over data: not asked for, decided by the compiler",
         ),
-        (Choice(PLACE, "mlp", "row=data", "model.py:12"), "a.yaml:7  mlp  chosen: row=data  (model.py:12)"),
-        (Choice(None, "mlp", "row=data"), "-  mlp  chosen: row=data"),
+        (ChosenStrategy(PLACE, "mlp", "row=data", "model.py:12"), "a.yaml:7  mlp  chosen: row=data  (model.py:12)"),
+        (ChosenStrategy(None, "mlp", "row=data"), "-  mlp  chosen: row=data"),
         (Unused(PLACE, "mlp"), "a.yaml:7  mlp  unused: nothing in this program is under it"),
         (Unused(None, "mlp"), "-  mlp  unused: nothing in this program is under it"),
     ],
@@ -100,4 +100,6 @@ def test_a_remark_is_one_line(entry, told):
 
 
 def test_choices_are_one_wherever_they_are_made():
-    assert Choice(PLACE, "mlp", "row=data", "model.py:12") == Choice(PLACE, "mlp", "row=data", "model.py:13")
+    assert ChosenStrategy(PLACE, "mlp", "row=data", "model.py:12") == ChosenStrategy(
+        PLACE, "mlp", "row=data", "model.py:13"
+    )

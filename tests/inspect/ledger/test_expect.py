@@ -5,11 +5,11 @@ from __future__ import annotations
 import cases
 import pytest
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.expect import check_promises, over_budget
-from jshard.inspect.ledger.memory import Rest
+from jshard.inspect.ledger.memory import Resident
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration
 
@@ -103,7 +103,7 @@ def test_what_is_left_to_the_compiler_breaks_the_promise_of_its_place_alone(many
     [("-", "outside every signal"), ("+a", 'under signal "+a" (a.yaml:7)'), ("mlp", 'under signal "mlp" (a.yaml:7)')],
 )
 def test_a_budget_is_held_to_the_byte_and_names_who_holds_most(signal, who):
-    ledger = Ledger((), memory=(Rest(None, "head", 40), Rest(Place("a.yaml", 7), signal, 60)))
+    ledger = Ledger((), memory=(Resident(None, "head", 40), Resident(Location("a.yaml", 7), signal, 60)))
     for budget, fault in [
         (100, None),
         (

@@ -15,11 +15,11 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger, Line, read
 from jshard.inspect.ledger.entries import Staged
-from jshard.inspect.ledger.memory import Rest, _in_the_file, at_rest, place_of
+from jshard.inspect.ledger.memory import Resident, _in_the_file, at_rest, place_of
 from jshard.kernels import all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from jshard.layers import Linear
 from jshard.programs.provenance import Cause, scope
@@ -504,11 +504,16 @@ def test_gradients_are_held_where_one_of_the_optimizers_trains():
 
 
 def test_memory_is_told_in_the_order_of_the_file():
-    rests = [Rest(None, "-"), Rest(Place("f", 3), "b"), Rest(Place("f", 2), "a"), Rest(Place("e", 9), "c")]
+    rests = [
+        Resident(None, "-"),
+        Resident(Location("f", 3), "b"),
+        Resident(Location("f", 2), "a"),
+        Resident(Location("e", 9), "c"),
+    ]
     assert [rest.signal for rest in sorted(rests, key=_in_the_file)] == ["c", "a", "b", "-"]
 
 
-PLACE = Place("a.yaml", 7)
+PLACE = Location("a.yaml", 7)
 MEMORY = "memory: 2,138 B at rest per device (parameters 1,005 B, gradients 1,005 B, optimizer state 25 B, other 103 B)"
 TOTAL = "total: 13 collectives, 1,696 B on the wire per device (forward 1,696 B)"
 
@@ -524,9 +529,9 @@ def hand_written() -> Ledger:
             dataclasses.replace(line, cause=Cause(), mesh_axes=("data",), group=2, payload=100),
         ),
         memory=(
-            Rest(PLACE, "mlp", 1000, 1000, 20, 3),
-            Rest(PLACE, "head", 5, 5, 5),
-            Rest(None, "-", other=100),
+            Resident(PLACE, "mlp", 1000, 1000, 20, 3),
+            Resident(PLACE, "head", 5, 5, 5),
+            Resident(None, "-", other=100),
         ),
         stages=(Staged("stage", generate("gpipe", 2, 4), kept=10),),
     )
@@ -603,7 +608,7 @@ def test_ledger_of_another_version_or_before_some_fields_were_there():
     assert Ledger.from_json(json.dumps(document)) == dataclasses.replace(hand_written(), stages=())
 
 
-@pytest.mark.parametrize("place", [None, Place("<dict>"), PLACE], ids=str)
+@pytest.mark.parametrize("place", [None, Location("<dict>"), PLACE], ids=str)
 def test_places_and_names_come_back_from_a_document(place):
     line = dataclasses.replace(hand_written().lines[0], cause=Cause(("+a",), place=place))
     (found,) = Ledger.from_json(Ledger((line,)).to_json())
@@ -611,7 +616,7 @@ def test_places_and_names_come_back_from_a_document(place):
 
 
 def test_memory_of_a_step_is_added_up_by_signal():
-    assert Rest(None, "a").total == 0
+    assert Resident(None, "a").total == 0
     load({"jshard": {"mesh": {"data": 2}}, "a": {"store": "data"}})
     try:
         with signal("a"):
@@ -628,6 +633,6 @@ def test_what_stands_under_no_signal_or_without_a_configuration_has_no_place():
     assert place_of(("a",)) is None
     load({"a": {}, "b": {}})
     try:
-        assert (place_of(()), place_of(("a",))) == (None, Place("<dict>"))
+        assert (place_of(()), place_of(("a",))) == (None, Location("<dict>"))
     finally:
         unload()

@@ -23,13 +23,13 @@ from jax.sharding import PartitionSpec as P
 
 from jshard.cli.experiment import sketched
 from jshard.cli.target import Target
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.inspect.compiled.collective import Large
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.entries import joined
 from jshard.inspect.plan.aot import Compiled
-from jshard.inspect.plan.comparison import Comparison, Difference, Row
-from jshard.inspect.plan.estimate import Estimate, Part
+from jshard.inspect.plan.comparison import Comparison, Deviation, Row
+from jshard.inspect.plan.estimate import Estimate, TimePart
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.result import Plan
 from jshard.inspect.plan.topology import Topology
@@ -171,16 +171,16 @@ def test_report_without_a_plan_says_so_and_what_to_type(told):
 
 
 def planned(**changes) -> Plan:
-    place = Place("stack.yaml", 7)
+    place = Location("stack.yaml", 7)
     rows = (
         Row(place, "up", "forward", "all_gather", ("data",), "", 4, 2, 4096, 2048, 2048, 2,
-            (Difference("dropped", 2, "2 dropped"),)),
+            (Deviation("dropped", 2, "2 dropped"),)),
         Row(None, "-", "backward", "all_reduce", ("tensor",), "", 0, 1, 0, 100, 0, 0,
-            (Difference("added", 1, "1 that nobody asked for"),)),
+            (Deviation("added", 1, "1 that nobody asked for"),)),
         Row(place, "up", "backward", "reduce_scatter", ("data",), "", 1, 1, 50, 50, 0, 0),
     )  # fmt: skip
     memory = Memory({"arguments": 600, "temporaries": 500}, 1100, 1000, (), (Large(500, "f32[125]", "up"),))
-    estimate = Estimate((Part("arithmetic", "10 FLOP in bfloat16", 10, 197e12),), "the data sheet")
+    estimate = Estimate((TimePart("arithmetic", "10 FLOP in bfloat16", 10, 197e12),), "the data sheet")
     plain = {
         "topology": Topology.of("v5e:2x4"), "mesh": {"data": 2}, "asked": Ledger(()), "got": (), "comparison": Comparison(rows),
         "memory": memory, "estimate": estimate, "compilers": "jax 1", "seconds": 2.5, "cached": False,
@@ -399,7 +399,7 @@ def line(**changes) -> Line:
 
 def hostile() -> Facts:
     word, grid = HOSTILE, absent_mesh({HOSTILE: 2, "tensor": 2})
-    place = Place(word, 1)
+    place = Location(word, 1)
     return Facts(
         title=word,
         about=(word,),
@@ -691,7 +691,7 @@ LONG = "decoder/self_attention/output_projection"
 
 def pod(**changes) -> Facts:
     """What a page about 256 devices tells: arrays split by either mesh axis and by both, long names, a plan."""
-    grid, place = absent_mesh({"tensor": 2, "data": 128}), Place("configs/decoder_large.yaml", 2)
+    grid, place = absent_mesh({"tensor": 2, "data": 128}), Location("configs/decoder_large.yaml", 2)
     split = {"by_tensor": ((), ("tensor",)), "by_data": (("data",), ()), "by_both": (("data",), ("tensor",))}
     facts = Facts(
         title="configs/decoder_large.yaml",

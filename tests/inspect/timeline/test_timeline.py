@@ -20,7 +20,7 @@ from jshard.errors import JShardError
 from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline import timeline
 from jshard.inspect.timeline.capture import captures
-from jshard.inspect.timeline.lanes import Bar, lane, rows, union
+from jshard.inspect.timeline.lanes import TimedEvent, lane, rows, union
 from jshard.inspect.timeline.page import page
 from jshard.inspect.timeline.run_timeline import Timeline
 from jshard.inspect.timeline.run_timeline import Window as Step
@@ -297,7 +297,7 @@ def test_timeline_line_of_an_operation_made_of_several_names_each(tmp_path):
 def many(count: int, title: str = "many", name: str = "dot") -> Timeline:
     """`count` events in each of two lanes, every second a collective, each 60 ns long with 40 ns between."""
     bars = [
-        Bar(lane_, 0, f"{name}.{n % 9}", "collective" if n % 2 else "compute", "all_reduce" if n % 2 else "", "up", "forward",
+        TimedEvent(lane_, 0, f"{name}.{n % 9}", "collective" if n % 2 else "compute", "all_reduce" if n % 2 else "", "up", "forward",
             "mine.yaml:4", "jit_train", 1 + n // (count // 2 + 1), 100.0 * n, 60.0)
         for lane_ in (0, 1) for n in range(count)
     ]  # fmt: skip

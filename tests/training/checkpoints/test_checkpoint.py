@@ -30,7 +30,7 @@ from jshard.training.checkpoints import checkpoint
 from jshard.training.checkpoints.checkpoint import Checkpoint, named, steps_in
 from jshard.training.checkpoints.manifest import Manifest
 from jshard.training.experiments.experiment import Experiment
-from jshard.training.experiments.loop import NotANumber, Step, check_parameters
+from jshard.training.experiments.loop import NotANumber, TrainingStep, check_parameters
 from jshard.training.experiments.train import train
 from jshard.training.preemption import Preempted
 from jshard.training.telemetry.progress import Bar
@@ -150,8 +150,8 @@ def test_resume_goes_on_bit_by_bit_with_dropout_and_the_position_in_the_data(fin
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_restore_onto_another_mesh_gives_the_same_numbers_where_they_belong(run, devices):
-    saved = Step(*parts(built()))
-    here = Step(*parts(built(f"jshard.mesh.tensor={devices}")))
+    saved = TrainingStep(*parts(built()))
+    here = TrainingStep(*parts(built(f"jshard.mesh.tensor={devices}")))
     there = Checkpoint.find(run / "checkpoints", "latest", "run")
     expected, _ = there.restore(saved.state, "mine.yaml")
     places = {name: array.sharding for name, array in named(here.state).items()}
@@ -182,14 +182,14 @@ def test_resume_with_another_configuration_writes_where_that_says(run, here, cap
 
 def test_resume_from_an_earlier_step_sets_the_later_aside_and_compiles_once(run, finished, monkeypatch, capsys):
     (run / "checkpoints/40.partial").mkdir()
-    compiled, call = [], Step.__call__
+    compiled, call = [], TrainingStep.__call__
 
     def counted(self, x, y):
         losses = []
         compiled.append(compilations(lambda: losses.append(call(self, x, y))))
         return losses[0]
 
-    monkeypatch.setattr(Step, "__call__", counted)
+    monkeypatch.setattr(TrainingStep, "__call__", counted)
     train(built(), resume=Checkpoint.find(Path("run/checkpoints"), "previous", "run"))
     assert compiled == [1, *[0] * 9]
     out = capsys.readouterr().out.splitlines()
@@ -327,7 +327,7 @@ def test_restore_unpickles_nothing(run, monkeypatch):
 
     for name in ("load", "loads", "Unpickler", "_loads", "_Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
-    state = Step(*parts(built())).state
+    state = TrainingStep(*parts(built())).state
     Checkpoint.find(run / "checkpoints", "latest", "run").restore(state, "mine.yaml")
     names = [path.name for path in run.rglob("*") if path.is_file()]
     assert not [name for name in names if name.endswith((".pkl", ".pickle", ".npy", ".npz"))]
@@ -567,7 +567,7 @@ def test_nan_stops_and_names_the_last_good_checkpoint(here):
 
 
 def test_nan_in_a_parameter_is_never_saved():
-    state = Step(*parts(built())).state
+    state = TrainingStep(*parts(built())).state
     check_parameters(state, 6)
     state[0]["up"]["bias"][...] *= np.nan
     with pytest.raises(NotANumber, match="^a parameter behind step 6 is NaN$"):

@@ -10,7 +10,7 @@ import pytest
 
 from jshard.hardware.chips import CHIPS
 from jshard.printing.units import duration
-from jshard.programs.flops import Arithmetic, arithmetic_of
+from jshard.programs.flops import Flops, arithmetic_of
 from jshard.schedules import generate
 from jshard.signals import active_config as current
 from jshard.training.experiments.figures import Figures, tokens_in
@@ -47,19 +47,19 @@ def figures(tokens: int, **more) -> Figures:
 
 
 def test_share_of_the_peak_is_time_at_the_peak_by_the_time_of_a_step():
-    counted = Arithmetic({"bfloat16": 197e12 / 4, "int8": 393e12 / 8})
+    counted = Flops({"bfloat16": 197e12 / 4, "int8": 393e12 / 8})
     found = figures(64, chip=CHIPS["v5e"], arithmetic=counted)(50, math.log(2), 2.0)
     assert found["share_of_peak"] == 0.75
     assert (found["tokens_per_second"], found["examples_per_second"], found["seconds_left"]) == (128, 16, 25)
     assert found["perplexity"] == pytest.approx(2)
-    split = figures(64, chip=CHIPS["v5e"], arithmetic=Arithmetic({"bfloat16": 197e12}, at_most=True), devices=4)
+    split = figures(64, chip=CHIPS["v5e"], arithmetic=Flops({"bfloat16": 197e12}, at_most=True), devices=4)
     assert split(50, 1.0, 2.0)["share_of_peak"] == 0.5  # the compiler decides what each computes
 
 
 def test_a_pipeline_says_how_much_of_a_step_its_stages_wait():
     """The share of the peak is of the whole step's time, in which they wait too."""
     made = figures(
-        64, chip=CHIPS["v5e"], arithmetic=Arithmetic({"bfloat16": 197e12 / 4}), table=generate("zero_bubble", 4, 16)
+        64, chip=CHIPS["v5e"], arithmetic=Flops({"bfloat16": 197e12 / 4}), table=generate("zero_bubble", 4, 16)
     )
     assert (made.opening() or "").endswith(
         "v5e does 197 TFLOP/s in bfloat16; each stage waits 11.1 % of it by zero_bubble: at most 88.9 % of the peak"
@@ -70,12 +70,12 @@ def test_a_pipeline_says_how_much_of_a_step_its_stages_wait():
 
 
 def test_no_peak_is_known_of_a_cpu_so_no_share_is_told():
-    found = figures(64, arithmetic=Arithmetic({"float32": 1e9}))
+    found = figures(64, arithmetic=Flops({"float32": 1e9}))
     assert "share_of_peak" not in found(50, 1.0, 2.0)
     assert found.opening() == (
         "a step: 64 tokens, 1.00 GFLOP in products on one device, without what remat computes again; no peak of cpu is known"
     )
-    on_chips = figures(64, arithmetic=Arithmetic({"bfloat16": 1.5e15}), chip=CHIPS["v5e"], devices=256).opening()
+    on_chips = figures(64, arithmetic=Flops({"bfloat16": 1.5e15}), chip=CHIPS["v5e"], devices=256).opening()
     assert on_chips is not None and on_chips.endswith(
         "1.50 PFLOP in products on each of 256 devices, without what remat computes again; v5e does 197 TFLOP/s in bfloat16"
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jshard.cli import main
-from jshard.errors import JShardError, Place
+from jshard.errors import JShardError, Location
 from jshard.layers import cross_entropy
 from jshard.signals import active_config
 from jshard.training.checkpoints.checkpoint import steps_in
@@ -364,6 +364,6 @@ def test_what_is_wrong_in_a_model_is_told_with_the_line_that_names_it(fault, tol
 
     cause = OSError("why")
     with pytest.raises(JShardError) as error:
-        Component("model", Place("run.yaml", 3), "m:build", build, {"x": 4})()
+        Component("model", Location("run.yaml", 3), "m:build", build, {"x": 4})()
     assert (str(error.value), error.value.faults) == (told, (told,))
     assert error.value.__cause__ is cause and error.traceback[-1].name == "build"

@@ -29,7 +29,7 @@ from jshard.training.components import check_arguments
 from jshard.training.data.batches import Examples, Placement, examples, padded, settle
 from jshard.training.data.sources import Shuffled
 from jshard.training.experiments.experiment import Experiment
-from jshard.training.experiments.loop import IN_FLIGHT, Step, run
+from jshard.training.experiments.loop import IN_FLIGHT, TrainingStep, run
 from jshard.training.experiments.loss import correct
 from jshard.training.experiments.train import train
 from jshard.training.optimizers.chain import optimizers
@@ -110,7 +110,7 @@ def test_correct_counts_no_tie():
 @pytest.mark.slow
 def test_step_compiles_once_and_holds_its_state_once():
     experiment = xor()
-    step = Step(experiment.model, experiment.optimizer, experiment.loss)
+    step = TrainingStep(experiment.model, experiment.optimizer, experiment.loss)
     x, y = experiment.first_batch()
     jax.block_until_ready(step(x, y))
     before = step.state
@@ -141,7 +141,7 @@ def test_step_that_was_explained_is_not_traced_again(monkeypatch):
 
 def test_step_leaves_every_array_where_it_was():
     experiment = xor()
-    step = Step(experiment.model, experiment.optimizer, experiment.loss)
+    step = TrainingStep(experiment.model, experiment.optimizer, experiment.loss)
     before = jax.tree.map(lambda array: array.sharding, step.state)
     step(*experiment.first_batch())
     assert jax.tree.map(lambda array: array.sharding, step.state) == before

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jshard.errors import JShardError, did_you_mean, kind_of, nearest, quoted
 from jshard.layouts.index_ranges import Box, boxes_of, index, lengths, overlap
 from jshard.layouts.paths import slashed, words_of
-from jshard.training.checkpoints.tensors.rename import Line, Renaming, Target
+from jshard.training.checkpoints.tensors.rename import ParameterRegion, RenameLine, Renaming
 from jshard.training.checkpoints.tensors.view import Impossible, Tensor, View
 
 
@@ -95,13 +95,13 @@ def path_in_tree(path: Sequence[Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Fragment:
     """A tensor, or a part of one, and the box of the parameter that it fills. `kept` says which axes of the box the tensor
     has: a row of a stack lacks that of the stack."""
 
     tensor: Any
-    line: Line
-    target: Target
+    line: RenameLine
+    target: ParameterRegion
     view: View
     box: Box
     kept: tuple[bool, ...]
@@ -122,15 +122,15 @@ class Piece:
 def assign(
     tensors: Mapping[str, Any], leaves: Sequence[Leaf], renaming: Renaming, file: str, *, converts: bool,
     faults: Sequence[JShardError], writes: bool = False,
-) -> dict[str, list[Piece]]:  # fmt: skip
+) -> dict[str, list[Fragment]]:  # fmt: skip
     """The pieces that fill each parameter; what is wrong is raised together with `faults`. Where they are written, no number
     of a tensor may come from two parameters."""
     by_path, faults = (
         {leaf.path: leaf for leaf in leaves},
         [*faults, *(fault for leaf in leaves for fault in leaf.misplaced())],
     )
-    filled: dict[str, list[Piece]] = {}
-    unlike: dict[tuple[np.dtype, Any], list[Piece]] = {}
+    filled: dict[str, list[Fragment]] = {}
+    unlike: dict[tuple[np.dtype, Any], list[Fragment]] = {}
     for line, name, taker in renaming.shadowed(tensors):
         fault = f"{line.place} gets nothing: {taker.place} takes all that it matches, as {quoted(name)}"
         faults.append(JShardError(fault, hint=f"write it before {taker.place}"))
@@ -174,7 +174,9 @@ def assign(
     return filled
 
 
-def _piece(tensor: Tensor, line: Line, view: View, target: Target, by_path: Mapping[str, Leaf]) -> Piece:
+def _piece(
+    tensor: Tensor, line: RenameLine, view: View, target: ParameterRegion, by_path: Mapping[str, Leaf]
+) -> Fragment:
     leaf = by_path.get(target.path)
     if leaf is None:
         hint = did_you_mean(target.path, by_path, f"write {line.pattern.pattern}: - if it is not wanted")
@@ -196,13 +198,13 @@ def _piece(tensor: Tensor, line: Line, view: View, target: Target, by_path: Mapp
         faults.append(JShardError(fault, hint=f"make {target.path} of {there}, or skip this tensor"))
     if faults:
         raise JShardError.of(faults)
-    return Piece(tensor, line, target, view, box, tuple(kept))
+    return Fragment(tensor, line, target, view, box, tuple(kept))
 
 
 # -- what is wrong --
 
 
-def _mend(view: View, wanted: Sequence[int], line: Line) -> str:
+def _mend(view: View, wanted: Sequence[int], line: RenameLine) -> str:
     """What would make the shape fit."""
     where = f"add to {line.place}" if line.place else "give rename=, a file with a line for it, and add there"
     if sorted(view.shape) == sorted(wanted) and len(set(wanted)) == len(wanted):
@@ -223,7 +225,7 @@ def _unclaimed(tensor: Tensor, renaming: Renaming, by_path: Mapping[str, Leaf]) 
     return JShardError(f"the model has no parameter for {_of(tensor)}", hint=hint)
 
 
-def _not_once(tensor: Tensor, views: Sequence[tuple[Line, View]], *, writes: bool) -> Iterator[JShardError]:
+def _not_once(tensor: Tensor, views: Sequence[tuple[RenameLine, View]], *, writes: bool) -> Iterator[JShardError]:
     """Yield faults of lines that share numbers of a tensor, or leave some. Read, the part of one line may lie in another's."""
     inner: set[int] = set()
     for (m, (one, its)), (n, (other, own)) in itertools.combinations(enumerate(views), 2):
@@ -243,7 +245,7 @@ def _not_once(tensor: Tensor, views: Sequence[tuple[Line, View]], *, writes: boo
 
 
 def _not_filled(
-    leaf: Leaf, pieces: Sequence[Piece] | None, renaming: Renaming, tensors: Mapping[str, Tensor], file: str
+    leaf: Leaf, pieces: Sequence[Fragment] | None, renaming: Renaming, tensors: Mapping[str, Tensor], file: str
 ) -> Iterator[JShardError]:
     """What of a parameter no tensor fills, or two do; nothing where a piece was faulty, and is told (`[]`)."""
     if pieces is None:
@@ -274,7 +276,7 @@ def _kind(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _by(line: Line) -> str:
+def _by(line: RenameLine) -> str:
     return f" by {line.place}" if line.place else ""
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.errors import JShardError, Place, did_you_mean, quoted, refused
+from jshard.errors import JShardError, Location, did_you_mean, quoted, refused
 from jshard.layouts.index_ranges import Box
 from jshard.training.checkpoints.tensors.view import Impossible, View
 
@@ -36,7 +36,7 @@ Region = tuple[int | slice, ...]  # of a parameter; axes that are not said are w
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class ParameterRegion:
     """The path of a parameter, and the region of it that a tensor fills."""
 
     path: str
@@ -62,8 +62,8 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    place: Place | None  # None: of no file
+class RenameLine:
+    place: Location | None  # None: of no file
     pattern: re.Pattern[str]
     target: str  # with \1 for what a group matched
     steps: tuple[tuple[str, tuple[Any, ...]], ...]
@@ -76,7 +76,7 @@ class Line:
     def casts(self) -> bool:
         return (CAST, ()) in self.steps
 
-    def target_of(self, name: str) -> Target:
+    def target_of(self, name: str) -> ParameterRegion:
         found = self.pattern.fullmatch(name)
         assert found is not None
         return as_target(_GROUP.sub(lambda group: found[int(group[1])] or "", self.target))
@@ -93,7 +93,7 @@ class Line:
 @dataclasses.dataclass
 class Renaming:
     source: str
-    lines: tuple[Line, ...]
+    lines: tuple[RenameLine, ...]
 
     @classmethod
     def read(cls, path: Path) -> Renaming:
@@ -103,19 +103,19 @@ class Renaming:
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip() and not line.lstrip().startswith("#"):
                 try:
-                    lines.append(_line(Place(str(path), number), re.split(r"\s#", line, maxsplit=1)[0].strip()))
+                    lines.append(_line(Location(str(path), number), re.split(r"\s#", line, maxsplit=1)[0].strip()))
                 except JShardError as error:
                     faults.append(error)
         if faults:
             raise JShardError.of(faults)
         return cls(str(path), tuple(lines))
 
-    def lines_of(self, name: str) -> Sequence[Line]:
+    def lines_of(self, name: str) -> Sequence[RenameLine]:
         """The lines that take the tensor of this name: the first that matches, and those of the same regex."""
         first = next((line for line in self.lines if line.pattern.fullmatch(name)), None)
         return [line for line in self.lines if first is not None and line.pattern.pattern == first.pattern.pattern]
 
-    def shadowed(self, names: Iterable[str]) -> Iterator[tuple[Line, str, Line]]:
+    def shadowed(self, names: Iterable[str]) -> Iterator[tuple[RenameLine, str, RenameLine]]:
         """Each line that gets nothing because lines before it take all that it matches, with one such name and who takes it."""
         takers = {name: self.lines_of(name) for name in names}
         for line in self.lines:
@@ -141,8 +141,8 @@ class Same(Renaming):
         super().__init__("", ())
         self.by_name = {path.replace("/", "."): path for path in paths} | {path: path for path in paths}
 
-    def lines_of(self, name: str) -> Sequence[Line]:
-        return [Line(None, re.compile(re.escape(name)), self.by_name[name], ())] if name in self.by_name else []
+    def lines_of(self, name: str) -> Sequence[RenameLine]:
+        return [RenameLine(None, re.compile(re.escape(name)), self.by_name[name], ())] if name in self.by_name else []
 
     def names_of(self, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         return {path: tuple(shape)}
@@ -152,12 +152,12 @@ _GROUP = re.compile(r"\\(\d)")
 _TARGET = re.compile(r"([^\[\]]+)(?:\[([^\[\]]*)\])?")
 
 
-def as_target(text: str) -> Target:
+def as_target(text: str) -> ParameterRegion:
     found = _TARGET.fullmatch(text)
     if found is None:
         raise ValueError(f"names {quoted(text)}, which is no path")
     try:
-        return Target(found[1], tuple(map(_bound, found[2].split(","))) if found[2] is not None else ())
+        return ParameterRegion(found[1], tuple(map(_bound, found[2].split(","))) if found[2] is not None else ())
     except ValueError:
         raise ValueError(f"names {quoted(text)}, whose region is none") from None
 
@@ -173,7 +173,7 @@ def _bounds(part: slice) -> str:
     return f"{part.start or ''}:{'' if part.stop is None else part.stop}"
 
 
-def _line(place: Place, text: str) -> Line:
+def _line(place: Location, text: str) -> RenameLine:
     found = re.fullmatch(r"(.*?):\s+(.*)", text)
     if found is None:
         raise JShardError(f"{place} has {quoted(text)}, which is no line of a rename file", hint="write regex: path")
@@ -197,10 +197,10 @@ def _line(place: Place, text: str) -> Line:
         raise JShardError(
             f"{place} {error}", hint="write layers/0/kernel, or stack/kernel[0] or qkv[:, 0:512]"
         ) from None
-    return Line(place, pattern, right, tuple(_step(place, each) for each in words))
+    return RenameLine(place, pattern, right, tuple(_step(place, each) for each in words))
 
 
-def _step(place: Place, text: str) -> tuple[str, tuple[Any, ...]]:
+def _step(place: Location, text: str) -> tuple[str, tuple[Any, ...]]:
     word, *arguments = text.split() or [""]
     form, example = STEPS.get(word, (None, ""))
     if form is None or not re.fullmatch(form, " ".join(arguments), re.ASCII):
@@ -220,7 +220,7 @@ def _step(place: Place, text: str) -> tuple[str, tuple[Any, ...]]:
 _PIECE = re.compile(r"(?:\\(\W)|([^\\()\[\]{}|*+?^$])|\((?!\?)((?:\\.|\[[^\]]*\]|[^()\\\[])*)\))(?![*+?{])")
 
 
-def _names(line: Line, path: str, shape: Sequence[int]) -> Iterator[tuple[str, Target]]:
+def _names(line: RenameLine, path: str, shape: Sequence[int]) -> Iterator[tuple[str, ParameterRegion]]:
     """The names that a line turns into this path, each with its target."""
     pieces = list(_PIECE.finditer(line.pattern.pattern))
     is_plain = "".join(piece[0] for piece in pieces) == line.pattern.pattern
@@ -255,7 +255,7 @@ def _names(line: Line, path: str, shape: Sequence[int]) -> Iterator[tuple[str, T
             yield name, target
 
 
-def _shape_before(line: Line, target: Target, shape: Sequence[int]) -> tuple[int, ...]:
+def _shape_before(line: RenameLine, target: ParameterRegion, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape that a tensor has in the file, by that of its parameter."""
     sizes = [end - begin for (begin, end), whole in zip(*target.within(shape), strict=True) if whole]
     for word, arguments in reversed(line.steps):
@@ -266,7 +266,7 @@ def _shape_before(line: Line, target: Target, shape: Sequence[int]) -> tuple[int
     return tuple(sizes)
 
 
-def _no_inverse(line: Line, why: str) -> JShardError:
+def _no_inverse(line: RenameLine, why: str) -> JShardError:
     return JShardError(
         f"{line.place} can't be read backwards, as {why}", hint='give like="FILE.safetensors", of the same names'
     )

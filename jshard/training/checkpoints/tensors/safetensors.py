@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jshard.errors import JShardError, quoted, refused
-from jshard.training.checkpoints.tensors.view import Loop
+from jshard.training.checkpoints.tensors.view import Stride
 
 # In the order of the library, which writes the last of them first.
 DTYPES = {
@@ -53,7 +53,7 @@ class FileTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Loop]) -> int:
+    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Stride]) -> int:
         """Read what the loops run over from `corner` on; `out` has an axis for each. Returns how many bytes were read."""
         order, at, steps = self._steps(corner, loops)
         out, count = out.transpose(order), 0
@@ -71,7 +71,7 @@ class FileTensor:
                 count += block.nbytes
         return count
 
-    def write(self, file: int, data: np.ndarray, corner: Sequence[int], loops: Sequence[Loop]) -> int:
+    def write(self, file: int, data: np.ndarray, corner: Sequence[int], loops: Sequence[Stride]) -> int:
         """Write `data`, which has an axis for each loop, where `read` reads it. Returns how many bytes were written."""
         order, at, steps = self._steps(corner, loops)
         data = data.transpose(order)
@@ -81,7 +81,7 @@ class FileTensor:
                 write_at(file, piece, at + start)
         return data.size * self.dtype.itemsize
 
-    def _steps(self, corner: Sequence[int], loops: Sequence[Loop]) -> tuple[list[int], int, list[int]]:
+    def _steps(self, corner: Sequence[int], loops: Sequence[Stride]) -> tuple[list[int], int, list[int]]:
         """The order of the loops from the longest step to the shortest, the byte where they begin, and their steps in bytes."""
         rows = [math.prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(self.shape))]
         steps = [rows[loop.axis] * loop.step for loop in loops]
@@ -91,7 +91,7 @@ class FileTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ByteSpan:
     """`span` bytes side by side from `start` on, `count` times, `step` apart; `part` is their index in the array."""
 
     part: tuple[Any, ...]
@@ -107,7 +107,7 @@ class Run:
             yield self.start + at * self.step, view[at * self.span : (at + 1) * self.span]
 
 
-def runs(shape: Sequence[int], steps: Sequence[int], itemsize: int, *, gap: int) -> Iterator[Run]:
+def runs(shape: Sequence[int], steps: Sequence[int], itemsize: int, *, gap: int) -> Iterator[ByteSpan]:
     """What lies `steps` bytes apart, in runs of at most `BLOCK` bytes together and with no gap in them above `gap`. The steps
     fall from axis to axis."""
     if 0 in shape:
@@ -117,15 +117,15 @@ def runs(shape: Sequence[int], steps: Sequence[int], itemsize: int, *, gap: int)
         dense.append(dense[-1] and (size == 1 or step - spans[-1] <= gap))
         spans.append(spans[-1] + (size - 1) * step)
     if not shape or dense[-1] and spans[-1] <= BLOCK:
-        yield Run((), 0, spans[-1])
+        yield ByteSpan((), 0, spans[-1])
     elif dense[-2] and spans[-2] <= BLOCK:
         rows = max(1, BLOCK // (steps[0] if dense[-1] else spans[-2]))
         for begin in range(0, shape[0], rows):
             part, count = (slice(begin, begin + rows),), min(rows, shape[0] - begin)
             if dense[-1]:
-                yield Run(part, begin * steps[0], spans[-2] + (count - 1) * steps[0])
+                yield ByteSpan(part, begin * steps[0], spans[-2] + (count - 1) * steps[0])
             else:
-                yield Run(part, begin * steps[0], spans[-2], count, steps[0])
+                yield ByteSpan(part, begin * steps[0], spans[-2], count, steps[0])
     else:
         for at in range(shape[0]):
             for run in runs(shape[1:], steps[1:], itemsize, gap=gap):

@@ -14,7 +14,7 @@ import numpy as np
 from jshard.layouts.index_ranges import Box
 
 
-class Loop(NamedTuple):
+class Stride(NamedTuple):
     """`size` positions along an axis of the tensor, `step` apart."""
 
     axis: int
@@ -37,7 +37,7 @@ class Tensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> np.dtype: ...
-    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Loop]) -> int:
+    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Stride]) -> int:
         """Read what the loops run over from `corner` on; `out` has an axis for each. Returns how many bytes were read."""
         ...
 
@@ -47,11 +47,11 @@ class View:
     """`axes` has the loops of each axis that is seen, the outermost first: several where axes were joined."""
 
     corner: tuple[int, ...]
-    axes: tuple[tuple[Loop, ...], ...]
+    axes: tuple[tuple[Stride, ...], ...]
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> View:
-        return cls((0,) * len(shape), tuple((Loop(axis, size, 1),) for axis, size in enumerate(shape)))
+        return cls((0,) * len(shape), tuple((Stride(axis, size, 1),) for axis, size in enumerate(shape)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,10 +111,10 @@ class View:
         if -1 in sizes or math.prod(sizes) != total:
             raise Impossible(f"reshapes {list(self.shape)} to {list(sizes)}")
         if not total:
-            return View(self.corner, tuple((Loop(0, size, 1),) for size in sizes))
+            return View(self.corner, tuple((Stride(0, size, 1),) for size in sizes))
         axes = []
         for size in sizes:
-            loops: list[Loop] = []
+            loops: list[Stride] = []
             while size != 1 and left:
                 loop = left.pop(0)
                 if loop.size and size % loop.size == 0:
@@ -122,7 +122,7 @@ class View:
                 elif size and loop.size % size == 0:
                     inner = loop.size // size
                     left.insert(0, loop._replace(size=inner))
-                    loop, size = Loop(loop.axis, size, loop.step * inner), 1
+                    loop, size = Stride(loop.axis, size, loop.step * inner), 1
                 else:
                     raise Impossible(
                         f"reshapes {list(self.shape)} to {list(sizes)}, which neither splits nor joins axes"
@@ -135,7 +135,7 @@ class View:
         """Read a part into `out`, and nothing else. Returns how many bytes were read."""
         return sum(tensor.read(*block) for block in self.blocks(box, out))
 
-    def blocks(self, box: Box, part: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[int, ...], tuple[Loop, ...]]]:
+    def blocks(self, box: Box, part: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[int, ...], tuple[Stride, ...]]]:
         """Cut a part into blocks of the tensor: for each its numbers in `part`, with an axis for each of its loops, where it
         begins in the tensor, and the loops."""
         choices = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jshard.training.checkpoints import tensors
-from jshard.training.checkpoints.tensors.safetensors import Run, runs
+from jshard.training.checkpoints.tensors.safetensors import ByteSpan, runs
 from jshard.training.checkpoints.tensors.view import Impossible
 
 
@@ -105,15 +105,15 @@ def test_view_reads_and_writes_a_part_as_numpy_would_of_the_whole(tmp_path, monk
 
 def test_runs_read_over_gaps_of_less_than_a_sector_and_take_blocks_at_a_time(monkeypatch):
     monkeypatch.setattr(tensors.safetensors, "BLOCK", 64)
-    assert list(runs((3, 4), (16, 4), 4, gap=0)) == [Run((), 0, 48)]  # no gap: one run
-    assert list(runs((2, 3), (16, 4), 4, gap=0)) == [Run((slice(0, 5),), 0, 12, 2, 16)]  # four bytes between rows
-    assert list(runs((2, 3), (16, 4), 4, gap=4)) == [Run((), 0, 28)]
-    assert list(runs((6, 4), (16, 4), 4, gap=0)) == [Run((slice(0, 4),), 0, 64), Run((slice(4, 8),), 64, 32)]
+    assert list(runs((3, 4), (16, 4), 4, gap=0)) == [ByteSpan((), 0, 48)]  # no gap: one run
+    assert list(runs((2, 3), (16, 4), 4, gap=0)) == [ByteSpan((slice(0, 5),), 0, 12, 2, 16)]  # four bytes between rows
+    assert list(runs((2, 3), (16, 4), 4, gap=4)) == [ByteSpan((), 0, 28)]
+    assert list(runs((6, 4), (16, 4), 4, gap=0)) == [ByteSpan((slice(0, 4),), 0, 64), ByteSpan((slice(4, 8),), 64, 32)]
     assert list(runs((2, 2, 3), (64, 16, 4), 4, gap=0)) == [
-        Run((0, slice(0, 5)), 0, 12, 2, 16), Run((1, slice(0, 5)), 64, 12, 2, 16),
+        ByteSpan((0, slice(0, 5)), 0, 12, 2, 16), ByteSpan((1, slice(0, 5)), 64, 12, 2, 16),
     ]  # fmt: skip
     assert list(runs((0, 4), (16, 4), 4, gap=0)) == []
-    assert list(runs((), (), 4, gap=0)) == [Run((), 0, 4)]
+    assert list(runs((), (), 4, gap=0)) == [ByteSpan((), 0, 4)]
 
 
 @pytest.mark.parametrize(
