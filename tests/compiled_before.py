@@ -33,10 +33,6 @@ CHANGED_BY = [
 ]
 # `jshard.plan` keeps what compilers for absent chips made. A change of what starts them compiles all of it again.
 COMPILED_BY = [ROOT / f"jshard/inspect/plan/{each}.py" for each in ("aot", "aot_worker", "cache")]
-# So do tests of kernels (tests/compiled_absent.py).
-KERNELS_BY = [
-    ROOT / f"tests/{each}.py" for each in ("compiled_absent", "kernels/compile_absent", "kernels/compile_absent_gpu")
-]
 
 
 def _checksum(files: list[Path]) -> str:
@@ -44,9 +40,7 @@ def _checksum(files: list[Path]) -> str:
 
 
 PLANS = PLACE / f"plans-{_checksum(COMPILED_BY)}"
-ABSENT = PLACE / f"absent-{_checksum(CHANGED_BY + KERNELS_BY)}"
 PLACE /= _checksum(CHANGED_BY)
-SWEPT = PLACE / "swept"
 WEEK = 7 * 24 * 3600
 NAMED = "JSHARD_TESTS_NAMED"  # in a process's environment: names belong to the key of each of its programs
 
@@ -93,46 +87,20 @@ def compile_quickest(room: Callable[[], str]) -> None:
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Interpreted kernels are compiled without optimization. And the interpreter makes NumPy arrays of what it is handed: JAX
-    need not place that on a device, thousands of times. Nor need the race detector of JAX 0.10, which compares each access with
-    all before it, take eight steps of NumPy for one comparison. There a program also takes no token from those before it, so
-    that it can be kept, and waits for them. Not where the suite runs as users compile."""
+    """Compile interpreted kernels without optimization, hand the interpreter arrays that JAX has not placed on a device, and
+    let the race detector of JAX 0.10 compare two clocks in one step of NumPy. Not where the suite runs as users compile."""
     import jax
-    from jax._src import callback, dispatch
-    from jax._src.interpreters import mlir, pxla
+    from jax._src import callback
     from jax._src.pallas.mosaic.interpret import vector_clock
 
     if os.environ["XLA_FLAGS"] != QUICK:
         yield
         return
-    lower = mlir.lower_jaxpr_to_module
-
-    def lowered(*args: Any, ordered_effects: list[Any], **how: Any) -> Any:
-        result = lower(*args, ordered_effects=ordered_effects, **how)
-        if ordered_effects and "tf.aliasing_output" not in str(_main(result.module).attributes["arg_attrs"]):
-            _make_tokens_inside(_main(result.module), len(ordered_effects))
-            ordered_effects.clear()  # the caller's, who would give tokens
-        return result
-
-    def waiting(self: Any, given: Any) -> Any:
-        dispatch.runtime_tokens.block_until_ready()
-        return take(self, given)
-
-    def made(self: Any, *args: Any, **how: Any) -> None:
-        make(self, *args, **how)
-        self.has_unordered_effects |= self.has_host_callbacks  # else its later calls give no token, and nobody waits
-
-    take, make = pxla.ExecuteReplicated._add_tokens_to_inputs, pxla.ExecuteReplicated.__init__
+    unplaced = mock.patch.object(callback, "api", SimpleNamespace(device_put=lambda args, device: args))
+    quick = mock.patch.object(vector_clock, "ordered", _ordered) if OLD else contextlib.nullcontext()
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        with contextlib.ExitStack() as patched:
-            patch = lambda of, name, new: patched.enter_context(mock.patch.object(of, name, new))
-            patch(callback, "api", SimpleNamespace(device_put=lambda args, device: args))
-            if OLD:
-                patch(vector_clock, "ordered", _ordered)
-                patch(mlir, "lower_jaxpr_to_module", lowered)
-                patch(pxla.ExecuteReplicated, "_add_tokens_to_inputs", waiting)
-                patch(pxla.ExecuteReplicated, "__init__", made)
+        with unplaced, quick:
             yield
             jax.effects_barrier()
     finally:
@@ -183,7 +151,6 @@ def as_tests_do() -> None:
     reuse_contexts()
     write_in_one_move()
     write_from_every_process()
-    keep_what_calls_python()
 
 
 def write_in_one_move() -> None:
@@ -207,70 +174,6 @@ def write_from_every_process() -> None:
 
     write, first = compiler._cache_write, SimpleNamespace(global_state=SimpleNamespace(process_id=0))
     compiler._cache_write = FunctionType(write.__code__, {**vars(compiler), "distributed": first})
-
-
-class _CallingBack:
-    """The devices' client, which gives a program that it reads whom to call."""
-
-    def __init__(self, client: Any, callbacks: Any):
-        self.client, self.callbacks = client, callbacks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
-
-    def deserialize_executable(self, *args: Any) -> Any:
-        return self.client.deserialize_executable(*args, self.callbacks)
-
-
-def keep_what_calls_python() -> None:
-    """JAX 0.10 keeps no program that calls Python, as each interpreted kernel does. Such a program only numbers whom it calls.
-    Not what takes a token, which XLA can't write."""
-    from jax._src import callback, compiler
-
-    if not OLD:
-        return
-    compile_, write = compiler.compile_or_get_cached, compiler._cache_write
-
-    def compiled(backend: Any, computation: Any, devices: Any, options: Any, callbacks: Any, *args: Any) -> Any:
-        own = callbacks and {each.__module__ for each in callbacks} == {callback.__name__}
-        if own and not _tokens(_main(computation)):
-            backend = _CallingBack(backend, callbacks)
-        return compile_(backend, computation, devices, options, callbacks, *args)
-
-    def written(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Any) -> None:
-        write(key, seconds, name, backend, executable, () if isinstance(backend, _CallingBack) else callbacks)
-
-    compiler.compile_or_get_cached, compiler._cache_write = compiled, written
-
-
-def _main(module: Any) -> Any:
-    return next(each for each in module.body.operations if str(each.attributes["sym_name"]) == '"main"')
-
-
-def _tokens(main: Any) -> int:
-    """How many tokens a program takes, which are the first of its operands, and of its results."""
-    return sum(str(each.type) == "!stablehlo.token" for each in main.arguments)
-
-
-def _make_tokens_inside(main: Any, count: int) -> None:
-    """The first `count` operands and results of a program, which are tokens, are made in it and stay there."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import func, hlo
-
-    block, types = main.entry_block, main.type
-    with main.context, ir.Location.unknown():
-        for argument in list(block.arguments)[:count]:
-            argument.replace_all_uses_with(hlo.create_token(ip=ir.InsertionPoint.at_block_begin(block)))
-        for _ in range(count):
-            block.erase_argument(0)
-        *_, end = block.operations
-        func.ReturnOp(list(end.operands)[count:], ip=ir.InsertionPoint(end))
-        end.erase()
-        main.attributes["function_type"] = ir.TypeAttr.get(
-            ir.FunctionType.get(types.inputs[count:], types.results[count:])
-        )
-        for name in ("arg_attrs", "res_attrs"):
-            main.attributes[name] = ir.ArrayAttr.get(list(ir.ArrayAttr(main.attributes[name]))[count:])
 
 
 def reuse_contexts() -> None:
@@ -348,28 +251,13 @@ def forget_traces() -> None:
 
 
 def sweep() -> int:
-    """Remove what is a week old, and what a process that was killed has left half written. How many programs stay?"""
+    """Remove programs that were written a week ago; return how many stay."""
     PLACE.mkdir(parents=True, exist_ok=True)
-    now, last = time.time(), SWEPT.stat().st_mtime if SWEPT.exists() else 0
-    for entry in [each for each in os.scandir(PLACE) if each.name != SWEPT.name]:
+    for entry in os.scandir(PLACE):
         with contextlib.suppress(FileNotFoundError):  # another run has just moved or removed it
-            written = entry.stat().st_mtime
-            stale = WEEK if entry.name.endswith("-cache") else 3600
-            if written < now - stale or (last < written and entry.name.endswith("-cache") and _is_torn(Path(entry))):
+            if entry.stat().st_mtime < time.time() - WEEK:
                 os.unlink(entry)
-    SWEPT.touch()
     return programs()
-
-
-def _is_torn(entry: Path) -> bool:
-    from jax._src.compilation_cache import decompress_executable
-
-    content = entry.read_bytes()
-    try:
-        decompress_executable(content)
-    except Exception:  # zlib and zstandard have each their own
-        return True
-    return False
 
 
 def programs() -> int:

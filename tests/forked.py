@@ -1,10 +1,10 @@
-"""Python processes that tests start, forked from one that has imported JAX, Flax and the like: more than a second less each.
+"""Python processes that tests start, forked from one that has imported JAX, Flax and the like: seconds less for each.
 
-`subprocess.Popen`, in a test and in what it starts, asks a server for a process: a child of whoever asked, with the id, group,
-descriptors, environment and end of one that Python starts. What the server has imported stays hidden until the program imports
-it, and only then JAX reads its variables. What a fork can't be (options of Python but `-W error`, variables that the C library or
-an import reads, `-m pytest`) is started as ever, and so is all that a test with the fixture `fresh` starts, or a run with
-JSHARD_TESTS_FRESH=1. What forks share, and new processes do not: the seed of hashes. None is taken apart when it ends.
+`subprocess.Popen` in a test, and in the processes that it starts, asks a server for a process: a child of the asker, with the
+id, group, descriptors, environment and end of one that Python starts. The server's imports stay hidden until the program
+imports them, and only then JAX reads its variables. Started as ever are a process with another option than `-P` and
+`-W error`, or with other variables that the C library or an import reads; all processes of a test with the fixture `fresh`;
+and all of a run with JSHARD_TESTS_FRESH=1. Forks share the seed of hashes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import fcntl
 import gc
 import importlib.machinery
 import importlib.util
+import inspect
 import io
 import json
 import linecache
@@ -32,9 +33,9 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-# What is imported beforehand. A group shows itself with those before it.
+# The server's imports. A group appears with those before it.
 GROUPS = (
     ("yaml",),
     ("numpy.random",),
@@ -43,53 +44,31 @@ GROUPS = (
     ("flax.nnx", "optax"),
     ("orbax.checkpoint.experimental.v1",),
 )
-MODULES = ("jshard", "examples", "benchmarks", "tests", "doctest")  # that `python -m` may name
-# Variables that Python, the C library or an import reads: with others than the server has had, a process is a new one.
+MODULES = ("jshard", "examples", "benchmarks", "tests", "doctest", "pytest")  # that `python -m` may name
+# Variables that Python, the C library or an import reads: a process with others than the server's is started as ever.
 READ_AT_ONCE = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "FLAX_", "LC_", "LANG", "TZ")
-UNFLUSHED: list[Any] = []  # streams of a program that ended in another: `exec` drops their text
+FOR_EACH = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}  # of these, the fork does as Python does
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 REAL = subprocess.Popen
+PARAMETERS = [*inspect.signature(REAL._execute_child).parameters][1:]  # type: ignore[attr-defined]
 
 
-class Channel:
-    """One end of a socket that takes JSON and descriptors."""
-
-    def __init__(self, end: socket.socket):
-        self.end = end
-
-    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
-        content = json.dumps(message).encode()
-        content = len(content).to_bytes(8, "big") + content
-        self.end.sendall(content[socket.send_fds(self.end, [content], descriptors) :])
-
-    def receive(self) -> tuple[Any, list[int]]:
-        """The next message, None when nobody is there any more."""
-        content, descriptors = b"", []
-        while len(content) < 8 or len(content) < 8 + int.from_bytes(content[:8], "big"):
-            part, more, *_ = socket.recv_fds(self.end, 1 << 20, 64)
-            if not part:
-                return None, []
-            content, descriptors = content + part, descriptors + more
-        return json.loads(content[8:]), descriptors
-
-
-class Server:
+class Server(NamedTuple):
     """What a process that starts others knows of its server."""
 
-    def __init__(self, end: socket.socket, variables: Mapping[str, str]):
-        self.channel, self.variables, self.lock = Channel(end), variables, threading.Lock()
+    end: socket.socket
+    variables: Mapping[str, str]
+    lock: Any
 
     def start(self, message: dict[str, Any], descriptors: Sequence[int]) -> int:
+        prctl = ctypes.CDLL(None).prctl
         with self.lock:
-            prctl = ctypes.CDLL(None).prctl
-            prctl(SUBREAPER, 1, 0, 0, 0)  # what the server forks twice becomes a child of this process
+            prctl(SUBREAPER, 1, 0, 0, 0)  # the server's grandchild becomes a child of this process
             try:
-                self.channel.send({**message, "parent": os.getpid()}, descriptors)
-                pid, _ = self.channel.receive()
+                socket.send_fds(self.end, [json.dumps({**message, "parent": os.getpid()}).encode()], descriptors)
+                return int(self.end.recv(20))
             finally:
                 prctl(SUBREAPER, 0, 0, 0, 0)
-            assert pid is not None, "the server that processes are forked from has ended"
-            return pid
 
 
 server: Server | None = None  # of this process
@@ -97,60 +76,54 @@ fresh = False  # nothing is forked
 
 
 class Popen(REAL):
-    def _execute_child(
-        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
-        start_new_session, process_group,
-    ):  # fmt: skip
-        variables = dict(os.environ if env is None else env)
-        program = None
+    def _execute_child(self, *given: Any) -> None:
+        of = dict(zip(PARAMETERS, given, strict=True))
+        variables = dict(os.environ if of["env"] is None else of["env"])
+        usual = {"executable": None, "preexec_fn": None, "close_fds": True, "shell": False, "restore_signals": True}
+        usual |= {"gid": None, "gids": None, "uid": None, "umask": -1}
+        args, pass_fds = of["args"], of["pass_fds"]
         if (
-            not fresh and not isinstance(args, (str, bytes, os.PathLike)) and executable is None and preexec_fn is None and close_fds
-            and not shell and restore_signals and (gid, gids, uid, umask) == (None, None, None, -1)
-            and os.path.isdir(cwd or ".") and "JSHARD_TESTS_FRESH" not in variables
-        ):  # fmt: skip
-            program = _program([os.fspath(word) for word in args], variables)
-        if program is None:
-            return super()._execute_child(
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
-                start_new_session, process_group,
-            )  # fmt: skip
-        streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+            fresh
+            or "JSHARD_TESTS_FRESH" in variables
+            or isinstance(args, str | bytes | os.PathLike)
+            or any(of[name] != value for name, value in usual.items())
+            or not os.path.isdir(of["cwd"] or ".")
+            or program([os.fspath(word) for word in args], variables) is None
+        ):
+            return super()._execute_child(*given)
+        streams = [of[name] if of[name] != -1 else own for own, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
         message = {
             "words": [os.fspath(word) for word in args],
             "variables": variables,
-            "folder": os.path.abspath(cwd or "."),
-            "session": start_new_session,
-            "group": process_group,
+            "folder": os.path.abspath(of["cwd"] or "."),
+            "session": of["start_new_session"],
+            "group": of["process_group"],
             "descriptors": [0, 1, 2, *pass_fds],
         }
         self.pid = _server().start(message, [*streams, *pass_fds])
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(of[name] for name in pipes))
 
 
-def _program(words: Sequence[str], variables: Mapping[str, str]) -> tuple[str, str, list[str], bool] | None:
-    """`("-m" | "-c" | "", what, its words, whether its folder is left out)`; None where a fork is no such process."""
+def program(words: Sequence[str], variables: Mapping[str, str]) -> tuple[str, str, list[str], bool] | None:
+    """Return `("-m" | "-c" | "", what, its words, whether its folder is left out)`; None where a fork is no such process."""
     match _without_warnings(words):
         case [sys.executable, "-I", "-S", script, *rest] if script.endswith("parent_death.py"):
-            program = "", script, rest, True
-        case [sys.executable, "-P", "-m", module, *rest] if module.partition(".")[0] in MODULES:
-            program = "-m", module, rest, True
-        case [sys.executable, "-m", module, *rest] if module.partition(".")[0] in MODULES:
-            program = "-m", module, rest, False
-        case [sys.executable, "-c", program, *rest]:
-            program = "-c", program, rest, False
-        case [sys.executable, "-P", script, *rest] if not script.startswith("-"):
-            program = "", script, rest, True
-        case [sys.executable, script, *rest] if not script.startswith("-"):
-            program = "", script, rest, False
+            found = "", script, rest, True
+        case [sys.executable, "-c", text, *rest]:
+            found = "-c", text, rest, False
+        case [sys.executable, "-m", module, *rest] | [sys.executable, "-P", "-m", module, *rest]:
+            if module.partition(".")[0] not in MODULES:
+                return None
+            found = "-m", module, rest, words[-len(rest) - 3] == "-P"
+        case [sys.executable, script, *rest] | [sys.executable, "-P", script, *rest] if not script.startswith("-"):
+            found = "", script, rest, words[-len(rest) - 2] == "-P"
         case _:
             return None
     had = _server().variables
-    names = {name for name in {*variables, *had} if name.startswith(READ_AT_ONCE)}
-    names -= {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
-    return program if all(variables.get(name) == had.get(name) for name in names) else None
+    names = {name for name in {*variables, *had} if name.startswith(READ_AT_ONCE)} - FOR_EACH
+    return found if all(variables.get(name) == had.get(name) for name in names) else None
 
 
 def _without_warnings(words: Sequence[str]) -> Sequence[str]:
@@ -158,10 +131,10 @@ def _without_warnings(words: Sequence[str]) -> Sequence[str]:
 
 
 def _server() -> Server:
-    """The server of this process, which is started at the first question."""
+    """Return the server of this process; start it at the first question."""
     global server
     if server is None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         left_out = ("JAX_", "XLA_", "PYTHONPATH")  # each process has its own
         variables = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         process = REAL(
@@ -169,24 +142,23 @@ def _server() -> Server:
             env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()
-        server = Server(ours, variables)
+        server = Server(ours, variables, threading.Lock())
         atexit.register(lambda: (ours.close(), process.wait()))
     return server
 
 
 class Hidden:
-    """Modules that are there already, one group a call of `load`; `sys.meta_path` asks it before any other."""
+    """Modules that the server has imported, one group for each call of `load`; `sys.meta_path` asks it first."""
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, types.ModuleType], dict[str, str]]] = []
 
     def load(self, names: Sequence[str]) -> None:
-        variables, modules = dict(os.environ), {*sys.modules}
+        variables, modules = {*os.environ}, {*sys.modules, *sys.stdlib_module_names}
         for name in names:
             importlib.import_module(name)
-        new = {name: sys.modules[name] for name in [*sys.modules] if name not in modules}
-        new = {name: module for name, module in new.items() if name.partition(".")[0] not in sys.stdlib_module_names}
-        self.groups.append((new, {name: os.environ[name] for name in {*os.environ} - {*variables}}))
+        new = {name: module for name, module in sys.modules.items() if not {name, name.partition(".")[0]} & modules}
+        self.groups.append((new, {name: os.environ[name] for name in {*os.environ} - variables}))
 
     def hide(self) -> None:
         for modules, variables in self.groups:
@@ -205,8 +177,7 @@ class Hidden:
         self.groups = [group for group in self.groups if group not in shown]
         for modules, variables in shown:
             sys.modules.update(modules)
-            for variable, value in variables.items():
-                os.environ.setdefault(variable, value)
+            os.environ |= {variable: value for variable, value in variables.items() if variable not in os.environ}
             if "jax" in modules:
                 _read_variables_of_jax(modules["jax"].config)
                 compiled_before.as_tests_do()
@@ -226,51 +197,43 @@ class Hidden:
 
 
 def _read_variables_of_jax(config: Any) -> None:
-    """As JAX does when it is imported; the server has had none of them."""
+    """Set JAX's options as its import does; the server has had none of the variables."""
     for name, (kind, *_) in config.meta.items():
         if (text := os.environ.get(name.upper())) is not None:
             known = {int: int, float: float, bool: lambda text: text.lower() in ("y", "yes", "t", "true", "on", "1")}
             config.update(name, known.get(kind, str)(text))
 
 
-def serve(hidden: Hidden, end: socket.socket, variables: Mapping[str, str]) -> None:
-    """Forks for each message, until nobody can send one."""
-    channel = Channel(end)
+def serve(end: socket.socket, variables: Mapping[str, str]) -> Sequence[str]:
+    """Fork for each message until nobody can send one; return the words, in the fork that is now the process asked for."""
     while True:
-        message, descriptors = channel.receive()
-        if message is None:
+        content, descriptors, *_ = socket.recv_fds(end, 1 << 20, 64)
+        if not content:
             os._exit(0)
-        reading, writing = os.pipe()
         between = os.fork()
         if not between:
-            pid = os.fork()
-            if not pid:
-                _finish(_become, hidden, variables, message, descriptors, writing)
-            os.write(writing, str(pid).encode())
-            os._exit(0)
-        os.close(writing)
+            if os.fork():
+                os._exit(0)
+            return _become(json.loads(content), descriptors, end, variables)
         os.waitpid(between, 0)
-        pid = os.read(reading, 20)
-        os.read(reading, 1)  # nothing, once it has a group of its own: it can be killed
-        channel.send(int(pid))
-        for descriptor in (reading, *descriptors):
+        for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _become(
-    hidden: Hidden, variables: Mapping[str, str], message: dict[str, Any], descriptors: list[int], writing: int
-) -> None:
-    """This fork is now the process that the message asks for."""
+    message: dict[str, Any], descriptors: list[int], end: socket.socket, variables: Mapping[str, str]
+) -> Sequence[str]:
     while os.getppid() != message["parent"]:
         time.sleep(0.0005)
     if message["session"]:
         os.setsid()
     if message["group"] >= 0:
         os.setpgid(0, message["group"])
-    os.close(writing)
+    end.send(str(os.getpid()).encode())  # now that it has a group of its own it can be killed
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512) for descriptor in descriptors]
     os.closerange(3, 512)
-    _begin_again(hidden, variables)
+    if (words := _begin_again(variables)) is not None:
+        return words
     for descriptor, number in zip(high, message["descriptors"], strict=True):
         os.dup2(descriptor, number, inheritable=True)
     os.closerange(512, 512 + 64)
@@ -283,21 +246,22 @@ def _become(
     _open_streams()
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
-    _run(message["words"])
+    return message["words"]
 
 
-def _begin_again(hidden: Hidden, variables: Mapping[str, str]) -> None:
-    """What this process starts is forked too: from a fork that knows as little as this one does now."""
+def _begin_again(variables: Mapping[str, str]) -> Sequence[str] | None:
+    """Fork a server for this process's own, which knows as little as this process does now."""
     global server
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if not os.fork():
         channel = os.dup2(theirs.fileno(), 3)
         os.closerange(4, 1024)
-        serve(hidden, socket.socket(fileno=channel), variables)
+        return serve(socket.socket(fileno=channel), variables)
     high = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, 1000)
     ours.close()
     theirs.close()
-    server = Server(socket.socket(fileno=high), variables)
+    server = Server(socket.socket(fileno=high), variables, threading.Lock())
+    return None
 
 
 def _open_streams() -> None:
@@ -312,21 +276,18 @@ def _open_streams() -> None:
         setattr(sys, f"__{name}__", text)
 
 
-def _run(words: Sequence[str]) -> None:
-    program = _program(words, os.environ)
-    assert program is not None, words
-    kind, what, rest, apart = program
+def run(words: Sequence[str]) -> None:
+    """Run the program of a command as `__main__`; Python ends the process as it ends any other."""
+    asked = program(words, os.environ)
+    assert asked is not None, words
+    kind, what, rest, apart = asked
     sys.orig_argv = list(words)
     if _without_warnings(words) is not words:
         sys.warnoptions.append("error")
         warnings.simplefilter("error")
     own = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(os.path.realpath(what)))
-    sys.path[:] = [
-        *([] if apart else [first]),
-        *own,
-        *(path for path in BASE if path not in own),
-    ]  # site takes none twice
+    sys.path[:] = [*([] if apart else [first]), *own, *(path for path in BASE if path not in own)]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = builtins
     sys.argv = [kind or what, *rest]
@@ -344,57 +305,31 @@ def _run(words: Sequence[str]) -> None:
         exec(code, main.__dict__)
 
 
-def _finish(program: Callable[..., None], *args: Any) -> NoReturn:
-    """Run it, and end as Python does."""
-    status: Any = 0
-    try:
-        program(*args)
-    except SystemExit as end:
-        status = end.code
-        if status is not None and not isinstance(status, int):
-            print(status, file=sys.stderr)
-            status = 1
-    except BaseException as error:
-        status = 1
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
-        if isinstance(error, KeyboardInterrupt):
-            status = -signal.SIGINT
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except OSError as error:
-            status = status or 120
-            with contextlib.suppress(OSError):
-                os.write(2, f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}\n".encode())
-    if status == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit((status or 0) & 0xFF)
+def _without_frames_of_this_file(kind: type[BaseException], error: BaseException, frames: Any) -> None:
+    last = frames
+    while last is not None:
+        frames = last.tb_next if last.tb_frame.f_code.co_filename == __file__ else frames
+        last = last.tb_next
+    sys.__excepthook__(kind, error.with_traceback(frames), frames)
 
 
-def _exec(real: Callable[[str, Sequence[str]], NoReturn]) -> Callable[[str, Sequence[str]], NoReturn]:
-    """Continue this process as the program that it ends in, without the text that it has not flushed."""
+def _exec(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Continue this process as the program that it ends in."""
 
-    def become(path: str, words: Sequence[str]) -> NoReturn:
-        if path == words[0] and _program(words, os.environ) is not None:
-            UNFLUSHED.extend((sys.__stdout__, sys.__stderr__))  # a stream that nobody refers to is flushed
-            _open_streams()
-            _finish(_run, words)
-        real(path, words)
+    def become(path: str, words: Sequence[str]) -> None:
+        if path != words[0] or program(words, os.environ) is None:
+            real(path, words)
+        run(words)
+        sys.exit()
 
     return become
 
 
 if __name__ == "__main__":
-    BASE, VARIABLES, HIDDEN = sys.path[1:], dict(os.environ), Hidden()
+    BASE, VARIABLES, hidden = sys.path[1:], dict(os.environ), Hidden()
     for group in GROUPS:
-        HIDDEN.load(group)
-    HIDDEN.hide()
+        hidden.load(group)
+    hidden.hide()
     import compiled_before  # its variables are those of each process
 
     del sys.modules["compiled_before"]
@@ -406,6 +341,7 @@ if __name__ == "__main__":
         each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     subprocess.Popen, os.execv, os.execvp = Popen, _exec(os.execv), _exec(os.execvp)
+    sys.excepthook = _without_frames_of_this_file
     gc.collect()
     gc.freeze()
-    serve(HIDDEN, socket.socket(fileno=int(sys.argv[1])), VARIABLES)
+    run(serve(socket.socket(fileno=int(sys.argv[1])), VARIABLES))

@@ -169,7 +169,7 @@ def test_forked_process_forks_what_it_starts_itself():
     "words", [["-W", "ignore", "-c", "pass"], ["-I", "-c", "pass"], ["-m", "pip"], ["-X", "dev", "x.py"]]
 )
 def test_what_a_fork_can_not_be_is_started(words):
-    assert forked._program([sys.executable, *words], os.environ) is None
+    assert forked.program([sys.executable, *words], os.environ) is None
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_what_a_fork_can_not_be_is_started(words):
 )
 def test_what_is_read_at_once_makes_a_new_process(name):
     words = [sys.executable, "-c", "pass"]
-    assert forked._program(words, os.environ) is not None
-    assert forked._program(words, {**os.environ, name: "1"}) is None
+    assert forked.program(words, os.environ) is not None
+    assert forked.program(words, {**os.environ, name: "1"}) is None
 
 
 @pytest.mark.usefixtures("fresh")
