@@ -7,7 +7,6 @@ time. The more likely he comes by a file, the nearer is the test to it. Nothing 
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 STEPS, GOES_ON = 4, 0.5
 MOST = 8  # test files for one changed file
+IMPORT = re.compile(r"^\s*from ([\w.]+) import (?:\(([^)]*)\)|([^\n;]+))|^\s*import ([\w., ]+)", re.MULTILINE)
 once = functools.cache  # there is one checkout in a process
 
 
@@ -35,7 +35,7 @@ class Checkout:
             if path.endswith(".py"):
                 words = path.removesuffix(".py").removesuffix("/__init__").split("/")
                 self.modules[".".join(words)] = path
-                if words[0] == "tests":  # `import cases`: pytest puts a test's folder on the path
+                if words[0] == "tests":  # pytest puts a test's folder on the path
                     self.modules.setdefault(words[-1], path)
 
     def git(self, *arguments: str) -> list[str]:
@@ -47,13 +47,13 @@ class Checkout:
         return self.git("diff", "--name-only", since) + self.git("ls-files", "--others", "--exclude-standard")
 
     def tests_of(self, path: str) -> list[tuple[float, str]]:
-        """The tests nearest to a file, and how near, as a part of the nearest."""
+        """Return the tests nearest to a file, and how near, as a part of the nearest."""
         near = sorted(((self._reader_of(test)[path], test) for test in self.tests), reverse=True)[:MOST]
         return [(share / near[0][0], test) for share, test in near if share]
 
     @once
     def _reader_of(self, test: str) -> Counter[str]:
-        """How likely who starts at a test comes by each file."""
+        """Return how likely a reader who starts at a test comes by each file."""
         here, passed = Counter({test: 1.0}), Counter({test: 1.0})
         for _ in range(STEPS):
             onward: Counter[str] = Counter()
@@ -67,37 +67,29 @@ class Checkout:
 
     @once
     def _named(self, path: str) -> Counter[str]:
-        """How many times a file names each other file."""
-        found: Counter[str] = Counter()
-        strings, dotted = [], []
-        if path.endswith(".py"):
-            constants = [node.value for node in self._nodes(path) if isinstance(node, ast.Constant)]
-            strings = [value for value in constants if isinstance(value, str)]
-            dotted = [*self._uses(path), *(name for text in strings for name in _dotted_in(text))]
-        elif path.endswith((".md", ".yaml")):
-            strings = [(self.root / path).read_text(errors="ignore")]
-        found.update(filter(None, map(self._module_of, dotted)))
+        """Return how many times a file names each other file."""
+        if not path.endswith((".py", ".md", ".yaml")):
+            return Counter()
+        text = self._text(path)
+        dotted = [*self._dotted(path)] if path.endswith(".py") else []
+        found = Counter(filter(None, map(self._module_of, dotted)))
         # A word of the command line or of a table: `main(["explain"])`, import_module(f"jshard.cli.{word}").
         packages = {".".join(name.split(".")[:count]) for name in dotted for count in range(1, name.count(".") + 2)}
         packages = [package for package in packages if self.modules.get(package, "").endswith("/__init__.py")]
-        for text in strings:
-            if text.isidentifier():
-                found.update(filter(None, (self.modules.get(f"{package}.{text}") for package in packages)))
-            for name in re.findall(r"[\w./-]*\w\.\w+", text):
-                ends = [path for path in self.by_name.get(Path(name).name, ()) if f"/{path}".endswith(f"/{name}")]
-                found.update(ends if len(ends) == 1 else ())
+        for word in re.findall(r"[\"'](\w+)[\"']", text):
+            found.update(filter(None, (self.modules.get(f"{package}.{word}") for package in packages)))
+        for name in re.findall(r"[\w./-]*\w\.(?:py|md|yaml|json|sh|txt)\b", text):
+            ends = [path for path in self.by_name.get(Path(name).name, ()) if f"/{path}".endswith(f"/{name}")]
+            found.update(ends if len(ends) == 1 else ())
         if path in self.tests:
-            subject = Path(path).stem.removeprefix("test_")
-            named_for = [
-                other for name in (subject, subject.split("_")[0]) for other in self.by_name.get(f"{name}.py", ())
-            ]
-            share = found.total() // 4 + 1
-            found.update(dict.fromkeys(named_for, share))
+            subject, share = Path(path).stem.removeprefix("test_"), found.total() // 4 + 1
+            for name in (subject, subject.split("_")[0]):
+                found.update(dict.fromkeys(self.by_name.get(f"{name}.py", ()), share))
         del found[path]
         return found
 
     def _module_of(self, name: str) -> str | None:
-        """The file of a dotted name: the module, or the one from which a façade hands it on."""
+        """Return the file of a dotted name: the module, or the one from which a façade hands it on."""
         words = name.split(".")
         for count in range(len(words), 0, -1):
             path = self.modules.get(".".join(words[:count]))
@@ -110,46 +102,34 @@ class Checkout:
 
     @once
     def _imported(self, path: str) -> dict[str, str]:
-        """The dotted name of each name that a file imports, anywhere in it."""
+        """Return the dotted name of each name that a file, or a program in one of its strings, imports."""
         found: dict[str, str] = {}
-        for node in self._nodes(path):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    first = alias.name.split(".")[0]
-                    found[alias.asname or first] = alias.name if alias.asname else first
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        for module, inside, line, modules in IMPORT.findall(self._text(path)):
+            for each in re.findall(r"([\w.]+)(?: as (\w+))?", re.sub("#.*", "", inside or line or modules)):
+                name, other = each
+                if module:
+                    found[other or name] = f"{module}.{name}"
+                else:
+                    found[other or name.split(".")[0]] = name if other else name.split(".")[0]
         return found
 
-    def _uses(self, path: str) -> Iterator[str]:
-        """The dotted name of each import, and of each use of what is imported."""
+    def _dotted(self, path: str) -> Iterator[str]:
+        """Yield the dotted name of each import, and of each use of an imported name."""
         imported = self._imported(path)
-        yield from imported.values()
-        inner: set[ast.AST] = set()
-        for node in self._nodes(path):
-            words: list[str] = []
-            at = node
-            while isinstance(at, ast.Attribute):
-                words.append(at.attr)
-                at = at.value
-                inner.add(at)
-            if isinstance(at, ast.Name) and at.id in imported and node not in inner:
-                yield ".".join([imported[at.id], *reversed(words)])
+        for words in re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.\w+)*", self._text(path)):
+            first, dot, rest = words.partition(".")
+            if first in imported:
+                yield f"{imported[first]}{dot}{rest}"
+            elif first == "jshard":
+                yield words
 
     @once
-    def _nodes(self, path: str) -> list[ast.AST]:
-        return [*ast.walk(ast.parse((self.root / path).read_text(), path))]
-
-
-def _dotted_in(text: str) -> Iterator[str]:
-    """Dotted names in a string, which may be a program."""
-    for module, names in re.findall(r"^\s*from ([\w.]+) import ([\w, ]+)", text, re.MULTILINE):
-        yield from (f"{module}.{name.split()[0]}" for name in names.split(",") if name.strip())
-    yield from re.findall(r"\bjshard(?:\.\w+)+", text)
+    def _text(self, path: str) -> str:
+        return (self.root / path).read_text(errors="ignore")
 
 
 def main() -> None:
-    checkout = Checkout(Path(__file__).parent.parent)
+    checkout = Checkout(Path(__file__).parents[1])
     near: Counter[str] = Counter({test: 2.0 for test in checkout.tests if test.endswith("test_floors.py")})
     for path in checkout.changed():
         near |= Counter({test: share for share, test in checkout.tests_of(path)})

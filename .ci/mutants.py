@@ -40,7 +40,9 @@ LEFT_OUT = re.compile(
 # A cache saves time alone; the options of a dataclass are for readers, an overload for type checkers.
 DECORATOR = re.compile(r"\w+ = functools\.lru_cache\(|\s*@(functools\.(lru_)?cache|dataclasses\.dataclass|overload)\b")
 LIMIT = 300  # seconds; a change that makes a test wait for ever is noticed
-COVERAGE = "[run]\nsource = {0}/jshard\nparallel = true\ndata_file = {0}/seen/lines\ncontext = ${{PYTEST_CURRENT_TEST-}}\n"
+COVERAGE = (
+    "[run]\nsource = {0}/jshard\nparallel = true\ndata_file = {0}/seen/lines\ncontext = ${{PYTEST_CURRENT_TEST-}}\n"
+)
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
 
 
@@ -227,7 +229,7 @@ def main() -> int:
     parser.add_argument("--of", type=int, default=1, metavar="N", help="one in N of the changes, others each day")
     parser.add_argument("--files", type=int, default=8, metavar="N", help="files of tests for each module, the nearest")
     parser.add_argument("--tests", nargs="*", default=[], metavar="FILE", help="further files of tests")
-    parser.add_argument("--within", type=float, default=8, metavar="S", help="seconds of tests for a change, then 10 S")
+    parser.add_argument("--within", type=float, default=12, metavar="S", help="seconds of tests for a change, then 10 S")
     parser.add_argument("paths", nargs="*", help="modules or folders of jshard/")
     asked = parser.parse_args()
     checkout: Any = runpy.run_path(str(ROOT / ".ci" / "changed.py"))["Checkout"](ROOT)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import runpy
 import sys
 import tempfile
 import threading
@@ -42,7 +41,6 @@ def _checksum(files: list[Path]) -> str:
 PLANS = PLACE / f"plans-{_checksum(COMPILED_BY)}"
 PLACE /= _checksum(CHANGED_BY)
 WEEK = 7 * 24 * 3600
-NAMED = "JSHARD_TESTS_NAMED"  # in a process's environment: names belong to the key of each of its programs
 
 OLD = version("jax").startswith("0.10.")  # the oldest JAX that jshard takes
 # For programs this small nearly all of the time goes into code that is made to run fast (docs/design/0017-quick-suite.md).
@@ -135,19 +133,9 @@ def name_what_is_read() -> None:
     stages.Lowered.compile = compiled
 
 
-@contextlib.contextmanager
-def naming_all() -> Iterator[None]:
-    """Names and lines belong to the key of every program, here and in processes that start: a profiler sees them."""
-    from jax._src.config import compilation_cache_include_metadata_in_key
-
-    with compilation_cache_include_metadata_in_key(True), mock.patch.dict(os.environ, {NAMED: "1"}):
-        yield
-
-
 def as_tests_do() -> None:
     """In a process that a test starts."""
-    if NAMED not in os.environ:
-        name_what_is_read()
+    name_what_is_read()
     reuse_contexts()
     write_in_one_move()
     write_from_every_process()
@@ -262,10 +250,3 @@ def sweep() -> int:
 
 def programs() -> int:
     return sum(name.endswith("-cache") for name in os.listdir(PLACE))
-
-
-if __name__ == "__main__":  # with a script and its words: a new process that compiles as forks do
-    sys.argv.pop(0)
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    as_tests_do()
-    runpy.run_path(sys.argv[0], run_name="__main__")

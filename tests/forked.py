@@ -35,15 +35,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# The server's imports. A group appears with those before it.
-GROUPS = (
-    ("yaml",),
-    ("numpy.random",),
-    ("sklearn.datasets",),
-    ("jax", "jax.numpy", "jax.experimental.pallas"),
-    ("flax.nnx", "optax"),
-    ("orbax.checkpoint.experimental.v1",),
-)
+IMPORTS = ("yaml", "numpy.random", "sklearn.datasets")  # seen at once
+HIDDEN = ("jax.numpy", "jax.experimental.pallas", "flax.nnx", "optax", "orbax.checkpoint.experimental.v1")
 MODULES = ("jshard", "examples", "benchmarks", "tests", "doctest", "pytest")  # that `python -m` may name
 # Variables that Python, the C library or an import reads: a process with others than the server's is started as ever.
 READ_AT_ONCE = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "FLAX_", "LC_", "LANG", "TZ")
@@ -148,43 +141,31 @@ def _server() -> Server:
 
 
 class Hidden:
-    """Modules that the server has imported, one group for each call of `load`; `sys.meta_path` asks it first."""
+    """Modules that are imported and not to be seen until a program imports one of them; `sys.meta_path` asks it first."""
 
-    def __init__(self) -> None:
-        self.groups: list[tuple[dict[str, types.ModuleType], dict[str, str]]] = []
-
-    def load(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str]):
         variables, modules = {*os.environ}, {*sys.modules, *sys.stdlib_module_names}
         for name in names:
             importlib.import_module(name)
-        new = {name: module for name, module in sys.modules.items() if not {name, name.partition(".")[0]} & modules}
-        self.groups.append((new, {name: os.environ[name] for name in {*os.environ} - variables}))
-
-    def hide(self) -> None:
-        for modules, variables in self.groups:
-            for name in modules:
-                sys.modules.pop(name, None)
-            for name in variables:
-                os.environ.pop(name)
+        self.modules = {
+            name: module for name, module in sys.modules.items() if not {name, name.partition(".")[0]} & modules
+        }
+        self.variables = {name: os.environ.pop(name) for name in {*os.environ} - variables}
+        for name in self.modules:
+            del sys.modules[name]
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        asked = next((group for group in self.groups if name in group[0]), None)
-        if asked is None:
+        if name not in self.modules:
             return None
-        before = self.groups[: self.groups.index(asked) + 1]
-        shown = [group for group in before if group is asked or "sklearn" not in group[0]]  # which nothing else needs
-        self.groups = [group for group in self.groups if group not in shown]
-        for modules, variables in shown:
-            sys.modules.update(modules)
-            os.environ |= {variable: value for variable, value in variables.items() if variable not in os.environ}
-            if "jax" in modules:
-                _read_variables_of_jax(modules["jax"].config)
-                compiled_before.as_tests_do()
-                with contextlib.suppress(ModuleNotFoundError):  # which it looks for when it is imported
-                    modules["jax._src.xla_bridge"].jax_plugins = importlib.import_module("jax_plugins")
-            if "numpy" in modules:
-                modules["numpy.random"].seed()
+        sys.meta_path.remove(self)
+        sys.modules.update(self.modules)
+        for variable, value in self.variables.items():
+            os.environ.setdefault(variable, value)
+        _read_variables_of_jax(self.modules["jax"].config)
+        compiled_before.as_tests_do()
+        with contextlib.suppress(ModuleNotFoundError):  # which JAX looks for when it is imported
+            self.modules["jax._src.xla_bridge"].jax_plugins = importlib.import_module("jax_plugins")
         self.module = sys.modules.pop(name)  # by its own spec, found here, it would be executed again
         self.spec = self.module.__spec__
         return importlib.util.spec_from_loader(name, self)
@@ -230,6 +211,7 @@ def _become(
     if message["group"] >= 0:
         os.setpgid(0, message["group"])
     end.send(str(os.getpid()).encode())  # now that it has a group of its own it can be killed
+    end.detach()  # an object that is freed would close a number that another descriptor has by then
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512) for descriptor in descriptors]
     os.closerange(3, 512)
     if (words := _begin_again(variables)) is not None:
@@ -240,6 +222,7 @@ def _become(
     for number, handler in DISPOSITIONS.items():
         signal.signal(number, handler)
     QUIET.__exit__(None, None, None)
+    sys.modules["numpy.random"].seed()
     os.chdir(message["folder"])
     os.environ.clear()
     os.environ.update(message["variables"])
@@ -254,13 +237,15 @@ def _begin_again(variables: Mapping[str, str]) -> Sequence[str] | None:
     global server
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if not os.fork():
-        channel = os.dup2(theirs.fileno(), 3)
+        ours.detach()
+        channel = os.dup2(theirs.detach(), 3)
         os.closerange(4, 1024)
         return serve(socket.socket(fileno=channel), variables)
     high = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, 1000)
     ours.close()
     theirs.close()
     server = Server(socket.socket(fileno=high), variables, threading.Lock())
+    atexit.register(server.end.close)
     return None
 
 
@@ -326,10 +311,10 @@ def _exec(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    BASE, VARIABLES, hidden = sys.path[1:], dict(os.environ), Hidden()
-    for group in GROUPS:
-        hidden.load(group)
-    hidden.hide()
+    BASE, VARIABLES = sys.path[1:], dict(os.environ)
+    for name in IMPORTS:
+        importlib.import_module(name)
+    Hidden(HIDDEN)
     import compiled_before  # its variables are those of each process
 
     del sys.modules["compiled_before"]

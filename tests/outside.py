@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import compiled_absent
 import compiled_before
 import pytest
 
@@ -29,13 +28,6 @@ def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that an earlier run of the tests has compiled are looked up. Not where the suite runs as users compile."""
     plans = tmp_path / "plans" if "JSHARD_TESTS_FRESH" in os.environ else compiled_before.PLANS
     monkeypatch.setenv("JSHARD_CACHE", str(plans))
-
-
-@pytest.fixture
-def kept_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of kernels that an earlier run has compiled for absent chips the outcome is looked up. Not where the suite runs as users compile."""
-    if "JSHARD_TESTS_FRESH" not in os.environ:
-        monkeypatch.setenv(compiled_absent.FOLDER, str(compiled_before.ABSENT))
 
 
 @pytest.fixture

@@ -42,11 +42,9 @@ def run(
 ) -> list[Finished]:
     """`count` processes of `script words...`, with `devices` CPU devices each, by rank. When one fails, or time is up, the
     others are ended; unless the test says that it `fails`, its words are in the assertion. With `hashes` each is a new one, by
-    another seed of hashes, which compiles as forks do."""
+    another seed of hashes."""
     if hashes:
         environment = {"PYTHONHASHSEED": "random", "JSHARD_TESTS_FRESH": "1", **(environment or {})}
-        if "JSHARD_TESTS_FRESH" not in os.environ:
-            script, words = ROOT / "tests/compiled_before.py", (script, *words)
     address = f"127.0.0.1:{free_port()}"
     started = [
         _Started(script, words, {**_variables(address, count, rank, devices), **(environment or {})})

@@ -1,10 +1,20 @@
-"""Which cases `make test` leaves to `make slow`, and which need one of jshard's extras."""
+"""Which cases run: those that `make test` leaves to `make slow`, those that need an extra, and a few or the first of all."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add = parser.addoption
+    add("--few", type=int, metavar="N", help="of the cases of each test only N, from the first to the last")
+    add("--with-extras", action="store_true", help="no test that needs one of jshard's extras may be skipped")
+    add("--within", type=float, metavar="SECONDS", help="two cases of each test first; none starts after this time")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,3 +45,32 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
     if "extra" in fixtures:
         item.add_marker("extra")
+
+
+@pytest.hookimpl(trylast=True)  # of those that `-m` has left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    few = config.getoption("--few")
+    within = config.getoption("--within")
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for each in cases.values() for item in spread(each, few or 2)}
+    if few is not None:
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    elif within is not None:
+        items.sort(key=lambda item: item not in kept)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.skipped and "extra" in item.keywords and item.config.getoption("--with-extras"):
+        report.outcome, report.longrepr = "failed", f"skipped where every extra is installed: {report.longrepr[2]}"
+    return report
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within = item.config.getoption("--within")
+    if within is not None and time.monotonic() - STARTED > within:
+        pytest.skip(f"{within:g} seconds were over; make test runs it")

@@ -12,7 +12,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jshard import kernels
-from tests.compiled_absent import outcome
 from tests.kernels.test_lowering import KERNELS
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
@@ -31,8 +30,7 @@ def compile_for(topology, sizes, body, shape, dtype, label):
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
     begun = time.monotonic()
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
-    lowered = run.lower(x)
-    assert outcome(lowered, topology, lambda: "tpu_custom_call" in lowered.compile().as_text(), sound=bool)
+    assert "tpu_custom_call" in run.lower(x).compile().as_text()
     print(f"compiled {label} for {topology} in {time.monotonic() - begun:.1f} s", flush=True)
 
 

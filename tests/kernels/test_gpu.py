@@ -256,7 +256,7 @@ def test_planted_faults_are_found():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", GPUS)
-def test_product_compiles_for_an_absent_gpu_and_spills_nothing(chip, extra, kept_kernels):
+def test_product_compiles_for_an_absent_gpu_and_spills_nothing(chip, extra):
     """In a process of its own: a kernel for the wrong chip may abort it."""
     extra(f"{chip}:8")
     here = Path(__file__)

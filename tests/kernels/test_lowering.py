@@ -108,7 +108,7 @@ def test_ring_of_64_is_no_longer_a_program_than_one_of_8(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_kernels_compile_for_absent_chips(extra, kept_kernels):
+def test_kernels_compile_for_absent_chips(extra):
     """With libtpu beside jax (pip install libtpu), each kernel for each chip for real."""
     extra("v5e:2x4")
     begun = time.monotonic()

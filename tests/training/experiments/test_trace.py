@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_before import naming_all
+from jax._src.config import compilation_cache_include_metadata_in_key
 from xplanes import write
 
 import jshard
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("named", "in_the_root")
 @pytest.fixture(scope="module")
 def named():
     """The profiler sees names and lines of each program."""
-    with naming_all():
+    with compilation_cache_include_metadata_in_key(True):
         yield
 
 
@@ -165,6 +165,7 @@ def test_trace_of_nothing_and_into_no_folder_are_one_sentence_each(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
 def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
     stale = tmp_path / "run/trace/rank5"
     stale.mkdir(parents=True)
