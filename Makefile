@@ -35,7 +35,7 @@ lm: $(VENV)/.digits-$(STAMP)  ## learn English from Python's own help in minutes
 	@$(BIN)/jshard train configs/lm/english.yaml
 	@$(BIN)/jshard generate runs/lm --prompt "The " --tokens 300 --temperature 0.7
 
-test: $(VENV)/.test-$(STAMP)  ## the test suite, but for the slow fifth
+test: $(VENV)/.test-$(STAMP)  ## the test suite, but for the slow quarter
 	@$(PYTEST) -n 3 --dist worksteal -m "not slow" --durations 3 --durations-min 5 $(PYTEST_ARGS)
 
 slow: $(VENV)/.test-$(STAMP)  ## the slow tests: whole runs, processes, pages, further cases of what takes long

@@ -229,7 +229,9 @@ def main() -> int:
     parser.add_argument("--of", type=int, default=1, metavar="N", help="one in N of the changes, others each day")
     parser.add_argument("--files", type=int, default=8, metavar="N", help="files of tests for each module, the nearest")
     parser.add_argument("--tests", nargs="*", default=[], metavar="FILE", help="further files of tests")
-    parser.add_argument("--within", type=float, default=12, metavar="S", help="seconds of tests for a change, then 10 S")
+    parser.add_argument(
+        "--within", type=float, default=12, metavar="S", help="seconds of tests for a change, then 10 S"
+    )
     parser.add_argument("paths", nargs="*", help="modules or folders of jshard/")
     asked = parser.parse_args()
     checkout: Any = runpy.run_path(str(ROOT / ".ci" / "changed.py"))["Checkout"](ROOT)

@@ -391,6 +391,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_each_way_to_train_equals_plain_flax_rests_split_and_compiles_once(name, kind):
     expected = list(WAYS[name](Way(nnx.jit, nnx.value_and_grad)))
@@ -560,6 +561,7 @@ for model, optimizer in (objects(), jshard.create(objects)):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_each_pass_their_own_rows_train_as_one(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(SCRIPT)

@@ -55,6 +55,7 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, env=clean)
 
 
+@pytest.mark.quick("words2", "words3", "words5")
 @pytest.mark.parametrize(
     "words",
     [
@@ -255,6 +256,7 @@ def test_cli_explain_sums_by_signal_axis_and_line(capsys):
     assert [line.split()[0] for line in out] == ["layer2", "objective", "layer1", "-", "memory:", "total:"]
 
 
+@pytest.mark.quick("explain")
 @pytest.mark.parametrize("words", [["explain"], ["plan", "--topology", "cpu:4"]], ids=["explain", "plan"])
 def test_cli_prints_the_compiled_text_and_nothing_else(capsys, words):
     status, out, _ = typed(capsys, words[0], "configs/xor.yaml", *words[1:], "--program", "--trust")

@@ -74,6 +74,7 @@ def typed(shell: str, folder: Path, *, until: dict[str, str]) -> str:
         os.close(terminal)
 
 
+@pytest.mark.quick("zsh")
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_in_a_terminal(shell, tmp_path):
     if shutil.which(shell) is None:

@@ -126,7 +126,7 @@ def value_and_gradient(f, x, weights=None):
     return np.asarray(y), np.asarray(gradient)
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("sizes", "mesh_axis"), GROUPS, ids=GROUP_IDS)
 @pytest.mark.parametrize(("name", "options"), DEEDS, ids=DEED_IDS)
 def test_collective_equals_dense_in_value_and_gradient(mesh, sizes, mesh_axis, name, options):
@@ -146,6 +146,7 @@ def test_collective_equals_dense_in_value_and_gradient(mesh, sizes, mesh_axis, n
         np.testing.assert_array_equal(gradient, expected_gradient)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("name", "options"), DEEDS, ids=DEED_IDS)
 def test_collective_takes_the_same_value_on_every_device(mesh, name, options):
     made = mesh(**GRID)

@@ -21,6 +21,7 @@ from jshard.programs.jaxprs import equations
 from jshard.signals.active_config import unload
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("mesh", "axes", "shape", "dtype"),
     [
@@ -57,6 +58,7 @@ def test_sum_in_order_is_the_psum_of_one_process_bitwise(monkeypatch, mesh, axes
         assert lines == [("all_to_all", (n - 1) * size)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("mesh", "axes"), [({"t": 8}, ("t",)), ({"d": 2, "t": 4}, ("d", "t")), ({"t": 2}, ("t",))])
 def test_scatter_in_order_and_the_gradient_of_a_gather_are_those_of_one_process_bitwise(mesh, axes, dtype):

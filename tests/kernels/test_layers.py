@@ -61,7 +61,7 @@ def program(signal, rank):
     return forward, run, state, x
 
 
-@pytest.mark.quick("one_shot", "fused_scatter")
+@pytest.mark.quick("one_shot")
 @pytest.mark.parametrize("name", CASES)
 def test_layer_by_kernels_equals_the_plain_one_in_value_and_gradient(interpreted, name):
     signal, kernel, rank, moved = CASES[name]

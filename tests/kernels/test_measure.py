@@ -50,6 +50,7 @@ def test_interpreted_kernels_are_never_timed():
     assert measure.algorithms_at_hand("all_reduce", 128, "tpu") == ["one_shot", "permute", "two_shot", "xla"]
 
 
+@pytest.mark.seconds
 def test_product_is_timed_by_xla_only_where_its_kernel_could_but_be_interpreted(capsys, tmp_path):
     table, drawn = tmp_path / "bench.csv", tmp_path / "bench.svg"
     assert bench.bench(sides=[8, 16], repeats=2, csv_file=str(table), plot=str(drawn)) == 0

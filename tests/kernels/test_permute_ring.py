@@ -46,7 +46,7 @@ def split(here, x):
     return jax.device_put(x, jax.NamedSharding(here, P(tuple(here.axis_names))))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("all_gather-2-t", "matmul_reduce_scatter-2-t")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{'x'.join(map(str, case[0].values()))}-{case[1]}")
 @pytest.mark.parametrize("name", OPS)
 def test_it_gives_what_xla_gives_in_value_and_gradient_and_sends_as_much(mesh, name, case):
@@ -74,6 +74,7 @@ def test_it_gives_what_xla_gives_in_value_and_gradient_and_sends_as_much(mesh, n
     assert asked["permute"].total == asked["xla"].total
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("sizes", "chip", "permutes"),
     [({"t": 8}, None, 7), ({"t": 8}, "v5e", 1 + 3), ({"t": 8}, "v5p", 3), ({"d": 2, "t": 4}, "v5e", 3)],
@@ -194,7 +195,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("output")
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_takes_it_by_yaml(name):
     signal, ops = LAYERS[name]

@@ -84,6 +84,7 @@ def test_batch_of_vmap_moves_at_once(mesh, interpreted):
     jax.tree.map(np.testing.assert_array_equal, run("ring"), run("xla"))
 
 
+@pytest.mark.quick("reduce_scatter-jshard.kernels.gather_scatter")
 @pytest.mark.parametrize(("op", "module"), [("all_reduce", all_reduction), ("reduce_scatter", gather_scatter)])
 def test_what_exceeds_fast_memory_goes_in_pieces(mesh, interpreted, monkeypatch, op, module):
     monkeypatch.setattr(module, "vmem_budget", lambda: 12_000)

@@ -36,14 +36,7 @@ def summed(names, algorithm):
     return run
 
 
-@pytest.mark.quick(
-    "auto-names0-shape0-expected0",
-    "auto-names2-shape2-expected2",
-    "auto-names4-shape4-expected4",
-    "hierarchical-names1-shape1-expected1",
-    "hierarchical-names3-shape3-expected3",
-    "hierarchical-names5-shape5-expected5",
-)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("names", "shape", "expected"),
     [

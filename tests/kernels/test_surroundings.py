@@ -110,6 +110,7 @@ def test_mesh_that_is_partly_the_partitioners_is_right_by_auto_and_refused_by_na
     )
 
 
+@pytest.mark.quick("matmul_reduce_scatter")
 @pytest.mark.parametrize("name", ["reduce_scatter", "matmul_reduce_scatter"])
 def test_bfloat16_is_summed_in_float32_and_rounded_once(mesh, interpreted, name):
     """One more at a time is lost beside 256 in bfloat16; three at once are not."""

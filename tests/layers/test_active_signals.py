@@ -75,6 +75,7 @@ def linen_model():
     return functools.partial(LinenModel().apply, {"params": linen_parameters()})
 
 
+@pytest.mark.quick("linen_model-auto")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("build", [nnx_model, linen_model])
 def test_a_plain_layer_under_a_signal_outside_of_jit_and_shard_is_one_sentence(build, axis_types):

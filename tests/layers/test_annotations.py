@@ -57,6 +57,7 @@ class Named(nnx.Module):
         return self.up(x)
 
 
+@pytest.mark.quick("tensor")
 @pytest.mark.parametrize("name", ["mlp", "tensor"])
 def test_an_annotated_model_is_built_by_a_word_at_its_annotation(name):
     """Flax refuses plain construction before jshard is called; the metadata of other variables stays as it is."""
@@ -86,6 +87,7 @@ def test_an_annotated_model_is_built_by_a_word_at_its_annotation(name):
         cases.assert_lies((model or plain).up.kernel[...], jax.P(None, "tensor"))
 
 
+@pytest.mark.quick("nnx-auto")
 @pytest.mark.parametrize("types", ["explicit", "auto"])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_annotations_of_a_model_are_told_and_claims_place_it(kind, types):

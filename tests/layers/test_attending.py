@@ -94,7 +94,7 @@ def run(how):
     )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("near both ways")
 @pytest.mark.parametrize("how", HOW)
 def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     want = reference(how)
@@ -189,7 +189,7 @@ RINGS = {
 }
 
 
-@pytest.mark.quick("ring-causal", "ulysses, heads-both ways")
+@pytest.mark.quick("ulysses, heads-both ways")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", RINGS)
 def test_rows_split_by_places_attend_as_on_one_device(how, name):

@@ -58,6 +58,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("both ways", "window")
 @pytest.mark.parametrize("case", CASES)
 def test_attention_computes_what_the_formula_says(case):
     jshard.unload()
@@ -100,6 +101,7 @@ def test_packed_rows_are_the_texts_by_themselves():
         np.testing.assert_allclose(packed[:, part], called(layer, X[:, part]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_token_from_the_cache_is_that_of_the_whole_text(window):
     jshard.unload()

@@ -84,6 +84,7 @@ def expected(steps, change=lambda model, optimizer, turn: None):
     return losses
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("donate", [False, True])
 def test_second_call_takes_nothing_apart_and_trains_on(splits, donate):
     model, optimizer = made()
@@ -112,6 +113,7 @@ def emptied(model, optimizer, turn):
         model.up.kernel[...] = model.up.kernel[...] * 0
 
 
+@pytest.mark.quick("replaced")
 @pytest.mark.parametrize("change", [scaled, replaced, emptied])
 def test_change_between_two_calls_is_seen(change):
     model, optimizer = made()
@@ -123,6 +125,7 @@ def test_change_between_two_calls_is_seen(change):
     np.testing.assert_allclose(losses, expected(4, change), rtol=1e-5)
 
 
+@pytest.mark.quick("explicit")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 def test_kernel_that_lies_elsewhere_than_before_is_seen(axis_types):
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 2}, "axis_types": axis_types}, **SIGNALS})
@@ -222,6 +225,7 @@ class Odd(nnx.Module):
         return self.again(x) + self.offset
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("offset", [True, False])
 def test_odd_modules_are_taken_apart_as_often_as_is_needed(offset):
     model = Odd(nnx.Rngs(0))

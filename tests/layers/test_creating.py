@@ -88,6 +88,7 @@ def assert_same_numbers(tree, like):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.quick("tensor")
 def test_parameters_optimizer_and_streams_have_the_bits_of_plain_creation(loaded):
     rngs, plain_rngs = nnx.Rngs(0), nnx.Rngs(0)
     model = jshard.create(Net, rngs=rngs)
@@ -100,6 +101,7 @@ def test_parameters_optimizer_and_streams_have_the_bits_of_plain_creation(loaded
     assert_same_numbers(optimizer, nnx.Optimizer(plain, optax.adamw(1e-2), wrt=nnx.Param))
 
 
+@pytest.mark.quick("fsdp")
 def test_a_created_model_trains_as_a_plain_one_and_rests_split(loaded):
     losses = []
     for create in (jshard.create, lambda f, *args, **kwargs: f(*args, **kwargs)):
@@ -264,6 +266,7 @@ def test_mistakes_are_one_sentence(fsdp):
         assert re.sub(r"float32\[\d.*\] when", "float32[32, 64] when", str(told.value)) == UNMADE.format(line) + hint
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_moments_that_rest_split_further_are_created_and_stay_so(kind):
     signals = {
@@ -330,6 +333,7 @@ def test_a_model_that_holds_a_list_runs_under_jit_and_is_created(fsdp):
     )
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("axes", ["explicit", "auto"])
 def test_an_annotated_model_is_created_and_trains_where_its_claims_say(axes):
     jshard.load({"jshard": {"mesh": {"data": 8}, "axis_types": axes}, "all": {**FSDP, "match": ["**"]}})

@@ -121,6 +121,7 @@ def lies_as(result, axes):
     return result.sharding.is_equivalent_to(jshard.Layout(jshard.mesh(), *axes).sharding, result.ndim)
 
 
+@pytest.mark.quick("1-auto", "1-explicit", "2-auto", "4-auto")
 @pytest.mark.parametrize(("devices", "axis_types"), MESHES)
 def test_operations_equal_numpy_and_keep_the_layout(load, devices, axis_types):
     load(devices, axis_types)
@@ -132,6 +133,7 @@ def test_operations_equal_numpy_and_keep_the_layout(load, devices, axis_types):
         assert lies_as(results[name], OPERATIONS[name][2]), (name, results[name].sharding)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 def test_operations_outside_jit_equal_numpy_and_keep_the_layout(load, axis_types):
     load(4, axis_types)
@@ -192,7 +194,7 @@ def dense():
     return jax.jit(gradients)(*(each.astype(np.float32) for each in (X, Y, W)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("4-auto")
 @pytest.mark.parametrize(("devices", "axis_types"), MESHES)
 def test_gradients_equal_the_dense_ones_and_lie_as_their_operands(load, dense, devices, axis_types):
     load(devices, axis_types)

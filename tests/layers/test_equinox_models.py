@@ -36,6 +36,7 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("types", ["explicit", "auto"])
 def test_a_model_is_placed_and_its_call_is_partitioned(types):
     jshard.unload()

@@ -248,7 +248,7 @@ FREE = [
 ]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("case", "mesh", "axis_types"), FREE, ids=str)
 def test_linear_compiles_to_what_is_written_by_hand(case, mesh, axis_types):
     with cases.loaded(case.configuration(mesh, axis_types)) as grid:
@@ -277,6 +277,7 @@ def test_linear_compiles_to_the_same_under_shard_as_by_itself(case):
     assert normal(texts[0]) == normal(texts[1])
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", [case for case in UNDER_SHARD if {"dtype", "output"} & case.keys.keys()], ids=str)
 def test_linear_under_shard_returns_what_it_returns_by_itself(case):
     with cases.loaded(case.configuration("2x4")):
@@ -442,7 +443,7 @@ def test_training_step_in_one_shard_map_compiles_to_what_is_written_by_hand(name
         assert normal(ours) == normal(compiled_text(mapped, parameters, state, count, x, x))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("tensor-jax.jit-explicit")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("by", ["jax.jit", "jshard.jit"])
 @pytest.mark.parametrize("name", SIGNALS)

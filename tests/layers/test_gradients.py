@@ -71,7 +71,7 @@ def backward(step, model):
     ]
 
 
-@pytest.mark.quick("{}-(4, 2)", "{'axis_types': 'auto'}-(4, 2)", "{'kernel': {'all_reduce': 'in_order'}}-(2, 4)")
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4)], ids=str)
 @pytest.mark.parametrize("says", [{}, {"kernel": {"all_reduce": "in_order"}}, {"axis_types": "auto"}], ids=str)
 def test_training_is_that_of_nnx_and_parameters_lie_as_before(sizes, says):
@@ -101,7 +101,7 @@ def losses_of_rows(model, x, y):
     return jnp.mean((model(x) - y) ** 2, axis=1)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("says", [{}, {"kernel": {"all_reduce": "in_order"}}, {"axis_types": "auto"}], ids=str)
 def test_the_losses_of_rows_are_summed_with_the_gradients(sizes, says):

@@ -55,7 +55,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("no loop")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_halves_are_the_whole_and_multiply_no_more_than_it(name):
     f, products = PROGRAMS[name]

@@ -75,7 +75,7 @@ def loaded(plan, kind, **settings):
     return model, (loss if kind is Layers else jshard.shard(whole_loss))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("store-Plain")
 @pytest.mark.parametrize("kind", [Layers, Plain])
 @pytest.mark.parametrize("plan", ["data", "tensor", "store"])
 def test_gradients_are_summed_in_each_slice_then_a_part_of_them_between_slices(plan, kind):
@@ -117,6 +117,7 @@ def test_gradients_by_value_and_grad_are_summed_in_each_slice_first():
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.quick("Plain")
 @pytest.mark.parametrize("kind", [Layers, Plain])
 def test_hierarchy_verifies_and_differs_from_one_sum_over_all(kind):
     model, f = loaded("tensor", kind)

@@ -28,7 +28,7 @@ EVERYWHERE = [
 ]
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("case", "mesh", "axis_types"), EVERYWHERE, ids=lambda value: str(value))
 def test_linear_in_every_strategy(case, mesh, axis_types):
     with cases.loaded(case.configuration(mesh, axis_types)) as grid:
@@ -57,7 +57,7 @@ IN_ONE_PROGRAM = [
 ]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("door", [jshard.jit, in_one_shard_map], ids=["jit", "shard_map"])
 @pytest.mark.parametrize(("case", "mesh", "axis_types"), IN_ONE_PROGRAM, ids=str)
 def test_linear_in_every_strategy_by_jit_and_in_a_shard_map_around_it(case, mesh, axis_types, door):
@@ -74,6 +74,7 @@ def test_linear_in_every_strategy_by_jit_and_in_a_shard_map_around_it(case, mesh
 DOORS = ["row column", "column gather", "row reduction", "reduction scatter", "row sequence column", "store column"]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("name", [*DOORS, "backward other", "remat sequence column"])
 def test_linear_out_of_jit_equals_dense(name, axis_types):
@@ -137,7 +138,7 @@ def _lax_scan(layers, x, remat):
     return jax.lax.scan(remat(lambda x, state: (nnx.merge(graph, state)(x), None)), x, state)[0]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("remat store-nnx.scan-remat store")
 @pytest.mark.parametrize(
     ("name", "scan", "as_if"),
     [
@@ -253,9 +254,7 @@ def _promote_dtype(arrays, *, dtype=None, **_):
     return tuple(None if array is None else array.astype(jnp.float16) for array in arrays)
 
 
-@pytest.mark.quick(
-    "kernel_init bias_init", "dtype param_dtype", "precision1", "use_bias", "kernel_metadata bias_metadata"
-)
+@pytest.mark.quick("kernel_metadata bias_metadata", "use_bias")
 @pytest.mark.parametrize(
     "arguments",
     [

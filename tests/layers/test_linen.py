@@ -220,6 +220,7 @@ def test_a_cache_of_linen_is_split_as_what_is_written_to_it(alone):
     assert after["cache"]["attention"]["cached_key"].sharding.spec == jax.P("data", None, "tensor", None)
 
 
+@pytest.mark.seconds
 def test_parameters_may_be_abstract(alone):
     (params, *rest), _ = alone("decoder")
     jshard.load(plan("fsdp", "decoder"))

@@ -70,7 +70,7 @@ def dense(shape):
     return cases.forward_and_gradients(Dense(**WHOLE), x, np.flip(x))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("pair-shard_map-auto", "store-shard_map-auto")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("door", ["layer", "jit", "shard_map"])
 @pytest.mark.parametrize("name", CASES)
@@ -137,7 +137,7 @@ def stack(make, count):
     return create(nnx.Rngs(0))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("sequence-remat")
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("name", ["rows", "sequence"])
 def test_blocks_under_scan_cost_that_many_times_one(name, remat):
@@ -166,6 +166,7 @@ def test_blocks_under_scan_cost_that_many_times_one(name, remat):
 # -- one program --
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "keys",
     [{"column": "tensor"}, {"store": "tensor", "dtype": {"compute": "bfloat16", "reduce": "float32"}},

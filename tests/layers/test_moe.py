@@ -71,6 +71,7 @@ def reference(how):
     return jax.device_get(nnx.jit(nnx.value_and_grad(written_out))(layer(how), X))
 
 
+@pytest.mark.quick("capacity")
 @pytest.mark.parametrize("how", HOW)
 def test_a_token_is_what_its_experts_make_of_it(how):
     want = reference(how)
@@ -105,7 +106,7 @@ def test_a_dropless_view_has_room_for_all_and_stays_one():
     assert not np.array_equal(nnx.view(view, dropless=False)(X), view(X))
 
 
-@pytest.mark.quick("experts-capacity", "experts, tensor, data-dropless")
+@pytest.mark.quick("experts, tensor, data-dropless")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", PLANS)
 def test_experts_over_devices_equal_one_device(how, name):

@@ -31,6 +31,7 @@ def loaded(request):
     unload()
 
 
+@pytest.mark.quick("auto")
 def test_parameters_are_born_split_with_the_numbers_of_flax():
     model = Model(nnx.Rngs(0))
     assert {each.data.shape for each in model.up.kernel.addressable_shards} == {(784, 32)}

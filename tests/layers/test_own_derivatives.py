@@ -72,6 +72,7 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
+@pytest.mark.quick("multiplied-by_jvp", "scaled-by_vjp")
 @pytest.mark.parametrize("derivative", [by_vjp, by_jvp])
 @pytest.mark.parametrize("f", [multiplied, scaled, averaged])
 def test_gradients_by_a_derivative_of_the_models_own_are_those_of_one_device(f, derivative):

@@ -67,7 +67,7 @@ def by_hand(model, x):
     return jnp.mean(product(model.down, model.norm(nnx.relu(product(model.up, x)))) ** 2)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("tensor-narrow")
 @pytest.mark.parametrize("dtype", [MASTERS, NARROW], ids=["masters", "narrow"])
 @pytest.mark.parametrize("plan", ["fsdp", "tensor"])
 def test_products_are_in_the_compute_dtype_and_gradients_in_that_of_the_parameters(plan, dtype):

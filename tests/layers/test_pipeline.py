@@ -100,7 +100,7 @@ def check(table, sizes, *, recomputes=False):
     return f, given
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("4-zero_bubble")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [{"stage": 2, "tensor": 2, "data": 2}, {"stage": 4, "tensor": 2}], ids=["2", "4"])
 def test_pipeline_computes_what_one_device_does(kind, sizes):

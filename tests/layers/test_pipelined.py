@@ -83,7 +83,7 @@ def traced(found):
     ])  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("gpipe")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "gpipe"])
 def test_one_device_that_stands_for_a_mesh_has_all_chunks_of_its_table(schedule):
     jshard.load(words(pipeline={"schedule": schedule}, first={"store": ["data", "stage"]}))

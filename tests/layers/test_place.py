@@ -89,6 +89,7 @@ def test_model_moves_to_fewer_devices(model, name):
     assert all(half <= each <= half + 64 for each in held.values())  # and a few for the state of dropout
 
 
+@pytest.mark.quick("auto")
 def test_model_on_fewer_devices_computes_the_same(model):
     x = np.random.default_rng(0).integers(-3, 4, (8, 784)).astype(np.float32)
     whole = np.asarray(jax.jit(lambda model, x: model(x))(model, x))
@@ -98,6 +99,7 @@ def test_model_on_fewer_devices_computes_the_same(model):
     np.testing.assert_allclose(jax.jit(lambda model, x: model(x))(small, x), whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick("auto")
 def test_no_device_holds_a_whole_kernel_on_the_way(model, monkeypatch):
     """Not for a moment: every array that comes into being is seen."""
     monkeypatch.setattr(boxes, "BLOCK", 2**12)
@@ -115,6 +117,7 @@ def test_no_device_holds_a_whole_kernel_on_the_way(model, monkeypatch):
     assert 4 * KERNEL // 8 <= max(seen) <= 4 * KERNEL // 2
 
 
+@pytest.mark.quick("auto")
 def test_model_moves_to_the_host_and_back(model):
     mesh = model.up.kernel[...].sharding.mesh
     before = live()

@@ -96,7 +96,7 @@ def smooth(length):
     return (x, shards, (scale, shift), BIAS), count, number
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length, how", [
     (1, {}), (1, {"travels": False, "remat": "products"}), (2, {"reverse": True, "remat": "full"}), (4, {}),
     (4, {"reverse": True, "remat": "products"}), (3, {"travels": False}), (4, {"remat": ("made",), "travels": False}),

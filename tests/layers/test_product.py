@@ -163,6 +163,7 @@ def test_columns_are_gathered_behind_a_bias_and_before_all_else(mesh, case):
 PERMUTE = {"all_gather": "permute", "reduce_scatter": "permute"}
 
 
+@pytest.mark.quick("twice")
 @pytest.mark.parametrize(("f", "scatters"), [
     (lambda w, x: jax.checkpoint(jnp.sin)(x @ w), 1),
     (lambda w, x: jax.checkpoint(jnp.sin)(w @ x.T), 1),

@@ -55,7 +55,7 @@ def crossed(split, axis):
     ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("mean-stacked")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reduction_is_one_all_reduce_and_equals_the_dense_one(kind, split):
@@ -74,7 +74,7 @@ def test_reduction_is_one_all_reduce_and_equals_the_dense_one(kind, split):
             assert explain(f, x, backward=False).total == wire_bytes(compiled)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("mean-rows", "mean-stacked")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_of_a_reduction_equals_the_dense_one(kind, split):

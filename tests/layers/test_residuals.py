@@ -107,6 +107,7 @@ CASES = {  # what is said; how much is kept, of that for parameters, and left fo
 }  # fmt: skip
 
 
+@pytest.mark.quick("made again", "made again for each half")
 @pytest.mark.parametrize("case", CASES)
 def test_a_backward_has_what_is_made_of_the_microbatch_and_makes_the_rest_again(case):
     said, *counts, operations = CASES[case]

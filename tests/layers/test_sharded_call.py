@@ -296,6 +296,7 @@ def trained(step):
     return losses, model, optimizer
 
 
+@pytest.mark.quick("auto-in nnx.jit")
 @pytest.mark.parametrize("outer", [nnx.jit, lambda f: f], ids=["in nnx.jit", "by itself"])
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_a_step_leaves_every_variable_behind_at_its_layout(kind, outer):
@@ -530,6 +531,7 @@ REORDERED = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "tensor": 4}], ids=str)
 def test_an_array_in_another_order_is_that_of_one_device(mesh, axis_types):
@@ -564,6 +566,7 @@ def recurred(params, x):
     return jnp.real(states @ params["c"]), jnp.imag(last)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("axis_types", "words"),  # XLA for CPUs compiles no FFT along columns that it splits itself
     [("explicit", {}), ("explicit", {"column": "tensor"}), ("auto", {})],

@@ -129,7 +129,7 @@ def test_a_decoder_of_flax_layers_equals_one_device(dense, plan):
         assert gradient.get_value().sharding == parameter.get_value().sharding, path
 
 
-@pytest.mark.quick("fsdp", "tensor and fsdp")
+@pytest.mark.quick("tensor and fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_asks_for_what_its_plan_costs_and_no_more(dense, plan):
     batch = dense[0]
@@ -243,7 +243,7 @@ LOOKED_UP = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("words are split")
 @pytest.mark.parametrize("case", LOOKED_UP)
 def test_answers_of_a_stored_table_travel_where_they_are_fewer_than_its_numbers(case):
     """Each device looks up the rows of all in the numbers that it holds of every word, and sends the answers to their rows."""
@@ -334,6 +334,7 @@ def test_a_scatter_of_parts_that_are_no_whole_tiles_is_an_all_to_all_on_tpus(den
     }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("chip", ["v5e", None])
 def test_a_head_sends_its_gradient_before_the_rest_of_backward_on_tpus(chip):
     """Of a loss of one chunk. XLA for TPU would send it last, and keep all of it until then. What has no gradient waits for
@@ -743,6 +744,7 @@ SMALL = {
 }
 
 
+@pytest.mark.quick("sharded loss-auto")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("loss", [small_loss, jshard.shard(small_loss)], ids=["loss", "sharded loss"])
 def test_a_model_that_no_call_has_placed_is_not_traced(axis_types, loss):

@@ -153,7 +153,7 @@ PLANS = {
 }
 
 
-@pytest.mark.quick("tensor sequence store", "prefetch")
+@pytest.mark.quick("prefetch")
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_equals_one_device_and_its_layers_lie_as_claimed(plan, one_device):
     jshard.load(PLANS[plan])
@@ -188,6 +188,7 @@ def test_unrolled_layers_are_the_same_and_ask_for_the_same(unroll, one_device):
     assert asked(model, step) == asked(*differentiated(1))
 
 
+@pytest.mark.quick("1-False")
 @pytest.mark.parametrize(("unroll", "guarded"), [(1, False), (2, False), (3, True), (5, True)])
 def test_gathers_of_layers_that_are_no_loop_are_kept_from_being_merged(unroll, guarded):
     """A loop can't be merged with its backward; where no loop is left XLA is told."""
@@ -349,6 +350,7 @@ def test_gradients_of_layers_of_two_equal_kernels_stand_whole_and_leave_a_layer_
     assert sizes(kernel={"reduce_scatter": "permute"}) == [2 * turns, 0]
 
 
+@pytest.mark.quick("full", "keep", "prefetch", "products")
 @pytest.mark.parametrize("remat", ["", "products", "full", "keep", "prefetch", "prefetch products"])
 def test_no_layer_keeps_what_it_gathered(remat):
     """What a loop leaves for each layer, or writes into what it carries, has a leading axis of the depth, or of the turns between the
@@ -359,6 +361,7 @@ def test_no_layer_keeps_what_it_gathered(remat):
     assert len(left & {(WIDTH, HIDDEN // 4), (HIDDEN // 4, WIDTH)}) == (2 if remat == "keep" else 0)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_stands_outside_of_loops_is_gathered_again_too(tied):
     """The product behind the loop needs its kernel for the backward pass. A table that is read before the loop too is gathered
@@ -596,6 +599,7 @@ def test_layers_of_jshard_are_born_split_and_see_the_signals_around():
     assert ("blocks/down", "all_reduce", 3) in told
 
 
+@pytest.mark.seconds
 def test_numbers_are_the_same_on_every_mesh():
     made = []
     for mesh in ({"data": 2, "tensor": 4}, {"data": 8, "tensor": 1}, {"data": 1, "tensor": 1}):

@@ -689,7 +689,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("used beside")
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_no_pipeline_runs_is_one_sentence(fault):
     model, how, objective, sentence = WRONG[fault]
@@ -699,6 +699,7 @@ def test_what_no_pipeline_runs_is_one_sentence(fault):
     assert re.sub(r"py:\d+", "py:LINE", str(error.value)).splitlines()[0] == sentence
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [

@@ -26,6 +26,7 @@ def sent(f, stages, *xs):
     return list(asked(jax.make_jaxpr(f, axis_env=[("stage", stages)])(*(x[0] for x in xs))))
 
 
+@pytest.mark.quick("1-3", "3-1", "3-2", "4-6")
 @pytest.mark.parametrize(("chunks", "stages"), [(1, 3), (3, 1), (2, 2), (2, 4), (4, 2), (3, 2), (4, 6), (6, 4)])
 def test_layers_go_to_the_chunks_of_their_stages_and_back(chunks, stages):
     """By one permute for each chunk, and none where they lie there."""

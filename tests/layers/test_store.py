@@ -56,6 +56,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("fsdp over two")
 @pytest.mark.filterwarnings("ignore:signal .* of the parameter bytes replicated")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_store_of_sizes_that_do_not_divide_equals_one_device(name):

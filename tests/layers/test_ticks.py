@@ -85,7 +85,7 @@ def run(table, parts, **by):
     return step, [put(tree, spec) for tree, spec in zip((parameters, edges, inputs), specs, strict=True)]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("table, how", [
     ("gpipe", {}), ("gpipe", {"recomputes": True, "shares": True}), ("interleaved", {"shares": True}),
     ("zero_bubble", {}), ("zero_bubble", {"loops": True}), ("late", {}), ("mine", {"recomputes": True}), ("zero_bubble", {"shares": True}), ("zero_bubble, 2 chunks", {}),

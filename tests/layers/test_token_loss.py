@@ -100,7 +100,7 @@ def test_any_chunk_is_the_loss_of_all_logits(whole, chunk):
     gradients_are_alike(gradients, whole[1])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("data")
 @pytest.mark.parametrize("name", PLANS)
 def test_a_loss_in_chunks_is_that_of_one_device_and_costs_its_formula(whole, name):
     written, wire = PLANS[name]

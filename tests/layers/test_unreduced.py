@@ -124,6 +124,7 @@ def moved(step, *args):
     return found
 
 
+@pytest.mark.quick("8-False-True")
 @pytest.mark.parametrize(("features", "times", "is_gathered"), [
     (4, False, False),  # the sums of rows, kernel and bias are 592 numbers, and a gather is 1,024
     (6, True, False),  # 880: numbers have no gradient
@@ -162,7 +163,7 @@ class Sum(nnx.Module):
         return jnp.sin(self.embed(x)) + self.up(x)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("words", "traces"), [
     ({}, 2),  # where parameters lie, and the program itself
     ({"column": "tensor"}, 3),  # what that finds to vary makes it another program

@@ -40,7 +40,7 @@ def layout(request):
         yield Layout(grid, *LAYOUTS[request.param])
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_numbers_are_those_of_one_device_bitwise(name, layout):
     key = jax.random.key(3)
@@ -114,6 +114,7 @@ def test_narrow_parts_are_drawn_split_by_rows(shape, axes, drawn, padded):
         assert constraints(grid.abstract_mesh) == []  # nothing is drawn there
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_numbers_of_narrow_dtypes_and_old_keys(dtype, axis_types):
@@ -123,6 +124,7 @@ def test_numbers_of_narrow_dtypes_and_old_keys(dtype, axis_types):
         cases.assert_equal(born, INITIALIZERS["he_normal"](key, (16, 24), dtype))
 
 
+@pytest.mark.quick("orthogonal")
 @pytest.mark.parametrize("name", ["lecun_normal", "orthogonal"])
 def test_linear_draws_what_nnx_linear_draws(name):
     """From the same seed, whatever was drawn before."""
@@ -183,6 +185,7 @@ def test_arrays_of_a_tree_are_drawn_in_parts_with_the_numbers_of_one_device():
         np.testing.assert_array_equal(*(jax.random.key_data(x) if name == "key" else x for x in (made[name], array)))
 
 
+@pytest.mark.quick("1x1", "2x2x2", "8")
 def test_a_second_creation_compiles_nothing(layout):
     def make():
         return create(INITIALIZERS["he_normal"], jax.random.key(0), (16, 24), jnp.float32, layout)

@@ -211,6 +211,7 @@ print(bool(jnp.isfinite(w).all()))
 """
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("time", range(RUNS))
 def test_pretend_steps_dispatched_without_waiting_do_not_hang(time):
     assert run(UNWAITED.replace("sys.argv[1]", str(STEPS)), timeout=30 + STEPS / 20) == "True"

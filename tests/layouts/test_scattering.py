@@ -534,6 +534,7 @@ def test_a_block_is_read_by_one_program_and_written_by_one_in_its_place():
 # -- gradients: each other's, in one process --
 
 
+@pytest.mark.quick("both-True", "columns-True", "replicated-True", "rows-True")
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scatter_and_gather_are_each_others_gradients(mesh, name, jit):

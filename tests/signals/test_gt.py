@@ -147,6 +147,7 @@ def test_no_configuration_has_no_mesh():
 # -- backward elsewhere (G8) --
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("axis", [0, 1])
 def test_forward_on_some_devices_and_backward_on_others(axis):
     load(

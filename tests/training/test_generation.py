@@ -174,6 +174,7 @@ def test_a_row_ends_behind_a_stop():
 CHANCES = np.array([[0.1, 0.4, 0.05, 0.25, 0.2]])
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("how", "may"), [
     ({"top_k": 2}, {1, 3}), ({"top_p": 0.5}, {1, 3}), ({"top_p": 0.3}, {1}), ({"top_p": 0.0}, {1}),
     ({"top_k": 3, "top_p": 0.99}, {1, 3, 4}), ({}, {0, 1, 2, 3, 4}), ({"temperature": 0.5}, {0, 1, 2, 3, 4}),

@@ -275,6 +275,7 @@ def test_flops_of_a_step_are_6_n_t_and_those_of_attention(mesh):
     assert found.devices == (1 if mesh == "one device" else 8)
 
 
+@pytest.mark.quick("data")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_dropout_is_the_same_on_every_mesh(mesh):
     current.load(FILE, MESHES[mesh])

@@ -60,6 +60,7 @@ def step(params, state, x):
     return value, optax.apply_updates(params, updates), state
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("blocks", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_verify_has_a_row_for_all_equal_blocks_behind_the_verdict(blocks):
     found = jshard.verify(step, params(blocks), TX.init(params(blocks)), X)

@@ -133,6 +133,7 @@ def test_verify_of_further_meshes():
     )
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("wrap", [nnx.jit, lambda f: f], ids=["nnx.jit", "plain"])
 def test_verify_of_a_training_step_compares_what_it_leaves_behind(wrap):
     model = MLP(nnx.Rngs(0))
@@ -173,6 +174,7 @@ def test_verify_of_a_result_that_lies_otherwise_on_one_device():
     assert all_bitwise(verify(f, put((8, 16)), put((16, 8))))
 
 
+@pytest.mark.quick("explicit")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 def test_verify_of_results_that_are_no_scalars_of_products_that_no_signal_splits(axis_types):
     jshard.load({"jshard": {"mesh": {"x": 4}, "axis_types": axis_types}, "a": {"row": "x"}})
@@ -286,6 +288,7 @@ def until_it_is_small(x):
     return jax.lax.while_loop(lambda x: (x * x).sum() > 1.0, lambda x: x / 2, x).sum()
 
 
+@pytest.mark.quick("fft")
 @pytest.mark.parametrize("unknown", [lambda x: jnp.fft.rfft(x).real.sum(), lambda x: jnp.linalg.cholesky(x @ x.T).sum(),
                                      complex_numbers, until_it_is_small], ids=["fft", "cholesky", "complex", "while"])  # fmt: skip
 def test_an_operation_without_a_stand_in_taints_only_what_depends_on_it(unknown):
@@ -373,6 +376,7 @@ def f(x):
 """
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_derivative_of_ones_own_is_named_with_a_finite_difference_beside_it(factor, tmp_path):
     file = tmp_path / "m.py"

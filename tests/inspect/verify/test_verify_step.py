@@ -75,8 +75,15 @@ PARAMETERS = ("down.bias", "down.kernel", "up.bias", "up.kernel")
 EIGHTH = {"name": "sgd", "learning_rate": 0.125}
 
 
+@pytest.fixture
+def plain_steps():
+    """verify of an experiment also takes two steps by plain Flax and optax."""
+
+
 @pytest.fixture(autouse=True)
-def written(tmp_path, monkeypatch):
+def written(request, tmp_path, monkeypatch):
+    if "plain_steps" not in request.fixturenames:
+        monkeypatch.setattr(training_experiment, "plain_steps", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("steps.py").write_text(MODEL)
@@ -103,7 +110,7 @@ def by_name(verification):
     return {finding.name: finding for finding in verification.findings}
 
 
-def test_step_of_sgd_is_bitwise_without_any_stand_in():
+def test_step_of_sgd_is_bitwise_without_any_stand_in(plain_steps):
     assert str(experiment(optimizer=EIGHTH).verify()) == (
         "EQUAL on {data: 2, tensor: 4} and on one device: 11 arrays, all bitwise\n"
         "two steps by plain Flax and optax in 64 bits: 7 arrays equal within 1e-09\n"
@@ -194,7 +201,7 @@ def cross_entropy_experiment(**train):
     return experiment(microbatches=2, optimizer={"name": "adamw", "clip": 0.01, "learning_rate": 0.1}, **train)
 
 
-def test_two_steps_are_those_of_plain_flax_and_optax():
+def test_two_steps_are_those_of_plain_flax_and_optax(plain_steps):
     verification = cross_entropy_experiment().verify()
     plain = verification.plain
     assert verification.ok and not plain.wrong and not plain.unknown, str(verification)
@@ -202,7 +209,7 @@ def test_two_steps_are_those_of_plain_flax_and_optax():
     assert str(plain) == f"two steps by plain Flax and optax in 64 bits: {len(plain.offs)} arrays equal within 1e-09"
 
 
-def test_a_dtype_that_is_asked_for_sums_over_devices_is_no_fault():
+def test_a_dtype_that_is_asked_for_sums_over_devices_is_no_fault(plain_steps):
     """Plain steps have no such sums, and in 64 bits these have no such dtype."""
     verification = experiment("layer2.dtype={reduce: bfloat16}").verify()
     assert verification.ok and not verification.plain.wrong, str(verification)
@@ -237,10 +244,11 @@ def another_loss(monkeypatch):
 MOMENT = "optimizer.opt_state.1.0.mu.up.kernel"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "fault, off", [(counted_twice, "loss of step 1"), (norm_twice, MOMENT), (another_loss, MOMENT)]
 )
-def test_a_fault_of_the_step_itself_is_found_by_plain_flax_and_optax_alone(fault, off, monkeypatch):
+def test_a_fault_of_the_step_itself_is_found_by_plain_flax_and_optax_alone(fault, off, monkeypatch, plain_steps):
     fault(monkeypatch)
     verification = cross_entropy_experiment().verify()
     assert all(finding.is_proven for finding in verification.findings), str(verification)
@@ -251,7 +259,7 @@ def test_a_fault_of_the_step_itself_is_found_by_plain_flax_and_optax_alone(fault
     )
 
 
-def test_numbers_that_are_created_otherwise_than_by_plain_flax_are_told(monkeypatch):
+def test_numbers_that_are_created_otherwise_than_by_plain_flax_are_told(monkeypatch, plain_steps):
     built = experiment()
     built.model.up.kernel[...] *= 1.001
     verification = built.verify()
@@ -323,7 +331,7 @@ def faulty(change):
     return dataclasses.replace(step, optimizer=optimizer).verify()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("turned-")
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
@@ -396,6 +404,7 @@ def test_stand_ins_are_followed_through_everything_that_holds_a_program():
     assert told == [{"exp"}, set(), {"exp"}, {"comparison", "sin"}, set(), {"tanh"}, {"log"}, set()]
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 def test_a_variable_that_a_plain_call_alone_changes_is_a_fault(axis_types):
     words = {"row": "data", "column": "tensor", "match": ["**"]}

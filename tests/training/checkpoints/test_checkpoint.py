@@ -148,6 +148,7 @@ def test_resume_goes_on_bit_by_bit_with_dropout_and_the_position_in_the_data(fin
     assert "model.dropout.rngs.count" in first.arrays
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_restore_onto_another_mesh_gives_the_same_numbers_where_they_belong(run, devices):
     saved = TrainingStep(*parts(built()))
@@ -215,6 +216,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.quick("not")
 @pytest.mark.parametrize("way", AGAIN)
 def test_train_started_again_goes_on_by_itself(way, run, monkeypatch, capsys):
     for name, value in AGAIN[way].items():
@@ -227,6 +229,7 @@ def test_train_started_again_goes_on_by_itself(way, run, monkeypatch, capsys):
         assert (status, "resumed from step 30: run/checkpoints/30" in said.out) == (0, True)
 
 
+@pytest.mark.quick("words2")
 @pytest.mark.parametrize(
     "words",
     [
@@ -692,6 +695,7 @@ def test_a_parameter_that_is_not_finite_is_told_when_it_is_restored(run):
 FIT = "use the model and the optimizer of run/checkpoints/30/configuration.yaml"
 
 
+@pytest.mark.quick("optimizer")
 @pytest.mark.parametrize(
     ("words", "faults"),
     [

@@ -69,6 +69,7 @@ def held(folder: str) -> Iterator[subprocess.Popen[str]]:
             holder.kill()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("words", "folder", "opening"),
     [

@@ -102,7 +102,7 @@ ELSEWHERE = {path for path in FILES if path.startswith(FOLDERS)} - {"configs/ado
 ELSEWHERE |= {"examples/gt/pipeline.yaml"}  # tests/layers/test_pieces.py
 
 
-@pytest.mark.quick("configs/digits.yaml", "examples/gt/stages.yaml")
+@pytest.mark.quick("configs/digits.yaml")
 @pytest.mark.parametrize("path", sorted({*FILES} - PARTS - ELSEWHERE))
 def test_what_check_accepts_train_runs(path, capsys):
     assert main(["check", path, "--trust", *MODELS.get(path, ())]) == 0
@@ -143,7 +143,7 @@ def updated_plainly():
     return layer, optimizer
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 # A backward on other workers is no part of one program, which test_gt tells.
 @pytest.mark.parametrize(("backward", "compiled"), [(None, True), (None, False), ("back", False)])
 @pytest.mark.parametrize("axis", [0, 1])

@@ -103,7 +103,7 @@ def close(one, other):
 EXPLICIT = [*(("Still", plan) for plan in PLANS), ("Stacked", "data"), ("Stacked", "fsdp"), ("Layers", "layers")]
 
 
-@pytest.mark.quick("Still-tensor-auto", "Stacked-fsdp-explicit")
+@pytest.mark.quick("Still-tensor-auto")
 @pytest.mark.parametrize(
     ("model", "plan", "axis_types"),
     [
@@ -134,7 +134,7 @@ def counts(experiment, phase="backward"):
     return dict(found)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("Layers-layers")
 @pytest.mark.parametrize(
     ("model", "plan"), [("Still", "data"), ("Stacked", "data"), ("Still", "tensor"), ("Layers", "layers")]
 )

@@ -17,6 +17,7 @@ from jshard.training.experiments.figures import Figures, tokens_in
 from jshard.training.telemetry.progress import figures_in_words
 
 
+@pytest.mark.quick("2-4")
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 4)])
 def test_flops_of_a_decoder_are_6_n_t_and_those_of_attention(data, tensor):
     size = decoder.Size(layers=3)

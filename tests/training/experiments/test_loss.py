@@ -328,7 +328,7 @@ def test_examples_held_out_are_evaluated_and_not_trained_on(capsys):
         assert (status, err) == (2, [sentence])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("mesh", [{"data": 1, "tensor": 1}, {"data": 2, "tensor": 4}], ids=str)
 def test_loss_of_a_step_is_that_of_the_targets_that_count_with_z_and_auxiliary_losses(mesh, microbatches):

@@ -76,6 +76,7 @@ def names(spec: P) -> tuple[str, ...]:
     return (first,) if isinstance(first, str) else first or ()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize(
     "spec", [P(), P("data"), P(None, "tensor"), P("data", "tensor"), P(("data", "tensor"))], ids=str
@@ -167,6 +168,7 @@ def test_run_lets_only_so_many_steps_be_under_way():
     assert waited == list(range(1, 40 + 1))
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_train_learns_xor(devices, capsys):
     assert train(xor(f"jshard.mesh.tensor={devices}"))["test_accuracy"] == 1.0

@@ -125,7 +125,7 @@ def unsharded():
     return found
 
 
-@pytest.mark.quick("tensor-adamw-layers-explicit", "store-adamw-layers-auto")
+@pytest.mark.quick("store-adamw-layers-auto")
 @pytest.mark.parametrize(
     ("name", "tx", "door", "axis_types"),
     [
