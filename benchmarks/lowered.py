@@ -94,7 +94,8 @@ def sides(trees: list[Path], programs: dict[str, list[str]], folder: Path, *, co
         place = folder / f"side-{at}"
         place.mkdir(exist_ok=True)
         for each in ("configs", "examples"):
-            (place / each).is_symlink() or (place / each).symlink_to(tree / each)
+            if not (place / each).is_symlink():
+                (place / each).symlink_to(tree / each)
         job = {"programs": programs, "compiled": compiled, "out": str(folder / f"{at}.json")}
         command = [sys.executable, "-P", __file__, "--worker", json.dumps(job)]
         environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}

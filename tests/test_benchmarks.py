@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -28,6 +29,7 @@ from benchmarks import (
     stages,
     step,
     strangers,
+    trace,
     verify,
     watchdog,
     weights,
@@ -299,3 +301,16 @@ def test_programs_differ_by_more_than_the_names_of_functions_and_results():
 def test_lowered_step_of_the_last_commit_is_compared(capsys):
     lowered.main(["xor", "--against", "HEAD"])
     assert capsys.readouterr().out.splitlines()[-1].endswith("of 1 programs are the same as at HEAD")
+
+
+def test_benchmark_of_tracing_prints_ratios_beside_their_limits(capsys):
+    trace.main(["blocks-2", "--rounds", "1"])
+    _, line = capsys.readouterr().out.splitlines()
+    of = r"[\d.]+"
+    assert re.fullmatch(
+        rf"blocks-2 +{of} s +{of} s +{of} \(1.5\) +{of} \(1\) +\d+ \({of}\) +\d+ \({of}\) +{of} \(1.15\)", line
+    )
+
+
+def test_model_of_experts_that_is_traced_has_87_parameters():
+    assert len(jax.tree.leaves(nnx.state(trace.cases()["experts"].build(), nnx.Param))) == 87
