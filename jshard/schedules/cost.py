@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jshard.printing.units import size
 from jshard.schedules.table import SLOTS, Op, StageOp, Table, needs
@@ -81,33 +81,24 @@ def own_pace(table: Table, times: Times) -> TimedTable:
 def inputs_kept(table: Table) -> list[list[int]]:
     """Count by stage and tick the microbatches whose input a stage keeps: from the tick after it arrived, or from its forward
     on the first stage, until nothing needs it."""
-    return _kept(table, "F", 0, -1)
+    return _kept(table, table.inputs("F", table.last_slot))
 
 
 def gradients_kept(table: Table) -> list[list[int]]:
     """Count by stage and tick the microbatches for which a stage keeps the gradient of its output."""
-    return _kept(table, "B", table.virtual_stages - 1, 1)
+    return _kept(table, table.inputs("B", table.last_slot))
 
 
 def left_kept(table: Table) -> list[list[int]]:
     """Count by stage and tick the microbatches between their B and their W."""
-    left = [[0] * table.ticks for _ in range(table.stages)]
-    for key, tick in table.when.items():
-        if key.slot == "B" and table.splits_weights:
-            for each in range(tick, table.when[key._replace(slot="W")] + 1):
-                left[key.virtual % table.stages][each] += 1
-    return left
+    return _kept(table, table.spans("B", "W"))
 
 
-def _kept(table: Table, slot: str, begins: int, step: int) -> list[list[int]]:
-    """Count what arrives from the virtual stage `step` away, for operations `slot`, and is kept; `begins` makes its own."""
-    last = "W" if table.splits_weights else "B"
+def _kept(table: Table, spans: Mapping[StageOp, tuple[int, int]]) -> list[list[int]]:
     kept = [[0] * table.ticks for _ in range(table.stages)]
-    for key, tick in table.when.items():
-        if key.slot == slot:
-            start = tick if key.virtual == begins else table.when[key._replace(virtual=key.virtual + step)] + 1
-            for each in range(start, table.when[key._replace(slot=last)] + 1):
-                kept[key.virtual % table.stages][each] += 1
+    for key, (begins, ends) in spans.items():
+        for tick in range(begins, ends + 1):
+            kept[key.virtual % table.stages][tick] += 1
     return kept
 
 

@@ -33,24 +33,15 @@ class Steps:
 def steps(table: Table, *, recomputes: bool = False) -> Steps:
     """Number what each stage does, and give what it keeps places that are free then: as few as it ever keeps at once. An input
     is kept until slot F has used it, and where a table `recomputes` its chunks, as long as what F keeps is otherwise."""
-    last, end = table.virtual_stages - 1, "W" if table.splits_weights else "B"
-    inputs, gradients, kept, left, outputs = {}, {}, {}, {}, {}
-    for key, tick in table.when.items():
-        if key.slot == "F":
-            kept[key] = tick, table.when[key._replace(slot=end)]
-        if key.slot == "F" and key.virtual == last:
-            outputs[key] = tick, table.when[key._replace(slot="B")]
-        if key.slot == "B" and end == "W":
-            left[key] = tick, table.when[key._replace(slot="W")]
-        if key.slot == "F" and key.virtual < last:  # its output is the input of the next
-            further = key._replace(virtual=key.virtual + 1)
-            inputs[further] = tick + 1, table.when[further._replace(slot=end if recomputes else "F")]
-        if key.slot == "B" and key.virtual:
-            back = key._replace(virtual=key.virtual - 1)
-            gradients[back] = tick + 1, table.when[back._replace(slot=end)]
-        if key.slot == "B" and key.virtual == last and end == "W":
-            gradients[key] = tick, table.when[key._replace(slot=end)]  # W may be in the same tick
-    places = [_places(each, table.stages) for each in (inputs, gradients, kept, left, outputs)]
+    last, end = table.virtual_stages - 1, table.last_slot
+    inputs = {key: span for key, span in table.inputs("F", end if recomputes else "F").items() if key.virtual}
+    # of the last stage's own only where W, which may be in the same tick, takes it after B
+    gradients = {key: span for key, span in table.inputs("B", end).items() if key.virtual < last or end == "W"}
+    outputs = {key: span for key, span in table.spans("F", "B").items() if key.virtual == last}
+    places = [
+        _places(each, table.stages)
+        for each in (inputs, gradients, table.spans("F", end), table.spans("B", "W"), outputs)
+    ]
     (at_input, *_), (at_gradient, *_), (at_kept, *_), (at_left, *_), (at_output, *_) = places
     every = ("microbatch", "chunk", "input", "kept")
     also = {

@@ -84,6 +84,25 @@ class Table:
             for op in ops
         }
 
+    def spans(self, slot: str, until: str) -> dict[StageOp, tuple[int, int]]:
+        """The tick of each operation `slot`, and that of the operation `until` of its microbatch and chunk, if there is one."""
+        ends = {key: self.when.get(key._replace(slot=until)) for key in self.when if key.slot == slot}
+        return {key: (self.when[key], end) for key, end in ends.items() if end is not None}
+
+    def inputs(self, slot: str, until: str) -> dict[StageOp, tuple[int, int]]:
+        """The ticks in which a stage keeps the input of each F, or the gradient that each B takes, for the operation `until`:
+        from the tick after another stage made it, or from the operation's own where none does."""
+        first, step = (0, -1) if slot == "F" else (self.virtual_stages - 1, 1)
+        return {
+            key: (tick if key.virtual == first else self.when[key._replace(virtual=key.virtual + step)] + 1, ends)
+            for key, (tick, ends) in self.spans(slot, until).items()
+        }
+
+    @property
+    def last_slot(self) -> str:
+        """The slot that ends a microbatch in a chunk."""
+        return "W" if self.splits_weights else "B"
+
     def op(self, key: StageOp) -> tuple[int, Op]:
         """The stage that runs an operation, and its word."""
         chunk, stage = divmod(key.virtual, self.stages)
