@@ -17,8 +17,9 @@ from jshard.printing.table import table
 from jshard.printing.units import BYTES
 
 if TYPE_CHECKING:
-    from jshard.kernels.measure import Timing
-    from jshard.kernels.product_times import ProductTime
+    from jax.sharding import Mesh
+
+    from jshard.kernels.product_times import Timing
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB")
 SIDES = (1024, 2048, 4096, 8192)
@@ -81,32 +82,21 @@ def bench(
     explicit = (jax.sharding.AxisType.Explicit,) * len(mesh)
     devices = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=explicit)
     kind = devices.devices.flat[0].device_kind
-    title = f"{devices.size} x {kind}, jax {jax.__version__}"
-    first = jax.process_index() == 0
     if self_test:
-        wrong = 0
-        for proof in measure.self_test(devices, axis):
-            wrong += proof.wrong
-            if first:
-                print(proof)
-        if first:
-            print(f"{'all right' if not wrong else 'NOT right'} on {title}, {jax.process_count()} process(es)")
-        return 1 if wrong and first else 0  # the others wait for the first, which has yet to say so
+        return _tested(devices, axis)
     if sides is None and devices.size == 1 and kind != "cpu":
         sides = SIDES
-    if sides is not None:
-        for side in sides:
-            if side < 1:
-                raise JShardError(f"a square matrix of {side} rows holds nothing to multiply", hint="use --side 1024")
+    if sides is None:
+        title = f"{devices.size} x {kind}, jax {jax.__version__}"
+        found = measure.measure(devices, axis, amounts, repeats=repeats)
+        columns, cells, unit = COLUMNS, rows(found), "bytes"
+    else:
+        if least := [side for side in sides if side < 1]:
+            raise JShardError(f"a square matrix of {least[0]} rows holds nothing to multiply", hint="use --side 1024")
         title = f"{kind}, jax {jax.__version__}; products of bfloat16"
         found = product_times.measure(sides, repeats=repeats)
-        columns, cells = PRODUCT_COLUMNS, product_rows(found)
-        lines = points((f"{t.epilogue} {t.algorithm}", t.side, t.median) for t in found)
-    else:
-        timings = measure.measure(devices, axis, amounts, repeats=repeats)
-        columns, cells = COLUMNS, rows(timings)
-        lines = points((f"{t.op} {t.algorithm}", t.payload, t.median) for t in timings)
-    if not first:
+        columns, cells, unit = PRODUCT_COLUMNS, product_rows(found), "rows and columns"
+    if jax.process_index() != 0:
         return 0
     print(f"{title}; {repeats} calls of each in turn, each waited for; microseconds")
     if kind == "cpu":
@@ -117,8 +107,25 @@ def bench(
         with open(csv_file, "w", newline="") as file:
             csv.writer(file).writerows([columns, *cells])
     if plot is not None:
-        Path(plot).write_text(picture(lines, title, "bytes" if sides is None else "rows and columns"))
+        Path(plot).write_text(picture(found, title, unit))
     return 0
+
+
+def _tested(devices: Mesh, axis: str) -> int:
+    """Compare each kernel with XLA's; the first process says what it found."""
+    import jax
+
+    from jshard.kernels import measure
+
+    wrong, first = 0, jax.process_index() == 0
+    for proof in measure.self_test(devices, axis):
+        wrong += proof.wrong
+        if first:
+            print(proof)
+    on = f"{devices.size} x {devices.devices.flat[0].device_kind}, jax {jax.__version__}"
+    if first:
+        print(f"{'all right' if not wrong else 'NOT right'} on {on}, {jax.process_count()} process(es)")
+    return 1 if wrong and first else 0  # the others wait for the first, which has yet to say so
 
 
 def parsed(size: str) -> int:
@@ -129,47 +136,30 @@ def parsed(size: str) -> int:
     return int(found[1]) * BYTES[found[2] or "B"]
 
 
-def rows(timings: Iterable[Timing]) -> list[Row]:
-    return [
-        (t.op, t.algorithm, str(t.group), str(t.payload), *_times(t), f"{t.bandwidth:.3f}", _known(t.limit))
-        for t in timings
-    ]
+def rows(found: Iterable[Timing]) -> list[Row]:
+    return [(t.op, t.algorithm, str(t.group), *_figures(t, 1e9)) for t in found]
 
 
-def product_rows(found: Sequence[ProductTime]) -> list[Row]:
+def product_rows(found: Sequence[Timing]) -> list[Row]:
     """The last column is how many times as fast as XLA's, measured in the same turns."""
-    xla = {(t.side, t.epilogue): t.median for t in found if t.algorithm == "xla"}
-    rates = [(f"{t.rate / 1e12:.3f}", _known(t.peak / 1e12)) for t in found]
-    return [
-        (t.epilogue, t.algorithm, str(t.side), *_times(t), *rate, f"{xla[t.side, t.epilogue] / t.median:.3f}")
-        for t, rate in zip(found, rates, strict=True)
-    ]
+    xla = {(t.amount, t.op): t.median for t in found if t.algorithm == "xla"}
+    return [(t.op, t.algorithm, *_figures(t, 1e12), f"{xla[t.amount, t.op] / t.median:.3f}") for t in found]
 
 
-def _times(t: Timing | ProductTime) -> tuple[str, ...]:
-    """Microseconds, and how many calls they are of."""
-    return *(f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high)), str(t.repeats)
+def _figures(t: Timing, unit: float) -> Row:
+    """The amount, microseconds, how many calls they are of, and the rate beside its limit."""
+    times = (f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high))
+    limit = f"{t.limit / unit:g}" if t.limit else "unknown"
+    return str(t.amount), *times, str(t.repeats), f"{t.rate / unit:.3f}", limit
 
 
-def _known(figure: float) -> str:
-    return f"{figure:g}" if figure else "unknown"
-
-
-Lines = dict[str, list[tuple[float, float]]]
-
-
-def points(named: Iterable[tuple[str, float, float]]) -> Lines:
-    """Group points into lines by name: x, and microseconds."""
-    lines: Lines = {}
-    for name, x, seconds in named:
-        lines.setdefault(name, []).append((x, seconds * 1e6))
-    return lines
-
-
-def picture(lines: Lines, title: str, unit: str) -> str:
+def picture(found: Iterable[Timing], title: str, unit: str) -> str:
     """Draw an SVG: microseconds over x, both logarithmic."""
     from math import log10
 
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for t in found:
+        lines.setdefault(f"{t.op} {t.algorithm}", []).append((t.amount, t.median * 1e6))
     xs = [log10(x) for line in lines.values() for x, _ in line]
     ys = [log10(y) for line in lines.values() for _, y in line]
     left, right, low, high = min(xs), max(max(xs), min(xs) + 1), min(ys), max(max(ys), min(ys) + 1)

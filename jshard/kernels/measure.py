@@ -24,30 +24,11 @@ from jshard.kernels.collectives import COLLECTIVES, pvary
 from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
+from jshard.kernels.product_times import Timing
 from jshard.kernels.select_algorithm import LONGEST_RING, NO_KERNELS
 
 MOVES = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 PRODUCTS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds of one op by one algorithm: median, lowest and highest of `repeats` calls."""
-
-    op: str
-    algorithm: str
-    group: int
-    payload: int
-    median: float
-    low: float
-    high: float
-    repeats: int
-    limit: float  # GB/s that the links of a device carry one way; 0 if unknown
-
-    @property
-    def bandwidth(self) -> float:
-        """Return GB/s that each device puts on the wire, if it sends no more than the collective must."""
-        return COLLECTIVES[self.op].wire(self.payload, self.group) / self.median / 1e9
 
 
 def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
@@ -64,7 +45,7 @@ def measure(
     """Time each collective at each of `sizes`, bytes of its payload, by each algorithm that compiles here."""
     _check_mesh_axis(mesh, mesh_axis)
     group, device = mesh.shape[mesh_axis], mesh.devices.flat[0]
-    limit = chip_called(device.device_kind, device.platform).link / 1e9
+    limit = chip_called(device.device_kind, device.platform).link
     found = []
     for op, size in itertools.product(MOVES, sizes):
         runs = {}
@@ -74,8 +55,9 @@ def measure(
             except JShardError:  # one_shot of what does not fit VMEM: the others can still be timed
                 continue
         payload = _elements(op, size, group, dtype) * jnp.dtype(dtype).itemsize
+        sent = COLLECTIVES[op].wire(payload, group)
         for algorithm, seconds in product_times.time_in_turns(runs, repeats).items():
-            found.append(Timing(op, algorithm, group, payload, *seconds, repeats, limit))
+            found.append(Timing(op, algorithm, payload, *seconds, repeats, sent, limit, group))
     return found
 
 

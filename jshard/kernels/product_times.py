@@ -22,23 +22,24 @@ CALL_SECONDS = 2e-3  # that one call should take: of a shorter one its dispatch 
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductTime:
-    """Seconds of one product of square matrices: median, lowest and highest of `repeats` calls of `chained` products each."""
+class Timing:
+    """Seconds of one op by one algorithm: median, lowest and highest of `repeats` calls."""
 
-    side: int
-    epilogue: str
+    op: str  # a collective, or the epilogue of a product
     algorithm: str
+    amount: int  # bytes of the payload, or rows of the square matrices
     median: float
     low: float
     high: float
     repeats: int
-    chained: int
-    peak: float  # floating-point operations a second that the chip's maker states; 0 if unknown
+    done: float  # bytes that each device puts on the wire, if it sends no more than the collective must; or operations
+    limit: float  # of these a second, by the chip's maker: over a device's links one way, or at its peak; 0 if unknown
+    group: int = 1
 
     @property
     def rate(self) -> float:
-        """Return floating-point operations a second."""
-        return 2 * self.side**3 / self.median
+        """Return bytes, or floating-point operations, a second."""
+        return self.done / self.median
 
 
 def algorithms_at_hand(chip: Chip) -> list[str]:
@@ -60,7 +61,7 @@ def time_in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str,
     return {name: (statistics.median(each), min(each), max(each)) for name, each in seconds.items()}
 
 
-def measure(sides: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20) -> list[ProductTime]:
+def measure(sides: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20) -> list[Timing]:
     """Time each product at each of `sides`, by each algorithm that compiles here."""
     device = jax.devices()[0]
     chip = chip_called(device.device_kind, device.platform)
@@ -72,7 +73,7 @@ def measure(sides: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20)
             runs = {word: _prepared(side, epilogue, word, dtype, chained) for word in algorithms_at_hand(chip)}
             for word, seconds in time_in_turns(runs, repeats).items():
                 median, low, high = (each / chained for each in seconds)
-                found.append(ProductTime(side, epilogue, word, median, low, high, repeats, chained, peak))
+                found.append(Timing(epilogue, word, side, median, low, high, repeats, 2 * side**3, peak))
     return found
 
 

@@ -74,7 +74,7 @@ def test_products_at_hand_are_those_that_compile_there():
 
 def test_product_is_held_against_xla_by_what_it_did_in_the_same_turns():
     found = [
-        product_times.ProductTime(1000, "bare", algorithm, median, median, median, 5, 1, 4e12)
+        product_times.Timing("bare", algorithm, 1000, median, median, median, 5, 2e9, 4e12)
         for algorithm, median in (("pallas", 1e-3), ("xla", 2e-3))
     ]
     assert bench.product_rows(found) == [
@@ -84,8 +84,13 @@ def test_product_is_held_against_xla_by_what_it_did_in_the_same_turns():
 
 
 def test_bandwidth_counts_what_must_travel():
-    timing = measure.Timing("all_reduce", "ring", 4, 1_000_000, 1e-3, 1e-3, 2e-3, 5, 50.0)
-    assert timing.bandwidth == pytest.approx(1.5)
+    timings = measure.measure(jax.make_mesh((4,), ("t",)), "t", [1_000_000], repeats=1)
+    found = {timing.op: timing.done for timing in timings if timing.algorithm == "xla"}
+    assert found == {"all_reduce": 1_500_000, "reduce_scatter": 750_000, "all_gather": 750_000}
+    timing = product_times.Timing("all_reduce", "ring", 1_000_000, 1e-3, 1e-3, 2e-3, 5, 1_500_000, 50e9, 4)
+    assert bench.rows([timing]) == [
+        ("all_reduce", "ring", "4", "1000000", "1000.0", "1000.0", "2000.0", "5", "1.500", "50")
+    ]
 
 
 @pytest.mark.parametrize(
