@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from jshard.cli.launch import COMMANDS, split
@@ -79,7 +79,8 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)  # argparse passes over a disk that is full
 
 
-def parse(words: list[str]) -> argparse.Namespace:
+def _parser() -> tuple[Parser, Collection[str]]:
+    """Make the parser of all commands; return it and their names."""
     parser = Parser(
         prog="jshard",
         description="YAML says how a Flax model lies on a mesh; layers turn that into explicit collectives.",
@@ -126,10 +127,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     command("new", "make a small project that trains: a model, data, a configuration", configured=False)
     completion = command("completion", "print a script that completes words at Tab in a shell", configured=False)
     completion.set_defaults(parser=parser)
+    return parser, commands.choices
 
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the words that are typed; a mistake in them is one sentence."""
+    parser, commands = _parser()
     first = next((word for word in words if not word.startswith("-")), None)
-    if first is not None and first not in commands.choices:
-        close = nearest(first, commands.choices) or "--help"
+    if first is not None and first not in commands:
+        close = nearest(first, commands) or "--help"
         raise JShardError(f'"{first}" is not a command of jshard', hint=f"type: jshard {close}")
     if not words:
         parser.print_help()

@@ -56,17 +56,7 @@ def value_and_grad(
     instead of layer by layer and in each turn of a loop. One number must be reduced in `f` by `jshard.mean`. The ledger has the
     sums under the signal that is active here.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-    @functools.wraps(f)
-    def own(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        found, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), None)
-        dtype = getattr(found, "dtype", None)
-        if not isinstance(found, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
-            what = f"an array of {dtype}" if dtype is not None else kind_of(found)
-            hint = "return the loss, and with has_aux=True a pair of the loss and what else it gives"
-            raise JShardError(f"{name_of(f)} returns {what}, which has no gradient", hint=hint)
-        return (mean(found) if jnp.ndim(found) else jnp.asarray(found)), aux
+    numbers, own = (argnums,) if isinstance(argnums, int) else tuple(argnums), _mean_loss(f, has_aux=has_aux)
 
     @boundary
     @functools.wraps(f)
@@ -103,6 +93,22 @@ def value_and_grad(
 
     eager = jit(differentiated)
     return differentiated
+
+
+def _mean_loss(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., tuple[jax.Array, Any]]:
+    """Return what gives the mean of the loss that `f` returns, and aux, which is None without."""
+
+    @functools.wraps(f)
+    def own(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        found, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), None)
+        dtype = getattr(found, "dtype", None)
+        if not isinstance(found, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
+            what = f"an array of {dtype}" if dtype is not None else kind_of(found)
+            hint = "return the loss, and with has_aux=True a pair of the loss and what else it gives"
+            raise JShardError(f"{name_of(f)} returns {what}, which has no gradient", hint=hint)
+        return (mean(found) if jnp.ndim(found) else jnp.asarray(found)), aux
+
+    return own
 
 
 def _differentiated(f: Callable[..., Any], numbers: Sequence[int], wrt: Any) -> Callable[..., Any]:

@@ -213,41 +213,34 @@ def _matmul_scatter(
     turn = lax.rem(count, 2)  # which of two buffers
     outgoing, incoming, result, ring = scratch.outgoing, scratch.incoming, scratch.result, scratch.ring
 
-    def pass_on(step: Any, direction: Any, j: Any, turn: Any) -> Any:
+    def copied(step: Any, source: Any, slot: Any, turn: Any) -> Any:
         # Sends are waited for by buffer, as that is what is written again; arrivals by step and direction.
         sems = Semaphores(ring.sent.at[turn], ring.arrived.at[step, direction])
-        slot = partial_ref.at[step, direction, j]
-        return dma.remote_copy(outgoing.at[turn], slot, sems, group.next_device(rank, direction))
+        return dma.remote_copy(source, slot, sems, group.next_device(rank, direction))
 
-    def store(direction: Any, j: Any, turn: Any) -> Any:
+    def pass_on(step: Any, turn: Any) -> Any:
+        return copied(step, outgoing.at[turn], partial_ref.at[step, direction, j], turn)
+
+    def store(turn: Any) -> Any:
         target = y_ref.at[direction, :, pl.ds(j * tile, tile)]
         return pltpu.make_async_copy(result.at[turn], target, scratch.stored.at[turn])
 
     load = pltpu.make_async_copy(partial_ref.at[lax.max(step - 1, 0), direction, j], incoming, scratch.loaded)
 
-    @pl.when(count == 0)
-    def _() -> None:
-        dma.barrier(group, rank, "neighbours")
+    pl.when(count == 0)(lambda: dma.barrier(group, rank, "neighbours"))
 
-    @pl.when(step > 0)
+    @pl.when((step > 0) & (j == 0))
     def _() -> None:
         # One wait for all tiles of the step before: a semaphore counts bytes, and a copy of the full slot has them all.
-        @pl.when(j == 0)
-        def _() -> None:
-            slot = partial_ref.at[step - 1, direction]
-            sems = Semaphores(ring.sent.at[0], ring.arrived.at[step - 1, direction])
-            dma.remote_copy(slot, slot, sems, group.next_device(rank, direction)).wait_recv()
+        slot = partial_ref.at[step - 1, direction]
+        copied(step - 1, slot, slot, 0).wait_recv()
 
-        load.start()
-
+    pl.when(step > 0)(load.start)
     product = jnp.dot(x_ref[...], w_ref[...], preferred_element_type=outgoing.dtype)
 
     @pl.when(step < n - 1)
     def _() -> None:
-        @pl.when(count >= 2)
-        def _() -> None:
-            pass_on(step, direction, j, turn).wait_send()
-
+        pl.when(count >= 2)(lambda: pass_on(step, turn).wait_send())
         outgoing[turn] = product
 
         @pl.when(step > 0)
@@ -255,21 +248,18 @@ def _matmul_scatter(
             load.wait()
             outgoing[turn] += incoming[...]
 
-        pass_on(step, direction, j, turn).start()
+        pass_on(step, turn).start()
 
     @pl.when(step == n - 1)
     def _() -> None:
-        @pl.when(count >= (n - 1) * 2 * tiles + 2)
-        def _() -> None:
-            store(direction, j, turn).wait()
-
+        pl.when(count >= (n - 1) * 2 * tiles + 2)(lambda: store(turn).wait())
         load.wait()
         result[turn] = (product + incoming[...]).astype(result.dtype)
-        store(direction, j, turn).start()
+        store(turn).start()
 
     @pl.when(count == n * 2 * tiles - 1)
     def _() -> None:
         for each in (0, 1):
-            pass_on(step - 1, direction, j, each).wait_send()
-            store(direction, j, each).wait()
+            pass_on(step - 1, each).wait_send()
+            store(each).wait()
         dma.barrier(group, rank, "neighbours")

@@ -124,16 +124,6 @@ def save_weights(
                 for tensor in () if like is None else _kept(header, filled):
                     _copy(tensor, file.fileno())
 
-    def fill() -> None:
-        total = sum(leaf.bytes_here for leaf in wanted)
-        with contextlib.ExitStack() as stack, byte_bar(f"writing {path}", total, _console()) as show:
-            files = {source: stack.enter_context(each.open("r+b")).fileno() for source, each in partial.items()}
-            for leaf in wanted:
-                _write(leaf, filled[leaf.path], files)
-                show(leaf.bytes_here)
-            for file in files.values():
-                os.fsync(file)
-
     def place() -> None:
         for source, each in partial.items():
             each.replace(places[source])
@@ -142,7 +132,7 @@ def save_weights(
         flush(path if in_folder else path.parent)
 
     try:
-        for deed, by_all in ((make, False), (fill, True), (place, False)):
+        for deed, by_all in ((make, False), (lambda: _fill(path, wanted, filled, partial), True), (place, False)):
             _together(deed if by_all or leads else lambda: None, path)
     except JShardError:
         for each in partial.values() if leads else ():
@@ -281,6 +271,20 @@ def _allocate(file: int, size: int) -> None:
         os.posix_fallocate(file, 0, size)
     else:
         os.ftruncate(file, size)
+
+
+def _fill(
+    path: Path, leaves: Sequence[Leaf], filled: Mapping[str, Sequence[Fragment]], partial: Mapping[Path, Path]
+) -> None:
+    """Write this process's shards into the files in the places of those that they are named after."""
+    total = sum(leaf.bytes_here for leaf in leaves)
+    with contextlib.ExitStack() as stack, byte_bar(f"writing {path}", total, _console()) as show:
+        files = {source: stack.enter_context(each.open("r+b")).fileno() for source, each in partial.items()}
+        for leaf in leaves:
+            _write(leaf, filled[leaf.path], files)
+            show(leaf.bytes_here)
+        for file in files.values():
+            os.fsync(file)
 
 
 def _write(leaf: Leaf, pieces: Sequence[Fragment], files: Mapping[Path, int]) -> None:

@@ -122,10 +122,7 @@ class Experiment:
                 model, made_optimizer = abstract(lambda: (model := made(), Optimizer(model, chain.tx)))
             else:
                 model = created(built, claimed) if is_claimed and not is_made else made()
-                home, apart = _home_of(model, mesh, configuration)
-                if apart is not None and settings["microbatches"] > 1:
-                    fault = f"{settings.label('microbatches')} is {settings['microbatches']}, and {apart}"
-                    raise JShardError(fault, hint="remove microbatches")
+                home, apart = _home_of(model, mesh, settings)
                 if home is not mesh:
                     placement = Placement(home, {}, settings["microbatches"])
                 settle(model, home)
@@ -351,7 +348,7 @@ def _check_count(settings: Settings, count: int, batch: int, last: str, placemen
         )
 
 
-def _home_of(model: nnx.Module, mesh: Any, configuration: Configuration) -> tuple[Any, str | None]:
+def _home_of(model: nnx.Module, mesh: Any, settings: Settings) -> tuple[Any, str | None]:
     """Find the mesh of all layers. Where they, or the backward of one, lie on several sets of devices: none, and why; an error
     where a layer has no backward, as no gradient gets from one set to the other."""
     arrays = model_arrays(model).values()
@@ -364,8 +361,11 @@ def _home_of(model: nnx.Module, mesh: Any, configuration: Configuration) -> tupl
         if device_sets.differ(home, there := mesh_for(each)[0]) and not (first.backward and each.backward):
             raise device_sets.apart(each, there, first, home)
     for each in signals:
-        back = configuration.lookup((each.backward,)) if each.backward is not None else each
+        back = settings.configuration.lookup((each.backward,)) if each.backward is not None else each
         if device_sets.differ(home, there := mesh_for(back)[0]):
             why = f"{first} lies on {device_sets.devices_in_words(home)} and {back} on {device_sets.devices_in_words(there)}"
-            return None, f"{why}, so a step is several programs, which are run and not explained"
+            why = f"{why}, so a step is several programs, which are run and not explained"
+            if (count := settings["microbatches"]) > 1:
+                raise JShardError(f"{settings.label('microbatches')} is {count}, and {why}", hint="remove microbatches")
+            return None, why
     return (home if device_sets.differ(home, mesh) else mesh), None
