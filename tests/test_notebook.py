@@ -116,7 +116,7 @@ def test_configuration_prints_as_check_says_it():
 
 def test_empty_ledger_prints_its_total():
     assert repr(Ledger(())) == "total: no collectives"
-    assert as_text([Rows([("a", "1"), ("bb", "20")], (1,)), "", "a sentence"], None) == "a    1\nbb  20\n\na sentence"
+    assert as_text([Rows([("a", "1"), ("bb", "20")], (1,)), "", "a sentence"]) == "a    1\nbb  20\n\na sentence"
 
 
 def test_error_of_several_faults_is_a_line_each_in_ipython():

@@ -101,8 +101,7 @@ def bench(
     print(f"{title}; {repeats} calls of each in turn, each waited for; microseconds")
     if kind == "cpu":
         print("pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator")
-    for line in table([columns, *cells], right=range(2, len(columns))):
-        show(line)
+    show("\n".join(table([columns, *cells], right=range(2, len(columns)))))
     if csv_file is not None:
         with open(csv_file, "w", newline="") as file:
             csv.writer(file).writerows([columns, *cells])

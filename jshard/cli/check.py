@@ -56,7 +56,7 @@ def run(chosen: argparse.Namespace) -> int:
         configuration = target.configuration()
         found = Checked(target, configuration.meaning())
         if not chosen.json:
-            show(configuration.text())
+            show(str(configuration))
         _check(found, configuration, chosen)
         if not chosen.json:
             found.print()

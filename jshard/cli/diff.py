@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from jshard.cli.target import function_arguments, is_function
-from jshard.cli.terminal import show, width
+from jshard.cli.terminal import show
 from jshard.errors import JShardError
 
 
@@ -58,5 +58,5 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(difference.to_json())
     else:
-        show(difference.text(width()))
+        show(str(difference))
     return 0 if difference.same else 1

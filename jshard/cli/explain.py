@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from jshard.cli.target import Target, function_arguments
-from jshard.cli.terminal import show, width
+from jshard.cli.terminal import show
 
 PHASES = ("forward", "backward", "update")
 BY = ("signal", "axis", "line")
@@ -40,5 +40,5 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(ledger.to_json())
     else:
-        show(ledger.text(width()) if chosen.by is None else ledger.text_by(chosen.by, width()))
+        show(str(ledger) if chosen.by is None else ledger.text_by(chosen.by))
     return 0

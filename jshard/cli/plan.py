@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jshard.cli.target import Target, function_arguments
-from jshard.cli.terminal import show, tell, width
+from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(chosen: argparse.Namespace) -> int:
         if too_much:
             tell(too_much)
     else:
-        show(plan.text(width()))
+        show(str(plan))
     return 1 if plan.memory.fits is False or too_much else 0
 
 

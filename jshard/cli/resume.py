@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jshard.cli.target import Target
-from jshard.cli.terminal import show, width
+from jshard.cli.terminal import show
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
 from jshard.runs.names import CHECKPOINTS, CONFIGURATION, MANIFEST, restarts
@@ -78,7 +78,7 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
 
         bar = MemberBar(experiment.settings["steps"])
     elif resume is None:
-        show(experiment.apart or experiment.asked.text(width()))
+        show(experiment.apart or str(experiment.asked))
     start = last_saved(experiment) if restarts() else None
     if start is None and resume is not None:
         start = resume()

@@ -60,8 +60,7 @@ def run(chosen: argparse.Namespace) -> int:
         print("\n".join([str(cost.table), *grid(cost.table, width()), ""]))
     from jshard.schedules.cost import compared
 
-    for line in table(compared(costs), width=width()):
-        show(line)
+    show("\n".join(table(compared(costs))))
     for name in chosen.output:
         from jshard.printing.pages.shell import write
 

@@ -1,5 +1,4 @@
-"""Tables and sentences: as lines of text, aligned where there is room and folded to the width of a window where there is
-none, and as HTML for a notebook."""
+"""Tables and sentences: as lines of text, which a terminal folds where they are too long, and as HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -31,25 +30,17 @@ class Shown:
     def blocks(self) -> Iterator[Block]:
         raise NotImplementedError
 
-    def text(self, width: int | None = None) -> str:
-        """The tables and sentences as text, folded to `width`."""
-        return as_text(self.blocks(), width)
-
     def __repr__(self) -> str:
-        return self.text()
+        return as_text(self.blocks())
 
     def _repr_html_(self) -> str:
         return as_html(self.blocks())
 
 
-def as_text(blocks: Iterable[Block], width: int | None) -> str:
+def as_text(blocks: Iterable[Block]) -> str:
     lines: list[str] = []
     for block in blocks:
-        lines += (
-            folded(printable(block, keep="\n"), width)
-            if isinstance(block, str)
-            else table(block.cells, right=block.right, width=width)
-        )
+        lines += [printable(block, keep="\n")] if isinstance(block, str) else table(block.cells, right=block.right)
     return "\n".join(lines)
 
 
@@ -71,34 +62,23 @@ def as_html(blocks: Iterable[Block]) -> Markup:
     return element("div", parts, class_="jshard", style="overflow-x: auto")
 
 
-def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None) -> list[str]:
-    """One line for each row, columns aligned, those in `right` to the right. Where the longest line is wider than `width`,
-    every row is folded on its own instead: its cells, as many to a line as there is room, indented after the first."""
+def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """One line for each row, columns aligned, those in `right` to the right."""
     if not rows:
         return []
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
+    return [
         BETWEEN.join(
             cell.rjust(size) if column in right else cell.ljust(size)
             for column, (cell, size) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-    if width is None or max(map(len, aligned)) <= width:
-        return aligned
-    return [line for row in rows for line in folded_row([cell for cell in row if cell], width)]
-
-
-def folded(text: str, width: int | None) -> list[str]:
-    """One sentence as lines of at most `width`."""
-    if width is None or len(text) <= width:
-        return [text]
-    return textwrap.wrap(text, max(width, 2 * len(INDENT)), subsequent_indent=INDENT, break_on_hyphens=False)
 
 
 def folded_row(cells: Sequence[str], width: int) -> list[str]:
-    """The cells of one row, as many to a line as there is room."""
+    """Fold one row of a table, or a sentence: as many cells to a line as there is room, indented after the first."""
     lines: list[str] = []
     held = ""
     for cell in cells:
@@ -108,4 +88,6 @@ def folded_row(cells: Sequence[str], width: int) -> list[str]:
             longer = INDENT + cell
         held = longer
     lines.append(held)
-    return [part for line in lines for part in folded(line, width)]
+    most = max(width, 2 * len(INDENT))
+    wrapped = (textwrap.wrap(line, most, subsequent_indent=INDENT, break_on_hyphens=False) for line in lines)
+    return [part for parts in wrapped for part in parts]

@@ -327,7 +327,7 @@ def test_ledger_report_difference_and_timeline_tell_the_schedule():
     assert Ledger.from_json(ledgers["1f1b"].to_json()) == ledgers["1f1b"]
     found = compare(ledgers["gpipe"], Ledger.from_json(ledgers["1f1b"].to_json()))
     assert not found.same and found.summary() == "differs: another schedule"
-    cells = [line.split() for line in found.text().splitlines()]
+    cells = [line.split() for line in str(found).splitlines()]
     assert ["ticks", "10", "6"] in cells and ["microbatches", "kept,", "by", "stage", "4", "4", "3", "1"] in cells
     found = compare(ledgers["1f1b, kept"], ledgers["1f1b"])
     assert found.summary().startswith("differs: ") and "other activations kept" in found.summary()

@@ -109,7 +109,7 @@ class Ledger(Shown):
             yield self.memory_summary()
         yield self.summary()
 
-    def text_by(self, key: str, width: int | None = None) -> str:
+    def text_by(self, key: str) -> str:
         """One row for each `signal`, mesh `axis` or YAML `line`: collectives, wire and, by signal or line, memory."""
         wire, counts, memory = self.by(key), self.counts(key), dict[str, int]()
         for rest in self.memory if key in ("signal", "line") else ():
@@ -124,7 +124,7 @@ class Ledger(Shown):
             )
             for word in dict.fromkeys((*wire, *memory))
         ]
-        return as_text([Rows(rows, (1, 2, 3)), *([self.memory_summary()] if memory else []), self.summary()], width)
+        return as_text([Rows(rows, (1, 2, 3)), *([self.memory_summary()] if memory else []), self.summary()])
 
     def summary(self) -> str:
         """The last line of the table."""

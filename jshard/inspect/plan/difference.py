@@ -161,7 +161,7 @@ class PlanDifference(Shown):
                 "old": _side(self.old),
                 "new": _side(self.new),
                 "changes": [{"wire": each.wire, **document_of(each)} for each in self.changes],
-                "says": self.text().splitlines()[-1],
+                "says": str(self).splitlines()[-1],
             },
             indent=2,
         )

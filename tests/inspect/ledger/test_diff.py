@@ -14,6 +14,7 @@ from decoder import SEVEN_BILLION, TINY, Size, configured, training_step
 
 import jshard
 from jshard.cli import main
+from jshard.cli.terminal import fitted
 from jshard.errors import JShardError, Location
 from jshard.inspect.compiled.program_text import first_difference, normalised
 from jshard.inspect.ledger import Ledger, Line
@@ -100,8 +101,8 @@ def test_diff_is_a_table_of_changes_and_totals():
         "differs: 1 all_reduce grown, 1 all_reduce gone, 1 all_gather added, memory changed",
     ]
     assert not difference.same
-    assert max(map(len, difference.text(50).splitlines())) <= 50
-    assert difference.text(50).split() == str(difference).split()
+    assert max(map(len, fitted(str(difference), 50).splitlines())) <= 50
+    assert fitted(str(difference), 50).split() == str(difference).split()
 
 
 @pytest.mark.parametrize(

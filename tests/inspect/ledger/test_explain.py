@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from jshard.cli.terminal import fitted
 from jshard.errors import JShardError
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger
@@ -354,7 +355,7 @@ def test_explain_document_has_a_version_and_refuses_another(model, x):
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100])
 def test_explain_folds_to_the_width_of_a_window(model, x, width):
     ledger = explain(loss, model, x)
-    folded = ledger.text(width)
+    folded = fitted(str(ledger), width)
     assert max(map(len, folded.splitlines())) <= width
     assert folded.split() == " ".join(str(ledger).split()).split()  # not a word is lost
 

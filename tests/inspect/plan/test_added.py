@@ -90,7 +90,7 @@ def test_each_line_says_the_operation_and_its_place_and_the_last_who_added_how_m
         f"; {ledger.count} of them, {ledger.total:,} B, added by {XLA}; what another chip's adds: jshard plan"
     )
     assert Ledger.from_json(ledger.to_json()) == ledger
-    assert Ledger.from_json(ledger.to_json()).text() == ledger.text()
+    assert str(Ledger.from_json(ledger.to_json())) == str(ledger)
     assert (
         ledger.only(phase="forward")
         .summary()

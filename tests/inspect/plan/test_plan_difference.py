@@ -16,6 +16,7 @@ from flax import nnx
 
 import jshard
 from jshard.cli import main
+from jshard.cli.terminal import fitted
 from jshard.errors import JShardError
 from jshard.inspect.plan import Topology, plan
 from jshard.inspect.plan.difference import Outcome, Runs, compare_plans
@@ -75,7 +76,7 @@ def test_plans_are_told_apart_by_what_runs_memory_and_the_model_of_time():
         "time: 20.0 ms -> 30.0 ms a step (a model, nothing was measured)",
         "differs: 1 all_reduce grown, 1 all_reduce gone, 1 all_gather added (+3.0 MiB), memory changed, on v5e:4x4",
     ]
-    assert max(map(len, told.text(60).splitlines())) <= 60
+    assert max(map(len, fitted(str(told), 60).splitlines())) <= 60
     document = json.loads(told.to_json())
     assert (document["schema"], document["same"], document["new"]["fits"]) == ("jshard.diff-plan/1", False, False)
     assert [(each["kind"], each["wire"]) for each in document["changes"]] == [
