@@ -62,7 +62,7 @@ fuzz: $(VENV)/.test-$(STAMP)  ## 100,000 mappings and texts, each of which loads
 	@JSHARD_FUZZ_EXAMPLES=100000 $(PYTEST) tests/signals/test_fuzz.py --timeout 7200
 
 fuzz-programs: $(VENV)/.test-$(STAMP)  ## random programs, layouts and meshes against one device; FUZZ_SEED, FUZZ_COUNT, FUZZ_SECONDS
-	@$(BIN)/python tests/fuzz_programs.py
+	@$(BIN)/python -m tests.support.fuzz_programs
 
 verify-random: $(VENV)/.test-$(STAMP)  ## 200 random programs, and 200 of random layers, each of which has to verify
 	@JSHARD_VERIFY_EXAMPLES=200 $(PYTEST) tests/inspect/verify/test_verify_random.py --timeout 7200

@@ -16,15 +16,14 @@ import datetime
 import difflib
 import json
 import os
+import queue
 import re
 import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,30 +135,15 @@ class Copy:
 
     def record(self, file: str) -> None:
         """Run a file of tests, and record the lines of jshard/ that each executes, in processes that it starts too."""
-        variables = {"COVERAGE_PROCESS_START": f"{self.folder}/coveragerc", "JSHARD_TESTS_FRESH": "1"}
         path = os.pathsep.join([str(self.folder), str(self.folder / ".ci")])
+        variables = {
+            "COVERAGE_PROCESS_START": f"{self.folder}/coveragerc",
+            "JSHARD_TESTS_FRESH": "1",
+            "PYTHONPATH": path,
+        }
         words = [*PYTEST, "-p", "mutants", "--timeout", "3000", "-m", "not slow or quick or seconds", file]
-        environment = {**os.environ, **variables, "PYTHONPATH": path}
-        done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=self.folder, env={**os.environ, **variables}, capture_output=True, text=True)
         assert done.returncode in (0, 1, 5), done.stdout  # 5: each test of the file is slow
-
-    def seconds(self) -> dict[str, float | None]:
-        """Return how long each test took; None for one that failed."""
-        seen = self.folder / "seen" / "seconds"
-        return dict(json.loads(line) for line in seen.read_text().splitlines()) if seen.exists() else {}
-
-    def lines(self, modules: list[str]) -> dict[str, dict[int, set[str]]]:
-        """Return, by module and line, the tests that execute the line; `""` is an import."""
-        from coverage import CoverageData
-
-        found: dict[str, dict[int, set[str]]] = {module: {} for module in modules}
-        for path in (self.folder / "seen").glob("lines.*"):
-            data = CoverageData(str(path))
-            data.read()
-            for module in modules:
-                for line, tests in data.contexts_by_lineno(str(self.folder / module)).items():
-                    found[module].setdefault(line, set()).update(re.sub(r" \(\w+\)$", "", test) for test in tests)
-        return found
 
     def notices(self, module: str, text: str, tests: list[str], within: float) -> str | None:
         """Return the test that notices a module's other text."""
@@ -181,6 +165,51 @@ class Copy:
         return (failed[1] if failed else "at import") if done.returncode else None
 
 
+class Tests:
+    """The tests near to each module: how long each takes, None for one that fails, and the lines that it executes."""
+
+    def __init__(self, copies: list[Copy], near: dict[str, list[str]]):
+        from coverage import CoverageData
+
+        self.near, self.copies = near, queue.SimpleQueue[Copy]()
+        self.seconds: dict[str, float | None] = {}
+        self.of_line: dict[str, dict[int, set[str]]] = {module: {} for module in near}
+        for copy in copies:
+            self.copies.put(copy)
+        files = {test for tests in near.values() for test in tests} - {"tests/test_floors.py"}
+        with ThreadPoolExecutor(len(copies)) as pool:
+            [*pool.map(lambda file: self.within(Copy.record, file), sorted(files))]
+        for copy in copies:
+            lines = (copy.folder / "seen" / "seconds").read_text().splitlines() if files else []
+            self.seconds |= dict(json.loads(line) for line in lines)
+            for path in (copy.folder / "seen").glob("lines.*"):
+                data = CoverageData(str(path))
+                data.read()
+                for module, found in self.of_line.items():
+                    for line, tests in data.contexts_by_lineno(str(copy.folder / module)).items():
+                        found.setdefault(line, set()).update(re.sub(r" \(\w+\)$", "", test) for test in tests)
+
+    def within(self, method: Any, *arguments: Any) -> Any:
+        """Call a method of a copy that is free."""
+        copy = self.copies.get()
+        try:
+            return method(copy, *arguments)
+        finally:
+            self.copies.put(copy)
+
+    def able(self, module: str, lines: set[int], noticed: Counter[str]) -> list[str]:
+        """Return the tests that execute a line, the most promising first; of a line of an import, those of the module."""
+        executed = self.of_line[module]
+        tests = set[str]().union(*(executed.get(line, ()) for line in lines))
+        tests = tests.union(*executed.values()) if "" in tests else tests
+        near = {
+            test: time
+            for test in tests
+            if (time := self.seconds.get(test)) and test.split("::")[0] in self.near[module]
+        }
+        return sorted(near, key=lambda test: near[test] / (1 + noticed[test]))
+
+
 def listed() -> dict[str, set[str]]:
     """Return the changes that make no difference, by module: the new line of each."""
     found: dict[str, set[str]] = {}
@@ -190,38 +219,31 @@ def listed() -> dict[str, set[str]]:
     return found
 
 
-def difference(old: str, new: str) -> list[str]:
-    return [*difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)][2:]
+def tried(module: str, tests: Tests, of: int, within: float) -> Counter[str]:
+    """Try changes of a module, print those that no test notices, and count how they end."""
+    text, equal, met = (ROOT / module).read_text(), listed().get(module, set()), set[str]()
+    noticed = Counter[str]()
 
-
-def tried(module: str, near: list[str], asked: argparse.Namespace, copies: list[Copy]) -> Iterator[tuple[str, str]]:
-    """Yield, of each change of a module, how it ended and its difference."""
-    text, equal = (ROOT / module).read_text(), listed().get(module, set())
-    seconds = {test: time for copy in copies for test, time in copy.seconds().items()}
-    executed: dict[int, set[str]] = {}
-    for copy in copies:
-        for line, tests in copy.lines([module])[module].items():
-            executed.setdefault(line, set()).update(tests)
-    noticed, own = Counter[str](), threading.local()
-    free = iter(copies)
-
-    def attempt(change: Change) -> tuple[str, str]:
-        own.copy = getattr(own, "copy", None) or next(free)
-        tests = set().union(*(executed.get(line, ()) for line in change.lines))
-        if "" in tests:
-            tests.update(*executed.values())
-        able = [test for test in tests if seconds.get(test) is not None and test.split("::")[0] in near]
-        able.sort(key=lambda test: (seconds[test] or 0) / (1 + noticed[test]))
-        told = difference(text, change.text)
-        is_equal = not equal.isdisjoint(line[1:].strip() for line in told if line[:1] == "+")
-        for within in (asked.within,) if is_equal else (asked.within, 10 * asked.within):
-            if able and (by := own.copy.notices(module, change.text, able, within)):
+    def attempt(change: Change) -> str:
+        told = [*difflib.unified_diff(text.splitlines(), change.text.splitlines(), lineterm="", n=0)][2:]
+        as_listed = equal & {line[1:].strip() for line in told if line[:1] == "+"}
+        able = tests.able(module, change.lines, noticed)
+        for seconds in (within,) if as_listed else (within, 10 * within):
+            if able and (by := tests.within(Copy.notices, module, change.text, able, seconds)):
                 noticed[by] += 1
-                return "killed", "\n".join(told)
-        return "equal" if is_equal else "surviving", "\n".join(told)
+                return "killed"
+        met.update(as_listed)
+        if not as_listed:
+            print(*told, sep="\n", flush=True)
+        return "equal" if as_listed else "surviving"
 
-    with ThreadPoolExecutor(len(copies)) as pool:
-        yield from pool.map(attempt, changes(ROOT / module, asked.of))
+    with ThreadPoolExecutor(tests.copies.qsize()) as pool:
+        ends = Counter(pool.map(attempt, changes(ROOT / module, of)))
+    if of == 1 and (gone := equal - met):
+        ends["wrongly listed"] = len(gone)
+        print(f".ci/mutants.txt lists for {module} what is noticed, or no change of it:", *gone, sep="\n", flush=True)
+    print(f"{module}: {dict(ends)}", flush=True)
+    return ends
 
 
 def main() -> int:
@@ -235,36 +257,18 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", help="modules or folders of jshard/")
     asked = parser.parse_args()
     checkout: Any = runpy.run_path(str(ROOT / ".ci" / "changed.py"))["Checkout"](ROOT)
+    forked: Any = runpy.run_path(str(ROOT / "tests" / "support" / "forked.py"), run_name="forked")
     modules = [path for path in checkout.paths if path.endswith(".py")]
     modules = [path for path in modules if any(Path(path).is_relative_to(each) for each in asked.paths)]
     near = {module: asked.tests + [test for _, test in checkout.tests_of(module)[: asked.files]] for module in modules}
-    forked: Any = runpy.run_path(str(ROOT / "tests" / "forked.py"), run_name="forked")
-    subprocess.Popen = forked["Popen"]
-    total, failing = Counter[str](), 0
     with tempfile.TemporaryDirectory() as folder:
-        copies = [Copy(Path(folder, str(number)), checkout.paths) for number in range(os.cpu_count() or 1)]
-        with ThreadPoolExecutor(len(copies)) as pool:
-            files = sorted({test for tests in near.values() for test in tests} - {"tests/test_floors.py"})
-            [*pool.map(lambda at: copies[at[0] % len(copies)].record(at[1]), enumerate(files))]
-        for copy in copies:
-            for test in [test for test, time in copy.seconds().items() if time is None]:
-                failing += print(f"{test} fails without a change", flush=True) is None
-        for module in modules:
-            ends: Counter[str] = Counter()
-            listed_here = set(listed().get(module, ()))
-            for end, told in tried(module, near[module], asked, copies):
-                ends[end] += 1
-                if end == "equal":
-                    listed_here -= {line[1:].strip() for line in told.splitlines()}
-                if end == "surviving":
-                    print(told, flush=True)
-            total += ends
-            print(f"{module}: {dict(ends)}", flush=True)
-            for line in listed_here if asked.of == 1 else ():
-                failing += 1
-                print(f".ci/mutants.txt lists for {module} what is noticed, or no change of it: {line}", flush=True)
+        tests = Tests([Copy(Path(folder, f"{n}"), checkout.paths) for n in range(os.cpu_count() or 1)], near)
+        failing = [test for test, time in tests.seconds.items() if time is None]
+        print(*(f"{test} fails without a change" for test in failing), sep="\n", flush=True)
+        subprocess.Popen = forked["Popen"]
+        total = sum((tried(module, tests, asked.of, asked.within) for module in modules), Counter[str]())
     print(f"{len(modules)} modules, {total.total()} changes: {dict(total)}")
-    return int(bool(total["surviving"] or failing))
+    return int(bool(failing or total.keys() - {"killed", "equal"}))
 
 
 if __name__ == "__main__":

@@ -123,8 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     if asked.worker is not None:
         worker(asked.worker)
         return
-    from tests import linen_models, other_models
     from tests.inspect.verify.test_configurations import FILES
+    from tests.support import linen_models, other_models
 
     packages = {name: each.package for name, each in other_models.MODELS.items()}
     packages |= {name: linen_models.package(name) for name in linen_models.MODELS}

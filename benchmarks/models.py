@@ -4,9 +4,10 @@ XLA's partitioner for arrays that lie alike.
 
     python -m benchmarks.models [MODEL ...] [--plans data,fsdp] [--topology v5e:2x4] [--no-wire]
 
-The models, their batches and plans are the tables of tests/other_models.py (NNX) and tests/linen_models.py (Linen: functions of
-`params`). `make all` installs most of their packages; canvit-nnx==0.2.0, canvit-core==0.2.1
-and heal-swin-nnx==0.2.0, which ask for Python 3.12, go in by `pip install --no-deps`.
+The models, their batches and plans are the tables of tests/support/other_models.py (NNX) and
+tests/support/linen_models.py (Linen: functions of `params`). `make all` installs most of their packages;
+canvit-nnx==0.2.0, canvit-core==0.2.1 and heal-swin-nnx==0.2.0, which ask for Python 3.12, go in by
+`pip install --no-deps`.
 Numbers are those of eight pretended CPU devices, for tiny models; the wire is that of larger ones on absent TPUs (`pip install
 "jshard[tpu]"`), in bytes of each device for a loss and its gradients. A line is written as soon as it is known.
 """
@@ -24,8 +25,8 @@ import numpy as np
 from flax import nnx
 
 import jshard
-from tests import linen_models
-from tests.other_models import MODELS, TINY, Size
+from tests.support import linen_models
+from tests.support.other_models import MODELS, TINY, Size
 
 WIDE = Size(tokens=64, width=128, words=512)  # TPUs pad what is smaller, and sum what is scattered
 MOVES = ("all_gather", "all_to_all", "permute")

@@ -24,7 +24,7 @@ def once(topology: str, tensor: int, *, quick: bool) -> str:
     from jshard.inspect.plan import Topology, plan
     from jshard.inspect.plan.planning import mesh_on, moved_to
     from jshard.signals.active_config import configuration
-    from tests import decoder
+    from tests.support import decoder
 
     size = decoder.TINY if quick else decoder.SEVEN_BILLION
     target = Topology.of(topology)

@@ -16,8 +16,8 @@ from typing import Any
 from flax import nnx
 
 import jshard
-from tests import two_blocks
-from tests.other_models import MODELS, TINY, is_installed
+from tests.support import two_blocks
+from tests.support.other_models import MODELS, TINY, is_installed
 
 CASES: dict[str, tuple[str, Callable[[nnx.Rngs], Any], Any, Any]] = {
     "decoder": (two_blocks.DECODER, two_blocks.Decoder, two_blocks.TEXT, two_blocks.cross_entropy),

@@ -14,15 +14,16 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_NPROC", "32")  # at the default, pretend devices on few cores can wait for ever
 
-import compiled_before
-import forked
+from tests.support import compiled_before, forked  # the first tells JAX how to compile
+
+# isort: split
 import jax
 import pytest
 from _pytest import runner
 
 from jshard.signals.active_config import unload
 
-pytest_plugins = ("browser", "hung", "outside", "slow")
+pytest_plugins = tuple(f"tests.support.{name}" for name in ("browser", "hung", "outside", "slow"))
 
 
 RUNNING = {"room": ""}

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import linen_models
 import numpy as np
 import pytest
 from flax import nnx
-from other_models import MODELS, TINY, is_installed
 
 from jshard.cli import main
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.globs import OTHERS, narrowed
+from tests.support import linen_models
+from tests.support.other_models import MODELS, TINY, is_installed
 
 FOLDER = Path(__file__).parents[1] / "configs" / "adopt"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 
-import compiled_before
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jshard
+from tests.support import compiled_before
 
 
 @pytest.mark.parametrize("name", ["first", "second"])

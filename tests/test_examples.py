@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/first-steps.md").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 PAGE = (Path(__file__).parent.parent / "docs/from-gt.md").read_text()
 

@@ -21,23 +21,18 @@ def dies(name, times):
     if count <= times:
         os._exit(3)
 
-def test_of_kernels(): dies("kernels", 9)
-def test_hangs(): Path(os.environ["RAN"], "hangs").write_text("1"); time.sleep(60)
-def test_dies_once(): dies("once", 1)
-def test_dies_twice(): dies("twice", 2)
+def test_kernels(): dies("kernels", 9)
+def test_launch(): Path(os.environ["RAN"], "hangs").write_text("1"); time.sleep(60)
+def test_once(): dies("once", 1)
+def test_twice(): dies("twice", 2)
 """
 
 
 @pytest.mark.slow
 def test_hang_of_a_kernel_or_a_launch_and_a_second_one_of_any_test_end_red(tmp_path):
-    planted = {
-        "kernels": "test_of_kernels",
-        "launch": "test_hangs",
-        "once": "test_dies_once",
-        "twice": "test_dies_twice",
-    }
     names = []
-    for folder, test in planted.items():
+    for test in ("test_kernels", "test_launch", "test_once", "test_twice"):
+        folder = test.removeprefix("test_")
         (tmp_path / "tests" / folder).mkdir(parents=True)
         (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(PLANTED)
         names.append(f"tests/{folder}/test_{folder}.py::{test}")
@@ -46,7 +41,7 @@ def test_hang_of_a_kernel_or_a_launch_and_a_second_one_of_any_test_end_red(tmp_p
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "hung", "-p", "no:cacheprovider", *names],
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "RAN": str(ran), "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "RAN": str(ran), "PYTHONPATH": str(Path(__file__).parent / "support")},
     )  # fmt: skip
     counted = {path.name: int(path.read_text()) for path in ran.iterdir()}
     assert (done.returncode, counted) == (1, {"kernels": 1, "hangs": 1, "once": 2, "twice": 2}), done.stdout

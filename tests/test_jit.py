@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import processes
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
@@ -20,6 +19,7 @@ from flax.training.train_state import TrainState
 import jshard
 from jshard.layouts.layout import Layout
 from jshard.runs import events
+from tests.support import processes
 
 IN, HIDDEN, OUT, ROWS = 16, 32, 8, 8
 CONFIGURATION = {
@@ -540,7 +540,7 @@ def test_rows_that_are_closed_over_are_split_as_those_of_an_argument():
 SCRIPT = """
 import sys
 sys.path.insert(0, "tests")
-from processes import join
+from tests.support.processes import join
 join()
 import jax, numpy as np
 import test_jit

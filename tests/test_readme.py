@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jshard.signals.config import load_configuration
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

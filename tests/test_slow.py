@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import slow
+
+from tests.support import slow
 
 
 def of_a_test_marked(*marks: pytest.MarkDecorator) -> dict[str, list[str]]:

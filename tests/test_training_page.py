@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 PAGE = (Path(__file__).parent.parent / "docs/training.md").read_text()
 SHOWN = re.findall(r"^```console\n\$ (python|jshard) ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jshard.version import __version__
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -19,7 +19,7 @@ import pytest
 from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.version import __version__
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parents[2]
 DIGITS = "configs/digits.yaml"

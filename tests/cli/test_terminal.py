@@ -23,7 +23,7 @@ import pytest
 import jshard
 from jshard.cli import main
 from jshard.cli.terminal import fitted, width
-from tests.typed_in import typed_in
+from tests.support.typed_in import typed_in
 
 ROOT = Path(__file__).parents[2]
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

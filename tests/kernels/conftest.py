@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import compiled_before
 import jax
 import pytest
 from jax._src import dispatch
 from jax.experimental.pallas import tpu as pltpu
 
 from jshard import kernels
+from tests.support import compiled_before
 
 
 @pytest.fixture(params=["on_wait", "eager"])

@@ -24,7 +24,7 @@ from jshard.kernels.tiles import pack, unpack
 from jshard.kernels.tpu import all_reduce as tpu
 from jshard.kernels.tpu import dma
 from jshard.kernels.tpu.dma import Group, barrier, in_blocks, remote_copy
-from tests.compiled_before import interpreting
+from tests.support.compiled_before import interpreting
 
 
 class Halfway:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from jshard.inspect.ledger.ledger import read
 from jshard.kernels import deterministic_sum as in_order
 from jshard.programs.jaxprs import equations
 from jshard.signals.active_config import unload
+from tests.support import cases
 
 
 @pytest.mark.quick(3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import compiled_before
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ from jshard import kernels
 from jshard.errors import JShardError
 from tests.kernels.conftest import clean
 from tests.kernels.test_gpu import lowered
+from tests.support import compiled_before
 
 # x[8, 8] on each device, and so the result but for the products, which have as many columns as rows of x
 OPS = {

@@ -83,7 +83,13 @@ def test_train_loses_bitwise_the_same_alone_and_in_2_and_in_4_processes(tmp_path
 
 @pytest.mark.slow
 def test_a_model_by_claims_loses_bitwise_the_same_alone_and_in_4_processes(tmp_path):
-    train = {"model": "tests.plain:Dense", "data": "tests.plain:data", "batch": 16, "steps": 6, "log": {"every": 1}}
+    train = {
+        "model": "tests.support.plain:Dense",
+        "data": "tests.support.plain:data",
+        "batch": 16,
+        "steps": 6,
+        "log": {"every": 1},
+    }
     rest = {"row": "data", "match": ["**"]}
     (tmp_path / "claims.yaml").write_text(json.dumps({"jshard": {"mesh": {"data": 8}, "train": train}, "rest": rest}))
     losses = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ from flax import linen, nnx
 
 import jshard
 from jshard.errors import JShardError
+from tests.support import cases
 
 MESH = {"mesh": {"data": 2, "tensor": 4}}
 CLAIMS = {

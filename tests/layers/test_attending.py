@@ -8,7 +8,6 @@ import itertools
 import math
 import types
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +19,7 @@ from jshard.errors import JShardError
 from jshard.layers import attending, ring_attention
 from jshard.layers.partition.part import Part
 from jshard.programs.jaxprs import equations
+from tests.support import cases
 
 ROWS, PLACES, HEADS, KEYS, SIZE = 8, 32, 8, 4, 4
 WIDTH = HEADS * SIZE

@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
-from partitioned import built, counted
 
 import jshard
 from jshard.programs.jaxprs import equations
 from jshard.signals.claims import Claim, Stage
+from tests.support.partitioned import built, counted
 
 SIZES = {"data": 2, "tensor": 4}
 D, T = ("data",), ("tensor",)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from other_models import MODELS, TINY, is_installed, tunix_batch
 
 import jshard
 from jshard.cli import main
@@ -24,6 +23,7 @@ from jshard.layers.kv_cache import KVCache
 from jshard.programs.flops import arithmetic_of
 from jshard.programs.jaxprs import equations
 from jshard.signals.config import load_configuration
+from tests.support.other_models import MODELS, TINY, is_installed, tunix_batch
 
 FOLDER = Path(__file__).parents[2] / "configs" / "decoder"
 SIZES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "placement")

@@ -3,15 +3,15 @@ sends. Nothing is compiled."""
 
 from __future__ import annotations
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from partitioned import built, counted
 
 from jshard.programs.jaxprs import equations
+from tests.support import cases
+from tests.support.partitioned import built, counted
 
 SIZES = {"data": 2, "tensor": 4}
 D, T = ("data",), ("tensor",)

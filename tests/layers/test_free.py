@@ -6,16 +6,16 @@ import functools
 import hashlib
 import re
 
-import cases
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
 from jax import lax
-from one_shard_map import in_one_shard_map
 
 import jshard
+from tests.support import cases
+from tests.support.one_shard_map import in_one_shard_map
 
 P = jax.P
 bf16, f32 = jnp.bfloat16, jnp.float32

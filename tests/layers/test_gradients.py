@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import types
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.errors import JShardError
 from jshard.layers.gradients import _microbatches
 from jshard.signals.active_config import unload
+from tests.support import cases
+from tests.support.one_shard_map import in_one_shard_map
 
 P = jax.P
 SIGNALS = {

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn import drawn
 from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
+from tests.support.drawn import drawn
 
 WIDTH, ROWS, MICROBATCHES = 8, 16, 4
 pytestmark = [pytest.mark.usefixtures("nothing_loaded"), pytest.mark.seconds]

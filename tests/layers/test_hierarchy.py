@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.signals.active_config import unload
+from tests.support.one_shard_map import in_one_shard_map
 
 pytestmark = pytest.mark.usefixtures("nothing_loaded")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.errors import JShardError
@@ -22,6 +20,8 @@ from jshard.inspect.report.gather import facts_of_function
 from jshard.layers.layer import ModelArray, ModelArrays, model_arrays, parameters_by_path
 from jshard.layouts.layout import Layout
 from jshard.signals.signal import DTypes, Signal
+from tests.support import cases
+from tests.support.one_shard_map import in_one_shard_map
 
 P = jax.P
 ROOT = Path(__file__).parent.parent.parent

@@ -6,17 +6,17 @@ import functools
 import gc
 import math
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.signals.active_config import unload
+from tests.support import cases
+from tests.support.one_shard_map import in_one_shard_map
 
 FEW = ("row column", "column gather", "row sequence reduction", "store column", "backward other")
 EVERYWHERE = [

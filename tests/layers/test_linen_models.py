@@ -7,11 +7,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from linen_models import MODELS, package
-from other_models import TINY
 
 import jshard
 from jshard.layouts.paths import words_of
+from tests.support.linen_models import MODELS, package
+from tests.support.other_models import TINY
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"

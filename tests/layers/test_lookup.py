@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from jshard.layers.partition.lookup import _by_place, _counts
 from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import bare, equations
 from jshard.signals.claims import Claim
+from tests.support import cases
 
 X, PLACES = np.arange(4 * 4 * 8.0, dtype=np.float32).reshape(4, 4, 8), np.array([3, 0, 3, 1], np.int32)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import collections
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from one_shard_map import in_one_shard_map
 
 import jshard
+from tests.support import cases
+from tests.support.one_shard_map import in_one_shard_map
 
 HIDDEN = 32
 PAIR = {"up": {"column": "tensor"}, "down": {"reduction": "tensor"}}

@@ -18,7 +18,7 @@ from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import bare, inner
 from jshard.programs.provenance import Cause
 from jshard.signals.signal import Signal
-from tests import cases
+from tests.support import cases
 
 X, TARGETS = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32), np.arange(8)
 

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from other_models import MODELS, TINY, is_installed
 
 import jshard
 from jshard.inspect.compiled.schedule import wire_bytes
+from tests.support.other_models import MODELS, TINY, is_installed
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from partitioned import KINDS, built, counted
 
 import jshard
 from jshard.kernels import select_algorithm
@@ -21,6 +20,7 @@ from jshard.layers.partition import part
 from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import equations
 from jshard.signals.claims import Claim
+from tests.support.partitioned import KINDS, built, counted
 
 SIZES = {"data": 2, "tensor": 4}
 D, T = ("data",), ("tensor",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jshard
+from tests.support import cases
 
 P = jax.P
 MASTERS = {"param": "float32", "compute": "bfloat16", "reduce": "float32"}

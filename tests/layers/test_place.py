@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from jshard.errors import JShardError
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts import transfer
 from jshard.signals.active_config import unload
+from tests.support import cases
 
 SIGNALS = {"up": {"column": "w"}, "down": {"reduction": "w"}}
 KERNEL = 784 * 128

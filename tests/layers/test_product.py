@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from jshard.layers import partition
 from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import equations
 from jshard.signals.claims import Claim
+from tests.support import cases
 
 SIZES = {"data": 2, "tensor": 4}
 D, T = ("data",), ("tensor",)

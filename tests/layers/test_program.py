@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from partitioned import built
 
 import jshard
 from jshard.errors import JShardError
 from jshard.layers import partition
 from jshard.signals.claims import Claim, Stage
+from tests.support.partitioned import built
 
 X = np.ones((8, 8), np.float32)
 WS = np.stack([X] * 4)

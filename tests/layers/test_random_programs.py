@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fuzz_programs import outcome
-from random_programs import Array, Program, Statement, program
+
+from tests.support.fuzz_programs import outcome
+from tests.support.random_programs import Array, Program, Statement, program
 
 
 def small(

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn import drawn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -21,6 +20,7 @@ from jshard.layers.abstract import created
 from jshard.layers.layer_stack import in_ranges
 from jshard.programs.jaxprs import equations, scanned
 from jshard.programs.provenance import op_name
+from tests.support.drawn import drawn
 
 WIDTH, HIDDEN = 16, 32
 

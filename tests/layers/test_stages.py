@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn import drawn
 from flax import nnx
 
 import jshard
@@ -31,6 +30,7 @@ from jshard.programs.provenance import said
 from jshard.schedules import KINDS, generate
 from jshard.schedules.steps import steps
 from jshard.signals.active_config import unload
+from tests.support.drawn import drawn
 
 WIDTH, HIDDEN, WORDS, LAYERS, MICROBATCHES = 8, 16, 11, 8, 4
 

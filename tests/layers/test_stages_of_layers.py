@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from partitioned import asked
 
 from jshard.layers.partition.stages import Counts, from_chunks, from_stages, in_turn, to_chunks, to_stages
 from jshard.programs.jaxprs import equations
 from jshard.programs.provenance import said
+from tests.support.partitioned import asked
 
 UNEQUAL = Counts((3, 1, 2, 2), 2)
 

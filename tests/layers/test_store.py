@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from tests.support import cases
 
 rng = np.random.default_rng(0)
 SHAPES = {"table": (16, 6), "up": (6, 12), "bias": (12,), "head": (12, 10), "end": (10,), "scale": ()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cases
 import jax
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from jshard.layouts import Layout, redistribute
 from jshard.signals.active_config import configuration, load, mesh, unload
 from jshard.signals.scope import signal
 from jshard.signals.signal import Shard, Signal
+from tests.support import cases
 
 CONFIG = """\
 jshard:

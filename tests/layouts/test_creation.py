@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ import jshard
 from jshard.layouts import Layout, create
 from jshard.layouts.creation import create_by
 from jshard.programs.jaxprs import equations
+from tests.support import cases
 
 INITIALIZERS = {
     "lecun_normal": nnx.initializers.lecun_normal(),

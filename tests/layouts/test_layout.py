@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import pickle
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +26,7 @@ from jshard.layouts.mesh import (
     workers_mesh,
 )
 from jshard.signals.active_config import unload
+from tests.support import cases
 
 P = jax.P
 

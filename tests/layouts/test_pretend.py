@@ -13,7 +13,7 @@ import pytest
 import jshard
 from jshard.hardware.host import free_port
 from jshard.layouts.pretend import pretend
-from tests.outside import users_environment
+from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parents[2]
 RUNS = int(os.environ.get("JSHARD_HANG_RUNS", "2"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ import jshard
 from jshard.layers.auto_strategy import Operand
 from jshard.layouts import Layout
 from jshard.layouts.redistribution import as_array, plan_moves, redistribute
+from tests.support import cases
 
 P = jax.P
 NAMES = ("data", "tensor", "pipe")

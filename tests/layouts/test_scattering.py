@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import processes
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
@@ -23,8 +22,9 @@ from jshard.layouts import gathering, p2p, scattering, shard_buffers, transfer
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts.index_ranges import blocks, overlap, word_count
 from jshard.layouts.p2p import Parcel, _at_doors, _sending, carry, doors_of, is_shared, parcels_of, tell
+from tests.support import processes
 
-SCRIPT = Path(__file__).parents[1] / "scatter_in_processes.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "scatter_in_processes.py"
 LAYOUTS = {"replicated": (None, None), "rows": ("a", None), "columns": (None, ("a", "b")), "both": ("b", "a")}
 
 

@@ -6,12 +6,10 @@ import json
 import threading
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain
 import pytest
 from flax import nnx
 
@@ -19,6 +17,7 @@ import jshard
 from jshard.signals import active_config as current
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.train import train as train_experiment
+from tests.support import cases, plain
 
 P = jax.P
 SIGNALS = {
@@ -43,7 +42,13 @@ def recorded(folder):
 
 @pytest.mark.slow
 def test_train_is_the_loop_of_the_command_line():
-    named = {"model": "plain:Dense", "data": "plain:data", "optimizer": "adam", "output": "one", **SETTINGS}
+    named = {
+        "model": "tests.support.plain:Dense",
+        "data": "tests.support.plain:data",
+        "optimizer": "adam",
+        "output": "one",
+        **SETTINGS,
+    }
     signals = {"jshard": {"mesh": {"data": 2, "tensor": 4}}, **SIGNALS}
     Path("m.yaml").write_text(json.dumps({**signals, "jshard": {**signals["jshard"], "train": named}}))
     expected = train_experiment(Experiment.build(current.load("m.yaml"), current.mesh()))

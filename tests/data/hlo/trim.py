@@ -3,7 +3,7 @@ collectives, all that leads to them, and the work between them that a TPU's comp
 same before and after is checked.
 
 `PYTHONPATH=.:tests python tests/data/hlo/trim.py v5e:2x4 > tests/data/hlo/decoder-v5e.hlo` compiles a step of
-tests/decoder.py first, with the compilers of `make all`: so for cpu:8, tpu7x:2x2x1, h100:8 and h200:8.
+tests/support/decoder.py first, with the compilers of `make all`: so for cpu:8, tpu7x:2x2x1, h100:8 and h200:8.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import re
 import sys
 from pathlib import Path
 
-import decoder
-
 import jshard
 from jshard.inspect.compiled import collectives_in
 from jshard.inspect.compiled.hlo_text import COMPUTATION, INSTRUCTION, KIND_OF, Instruction
@@ -21,6 +19,7 @@ from jshard.inspect.plan.aot import compile_absent, exported
 from jshard.inspect.plan.topology import Topology
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import on_mesh
+from tests.support import decoder
 
 
 def compiled(name: str) -> str:

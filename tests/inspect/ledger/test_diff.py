@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from decoder import SEVEN_BILLION, TINY, Size, configured, training_step
 
 import jshard
 from jshard.cli import main
@@ -27,6 +26,7 @@ from jshard.programs.provenance import Cause, scope
 from jshard.schedules import Cost, generate
 from jshard.signals.active_config import on_mesh, unload
 from jshard.training.diff import _documents, _Side
+from tests.support.decoder import SEVEN_BILLION, TINY, Size, configured, training_step
 
 ROOT = Path(__file__).parents[3]
 DIGITS = "configs/digits.yaml"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cases
 import pytest
 
 from jshard.errors import JShardError, Location
@@ -12,6 +11,7 @@ from jshard.inspect.ledger.expect import check_promises, over_budget
 from jshard.inspect.ledger.memory import Resident
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration
+from tests.support import cases
 
 MESH = {"mesh": {"data": 2, "tensor": 4}}
 

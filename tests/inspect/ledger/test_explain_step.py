@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from decoder import Block, Size, configured, training_step
 from flax import nnx
 
 import jshard
@@ -28,6 +27,7 @@ from jshard.layers.abstract import abstract
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import mesh, on_mesh, unload
 from jshard.training.experiments.experiment import Experiment
+from tests.support.decoder import Block, Size, configured, training_step
 
 ROOT = Path(__file__).parents[3]
 DIGITS = "configs/digits.yaml"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from jshard.inspect.ledger.unsplit import _listed, _splitting
 from jshard.layers.active_signals import active_signals
 from jshard.programs.provenance import scope
 from jshard.signals.signal import Shard, Signal
+from tests.support import cases
 
 AUTO = {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}
 SIGNALS = {"up": {"row": "data", "column": "tensor", "store": "data"}, "down": {"row": "data", "reduction": "tensor"}}

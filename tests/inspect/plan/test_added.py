@@ -15,7 +15,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger
-from tests import cases
+from tests.support import cases
 
 AUTO = {"mesh": {"data": 2, "tensor": 4}, "axis_types": "auto"}
 XLA = "XLA for CPU"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decoder
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +13,7 @@ from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.inspect.plan.topology import Topology
 from jshard.printing.units import size
 from jshard.signals.active_config import configuration, unload
+from tests.support import decoder
 
 TOPOLOGIES = ["v4:2x2x1", "v5e:4x4", "v5p:8x8x16", "v6e:16x16", "tpu7x:2x2x2", "h100:8", "h200:8", "b200:8"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import decoder
 import jax
 import jax.numpy as jnp
 import pytest
@@ -21,6 +20,7 @@ from jshard.inspect.plan.comparison import compare
 from jshard.layouts.mesh import absent_mesh
 from jshard.programs.provenance import Cause, cause
 from jshard.signals.active_config import on_mesh, unload
+from tests.support import decoder
 
 HLO = Path(__file__).parents[2] / "data" / "hlo"
 SIZES = {"data": 2, "tensor": 4}

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import decoder
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,8 +21,9 @@ from jshard.inspect.plan import Topology, plan
 from jshard.inspect.plan.difference import Outcome, Runs, compare_plans
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.signals.active_config import configuration
-from tests.outside import users_environment
-from tests.typed_in import typed_in
+from tests.support import decoder
+from tests.support.outside import users_environment
+from tests.support.typed_in import typed_in
 
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}

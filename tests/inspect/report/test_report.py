@@ -17,7 +17,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from browser import Window
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -45,6 +44,7 @@ from jshard.printing.markup import data, element
 from jshard.printing.pages.words import PALETTE, Colours, amount, size
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import unload
+from tests.support.browser import Window
 
 YAML = """\
 # </code></script><script>document.title = "broken"</script> & "all" that

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import Window
-from xplanes import Instruction, Op, plane, programs, write
 
 from jshard.cli import main
 from jshard.errors import JShardError
@@ -26,6 +24,8 @@ from jshard.inspect.timeline.run_timeline import Timeline
 from jshard.inspect.timeline.run_timeline import Window as Step
 from jshard.inspect.timeline.words import by_signal, span, sums
 from jshard.schedules import generate
+from tests.support.browser import Window
+from tests.support.xplanes import Instruction, Op, plane, programs, write
 
 PROGRAM = programs(
     jit_train={

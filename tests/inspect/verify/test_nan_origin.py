@@ -18,7 +18,7 @@ from jshard.signals import active_config as current
 from jshard.training.experiments import nan_cause as again
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.train import train
-from tests.processes import run as run_processes
+from tests.support.processes import run as run_processes
 
 # -- in a program --
 
@@ -193,7 +193,7 @@ def test_what_keeps_it_from_being_found_is_said(here, capsys, monkeypatch):
 
 SCRIPT = """
 import os, sys
-from tests.processes import join
+from tests.support.processes import join
 join()
 sys.path.insert(0, os.getcwd())
 from jshard.signals import active_config as current

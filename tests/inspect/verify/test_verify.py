@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from one_shard_map import in_one_shard_map
 
 import jshard
 from jshard.errors import JShardError
@@ -22,6 +21,7 @@ from jshard.inspect.verify import verify
 from jshard.layers import body
 from jshard.layers import sharded_matmul as product
 from jshard.signals.active_config import unload
+from tests.support.one_shard_map import in_one_shard_map
 
 YAML = """\
 jshard:

@@ -10,12 +10,24 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import lax
-from qwen3 import qwen3
-from two_blocks import DECODER, IMAGES, QWEN3, TEXT, TOKENS, VIT, Decoder, ViT, also, cross_entropy, of_qwen3
 
 import jshard
 from jshard.kernels.all_reduction import all_reduce
 from jshard.layers.partition import engine, lookup, part, shape
+from tests.support.qwen3 import qwen3
+from tests.support.two_blocks import (
+    DECODER,
+    IMAGES,
+    QWEN3,
+    TEXT,
+    TOKENS,
+    VIT,
+    Decoder,
+    ViT,
+    also,
+    cross_entropy,
+    of_qwen3,
+)
 
 
 @pytest.fixture(autouse=True)

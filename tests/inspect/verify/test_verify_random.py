@@ -10,7 +10,6 @@ import dataclasses
 import os
 from typing import Any
 
-import fuzz_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +17,13 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from random_programs import Writer, program
 
 import jshard
 from jshard.errors import JShardError
 from jshard.inspect.verify import verify
 from jshard.signals.active_config import unload
+from tests.support import fuzz_programs
+from tests.support.random_programs import Writer, program
 
 EXAMPLES = int(os.environ.get("JSHARD_VERIFY_EXAMPLES", "4"))
 FEATURES = 16

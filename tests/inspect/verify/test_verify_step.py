@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,8 @@ from jshard.training.experiments import experiment as training_experiment
 from jshard.training.experiments import loop
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.optimizers import clipping
-from tests.outside import users_environment
+from tests.support import cases
+from tests.support.outside import users_environment
 
 YAML = """\
 jshard:

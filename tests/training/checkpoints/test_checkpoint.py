@@ -34,8 +34,8 @@ from jshard.training.experiments.loop import NotANumber, TrainingStep, check_par
 from jshard.training.experiments.train import train
 from jshard.training.preemption import Preempted
 from jshard.training.telemetry.progress import Bar
-from tests.cases import compilations
-from tests.processes import run as run_processes
+from tests.support.cases import compilations
+from tests.support.processes import run as run_processes
 
 ROOT = Path(__file__).parents[3]
 FILE = """
@@ -298,7 +298,7 @@ def test_run_that_goes_on_writes_the_evaluation_that_was_lost(run, finished, her
 NEWEST = """
 import sys
 from pathlib import Path
-from tests.processes import join
+from tests.support.processes import join
 join()
 from jshard.training.checkpoints.checkpoint import Checkpoint
 print(Checkpoint.newest_whole(Path("run/checkpoints"), "run").step, Checkpoint.newest_whole(Path("nowhere"), "run"))
@@ -487,7 +487,7 @@ def test_sigterm_saves_the_step_it_came_in_and_ends_with_143(here, finished, cap
 
 SCRIPT = """
 import os, signal, sys
-from tests.processes import join
+from tests.support.processes import join
 join()
 import jax
 from jshard.signals import active_config as current

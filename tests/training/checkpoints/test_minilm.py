@@ -15,7 +15,7 @@ from scipy.special import erf
 
 import jshard
 from jshard.runs import events
-from tests.minilm import HEADS, IDS, LAYERS, MiniLM
+from tests.support.minilm import HEADS, IDS, LAYERS, MiniLM
 
 RENAME = Path(__file__).parents[2] / "data" / "minilm.txt"
 SHA = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

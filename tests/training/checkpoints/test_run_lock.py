@@ -25,8 +25,8 @@ YAML = """
 jshard:
   mesh: {data: 2}
   train:
-    model: tests.plain:Dense
-    data: tests.plain:data
+    model: tests.support.plain:Dense
+    data: tests.support.plain:data
     batch: 16
     steps: 2
     output: run

@@ -25,7 +25,7 @@ from jshard.runs import events
 from jshard.training.checkpoints.tensors import safetensors
 from jshard.training.checkpoints.tensors.safetensors import new_header, read_header
 from jshard.training.telemetry.progress import byte_bar
-from tests.processes import run
+from tests.support.processes import run
 
 PAGE = (Path(__file__).parents[3] / "docs" / "weights.md").read_text()
 SPECS = {
@@ -604,7 +604,7 @@ def test_bar_is_drawn_on_a_terminal_and_nowhere_else():
 
 @pytest.mark.slow
 def test_four_processes_read_and_write_their_shards_and_hold_no_more(tmp_path):
-    done = run(Path(__file__).parents[2] / "weights_in_processes.py", 4, tmp_path)
+    done = run(Path(__file__).parents[2] / "support" / "weights_in_processes.py", 4, tmp_path)
     for each in done:
         told = json.loads(each.stdout.splitlines()[-1])
         shard = told["shard"]

@@ -20,7 +20,7 @@ from jshard.training.data.batches import Placement, source
 from jshard.training.data.prefetch import read_ahead
 from jshard.training.data.sources import Examples, Indexed, Shuffled, Stream, own_position
 from jshard.training.experiments.loop import run
-from tests.processes import run as run_processes
+from tests.support.processes import run as run_processes
 
 TEN = Examples(np.arange(10.0), np.arange(10))
 ROOT = Path(__file__).parents[3]
@@ -125,7 +125,7 @@ def test_placement_takes_trees_and_each_process_its_rows(mesh):
 
 @pytest.mark.slow
 def test_each_of_two_processes_reads_the_rows_of_its_place_on_the_mesh_and_no_others():
-    for each in run_processes(ROOT / "tests/train_in_processes.py", 2, devices=2, timeout=120):
+    for each in run_processes(ROOT / "tests/support/train_in_processes.py", 2, devices=2, timeout=120):
         assert each.stdout.splitlines() == [
             "{'data': 2, 'tensor': 2} 2",
             "{'tensor': 2, 'data': 2} 4",

@@ -7,11 +7,9 @@ import functools
 import json
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain
 import pytest
 from flax import nnx
 
@@ -19,6 +17,7 @@ import jshard
 from jshard.layers.accumulation import accumulated
 from jshard.signals import active_config as current
 from jshard.training.experiments.experiment import Experiment
+from tests.support import cases, plain
 
 P = jax.P
 REST = {"row": "data", "match": ["**"]}
@@ -73,7 +72,14 @@ def _in_a_folder(tmp_path, monkeypatch):
 
 
 def built(model, plan, *overrides, **train):
-    settings = {"model": f"{model}", "data": "plain:data", "batch": 32, "steps": 4, "optimizer": "sgd", **train}
+    settings = {
+        "model": f"{model}",
+        "data": "tests.support.plain:data",
+        "batch": 32,
+        "steps": 4,
+        "optimizer": "sgd",
+        **train,
+    }
     mesh = {"mesh": {"data": 2, "tensor": 4} if plan != "none" else {"data": 1}}
     signals = {"up": {"row": "data", "column": "tensor"}, "down": {"row": "data", "reduction": "tensor"}}
     signals = signals if plan == "layers" else PLANS[plan]
@@ -120,10 +126,10 @@ def test_a_step_over_microbatches_is_a_step_on_the_whole_batch(model, plan, axis
 
 @pytest.mark.slow
 def test_dropout_is_drawn_anew_for_each_microbatch_and_alike_on_every_mesh():
-    one = stepped(built("plain:Dense", "none", "microbatches=4"))
+    one = stepped(built("tests.support.plain:Dense", "none", "microbatches=4"))
     for plan in ("data", "tensor", "fsdp"):
-        close(stepped(built("plain:Dense", plan, "microbatches=4")), one)
-    assert abs(whole("plain:Dense")[0][0] - one[0][0]) > 1e-3
+        close(stepped(built("tests.support.plain:Dense", plan, "microbatches=4")), one)
+    assert abs(whole("tests.support.plain:Dense")[0][0] - one[0][0]) > 1e-3
 
 
 def counts(experiment, phase="backward"):
@@ -167,8 +173,8 @@ def test_a_step_over_microbatches_is_verified():
 
 @pytest.mark.seconds
 def test_statistics_and_tokens_go_from_one_microbatch_to_the_next():
-    experiment = built("plain:Filters", "data", "microbatches=4")
-    close(stepped(experiment), stepped(built("plain:Filters", "none", "microbatches=4")))
+    experiment = built("tests.support.plain:Filters", "data", "microbatches=4")
+    close(stepped(experiment), stepped(built("tests.support.plain:Filters", "none", "microbatches=4")))
 
 
 def test_without_a_configuration_it_is_the_mean_of_microbatches():
@@ -195,5 +201,5 @@ def test_without_a_configuration_it_is_the_mean_of_microbatches():
 )
 def test_microbatches_that_do_not_divide(words, sentence):
     with pytest.raises(jshard.JShardError) as error:
-        built("plain:Dense", "data", *words)
+        built("tests.support.plain:Dense", "data", *words)
     assert str(error.value) == sentence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import decoder
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from jshard.schedules import generate
 from jshard.signals import active_config as current
 from jshard.training.experiments.figures import Figures, tokens_in
 from jshard.training.telemetry.progress import figures_in_words
+from tests.support import decoder
 
 
 @pytest.mark.quick("2-4")

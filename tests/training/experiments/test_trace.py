@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.config import compilation_cache_include_metadata_in_key
-from xplanes import write
 
 import jshard
 from jshard.cli import main
@@ -27,6 +26,7 @@ from jshard.inspect.timeline.capture import captures
 from jshard.signals import active_config as current
 from jshard.training.experiments.on_demand_trace import LOOK, TraceRequest
 from jshard.training.experiments.trace import settle, trace
+from tests.support.xplanes import write
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/watching.md").read_text()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import plain
 import pytest
 from flax import nnx
 
 from jshard.cli import main
 from jshard.signals import active_config as current
 from jshard.training.experiments.experiment import Experiment
+from tests.support import plain
 
 P = jax.P
 REST = {"row": "data", "match": ["**"]}
@@ -37,7 +37,14 @@ NAMES = {"Dense": ("up", "down"), "Filters": ("first", "second"), "bridged": ("D
 def experiment(model, plan, tmp_path, *overrides, mesh=None, **train):
     """An experiment by a file in `tmp_path`; without a plan on one device."""
     mesh = mesh or ({"data": 2, "tensor": 4} if plan else {"data": 1})
-    settings = {"model": f"plain:{model}", "data": "plain:data", "batch": 16, "steps": 4, "log": {"every": 1}, **train}
+    settings = {
+        "model": f"tests.support.plain:{model}",
+        "data": "tests.support.plain:data",
+        "batch": 16,
+        "steps": 4,
+        "log": {"every": 1},
+        **train,
+    }
     signals = {name: dict(keys) for name, keys in PLANS[plan].items()} if plan else {}
     for name in signals:
         globs = [glob.replace("{up,first}", NAMES[model][0]) for glob in signals[name]["match"]]

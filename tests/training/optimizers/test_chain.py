@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import cases
 import jax
 import numpy as np
 import optax
-import plain
 import pytest
 from flax import nnx
 
@@ -22,6 +20,7 @@ from jshard.training.optimizers import schedules
 from jshard.training.optimizers.chain import Chain
 from jshard.training.optimizers.clipping import clip_by_global_norm
 from jshard.training.settings import Settings
+from tests.support import cases, plain
 
 OWN = """
 import optax
@@ -247,7 +246,14 @@ SIGNALS = {
 
 
 def built(optimizer, **train):
-    settings = {"model": "plain:Dense", "data": "plain:data", "batch": 16, "steps": 4, "optimizer": optimizer, **train}
+    settings = {
+        "model": "tests.support.plain:Dense",
+        "data": "tests.support.plain:data",
+        "batch": 16,
+        "steps": 4,
+        "optimizer": optimizer,
+        **train,
+    }
     Path("m.yaml").write_text(json.dumps({"jshard": {"mesh": {"data": 2, "tensor": 4}, "train": settings}, **SIGNALS}))
     return Experiment.build(current.load("m.yaml"), current.mesh())
 

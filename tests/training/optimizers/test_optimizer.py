@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import gc
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +12,10 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
-from one_shard_map import in_one_shard_map
 
 import jshard
+from tests.support import cases
+from tests.support.one_shard_map import in_one_shard_map
 
 P = jax.P
 TENSOR = {"up": {"row": "data", "column": "tensor"}, "down": {"row": "data", "reduction": "tensor"}}

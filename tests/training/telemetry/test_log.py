@@ -122,7 +122,7 @@ def test_log_tells_how_the_run_went_on_and_ended(run):
 def killed(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Two processes; the second is late for each step, and then killed."""
     found = tmp_path_factory.mktemp("killed")
-    words = ["train", "configs/xor.yaml", "data=tests.late_rows:data", "log=true", f"output={found}"]
+    words = ["train", "configs/xor.yaml", "data=tests.support.late_rows:data", "log=true", f"output={found}"]
     command = [sys.executable, "-m", "jshard", "launch", "-n", "2", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JSHARD_LOG": "info"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType
-from processes import join
 
 import jshard
 from jshard.errors import JShardError
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts import p2p as carry
 from jshard.layouts.put import on_host, put
+from tests.support.processes import join
 
 LAYOUTS = [(None, None), ("a", None), (None, ("b", "a")), ("a", "b")]  # replicated, rows, columns, both
 

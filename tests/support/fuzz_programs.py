@@ -19,16 +19,16 @@ from typing import Any
 if __name__ == "__main__":
     os.environ |= {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     os.environ.setdefault("PJRT_NPROC", "32")
-    import compiled_before
+    from tests.support import compiled_before
 
 import jax
 import numpy as np
-import random_programs
-from random_programs import Array, Program, Statement
 
 import jshard
 from jshard.errors import JShardError
 from jshard.signals.active_config import unload
+from tests.support import random_programs
+from tests.support.random_programs import Array, Program, Statement
 
 TOLERANCE = {np.float32: 3e-5, np.float64: 1e-9}  # of the largest number of an array, and of one at least
 EXACT = 2.0**20  # whole numbers below this had no sum that float32 rounds

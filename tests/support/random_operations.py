@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import string
 
-from random_statements import SIZES, WHOLE, Statement, Writer, bias, other, reshape, whole
+from tests.support.random_statements import SIZES, WHOLE, Statement, Writer, bias, other, reshape, whole
 
 # -- sums --
 

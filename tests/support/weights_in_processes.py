@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from processes import join
 
 import jshard
 from benchmarks.scatter import memory
 from jshard.errors import JShardError
 from jshard.runs import events
 from jshard.training.checkpoints.tensors.safetensors import new_header
+from tests.support.processes import join
 
 SHAPE, SPECS = (6144, 1024), [("d", None), (None, "d"), ("d", None), (None, "d")]  # 24 MiB each
 RENAME = "(w.*[01]): \\1\n(w.*): \\1 | permute 1 0\nscale: scale\n"

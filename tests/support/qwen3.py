@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from other_models import MODELS, TINY, is_installed
+from tests.support.other_models import MODELS, TINY, is_installed
 
 
 def qwen3(extra: Any, kv_heads: int) -> Any:

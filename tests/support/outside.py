@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import compiled_before
 import pytest
 
 from jshard.errors import JShardError
 from jshard.inspect.plan.aot import check_installed
 from jshard.inspect.plan.topology import Topology
+from tests.support import compiled_before
 
 OURS = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC")
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.other_models import TINY, Size
+from tests.support.other_models import TINY, Size
 
 rng = np.random.default_rng(0)
 HEADS = 8

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import random_operations
-import random_statements
 import yaml
 from jax import lax
-from random_statements import SIZES
+
+from tests.support import random_operations, random_statements
+from tests.support.random_statements import SIZES
 
 Axes = tuple[tuple[str, ...], ...]
 LARGEST, MOST, BOUND = 768, 5, 2**12  # elements of a variable, its axes, and how large whole numbers may grow

@@ -18,7 +18,7 @@ from pathlib import Path
 from jshard.hardware.host import free_port
 from jshard.launch.worker import without_chatter
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.processes import join
+from tests.support.processes import join
 
 join()
 

@@ -22,7 +22,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLACE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jshard-tests-ordered")
 PLACE /= f"jax-{version('jax')}-python-{sys.version_info[0]}.{sys.version_info[1]}"
 # JAX's key is that of a program before jshard changes it.
@@ -206,22 +206,20 @@ def share_what_asks_for_no_configuration() -> None:
         with outside():
             return f(*args)
 
-    def asks_for_none(f: Any) -> bool:
-        return runs_now() and (getattr(f, "__module__", None) or "").startswith(rooms)
-
-    def runs_now() -> bool:
-        """Not in a program that is traced; in a vmap or a gradient that is in none, as layers of a stack draw their numbers."""
+    def around(f: Any) -> Any:
+        """A function of JAX's is outside where it runs now: in no trace but a vmap or a gradient, as layers of a stack draw."""
         trace = core.trace_ctx.trace
         while isinstance(trace, batching.BatchTrace | ad.JVPTrace | ad.LinearizeTrace):
             trace = trace.parent_trace
-        return isinstance(trace, core.EvalTrace)
+        is_jax = (getattr(f, "__module__", None) or "").startswith(rooms)
+        return outside() if is_jax and isinstance(trace, core.EvalTrace) else contextlib.nullcontext()
 
     def inferred(f: Any, *args: Any) -> Any:
-        with outside() if asks_for_none(f) else contextlib.nullcontext():
+        with around(f):
             return infer(f, *args)
 
     def ran(p: Any, flat: Any, f: Any, *args: Any) -> Any:
-        with outside() if asks_for_none(f) else contextlib.nullcontext():
+        with around(f):
             return run(p, flat, f, *args)
 
     for each in (of_primitive, alone, inferred, ran):  # no line of a program is here
