@@ -67,11 +67,7 @@ class Rule:
         )  # fmt: skip
 
 
-_OWN = "HLO compiled for 8 absent H200 and B200, jax 0.12.0.1: a __triton_collective fusion"
-_NCCL = "HLO compiled for 8 absent H200 and B200, jax 0.12.0.1: no collective kernel above this size"
-_GATHERS = "HLO compiled for 8 absent H200, jax 0.12.0.1: all-gather and reduce-scatter of every size"
 _HOPPER = "docs/measurements/kernels.md: one H200"
-_BLACKWELL = "docs/measurements/kernels.md: not measured on a B200"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
 _WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
 _TILES = "HLO compiled for an absent v5e:2x4, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
@@ -86,10 +82,6 @@ _MODEL = "jshard/hardware/chips.py: the maker's peak and link, as a plan counts 
 
 def _xla(reason: str, source: str) -> Choice:
     return Choice("xla", reason, source)
-
-
-def _size(size: int) -> str:
-    return f"{size // MiB} MiB" if size >= MiB else f"{size // KiB} KiB"
 
 
 def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
@@ -138,19 +130,6 @@ TABLE = (  # the first row that applies counts
         "cpu",
         _xla("a CPU has no links for a kernel to drive", "tests/kernels/test_select_algorithm.py: HLO of psum"),
     ),
-    *(
-        Rule(
-            "all_reduce",
-            "h100 h200 b200",
-            _xla(f"psum over {group} is a {shots} kernel of XLA's own up to {_size(limit)}", _OWN),
-            group,
-            group,
-            limit,
-        )
-        for group, one, two in ((2, MiB, 16 * MiB), (4, 512 * KiB, 8 * MiB), (8, 256 * KiB, 4 * MiB))
-        for shots, limit in (("one-shot", one), ("two-shot", two))
-    ),
-    Rule("all_reduce", "gpu", _xla("psum is NCCL's here, which wins above the sizes of one-shot kernels", _NCCL)),
     Rule(
         "matmul",
         "h100 h200",
@@ -158,9 +137,7 @@ TABLE = (  # the first row that applies counts
             "as quick as a kernel; with an activation 3 to 10 % slower, but its gradient has a product fewer", _HOPPER
         ),
     ),
-    Rule("matmul", "b200", _xla("no figure says that a kernel beats cuBLAS on this chip", _BLACKWELL)),
-    Rule("reduce_scatter all_gather", "gpu", _xla("NCCL's: neither XLA nor jshard has a kernel for it", _GATHERS)),
-    Rule("any", "gpu", _xla("jshard has no kernel for this op on GPUs", "docs/kernels.md")),
+    Rule("any", "gpu", _xla("no figure says that a kernel beats XLA's own, or NCCL's, on a GPU", "docs/kernels.md")),
     Rule(
         "matmul_reduce_scatter",
         "tpu",

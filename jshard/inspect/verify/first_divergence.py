@@ -200,10 +200,11 @@ def compared(
     return Likeness("differs", off, *_cause(one, two, mesh, off, modulus))
 
 
-def relative(one: np.ndarray, two: np.ndarray, modulus: int | None = None) -> float:
-    """The largest difference, in parts of the largest magnitude."""
+def relative(one: np.ndarray, two: np.ndarray, modulus: int | None = None, least: float = 0.0) -> float:
+    """The largest difference, in parts of the largest magnitude, or of `least` where that is larger."""
     far = two - one if modulus is None else centered(two - one, modulus)
     largest, off = (float(np.max(np.abs(each), initial=0.0)) for each in (one, far))
+    largest = max(largest, least)
     return off / largest if largest else math.inf if off else 0.0
 
 

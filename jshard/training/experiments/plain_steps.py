@@ -14,6 +14,7 @@ from flax import nnx
 
 from jshard.inspect.ledger.tracing import is_inexact
 from jshard.inspect.verify.dataflow import asked_dtypes
+from jshard.inspect.verify.first_divergence import relative
 from jshard.inspect.verify.inputs import shaken
 from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.verification import PlainSteps
@@ -151,5 +152,4 @@ def _largest(array: Any) -> float:
 def _off(one: np.ndarray, two: np.ndarray, least: float) -> float:
     if not np.issubdtype(one.dtype, np.inexact):
         return 0.0 if np.array_equal(one, two) else 1.0
-    far = _largest(np.asarray(one, np.float64) - np.asarray(two, np.float64))
-    return far / max(_largest(one), least) if far else 0.0
+    return relative(np.asarray(one, np.float64), np.asarray(two, np.float64), least=least)
