@@ -155,7 +155,7 @@ def _by_parts(x: Array, mesh_axes: tuple[str, ...], algorithm: Any, use: Callabl
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def pvary_summed(arrays: tuple[Array, ...], mesh_axes: tuple[str, ...], algorithm: Any) -> tuple[Array, ...]:
+def pvary_summed(arrays: tuple[Array, ...], mesh_axes: tuple[str, ...], algorithm: str) -> tuple[Array, ...]:
     """Mark arrays as varying over mesh axes over which they are the same; their gradients are summed together by `algorithm`,
     where JAX would sum each by a psum."""
     return tuple(lax.pcast(array, mesh_axes, to="varying") for array in arrays)

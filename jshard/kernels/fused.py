@@ -107,7 +107,7 @@ def _unsupported(x: Array, w: Array, mesh_axes: tuple[str, ...], parts: int) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _all_gather_matmul(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> Array:
+def _all_gather_matmul(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: object, how: str) -> Array:
     return _gather(x, w, mesh_axes, axis, out, how)[0]
 
 
@@ -130,7 +130,7 @@ _all_gather_matmul.defvjp(_all_gather_matmul_fwd, _all_gather_matmul_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _matmul_reduce_scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> Array:
+def _matmul_reduce_scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: object, how: str) -> Array:
     return _scatter(x, w, mesh_axes, axis, out, how)
 
 
@@ -145,7 +145,7 @@ _matmul_reduce_scatter.defvjp(
 )
 
 
-def _gradient_of_w(x: Array, y: Array, dtype: Any) -> Array:
+def _gradient_of_w(x: Array, y: Array, dtype: DTypeLike) -> Array:
     rows = tuple(range(x.ndim - 1))  # contracted; both operands have all of them here, so nothing moves
     accumulator = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else None
     return jax.lax.dot_general(x, y, ((rows, rows), ((), ())), preferred_element_type=accumulator).astype(dtype)
@@ -154,14 +154,14 @@ def _gradient_of_w(x: Array, y: Array, dtype: Any) -> Array:
 # -- the kernels, on x[..., K] --
 
 
-def _gather(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> tuple[Array, Array]:
+def _gather(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: object, how: str) -> tuple[Array, Array]:
     if how == "permute":
         return permute_ring.all_gather_matmul(x, w, mesh_axes, axis, out)
     run = lambda x, axis, w: _gather_kernel(x, w, mesh_axes, axis, out)
     return call_batched(run, x, axis, w, op="all_gather_matmul")
 
 
-def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: Any, how: str) -> Array:
+def _scatter(x: Array, w: Array, mesh_axes: tuple[str, ...], axis: int, out: object, how: str) -> Array:
     if how == "permute":
         return permute_ring.matmul_reduce_scatter(x, w, mesh_axes, axis, out)
     run = lambda x, axis, w: _scatter_kernel(x, w, mesh_axes, axis, out)
@@ -210,7 +210,7 @@ def _pad_to_tiles(parts: Array, w: Array) -> tuple[Array, Array, int]:
     return halves, pad_to(w, padded_inputs, round_up(w.shape[1], tile)), tile
 
 
-def _tile(rows: int, inputs: int, outputs: int, dtype: Any) -> int:
+def _tile(rows: int, inputs: int, outputs: int, dtype: DTypeLike) -> int:
     """Return the columns of a tile; 0 if none fits, or none for the gradient, which is the other kernel with w.T."""
     from jshard.kernels.tpu.fused import columns
 

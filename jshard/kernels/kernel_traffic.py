@@ -18,6 +18,7 @@ import jax
 from jshard.errors import JShardError
 from jshard.hardware.chips import Chip
 from jshard.kernels.collectives import COLLECTIVES
+from jshard.programs.jaxprs import Shaped
 
 KEY = "jshard"  # of pallas_call's metadata, which other tools may write to as well
 
@@ -49,7 +50,7 @@ class Schedule:
 def declare(
     op: str,
     mesh_axis: str | Sequence[str],
-    payload: Any,
+    payload: Shaped,
     *,
     algorithm: str,
     wire: int,

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jshard.algorithms import ALGORITHMS
 from jshard.errors import JShardError, did_you_mean
@@ -40,7 +41,7 @@ def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
 
 
 def measure(
-    mesh: Mesh, mesh_axis: str, sizes: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20
+    mesh: Mesh, mesh_axis: str, sizes: Sequence[int], *, dtype: DTypeLike = "bfloat16", repeats: int = 20
 ) -> list[Timing]:
     """Time each collective at each of `sizes`, bytes of its payload, by each algorithm that compiles here."""
     _check_mesh_axis(mesh, mesh_axis)
@@ -61,11 +62,11 @@ def measure(
     return found
 
 
-def _elements(op: str, size: int, group: int, dtype: Any) -> int:
+def _elements(op: str, size: int, group: int, dtype: DTypeLike) -> int:
     return max(size // jnp.dtype(dtype).itemsize // group, 1) * group
 
 
-def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dtype: Any) -> Callable[[], Any]:
+def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dtype: DTypeLike) -> Callable[[], Any]:
     """Compile a collective and run it once."""
     group = mesh.shape[mesh_axis]
     full = _elements(op, size, group, dtype)

@@ -118,7 +118,7 @@ def launch_once(
 ) -> Array:  # fmt: skip
     """Run `body(group, rank, x_ref, y_ref, *scratch)` between two barriers, without a grid: all of x and y are in `memory`."""
 
-    def kernel(coordinates_ref: Any, *refs: Any) -> None:
+    def kernel(coordinates_ref: Any, *refs: object) -> None:
         inside, rank = group.inside_kernel(coordinates_ref)
         dma.barrier(inside, rank, partners)
         body(inside, rank, *refs)

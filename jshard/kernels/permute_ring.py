@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jshard.kernels.chip import present_chip
 from jshard.kernels.collectives import axis_index, axis_size, permute, pvary
@@ -92,7 +93,7 @@ def all_gather(
     return full
 
 
-def reduce_scatter(part: Callable[[Array], Array], ring: Ring, dtype: Any) -> Array:
+def reduce_scatter(part: Callable[[Array], Array], ring: Ring, dtype: DTypeLike) -> Array:
     """Sum what the devices have for each of them; each keeps its own sum. `part(device)` is what this one has for that,
     made while sums travel; it may be wider than `dtype`, in which they do."""
     n = ring.size
@@ -140,5 +141,5 @@ def _empty(part: Array, n: int, axis: int) -> Array:
     return pvary(lax.empty(shape, part.dtype), tuple(jax.typeof(part).mat.varying))
 
 
-def _plus(total: Array | None, part: Array, dtype: Any) -> Array:
+def _plus(total: Array | None, part: Array, dtype: DTypeLike) -> Array:
     return (part if total is None else total + part).astype(dtype)

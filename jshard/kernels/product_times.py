@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from jshard.kernels.chip import Chip, chip_called
 from jshard.kernels.local_matmul import matmul
@@ -61,7 +62,7 @@ def time_in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str,
     return {name: (statistics.median(each), min(each), max(each)) for name, each in seconds.items()}
 
 
-def measure(sides: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20) -> list[Timing]:
+def measure(sides: Sequence[int], *, dtype: DTypeLike = "bfloat16", repeats: int = 20) -> list[Timing]:
     """Time each product at each of `sides`, by each algorithm that compiles here."""
     device = jax.devices()[0]
     chip = chip_called(device.device_kind, device.platform)
@@ -77,7 +78,7 @@ def measure(sides: Sequence[int], *, dtype: Any = "bfloat16", repeats: int = 20)
     return found
 
 
-def _prepared(side: int, epilogue: str, algorithm: Any, dtype: Any, chained: int) -> Callable[[], Any]:
+def _prepared(side: int, epilogue: str, algorithm: Any, dtype: DTypeLike, chained: int) -> Callable[[], Any]:
     """Compile a chain of products and run it once, on numbers that neither vanish nor overflow along it."""
     random = np.random.default_rng(0)
     x, w = (random.standard_normal((side, side), np.float32) for _ in range(2))

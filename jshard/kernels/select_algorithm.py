@@ -56,7 +56,7 @@ class Rule:
     beside_work: bool = False
 
     def applies(
-        self, op: str, chip: Chip, group: int, shape: Sequence[int], dtype: Any, of_all: bool, beside_work: bool
+        self, op: str, chip: Chip, group: int, shape: Sequence[int], dtype: jnp.dtype, of_all: bool, beside_work: bool
     ) -> bool:
         if (self.of_all and not of_all) or (self.beside_work and not beside_work):
             return False
@@ -84,7 +84,7 @@ def _xla(reason: str, source: str) -> Choice:
     return Choice("xla", reason, source)
 
 
-def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
+def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: jnp.dtype) -> bool:
     """Return whether more bytes of a fused scatter wait for the wire than XLA's scatter sends at all.
 
     The kernel sends 4 bytes a number, in float32, behind 2 * columns operations of its products; a hop goes over one link.
@@ -95,7 +95,7 @@ def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
     return 4 * (1 - min(1.0, hidden)) >= dtype.itemsize
 
 
-def _is_no_whole_tiles(chip: Chip, shape: Sequence[int], dtype: Any) -> bool:
+def _is_no_whole_tiles(chip: Chip, shape: Sequence[int], dtype: jnp.dtype) -> bool:
     """Return whether a device's part is not several tiles, each of 128 lanes and of 8 rows of 32 bits, and nothing besides."""
     lanes, rows = 128, 32 // dtype.itemsize
     is_whole = len(shape) > 1 and shape[-1] >= lanes and shape[-2] % rows == 0
@@ -200,7 +200,7 @@ TABLE = (  # the first row that applies counts
 
 
 def choose(
-    op: str, *, shape: Sequence[int], dtype: Any, group: int, chip: str | Chip | None = None,
+    op: str, *, shape: Sequence[int], dtype: jax.typing.DTypeLike, group: int, chip: str | Chip | None = None,
     of_all: bool = False, beside_work: bool = False,
 ) -> Choice:  # fmt: skip
     """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for), which may
@@ -279,7 +279,7 @@ def _check_known(op: str, algorithm: str = "auto") -> None:
 
 
 def _refusal(
-    op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], group: int, unsupported: Unsupported | None
+    op: str, algorithm: str, x: jax.Array, mesh_axes: tuple[str, ...], group: int, unsupported: Unsupported | None
 ) -> tuple[str, str] | None:
     """Say why `algorithm` can't run here, and what to type instead; None if it can."""
     use_auto = 'use algorithm="auto"'

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 LANES = 128
 BLOCK = 256  # rows that a kernel adds at a time
 
 
-def sublanes(dtype: Any) -> int:
+def sublanes(dtype: DTypeLike) -> int:
     """Return the rows of one TPU tile: 8 of 32 bits, 16 of 16, 32 of 8."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
-def rows_for(size: int, dtype: Any) -> int:
+def rows_for(size: int, dtype: DTypeLike) -> int:
     """Return the rows of 128 that hold `size` numbers, in whole tiles, and in whole blocks where there are several."""
     rows = -(-size // LANES)
     return round_up(rows, sublanes(dtype) if rows <= BLOCK else BLOCK)

@@ -46,7 +46,7 @@ class Pulse:
         self.stands_in = place
         self.tell()
 
-    def waits(self, step: int, result: Any) -> None:
+    def waits(self, step: int, result: object) -> None:
         """Note a `result` that is there once this step is done."""
         self.handed = step
         self.results.append((step, result))
@@ -90,7 +90,7 @@ class Pulse:
         """The phase; behind a step that is done, `after`: it reads data, evaluates or saves."""
         return "after" if self.phase == "step" and self.done == self.step else self.phase
 
-    def tell(self, **more: Any) -> None:
+    def tell(self, **more: object) -> None:
         """Send a line to the launcher, where there is one."""
         if self.pipe is None:
             return

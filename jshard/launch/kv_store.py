@@ -12,12 +12,12 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def write(key: str, value: Any) -> None:
+def write(key: str, value: object) -> None:
     """Write a value, in place of what was there."""
     _client().key_value_set(f"jshard/{key}", json.dumps(value), allow_overwrite=True)
 
 
-def claim(key: str, value: Any) -> bool:
+def claim(key: str, value: object) -> bool:
     """Write where nothing is written yet; return whether this process was the first."""
     try:
         _client().key_value_set(f"jshard/{key}", json.dumps(value), allow_overwrite=False)

@@ -208,7 +208,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        def ask(number: int, frame: Any) -> None:
+        def ask(number: int, frame: object) -> None:
             if self.asked is not None:
                 self.kill_at = 0.0  # the second time at once
             else:

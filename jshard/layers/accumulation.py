@@ -37,17 +37,17 @@ def accumulated(f: Callable[..., Any]) -> Callable[..., Any]:
     return differentiated
 
 
-def _in_turn(f: Callable[..., Any], model: Any, *batches: Any) -> Any:
+def _in_turn(f: Callable[..., Any], model: Any, *batches: object) -> Any:
     graph, parameters, variables = nnx.split(model, nnx.Param, ...)
 
-    def loss(parameters: Any, variables: Any, batch: Any) -> tuple[Any, Any]:
+    def loss(parameters: object, variables: object, batch: Any) -> tuple[Any, Any]:
         model = nnx.merge(
             graph, parameters, jax.tree.map(lambda x: x, variables)
         )  # of this trace, which may change them
         value = f(model, *batch)
         return value, nnx.split(model, nnx.Param, ...)[2]
 
-    def turn(carry: Any, batch: Any) -> tuple[Any, None]:
+    def turn(carry: tuple[Any, ...], batch: object) -> tuple[Any, None]:
         total, sums, variables = carry
         (value, variables), gradients = jax.value_and_grad(loss, has_aux=True)(parameters, variables, batch)
         return (total + value, jax.tree.map(jnp.add, sums, gradients), variables), None

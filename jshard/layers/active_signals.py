@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jshard.programs.jaxprs import bare, bodies, run
+from jshard.programs.jaxprs import Jaxpr, bare, bodies, run
 from jshard.programs.provenance import Cause, source_of
 from jshard.signals.claims import Claim
 from jshard.signals.config import Configuration
@@ -64,7 +64,7 @@ class _Walk:
         self.changes: dict[str, dict[tuple[Names, bool], ActiveSignal]] = {}
         self.ranks: dict[str, int] = {}
 
-    def run(self, jaxpr: Any, sources: Sequence[Source], around: Cause) -> list[Source]:
+    def run(self, jaxpr: Jaxpr, sources: Sequence[Source], around: Cause) -> list[Source]:
         step = lambda eqn, operands: self.results(eqn, operands, around.inside(eqn.source_info.name_stack.stack))
         return run(jaxpr, [*[frozenset()] * len(jaxpr.constvars), *sources], step, constant=lambda literal: frozenset())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -18,7 +16,7 @@ BLOCK, LEAST = 512, 64  # queries of a block, at most and at least
 
 def attend(
     q: Array, k: Array, v: Array, *, causal: bool = True, window: int | None = None, segments: Array | None = None,
-    mask: Array | None = None, scale: float | None = None, implementation: Any = None,
+    mask: Array | None = None, scale: float | None = None, implementation: object = None,
 ) -> Array:  # fmt: skip
     """Return softmax(q k^T scale) v, of the shape of q.
 

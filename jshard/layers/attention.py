@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from jshard.errors import JShardError
 from jshard.layers.attending import attend
@@ -31,7 +32,7 @@ class Attention(nnx.Module):
     def __init__(
         self, width: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None, qk_norm: bool = False,
         norm_eps: float = 1e-6, rope: Rope | Mapping[str, Any] | None = None, window: int | None = None, causal: bool = True,
-        use_bias: bool = False, dtype: Any = None, param_dtype: Any = jnp.float32,
+        use_bias: bool = False, dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32,
         implementation: str | None = None, rngs: nnx.Rngs,
     ):  # fmt: skip
         for name, size in {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}.items():

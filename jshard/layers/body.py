@@ -146,7 +146,7 @@ class Body:
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
 
 
-def _pvary_summed(arrays: Sequence[jax.Array], varies_over: Sequence[Names], algorithm: Any) -> list[jax.Array]:
+def _pvary_summed(arrays: Sequence[jax.Array], varies_over: Sequence[Names], algorithm: str) -> list[jax.Array]:
     """Mark operands as varying over their mesh axes, where their gradients are not summed as JAX does: between slices, and in
     device order (bitwise reproducible).
 

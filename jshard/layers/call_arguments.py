@@ -117,5 +117,5 @@ class Arguments:
         return len(self.keys)
 
 
-def is_node(x: Any) -> bool:
+def is_node(x: object) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))

@@ -31,7 +31,7 @@ class Snapshot:
     types: list[tuple[Any, Any]]  # of the variables' numbers, then of the arrays
 
     def operands(
-        self, args: tuple[Any, ...], situation: Any, place: Callable[[int, Any], Any]
+        self, args: tuple[Any, ...], situation: object, place: Callable[[int, Any], Any]
     ) -> tuple[list[Any], list[Any]] | None:
         """Return what the program takes, in its order; None when anything but numbers is not as it was. `place(number, x)`
         moves an array that lies elsewhere."""
@@ -78,7 +78,7 @@ def _others(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if isinstance(each, nnx.Pytree) else each for each in args)
 
 
-def _watch(value: Any, parts: list[Part], variables: dict[int, nnx.Variable], seen: set[int]) -> bool:
+def _watch(value: object, parts: list[Part], variables: dict[int, nnx.Variable], seen: set[int]) -> bool:
     """Return whether every change below `value` shows in `parts` or in `variables`, which are added to."""
     if isinstance(value, nnx.Variable):
         variables[id(value)] = value
@@ -98,11 +98,11 @@ def _watch(value: Any, parts: list[Part], variables: dict[int, nnx.Variable], se
     return all(_watch(each, parts, variables, seen) for each in held)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:  # Python's only way to ask
@@ -110,7 +110,7 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _type(leaf: Any) -> tuple[Any, Any]:
+def _type(leaf: object) -> tuple[Any, Any]:
     return getattr(leaf, "aval", None), getattr(leaf, "sharding", None)
 
 

@@ -26,7 +26,7 @@ TAG = "jshard.create"  # of the context in which NNX keeps the identity of objec
 
 
 @boundary
-def create(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def create(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Return what `f(*args, **kwargs)` returns, without an array that is whole on one device.
 
     A model, an optimizer or a tree of parameters holds shapes until a function under `jshard.jit` takes it; each device then
@@ -49,7 +49,7 @@ def create(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return created([result.at(tensor_layout(signal_here("jshard.create"), result.ndim).sharding)])[0]
 
 
-def described(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def described(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Trace `f` abstractly, and return its result with shapes in it. NNX objects among the arguments are changed as by a call:
     streams of random numbers have moved on."""
     name = f"jshard.create({name_of(f)}) at {line_here()}"
@@ -61,7 +61,7 @@ def described(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         held, structure = jax.tree.flatten(state)
         form: list[Any] = []
 
-        def traced(*xs: Any) -> list[Any]:
+        def traced(*xs: object) -> list[Any]:
             with nnx.merge_context(TAG, True) as context:
                 nodes = context.merge(graph, jax.tree.unflatten(structure, xs[: len(held)]))
             objects, arrays = iter(nodes), iter(xs[len(held) :])
@@ -120,7 +120,7 @@ def _typed(aval: Any) -> NamedSharding | None:
     return NamedSharding(mesh(), spec) if any(spec) else None
 
 
-def _lay_out(node: Any) -> None:
+def _lay_out(node: object) -> None:
     """Give the shapes in layers of jshard that were built under signals the sharding and dtype of their signal."""
     if not isinstance(node, nnx.Module):
         return
@@ -131,5 +131,5 @@ def _lay_out(node: Any) -> None:
             variable.set_raw_value(x.at(known.layout.sharding, known.signal.dtype.param))
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))

@@ -110,7 +110,7 @@ class Decoder(nnx.Module):
     `DecoderConfig` or a mapping; what is said beside it changes it.
     """
 
-    def __init__(self, config: DecoderConfig | Mapping[str, Any] | None = None, *, rngs: nnx.Rngs, **sizes: Any):
+    def __init__(self, config: DecoderConfig | Mapping[str, Any] | None = None, *, rngs: nnx.Rngs, **sizes: object):
         self.config = c = DecoderConfig.of(config, sizes)
         dtypes = _dtypes(c)
         self.embed = nnx.Embed(c.vocabulary, c.width, rngs=rngs, **dtypes)

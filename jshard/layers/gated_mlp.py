@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 
 class GatedMLP(nnx.Module):
@@ -18,7 +18,7 @@ class GatedMLP(nnx.Module):
 
     def __init__(
         self, width: int, hidden: int, *, activation: Callable[[jax.Array], jax.Array] = nnx.silu, use_bias: bool = False,
-        dtype: Any = None, param_dtype: Any = jnp.float32, rngs: nnx.Rngs,
+        dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs,
     ):  # fmt: skip
         linear = functools.partial(nnx.Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)

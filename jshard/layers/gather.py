@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jshard.kernels.collectives import check_vma_enabled
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
@@ -18,7 +19,7 @@ Gathers = tuple[tuple[int, str, bool], ...]  # axis, mesh axis, and whether the 
 Kernels = tuple[tuple[str, str], ...]  # op -> algorithm, as a signal names them
 
 
-def gather(x: Array, steps: Gathers, *, dtype: Any = None, kernels: Kernels = ()) -> Array:
+def gather(x: Array, steps: Gathers, *, dtype: DTypeLike | None = None, kernels: Kernels = ()) -> Array:
     """Gather `x` in `dtype`, by the last step first. Over a mesh axis that the use varies over its gradient is scattered, in
     the dtype of `x`; over others, where it is equal, it is sliced. An algorithm that `kernels` does not name is "auto"."""
     words = {op: dict(kernels).get(op, "auto") for op in ("all_gather", "reduce_scatter")}
@@ -42,12 +43,12 @@ def _gathered(x: Array, steps: Gathers, algorithm: Any) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
-def _gather(x: Array, steps: Gathers, dtype: Any, wide: Any, algorithm: Any, scatters_by: Any) -> Array:
+def _gather(x: Array, steps: Gathers, dtype: DTypeLike, wide: DTypeLike, algorithm: str, scatters_by: object) -> Array:
     return _gathered(x.astype(dtype), steps, algorithm)
 
 
 def _gather_bwd(
-    steps: Gathers, dtype: Any, wide: Any, algorithm: Any, scatters_by: Any, _: None, cotangent: Array
+    steps: Gathers, dtype: DTypeLike, wide: DTypeLike, algorithm: Any, scatters_by: Any, _: None, cotangent: Array
 ) -> tuple[Array]:
     cotangent = cotangent.astype(wide)
     for axis, name, varies in steps:

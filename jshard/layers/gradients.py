@@ -31,6 +31,7 @@ from jshard.layers.written_back import is_array
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import keys_of
 from jshard.layouts.redistribution import redistribute
+from jshard.programs.jaxprs import Shaped
 from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration, mesh, use_stages
 from jshard.signals.config import Configuration, Pipeline
@@ -42,7 +43,7 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    wrt: Any = nnx.Param,
+    wrt: object = nnx.Param,
     over: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """Differentiate `f` as `nnx.value_and_grad` does, partitioned as under `jshard.shard`.
@@ -60,7 +61,7 @@ def value_and_grad(
 
     @boundary
     @functools.wraps(f)
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
+    def differentiated(*args: object, **kwargs: object) -> Any:
         present = configuration()
         if jax.sharding.get_abstract_mesh().manual_axes:
             if numbers != (0,):
@@ -99,7 +100,7 @@ def _mean_loss(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., tuple[j
     """Return what gives the mean of the loss that `f` returns, and aux, which is None without."""
 
     @functools.wraps(f)
-    def own(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    def own(*args: object, **kwargs: object) -> tuple[jax.Array, Any]:
         found, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), None)
         dtype = getattr(found, "dtype", None)
         if not isinstance(found, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
@@ -114,13 +115,13 @@ def _mean_loss(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., tuple[j
 def _differentiated(f: Callable[..., Any], numbers: Sequence[int], wrt: Any) -> Callable[..., Any]:
     """Differentiate `f`, which returns a loss and more, by each of these arguments; keywords are counted after the others."""
 
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
+    def differentiated(*args: object, **kwargs: object) -> Any:
         flat = [*args, *kwargs.values()]
         trees = {number: flat[number] for number in numbers if not is_node(flat[number])}
         for number, tree in trees.items():
             flat[number] = jax.tree.map(lambda x: x if _is_smooth(x) else None, tree)
 
-        def call(*given: Any) -> Any:
+        def call(*given: object) -> Any:
             every = list(given)
             for number, tree in trees.items():
                 every[number] = jax.tree.map(lambda x, smooth: smooth if _is_smooth(x) else x, tree, given[number])
@@ -132,7 +133,7 @@ def _differentiated(f: Callable[..., Any], numbers: Sequence[int], wrt: Any) -> 
     return differentiated
 
 
-def _is_smooth(x: Any) -> bool:
+def _is_smooth(x: Shaped) -> bool:
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
 
 
@@ -140,11 +141,11 @@ def _by_schedule(
     own: Callable[..., Any],
     asked: Pipeline,
     by: list[str],
-    wrt: Any,
+    wrt: object,
     names: list[str],
     /,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Differentiate by microbatches that go through stages. One vector holds the loss and aux: both are means."""
     given = arguments(own, args, kwargs)
@@ -152,7 +153,7 @@ def _by_schedule(
     apart: list[Callable[[jax.Array], Any]] = []  # of each trace, what takes its vector apart
 
     @functools.wraps(own)
-    def of_microbatch(*one: Any, **more: Any) -> jax.Array:
+    def of_microbatch(*one: object, **more: object) -> jax.Array:
         value, aux = own(*one, **more)
         vector, back = value, lambda value: (value, aux)
         if jax.tree.leaves(aux):
@@ -185,7 +186,7 @@ def _check_is_parameters(x: Any, is_tree: bool, wrt: Any, asked: Pipeline) -> No
         raise JShardError(f"{about} {what}", hint="write wrt=nnx.Param, or remove jshard.pipeline")
 
 
-def _check_aux(aux: Any, shapes: Sequence[tuple[int, ...]], asked: Pipeline) -> None:
+def _check_aux(aux: object, shapes: Sequence[tuple[int, ...]], asked: Pipeline) -> None:
     """Refuse aux whose mean over microbatches is not that of all rows, which has these shapes."""
     for (path, x), shape in zip(jax.tree_util.tree_flatten_with_path(aux)[0], shapes, strict=True):
         dtype, what = getattr(x, "dtype", None), ""
@@ -224,12 +225,12 @@ def _in_shard_map(
 ) -> Callable[..., Any]:
     """Differentiate on each device's part, and sum the gradients together."""
 
-    def own(model: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    def own(model: object, *args: object, **kwargs: object) -> tuple[jax.Array, Any]:
         """Return the loss, to which each device adds its part, and aux."""
         found, aux = f(model, *args, **kwargs) if has_aux else (f(model, *args, **kwargs), None)
         return (_part_of_mean(found) if jnp.ndim(found) else found), (jnp.ndim(found), aux)
 
-    def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def differentiated(model: Any, *args: object, **kwargs: object) -> Any:
         present = configuration()
         if present is None or not check_vma_enabled():
             raise JShardError(
@@ -252,7 +253,7 @@ def _in_shard_map(
     return differentiated
 
 
-def _microbatches(asked: Pipeline, x: Any) -> jax.Array:
+def _microbatches(asked: Pipeline, x: jax.Array) -> jax.Array:
     """The rows of an array in microbatches, one after the other; what has no rows is given to each."""
     count = asked.microbatches
     if not jnp.ndim(x):
@@ -298,7 +299,7 @@ def _check_summed(value: jax.Array, names: Names) -> None:
         )
 
 
-def _wide(model: Any, gradients: Any) -> list[Any]:
+def _wide(model: object, gradients: object) -> list[Any]:
     """Return for each gradient the dtype that its layer's signal sums in."""
     placed = model_arrays(model)
     return [
@@ -307,7 +308,7 @@ def _wide(model: Any, gradients: Any) -> list[Any]:
     ]
 
 
-def _summed(gradients: Any, parameters: Any, wide: Sequence[Any]) -> Any:
+def _summed(gradients: object, parameters: object, wide: Sequence[Any]) -> Any:
     """Sum each gradient over the mesh axes over which its parameter is invariant, those over the same axes together."""
     leaves, tree = jax.tree.flatten(gradients)
     alike: dict[tuple[Names, Any], list[int]] = {}

@@ -83,7 +83,7 @@ def _jitted(f: Callable[..., Any], static: Sequence[str], *, donate: bool) -> Ca
 
     @boundary
     @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if unplaced.value:
             return f(*args, **kwargs)
         given = (*args, *kwargs.values())
@@ -102,12 +102,12 @@ def _jitted(f: Callable[..., Any], static: Sequence[str], *, donate: bool) -> Ca
             snapshots[key] = taken
         return result
 
-    def lower(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(*args: object, **kwargs: object) -> jax.stages.Lowered:
         arguments = Arguments.of(f, args, kwargs, static)
         found = compiled_for(arguments)
         return found.program.lower(*found.apart(found.placed(arguments.arrays)))
 
-    def at_rest(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def at_rest(*args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with shapes for arrays, each sharded as a call leaves it."""
         arguments = Arguments.of(f, args, kwargs, static)
         found = compiled_for(arguments)
@@ -137,7 +137,7 @@ class JittedProgram:
         assert self.written is not None
         return self.written.into((arguments.nodes,), outs)
 
-    def snapshot(self, arguments: Arguments, given: tuple[Any, ...], situation: Any) -> Snapshot | None:
+    def snapshot(self, arguments: Arguments, given: tuple[Any, ...], situation: object) -> Snapshot | None:
         """Take the snapshot of a call that has run; None where NNX objects are not arguments by themselves, or change."""
         count, nodes = arguments.in_nodes, [each for each in given if isinstance(each, nnx.Pytree)]
         if not nodes or len(nodes) != len(arguments.nodes) or self.written is None or self.written.targets is None:
@@ -157,7 +157,7 @@ class JittedProgram:
             snapshot.variables[source].set_raw_value(x)
         return jax.tree.unflatten(self.written.result, outs[:begin])
 
-    def placed_one(self, number: int, x: Any) -> Any:
+    def placed_one(self, number: int, x: jax.Array) -> Any:
         """Move one of the arrays that are no NNX object's to where it rests."""
         taken, shape = self.taken[self.in_nodes + number], self.shapes[self.in_nodes + number]
         return taken.put(x, "jshard.jit") if taken is not None and jnp.shape(x) == shape else x
@@ -251,7 +251,7 @@ def _placed(
 def _marks(f: Callable[..., Any], arguments: Arguments) -> tuple[dict[int, Taken], tuple[str, ...]]:
     """Trace `f` abstractly, and return how its partitioned calls take the arrays, by their numbers, and how they split rows."""
 
-    def traced(*arrays: Any) -> list[Any]:
+    def traced(*arrays: object) -> list[Any]:
         nodes, args, kwargs, _ = arguments.structure.holding(arrays)
         leaves = jax.tree.leaves((f(*args, **kwargs), nnx.split(nodes)[1]))
         return list(filter(is_array, leaves))
@@ -261,7 +261,7 @@ def _marks(f: Callable[..., Any], arguments: Arguments) -> tuple[dict[int, Taken
     return found.of_arguments(jaxpr), found.rows
 
 
-def _like(path: Path, shape: Any, parameters: Mapping[Path, tuple[Any, Taken]]) -> list[Path]:
+def _like(path: Path, shape: object, parameters: Mapping[Path, tuple[Any, Taken]]) -> list[Path]:
     """Return the paths of the parameters that have the longest end in common with this path, as that of an optimizer's state,
     and of these the most words: `D/opt_state/mu/up/kernel` is of `D/params/up/kernel`."""
     alike = [other for other, (like, _) in parameters.items() if like == shape and other[-1:] == path[-1:]]
@@ -282,7 +282,7 @@ def _donated(arguments: Arguments, parameters: Mapping[Path, Any]) -> list[bool]
     return [at < arguments.in_nodes or path[0] in trees for at, path in enumerate(arguments.paths)]
 
 
-def _layout(x: Any) -> Layout | None:
+def _layout(x: jax.Array) -> Layout | None:
     found = x.layout if isinstance(x, Uncreated) else None if isinstance(x, jax.ShapeDtypeStruct) else Layout.of(x)
     return found if found is not None and found.mesh == mesh() else None
 
@@ -292,13 +292,13 @@ def _type(x: Any) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.weak_type
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=isinstance(x, bool | int | float | complex))
 
 
-def _check_not_whole(path: Path, x: Any, parameters: Sequence[Any]) -> None:
+def _check_not_whole(path: Path, x: object, parameters: Sequence[Any]) -> None:
     """Refuse an optimizer's array that is whole on one device already, where its model is not created yet."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and any(isinstance(y, Uncreated) for y in parameters):
         raise JShardError(

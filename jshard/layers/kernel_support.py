@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jshard.errors import JShardError
 from jshard.kernels.chip import chip_called, interpretation, present_chip
 from jshard.kernels.select_algorithm import GPUS, NO_KERNELS, default_algorithm
@@ -13,7 +15,7 @@ from jshard.signals.signal import Signal
 NO_HINDRANCE = ("auto", "hierarchical", "in_order", "xla")
 
 
-def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None) -> Any:
+def all_reduce_of(signal: Signal | None, mesh: Mesh, hindrance: str | None = None) -> Any:
     """Return the algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
     if signal is None:
         return default_algorithm("all_reduce")
@@ -22,7 +24,7 @@ def all_reduce_of(signal: Signal | None, mesh: Any, hindrance: str | None = None
 
 
 def check_kernels(
-    signal: Signal, mesh: Any, hindrance: Callable[[str], str | None], ops: Sequence[str] | None = None
+    signal: Signal, mesh: Mesh, hindrance: Callable[[str], str | None], ops: Sequence[str] | None = None
 ) -> None:
     """Raise for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
     hindrance: what it does not do, in words."""

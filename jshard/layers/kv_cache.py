@@ -66,7 +66,7 @@ class KVCache(nnx.Cache):
 def of_layer(caches: T, number: Any) -> T:
     """Return the caches of all layers as those of one."""
 
-    def one(value: Any) -> OfStack:
+    def one(value: Array) -> OfStack:
         stacked, layer = _of_stack(value)
         return OfStack(stacked, (*layer, number))
 
@@ -83,5 +83,5 @@ def _of_stack(value: Any) -> OfStack:
     return value if _is_of_stack(value) else OfStack(value)
 
 
-def _is_of_stack(value: Any) -> bool:
+def _is_of_stack(value: object) -> bool:
     return isinstance(value, OfStack)

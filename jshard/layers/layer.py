@@ -95,7 +95,7 @@ class ModelArrays(dict[Path, ModelArray]):
         return self[path[:-1]] if path else ModelArray()
 
 
-def is_sharded(model: Any) -> bool:
+def is_sharded(model: object) -> bool:
     """Whether `jshard.shard` runs it: its parameters are claimed."""
     return hasattr(type(model), "_jshard_original")
 
@@ -134,7 +134,7 @@ def built_arrays(model: Any) -> ModelArrays:
     return found
 
 
-def is_by_layers(model: Any) -> bool:
+def is_by_layers(model: object) -> bool:
     """Whether a model, or modules in a list, run layer by layer: all parameters are of layers that were built under signals, or
     some, and no glob claims the others."""
     built, present = built_arrays(model), configuration()
@@ -142,7 +142,7 @@ def is_by_layers(model: Any) -> bool:
     return any(under) and (all(under) or present is None or not present.has_claims)
 
 
-def parameters_by_path(model: Any) -> dict[str, Any]:
+def parameters_by_path(model: object) -> dict[str, Any]:
     """Find the parameters of an NNX model, or of Linen's variables, by the paths that `match` claims them by: what leads to
     each in the model, joined by slashes. `params` is left out of Linen's; a parameter that the model has twice is one; those
     of a layer that was built under a signal are that signal's, and not among them."""
@@ -163,7 +163,7 @@ def parameters_by_path(model: Any) -> dict[str, Any]:
     return named
 
 
-def parameters(model: Any) -> list[tuple[Path, Any]]:
+def parameters(model: object) -> list[tuple[Path, Any]]:
     """The arrays of a model's parameters, by the keys that lead to them; a variable may hold a tree."""
     leaves = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]
     return [(keys_of(path), leaf) for path, leaf in leaves]

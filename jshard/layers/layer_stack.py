@@ -14,6 +14,7 @@ from jshard.errors import JShardError
 from jshard.layers.kv_cache import KVCache, of_all, of_layer
 from jshard.layers.remat import recomputed
 from jshard.layouts.paths import slashed
+from jshard.programs.jaxprs import Shaped
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import ranges
 from jshard.signals.config import Configuration
@@ -23,7 +24,7 @@ B = TypeVar("B", bound=nnx.Module)
 M = TypeVar("M", bound=nnx.Module)
 
 
-def stack(Block: Callable[..., B], depth: int, *args: Any, rngs: nnx.Rngs, unroll: int = 1, **kwargs: Any) -> B:
+def stack(Block: Callable[..., B], depth: int, *args: object, rngs: nnx.Rngs, unroll: int = 1, **kwargs: object) -> B:
     """Build `depth` layers `Block(*args, rngs=rngs, **kwargs)` as one module of that class, whose arrays have the layers along
     their first axis, and whose call runs all of them: `x` goes through, what else is given is given to each.
 
@@ -49,10 +50,10 @@ def stack(Block: Callable[..., B], depth: int, *args: Any, rngs: nnx.Rngs, unrol
 def _stacked(cls: type, depth: int, unroll: int, path: tuple[str, ...]) -> type:
     """A subclass whose call goes through all layers: instances of it are instances of `cls`."""
 
-    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, x: Any, *args: object, **kwargs: object) -> Any:
         graphdef, parameters, caches, state = nnx.split(self, nnx.Param, KVCache, ...)
 
-        def layer(carry: Any, arrays: Any) -> tuple[Any, Any]:
+        def layer(carry: Sequence[Any], arrays: Any) -> tuple[Any, Any]:
             (x, caches), (number, parameters, state) = carry, arrays
             one = nnx.merge(graphdef, parameters, of_layer(caches, number), state)
             x = cls.__call__(one, x, *args, **kwargs)
@@ -112,13 +113,13 @@ class _Ranges(nnx.Module):
             some.__class__ = _stacked(cls, last - first, unroll, path)
             setattr(self, name, some)
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: Any, *args: object, **kwargs: object) -> Any:
         for name in self.names:
             x = getattr(self, name)(x, *args, **kwargs)
         return x
 
 
-def _some(array: Any, at: tuple[slice, ...]) -> Any:
+def _some(array: Shaped, at: tuple[slice, ...]) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda array: array[at], array)
     return array[at]

@@ -55,7 +55,7 @@ class Linear(nnx.Linear, Layer):
                 kernel_init=kernel_init, bias_init=bias_init, rngs=rngs, **arguments,
             )  # fmt: skip
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
         """`inputs[..., in_features]` to `[..., out_features]`, lying as the signal says."""
         signal, scope = resolve(self.signal_path)
         if signal is None:

@@ -15,6 +15,7 @@ from jax.tree_util import all_leaves
 from jshard.errors import JShardError, did_you_mean, quoted
 from jshard.layers.user_code_errors import name_of
 from jshard.layouts.paths import slashed, words_of
+from jshard.programs.jaxprs import Shaped
 from jshard.signals.config import Configuration
 from jshard.signals.faults import listed
 from jshard.signals.globs import OTHERS, Glob
@@ -31,14 +32,14 @@ def trees_of_parameters(given: Mapping[str, Any], names: Sequence[str] = ("param
     }
 
 
-def has_params(tree: Any) -> bool:
+def has_params(tree: object) -> bool:
     """Whether a tree has a part `params`, as Linen's variables and a TrainState; of these only `params` are parameters."""
     if isinstance(tree, Mapping):
         return isinstance(tree.get("params"), Mapping)
     return isinstance(getattr(tree, "params", None), Mapping) and not _is_nnx(tree) and not all_leaves([tree])
 
 
-def is_callable_tree(tree: Any) -> bool:
+def is_callable_tree(tree: object) -> bool:
     """Whether a value is called like a function and is a tree of floating-point arrays, as a model of Equinox is."""
     if not callable(tree) or isinstance(tree, (type, functools.partial)) or _is_nnx(tree):
         return False
@@ -77,7 +78,7 @@ def check_nothing_looks_like_parameters(
         )
 
 
-def _looks_like_parameters(tree: Any, name: str, present: Configuration) -> bool:
+def _looks_like_parameters(tree: object, name: str, present: Configuration) -> bool:
     """Whether a tree of floating-point arrays is nested, or has a path that a glob fits."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = [words_of(path) for path, x in found if _is_floating(x)]
@@ -88,7 +89,7 @@ def _looks_like_parameters(tree: Any, name: str, present: Configuration) -> bool
     )
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x: Shaped) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -108,5 +109,5 @@ def positional_names(f: Callable[..., Any], count: int) -> list[str]:
     return [*names[:count], *(f"argument {at}" for at in range(len(names), count))]
 
 
-def _is_nnx(tree: Any) -> bool:
+def _is_nnx(tree: object) -> bool:
     return isinstance(tree, nnx.Module | nnx.State | nnx.Variable)

@@ -31,7 +31,7 @@ NOBODY = Signal("jshard.matmul")
 _promoted = functools.partial(promote_dtype, inexact=False)  # as jnp.matmul promotes: integers stay integers
 
 
-def matmul(x: Any, w: Any, *, precision: Any = None) -> jax.Array:
+def matmul(x: Any, w: Any, *, precision: object = None) -> jax.Array:
     """Compute `x[..., K] @ w[K, N]` by the strategy of the active signal.
 
     If the signal names none, choose the strategy that costs the least wire and arithmetic, given the layouts of x and w. The
@@ -68,7 +68,7 @@ def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) 
         return multiply(x, w, None, governing, arithmetic, strategy=strategy)
 
 
-def choose(x: Any, w: Any) -> list[Candidate]:
+def choose(x: jax.Array, w: jax.Array) -> list[Candidate]:
     """List every strategy of `matmul(x, w)` for the layouts of x and w, cheapest first, each with its price."""
     on = _mesh_of(x, w)
     sizes = mesh_to_choose_for() if on == mesh() else on
@@ -93,7 +93,7 @@ def _names_a_strategy(signal: Signal) -> bool:
     return bool(signal.row or signal.column or signal.reduction or signal.shard or signal.sequence or signal.store)
 
 
-def _mesh_of(x: Any, w: Any) -> Mesh:
+def _mesh_of(x: jax.Array, w: jax.Array) -> Mesh:
     """Return the mesh of the operands, which is the loaded one unless they were placed on some devices of it."""
     found = [layout.mesh for layout in map(Layout.of, (x, w)) if layout is not None and isinstance(layout.mesh, Mesh)]
     if len(set(found)) >= 2:
@@ -108,13 +108,13 @@ def _devices(mesh: Mesh) -> str:
     return ", ".join(str(device.id) for device in mesh.devices.flat)
 
 
-def _is_differentiated(x: Any) -> bool:
+def _is_differentiated(x: object) -> bool:
     """Return whether JAX traces a derivative by `x`: inside a jit, scan or remat of its own nothing tells."""
     while isinstance(x, BatchTracer):
         x = x.val
     return isinstance(x, (JVPTracer, LinearizeTracer))
 
 
-def _is_hidden(x: Any, w: Any, mesh: Any) -> bool:
+def _is_hidden(x: object, w: object, mesh: Mesh) -> bool:
     """Return whether an operand does not tell how it is sharded: inside jit on an auto mesh."""
     return not is_explicit(mesh) and any(isinstance(each, Tracer) for each in (x, w))

@@ -48,5 +48,5 @@ class MLP(Layer):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def one_program(graphdef: Any, state: Any, x: jax.Array) -> jax.Array:
+def one_program(graphdef: Any, state: tuple[Any, ...], x: jax.Array) -> jax.Array:
     return nnx.merge(graphdef, state)._run(x)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jshard.errors import JShardError
 from jshard.layers.layer import AuxLoss
@@ -17,6 +17,7 @@ from jshard.layers.partition.by_hand import by_hand
 from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.part import Part, moving_as
 from jshard.layouts.layout import check_divides
+from jshard.programs.jaxprs import Eqn
 from jshard.signals.active_config import configuration
 
 
@@ -38,8 +39,8 @@ class MoE(nnx.Module):
 
     def __init__(
         self, width: int, hidden: int, experts: int, *, top_k: int = 2, capacity: float | None = None, balance: float = 0.01,
-        router_z: float = 0.0, activation: Callable[[Array], Array] = nnx.silu, dtype: Any = None,
-        param_dtype: Any = jnp.float32, rngs: nnx.Rngs,
+        router_z: float = 0.0, activation: Callable[[Array], Array] = nnx.silu, dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs,
     ):  # fmt: skip
         if experts < 1:
             raise JShardError(f"jshard.MoE has experts={experts}", hint="use 1 or more")
@@ -130,7 +131,7 @@ def _exchange(
 ) -> tuple[Callable[[Array], Array], ...]:
     """Return both ways, each the gradient of the other."""
 
-    def rule(back: bool, run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+    def rule(back: bool, run: Partition, eqn: Eqn, parts: list[Part]) -> list[Part]:
         part = run.force(parts[0])
         check_divides(
             part.shape[1], names, run.mesh, label=label, what=f"{part.shape[1]} experts", otherwise="add experts"

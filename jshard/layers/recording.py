@@ -21,7 +21,7 @@ from jshard.layers.roles import Placed
 from jshard.layers.uncreated import Uncreated
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
-from jshard.programs.jaxprs import bare, bodies
+from jshard.programs.jaxprs import Jaxpr, bare, bodies
 
 MARK = "jshard at rest "
 
@@ -55,12 +55,12 @@ class Recording:
     found: list[Taken] = dataclasses.field(default_factory=list)
     rows: tuple[str, ...] = ()
 
-    def mark(self, x: Any, taken: Taken) -> Any:
+    def mark(self, x: jax.Array, taken: Taken) -> Any:
         """Return the array behind an equation that holds the number of `taken`."""
         self.found.append(taken)
         return checkpoint_name(x, f"{MARK}{len(self.found) - 1}")
 
-    def of_arguments(self, jaxpr: Any) -> dict[int, Taken]:
+    def of_arguments(self, jaxpr: Jaxpr) -> dict[int, Taken]:
         """Return how the trace takes its arguments, by their numbers."""
         found: dict[int, int] = {}
         _follow(bare(jaxpr), {v: number for number, v in enumerate(bare(jaxpr).invars)}, found)

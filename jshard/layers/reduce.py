@@ -84,7 +84,7 @@ def _largest_derivative(body: ReductionBody, primals: Any, tangents: Any) -> tup
     return top, total(attained * moves / total(attained))
 
 
-def _reduce(kind: Kind, x: Any, axis: Axis, keepdims: bool) -> jax.Array:
+def _reduce(kind: Kind, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
     with resolve(())[1]:
         return _reduced(kind, jnp.asarray(as_array(x, label=f"jshard.{kind}")), axis, keepdims)
 

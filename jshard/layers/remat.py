@@ -43,7 +43,7 @@ def _real_checkpoint(f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     """Hand complex arrays to `jax.checkpoint` as two real ones each. JAX rounds what a checkpoint keeps to its dtype, and has
     no such operation for complex numbers."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         leaves, tree = jax.tree.flatten(args)
         where = [jnp.iscomplexobj(x) for x in leaves]
         pairs = [(jnp.real(x), jnp.imag(x)) if c else x for x, c in zip(leaves, where, strict=True)]
@@ -66,7 +66,7 @@ def _policy(remat: str | tuple[str, ...]) -> Callable[..., bool] | None:
 def _of_real(policy: Callable[..., bool]) -> Callable[..., bool]:
     """Let a policy keep real numbers only: complex ones are computed anew from these."""
 
-    def keeps(primitive: Any, *operands: Any, **params: Any) -> bool:
+    def keeps(primitive: Any, *operands: Any, **params: object) -> bool:
         dtypes = [each.dtype for each in operands if hasattr(each, "dtype")]
         dtypes += [params[key] for key in ("new_dtype", "dtype") if params.get(key) is not None]
         is_complex = primitive.name in ("complex", "fft") or any(
@@ -77,7 +77,7 @@ def _of_real(policy: Callable[..., bool]) -> Callable[..., bool]:
     return keeps
 
 
-def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_product(primitive: Any, *_: object, **__: object) -> bool:
     return primitive.name in PRODUCTS
 
 

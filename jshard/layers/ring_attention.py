@@ -22,6 +22,7 @@ from jshard.layers.partition.by_hand import by_hand
 from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.part import Part, moving_as, names_of, vary
 from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import Eqn
 from jshard.programs.provenance import scope
 
 LOWEST = -1e30  # of what is not seen: a row of such has no NaN
@@ -57,7 +58,7 @@ def ring_attention(form: Form) -> Callable[..., Array]:
         out, *kept = forward(q, k, v, *segments)
         return out, kept
 
-    def bwd(kept: Any, cotangent: Array) -> Any:
+    def bwd(kept: tuple[Any, ...], cotangent: Array) -> Any:
         return *backward(*kept, cotangent), tuple(None for _ in kept[5:])
 
     attention.defvjp(fwd, bwd)
@@ -89,7 +90,7 @@ def _nothing_seen(q: Array, k: Array) -> Any:
     return jnp.zeros((*shape, d)), jnp.full(shape, LOWEST), jnp.zeros(shape)
 
 
-def _finish(state: Any, dtype: Any) -> tuple[Array, Array]:
+def _finish(state: tuple[Any, ...], dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
     sums, largest, total = state
     b, s, k, g, d = sums.shape
     out = (sums / total[..., None]).astype(dtype).reshape(b, s, k * g, d)
@@ -117,11 +118,11 @@ def _scores(form: Form, q: Array, k: Array) -> Array:
     return jnp.einsum("bqkgd,bskd->bqkgs", q, k, preferred_element_type=jnp.float32) * form.scale
 
 
-def _see(form: Form, queries: Any, keys: Any, state: Any) -> Any:
+def _see(form: Form, queries: object, keys: tuple[Any, ...], state: object) -> Any:
     """Let queries see some more keys (online softmax), some queries at a time."""
     k, v, *where = keys
 
-    def some(each: Any) -> Any:
+    def some(each: tuple[Any, ...]) -> Any:
         (q, *places), (sums, largest, total) = each
         seen = _seen(form, places, where)
         scores = jnp.where(seen, _scores(form, q, k), LOWEST)
@@ -133,11 +134,11 @@ def _see(form: Form, queries: Any, keys: Any, state: Any) -> Any:
     return jax.tree.map(_joined, lax.map(some, jax.tree.map(_in_chunks, (queries, state))))
 
 
-def _unsee(form: Form, asked: Any, keys: Any) -> tuple[Array, Array, Array]:
+def _unsee(form: Form, asked: tuple[Any, ...], keys: tuple[Any, ...]) -> tuple[Array, Array, Array]:
     """Return what queries and keys that saw each other add to the gradients of q, k and v, in float32."""
     k, v, *where = keys
 
-    def some(each: Any) -> Any:
+    def some(each: tuple[Any, ...]) -> Any:
         q, cotangent, logs, delta, *places = each
         shape = *q.shape[:2], k.shape[2], -1
         cotangent = cotangent.reshape(*shape, q.shape[3])
@@ -151,7 +152,7 @@ def _unsee(form: Form, asked: Any, keys: Any) -> tuple[Array, Array, Array]:
         dv = jnp.einsum("bqkgs,bqkgd->bskd", weights.astype(v.dtype), cotangent, preferred_element_type=jnp.float32)
         return dq.reshape(q.shape), dk, dv
 
-    def add(sums: Any, each: Any) -> Any:
+    def add(sums: object, each: tuple[Any, ...]) -> Any:
         dq, *more = some(each)
         return jax.tree.map(jnp.add, sums, tuple(more)), dq
 
@@ -200,20 +201,20 @@ class _Ring:
             return min(self.size - 1, -(-(self.form.window - 1) // self.length))
         return self.size - 1
 
-    def hop(self, tree: Any, by: int = 1) -> Any:
+    def hop(self, tree: object, by: int = 1) -> Any:
         return jax.tree.map(lambda x: permute(x, self.names, shift=by), tree)
 
-    def places(self, device: Any) -> Array:
+    def places(self, device: int | Array) -> Array:
         half = self.length // 2
         if not self.is_balanced:
             return device * self.length + jnp.arange(self.length)
         return jnp.concatenate([each * half + jnp.arange(half) for each in (device, 2 * self.size - 1 - device)])
 
-    def balanced(self, tree: Any) -> Any:
+    def balanced(self, tree: object) -> Any:
         """Of each array two pieces that stand side by side for the two that this device has in the ring."""
         return jax.tree.map(self._balanced, tree) if self.is_balanced else tree
 
-    def in_order(self, tree: Any) -> Any:
+    def in_order(self, tree: object) -> Any:
         return jax.tree.map(self._in_order, tree) if self.is_balanced else tree
 
     def _pairs(self, piece: int) -> list[tuple[int, int]]:
@@ -234,14 +235,14 @@ class _Ring:
         return jnp.concatenate([permute(x, self.names, pairs=pairs) for x, pairs in zip(pieces, back, strict=True)], 1)
 
     def forward(self, q: Array, k: Array, v: Array, segments: tuple[Array, ...]) -> tuple[Array, Array]:
-        def meet(form: Form, queries: Any, keys: Any, state: Any) -> Any:
+        def meet(form: Form, queries: tuple[Any, ...], keys: tuple[Any, ...], state: tuple[Any, ...]) -> Any:
             return _see(form, queries, keys, state), ()
 
         state, _ = self._around(meet, (q,), (k, v), segments, _nothing_seen(q, k))
         return _finish(state, q.dtype)
 
     def backward(self, q: Array, k: Array, v: Array, segments: Any, logs: Array, delta: Array, cotangent: Array) -> Any:
-        def meet(form: Form, asked: Any, keys: Any, dq: Any) -> Any:
+        def meet(form: Form, asked: tuple[Any, ...], keys: tuple[Any, ...], dq: Any) -> Any:
             more, *of_keys = _unsee(form, asked, keys)
             return more if dq is None else dq + more, tuple(of_keys)
 
@@ -254,7 +255,7 @@ class _Ring:
         me = axis_index(self.names)
         here = self.places(me)
 
-        def turn(number: Any, keys: Any, state: Any) -> tuple[Any, Any]:
+        def turn(number: int | Array, keys: Any, state: tuple[Any, ...]) -> tuple[Any, Any]:
             given, theirs = keys
             if not self.is_balanced:
                 there = self.places((me - number) % self.size)
@@ -264,7 +265,7 @@ class _Ring:
             earlier, form, no = number <= me, self.form.of_the_past, here[: len(here) // 2]
             queries, keys, (early, late) = _halves((asked, segments)), _halves(keys), _halves(state)
 
-            def past(queries: Any, keys: Any, state: Any) -> tuple[Any, Any]:
+            def past(queries: tuple[Any, ...], keys: tuple[Any, ...], state: object) -> tuple[Any, Any]:
                 (asked, ours), (given, theirs) = queries, keys
                 return meet(form, (*asked, no, ours), (*given, no, theirs), state)
 
@@ -275,7 +276,7 @@ class _Ring:
             both = _side_by_side(of_early, _either(earlier, nothing, of_met))
             return _side_by_side(_either(earlier, met, early), _either(earlier, late, met)), both
 
-        def hopping(carry: Any, number: Any) -> Any:
+        def hopping(carry: tuple[Any, ...], number: int | Array) -> Any:
             keys, of_keys, state = carry
             after = self.hop(keys)  # on their way while these are multiplied
             state, more = turn(number, keys, state)
@@ -292,11 +293,11 @@ class _Ring:
         return state, self.hop(jax.tree.map(jnp.add, of_keys, more), -self.hops)  # home
 
 
-def _halves(tree: Any) -> tuple[Any, Any]:
+def _halves(tree: object) -> tuple[Any, Any]:
     return tuple(jax.tree.map(lambda x, n=n: jnp.split(x, 2, 1)[n], tree) for n in (0, 1))  # type: ignore[return-value]  # two
 
 
-def _side_by_side(one: Any, other: Any) -> Any:
+def _side_by_side(one: object, other: object) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x, 1), one, other)
 
 
@@ -345,7 +346,7 @@ def _split(run: Partition, q: Part, k: Part) -> _Split:
     return _Split(q.axes[0], q.axes[1] or k.axes[1], heads, key_heads)
 
 
-def _by_ring(steps: Any) -> Any:
+def _by_ring(steps: object) -> Any:
     return moving_as(key="ring")
 
 
@@ -387,7 +388,7 @@ def _exchanged(run: Partition, split: _Split, parts: list[Part]) -> _Split:
     )
 
 
-def _backward_rule(form: Form, run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _backward_rule(form: Form, run: Partition, eqn: Eqn, parts: list[Part]) -> list[Part]:
     out, logs, q, k, v, *segments, cotangent = parts
     places = q.axes[1] or cotangent.axes[1]
     if not places:

@@ -42,7 +42,7 @@ from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import check_in_use
 from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes, redistribute
-from jshard.programs.jaxprs import equations
+from jshard.programs.jaxprs import Jaxpr, Shaped, equations
 from jshard.programs.provenance import said, scope
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim
@@ -63,7 +63,7 @@ _recent: collections.deque[Program] = collections.deque(maxlen=256)  # alive, as
 _numbers = itertools.count()
 
 
-def placements(jaxpr: Any) -> dict[str, Placed]:
+def placements(jaxpr: Jaxpr) -> dict[str, Placed]:
     """Return how parameters lie, by path, in the programs that a trace calls. Calls outside the trace change nothing."""
     numbers = dict.fromkeys(said(eqn.source_info.name_stack.stack, "program") for eqn in equations(jaxpr))
     programs = filter(None, map(_programs.get, numbers))
@@ -271,7 +271,7 @@ def _unsharded(f: Callable[..., Any], s: _Situation) -> tuple[Any, WrittenBack, 
     """Trace a function as for one device, and return its program, what it writes back, and the claims of its parameters."""
     written: list[WrittenBack] = []
 
-    def of_one_device(*xs: Any) -> list[Any]:
+    def of_one_device(*xs: object) -> list[Any]:
         nodes, args, kwargs, before = s.structure.holding(xs)
         result = in_own_words(f)(*args, **kwargs)
         back, flat = WrittenBack.of(result, nnx.split((nodes,), nnx.Param, nnx.Variable, ...)[1:3], before, xs)
@@ -408,16 +408,16 @@ def agreed(signals: Sequence[Signal], key: str) -> tuple[str, ...]:
     return next(iter(found), ())
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: Shaped) -> bool:
     """The two numbers of a `jax.random.PRNGKey` are no rows."""
     return x.shape == (2,) and x.dtype == np.uint32
 
 
-def _layout(x: Any, on: Mesh) -> Layout | None:
+def _layout(x: jax.Array, on: Mesh) -> Layout | None:
     if isinstance(x, jax.ShapeDtypeStruct):
         found = Layout.from_sharding(x.sharding, x.ndim) if isinstance(x.sharding, NamedSharding) else None
     else:

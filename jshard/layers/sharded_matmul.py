@@ -54,7 +54,7 @@ class Product:
         placed = self.placed(x, w, b, self)
         return jax.shard_map(self.body, mesh=s.mesh, in_specs=specs, out_specs=s.y(rank).spec)(*placed)
 
-    def placed(self, x: Any, w: Any, b: Any, source: Product) -> tuple[Any, Any, Any]:
+    def placed(self, x: jax.Array, w: jax.Array, b: Any, source: Product) -> tuple[Any, Any, Any]:
         """Bring the operands to where this product wants them. Shards are known to be those of the product `source`."""
         rank, here, there = jnp.ndim(x), self.strategy, source.strategy
         return (
@@ -63,7 +63,7 @@ class Product:
             None if b is None else self.bring(b, there.bias(), here.bias()),
         )
 
-    def bring(self, x: Any, source: Layout, target: Layout) -> Any:
+    def bring(self, x: jax.Array, source: Layout, target: Layout) -> Any:
         if self.inside_shard_map:
             return move(x, plan_moves(source.axes, target.axes))
         return redistribute(x, target, source=source if source.mesh == target.mesh else None, label=self.label)
@@ -76,7 +76,7 @@ def _with_back(product: Product, x: jax.Array, w: jax.Array, b: jax.Array | None
     return product.forward(x, w, b)
 
 
-def _with_back_bwd(product: Product, kept: Any, y_cotangent: jax.Array) -> tuple[Any, ...]:
+def _with_back_bwd(product: Product, kept: tuple[Any, ...], y_cotangent: jax.Array) -> tuple[Any, ...]:
     """Differentiate where the other signal says: operands and cotangent travel there, gradients travel back.
 
     Gradients that were computed on other devices stay there.

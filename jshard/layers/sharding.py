@@ -36,13 +36,13 @@ class ShardedFunction(Protocol[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
-    def place(self, *args: Any, **kwargs: Any) -> Any:
+    def place(self, *args: object, **kwargs: object) -> Any:
         """Return the trees of parameters among the arguments, the only one by itself, placed for such a call. The parameters of
         NNX models among them move there."""
 
 
 @overload
-def shard(program: M, *args: Any, **kwargs: Any) -> M: ...
+def shard(program: M, *args: object, **kwargs: object) -> M: ...
 @overload
 def shard(program: Callable[P, R], *, parameters: str | Sequence[str] = "params") -> ShardedFunction[P, R]: ...
 def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
     return sharded(program, names)
 
 
-def check_program(op_name: str, program: Any) -> None:
+def check_program(op_name: str, program: object) -> None:
     """Refuse what is no function, and a class in place of a model."""
     if isinstance(program, type):
         name = program.__name__
@@ -101,7 +101,7 @@ def check_program(op_name: str, program: Any) -> None:
         raise JShardError(fault, hint="give it a Flax model, or a function that takes one")
 
 
-def place(model: nnx.Module, *args: Any, **kwargs: Any) -> None:
+def place(model: nnx.Module, *args: object, **kwargs: object) -> None:
     """Move the parameters of a model to where a call with these arguments uses them; the arguments may be abstract."""
     _placed(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]  # is_sharded
 
@@ -114,7 +114,7 @@ def partitioned(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
 def objective_of(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return what is trained by, a function of the model and the batch: `loss(model, *batch)`, and each auxiliary loss."""
 
-    def objective(model: nnx.Module, *batch: Any) -> Any:
+    def objective(model: nnx.Module, *batch: object) -> Any:
         value = loss(model, *batch)
         for auxiliary in jax.tree.leaves(nnx.state(model, AuxLoss)):
             value = value + jnp.sum(auxiliary)
@@ -137,7 +137,7 @@ def as_sharded(modules: Sequence[Any]) -> Iterator[None]:
             module.__class__ = cls
 
 
-def _is_callable_module(x: Any) -> bool:
+def _is_callable_module(x: object) -> bool:
     """Whether `x` is an NNX module that is called like a function, and no layer that places itself or is sharded already."""
     is_called = any("__call__" in vars(cls) for cls in type(x).__mro__)
     return isinstance(x, nnx.Module) and is_called and not is_sharded(x) and not is_by_layers(x)
@@ -165,7 +165,7 @@ def _unpickled(cls: Any, make: Callable[..., Any], *rest: Any) -> Any:
     return make(_sharded_linen_class(cls) if issubclass(cls, nn.Module) else _sharded_class(cls), *rest)
 
 
-def _sharded_tree(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _sharded_tree(model: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a callable tree of arrays, as of Equinox, whose call is partitioned, with its parameters where a call with these
     arguments has them."""
     original = getattr(type(model), "_jshard_original", type(model))
@@ -189,7 +189,7 @@ def _unplaced_class(cls: type) -> type:
 
 
 def _partitioned_call(cls: type) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> Any:
         return _run(cls.__call__, (self, *args), kwargs)
 
     return functools.update_wrapper(call, cls.__call__)
@@ -223,7 +223,7 @@ def sharded(f: Callable[..., Any], names: Sequence[str] = ("params",)) -> Callab
     """Partition each call of `f`, whose arguments `names` are trees of parameters."""
 
     @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return _run(f, args, kwargs, names)
 
     call.place = lambda *args, **kwargs: _placed(f, args, kwargs, names)  # type: ignore[attr-defined]  # ShardedFunction

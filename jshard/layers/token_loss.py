@@ -18,8 +18,8 @@ CHUNK = 256
 
 
 def cross_entropy(
-    outputs: Any,
-    targets: Any,
+    outputs: object,
+    targets: object,
     *,
     head: jax.Array | Callable[[Array], Array] | None = None,
     count: Any = None,

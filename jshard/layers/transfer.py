@@ -55,7 +55,7 @@ def place(x: Any, to: To) -> Any:
     return nnx.merge(graph, jax.tree.unflatten(tree, [placed[id(leaf)] for _, leaf in named]))
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm")
 
 
@@ -79,7 +79,7 @@ def _placing(to: Any, arrays: Sequence[Any]) -> Callable[[str, Any], Any]:
     return lambda label, x: _across(jnp.asarray(x), _layout(label, x, mesh), label)
 
 
-def _to_layout(x: Any, layout: Layout, label: str) -> Any:
+def _to_layout(x: jax.Array, layout: Layout, label: str) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         sharding = layout.sharding
         if x.sharding.memory_kind == HOST:
@@ -103,7 +103,7 @@ def _of_numbers(x: jax.Array, moved: Callable[[jax.Array], jax.Array]) -> jax.Ar
     return jax.random.wrap_key_data(moved(jax.random.key_data(x)), impl=jax.random.key_impl(x))
 
 
-def _layout(label: str, x: Any, mesh: Mesh) -> Layout:
+def _layout(label: str, x: jax.Array, mesh: Mesh) -> Layout:
     """Return the layout of `x` over the same mesh axes of another mesh."""
     present = Layout.of(x) or replicated(mesh, x.ndim)
     for mesh_axis in present.mesh_axes:

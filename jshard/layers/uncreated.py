@@ -15,7 +15,7 @@ from jshard.errors import JShardError
 from jshard.layouts.creation import create_by
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import replicated
-from jshard.programs.jaxprs import bound
+from jshard.programs.jaxprs import ClosedJaxpr, bound
 from jshard.signals.active_config import mesh
 
 SMALL = 1024  # numbers of an array that is computed by itself, as the keys of draws are
@@ -33,7 +33,7 @@ class Recipe:
     ]  # the variables of the operands that are arrays, and of all small arrays computed from them
 
     @classmethod
-    def of(cls, name: str, closed: Any, operands: Sequence[Any]) -> Recipe:
+    def of(cls, name: str, closed: ClosedJaxpr, operands: Sequence[Any]) -> Recipe:
         """Make a recipe, and compute its small arrays."""
         jaxpr = closed.jaxpr
         values = [*zip(jaxpr.constvars, closed.consts, strict=True), *zip(jaxpr.invars, operands, strict=True)]
@@ -77,7 +77,7 @@ class Uncreated(jax.ShapeDtypeStruct):
 
     __slots__ = ("number", "recipe")
 
-    def __init__(self, like: Any, recipe: Recipe, number: int, dtype: Any = None, sharding: Any = None):
+    def __init__(self, like: Any, recipe: Recipe, number: int, dtype: jnp.dtype | None = None, sharding: Any = None):
         super().__init__(like.shape, dtype or like.dtype, sharding=sharding, weak_type=like.weak_type)
         object.__setattr__(self, "recipe", recipe)
         object.__setattr__(self, "number", number)
@@ -96,7 +96,7 @@ class Uncreated(jax.ShapeDtypeStruct):
         x = self.recipe.result(self.number)
         return x if x.dtype == self.dtype else jnp.asarray(x, self.dtype)
 
-    def refuse(self, *_: Any, **__: Any) -> Any:
+    def refuse(self, *_: object, **__: object) -> Any:
         raise JShardError(
             f"{self.recipe.name} makes {self.dtype}{list(self.shape)} when a function under jshard.jit is called with it",
             hint="call such a function before, outside of jax.jit",

@@ -58,7 +58,7 @@ def in_own_words(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f`, which a function of jshard traces, with a sentence for each error that JAX or Flax raises in it."""
 
     @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         try:
             return f(*args, **kwargs)
         except Exception as error:
@@ -73,7 +73,7 @@ def boundary(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return `call`, which a user calls, with no frame of JAX or Flax under it in the traceback of a JShardError."""
 
     @functools.wraps(call)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
+    def bounded(*args: object, **kwargs: object) -> Any:
         try:
             return call(*args, **kwargs)
         except JShardError as error:
@@ -125,7 +125,7 @@ def _translated(error: Exception, f: Callable[..., Any], caller: types.FrameType
     return sentence.with_traceback(_own_frames(error.__traceback__))
 
 
-def check_numbers(x: Any) -> None:
+def check_numbers(x: object) -> None:
     """Refuse an array of numpy that JAX can't hold."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSUmM":
         raise JShardError(
@@ -160,7 +160,7 @@ def of_transformation(error: Exception, leaves: Sequence[Any], name: str) -> JSh
     )
 
 
-def _is_forward(x: Any) -> bool:
+def _is_forward(x: object) -> bool:
     """Whether `jax.jvp` differentiates `x`. JAX keeps the class to itself."""
     return type(x).__name__ == "JVPTracer"
 

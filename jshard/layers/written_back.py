@@ -22,7 +22,7 @@ def arrays_of_variables(states: Sequence[Any]) -> dict[Path, list[Any]]:
     return {path: jax.tree.leaves(variable) for state in states for path, variable in nnx.to_flat_state(state)}
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """Whether a leaf is an array, or a number that is traced as one."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct))
 
@@ -41,7 +41,7 @@ class WrittenBack:
     @classmethod
     def of(
         cls,
-        result: Any,
+        result: object,
         states: Sequence[Any],
         before: Mapping[Path, list[Any]],
         arguments: Sequence[Any],
@@ -83,7 +83,7 @@ class WrittenBack:
         is_plain = not (self.created or self.deleted) and all(other is None for other in self.others)
         return targets if is_plain and -1 not in targets else None
 
-    def into(self, arguments: Any, outs: Sequence[Any]) -> Any:
+    def into(self, arguments: object, outs: Sequence[Any]) -> Any:
         """Give the models among the arguments their variables, and return the result."""
         arrays = iter(outs)
         leaves = [next(arrays) if other is None else other for other in self.others]  # a tree has no leaf None

@@ -50,9 +50,9 @@ class _New:
         return Factors(tuple(operands), tuple(results), tuple(self.sizes), tuple(self.kinds))
 
 
-Rule = Callable[
-    [Any, _New, list[tuple[int, ...]], list[tuple[int, ...]]], tuple[Sequence[Factored], Sequence[Factored]]
-]
+Params = Mapping[str, Any]  # of an equation
+Shapes = Sequence[tuple[int, ...]]
+Rule = Callable[[Params, _New, Shapes, Shapes], tuple[Sequence[Factored], Sequence[Factored]]]
 
 
 def factors(eqn: Any) -> Factors | None:
@@ -89,7 +89,7 @@ def spread(
             return
 
 
-def _elementwise(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _elementwise(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """An operand may be a number, or have axes of one element that stand for as many as the result has."""
     out = new.all(made[0])
     alike = [tuple(f if n == m else () for f, n, m in zip(out, shape, made[0], strict=False)) for shape in given]
@@ -103,7 +103,7 @@ def _of_shapes(given: tuple[tuple[int, ...], ...], made: tuple[tuple[int, ...], 
     return new.done(*_elementwise({}, new, given, made))
 
 
-def _broadcast(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _broadcast(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     out = new.all(made[0])
     operand = (
         out[to] if n == made[0][to] else () for n, to in zip(given[0], params["broadcast_dimensions"], strict=True)
@@ -111,7 +111,7 @@ def _broadcast(params: Any, new: _New, given: Any, made: Any) -> Any:
     return [tuple(operand)], [out]
 
 
-def _reshape(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _reshape(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """Factor both shapes of one run of elements: the operand's axes in the order of `dimensions`, where they are given."""
     order = params.get("dimensions")
     order = range(len(given[0])) if order is None else order
@@ -155,18 +155,18 @@ def _grouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int]
         yield one, other
 
 
-def _transpose(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _transpose(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     old = new.all(given[0])
     return [old], [tuple(old[axis] for axis in params["permutation"])]
 
 
-def _squeeze(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _squeeze(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     old = new.all(given[0])
     return [old], [tuple(factor for axis, factor in enumerate(old) if axis not in params["dimensions"])]
 
 
 def _reduce(kind: str) -> Rule:
-    def rule(params: Any, new: _New, given: Any, made: Any) -> Any:
+    def rule(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
         axes = params["axes"] if "axes" in params else params["dimensions"]
         old = tuple(new(n, kind if axis in axes else KEPT) for axis, n in enumerate(given[0]))
         left = tuple(factor for axis, factor in enumerate(old) if axis not in axes)
@@ -175,7 +175,7 @@ def _reduce(kind: str) -> Rule:
     return rule
 
 
-def _dot_general(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _dot_general(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     (summed, their_summed), (batch, their_batch) = params["dimension_numbers"]
     left: list[Any] = [new(n) for n in given[0]]
     right: list[Any] = [new(n) for n in given[1]]
@@ -188,7 +188,7 @@ def _dot_general(params: Any, new: _New, given: Any, made: Any) -> Any:
     return [tuple(left), tuple(right)], [(*(left[a] for a in batch), *free)]
 
 
-def _ragged_dot_general(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _ragged_dot_general(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """Multiply as `dot_general` does. The axis that is divided into groups stays whole, and so do the groups."""
     numbers = params["ragged_dot_dimension_numbers"]
     (left, right), (out,) = _dot_general({"dimension_numbers": numbers.dot_dimension_numbers}, new, given, made)
@@ -203,13 +203,13 @@ def _ragged_dot_general(params: Any, new: _New, given: Any, made: Any) -> Any:
     return [left, right, (*lead, new(given[2][-1], FIXED))], [(*grouped, *out)]
 
 
-def _bitcast(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _bitcast(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """Keep every axis but a last one that one side alone has: the pieces of each number."""
     lead = new.all(min(given[0], made[0], key=len))
     return tuple([(*lead, *(new(n, FIXED) for n in shape[len(lead) :])) for shape in each] for each in (given, made))
 
 
-def _convolution(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _convolution(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """Batch and features may be split, and groups of either; places in space not."""
     numbers = params["dimension_numbers"]
     x, w, y = (list(new.all(shape, range(len(shape)))) for shape in (*given, *made))
@@ -228,7 +228,7 @@ def _convolution(params: Any, new: _New, given: Any, made: Any) -> Any:
 def _along(*names: str, also: Callable[[Any], Any] | None = None) -> Rule:
     """The axes that parameters name are fixed; all others go from all operands into all results."""
 
-    def rule(params: Any, new: _New, given: Any, made: Any) -> Any:
+    def rule(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
         fixed = {int(axis) for name in names for axis in np.atleast_1d(params[name])}
         fixed |= set(also(params)) if also is not None else set()
         return _keeping([axis for axis in range(len(given[0])) if axis not in fixed], new, given, made)
@@ -236,7 +236,7 @@ def _along(*names: str, also: Callable[[Any], Any] | None = None) -> Rule:
     return rule
 
 
-def _keeping(axes: Iterable[int], new: _New, given: Any, made: Any) -> Any:
+def _keeping(axes: Iterable[int], new: _New, given: Shapes, made: Shapes) -> Any:
     """Let these axes go on from all operands into all results. All others are fixed."""
     kept = {axis: new(given[0][axis]) for axis in axes}
     return tuple(
@@ -245,23 +245,23 @@ def _keeping(axes: Iterable[int], new: _New, given: Any, made: Any) -> Any:
     )
 
 
-def _resized(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _resized(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """Axes that differ in size between arrays are fixed (a slice, an update, a tile); all others go on."""
     sizes = zip(*filter(None, (*given, *made)), strict=True)
     return _keeping([axis for axis, each in enumerate(sizes) if len({*each}) == 1], new, given, made)
 
 
-def _stack(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _stack(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     each, at = new.all(given[0]), params["axis"]
     return [each] * len(given), [(*each[:at], new(len(given), FIXED), *each[at:])]
 
 
-def _unstack(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _unstack(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     each, at = new.all(made[0]), params["axis"]
     return [(*each[:at], new(len(made), FIXED), *each[at:])], [each] * len(made)
 
 
-def _gather(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _gather(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """A table split along an axis that is looked up in is asked on every device, and the answers are summed."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     indices: list[Any] = [new(n) for n in given[1][:-1]]
@@ -282,7 +282,7 @@ def _gather(params: Any, new: _New, given: Any, made: Any) -> Any:
     return [tuple(table), (*indices, new(given[1][-1], FIXED))], [out]
 
 
-def _scatter(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _scatter(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """A window goes on; rows of updates that are added may be different ones on each device."""
     numbers = params["dimension_numbers"]
     inserted, together = numbers.inserted_window_dims, numbers.operand_batching_dims
@@ -307,27 +307,27 @@ def _scatter(params: Any, new: _New, given: Any, made: Any) -> Any:
     return [tuple(table), (*indices, new(given[1][-1], FIXED)), tuple(updates)], [tuple(table)]
 
 
-def _each(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _each(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     each = [new.all(shape) for shape in given]
     return each, each
 
 
-def _made(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _made(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """What comes of nothing but its place, of a key, or of whole arrays."""
     return _fixed(given, new), [new.all(shape) for shape in made]
 
 
-def _batch(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _batch(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """The last axes are fixed, of matrices two; those before are many of the same."""
     last = len(params["fft_lengths"]) if "fft_lengths" in params else 2
     return _keeping(range(len(given[0]) - last), new, given, made)
 
 
-def _pad(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _pad(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     return _keeping([axis for axis, each in enumerate(params["padding_config"]) if not any(each)], new, given, made)
 
 
-def _cudnn_attention(params: Any, new: _New, given: Any, made: Any) -> Any:
+def _cudnn_attention(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
     """NVIDIA's attention of `q, k, v, bias`, of the lengths of both, and of offsets and pages; backward also of what was kept.
     Rows and heads go on, but where dropout is drawn for all rows, a function changes scores, or offsets
     tell documents apart."""
@@ -358,7 +358,7 @@ def _fixed(shapes: Sequence[Sequence[int]], new: _New) -> list[Factored]:
 SUMS = {"dot_product_attention_bwd_wrapper": (3,)}
 
 
-def _moved(p: Any) -> list[int]:
+def _moved(p: Params) -> list[int]:
     """The axes that a window changes: it is wider than one element, leaves some out, or finds others between or beside them."""
     told = [p.get(key) or (1,) * len(p["window_dimensions"]) for key in ("window_strides", "base_dilation")]
     each = zip(p["window_dimensions"], *told, p["padding"], strict=True)

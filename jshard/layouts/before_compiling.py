@@ -18,7 +18,7 @@ def change_programs() -> None:
     """Have JAX hand its programs to XLA with these changes."""
     compiled = compiler.backend_compile_and_load
 
-    def compile_changed(backend: Any, module: Any, *rest: Any) -> Any:
+    def compile_changed(backend: Any, module: Any, *rest: object) -> Any:
         change(module, backend.platform)
         return compiled(backend, module, *rest)
 
@@ -29,7 +29,7 @@ def change(module: Any, platform: str) -> None:
     """Change a program, in place, as it is to be compiled for a platform."""
     changes = CHANGES.get(platform, OTHERS)
 
-    def at(operation: Any) -> Any:
+    def at(operation: object) -> Any:
         for each in changes:
             each(operation)
         return ir.WalkResult.ADVANCE

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jshard.errors import JShardError
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit, with_axis_types
-from jshard.programs.jaxprs import bound, run
+from jshard.programs.jaxprs import Jaxpr, bound, run
 
 
 def create(
@@ -42,7 +42,7 @@ def create_by(drawn: Callable[[], jax.Array], layout: Layout) -> jax.Array:
     return typed_as(_created(jaxpr, consts, layout), layout.sharding)
 
 
-def _created(jaxpr: Any, consts: Sequence[Any], layout: Layout) -> jax.Array:
+def _created(jaxpr: Jaxpr, consts: Sequence[Any], layout: Layout) -> jax.Array:
     return _compiled_creation(_Drawing(_identity(jaxpr), jaxpr), layout)(*consts)
 
 
@@ -76,7 +76,7 @@ class _Drawing:
     jaxpr: Any = dataclasses.field(compare=False)
 
 
-def _identity(jaxpr: Any) -> Any:
+def _identity(jaxpr: Jaxpr) -> Any:
     """Return what two programs have in common that differ in their constants alone."""
     numbers: dict[Any, int] = {}
 
@@ -91,7 +91,7 @@ def _identity(jaxpr: Any) -> Any:
     return inputs, equations, *map(name, jaxpr.outvars)
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> Any:
     try:
         hash(value)
     except TypeError:  # Python's only way to ask
@@ -99,7 +99,7 @@ def _hashable(value: Any) -> Any:
     return value
 
 
-def typed_as(created: Any, sharding: NamedSharding) -> Any:
+def typed_as(created: object, sharding: NamedSharding) -> Any:
     """What a jit with these `out_shardings` made, on an explicit mesh with the layout in its type, which a traced jit
     leaves out."""
     traced = isinstance(created, Tracer) and is_explicit(sharding.mesh)
@@ -108,7 +108,7 @@ def typed_as(created: Any, sharding: NamedSharding) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_creation(drawing: _Drawing, layout: Layout) -> Any:
-    def creation(*consts: Any) -> jax.Array:
+    def creation(*consts: object) -> jax.Array:
         (created,) = _step_by_step(drawing.jaxpr, consts)
         return _moved_from_rows(created, layout) if _is_narrow(layout, created.shape) else created
 
@@ -149,7 +149,7 @@ def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
     return jax.lax.slice_in_dim(constrained(created, *rows, last), 0, created.shape[axis] - padded[axis][1], axis=axis)
 
 
-def _step_by_step(jaxpr: Any, xs: Sequence[Any]) -> list[Any]:
+def _step_by_step(jaxpr: Jaxpr, xs: Sequence[Any]) -> list[Any]:
     """Run a jaxpr, each operation rounded as when it runs alone: compiled as a whole, XLA would fold constants together and
     draw numbers that differ in the last bit from what Flax draws."""
     apart = jax.lax.optimization_barrier

@@ -21,7 +21,7 @@ from jshard.layouts.shard_buffers import taking
 from jshard.layouts.transfer_events import moved, where
 
 
-def gather(x: Any, *, root: int | None = None) -> Any:
+def gather(x: object, *, root: int | None = None) -> Any:
     """Gather an array to numpy on the host of every process; with `root`, on that process only, and `None` on the others.
 
     Every process calls it; nothing is gathered on a device, and what is not wanted is not received. Its gradient is
@@ -59,7 +59,7 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
         parcels += parcels_of(box, having if shared else wanted, wanted)  # else each has its own
     full = np.empty(x.shape, x.dtype) if me in wanted else None
 
-    def keep(block: Box, words: Any) -> None:
+    def keep(block: Box, words: object) -> None:
         if full is not None:
             used = math.prod(lengths(block)) * full.itemsize
             full[index(block)] = np.asarray(words).view(np.uint8)[:used].view(full.dtype).reshape(lengths(block))
@@ -83,22 +83,22 @@ def check_root(op_name: str, root: int | None) -> None:
 
 
 @jax.custom_vjp
-def _differentiable(x: Any) -> Any:
+def _differentiable(x: jax.Array) -> Any:
     return _replicated(x) if isinstance(x, Tracer) else _gather(x, None)
 
 
-def _replicated(x: Any) -> Any:
+def _replicated(x: jax.Array) -> Any:
     present = Layout.of(x)
     return x if present is None else redistribute(x, replicated(present.mesh, present.rank))
 
 
-def _fwd(x: Any) -> tuple[Any, Any]:
+def _fwd(x: jax.Array) -> tuple[Any, Any]:
     if isinstance(x, Tracer):
         return jax.vjp(_replicated, x)
     return _gather(x, None), Partial(functools.partial(_bwd, x.sharding))
 
 
-def _bwd(sharding: jax.sharding.Sharding, cotangent: Any) -> tuple[Any]:
+def _bwd(sharding: jax.sharding.Sharding, cotangent: object) -> tuple[Any]:
     full = np.asarray(cotangent)  # every process has it, and keeps its parts
     return (jax.make_array_from_callback(full.shape, sharding, lambda part: full[part].copy(), dtype=full.dtype),)
 

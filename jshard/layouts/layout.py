@@ -130,7 +130,7 @@ class Layout:
         return cls(mesh, *sharding.spec, *(None,) * (rank - len(sharding.spec)))
 
     @classmethod
-    def of(cls, x: Any) -> Layout | None:
+    def of(cls, x: object) -> Layout | None:
         """Where `x` lies, when that can be known: from its type on an explicit mesh, else from the array itself."""
         typed = jax.typeof(x).sharding
         if typed is not None and not typed.mesh.empty and typed.mesh.are_all_axes_explicit:
@@ -177,7 +177,7 @@ def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout 
 
 
 def check_divides(
-    size: int, mesh_axes: Sequence[str], mesh: Any, *, label: str, what: str, otherwise: str = "pad"
+    size: int, mesh_axes: Sequence[str], mesh: Mesh, *, label: str, what: str, otherwise: str = "pad"
 ) -> None:
     """An error with the nearest sizes that do when `size` does not divide over `mesh_axes`."""
     ways = math.prod(mesh.shape[name] for name in mesh_axes)

@@ -134,7 +134,7 @@ def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, label: str) -> tu
     return Mesh(grid, ("workers",), axis_types=(AxisType.Auto,)), ("workers",)
 
 
-def homes_of(arrays: Iterable[Any], full: Any) -> list[Any]:
+def homes_of(arrays: Iterable[Any], full: object) -> list[Any]:
     """Find a mesh for each set of devices that some of the arrays are on: `full` for its own, and where no array has any."""
     known = {tuple(full.devices.flat): full} if isinstance(full, Mesh) else {}
     found: dict[Any, Any] = {}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def key_of(step: Any) -> Any:
+def key_of(step: object) -> Any:
     """The key, number or name of one step of a path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(step, attribute):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import numpy as np
+
+from jshard.programs.jaxprs import Eqn
 
 KEPT, FIXED, LOOKUP = "kept", "fixed", "lookup"  # any other kind is the reduction over devices: sum, max, min
 
@@ -135,13 +137,13 @@ def _told() -> dict[str, frozenset[str]]:
 PARAMETERS = _told()
 
 
-def unknown_parameters(eqn: Any) -> list[str]:
+def unknown_parameters(eqn: Eqn) -> list[str]:
     """Return the parameters of an equation that no rule reads and no reason covers, as of a newer JAX. Empty where the
     primitive has no rule, or is refused."""
     known = PARAMETERS.get(eqn.primitive.name)
     return [] if known is None or eqn.params.keys() <= known else sorted(eqn.params.keys() - known)
 
 
-def is_joined(name: str, dtype: Any) -> bool:
+def is_joined(name: str, dtype: np.dtype) -> bool:
     """Return whether a collective joins the results of devices: XLA has none for bits of integers or for complex extremes."""
     return dtype.kind == "b" if name in ("reduce_or", "reduce_and") else name == "reduce_sum" or dtype.kind != "c"

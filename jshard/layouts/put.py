@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jshard.layouts.gathering import gather
+from jshard.programs.jaxprs import Shaped
 
 
 def put(array: Any, where: NamedSharding) -> jax.Array:
@@ -22,7 +23,7 @@ def put(array: Any, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
 
 
-def on_host(array: Any) -> np.ndarray:
+def on_host(array: object) -> np.ndarray:
     """Return the array as numpy; all processes call it where it lies on devices of several."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return gather(array)
@@ -33,7 +34,7 @@ def canonical(array: np.ndarray) -> np.ndarray:
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
-def raw(array: Any) -> Any:
+def raw(array: jax.Array | np.ndarray) -> Any:
     """A key of random numbers as the numbers that it is made of; other arrays as they are."""
     return jax.random.key_data(array) if is_key(array) else array
 
@@ -48,5 +49,5 @@ def typed(plain: jax.Array, kind: str | None) -> jax.Array:
     return plain if kind is None else jax.random.wrap_key_data(plain, impl=kind)
 
 
-def is_key(array: Any) -> bool:
+def is_key(array: Shaped) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)

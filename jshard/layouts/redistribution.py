@@ -112,7 +112,7 @@ def redistribute(
     return _move_traced(x, target, source, label) if isinstance(x, Tracer) else _place(x, target, label)
 
 
-def as_array(x: Any, *, label: str) -> Any:
+def as_array(x: object, *, label: str) -> Any:
     """An array as it is; numbers, and lists of them, as JAX reads them."""
     if isinstance(x, jax.Array | np.ndarray) and x.dtype != object:
         return x
@@ -125,7 +125,7 @@ def as_array(x: Any, *, label: str) -> Any:
         ) from None
 
 
-def _place(x: Any, layout: Layout, by: str) -> jax.Array:
+def _place(x: jax.Array, layout: Layout, by: str) -> jax.Array:
     present = Layout.of(x) if isinstance(x, jax.Array) else None
     if present == layout:
         return x
@@ -173,6 +173,6 @@ def _compiled_move(source: Layout, target: Layout) -> Any:
     return jax.jit(redistribution)
 
 
-def replicated(mesh: Any, rank: int) -> Layout:
+def replicated(mesh: jax.sharding.Mesh, rank: int) -> Layout:
     """Whole on every device."""
     return Layout(mesh, *(None,) * rank)

@@ -26,7 +26,7 @@ METHODS = ("scatter", "broadcast")
 NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
-def scatter(x: Any, layout: Placement, *, root: int = 0, method: str = "scatter") -> jax.Array:
+def scatter(x: object, layout: Placement, *, root: int = 0, method: str = "scatter") -> jax.Array:
     """Scatter the array that process `root` has on its host to `layout`: a `Layout`, a `NamedSharding`, or a
     `PartitionSpec` over the mesh that is set or loaded. The other processes pass `None`.
 
@@ -40,7 +40,7 @@ def scatter(x: Any, layout: Placement, *, root: int = 0, method: str = "scatter"
     return _scatter(x, layout, root, method)
 
 
-def _scatter(x: Any, layout: Placement, root: int, method: str) -> jax.Array:
+def _scatter(x: object, layout: Placement, root: int, method: str) -> jax.Array:
     if isinstance(x, Tracer):
         return redistribute(x, layout)
     if not isinstance(layout, Layout):  # of no rank yet, which only the root knows
@@ -54,7 +54,7 @@ def _scatter(x: Any, layout: Placement, root: int, method: str) -> jax.Array:
         return _moved(x, layout, root, method)
 
 
-def _moved(x: Any, where: Any, root: int, method: str) -> jax.Array:
+def _moved(x: object, where: Any, root: int, method: str) -> jax.Array:
     doors = doors_of(where.mesh.devices.flat[0].platform)
     layout, shape, dtype = _agreed(x, where, root, method, doors)
     moved(method, shape, dtype, f"the host of process {root}", layout.sharding)
@@ -95,7 +95,7 @@ def _by_broadcast(
 # -- what may be asked: agreed on by all processes first, so that a mistake of one is an error on all and not a hang --
 
 
-def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[Layout, tuple[int, ...], np.dtype]:
+def _agreed(x: object, where: Any, root: int, method: str, doors: Mesh) -> tuple[Layout, tuple[int, ...], np.dtype]:
     """The layout of this rank, the shape and the dtype; `where` is a Layout, or a NamedSharding of any rank."""
     devices = listed(where.mesh.devices.flat)
     call = f'{as_layout(where, None, label="jshard.scatter")!r} of {devices}, root={root!r}, method="{method}"'
@@ -130,7 +130,7 @@ def _agreed(x: Any, where: Any, root: int, method: str, doors: Mesh) -> tuple[La
     return layout, tuple(given["shape"]), np.dtype(given["dtype"])
 
 
-def _described(x: Any) -> dict[str, Any] | None:
+def _described(x: object) -> dict[str, Any] | None:
     """What the others need to know of what a process gave: nothing, an array, or a fault."""
     if x is None:
         return None
@@ -156,7 +156,7 @@ def _described(x: Any) -> dict[str, Any] | None:
     return {"shape": list(host.shape), "dtype": host.dtype.name}
 
 
-def _on_host(x: Any) -> np.ndarray:
+def _on_host(x: object) -> np.ndarray:
     """Numbers, and lists of them, have the dtype that JAX gives them; what is no array has that of objects."""
     try:
         host = np.asarray(x)
@@ -170,11 +170,11 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _differentiable(x: Any, layout: Layout, root: int, method: str) -> jax.Array:
+def _differentiable(x: object, layout: Layout, root: int, method: str) -> jax.Array:
     return _scatter(x, layout, root, method)
 
 
-def _fwd(x: Any, layout: Layout, root: int, method: str) -> tuple[jax.Array, Any]:
+def _fwd(x: object, layout: Layout, root: int, method: str) -> tuple[jax.Array, Any]:
     if isinstance(x, Tracer):
         return jax.vjp(lambda x: redistribute(x, layout), x)
     home = x.sharding if isinstance(x, jax.Array) else None

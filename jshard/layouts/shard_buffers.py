@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from jshard.layouts.index_ranges import Box, Device, boxes_of, index, is_inside, lengths, word_count
 
@@ -19,13 +19,13 @@ from jshard.layouts.index_ranges import Box, Device, boxes_of, index, is_inside,
 class Filling:
     """An array whose parts on this process's devices come into being block by block."""
 
-    def __init__(self, sharding: Sharding, shape: Sequence[int], dtype: Any):
+    def __init__(self, sharding: Sharding, shape: Sequence[int], dtype: DTypeLike):
         self.sharding, self.shape, self.dtype = sharding, tuple(shape), np.dtype(dtype)
         here = sharding.addressable_devices
         self.boxes = {device: box for device, box in boxes_of(sharding, shape).items() if device in here}
         self.parts: dict[Device, jax.Array] = {}
 
-    def put(self, block: Box, words: Any) -> None:
+    def put(self, block: Box, words: object) -> None:
         """The block, as `carry` hands it on, into every part that has it."""
         for device, box in self.boxes.items():
             if is_inside(block, box):
@@ -64,7 +64,7 @@ def _is_widened(dtype: np.dtype, device: Device) -> bool:
     return dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating) and device.platform == "cpu"
 
 
-def _bits_dtype(dtype: Any) -> np.dtype:
+def _bits_dtype(dtype: DTypeLike) -> np.dtype:
     """Whole numbers of the same width."""
     dtype = np.dtype(dtype)
     return dtype if dtype.kind == "c" else np.dtype(f"uint{8 * dtype.itemsize}")

@@ -29,7 +29,7 @@ def moved(
         )  # fmt: skip
 
 
-def where(x: Any) -> Where:
+def where(x: object) -> Where:
     """The sharding of an array on devices."""
     return x.sharding if isinstance(x, jax.Array) else "the host"
 

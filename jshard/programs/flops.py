@@ -8,8 +8,9 @@ from typing import Any
 
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
-from jshard.programs.jaxprs import bare, inner
+from jshard.programs.jaxprs import Jaxpr, bare, inner
 from jshard.programs.provenance import Cause, often, said
 
 
@@ -30,13 +31,13 @@ class Flops:
     def total(self) -> float:
         return sum(self.flops.values())
 
-    def add(self, dtype: Any, flops: float, *, in_kernel: bool = False) -> None:
+    def add(self, dtype: DTypeLike, flops: float, *, in_kernel: bool = False) -> None:
         for sums in (self.flops, self.in_kernels) if in_kernel else (self.flops,):
             if flops:
                 sums[str(dtype)] = sums.get(str(dtype), 0.0) + flops
 
 
-def arithmetic_of(jaxpr: Any, *, remat: bool = True) -> Flops:
+def arithmetic_of(jaxpr: Jaxpr, *, remat: bool = True) -> Flops:
     """Count the FLOPs of products and convolutions, and what kernels declare; without what `jax.checkpoint` computes again
     unless `remat`. Of a pipeline's stages it counts the one with most."""
     found = _counted(jaxpr, Flops(remat=remat))

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
+import numpy as np
+from jax.extend import core
+
 T = TypeVar("T")
+Eqn = core.JaxprEqn
+ClosedJaxpr = core.ClosedJaxpr
+Atom = core.Var | core.Literal
+Jaxpr = core.Jaxpr | core.ClosedJaxpr  # open or closed
+Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct  # an array, or the shape of one
 
 # Primitives that call a jaxpr on their operands one by one, and the parameter that holds it.
 CALLS = {
@@ -23,7 +32,7 @@ def bare(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def inner(eqn: Any) -> Iterator[Any]:
+def inner(eqn: Eqn) -> Iterator[Any]:
     """The jaxprs that one equation runs: bodies, branches, calls."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
@@ -31,18 +40,18 @@ def inner(eqn: Any) -> Iterator[Any]:
                 yield bare(each)
 
 
-def holds(jaxpr: Any, primitives: Collection[str]) -> bool:
+def holds(jaxpr: Jaxpr, primitives: Collection[str]) -> bool:
     """Whether one of these primitives is somewhere in a program."""
     return any(eqn.primitive.name in primitives for eqn in equations(jaxpr))
 
 
-def called(eqn: Any) -> Any:
+def called(eqn: Eqn) -> Any:
     """The jaxpr, closed or not, that an equation calls on its operands; None where it calls none."""
     found = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
     return found if hasattr(bare(found), "eqns") else None
 
 
-def bodies(eqn: Any, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
+def bodies(eqn: Eqn, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
     """Yield the jaxprs that an equation runs, each with those of `operands` that go into it; the last one returns the results.
     `operands` has a value for each operand of the equation."""
     name, params = eqn.primitive.name, eqn.params
@@ -64,7 +73,7 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
-def is_in(atom: Any, some: Container[Any]) -> bool:
+def is_in(atom: object, some: Container[Any]) -> bool:
     return not hasattr(atom, "val") and atom in some
 
 
@@ -79,7 +88,7 @@ def part_of(jaxpr: Any, eqns: Iterable[Any], inputs: Iterable[Any], results: Ite
     return type(jaxpr)([], list(inputs), list(results), list(eqns), debug_info=names)
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Every equation in program order, those of loops and branches where they stand."""
     for eqn in bare(jaxpr).eqns:
         yield eqn
@@ -105,13 +114,13 @@ def run(
     return list(map(read, jaxpr.outvars))
 
 
-def bound(eqn: Any, xs: Sequence[Any]) -> Sequence[Any]:
+def bound(eqn: Eqn, xs: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation on these operands, in a list even where it has one."""
     outs = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
     return outs if eqn.primitive.multiple_results else [outs]
 
 
-def scanned(eqn: Any) -> tuple[int, int]:
+def scanned(eqn: Eqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried."""
     asked = eqn.params
     if "ft_in" in asked:

@@ -18,6 +18,7 @@ import jax
 from jax._src import source_info_util
 
 from jshard.errors import Location
+from jshard.programs.jaxprs import Eqn
 
 PHASES = ("forward", "backward", "update")  # in the order of a training step
 FIELDS = frozenset(
@@ -228,7 +229,7 @@ def _folders(shortened: str | None) -> tuple[str, ...]:
     return (*_FOLDERS, *(re.sub(shortened, "", folder) for folder in _FOLDERS if shortened))
 
 
-def source_of(eqn: Any) -> str:
+def source_of(eqn: Eqn) -> str:
     """`model.py:12`: the innermost line of the program that is not jshard's, JAX's or Flax's."""
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     return own_line((frame.file_name, frame.start_line) for frame in frames)

@@ -52,7 +52,7 @@ Listener = Callable[[str, Fields], None]
 listeners: tuple[Listener, ...] = ()
 
 
-def tell(what: str, /, **fields: Any) -> None:
+def tell(what: str, /, **fields: object) -> None:
     """Hand an event on to all listeners."""
     for listener in listeners:
         listener(what, fields)

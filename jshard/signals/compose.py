@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jshard.errors import Location, did_you_mean, nearest, quoted, reason
 from jshard.signals.faults import COMMAND_LINE, Faults, Path, dotted, listed, subject
@@ -18,7 +17,7 @@ from jshard.signals.value_types import Key, Keys
 OF_OPTIMIZER = {"lr": "learning_rate"} | {name: name for name in ("learning_rate", "weight_decay", "momentum")}
 
 
-def compose(source: Any, overrides: Sequence[str], faults: Faults) -> tuple[str, Node | None]:
+def compose(source: object, overrides: Sequence[str], faults: Faults) -> tuple[str, Node | None]:
     """The name to call `source` by, and all that it says with its includes and the overrides laid over it."""
     if isinstance(source, Mapping):
         name = "<dict>"
@@ -217,7 +216,7 @@ def full_key(key: str) -> str | None:
     return f"optimizer.{OF_OPTIMIZER[key]}" if key in OF_OPTIMIZER else None
 
 
-def _placed(node: Node | None, path: list[str], value: Node, place: Location, table: Any) -> Node:
+def _placed(node: Node | None, path: list[str], value: Node, place: Location, table: object) -> Node:
     """`node` with `value` at `path`. A short form (`optimizer: adamw`) becomes the mapping it stands for."""
     if not path:
         return value

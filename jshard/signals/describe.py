@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from jshard.signals.globs import OTHERS
 from jshard.signals.signal import Shard, Signal
@@ -84,7 +83,7 @@ def _shard(shard: Shard) -> str:
     return f"axis {shard.axis} of every array over {where}"
 
 
-def component_words(named: Any) -> str:
+def component_words(named: object) -> str:
     """Name what a key of `jshard.train` is made of: a path, or the links of an optimizer's chain."""
     if not isinstance(named, dict):
         return str(named)

@@ -18,7 +18,7 @@ from jshard.signals.signal import Signal
 _first: weakref.WeakKeyDictionary[Any, tuple[Mesh, Signal]] = weakref.WeakKeyDictionary()
 
 
-def check_reach(x: Any, mesh: Any, signal: Signal) -> None:
+def check_reach(x: object, mesh: Mesh, signal: Signal) -> None:
     """An error where `x` can't be brought to `mesh`, as `signal` asks: it is differentiated on other devices, or the program
     that is traced has arrays on others already. JAX itself says so only when the program is compiled."""
     if not isinstance(x, Tracer) or not isinstance(mesh, Mesh):
@@ -49,7 +49,7 @@ def differ(one: Mesh, other: Mesh) -> bool:
     return list(one.devices.flat) != list(other.devices.flat)
 
 
-def is_elsewhere(x: Any, mesh: Any) -> bool:
+def is_elsewhere(x: object, mesh: Mesh) -> bool:
     """Whether `x` lies on other devices than those of `mesh`, by somebody's wish."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array) or not isinstance(mesh, Mesh):
         return False

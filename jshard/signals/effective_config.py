@@ -62,7 +62,7 @@ def changed(value: Any) -> dict[str, Any]:
     return {name: present for name, (present, default) in fields.items() if present != default}
 
 
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the keys of nested mappings, joined by dots, and their values."""
     if not isinstance(value, Mapping):
         yield key, value
@@ -71,7 +71,7 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from flat(inside, f"{key}.{name}" if key else str(name))
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return ", ".join(map(_word, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -90,11 +90,11 @@ def read_mapping(source: Mapping[Any, Any], name: str, faults: Faults) -> Node |
     return document(node_of(source, Location(name), faults), name, faults)
 
 
-def node_of(value: Any, place: Location, faults: Faults) -> Node | None:
+def node_of(value: object, place: Location, faults: Faults) -> Node | None:
     """A Python value as a node; None, and its fault noted, when no YAML could have said it."""
     count = 0
 
-    def made(value: Any, path: Path) -> Node:
+    def made(value: object, path: Path) -> Node:
         nonlocal count
         count += 1
         many = count > MOST_VALUES

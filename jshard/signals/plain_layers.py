@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
-from jshard.programs.jaxprs import called, equations
+from jshard.programs.jaxprs import Eqn, called, equations
 from jshard.programs.provenance import is_inside, line_here
 from jshard.signals.active_config import mesh
 from jshard.signals.signal import AXIS_KEYS, Signal
@@ -75,7 +75,7 @@ def _note_evaluation() -> None:
     """Wrap how JAX evaluates products, once."""
 
     def noting(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*xs: Any, **params: Any) -> Any:
+        def call(*xs: object, **params: object) -> Any:
             if (watch := _watching.get()) is not None and watch.frame is None:
                 watch.split.append(_mesh_axes(xs))
             return evaluate(*xs, **params)
@@ -93,7 +93,7 @@ def splits(signal: Signal) -> set[str]:
     return {name for name in (*signal.column, *signal.reduction) or every if mesh().shape[name] >= 2}
 
 
-def _layers(eqn: Any) -> Iterator[Any]:
+def _layers(eqn: Eqn) -> Iterator[Any]:
     inside = [eqn] if called(eqn) is None else equations(called(eqn))
     return (each for each in inside if each.primitive.name in LAYERS)
 

@@ -63,7 +63,7 @@ class Entry(contextlib.ContextDecorator):
         self.waits = False  # to be entered, by the user who asked for it
         self.is_read = False  # by a layer, a placement or a partitioned call below
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: object) -> Any:
         """Enter the signal in each call of `function`."""
         self.waits, name = False, "/".join(self.names)
         if not callable(function):
@@ -106,7 +106,7 @@ class Entry(contextlib.ContextDecorator):
             self._exits = exits.pop_all()
         return self
 
-    def __exit__(self, *reason: Any) -> None:
+    def __exit__(self, *reason: object) -> None:
         assert self._exits is not None
         if isinstance(reason[1], Exception) and not failed_under(reason[1]):
             vars(reason[1])["__jshard_path__"] = active_path()
@@ -150,7 +150,7 @@ def failed_under(error: Exception) -> tuple[str, ...]:
     return getattr(error, "__jshard_path__", ())
 
 
-def _words(name: Any) -> list[str]:
+def _words(name: object) -> list[str]:
     """The nested names of "decoder/attn"."""
     if not isinstance(name, str) or not all(name.split("/")):
         raise JShardError(f"a signal is named by {name!r}", hint='give it a name, like jshard.signal("layer1")')
@@ -277,7 +277,7 @@ def signal_here(call: str) -> Signal:
     return signal
 
 
-def _place(x: Any) -> jax.Array:
+def _place(x: jax.Array) -> jax.Array:
     present = configuration()
     if present is None:
         return x

@@ -49,7 +49,7 @@ class Component:
     def __str__(self) -> str:
         return f'jshard.train.{self.key} ({self.place}) is "{self.path}"'
 
-    def __call__(self, *ours: Any, **named: Any) -> Any:
+    def __call__(self, *ours: object, **named: object) -> Any:
         """Call it with its own arguments and with ours; an argument that it does not take is told before it is called."""
         check_arguments(str(self), self.function, self.arguments, positional=len(ours), ours=named)
         try:

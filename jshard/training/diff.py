@@ -89,7 +89,7 @@ def diff(
         return _proven(found, first, len(texts[0].splitlines()))
 
 
-def _kind(side: Any) -> str:
+def _kind(side: object) -> str:
     return "a ledger" if isinstance(side, Ledger) else "a plan" if isinstance(side, Plan) else "a path"
 
 

@@ -132,11 +132,11 @@ def _described(function: Callable[[], Any]) -> Any:
     return jax.tree.unflatten(trees[0], [next(made) if leaf is None else leaf for leaf in kept])
 
 
-def _is_node(leaf: Any) -> bool:
+def _is_node(leaf: object) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
-def _is_made(leaf: Any) -> bool:
+def _is_made(leaf: object) -> bool:
     return _is_node(leaf) or isinstance(leaf, (jax.Array, np.ndarray))
 
 
@@ -156,7 +156,7 @@ class FunctionCall:
             raise JShardError(f'"{name}" names a class', hint="name a function that calls it")
         return cls(name, f, tuple(Maker.of(word) if IMPORT_PATH.parse(word) else Shape.of(word) for word in words))
 
-    def built(self, configuration: Configuration, _: Any, *, only_shapes: bool) -> Function:
+    def built(self, configuration: Configuration, _: object, *, only_shapes: bool) -> Function:
         """Make its arguments, on the mesh of what is loaded."""
         args: list[Any] = []
         for argument in self.arguments:

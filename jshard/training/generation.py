@@ -79,7 +79,7 @@ class Sampling:
 
 
 def generate(
-    model: Any, prompts: Sequence[Sequence[int]], *, tokens: int = 100, temperature: float = 0.0, top_k: int | None = None,
+    model: object, prompts: Sequence[Sequence[int]], *, tokens: int = 100, temperature: float = 0.0, top_k: int | None = None,
     top_p: float | None = None, stop: Sequence[int] = (), seed: int = 0,
 ) -> Iterator[list[int | None]]:  # fmt: skip
     """Go on from prompts, given as tokens: yield the next token of each, up to `tokens` times; None behind one of `stop`.
@@ -130,7 +130,7 @@ def trained_model(configuration: Configuration, on: Mesh | None, checkpoint: Che
 class Writer:
     """Prompts that a model goes on from, at most `tokens` times: iterate for the next token of each row."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling, seed: int):
+    def __init__(self, model: object, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling, seed: int):
         how = {"deterministic": True, "use_running_average": True, "dropless": True}
         self.graph, self.state = nnx.split(nnx.view(model, **how, raise_if_not_found=False))
         self.count, self.tokens, self.sampling, self.key = len(prompts), tokens, sampling, jax.random.key(seed)
@@ -160,7 +160,7 @@ class Writer:
         logits, cache = _prefill(self.graph, self.room, self.state, self.prompts, self.lengths)
         return _chosen(self.sampling, logits, self.lengths - 1, self.key), cache
 
-    def decode(self, number: int, token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def decode(self, number: int, token: jax.Array, cache: object) -> tuple[jax.Array, Any]:
         """Return the token behind number `number`, and the cache, in the place of the one given."""
         positions = self.lengths + np.int32(number)
         logits, cache = _decode(self.graph, self.room, self.state, cache, token, positions)
@@ -176,14 +176,14 @@ class Writer:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _prefill(graph: Any, room: int, state: Any, prompts: Any, lengths: Any) -> Any:
+def _prefill(graph: Any, room: int, state: Sequence[Any], prompts: Any, lengths: Any) -> Any:
     model = nnx.merge(graph, state)
     model.init_cache(len(prompts), room)
     return _behind(model, prompts, lengths), jax.tree.leaves(nnx.state(model, nnx.Cache))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _decode(graph: Any, room: int, state: Any, cache: Any, token: Any, positions: Any) -> Any:
+def _decode(graph: Any, room: int, state: Sequence[Any], cache: Any, token: Any, positions: Any) -> Any:
     model = nnx.merge(graph, state)
     model.init_cache(len(token), room)
     nnx.update(model, jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Cache)), cache))

@@ -159,5 +159,5 @@ def read(run: str | Path) -> Logs:
     return Logs(folder_of(run)).read()
 
 
-def _as_count(value: Any) -> int:
+def _as_count(value: object) -> int:
     return value if isinstance(value, int) and 0 <= value < 1_000_000 else 0

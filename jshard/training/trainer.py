@@ -31,12 +31,12 @@ HERE = Location("jshard.train(...)")
 def train(
     model: nnx.Module,
     optimizer: optax.GradientTransformation | nnx.Optimizer,
-    data: Any,
+    data: object,
     *,
     loss: Callable[[Any, Any], jax.Array] | None = None,
     metrics: Sequence[Callable[[Any, Any], jax.Array]] = (),
     resume: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> dict[str, float]:
     """Train a model in place, as `jshard train` does: figures, evaluation, checkpoints, under the configuration that is loaded.
 
@@ -70,7 +70,7 @@ def train(
 
 
 def batches(
-    data: Any,
+    data: object,
     *,
     batch: int = 64,
     steps: int | None = None,

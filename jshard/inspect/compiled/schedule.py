@@ -63,7 +63,7 @@ def collectives_in(compiled: Any) -> list[CompiledCollective]:
     return list(collectives_of(schedule_of(HloProgram(text))))
 
 
-def wire_bytes(compiled: Any) -> int:
+def wire_bytes(compiled: object) -> int:
     """Bytes that each device puts on the wire in one run of a compiled program (or of its text)."""
     return sum(got.total for got in collectives_in(compiled))
 

@@ -15,6 +15,7 @@ from jshard.layers.roles import Placed, Roles, not_stored
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes, replicated
+from jshard.programs.jaxprs import Shaped
 from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.parameter_path import below, repeats
@@ -82,7 +83,7 @@ def claimed(arrays: Iterable[tuple[str, Sequence[str], Any, str]], found: Mappin
     return tuple(sorted(rows, key=lambda row: (row.place.source, row.place.line or 0) if row.place else ("",)))
 
 
-def _entry(placed: Placed, signal: Signal, leaf: Any, annotation: str) -> Claimed:
+def _entry(placed: Placed, signal: Signal, leaf: Shaped, annotation: str) -> Claimed:
     use, lies, eqn = placed.use, placed.lies, placed.told_by
     now = _layout_now(leaf) or lies.at_rest
     told_by = "" if eqn is None else ", ".join(filter(None, (eqn.primitive.name, source_of(eqn))))
@@ -114,7 +115,7 @@ def _words(axes: Axes) -> tuple[str, ...]:
     return tuple("+".join(names) for names in axes)
 
 
-def _differences(placed: Placed, signal: Signal, leaf: Any) -> Iterator[str]:
+def _differences(placed: Placed, signal: Signal, leaf: Shaped) -> Iterator[str]:
     """Yield what of the words of a signal was not done, and why."""
     use, lies, eqn = placed.use, placed.lies, placed.told_by
     if eqn is None and signal.shard is None:
@@ -133,7 +134,7 @@ def _differences(placed: Placed, signal: Signal, leaf: Any) -> Iterator[str]:
         yield "not there yet: its next call moves it"
 
 
-def _layout_now(leaf: Any) -> Layout | None:
+def _layout_now(leaf: object) -> Layout | None:
     """Return the layout of an array that exists, whole where one device alone has it; None of a description."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         return Layout.of(leaf)

@@ -276,7 +276,7 @@ def _unplaced(entry: Any) -> Any:
     return dataclasses.replace(entry, cause=dataclasses.replace(entry.cause, place=None, key=""))
 
 
-def _unplaced_once(entry: Any) -> Any:
+def _unplaced_once(entry: object) -> Any:
     return _unplaced(entry).once()
 
 

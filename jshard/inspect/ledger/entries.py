@@ -23,7 +23,7 @@ class Caused:
     branches: tuple[str, ...]
     count: int
 
-    def once(self, **more: Any) -> Hashable:
+    def once(self, **more: object) -> Hashable:
         """The entry without its count, to compare by."""
         entry: Any = self
         return dataclasses.replace(entry, count=None, **more)
@@ -100,7 +100,7 @@ class Line(Caused):
         """How often one device runs it."""
         return self.count if self.each is None else self.each
 
-    def once(self, **more: Any) -> Hashable:
+    def once(self, **more: object) -> Hashable:
         return super().once(each=type(self.each), **more)
 
     def plus(self, other: Any) -> Self:

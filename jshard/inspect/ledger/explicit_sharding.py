@@ -46,7 +46,7 @@ def _all_reduces(split: list[tuple[str, ...]], result: Any) -> Iterator[Moved]:
             yield "all_reduce", mesh_axes, _local_shape(result, without=mesh_axes), result.dtype
 
 
-def _reshard(source: Any, target: Any) -> Iterator[Moved]:
+def _reshard(source: Any, target: object) -> Iterator[Moved]:
     """An all-to-all for each mesh axis that goes to another array axis, an all-gather for each that goes away."""
     have, wanted = split_of(source), split_of(target)
     shape = list(_local_shape(source))
@@ -59,7 +59,7 @@ def _reshard(source: Any, target: Any) -> Iterator[Moved]:
                 yield "all_to_all", (name,), tuple(shape), source.dtype
 
 
-def split_of(aval: Any) -> list[tuple[str, ...]]:
+def split_of(aval: object) -> list[tuple[str, ...]]:
     """For each axis of an array, the explicit mesh axes that split it."""
     sharding, rank = getattr(aval, "sharding", None), len(getattr(aval, "shape", ()))
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:

@@ -11,7 +11,7 @@ from jshard.inspect.ledger.explicit_sharding import PRICED, split_of
 from jshard.layouts.axes import Factors, factors, spread
 from jshard.layouts.layout import Layout
 from jshard.layouts.primitives import KEPT
-from jshard.programs.jaxprs import CALLS, bare
+from jshard.programs.jaxprs import CALLS, Eqn, bare
 
 # Others look into these, and into what a shard_map asks for.
 HOLD_OTHERS = frozenset(CALLS) | frozenset("shard_map scan while cond".split())
@@ -28,7 +28,7 @@ ANYWHERE = (
 Split = list[tuple[str, ...]]  # for each axis of an array, the mesh axes that it lies over
 
 
-def decided_by_compiler(eqn: Any) -> tuple[str, ...]:
+def decided_by_compiler(eqn: Eqn) -> tuple[str, ...]:
     """The mesh axes along which the compiler has to move something for this equation; () when it need not, or when the
     types tell how much."""
     name = eqn.primitive.name
@@ -92,7 +92,7 @@ def _over_several(axes: Any, mesh: Any) -> Split:
     return [tuple(name for name in names if mesh.shape[name] >= 2) for names in axes]
 
 
-def _wanted_elsewhere(eqn: Any) -> tuple[str, ...]:
+def _wanted_elsewhere(eqn: Eqn) -> tuple[str, ...]:
     """The mesh axes of results that a call promises in another sharding than its body leaves them in."""
     found: list[str] = []
     for wanted, variable in zip(eqn.params["out_shardings"], bare(eqn.params["jaxpr"]).outvars, strict=True):

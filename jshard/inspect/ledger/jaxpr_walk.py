@@ -16,7 +16,7 @@ from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
 from jshard.layers.partition.ticks import slot_p
-from jshard.programs.jaxprs import CHECKPOINTS, bare, equations, inner
+from jshard.programs.jaxprs import CHECKPOINTS, Eqn, Jaxpr, bare, equations, inner
 from jshard.programs.provenance import Cause, often, said, source_of
 from jshard.signals.keys import blamed
 
@@ -41,34 +41,34 @@ class Around:
     checkpoint: bool = False  # whether a jax.checkpoint is the equation directly around
     named: Any = None  # the outermost equation that stands in a signal: its line is the user's, inner ones are shared
 
-    def entering(self, eqn: Any) -> Around:
+    def entering(self, eqn: Eqn) -> Around:
         """Add what the equation's own name stack says."""
         cause = self.cause.inside(eqn.source_info.name_stack.stack, checkpoint=self.checkpoint)
         if cause is self.cause:
             return self
         return dataclasses.replace(self, cause=cause, named=eqn if cause.path and self.named is None else self.named)
 
-    def within(self, **changes: Any) -> Around:
+    def within(self, **changes: object) -> Around:
         """Inside the equation that was entered."""
         return dataclasses.replace(self, **{"checkpoint": False, **changes})
 
-    def blamed(self, eqn: Any, mesh_axes: tuple[str, ...] = ()) -> Cause:
+    def blamed(self, eqn: Eqn, mesh_axes: tuple[str, ...] = ()) -> Cause:
         """The cause of `eqn`, with the lines of the program and of the configuration behind it."""
         return dataclasses.replace(blamed(self.cause, mesh_axes), source=source_of(self.named or eqn))
 
 
-def walk(jaxpr: Any) -> Iterator[Line | Left | ChosenStrategy | Staged]:
+def walk(jaxpr: Jaxpr) -> Iterator[Line | Left | ChosenStrategy | Staged]:
     """The collectives of `jaxpr`, what else its compiler has to move, the strategies that it runs by and nobody named, and the
     tables of stages that it runs by, in program order."""
     yield from _walk(jaxpr, Around())
 
 
-def scopes_in(jaxpr: Any) -> set[tuple[str, ...]]:
+def scopes_in(jaxpr: Jaxpr) -> set[tuple[str, ...]]:
     """Every nesting of signals that something of `jaxpr` stands in."""
     found: set[tuple[str, ...]] = set()
     seen: set[tuple[int, tuple[str, ...]]] = set()
 
-    def collect(jaxpr: Any, outer: Cause) -> None:
+    def collect(jaxpr: Jaxpr, outer: Cause) -> None:
         if (id(jaxpr), outer.path) in seen:  # equal layers share one
             return
         seen.add((id(jaxpr), outer.path))
@@ -82,7 +82,7 @@ def scopes_in(jaxpr: Any) -> set[tuple[str, ...]]:
     return found
 
 
-def has_transposed(jaxpr: Any) -> bool:
+def has_transposed(jaxpr: Jaxpr) -> bool:
     """Whether some of it came out of a transposition: whether it holds a backward pass."""
     stacks = (eqn.source_info.name_stack.stack for eqn in equations(jaxpr))
     return any(type(part).__name__ == "Transform" and part.name == "transpose" for stack in stacks for part in stack)
@@ -137,7 +137,7 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | ChosenStrategy 
                 yield from _walk(each, around.within(checkpoint=name in CHECKPOINTS))
 
 
-def _by_a_table(eqn: Any, around: Around) -> Around | None:
+def _by_a_table(eqn: Eqn, around: Around) -> Around | None:
     """How often an equation of a loop over ticks runs for what its table has, where its scope says so."""
     stack = eqn.source_info.name_stack.stack
     if not (times := often(said(stack, "times"))):
@@ -147,7 +147,7 @@ def _by_a_table(eqn: Any, around: Around) -> Around | None:
     return dataclasses.replace(around, count=count, each=around.before * int(each) if each else None)
 
 
-def mesh_axes_of(eqn: Any) -> tuple[str, ...]:
+def mesh_axes_of(eqn: Eqn) -> tuple[str, ...]:
     """The mesh axes that a collective names."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(name for name in (names if isinstance(names, (tuple, list)) else (names,)) if isinstance(name, str))
@@ -193,7 +193,7 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
         )
 
 
-def _line(collective: str, eqn: Any, around: Around, mesh_axes, group, shape, dtype, **more: Any) -> Line:
+def _line(collective: str, eqn: Eqn, around: Around, mesh_axes, group, shape, dtype, **more: Any) -> Line:
     return Line(
         cause=around.blamed(eqn, tuple(mesh_axes)),
         collective=collective,
@@ -211,12 +211,12 @@ def _line(collective: str, eqn: Any, around: Around, mesh_axes, group, shape, dt
     )
 
 
-def is_remote(eqn: Any) -> bool:
+def is_remote(eqn: Eqn) -> bool:
     """Whether an equation of a kernel copies to another device: the last operand, None for a copy that stays here."""
     return eqn.primitive.name == "dma_start" and jax.tree.unflatten(eqn.params["tree"], eqn.invars)[-1] is not None
 
 
-def _refuse_unknown(eqn: Any, around: Around) -> None:
+def _refuse_unknown(eqn: Eqn, around: Around) -> None:
     mesh_axes = [name for name in mesh_axes_of(eqn) if name in around.sizes]
     if mesh_axes:
         raise JShardError(

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from jax.interpreters import partial_eval
 
@@ -20,7 +19,7 @@ from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.layers.roles import Placed
 from jshard.printing.table import Block, Rows, Shown, as_text
 from jshard.printing.units import exact_size
-from jshard.programs.jaxprs import bare
+from jshard.programs.jaxprs import Jaxpr, bare
 from jshard.schedules import Cost
 
 SCHEMA = "jshard.explain/1"
@@ -76,7 +75,7 @@ class Ledger(Shown):
             sums[word] = sums.get(word, 0) + getattr(line, number)
         return sums
 
-    def only(self, **columns: Any) -> Ledger:
+    def only(self, **columns: object) -> Ledger:
         """The lines whose columns are as given: `ledger.only(signal="layer1", phase="backward")`."""
 
         def alike(entry: Line | Left) -> bool:
@@ -204,7 +203,7 @@ def _memory_cells(rest: Resident) -> tuple[str, ...]:
     return str(rest.place or "-"), rest.signal, "at rest", *cells, f"{rest.total:,} B"
 
 
-def read(jaxpr: Any) -> Ledger:
+def read(jaxpr: Jaxpr) -> Ledger:
     """The ledger of a (closed) jaxpr. What no result depends on is left out, as the compiler leaves it out."""
     full = bare(jaxpr)
     live, _ = partial_eval.dce_jaxpr(full, [True] * len(full.outvars))

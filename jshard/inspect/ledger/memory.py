@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jshard.errors import Location
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layouts.paths import keys_of
+from jshard.programs.jaxprs import Shaped
 from jshard.signals.active_config import configuration
 
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "other": "other"}
@@ -82,7 +83,7 @@ def _in_the_file(rest: Resident) -> tuple[Any, ...]:
     return (True,) if place is None else (False, place.source, place.line or 0)
 
 
-def on_a_device(array: Any) -> int:
+def on_a_device(array: Shaped) -> int:
     """Bytes of an array's part on one device."""
     shape, sharding = tuple(array.shape), getattr(array, "sharding", None)
     part = sharding.shard_shape(shape) if isinstance(sharding, NamedSharding) else shape

@@ -28,7 +28,7 @@ def document_of(entry: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(entry, field.name)) for field in dataclasses.fields(entry)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
     return (

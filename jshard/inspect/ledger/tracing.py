@@ -29,7 +29,7 @@ from jshard.layers.sharding import as_placed
 from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import is_explicit, present_mesh
 from jshard.layouts.paths import keys_of, words_of
-from jshard.programs.jaxprs import equations
+from jshard.programs.jaxprs import Shaped, equations
 from jshard.signals.active_config import configuration
 from jshard.signals.keys import unused
 from jshard.signals.parameter_path import below
@@ -193,7 +193,7 @@ class ArrayPath:
         return tuple(itertools.dropwhile(str.isdecimal, self.words))  # the place of the model in a tuple
 
 
-def _paths_in(outer: Sequence[Any], state: Any) -> Iterator[ArrayPath]:
+def _paths_in(outer: Sequence[Any], state: object) -> Iterator[ArrayPath]:
     """For each array of the modules at the paths `outer`."""
     is_variable = lambda each: isinstance(each, nnx.Variable)
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
@@ -204,18 +204,18 @@ def _paths_in(outer: Sequence[Any], state: Any) -> Iterator[ArrayPath]:
             yield ArrayPath(outer[keys[0]], keys, isinstance(variable, nnx.Param), annotation)
 
 
-def is_node(leaf: Any) -> bool:
+def is_node(leaf: object) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
-def is_boxed(leaf: Any) -> bool:
+def is_boxed(leaf: object) -> bool:
     """Whether it is an array of Linen's that the model has annotated."""
     return isinstance(leaf, nn.Partitioned)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: Shaped) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

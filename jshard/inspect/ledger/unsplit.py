@@ -12,6 +12,7 @@ from jshard.errors import Location
 from jshard.inspect.ledger.memory import on_a_device
 from jshard.layers.active_signals import active_signals
 from jshard.layers.layer import Layer
+from jshard.programs.jaxprs import Jaxpr
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.signal import Signal
 
@@ -37,7 +38,7 @@ class Unsplit:
 
 
 def unsplit(
-    jaxpr: Any, arrays: Sequence[Any], names: Sequence[Path | None], modules: Mapping[Path, Any]
+    jaxpr: Jaxpr, arrays: Sequence[Any], names: Sequence[Path | None], modules: Mapping[Path, Any]
 ) -> tuple[Unsplit, ...]:
     """Find them among the operands of `jaxpr`, which are `arrays`: those with a name, that of a parameter in its model.
 
@@ -68,7 +69,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
 
 
-def is_split(array: Any) -> bool:
+def is_split(array: object) -> bool:
     """Whether a device holds a part of it."""
     sharding = getattr(array, "sharding", None)
     return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
@@ -83,7 +84,7 @@ def _splitting(signal: Signal, rank: int, sizes: Mapping[str, int]) -> list[tupl
     return [(key, axes) for key, axes in found if any(sizes.get(name) != 1 for name in axes)]
 
 
-def _hint(module: Any) -> str:
+def _hint(module: object) -> str:
     if isinstance(module, Layer):
         return "build the layer under this signal"
     for layer in Layer.__subclasses__():

@@ -23,7 +23,7 @@ from jshard.layouts.mesh import present_mesh
 from jshard.signals.keys import blamed
 
 
-def explain(f: Callable[..., Any], *args: Any, backward: bool | None = None, **kwargs: Any) -> Ledger:
+def explain(f: Callable[..., Any], *args: object, backward: bool | None = None, **kwargs: object) -> Ledger:
     """Every collective of `f(*args)`: those that it asks for, each with the YAML line that asked, and on Auto axes those that
     XLA adds, each with your source line and operation and the signal nearest to it.
 
@@ -62,7 +62,7 @@ def _compiled_here(traced: Traced, backward: bool | None) -> str:
         return program.lower(*args, **kwargs).compile().as_text()
 
 
-def _compiled_elsewhere(traced: Traced, backward: bool | None, mesh: Any) -> str:
+def _compiled_elsewhere(traced: Traced, backward: bool | None, mesh: Mesh) -> str:
     topology = Topology.of(f"cpu:{mesh.size}")
     there = Traced(*traced.holding([on_absent(each, mesh, topology) for each in traced.arrays])[1])
     return compile_absent(exported(*program_of(there, backward), topology), topology).text

@@ -25,7 +25,7 @@ import jax.export
 from jshard.errors import JShardError
 from jshard.inspect.compiled.collective import Large
 from jshard.inspect.plan.topology import Topology
-from jshard.programs.jaxprs import bare, equations
+from jshard.programs.jaxprs import Jaxpr, bare, equations
 from jshard.programs.provenance import cause, op_name, source_of
 
 LIMIT = 600  # seconds that a compilation may take
@@ -144,7 +144,7 @@ def exported(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topol
 KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call", "AllocateBuffer")
 
 
-def check_stays_on_devices(jaxpr: Any) -> None:
+def check_stays_on_devices(jaxpr: Jaxpr) -> None:
     """An error for a program that calls Python while it runs: no process of absent devices could be called."""
     for eqn in equations(jaxpr):
         if eqn.primitive.name.endswith(("callback", "debug_print")):

@@ -24,6 +24,7 @@ from jshard.inspect.plan.walk import Walked, walked
 from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import absent_mesh, sizes_of
 from jshard.programs.flops import arithmetic_of
+from jshard.programs.jaxprs import Shaped
 from jshard.signals.active_config import configuration, on_mesh
 from jshard.signals.config import Configuration
 from jshard.signals.topologies import fitted, hint_of
@@ -31,7 +32,7 @@ from jshard.signals.topologies import fitted, hint_of
 
 def plan(
     f: Callable[..., Any], *args: Any, topology: str | None = None, backward: bool | None = None, limit: float = LIMIT,
-    cache: bool = True, **kwargs: Any,
+    cache: bool = True, **kwargs: object,
 ) -> Plan:  # fmt: skip
     """`f(*args)` compiled for a topology such as `v5e:4x4`, `v5p:8x8x16`, `v6e:16x16`, `tpu7x:2x2x2`, `h100:8` or `cpu:8`,
     none of which need be here; without one, for the `jshard.topology` of what is loaded. Arguments are as for `explain`,
@@ -98,7 +99,7 @@ def mesh_on(topology: Topology, present: Configuration) -> Any:
 
 
 @contextlib.contextmanager
-def moved_to(mesh: Any) -> Iterator[None]:
+def moved_to(mesh: jax.sharding.Mesh) -> Iterator[None]:
     """Put the configuration that is loaded, if any, on this mesh."""
     present = configuration()
     with on_mesh(mesh) if present is not None and present.mesh is not None else contextlib.nullcontext():
@@ -132,12 +133,12 @@ def _twin(mesh: Any, topology: Topology) -> Any:
     return _of_topology(bare, topology)
 
 
-def _sharding(leaf: Any) -> NamedSharding | None:
+def _sharding(leaf: object) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def on_absent(array: Any, away: Any, topology: Topology) -> Any:
+def on_absent(array: Shaped, away: Any, topology: Topology) -> Any:
     """A shape that lies on the absent devices as the array lies now: whole where it lies on one device."""
     if not is_array(array):
         return array

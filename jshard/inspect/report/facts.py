@@ -62,13 +62,13 @@ class Laid:
     def bytes_whole(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
-    def is_everywhere(self, full_mesh: Any) -> bool:
+    def is_everywhere(self, full_mesh: Mesh) -> bool:
         """Whether every device of the whole mesh holds a part."""
         if self.mesh is None or full_mesh is None:
             return self.device is None or not isinstance(full_mesh, Mesh)
         return dict(self.mesh.shape) == dict(full_mesh.shape)
 
-    def tiles(self, full_mesh: Any) -> list[Index | None]:
+    def tiles(self, full_mesh: Mesh) -> list[Index | None]:
         """For each device of the whole mesh, in its order, the index of its part along each axis; None: holds nothing.
         An array that nobody has placed is taken to be on every device, as jit takes it."""
         count = 1 if full_mesh is None else full_mesh.size

@@ -21,7 +21,7 @@ from jshard.inspect.report.facts import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, 
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
-from jshard.programs.jaxprs import inner
+from jshard.programs.jaxprs import Jaxpr, Shaped, inner
 from jshard.programs.provenance import Cause
 from jshard.signals import active_config as current
 from jshard.signals.config import Configuration
@@ -41,7 +41,7 @@ class TrainingProgram(Protocol):
     def first_batch(self) -> tuple[Any, ...]: ...
 
 
-def facts_of_experiment(experiment: TrainingProgram, plan: Any = None) -> Facts:
+def facts_of_experiment(experiment: TrainingProgram, plan: object = None) -> Facts:
     """The facts of a whole training step."""
     present = experiment.configuration
     train = present.train
@@ -91,7 +91,7 @@ def _facts(
 # -- arrays --
 
 
-def _laid(kind: str, path: tuple[str, ...], array: Any, signals: tuple[str, ...]) -> Laid:
+def _laid(kind: str, path: tuple[str, ...], array: Shaped, signals: tuple[str, ...]) -> Laid:
     shape = tuple(array.shape)
     sharding: Any = getattr(array, "sharding", None)
     layout = Layout.from_sharding(sharding, len(shape)) if isinstance(sharding, NamedSharding) else None
@@ -129,7 +129,7 @@ def _in_the_text(array: Laid) -> tuple[bool, str, int, int]:
     return False, place.source, place.line or 0, -len(array.shape)  # a kernel before its bias
 
 
-def _activations(jaxpr: Any) -> Iterator[Laid]:
+def _activations(jaxpr: Jaxpr) -> Iterator[Laid]:
     """The arrays between the layers."""
     for found, times in collections.Counter(_between(jaxpr, Cause())).items():
         yield dataclasses.replace(found, note=f"{times:,} × " if times > 1 else "")

@@ -64,7 +64,7 @@ class Report:
         return framed(self.html)
 
 
-def report(f: TrainingProgram | Callable[..., Any], *args: Any, plan: Any = None, **kwargs: Any) -> Report:
+def report(f: TrainingProgram | Callable[..., Any], *args: object, plan: object = None, **kwargs: object) -> Report:
     """A page on `f(*args)`, or on the training step of an experiment. Nothing runs.
 
     jshard.report(loss, model, x).save("report.html")

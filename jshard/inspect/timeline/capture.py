@@ -125,7 +125,7 @@ def _metadata(file: Path) -> Mapping[str, Any]:
     return metadata
 
 
-def describe(folder: Path, title: str, **more: Any) -> Capture:
+def describe(folder: Path, title: str, **more: object) -> Capture:
     """Write beside a capture what the profiler does not know. Reads all of it: one that holds nothing is an error at once.
 
     Call it while the configuration that ran is loaded.

@@ -14,7 +14,7 @@ from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_inexact
 from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, is_opaque, is_scrambled, touches_floats
 from jshard.inspect.verify.wide import keeps_its_dtypes
-from jshard.programs.jaxprs import bare, called, equations, inner, run, scanned
+from jshard.programs.jaxprs import Atom, Eqn, Jaxpr, bare, called, equations, inner, run, scanned
 from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration
 
@@ -26,12 +26,12 @@ Told = Callable[[Any], Names]  # of an equation
 Asked = Callable[[tuple[str, ...]], Names]  # the dtypes that the signals of a path ask for
 
 
-def inexact_operations(jaxpr: Any) -> list[str]:
+def inexact_operations(jaxpr: Jaxpr) -> list[str]:
     """The names of the operations of a jaxpr that run by a stand-in."""
     return sorted({name for eqn in equations(jaxpr) for name in stood_in(eqn)} - {COMPARISON})
 
 
-def stood_in(eqn: Any) -> Names:
+def stood_in(eqn: Eqn) -> Names:
     """Return the name of an operation that runs by a stand-in; none of another."""
     name = eqn.primitive.name
     if is_scrambled(eqn):
@@ -39,17 +39,17 @@ def stood_in(eqn: Any) -> Names:
     return frozenset([COMPARISON]) if name in ORDERED and name != "select_n" and touches_floats(eqn) else NONE
 
 
-def on_the_way(jaxpr: Any, told: Told) -> list[Names]:
+def on_the_way(jaxpr: Jaxpr, told: Told) -> list[Names]:
     """Find for each result what is told of the operations that it is computed by."""
     return _reached(bare(jaxpr), [NONE] * len(bare(jaxpr).invars), told)
 
 
-def _reached(jaxpr: Any, given: Sequence[Names], told: Told) -> list[Names]:
+def _reached(jaxpr: Jaxpr, given: Sequence[Names], told: Told) -> list[Names]:
     step = functools.partial(_reached_by, told=told)
     return run(jaxpr, [*[NONE] * len(jaxpr.constvars), *given], step, constant=lambda literal: NONE)
 
 
-def _reached_by(eqn: Any, operands: list[Names], told: Told) -> list[Names]:
+def _reached_by(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]:
     name = eqn.primitive.name
     body = eqn.params["jaxpr"] if name == "shard_map" else called(eqn)
     if body is not None:
@@ -64,7 +64,7 @@ def _reached_by(eqn: Any, operands: list[Names], told: Told) -> list[Names]:
     return [told(eqn).union(*inside, *operands)] * len(eqn.outvars)
 
 
-def _reached_in_loop(eqn: Any, operands: list[Names], told: Told) -> list[Names]:
+def _reached_in_loop(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]:
     body, (consts, carried) = bare(eqn.params["jaxpr"]), scanned(eqn)
     while True:
         results = _reached(body, operands, told)
@@ -74,12 +74,12 @@ def _reached_in_loop(eqn: Any, operands: list[Names], told: Told) -> list[Names]
         operands = [*operands[:consts], *carry, *operands[consts + carried :]]
 
 
-def meshes_in(jaxpr: Any) -> list[Any]:
+def meshes_in(jaxpr: Jaxpr) -> list[Any]:
     """The meshes of the shard_maps of a jaxpr."""
     return [eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
 
 
-def obstacles(jaxpr: Any, platform: str) -> dict[int, str]:
+def obstacles(jaxpr: Jaxpr, platform: str) -> dict[int, str]:
     """Name the operations of a jaxpr that can't be proven in every bit on devices of `platform`, by the `id` of the equation:
     numbers modulo a prime can't stand for theirs."""
     found: dict[int, str] = {}
@@ -93,7 +93,7 @@ def obstacles(jaxpr: Any, platform: str) -> dict[int, str]:
     return found
 
 
-def last_bit(jaxpr: Any) -> float:
+def last_bit(jaxpr: Jaxpr) -> float:
     """Find the coarsest rounding of the operations that have no meaning in 64 bits; zero where there is none."""
     kept = (eqn for eqn, _ in leaves(bare(jaxpr).eqns) if keeps_its_dtypes(eqn))
     avals = (variable.aval for eqn in kept for variable in (*eqn.invars, *eqn.outvars) if is_inexact(variable.aval))
@@ -111,7 +111,7 @@ def leaves(eqns: Sequence[Any], around: Around = OUTSIDE) -> Iterator[tuple[Any,
             yield from leaves(each.eqns, here)
 
 
-def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:
+def narrowed_for_a_sum(jaxpr: Jaxpr) -> set[Any]:
     """What is made narrower only to be summed over devices: a reduction in a lower precision than its terms."""
     consumers: dict[Any, list[Any]] = {}
     for eqn in jaxpr.eqns:
@@ -123,7 +123,7 @@ def narrowed_for_a_sum(jaxpr: Any) -> set[Any]:
             consumers.setdefault(variable, []).append(None)
     found: set[Any] = set()
 
-    def only_summed(variable: Any) -> bool:
+    def only_summed(variable: Atom) -> bool:
         after = consumers.get(variable, [])
         return bool(after) and all(
             eqn is not None

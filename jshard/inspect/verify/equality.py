@@ -34,7 +34,7 @@ from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, of_ones, resized
 from jshard.inspect.verify.slots import first_slot
 from jshard.inspect.verify.verification import ROUNDING, Finding, Verification, in_words
-from jshard.programs.jaxprs import equations
+from jshard.programs.jaxprs import ClosedJaxpr, equations
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.keys import blamed
@@ -44,8 +44,8 @@ SHAKES = 6
 
 
 def verify(
-    f: Callable[..., Any], *args: Any, backward: bool | None = None, meshes: Sequence[Mapping[str, int]] = (),
-    **kwargs: Any,
+    f: Callable[..., Any], *args: object, backward: bool | None = None, meshes: Sequence[Mapping[str, int]] = (),
+    **kwargs: object,
 ) -> Verification:  # fmt: skip
     """Whether `f(*args)` is the same on the configured mesh as on one device: the value and the gradients of all
     floating-point arguments, or what a training step returns and leaves behind.
@@ -101,7 +101,7 @@ def _bar(steps: int) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _check_own(program: Subject, jaxpr: Any) -> None:
+def _check_own(program: Subject, jaxpr: ClosedJaxpr) -> None:
     """Arrays that f keeps from outside lie on the configured mesh only."""
     for array in jaxpr.consts:
         if isinstance(array, jax.Array) and (devices := len(array.sharding.device_set)) > 1:

@@ -26,7 +26,7 @@ from jshard.layers.sharded_call import alone
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, slashed, words_of
 from jshard.layouts.put import is_key, kind, on_host, put, raw, typed
-from jshard.programs.jaxprs import bare
+from jshard.programs.jaxprs import Shaped, bare
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import found_claims
 
@@ -37,7 +37,7 @@ def draw(name: str, shape: tuple[int, ...], prime: int, seed: int) -> np.ndarray
     return random.integers(-(prime // 2), prime // 2 + 1, shape, np.int32)
 
 
-def near(name: str, given: Any, *, parameter: bool) -> np.ndarray:
+def near(name: str, given: object, *, parameter: bool) -> np.ndarray:
     """Numbers like the given ones, for the true operations: each within a third of itself, and small ones for a parameter
     that is zero. What is only described is drawn small."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
@@ -64,7 +64,7 @@ class Named:
     results: Mapping[str, Any]
 
 
-def named_leaves(name: str, tree: Any) -> dict[str, Any]:
+def named_leaves(name: str, tree: object) -> dict[str, Any]:
     """`model.up.kernel` for every array of the state or gradients of what is called `name`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {".".join([name, *words_of(path)]): leaf for path, leaf in paths}
@@ -79,7 +79,7 @@ class Subject:
         self.title = getattr(f, "__name__", type(f).__name__)
         self._value_name = "value" if self.title in ("<lambda>", "named") else self.title
 
-        def named(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def named(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
             result = f(*args, **kwargs)
             if isinstance(result, Named):
                 self.returned[:] = list(result.results)
@@ -181,7 +181,7 @@ class Subject:
         return [names[number] for number in made]
 
 
-def _cotangent(name: str, leaf: Any) -> Any:
+def _cotangent(name: str, leaf: Shaped) -> Any:
     """One for a scalar. For an array small numbers, none of them zero, from its name and each element's place in the whole
     array: equal however the array is split, and computed where its parts lie."""
     if not leaf.ndim:
@@ -203,7 +203,7 @@ def _label(path: tuple[Any, ...], arguments: Sequence[str]) -> str:
     return f"{name}{jax.tree_util.keystr(path[2:])}"
 
 
-def _as_given(name: str, array: Any) -> Any:
+def _as_given(name: str, array: object) -> Any:
     if not isinstance(array, jax.ShapeDtypeStruct):
         return array
     if is_key(array):

@@ -30,7 +30,7 @@ from jshard.inspect.verify.residues import (
 )
 from jshard.inspect.verify.wide import wide_results, widened
 from jshard.layers.partition.ticks import slot_p
-from jshard.programs.jaxprs import bare, bound, called, inner, is_in, scanned
+from jshard.programs.jaxprs import Atom, Eqn, Jaxpr, Shaped, bare, bound, called, inner, is_in, scanned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Evaluation:
     asked: Asked = lambda path: frozenset()
     planted: Callable[[Any, Sequence[Any]], Sequence[Any]] = lambda eqn, results: results
 
-    def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
+    def __call__(self, jaxpr: Jaxpr, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
         """The results of a closed jaxpr, and the notes, in program order."""
         return _Level(self, jaxpr, Around()).run(arrays)
 
@@ -73,7 +73,7 @@ HELD = frozenset(("shard_map", "scan", "cond"))  # whose equations run one by on
 class _Level:
     """One jaxpr of the nest, closed or not. `is_body`: all that it returns is noted, since others wrap it."""
 
-    def __init__(self, evaluation: Evaluation, jaxpr: Any, around: Around, *, is_body: bool = False):
+    def __init__(self, evaluation: Evaluation, jaxpr: Jaxpr, around: Around, *, is_body: bool = False):
         self.how, self.around, self.is_body = evaluation, around, is_body
         self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
         self.notes: list[Note] = []
@@ -103,7 +103,7 @@ class _Level:
                 self._ask(results, eqn, here)
         return [self._value(variable) for variable in jaxpr.outvars], self.notes
 
-    def _value(self, variable: Any) -> Any:
+    def _value(self, variable: Atom) -> Any:
         return self._constant(variable, variable.val) if isinstance(variable, Literal) else self.values[variable]
 
     def _constant(self, variable: Any, value: Any) -> Any:
@@ -124,7 +124,7 @@ class _Level:
 
     # -- one equation --
 
-    def _results(self, eqn: Any, here: Around) -> Sequence[Any]:
+    def _results(self, eqn: Eqn, here: Around) -> Sequence[Any]:
         name, x = eqn.primitive.name, [self._value(variable) for variable in eqn.invars]
         if called(eqn) is not None:
             return self._call(eqn, x, here)
@@ -147,7 +147,7 @@ class _Level:
             return False
         return str(eqn.outvars[0].aval.dtype) not in self.how.asked(here.cause.path)
 
-    def _ask(self, results: Sequence[Any], eqn: Any, here: Around) -> None:
+    def _ask(self, results: Sequence[Any], eqn: Eqn, here: Around) -> None:
         if eqn.primitive.name in BEARS_NO_NAN:
             return
         for each in results:
@@ -163,7 +163,7 @@ class _Level:
         self.notes += notes if not self.how.nan_origins else [later(note, self.turns) for note in notes]
         self.turns += level.turns
 
-    def _note(self, value: Any, kind: str, eqn: Any, here: Around, of_sum: bool = True) -> None:
+    def _note(self, value: Shaped, kind: str, eqn: Any, here: Around, of_sum: bool = True) -> None:
         where = Where(
             kind, here.blamed(eqn), eqn.primitive.name, str(eqn.outvars[0].aval.dtype), of_sum=of_sum,
             slot=eqn.params.get("slot"),
@@ -172,19 +172,19 @@ class _Level:
 
     # -- equations that hold jaxprs --
 
-    def _call(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
+    def _call(self, eqn: Eqn, x: list[Any], here: Around) -> list[Any]:
         level = _Level(self.how, called(eqn), here)
         results, notes = level.run(x)
         self._take(notes, level)
         return [_typed_as(result, variable.aval) for result, variable in zip(results, eqn.outvars, strict=True)]
 
-    def _shard_map(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
+    def _shard_map(self, eqn: Eqn, x: list[Any], here: Around) -> list[Any]:
         asked, mesh = eqn.params, eqn.params["mesh"]
         manual = asked["newly_manual_axes"]
         names = tuple(name for name in mesh.axis_names if name in manual)
         levels: list[_Level] = []  # JAX may trace a body more than once
 
-        def body(*parts: Any) -> tuple[list[Any], list[Note]]:
+        def body(*parts: object) -> tuple[list[Any], list[Note]]:
             levels.append(level := _Level(self.how, asked["jaxpr"], here, is_body=True))
             results, notes = level.run(parts)
             return results, [Note(jnp.expand_dims(note.value, 0), note.where) for note in notes]
@@ -196,7 +196,7 @@ class _Level:
         self._take([note.behind(names) for note in notes], levels[-1])
         return results
 
-    def _scan(self, eqn: Any, x: list[Any], here: Around) -> list[Any]:
+    def _scan(self, eqn: Eqn, x: list[Any], here: Around) -> list[Any]:
         asked, (consts, carried) = eqn.params, scanned(eqn)
         levels: list[_Level] = []
 
@@ -216,13 +216,13 @@ class _Level:
             self.notes += [note.behind(()) for note in notes]
         return [*last, *stacked]
 
-    def _while(self, eqn: Any, x: list[Any], here: Around) -> Any:
+    def _while(self, eqn: Eqn, x: list[Any], here: Around) -> Any:
         asked = eqn.params
         held, kept = asked["cond_nconsts"], asked["body_nconsts"]
         parts = x[:held], x[held : held + kept]
         quiet = dataclasses.replace(self.how, listen=False, nan_origins=False)
 
-        def run(inner: Any, constants: list[Any], carry: Any) -> list[Any]:
+        def run(inner: Any, constants: list[Any], carry: Sequence[Any]) -> list[Any]:
             return _Level(quiet, inner, here).run([*constants, *carry])[0]
 
         first = self._typed(x[held + kept :], eqn.invars[held + kept :])
@@ -232,7 +232,7 @@ class _Level:
             first,
         )
 
-    def _cond(self, eqn: Any, x: list[Any], here: Around) -> Any:
+    def _cond(self, eqn: Eqn, x: list[Any], here: Around) -> Any:
         how = dataclasses.replace(self.how, listen=False, nan_origins=False)
 
         def branch(inner: Any) -> Callable[..., list[Any]]:
@@ -268,7 +268,7 @@ class _Level:
         return by_number
 
 
-def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
+def _holds_nan(x: jax.Array | np.ndarray) -> tuple[Any, tuple[str, ...]]:
     """Whether an array does; of one whose type says how it lies, whether each device's part does, and the mesh axes."""
     where = jax.typeof(x).sharding
     if where.mesh.empty or not where.mesh.are_all_axes_explicit:
@@ -280,12 +280,12 @@ def _holds_nan(x: Any) -> tuple[Any, tuple[str, ...]]:
     return look(x), names
 
 
-def _holds_noted(eqn: Any) -> bool:
+def _holds_noted(eqn: Eqn) -> bool:
     """Whether its inner equations are noted one by one."""
     return eqn.primitive.name in ("shard_map", "scan") or called(eqn) is not None
 
 
-def _typed_as(result: Any, aval: Any) -> Any:
+def _typed_as(result: object, aval: object) -> Any:
     """A call may promise another sharding than its body's: its `out_shardings`."""
     wanted, got = getattr(aval, "sharding", None), getattr(jax.typeof(result), "sharding", None)
     if wanted is None or got is None or wanted.mesh.empty or not wanted.mesh.are_all_axes_explicit or wanted == got:

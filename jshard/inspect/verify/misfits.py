@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jshard.inspect.ledger.jaxpr_walk import KIND_OF, Around, mesh_axes_of
-from jshard.programs.jaxprs import bare, inner
+from jshard.programs.jaxprs import Eqn, Jaxpr, bare, inner
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration
 from jshard.signals.keys import blamed
@@ -37,7 +37,7 @@ def _named(cause: Cause) -> str:
     return f'signal "{cause.signal}" ({cause.place})'
 
 
-def misfits(jaxpr: Any) -> tuple[Misfit, ...]:
+def misfits(jaxpr: Jaxpr) -> tuple[Misfit, ...]:
     """Every move of the forward pass that a claim needs and no word of it asks for, one for each two signals."""
     present = configuration()
     if present is None or not present.has_claims:
@@ -65,7 +65,7 @@ def _moves(jaxpr: Any, around: Around) -> Iterator[Misfit]:
             yield from _moves(each, here.within())
 
 
-def _left_by(eqn: Any, cause: Cause, made: dict[Any, tuple[Any, Around]], mesh_axes: tuple[str, ...]) -> Cause:
+def _left_by(eqn: Eqn, cause: Cause, made: dict[Any, tuple[Any, Around]], mesh_axes: tuple[str, ...]) -> Cause:
     """The nearest signal before, along the largest operands."""
     while True:
         variables = [v for v in eqn.invars if not isinstance(v, Literal) and v in made]

@@ -42,7 +42,7 @@ def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[
     with the time it first did. All processes of `mesh` call it."""
     found: list[Where] = []
 
-    def asked(*args: Any) -> Any:
+    def asked(*args: object) -> Any:
         jaxpr = jax.make_jaxpr(f)(*args)
         _, notes = Evaluation(nan_origins=True)(jaxpr, jax.tree.leaves(args))
         alike: dict[str, list[Note]] = {}  # by type: each group is joined over devices at once, which compiles sooner
@@ -57,7 +57,7 @@ def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[
         compiler_options=quickly((jax.devices() if mesh is None else mesh.devices.flat)[0]),
     )
 
-    def run(*args: Any) -> list[NanOrigin]:
+    def run(*args: object) -> list[NanOrigin]:
         rows = [row.tolist() for some in jax.device_get(program(*args)) for row in some]
         origins = [
             NanOrigin(number, turn, where, _device(mesh, where, place))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.inspect.ledger.tracing import is_array, is_inexact
+from jshard.programs.jaxprs import Shaped
 from jshard.programs.provenance import own_line
 
 STEP = 1e-4  # of a finite difference
@@ -43,7 +44,7 @@ def noticed() -> Iterator[dict[Any, tuple[Any, ...]]]:
     before = [kind.__call__ for kind in kinds]
 
     def noticing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def called(self: object, *args: object, **kwargs: object) -> Any:
             if _source(self):
                 found.setdefault(self, jax.tree.map(_described, (args, kwargs)))
             return call(self, *args, **kwargs)
@@ -65,11 +66,11 @@ def _source(call: Any) -> str:
     return "" if code is None else own_line([(code.co_filename, code.co_firstlineno)])
 
 
-def _described(leaf: Any) -> Any:
+def _described(leaf: Shaped) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
 
 
-def tested(call: Any, described: Any) -> OwnDerivative:
+def tested(call: Any, described: object) -> OwnDerivative:
     """Run a function by itself, on numbers between 0.1 and 1, and compare its rule with a finite difference."""
     own = OwnDerivative(call.fun.__name__, _source(call))
     leaves, tree = jax.tree.flatten(described)

@@ -27,7 +27,7 @@ from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
 from jshard.layouts.primitives import ELEMENTWISE
-from jshard.programs.jaxprs import bound, equations
+from jshard.programs.jaxprs import Eqn, bound, equations
 
 PRIMES = (2039, 1021, 509, 251, 127, 61, 31)
 MOST = 2**31 - 2**12  # int32, with room for one more modulus
@@ -61,7 +61,7 @@ SCRAMBLED = ELEMENTWISE - LINEAR - ORDERED - MOVED
 PROVABLE = LINEAR | ORDERED | MOVED | SCRAMBLED
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: jax.Array | np.ndarray) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -75,7 +75,7 @@ def is_scrambled(eqn: Any) -> bool:
     return eqn.primitive.name in SCRAMBLED and is_float(eqn.outvars[0].aval)
 
 
-def is_opaque(eqn: Any, platform: str) -> bool:
+def is_opaque(eqn: Eqn, platform: str) -> bool:
     """Whether an equation has no exact stand-in on devices of `platform`."""
     name = eqn.primitive.name
     if name == "while":  # how often it runs would hang on numbers that stand for others
@@ -98,7 +98,7 @@ def modulus_for(eqns: Sequence[Any]) -> int | None:
     return next(filter(fits, PRIMES), None)
 
 
-def _terms(eqn: Any) -> int:
+def _terms(eqn: Eqn) -> int:
     """How many terms one sum of an equation has at most."""
     name, params = eqn.primitive.name, eqn.params
     shapes: list[Any] = [getattr(variable.aval, "shape", ()) for variable in eqn.invars]
@@ -123,7 +123,7 @@ def centered(x: np.ndarray, prime: int) -> np.ndarray:
     return (x + prime // 2) % prime - prime // 2
 
 
-def embedded(x: Any, prime: int) -> np.ndarray:
+def embedded(x: object, prime: int) -> np.ndarray:
     """Constants as they are modulo the prime: what ends in binary exactly, and a single one as the fraction it stands for."""
     x = np.asarray(x, np.float64)
     if not x.ndim and np.isfinite(x) and (fraction := _fraction(abs(float(x)))) is not None:
@@ -147,18 +147,18 @@ def _fraction(size: float) -> Fraction | None:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def reduced(x: Any, prime: int) -> Any:
+def reduced(x: jax.Array | np.ndarray, prime: int) -> Any:
     """The remainder least in magnitude. Of unsigned numbers it is one operation."""
     shifted = x.astype(jnp.uint32) + jnp.uint32(2**31 // prime * prime + prime // 2)
     return lax.rem(shifted, jnp.uint32(prime)).astype(jnp.int32) - prime // 2
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def inverse(x: Any, prime: int) -> Any:
+def inverse(x: object, prime: int) -> Any:
     """What times x is one: x to the power of the prime less two. That of zero is zero."""
     bits = jnp.asarray([bit == "1" for bit in bin(prime - 2)[2:]])
 
-    def step(n: Any, power: Any) -> Any:
+    def step(n: object, power: Any) -> Any:
         squared = reduced(power * power, prime)
         return jnp.where(bits[n], reduced(squared * x, prime), squared)
 
@@ -182,7 +182,7 @@ def mixed(bits: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def coarse(x: Any, prime: int) -> Any:
+def coarse(x: jax.Array | np.ndarray, prime: int) -> Any:
     """What a dtype of fewer bits would leave of it: a sum of such numbers is not such a number of the sum."""
     return reduced((x + 4) // 8 * 8, prime)
 
@@ -226,7 +226,7 @@ def opaque(eqn: Any, x: Sequence[Any], prime: int) -> list[Any]:
     return [whole(each) if jnp.issubdtype(each.dtype, jnp.inexact) else each for each in bound(eqn, given)]
 
 
-def retyped(eqn: Any, x: Sequence[Any], dtype: Any) -> list[Any]:
+def retyped(eqn: Eqn, x: Sequence[Any], dtype: Any) -> list[Any]:
     """Run the primitive on numbers of `dtype` in place of floating-point ones."""
     primitive, params = eqn.primitive, dict(eqn.params)
     if "precision" in params:
@@ -242,7 +242,7 @@ def retyped(eqn: Any, x: Sequence[Any], dtype: Any) -> list[Any]:
     return list(results) if primitive.multiple_results else [results]
 
 
-def _power(x: Any, exponent: int, prime: int) -> Any:
+def _power(x: jax.Array | np.ndarray, exponent: int, prime: int) -> Any:
     if exponent < 0:
         x, exponent = inverse(x, prime), -exponent
     result = jnp.ones_like(x)
@@ -251,7 +251,7 @@ def _power(x: Any, exponent: int, prime: int) -> Any:
     return result
 
 
-def _converted(x: Any, before: Any, after: Any, prime: int) -> Any:
+def _converted(x: jax.Array | np.ndarray, before: Any, after: Any, prime: int) -> Any:
     if not is_float(after):
         return x != 0 if after.dtype == jnp.bool_ else x.astype(after.dtype)
     if is_float(before):

@@ -20,6 +20,7 @@ from jshard.inspect.verify.records import Note
 from jshard.inspect.verify.verification import in_words
 from jshard.layouts.mesh import build_mesh
 from jshard.layouts.put import on_host, raw
+from jshard.programs.jaxprs import Eqn
 from jshard.signals.active_config import on_mesh
 
 FAULT = 1.001  # what a tolerance must not hide, as a factor in one collective
@@ -85,8 +86,8 @@ class Side:
         jaxpr, _, made = self.trace()
         turns = {id(eqn): number for number, eqn in enumerate(faulty)}
 
-        def evaluated(arrays: list[Any], turn: Any) -> list[Any]:
-            def planted(eqn: Any, results: Sequence[Any]) -> Sequence[Any]:
+        def evaluated(arrays: list[Any], turn: object) -> list[Any]:
+            def planted(eqn: Eqn, results: Sequence[Any]) -> Sequence[Any]:
                 factor = jnp.where(turn == turns.get(id(eqn), -1), FAULT, 1.0)
                 return (
                     [each * factor if is_inexact(each) else each for each in results] if id(eqn) in turns else results

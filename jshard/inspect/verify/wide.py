@@ -7,23 +7,24 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jshard.inspect.verify.residues import PROVABLE, retyped, touches_floats
 from jshard.layouts.primitives import MATRICES
-from jshard.programs.jaxprs import bound
+from jshard.programs.jaxprs import Eqn, bound
 
 # What has a meaning in 64 bits. All else, such as a kernel, runs in its own dtypes.
 WIDENED = PROVABLE - {"bitcast_convert_type"} | {"fft", "cumprod", "cumlogsumexp", "reduce_prod", *MATRICES.split()}
 
 
-def widened(dtype: Any) -> Any:
+def widened(dtype: DTypeLike) -> Any:
     """Return the dtype of 64 bits in place of a floating-point or complex one."""
     if jnp.issubdtype(dtype, jnp.floating):
         return np.float64
     return np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
-def keeps_its_dtypes(eqn: Any) -> bool:
+def keeps_its_dtypes(eqn: Eqn) -> bool:
     """Say whether an equation on floating-point numbers runs in its own dtypes."""
     return touches_floats(eqn) and eqn.primitive.name not in WIDENED
 

@@ -45,7 +45,7 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
 
     @pl.when(lax.axis_index("group") == 0)
     def _() -> None:
-        def load(step: Any, _: None) -> None:
+        def load(step: int | Array, _: None) -> None:
             slot, depth = lax.rem(step, tile.stages), pl.ds(step * tile.depth, tile.depth)
 
             @pl.when(step >= tile.stages)  # the slot has a tile that the tensor core may still read
@@ -59,7 +59,7 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
 
     @pl.when(lax.axis_index("group") == 1)
     def _() -> None:
-        def multiply(step: Any, _: None) -> None:
+        def multiply(step: int | Array, _: None) -> None:
             slot = lax.rem(step, tile.stages)
             plgpu.barrier_wait(arrived.at[slot])
             # the first product overwrites what tensor memory held

@@ -61,7 +61,7 @@ def _matmul(x_ref, w_ref, *refs, epilogue: Epilogue, biased: bool, tile: Tile) -
             rows, columns = pl.ds(i * tile.rows, tile.rows), pl.ds(j * tile.columns, tile.columns)
             mine = pl.ds(group * half, half)
 
-            def multiply(_: Any, x_tile: Any, w_tile: Any, total: Any) -> Any:
+            def multiply(_: object, x_tile: Any, w_tile: Any, total: Any) -> Any:
                 plgpu.wgmma(total, x_tile, w_tile.at[:, mine])
                 plgpu.wgmma_wait(0)  # the pipeline refills the slot that was read
                 return total

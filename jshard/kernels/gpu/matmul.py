@@ -41,7 +41,7 @@ EPILOGUES: dict[str | None, Epilogue] = {
 STORED = ("float32", "bfloat16", "float16")
 
 
-def matmul(x_mk: Array, w_kn: Array, bias: Array | None, activation: str | None, out_dtype: Any) -> Array:
+def matmul(x_mk: Array, w_kn: Array, bias: Array | None, activation: str | None, out_dtype: jnp.dtype) -> Array:
     """Compute `activation(x @ w + bias)` of 16-bit operands of any size, summed in float32, rounded once to `out_dtype`."""
     (m, k), n, chip = x_mk.shape, w_kn.shape[1], present_chip()
     generation, cores = GPU_GENERATIONS[chip.gpu["major"]], chip.gpu["cores"]

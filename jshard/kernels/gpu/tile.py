@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 Epilogue = Callable[[Array], Array]
 
@@ -40,12 +41,12 @@ def tile_for(m: int, n: int, cores: int, rows: tuple[int, ...]) -> Tile:
     return (busy or tiles[-1:])[0]
 
 
-def chunk(dtype: Any) -> int:
+def chunk(dtype: DTypeLike) -> int:
     """Return how many columns of the result are written out together: 64 bytes."""
     return 64 // jnp.dtype(dtype).itemsize
 
 
-def swizzled(columns: int, dtype: Any) -> tuple[Any, Any]:
+def swizzled(columns: int, dtype: DTypeLike) -> tuple[Any, Any]:
     """Return the layout of a tile in shared memory that copies and tensor cores read without bank conflicts."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * size * 8)
@@ -69,7 +70,7 @@ def launch(
     )(*given)
 
 
-def write_out(sums: Array, bias_ref: Any, epilogue: Epilogue, slot: Any, y_ref: Any, rows: Any, start: Any) -> None:
+def write_out(sums: Array, bias_ref: Any, epilogue: Epilogue, slot: Any, y_ref: Any, rows: object, start: Any) -> None:
     """Add the bias to `sums`, apply `epilogue`, round, and copy to `y_ref` by way of `slot`, one of two in shared memory."""
     size = sums.shape[1]
     if bias_ref is not None:

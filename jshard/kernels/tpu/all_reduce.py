@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from jshard.kernels.pallas_call import KernelCost, Result, launch_once
 from jshard.kernels.tpu import dma, ring
-from jshard.kernels.tpu.dma import DMA, Group, Semaphores
+from jshard.kernels.tpu.dma import DMA, Group, Index, Semaphores
 
 
-def one_shot(x: Array, group: Group, payload: Any, *, rounds: int = 1) -> Array:
+def one_shot(x: Array, group: Group, payload: object, *, rounds: int = 1) -> Array:
     """Sum `x[rows, 128]`: each device sends all of its x to every other one, and adds all it has in rank order.
 
     `rounds` repeats it on the same buffers, for tests of the barrier between rounds.
@@ -32,8 +32,8 @@ def _sum_of(x: Array, group: Group) -> Result:
     return Result(x.shape, x.dtype, group.mesh_axes)  # the same on every device of the group
 
 
-def _one_shot(group: Group, rank: Any, x_ref, y_ref, slots, sems, *, rounds: int) -> None:
-    def push(by: Any) -> Any:
+def _one_shot(group: Group, rank: Index, x_ref, y_ref, slots, sems, *, rounds: int) -> None:
+    def push(by: Index) -> Any:
         return dma.remote_copy(x_ref, slots.at[rank], sems, group.device_id(group.shift(rank, by)))
 
     def run_round() -> None:
@@ -41,7 +41,7 @@ def _one_shot(group: Group, rank: Any, x_ref, y_ref, slots, sems, *, rounds: int
         dma.copy_to_everyone(group, push)
         dma.in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
 
-    def run_next_round(_: Any) -> None:
+    def run_next_round(_: object) -> None:
         dma.barrier(group, rank, "everyone")  # all have read their slots, which this round overwrites
         run_round()
 
@@ -50,17 +50,17 @@ def _one_shot(group: Group, rank: Any, x_ref, y_ref, slots, sems, *, rounds: int
         dma.fori(1, rounds, run_next_round)
 
 
-def _sum(slots: Any, rows: Any, y_ref: Any, n: int) -> None:
+def _sum(slots: Ref, rows: object, y_ref: Ref, n: int) -> None:
     """Sum the slots in rank order, so that every device gets the same bits."""
     first = slots[0, rows, :].astype(dma.accumulator_dtype(slots.dtype))
 
-    def add(rank: Any, total: Any) -> Any:
+    def add(rank: Index, total: Array) -> Any:
         return total + slots[rank, rows, :].astype(total.dtype)
 
     y_ref[rows, :] = lax.fori_loop(1, n, add, first).astype(y_ref.dtype)
 
 
-def two_shot(x: Array, group: Group, payload: Any) -> Array:
+def two_shot(x: Array, group: Group, payload: object) -> Array:
     """Sum `x[n, rows, 128]`: device r gets part r of everyone, adds in rank order and sends the sum to all."""
     n, size = group.size, x.size * x.dtype.itemsize
     cost = KernelCost("all_reduce", "two_shot", payload, wire=2 * (size // n) * (n - 1), vmem=3 * size)
@@ -69,14 +69,14 @@ def two_shot(x: Array, group: Group, payload: Any) -> Array:
     return launch_once(_two_shot, x, _sum_of(x, group), group, cost, scratch, partners="everyone")
 
 
-def _two_shot(group: Group, rank: Any, x_ref, y_ref, slots, scatter_sems, gather_sems) -> None:
+def _two_shot(group: Group, rank: Index, x_ref, y_ref, slots, scatter_sems, gather_sems) -> None:
     slots[rank] = x_ref[rank]  # one's own takes its turn in the sum
 
-    def scatter(by: Any) -> Any:
+    def scatter(by: Index) -> Any:
         peer = group.shift(rank, by)
         return dma.remote_copy(x_ref.at[peer], slots.at[rank], scatter_sems, group.device_id(peer))
 
-    def gather(by: Any) -> Any:
+    def gather(by: Index) -> Any:
         mine = y_ref.at[rank]  # the sum has the same place on all devices
         return dma.remote_copy(mine, mine, gather_sems, group.device_id(group.shift(rank, by)))
 
@@ -85,7 +85,7 @@ def _two_shot(group: Group, rank: Any, x_ref, y_ref, slots, scatter_sems, gather
     dma.copy_to_everyone(group, gather)
 
 
-def bidirectional_ring(x: Array, group: Group, payload: Any) -> Array:
+def bidirectional_ring(x: Array, group: Group, payload: object) -> Array:
     """Sum `x[n, 2, rows, 128]` by a reduce-scatter and an all-gather around the ring, half of each part each way."""
     n, half, accumulator = group.size, x.size // x.shape[0] // 2, dma.accumulator_dtype(x.dtype)
     cost = KernelCost(
@@ -100,7 +100,7 @@ def bidirectional_ring(x: Array, group: Group, payload: Any) -> Array:
     return launch_once(_bidirectional_ring, x, _sum_of(x, group), group, cost, scratch, partners="neighbours")
 
 
-def _bidirectional_ring(group: Group, rank: Any, x_ref, y_ref, slots, scatter_sems, gather_sems) -> None:
+def _bidirectional_ring(group: Group, rank: Index, x_ref, y_ref, slots, scatter_sems, gather_sems) -> None:
     ring.scatter(group, rank, x_ref, slots, scatter_sems)
     ring.finish(group, slots, y_ref.at[rank])
     ring.gather(group, rank, y_ref, gather_sems)

@@ -21,6 +21,7 @@ from jshard.kernels.tiles import BLOCK
 VMEM = pl.BlockSpec(memory_space=pltpu.VMEM)
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
+Index = int | Array  # a number, or one that is traced
 DMA = pltpu.SemaphoreType.DMA
 
 
@@ -60,12 +61,12 @@ class Group:
         """
         return jnp.stack([lax.axis_index(self.mesh_axes), *(lax.axis_index(name) for name in self.other_axes)])
 
-    def inside_kernel(self, coordinates_ref: Any) -> tuple[Group, Any]:
+    def inside_kernel(self, coordinates_ref: jax.Ref) -> tuple[Group, Any]:
         """Read `coordinates` inside the kernel: the group with its `other_indices`, and this device's rank."""
         indices = tuple(coordinates_ref[1 + k] for k in range(len(self.other_axes)))
         return dataclasses.replace(self, other_indices=indices), coordinates_ref[0]
 
-    def device_id(self, rank: Any) -> Any:
+    def device_id(self, rank: Index) -> Any:
         """Return the mesh coordinates of the group's device `rank`, as Pallas's `device_id` takes them."""
         index = dict(zip(self.other_axes, self.other_indices, strict=True))  # the group shares these
         for name, size in zip(reversed(self.mesh_axes), reversed(self.sizes), strict=True):
@@ -73,12 +74,12 @@ class Group:
             rank = lax.div(rank, size) if len(self.sizes) > 1 else rank
         return index
 
-    def shift(self, rank: Any, by: Any) -> Any:
+    def shift(self, rank: Index, by: Index) -> Any:
         """Return the rank `by` places after `rank` around the ring; `by` is at least minus the group's size."""
         # rem has the sign of its first operand, which must therefore not be negative
         return lax.rem(rank + by + self.size, self.size)
 
-    def next_device(self, rank: Any, direction: Any) -> Any:
+    def next_device(self, rank: Index, direction: Index) -> Any:
         """Return the device that a ring sends to: the next rank in direction 0, the one before in direction 1."""
         return self.device_id(self.shift(rank, 1 - 2 * direction))
 
@@ -92,7 +93,7 @@ class Group:
         return 64 + sum(1 << names.index(name) for name in self.mesh_axes)
 
 
-def barrier(group: Group, rank: Any, who: Literal["everyone", "neighbours"]) -> None:
+def barrier(group: Group, rank: Index, who: Literal["everyone", "neighbours"]) -> None:
     """Wait until the other devices of the group are at this barrier too.
 
     At the start of a kernel it says that their memory may be written to; before that it may belong to another program.
@@ -126,17 +127,17 @@ def copy_to_everyone(group: Group, copy: Callable[[Any], Any]) -> None:
     fori(1, group.size, lambda by: copy(by).wait())
 
 
-def copy_locally(source: Any, target: Any, semaphore: Any) -> None:
+def copy_locally(source: jax.Ref, target: jax.Ref, semaphore: object) -> None:
     """Copy `source` to `target` on this device, and wait for it."""
     copy = pltpu.make_async_copy(source, target, semaphore)
     copy.start()
     copy.wait()
 
 
-def fori(start: Any, stop: Any, body: Callable[[Any], Any]) -> None:
+def fori(start: Index, stop: Index, body: Callable[[Any], Any]) -> None:
     """Run `body(i)` for each i in a rolled loop, so that a long ring compiles as fast as a short one."""
 
-    def step(i: Any, _: None) -> None:
+    def step(i: Index, _: None) -> None:
         body(i)
 
     lax.fori_loop(start, stop, step, None)
@@ -151,7 +152,7 @@ def in_blocks(rows: int, body: Callable[[Any], Any], block: int = BLOCK) -> None
     fori(0, rows // block, lambda b: body(pl.ds(b * block, block)))
 
 
-def accumulator_dtype(dtype: Any) -> Any:
+def accumulator_dtype(dtype: jax.typing.DTypeLike) -> Any:
     """Return the dtype to sum in: float32 for bfloat16, int32 for int8, else `dtype`."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize >= 4:

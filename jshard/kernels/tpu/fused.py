@@ -11,15 +11,16 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jshard.kernels.kernel_traffic import Schedule
 from jshard.kernels.pallas_call import KernelCost, Result, launch
 from jshard.kernels.tiles import LANES
 from jshard.kernels.tpu import dma
-from jshard.kernels.tpu.dma import DMA, HBM, Group, Semaphores
+from jshard.kernels.tpu.dma import DMA, HBM, Group, Index, Semaphores
 from jshard.kernels.tpu.ring import ring_copy, semaphores
 
 
@@ -50,7 +51,7 @@ class GatherScratch(NamedTuple):
 
 
 def gather_matmul(
-    x: Array, w_kn: Array, group: Group, payload: Any, *, tile: int, out_dtype: Any
+    x: Array, w_kn: Array, group: Group, payload: object, *, tile: int, out_dtype: DTypeLike
 ) -> tuple[Array, Array]:
     """Multiply `x[2, rows, K]` of all devices by w: `[n, 2, rows, N]`; also return the gathered x, which costs nothing more."""
     n, (_, rows, inputs), outputs = group.size, x.shape, w_kn.shape[1]
@@ -85,7 +86,7 @@ def gather_matmul(
     return y, gathered
 
 
-def _part_at(group: Group, rank: Any, direction: Any, step: Any) -> Any:
+def _part_at(group: Group, rank: Index, direction: Index, step: Index) -> Any:
     """Return whose rows are here at `step`: direction 0 brings those of the ranks before, direction 1 of those after."""
     return group.shift(rank, step * (2 * direction - 1))
 
@@ -97,11 +98,11 @@ def _gather_matmul(
     n = group.size
     step, direction, tile = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
-    def pass_on(direction: Any, step: Any) -> Any:
+    def pass_on(direction: Index, step: Index) -> Any:
         part = gathered_ref.at[_part_at(group, rank, direction, step), direction]
         return ring_copy(group, rank, part, part, scratch.ring, step, direction)
 
-    def load(direction: Any, step: Any) -> Any:
+    def load(direction: Index, step: Index) -> Any:
         part = gathered_ref.at[_part_at(group, rank, direction, step), direction]
         return pltpu.make_async_copy(part, scratch.rows.at[direction], scratch.loaded.at[direction])
 
@@ -157,12 +158,12 @@ class ScatterScratch(NamedTuple):
     ring: Semaphores
 
 
-def matmul_scatter(x: Array, w_kn: Array, group: Group, payload: Any, *, tile: int, out_dtype: Any) -> Array:
+def matmul_scatter(x: Array, w_kn: Array, group: Group, payload: object, *, tile: int, out_dtype: jnp.dtype) -> Array:
     """Multiply `x[n, 2, rows, K]` by w, sum over the group, return this device's part, `[2, rows, N]`."""
     (n, _, rows, inputs), outputs = x.shape, w_kn.shape[1]
     tiles, itemsize, accumulator = outputs // tile, x.dtype.itemsize, dma.accumulator_dtype(x.dtype)
 
-    def x_block(step: Any, direction: Any, j: Any, coordinates: Any) -> tuple[Any, ...]:
+    def x_block(step: Any, direction: Any, j: Index, coordinates: Any) -> tuple[Any, ...]:
         # The sum of a part starts one device past its owner, and is complete when it gets there (`ring.scatter`).
         return group.shift(coordinates[0], (2 * direction - 1) * (step + 1)), direction, 0, 0
 
@@ -213,15 +214,15 @@ def _matmul_scatter(
     turn = lax.rem(count, 2)  # which of two buffers
     outgoing, incoming, result, ring = scratch.outgoing, scratch.incoming, scratch.result, scratch.ring
 
-    def copied(step: Any, source: Any, slot: Any, turn: Any) -> Any:
+    def copied(step: Index, source: Ref, slot: Ref, turn: Index) -> Any:
         # Sends are waited for by buffer, as that is what is written again; arrivals by step and direction.
         sems = Semaphores(ring.sent.at[turn], ring.arrived.at[step, direction])
         return dma.remote_copy(source, slot, sems, group.next_device(rank, direction))
 
-    def pass_on(step: Any, turn: Any) -> Any:
+    def pass_on(step: Index, turn: Index) -> Any:
         return copied(step, outgoing.at[turn], partial_ref.at[step, direction, j], turn)
 
-    def store(turn: Any) -> Any:
+    def store(turn: Index) -> Any:
         target = y_ref.at[direction, :, pl.ds(j * tile, tile)]
         return pltpu.make_async_copy(result.at[turn], target, scratch.stored.at[turn])
 

@@ -25,7 +25,7 @@ def tiling(size: int, largest: int, unit: int) -> tuple[int, int]:
 
 
 def matmul(
-    x_mk: Array, w_kn: Array, bias: Array | None, activation: Callable[[Array], Array] | None, out_dtype: Any
+    x_mk: Array, w_kn: Array, bias: Array | None, activation: Callable[[Array], Array] | None, out_dtype: jnp.dtype
 ) -> Array:
     """Compute `activation(x @ w + bias)` of any sizes, rounded once to `out_dtype`. Zeros pad operands to whole tiles."""
     (m, k), n = x_mk.shape, w_kn.shape[1]

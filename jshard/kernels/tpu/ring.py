@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jshard.kernels.pallas_call import KernelCost, Result, launch_once
 from jshard.kernels.tpu import dma
-from jshard.kernels.tpu.dma import DMA, HBM, Group, Semaphores
+from jshard.kernels.tpu.dma import DMA, HBM, Group, Index, Semaphores
 
 
 def semaphores(n: int) -> Semaphores:
@@ -23,13 +24,13 @@ def semaphores(n: int) -> Semaphores:
     return Semaphores(DMA((2,)), DMA((n - 1, 2)))
 
 
-def ring_copy(group: Group, rank: Any, source: Any, target: Any, sems: Semaphores, step: Any, direction: Any) -> Any:
+def ring_copy(group: Group, rank: Any, source: Ref, target: Ref, sems: Semaphores, step: Any, direction: Index) -> Any:
     """Describe the copy of one ring step to the neighbour in `direction`."""
     pair = Semaphores(sems.sent.at[direction], sems.arrived.at[step, direction])
     return dma.remote_copy(source, target, pair, group.next_device(rank, direction))
 
 
-def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sems: Semaphores) -> None:
+def scatter(group: Group, rank: Index, x_ref: Ref, slots: Ref, sems: Semaphores) -> None:
     """Sum x over the group; the last slot ends as this device's part of the sum.
 
     Partial sums travel through `slots[step, direction]`, and each device adds its own numbers on the way. The sum of a part
@@ -37,11 +38,11 @@ def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sems: Semaphores) -
     """
     n, rows = group.size, x_ref.shape[2]
 
-    def part(direction: int, step: Any) -> Any:
+    def part(direction: int, step: Index) -> Any:
         """Whose sum is here at `step`: each hop brings that of the device one further back."""
         return group.shift(rank, -1 - step if direction == 0 else 1 + step - n)
 
-    def copy(direction: int, step: Any) -> Any:
+    def copy(direction: int, step: Index) -> Any:
         return ring_copy(group, rank, slots.at[step, direction], slots.at[step + 1, direction], sems, step, direction)
 
     for direction in (0, 1):  # slot 0 is what this device sends first, slot s + 1 what arrives in step s
@@ -49,7 +50,7 @@ def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sems: Semaphores) -
         dma.in_blocks(rows, lambda r, d=direction, mine=mine: _store(slots.at[0, d], r, x_ref[mine, d, r, :]))
         copy(direction, 0).start()
 
-    def add_and_pass_on(step: Any) -> None:
+    def add_and_pass_on(step: Index) -> None:
         for direction in (0, 1):  # while one direction is added, the other one's numbers travel
             copy(direction, step).wait_recv()
             mine, slot = part(direction, step + 1), slots.at[step + 1, direction]
@@ -65,30 +66,30 @@ def scatter(group: Group, rank: Any, x_ref: Any, slots: Any, sems: Semaphores) -
         dma.fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
 
 
-def _store(slot: Any, rows: Any, x: Array) -> None:
+def _store(slot: Ref, rows: object, x: Array) -> None:
     slot[rows, :] = x.astype(slot.dtype)
 
 
-def _add(slot: Any, rows: Any, x: Array) -> None:
+def _add(slot: Ref, rows: object, x: Array) -> None:
     slot[rows, :] += x.astype(slot.dtype)
 
 
-def finish(group: Group, slots: Any, y_ref: Any) -> None:
+def finish(group: Group, slots: Ref, y_ref: Ref) -> None:
     """Round the sums that `scatter` left in the last slot, once, into `y_ref[2, rows, 128]`."""
     last = slots.at[group.size - 1]
     for direction in (0, 1):
         dma.in_blocks(y_ref.shape[1], lambda r, d=direction: _store(y_ref.at[d], r, last[d, r, :]))
 
 
-def gather(group: Group, rank: Any, y_ref: Any, sems: Semaphores) -> None:
+def gather(group: Group, rank: Index, y_ref: Ref, sems: Semaphores) -> None:
     """Fill `y_ref[n, 2, ...]`, of which each device has its own part, with the parts of all."""
     n = group.size
 
-    def copy(direction: int, step: Any) -> Any:
+    def copy(direction: int, step: Index) -> Any:
         part = y_ref.at[group.shift(rank, -step if direction == 0 else step - n), direction]
         return ring_copy(group, rank, part, part, sems, step, direction)
 
-    def pass_on(step: Any) -> None:
+    def pass_on(step: Index) -> None:
         for direction in (0, 1):
             copy(direction, step).start()
         for direction in (0, 1):  # what arrives in this step is what the next one sends
@@ -99,7 +100,7 @@ def gather(group: Group, rank: Any, y_ref: Any, sems: Semaphores) -> None:
         dma.fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
 
 
-def reduce_scatter(x: Array, group: Group, payload: Any, *, out_dtype: Any = None) -> Array:
+def reduce_scatter(x: Array, group: Group, payload: object, *, out_dtype: DTypeLike | None = None) -> Array:
     """Sum `x[n, 2, rows, 128]` over the group and return this device's part, `[2, rows, 128]`.
 
     Partial sums travel in `accumulator_dtype`, so that a bfloat16 sum is rounded once; they cost twice the bytes.
@@ -117,12 +118,12 @@ def reduce_scatter(x: Array, group: Group, payload: Any, *, out_dtype: Any = Non
     return launch_once(_reduce_scatter, x, result, group, cost, scratch, partners="neighbours")
 
 
-def _reduce_scatter(group: Group, rank: Any, x_ref, y_ref, slots, sems) -> None:
+def _reduce_scatter(group: Group, rank: Index, x_ref, y_ref, slots, sems) -> None:
     scatter(group, rank, x_ref, slots, sems)
     finish(group, slots, y_ref)
 
 
-def all_gather(x: Array, group: Group, payload: Any) -> Array:
+def all_gather(x: Array, group: Group, payload: object) -> Array:
     """Gather `x[2, rows, 128]` of all devices, `[n, 2, rows, 128]`, from HBM to HBM: nothing needs to fit VMEM."""
     cost = KernelCost("all_gather", "ring", payload, wire=x.size * x.dtype.itemsize * (group.size - 1))
     result = Result((group.size, *x.shape), x.dtype, group.mesh_axes)
@@ -130,6 +131,6 @@ def all_gather(x: Array, group: Group, payload: Any) -> Array:
     return launch_once(_all_gather, x, result, group, cost, scratch, partners="neighbours", memory=HBM)
 
 
-def _all_gather(group: Group, rank: Any, x_ref, y_ref, copied, sems) -> None:
+def _all_gather(group: Group, rank: Index, x_ref, y_ref, copied, sems) -> None:
     dma.copy_locally(x_ref, y_ref.at[rank], copied)  # a part has one place on all devices, and is sent from there
     gather(group, rank, y_ref, sems)

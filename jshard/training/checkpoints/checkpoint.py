@@ -123,7 +123,7 @@ class Checkpoint:
         dataclasses.replace(found, files=dict(mine)).check_files(self.folder)
         return found
 
-    def restore(self, state: Any, needed_by: str) -> tuple[Any, Manifest]:
+    def restore(self, state: object, needed_by: str) -> tuple[Any, Manifest]:
         """`state` with every array as it was saved, in the place where it lies now; its arrays are given up for them."""
         manifest = self.manifest()
         arrays = named(state)
@@ -176,7 +176,7 @@ def refusal(error: BaseException) -> OSError:
     return OSError(None, " ".join(str(error).split())[:300])
 
 
-def named(state: Any) -> dict[str, jax.Array]:
+def named(state: object) -> dict[str, jax.Array]:
     """The arrays of (model, optimizer) by their names: `model.up.kernel`."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
@@ -235,7 +235,7 @@ class Saver:
     def due(self, step: int, steps: int) -> bool:
         return step != self.last and (step % self.policy.every == 0 or step == steps)
 
-    def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: object, position: Mapping[str, Any]) -> None:
         """Begins to save. The state has been copied when this returns, so it may be donated."""
         self.wait()
         events.tell("saving", step=step, folder=str(self.policy.folder))

@@ -89,7 +89,7 @@ def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None
 
 
 def save_weights(
-    model: Any, path: PathLike, *, rename: PathLike | None = None, like: PathLike | None = None, dtype: str = "same",
+    model: object, path: PathLike, *, rename: PathLike | None = None, like: PathLike | None = None, dtype: str = "same",
     metadata: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Write a model's parameters to a file of safetensors, each process its own shards; all processes call it.
@@ -161,7 +161,7 @@ def _all_or_faults(*deeds: Callable[[], Any]) -> list[Any]:
     return done
 
 
-def _renaming(rename: PathLike | None, model: Any) -> Renaming:
+def _renaming(rename: PathLike | None, model: object) -> Renaming:
     return Same([leaf.path for leaf in leaves_of(model)]) if rename is None else Renaming.read(Path(rename))
 
 
@@ -180,7 +180,7 @@ def _console() -> Console | None:
 # -- reading --
 
 
-def _tensors(path: Path, model: Any) -> tuple[Mapping[str, Any], list[JShardError]]:
+def _tensors(path: Path, model: object) -> tuple[Mapping[str, Any], list[JShardError]]:
     """The tensors that a path names, none of them read yet, and what their files lack."""
     faults: list[JShardError] = []
     if (path / MANIFEST).is_file():  # of jshard train: the model, and neither its optimizer nor its random state

@@ -22,7 +22,7 @@ from jshard.training.settings import Settings, rows_over
 PAIR = 'return {"train": (x, y), "test": (x, y)}'
 
 
-def examples(label: str, data: Any, part: str) -> Selectable:
+def examples(label: str, data: object, part: str) -> Selectable:
     """Read `data["train"]` or `data.train`, a pair of arrays, or of trees of arrays, of as many rows; `label` opens the error
     when it is not."""
     pair = part_of(data, part)
@@ -40,7 +40,7 @@ def examples(label: str, data: Any, part: str) -> Selectable:
     return found
 
 
-def source(label: str, data: Any, *, batch: int, seed: int, shuffle: bool | None, last: str | None) -> Source:
+def source(label: str, data: object, *, batch: int, seed: int, shuffle: bool | None, last: str | None) -> Source:
     """Choose what `data["train"]` is read by: a pair of arrays in memory, anything with a length that gives a pair for a
     number, an iterable of batches, or a function that returns one."""
     train = part_of(data, "train")
@@ -61,7 +61,7 @@ def source(label: str, data: Any, *, batch: int, seed: int, shuffle: bool | None
     return Shuffled(what, rows, batch, seed, shuffle is not False, last or "drop")
 
 
-def held_out(settings: Settings, label: str, data: Any) -> Any:
+def held_out(settings: Settings, label: str, data: object) -> Any:
     """Hold the last examples out of those to train on, for an evaluation, where the configuration says so."""
     part, key = settings.table("evaluation").get("held_out"), "evaluation.held_out"
     if part is None:
@@ -86,7 +86,7 @@ def held_out(settings: Settings, label: str, data: Any) -> Any:
     return {"train": cut(slice(kept)), "test": cut(slice(kept, None))}
 
 
-def numbers_of(y: Any) -> tuple[int, int] | None:
+def numbers_of(y: object) -> tuple[int, int] | None:
     """Return the least and the largest of whole numbers."""
     if not isinstance(y, np.ndarray) or not np.issubdtype(y.dtype, np.integer) or not y.size:
         return None
@@ -95,11 +95,11 @@ def numbers_of(y: Any) -> tuple[int, int] | None:
     return (int(y.min()), int(y.max())) if y.size else None
 
 
-def part_of(data: Any, part: str) -> Any:
+def part_of(data: object, part: str) -> Any:
     return data.get(part) if isinstance(data, Mapping) else getattr(data, part, None)
 
 
-def _shapes(tree: Any) -> str:
+def _shapes(tree: object) -> str:
     leaves = jax.tree.leaves(tree)
     return f"shape{'s' * (len(leaves) > 1)} {', '.join(str(array.shape) for array in leaves)}"
 
@@ -124,7 +124,7 @@ class Placement:
     def ways(self) -> int:
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in self.mesh_axes)
 
-    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+    def __call__(self, *arrays: object) -> tuple[Any, ...]:
         """Put arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""
         where = self._sharding()
         return jax.tree.map(lambda array: jax.device_put(array) if where is None else put(array, where), arrays)
@@ -140,7 +140,7 @@ class Placement:
             held[(slice(None), *(index or ()))] = True
         return np.flatnonzero(held)
 
-    def place(self, size: int, *arrays: Any) -> tuple[Any, ...]:
+    def place(self, size: int, *arrays: object) -> tuple[Any, ...]:
         """Put batches to train on of `size` rows over all processes, of which these are the `rows` of this one, on the devices:
         with several microbatches in an axis of them before the rows, so that which rows one has is alike on all meshes."""
         parts, where = self.microbatches, self._sharding(self.microbatches)
@@ -167,7 +167,7 @@ class Placement:
         axes = (self.mesh_axes,) if parts == 1 else ((), self.mesh_axes)
         return None if self.mesh is None else Layout(self.mesh, *axes).sharding
 
-    def shapes(self, size: int, *arrays: Any, parts: int = 1) -> tuple[Any, ...]:
+    def shapes(self, size: int, *arrays: object, parts: int = 1) -> tuple[Any, ...]:
         """Describe `size` rows on the devices, which need not be here, as shapes alone; several `parts` have an axis of their
         own, as `place` gives microbatches."""
         where, lead = self._sharding(parts), (size,) if parts == 1 else (parts, size // parts)
@@ -179,7 +179,7 @@ class Placement:
         return jax.tree.map(shape, arrays)
 
 
-def settle(module: Any, mesh: Mesh | None) -> Any:
+def settle(module: object, mesh: Mesh | None) -> Any:
     """Put every array of a module on the mesh: those that no signal has placed are replicated."""
     if mesh is None:
         return module

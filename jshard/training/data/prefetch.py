@@ -43,7 +43,7 @@ class _BackgroundReader(Generic[T]):
         except BaseException as error:  # all of them: it is raised where the values are wanted
             self._put((None, error))
 
-    def _put(self, item: Any) -> bool:
+    def _put(self, item: object) -> bool:
         while not self.stopped.is_set():
             with contextlib.suppress(queue.Full):
                 self.ready.put(item, timeout=NOTICE)

@@ -126,7 +126,7 @@ class Stream:
     needs is taken to hand on the right ones. A position is the iterator's `get_state()` if it has one, as grain's have;
     else it is a number, and that many batches are read and thrown away to get there."""
 
-    def __init__(self, label: str, batches: Any, batch: int):
+    def __init__(self, label: str, batches: object, batch: int):
         self.label, self.batches, self.batch = label, batches, batch
         self.iterator: Any = None
         self.unused: list[tuple[Batch, Any]] = []  # a batch that was only looked at, and the state behind it
@@ -198,7 +198,7 @@ Source = Shuffled | Stream  # what training reads
 _OVER = object()
 
 
-def pair(label: str, value: Any) -> Batch:
+def pair(label: str, value: object) -> Batch:
     """Read a value as a pair of trees of numpy arrays."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise JShardError(f"{label} gives {kind_of(value)} and not a pair (x, y)", hint="give (x, y)")
@@ -225,11 +225,11 @@ def _state(iterator: Any) -> Any:
     return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
 
 
-def _packed(state: Any) -> Any:
+def _packed(state: object) -> Any:
     return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
 
 
-def _unpacked(state: Any) -> Any:
+def _unpacked(state: object) -> Any:
     return base64.b64decode(state["base64"]) if isinstance(state, Mapping) and set(state) == {"base64"} else state
 
 

@@ -83,7 +83,7 @@ class Experiment:
 
     @classmethod
     def of(
-        cls, objective: Objective, returned: Any, how: Mapping[str, Any], chain: Chain, configuration: Configuration,
+        cls, objective: Objective, returned: object, how: Mapping[str, Any], chain: Chain, configuration: Configuration,
         mesh: Mesh | None, *, only_shapes: bool = False, optimizer: nnx.Optimizer | None = None, is_made: bool = False,
     ) -> Experiment:  # fmt: skip
         """Put an experiment together, on a mesh: the objective names the model and the data function, which has `returned` what
@@ -186,7 +186,7 @@ class Experiment:
             return lambda y: None
         outputs = self.outputs(step)
 
-        def check(y: Any) -> None:
+        def check(y: object) -> None:
             if (numbers := numbers_of(y)) and isinstance(outputs, jax.ShapeDtypeStruct):
                 self.loss.check_numbers(numbers, outputs.shape[-1], "in a batch")
 

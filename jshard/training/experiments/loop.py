@@ -50,13 +50,13 @@ class TrainingStep:
         where = jax.tree.map(lambda array: array.sharding, self.state)
         differentiated, scores = gradients_of(model, loss, microbatches), partitioned(model, loss.scores)
 
-        def train(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+        def train(state: object, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
             value, gradients = differentiated(model, x, y)
             optimizer.update(model, gradients)
             return nnx.state((model, optimizer)), value
 
-        def evaluated(state: Any) -> Any:
+        def evaluated(state: object) -> Any:
             model, _ = nnx.merge(graph, state)
             model = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
             model.eval()  # modules of the user's that have these attributes, and no view
@@ -71,13 +71,13 @@ class TrainingStep:
         self.state, loss = self.program(self.state, x, y)
         return loss
 
-    def over(self, model: Any, optimizer: nnx.Optimizer) -> TrainingStep:
+    def over(self, model: object, optimizer: nnx.Optimizer) -> TrainingStep:
         """The same programs over the arrays that these hold now."""
         other = copy.copy(self)
         other.state = nnx.split((model, optimizer))[1]
         return other
 
-    def into(self, model: Any, optimizer: nnx.Optimizer) -> None:
+    def into(self, model: object, optimizer: nnx.Optimizer) -> None:
         """Put what was learned into the modules that the step was made of."""
         nnx.update((model, optimizer), self.state)
 
@@ -89,7 +89,7 @@ def gradients_of(model: Any, loss: Objective, microbatches: int, argnums: Any = 
         return nnx.value_and_grad(partitioned(model, objective_of(loss)), argnums=argnums)
     by_microbatches = accumulated(objective_of(loss))
 
-    def differentiated(model: Any, x: Any, y: Any) -> Any:
+    def differentiated(model: object, x: object, y: Any) -> Any:
         if len(jax.tree.leaves(y)) > 1 or not loss.divides_by_count(y[0]):
             return by_microbatches(model, x, y)
         count = jnp.maximum(layers.sum((y >= 0).astype(jnp.float32)), 1.0) / microbatches
@@ -102,7 +102,7 @@ def step_with_gradients(loss: Objective, microbatches: int = 1) -> Callable[...,
     """Make a training step as `verify` compares it: it returns the loss and the gradients of the parameters and of inputs that
     are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
 
-    def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
+    def train(model: object, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
         smooth = microbatches == 1 and all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
         of = [nnx.DiffState(0, optimizer.wrt), 1] if smooth else nnx.DiffState(0, optimizer.wrt)
         value, found = gradients_of(model, loss, microbatches, of)(model, x, y)
@@ -114,7 +114,7 @@ def step_with_gradients(loss: Objective, microbatches: int = 1) -> Callable[...,
     return train
 
 
-def _read_by_all(where: Any) -> NamedSharding | None:
+def _read_by_all(where: object) -> NamedSharding | None:
     """Replicate results when devices of other processes take part, so that each process can read them."""
     for each in jax.tree.leaves(where):
         if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh) and not each.is_fully_addressable:

@@ -49,12 +49,12 @@ class Objective:
                 fault = f"{metric}, and there is a figure {metric.name} already"
                 raise JShardError(fault, hint="give the function another name")
 
-    def __call__(self, model: Any, x: Any, targets: Any, *count: Any) -> jax.Array:
+    def __call__(self, model: Any, x: object, targets: Any, *count: object) -> jax.Array:
         outputs, logits = self._called(model, x, targets)
         how = {} if logits is None else {"head": logits, "chunk": self.chunk}
         return self._checked(self.loss(outputs, targets, **how, **({"count": count[0]} if count else {})))
 
-    def _called(self, model: Any, x: Any, targets: Any, *, all_logits: bool = False) -> tuple[Any, Any]:
+    def _called(self, model: Any, x: object, targets: object, *, all_logits: bool = False) -> tuple[Any, Any]:
         """Return what the model makes of x; of one that has `hidden` and `logits` its hidden states, and `logits`."""
         if all_logits or self.written is not None or getattr(targets, "ndim", 0) != 2 or not has_hidden(model):
             outputs = shape = model(x)
@@ -78,7 +78,7 @@ class Objective:
         """Whether it is a mean over those targets of a row that count, of which microbatches have more and fewer."""
         return self.written is None and targets.ndim > 1
 
-    def scores(self, model: Any, x: Any, targets: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def scores(self, model: Any, x: object, targets: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Return for each figure of an evaluation what each row adds to it, and for how much of it the row counts."""
         rows = jax.tree.leaves(targets)[0].shape[0]
         outputs, logits = self._called(model, x, targets, all_logits=bool(self.metrics))
@@ -164,12 +164,12 @@ def shown(value: Any) -> str:
     return kind_of(value)
 
 
-def has_hidden(model: Any) -> bool:
+def has_hidden(model: object) -> bool:
     """Whether `model(x)` is `model.logits(model.hidden(x))`, as of a jshard.Decoder. Layers of these names don't say so."""
     return all(inspect.isfunction(getattr(type(model), name, None)) for name in ("hidden", "logits"))
 
 
-def check_called(component: Component, model: Any) -> None:
+def check_called(component: Component, model: object) -> None:
     """Raise an error for a model that `model(x)` alone does not call."""
     if not callable(model):
         raise JShardError(f"{component}, which has no __call__", hint="define __call__(self, x) in it")

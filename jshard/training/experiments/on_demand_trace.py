@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -51,7 +50,7 @@ class TraceRequest(Numbered):
         self.begun: contextlib.AbstractContextManager[Tracing] | None = None
         self.has_run = False
 
-    def __call__(self, *batch: Any) -> jax.Array:
+    def __call__(self, *batch: object) -> jax.Array:
         if self.begun is not None:
             if self.done == self.until:
                 self._end(None, None, None)

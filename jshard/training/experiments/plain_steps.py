@@ -22,6 +22,7 @@ from jshard.inspect.verify.wide import widened
 from jshard.layers.layer import AuxLoss
 from jshard.layouts.paths import words_of
 from jshard.layouts.put import on_host, put, raw
+from jshard.programs.jaxprs import Shaped
 from jshard.signals.active_config import nothing_loaded
 from jshard.training.experiments.loop import TrainingStep
 from jshard.training.experiments.loss import Objective
@@ -57,7 +58,7 @@ def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, ba
     return PlainSteps({**off, **offs}, {name: max(each[name] for each in rounding) for name in offs})
 
 
-def _named(state: Any) -> dict[str, Any]:
+def _named(state: object) -> dict[str, Any]:
     """Name the arrays of a model and its optimizer, in their order."""
     named = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
@@ -66,7 +67,7 @@ def _named(state: Any) -> dict[str, Any]:
     return named
 
 
-def _last_bits(array: Any) -> float:
+def _last_bits(array: Shaped) -> float:
     return CREATED * float(jnp.finfo(array.dtype).eps) if is_inexact(array) else 0.0
 
 
@@ -81,7 +82,7 @@ def _plain_step(settings: Settings, objective: Objective, graph: Any) -> TakesSt
     """Write a training step as one would by hand: the gradients of the microbatches are added up."""
     loss, parts = _loss(settings, objective), settings["microbatches"]
 
-    def step(state: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    def step(state: Sequence[Any], x: object, y: object) -> tuple[Any, Any]:
         model, optimizer = nnx.merge(graph, state)
         batches = [(x, y)] if parts == 1 else [jax.tree.map(lambda array, n=n: array[n], (x, y)) for n in range(parts)]
         counts = [jnp.sum(y >= 0) if isinstance(y, jax.Array) else 1 for _, y in batches]
@@ -96,7 +97,7 @@ def _plain_step(settings: Settings, objective: Objective, graph: Any) -> TakesSt
 def _loss(settings: Settings, objective: Objective) -> Callable[..., jax.Array]:
     written, z = objective.written, settings.table("loss").get("z", 0.0)
 
-    def loss(model: Any, x: Any, y: Any, count: Any) -> jax.Array:
+    def loss(model: Any, x: object, y: Any, count: Any) -> jax.Array:
         outputs = model(x)
         auxiliary = sum(jnp.sum(each) for each in jax.tree.leaves(nnx.state(model, AuxLoss)))
         if written is not None:
@@ -108,7 +109,7 @@ def _loss(settings: Settings, objective: Objective) -> Callable[..., jax.Array]:
     return loss
 
 
-def _stepping(step: TakesStep, like: Any, batches: Sequence[Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _stepping(step: TakesStep, like: object, batches: Sequence[Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return what finds, from a state, what the steps leave of it, and their losses, in 64 bits."""
     jaxpr = jax.make_jaxpr(lambda state, batch: step(state, *batch))(like, batches[0])
     how, where = Evaluation(wide=True, asked=asked_dtypes), [*(each.sharding for each in jax.tree.leaves(like)), None]
@@ -128,7 +129,7 @@ def _stepping(step: TakesStep, like: Any, batches: Sequence[Any]) -> Callable[[M
     return take
 
 
-def _wide(array: Any) -> Any:
+def _wide(array: jax.Array | np.ndarray) -> Any:
     return array.astype(widened(array.dtype)) if is_inexact(array) else array
 
 
@@ -145,7 +146,7 @@ def _offs(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, fl
     }
 
 
-def _largest(array: Any) -> float:
+def _largest(array: object) -> float:
     return float(np.max(np.abs(on_host(array)), initial=0.0))
 
 

@@ -29,7 +29,7 @@ class Tracing:
 
 
 @contextlib.contextmanager
-def trace(folder: str | os.PathLike[str], *, title: str | None = None, **more: Any) -> Iterator[Tracing]:
+def trace(folder: str | os.PathLike[str], *, title: str | None = None, **more: object) -> Iterator[Tracing]:
     """Capture what all devices of this process do inside, for `jshard timeline`; what computes already is waited for
     before, and what was started inside behind it. Of several processes each has a folder of its own in `folder`.
 
@@ -98,7 +98,7 @@ class Numbered:
     def __init__(self, step: Callable[..., jax.Array], done: int = 0):
         self.inner, self.done = step, done
 
-    def __call__(self, *batch: Any) -> jax.Array:
+    def __call__(self, *batch: object) -> jax.Array:
         self.done += 1
         with jax.profiler.StepTraceAnnotation("step", step_num=self.done):
             return self.inner(*batch)

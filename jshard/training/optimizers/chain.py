@@ -159,7 +159,7 @@ def _function(
     return schedules.WORDS.get(name) or getattr(optax, name)
 
 
-def _set_rate(settings: Settings, links: list[_Link], schedule: Any) -> tuple[Any, str, float | None]:
+def _set_rate(settings: Settings, links: list[_Link], schedule: object) -> tuple[Any, str, float | None]:
     """Give the optimizer its learning rate, and return it with the key that says the highest, and that."""
     link = next((link for link in links if "learning_rate" in link.takes), None)
     if link is None and schedule is None:
@@ -219,8 +219,8 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
 
 
 def _set_mask(label: str, links: list[_Link], globs: list[Glob]) -> None:
-    def mask(params: Any) -> Any:
-        def decays(path: Any, _: Any) -> bool:
+    def mask(params: object) -> Any:
+        def decays(path: Any, _: object) -> bool:
             return any(glob.fits("/".join(words_of(path))) for glob in globs)
 
         return jax.tree_util.tree_map_with_path(decays, params)

@@ -18,7 +18,7 @@ def clip_by_global_norm(most: float) -> optax.GradientTransformation:
     """Clip as `optax.clip_by_global_norm(most)`. On an explicit mesh each device adds up the squares of its own parts, and the
     sums of all gradients that are split over the same mesh axes cross the wire as one number."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: object, state: object, params: object = None) -> tuple[Any, Any]:
         with scope(key="optimizer.clip"):
             norm = jnp.sqrt(_sum_of_squares(jax.tree.leaves(updates)))
         factor = jnp.where(norm < most, 1.0, most / norm)
@@ -37,7 +37,7 @@ def _sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
     return sum((_over(names, mesh, alike) for (names, mesh), alike in split.items()), jnp.zeros(()))
 
 
-def _over(names: tuple[str, ...], mesh: Any, alike: Sequence[jax.Array]) -> jax.Array:
+def _over(names: tuple[str, ...], mesh: jax.sharding.Mesh, alike: Sequence[jax.Array]) -> jax.Array:
     """Add up the squares of arrays that are all split over these mesh axes."""
 
     def own(*parts: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import homes_of, with_axis_types
 from jshard.layouts.paths import keys_of, words_of
 from jshard.layouts.redistribution import move, plan_moves, redistribute
-from jshard.programs.jaxprs import equations
+from jshard.programs.jaxprs import Jaxpr, equations
 from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration, mesh, on_mesh
 from jshard.signals.device_sets import is_elsewhere
@@ -66,13 +66,13 @@ def with_sharded_state(
     at_rest, in_state, signals = _places(model, wrt)
     found: dict[Any, _Update] = {}
 
-    def full_update(params: Any) -> _Update:
+    def full_update(params: object) -> _Update:
         tree = jax.tree.structure(params)
         if tree not in found:
             found[tree] = _Update.of(tx, params, in_state)
         return found[tree]
 
-    def init(params: Any) -> Any:
+    def init(params: object) -> Any:
         leaves, tree = jax.tree.flatten(jax.eval_shape(tx.init, params))
         shardings = [Layout(mesh(), *axes).sharding for axes in full_update(params).state_axes]
         assert len(shardings) == len(leaves)
@@ -98,7 +98,7 @@ def with_sharded_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_on_workers(parameters: Any) -> bool:
+def _is_on_workers(parameters: object) -> bool:
     return homes_of(jax.tree.leaves(parameters), mesh()) != [mesh()]
 
 
@@ -117,7 +117,7 @@ def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.Gradient
             )
         tx = optax.chain(*(optax.masked(tx, functools.partial(_on, layouts, home)) for home in homes))
 
-    def brought(path: Path, leaf: Any) -> Any:
+    def brought(path: Path, leaf: jax.Array) -> Any:
         layout = layouts.get(keys_of(path))
         return redistribute(leaf, layout) if layout is not None and is_elsewhere(leaf, layout.mesh) else leaf
 
@@ -129,10 +129,10 @@ def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.Gradient
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _on(layouts: dict[Path, Layout | None], home: Any, tree: Any) -> Any:
+def _on(layouts: dict[Path, Layout | None], home: Any, tree: object) -> Any:
     """Mark the leaves that belong to parameters on `home`."""
 
-    def is_here(path: Path, _: Any) -> bool:
+    def is_here(path: Path, _: object) -> bool:
         layout = layouts.get(keys_of(path))
         return layout is not None and {*layout.mesh.devices.flat} == {*home.devices.flat}
 
@@ -159,11 +159,11 @@ def _places(
 
 
 def _bring(
-    tree: Any, source: dict[Path, Axes], target: dict[Path, Axes], signals: dict[Path, tuple[str, ...]], local: bool
+    tree: object, source: dict[Path, Axes], target: dict[Path, Axes], signals: dict[Path, tuple[str, ...]], local: bool
 ) -> Any:
     """Move every leaf whose two layouts differ, by collectives that name its signal, in global view or inside shard_map."""
 
-    def bring(path: Path, leaf: Any) -> Any:
+    def bring(path: Path, leaf: jax.Array) -> Any:
         here, there = source.get(keys_of(path)), target.get(keys_of(path))
         if here is None or there is None or here == there:
             return leaf
@@ -184,10 +184,10 @@ class _Update:
     reduction: str | None
 
     @classmethod
-    def of(cls, tx: optax.GradientTransformation, params: Any, in_state: dict[Path, Axes]) -> _Update:
+    def of(cls, tx: optax.GradientTransformation, params: object, in_state: dict[Path, Axes]) -> _Update:
         twin = with_axis_types(mesh(), "explicit")
 
-        def typed(path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
+        def typed(path: Path, leaf: jax.Array) -> jax.ShapeDtypeStruct:
             layout = Layout(twin, *in_state.get(keys_of(path), ((),) * jnp.ndim(leaf)))
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=layout.sharding)
 
@@ -204,7 +204,7 @@ class _Update:
         return cls([_axes_of_type(result.aval) for result in after], _first_reduction(program))
 
 
-def _mixes_parts(params: Any) -> JShardError:
+def _mixes_parts(params: object) -> JShardError:
     """Make the error for an optimizer whose sums and products go through whole parameters in ways that no split one can
     take."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -239,7 +239,7 @@ def _check_elementwise(known: Iterable[_Update], transform: Any, operands: Any, 
         )
 
 
-def _first_reduction(jaxpr: Any) -> str | None:
+def _first_reduction(jaxpr: Jaxpr) -> str | None:
     names = (equation.primitive.name for equation in equations(jaxpr))
     reductions = "dot_general", "sort", "top_k"
     return next((name for name in names if name.startswith(("reduce_", "arg", "cum")) or name in reductions), None)

@@ -90,7 +90,7 @@ class Log:
         tell_program(name, ledger)
         return ledger
 
-    def step(self, number: int, *, loss: Any = None, examples: int | None = None, **more: Any) -> None:
+    def step(self, number: int, *, loss: object = None, examples: int | None = None, **more: object) -> None:
         """Log that this step is dispatched; its loss need not be there yet."""
         now = time.perf_counter()
         seconds, self.since = now - self.since, now
@@ -156,7 +156,7 @@ class Log:
             print(fault, file=sys.stderr, flush=True)
 
 
-def facts(**more: Any) -> dict[str, Any]:
+def facts(**more: object) -> dict[str, Any]:
     """Collect what a log begins with: where the process runs, versions, devices, its configuration and the digest of that."""
     present = active_config.configuration()
     devices = jax.devices()
@@ -212,7 +212,7 @@ def _opened(folder: Path, path: Path, label: str, *, goes_on: bool) -> TextIO:
     return file
 
 
-def _is_there(loss: Any) -> bool:
+def _is_there(loss: object) -> bool:
     is_ready = getattr(loss, "is_ready", None)
     return is_ready is None or is_ready()
 

@@ -126,7 +126,7 @@ def _keys(signal: Signal) -> dict[str, Any]:
     return keys
 
 
-def yaml_value(value: Any) -> Any:
+def yaml_value(value: object) -> Any:
     """Convert mappings, tuples and dataclasses to what YAML can hold; absent keys are left out."""
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -63,7 +63,7 @@ class Bar:
         self.bar.start()
         return self
 
-    def __exit__(self, *reason: Any) -> None:
+    def __exit__(self, *reason: object) -> None:
         self.stop()
 
     def stop(self) -> None:

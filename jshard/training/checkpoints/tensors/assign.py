@@ -66,7 +66,7 @@ class Leaf:
             yield JShardError(fault, hint="give it one: jax.ShapeDtypeStruct(shape, dtype, sharding=...)")
 
 
-def leaves_of(model: Any) -> list[Leaf]:
+def leaves_of(model: object) -> list[Leaf]:
     """The parameters of an NNX module, and other variables, in the order of its state; or the arrays and numbers of a tree."""
     if not isinstance(model, nnx.Module):
         flat = jax.tree_util.tree_flatten_with_path(model)[0]

@@ -218,7 +218,7 @@ class _Pairs:
         self.pairs = pairs
 
 
-def _tensor(path: Path, name: str, entry: Any, start: int) -> FileTensor:
+def _tensor(path: Path, name: str, entry: object, start: int) -> FileTensor:
     fields = dict(entry.pairs) if isinstance(entry, _Pairs) else {}
     word, shape, offsets = fields.get("dtype"), _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
