@@ -65,6 +65,7 @@ class Server(NamedTuple):
 
 
 server: Server | None = None  # of this process
+STARTING = threading.Lock()  # of two servers each would end the other's adoption of a child
 fresh = False  # nothing is forked
 
 
@@ -126,18 +127,19 @@ def _without_warnings(words: Sequence[str]) -> Sequence[str]:
 def _server() -> Server:
     """Return the server of this process; start it at the first question."""
     global server
-    if server is None:
-        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        left_out = ("JAX_", "XLA_", "PYTHONPATH")  # each process has its own
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-        process = REAL(
-            [sys.executable, __file__, str(theirs.fileno())],
-            env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        theirs.close()
-        server = Server(ours, variables, threading.Lock())
-        atexit.register(lambda: (ours.close(), process.wait()))
-    return server
+    with STARTING:
+        if server is None:
+            ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            left_out = ("JAX_", "XLA_", "PYTHONPATH")  # each process has its own
+            variables = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+            process = REAL(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            theirs.close()
+            server = Server(ours, variables, threading.Lock())
+            atexit.register(lambda: (ours.close(), process.wait()))
+        return server
 
 
 class Hidden:
