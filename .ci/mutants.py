@@ -131,6 +131,7 @@ class Copy:
             shutil.copy2(ROOT / path, folder / path)
         subprocess.run(["git", "init", "--quiet", folder], check=True)  # the floors ask git for the files
         (folder / "seen").mkdir()
+        (folder / "seen" / "seconds").touch()
         (folder / "coveragerc").write_text(COVERAGE.format(folder))
 
     def record(self, file: str) -> None:
@@ -180,7 +181,7 @@ class Tests:
         with ThreadPoolExecutor(len(copies)) as pool:
             [*pool.map(lambda file: self.within(Copy.record, file), sorted(files))]
         for copy in copies:
-            lines = (copy.folder / "seen" / "seconds").read_text().splitlines() if files else []
+            lines = (copy.folder / "seen" / "seconds").read_text().splitlines()
             self.seconds |= dict(json.loads(line) for line in lines)
             for path in (copy.folder / "seen").glob("lines.*"):
                 data = CoverageData(str(path))
